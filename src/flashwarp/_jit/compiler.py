@@ -1,0 +1,261 @@
+"""Device code to cubins: NVRTC, the package's own headers and nothing else.
+
+All built-in kernels are one translation unit, compiled once for each architecture and kept on disk.
+Headers are handed to the compiler in memory under the names that `#include` uses, so what is hashed
+is what is compiled, and the place of installation changes neither key nor code. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashwarp._jit import driver
+from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
+from flashwarp.errors import CompileError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+INCLUDE_DIR = _PACKAGE / "include"
+"""Where `#include "flashwarp/..."` is found."""
+
+MODULE = _PACKAGE / "kernels" / "module.cuh"
+"""The translation unit with all built-in kernels."""
+
+OPTIONS = ("--std=c++20", "--ptxas-options=-v")
+
+# Bumped when a cubin of the same inputs has to be built again.
+_KEY_VERSION = b"1"
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What one kernel uses, as the assembler reports it."""
+
+    name: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    param_bytes: int
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Compiled code for one architecture.
+
+    Attributes
+    ----------
+    arch : str
+        The architecture, such as "sm_90".
+    cubin : bytes
+        What the driver loads.
+    log : str
+        What the compiler said, with every kernel's resources.
+    kernels : dict
+        Resources by kernel name.
+    from_cache : bool
+        Whether it was found on disk and not compiled now.
+    """
+
+    arch: str
+    cubin: bytes
+    log: str
+    kernels: dict[str, KernelResources]
+    from_cache: bool
+
+
+def architecture(compute_capability: tuple[int, int]) -> str:
+    """Choose the best architecture for a GPU: same major version, minor not above its own."""
+    major, minor = compute_capability
+    supported = driver.nvrtc_architectures()
+    fitting = [arch for arch in supported if arch // 10 == major and arch % 10 <= minor]
+    if not fitting:
+        version = ".".join(map(str, driver.nvrtc_version()))
+        known = ", ".join(f"sm_{arch}" for arch in supported)
+        raise CompileError(
+            f"NVRTC {version} cannot compile for compute capability {major}.{minor}, only for "
+            f"{known}: install another version of nvidia-cuda-nvrtc"
+        )
+    return f"sm_{max(fitting)}"
+
+
+def compile_module(
+    arch: str,
+    *,
+    path: Path = MODULE,
+    include_dirs: Sequence[Path] = (INCLUDE_DIR,),
+    options: Sequence[str] = (),
+    cache: ArtifactCache | None = None,
+) -> Artifact:
+    """Compiles one translation unit to a cubin, or finds it on disk.
+
+    Parameters
+    ----------
+    arch : str
+        Target, such as "sm_90"; see `architecture`.
+    path : Path
+        The source file. Default: all built-in kernels.
+    include_dirs : sequence of Path
+        Where its own headers are; headers elsewhere are not found.
+    options : sequence of str
+        More compiler options, such as "-DFW_DEBUG=1".
+    cache : ArtifactCache, optional
+        Default: the user's cache folder.
+
+    Returns
+    -------
+    Artifact
+        Blocks for one to some seconds when it has to compile.
+    """
+    cache = ArtifactCache() if cache is None else cache
+    source = _read(path)
+    headers = own_headers(path, include_dirs)
+    arguments = (f"--gpu-architecture={arch}", *OPTIONS, *options)
+    key = _key(path.name, source, headers, arguments)
+
+    entry = cache.load(key)
+    from_cache = entry is not None
+    if entry is None:
+        entry = Entry(*driver.nvrtc_compile(source, path.name, headers, arguments))
+        cache.publish(key, entry)
+    return Artifact(
+        arch, entry.cubin, entry.log, kernel_resources(entry.cubin, entry.log), from_cache
+    )
+
+
+def _key(name: str, source: bytes, headers: dict[str, bytes], arguments: Iterable[str]) -> str:
+    version = "{}.{}".format(*driver.nvrtc_version())
+    contents = (
+        part for spelling in sorted(headers) for part in (spelling.encode(), headers[spelling])
+    )
+    options = "\0".join(arguments).encode()
+    return content_key(_KEY_VERSION, version.encode(), options, name.encode(), source, *contents)
+
+
+# Headers.
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
+
+
+def own_headers(path: Path, include_dirs: Sequence[Path]) -> dict[str, bytes]:
+    """Read every own header that a source can reach, by the name that includes it.
+
+    A name found nowhere is left out: it belongs to a host compiler's branch of the code, or else
+    the compiler says where it is missing.
+    """
+    found: dict[str, Path] = {}
+    contents: dict[str, bytes] = {}
+    waiting = [path]
+    while waiting:
+        includer = waiting.pop()
+        for quoted, name in _includes(_read(includer)):
+            header = _find(name, ([includer.parent] if quoted else []), include_dirs)
+            if header is None:
+                continue
+            if name not in found:
+                found[name] = header
+                contents[name] = _read(header)
+                waiting.append(header)
+            elif found[name] != header:
+                raise CompileError(
+                    f'#include "{name}" means {found[name]} in one file, {header} in {includer}: '
+                    "name headers from the include folder"
+                )
+    return contents
+
+
+def _includes(text: bytes) -> Iterator[tuple[bool, str]]:
+    for match in _INCLUDE.finditer(text):
+        yield match[1] == b'"', match[2].decode()
+
+
+def _find(name: str, beside: Sequence[Path], include_dirs: Sequence[Path]) -> Path | None:
+    for folder in (*beside, *include_dirs):
+        candidate = folder / name
+        if candidate.is_file():
+            return candidate.resolve()
+    return None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CompileError(f"device source {path} cannot be read: {error.strerror}") from error
+
+
+# What the assembler says of each kernel.
+
+_LOG_KERNEL = re.compile(
+    r"Function properties for (?P<name>\w+)\n"
+    r"[^\n]*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads\n"
+    r"[^\n]*?Used (?P<registers>\d+) registers"
+)
+
+
+def kernel_resources(cubin: bytes, log: str) -> dict[str, KernelResources]:
+    """Every kernel of a cubin by name: parameter size from its code, the rest from the log."""
+    reported = {match["name"]: match for match in _LOG_KERNEL.finditer(log)}
+    kernels: dict[str, KernelResources] = {}
+    for name, param_bytes in _kernel_params(cubin).items():
+        match = reported.get(name)
+        if match is None:
+            raise CompileError(f"the compiler's log does not mention kernel {name}", log)
+        kernels[name] = KernelResources(
+            name=name,
+            registers=int(match["registers"]),
+            stack_bytes=int(match["stack"]),
+            spill_store_bytes=int(match["stores"]),
+            spill_load_bytes=int(match["loads"]),
+            param_bytes=param_bytes,
+        )
+    return kernels
+
+
+_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_ELF_SECTION = struct.Struct("<IIQQQQIIQQ")
+_ATTRIBUTE = struct.Struct("<BBH")
+# In a section .nv.info.KERNEL each attribute is a format byte, a code byte and 16 bits: a value, or
+# with format 4 the length of what follows. Code 0x19 holds the size of the kernel's parameters.
+_FORMAT_SIZED = 4
+_CODE_PARAM_BYTES = 0x19
+_KERNEL_INFO = ".nv.info."
+
+
+def _kernel_params(cubin: bytes) -> dict[str, int]:
+    """Find the size of the parameters of every kernel in the cubin's own tables."""
+    try:
+        sizes = {
+            name.removeprefix(_KERNEL_INFO): _param_bytes(content)
+            for name, content in _sections(cubin)
+            if name.startswith(_KERNEL_INFO)
+        }
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise CompileError(f"the compiled code is not a readable ELF file: {error}") from error
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    header = _ELF_HEADER.unpack_from(elf)
+    table, entry_bytes, count, names_index = header[6], header[11], header[12], header[13]
+    sections = [_ELF_SECTION.unpack_from(elf, table + i * entry_bytes) for i in range(count)]
+    names = elf[sections[names_index][4] :]
+    for section in sections:
+        name, offset, nbytes = section[0], section[4], section[5]
+        yield names[name : names.index(b"\0", name)].decode(), elf[offset : offset + nbytes]
+
+
+def _param_bytes(info: bytes) -> int | None:
+    """None for a device function that is no kernel."""
+    position = 0
+    while position + _ATTRIBUTE.size <= len(info):
+        form, code, value = _ATTRIBUTE.unpack_from(info, position)
+        if code == _CODE_PARAM_BYTES:
+            return int(value)
+        position += _ATTRIBUTE.size + (value if form == _FORMAT_SIZED else 0)
+    return None

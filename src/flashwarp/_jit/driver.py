@@ -1,0 +1,550 @@
+"""The CUDA driver behind typed Python calls: the only file that imports CUDA packages.
+
+`Context` owns one GPU's primary context and makes it current around every call, so any thread may
+use it. Every failing driver call raises an exception that names the call, CUDA's error and what to
+do about it. Nothing here waits without a time limit, and nothing synchronizes a whole device: a
+kernel that waits for I/O may be running beside us.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from flashwarp.errors import (
+    ClosedError,
+    CompileError,
+    DeviceError,
+    DeviceOutOfMemory,
+    DeviceTimeout,
+    ForkError,
+)
+
+# What a user can do about the errors that users meet. Others carry CUDA's own description.
+_ADVICE = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "free memory or choose a smaller cache",
+    "CUDA_ERROR_NO_DEVICE": (
+        "no GPU is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES, or use device='cpu'"
+    ),
+    "CUDA_ERROR_INVALID_DEVICE": "no GPU has this number: see CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "the kernel driver and libcuda.so.1 differ: reboot",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE": "remove the cuda-compat package",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": (
+        "the compiler is newer than the driver: update the driver or install an older "
+        "nvidia-cuda-nvrtc"
+    ),
+    "CUDA_ERROR_NO_BINARY_FOR_GPU": "the code was compiled for another GPU architecture",
+    "CUDA_ERROR_INVALID_IMAGE": (
+        "the driver cannot read the compiled code: update the driver or install an older "
+        "nvidia-cuda-nvrtc"
+    ),
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": (
+        "a page of this range is registered already: close the other registration first"
+    ),
+    "CUDA_ERROR_ILLEGAL_ADDRESS": (
+        "a kernel touched memory that is not its own; this process cannot use the GPU any more: "
+        "restart it, and find the access with compute-sanitizer"
+    ),
+    "CUDA_ERROR_MISALIGNED_ADDRESS": (
+        "a kernel made an unaligned access; this process cannot use the GPU any more: restart it"
+    ),
+    "CUDA_ERROR_LAUNCH_FAILED": "this process cannot use the GPU any more: restart it",
+    "CUDA_ERROR_ASSERT": "a device assertion failed; its text is on standard output",
+    "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": (
+        "the stream is being captured into a CUDA graph: do this before or after the capture"
+    ),
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device was closed or reset",
+}
+
+# A wait polls without sleeping for this long: most waits of the library end within it.
+_POLL_S = 100e-6
+# Then it sleeps a twentieth of the time already waited, so it adds at most 5 % to any wait.
+_SLEEP_SHARE = 0.05
+_SLEEP_MAX_S = 1e-3
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError, OSError) as error:
+        raise DeviceError(
+            f"CUDA was not found: importing {module} failed ({error}). "
+            "Install it with: pip install 'flashwarp[cuda]'; or use device='cpu'."
+        ) from error
+
+
+@functools.cache
+def _cuda() -> Any:
+    """Return the driver API, initialized once a process."""
+    cuda = _import("cuda.bindings.driver")
+    try:
+        (status,) = cuda.cuInit(0)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"CUDA's driver was not found: {error}. "
+            "libcuda.so.1 comes with the NVIDIA driver; without one use device='cpu'."
+        ) from error
+    if int(status) != 0:
+        raise _error(cuda, "cuInit", status)
+    return cuda
+
+
+def _error(cuda: Any, call: str, status: Any, doing: str = "") -> DeviceError | DeviceOutOfMemory:
+    """Make the exception for one failed driver call."""
+    code = int(status)
+    name, text = f"CUDA error {code}", "unknown to the driver"
+    name_status, name_bytes = cuda.cuGetErrorName(status)
+    text_status, text_bytes = cuda.cuGetErrorString(status)
+    if int(name_status) == 0 and int(text_status) == 0:
+        name, text = name_bytes.decode(), text_bytes.decode()
+    message = f"{doing + ': ' if doing else ''}{call} failed with {name} ({text})"
+    advice = _ADVICE.get(name)
+    if advice:
+        message += f": {advice}"
+    kind = DeviceOutOfMemory if name == "CUDA_ERROR_OUT_OF_MEMORY" else DeviceError
+    return kind(message)
+
+
+def _call(call: str, *arguments: Any, doing: str = "") -> Any:
+    """Call the driver; return its one value, or None where it gives none."""
+    cuda = _cuda()
+    status, *values = getattr(cuda, call)(*arguments)
+    if int(status) != 0:
+        raise _error(cuda, call, status, doing)
+    return values[0] if len(values) == 1 else (tuple(values) or None)
+
+
+def device_count() -> int:
+    """Count the GPUs this process sees. Raises DeviceError where CUDA does not work."""
+    return int(_call("cuDeviceGetCount"))
+
+
+def driver_version() -> tuple[int, int]:
+    """Return the newest CUDA version that the installed driver serves, as (major, minor)."""
+    version = int(_call("cuDriverGetVersion"))
+    return version // 1000, version % 1000 // 10
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One loaded kernel of a module, with what its launch needs to know."""
+
+    name: str
+    handle: Any
+    registers: int
+    local_bytes: int
+    shared_bytes: int
+    threads_max: int
+
+
+class Context:
+    """One GPU's primary context, shared with every other library of the process.
+
+    Use as `with context:` around calls that are not its methods; it nests, and any thread may. A
+    child process made by fork cannot use its parent's context, so there every use raises.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        count = device_count()
+        if not 0 <= ordinal < count:
+            raise DeviceError(
+                f"cuda:{ordinal} does not exist: {count} GPU(s) visible to this process "
+                "(CUDA_VISIBLE_DEVICES)"
+            )
+        self.ordinal = ordinal
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._device = _call("cuDeviceGet", ordinal)
+        self._handle = _call(
+            "cuDevicePrimaryCtxRetain", self._device, doing=f"opening cuda:{ordinal}"
+        )
+        self._open = True
+        if not self._attribute("UNIFIED_ADDRESSING"):
+            self.close()
+            raise DeviceError(
+                f"cuda:{ordinal} has no unified addressing, which the library needs: "
+                "pinned host memory must have one address on the host and on the GPU"
+            )
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls can reach the GPU: still open, and not in a forked child."""
+        return self._open and os.getpid() == self._pid
+
+    def close(self) -> None:
+        """Give the primary context back. May be called twice."""
+        with self._lock:
+            if self.usable:
+                self._open = False
+                _call("cuDevicePrimaryCtxRelease", self._device)
+
+    def __enter__(self) -> Context:
+        if not self._open:
+            raise ClosedError(f"cuda:{self.ordinal} is closed")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"cuda:{self.ordinal} was opened by process {self._pid}, and CUDA does not work "
+                "in its forked child: start workers with the 'spawn' method"
+            )
+        _call("cuCtxPushCurrent", self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _call("cuCtxPopCurrent")
+
+    # Properties of the device.
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(_cuda().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(_call("cuDeviceGetAttribute", attribute, self._device))
+
+    @functools.cached_property
+    def model(self) -> str:
+        """The GPU's product name."""
+        name: bytes = _call("cuDeviceGetName", 256, self._device)
+        return name.split(b"\0")[0].decode()
+
+    @functools.cached_property
+    def multiprocessors(self) -> int:
+        return self._attribute("MULTIPROCESSOR_COUNT")
+
+    @functools.cached_property
+    def compute_capability(self) -> tuple[int, int]:
+        return (
+            self._attribute("COMPUTE_CAPABILITY_MAJOR"),
+            self._attribute("COMPUTE_CAPABILITY_MINOR"),
+        )
+
+    @functools.cached_property
+    def registers_read_only(self) -> bool:
+        """Whether read-only host memory, such as a mapped read-only file, can be registered."""
+        return bool(self._attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"))
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the GPU's memory."""
+        with self:
+            free, total = _call("cuMemGetInfo")
+        return int(free), int(total)
+
+    # Memory. Frees and unregistrations may wait for every running kernel: call them when idle.
+
+    def allocate(self, nbytes: int) -> int:
+        """Uninitialized device memory; returns its address."""
+        with self:
+            doing = f"allocating {nbytes} bytes on cuda:{self.ordinal}"
+            try:
+                return int(_call("cuMemAlloc", nbytes, doing=doing))
+            except DeviceOutOfMemory as error:
+                free, total = _call("cuMemGetInfo")
+                raise DeviceOutOfMemory(f"{error} ({free} of {total} bytes are free)") from None
+
+    def free(self, address: int) -> None:
+        with self:
+            _call("cuMemFree", address)
+
+    def allocate_host(self, nbytes: int) -> int:
+        """Uninitialized pinned host memory with one address for the host and all GPUs."""
+        cuda = _cuda()
+        flags = cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP
+        with self:
+            address = int(
+                _call(
+                    "cuMemHostAlloc", nbytes, flags, doing=f"pinning {nbytes} bytes of host memory"
+                )
+            )
+            try:
+                self._require_same_address(address)
+            except DeviceError:
+                _call("cuMemFreeHost", address)
+                raise
+        return address
+
+    def free_host(self, address: int) -> None:
+        with self:
+            _call("cuMemFreeHost", address)
+
+    def register_host(self, address: int, nbytes: int, read_only: bool) -> None:
+        """Pins host memory that exists already, so that kernels reach it at the same address."""
+        cuda = _cuda()
+        flags = cuda.CU_MEMHOSTREGISTER_PORTABLE | cuda.CU_MEMHOSTREGISTER_DEVICEMAP
+        if read_only:
+            if not self.registers_read_only:
+                raise DeviceError(
+                    f"cuda:{self.ordinal} cannot register read-only host memory, so it cannot read "
+                    "a mapped file in place"
+                )
+            flags |= cuda.CU_MEMHOSTREGISTER_READ_ONLY
+        kind = "read-only" if read_only else "writable"
+        doing = f"registering {nbytes} {kind} bytes of host memory at {address:#x}"
+        with self:
+            _call("cuMemHostRegister", address, nbytes, flags, doing=doing)
+            try:
+                self._require_same_address(address)
+            except DeviceError:
+                _call("cuMemHostUnregister", address)
+                raise
+
+    def unregister_host(self, address: int) -> None:
+        with self:
+            _call("cuMemHostUnregister", address)
+
+    def _require_same_address(self, address: int) -> None:
+        """Commands carry one address that both the controller and the kernels use."""
+        on_device = int(_call("cuMemHostGetDevicePointer", address, 0))
+        if on_device != address:
+            raise DeviceError(
+                f"pinned host memory at {address:#x} appears on cuda:{self.ordinal} at "
+                f"{on_device:#x}: the library needs one address for both"
+            )
+
+    # Copies and fills in stream order.
+
+    def copy_to_device(self, address: int, source: int, nbytes: int, stream: int) -> None:
+        with self:
+            _call("cuMemcpyHtoDAsync", address, source, nbytes, stream)
+
+    def copy_to_host(self, target: int, address: int, nbytes: int, stream: int) -> None:
+        with self:
+            _call("cuMemcpyDtoHAsync", target, address, nbytes, stream)
+
+    def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
+        with self:
+            _call("cuMemsetD8Async", address, byte, nbytes, stream)
+
+    # Streams and events.
+
+    def create_stream(self) -> int:
+        """Create a stream that does not wait for the legacy default stream, nor makes it wait."""
+        with self:
+            return int(_call("cuStreamCreate", int(_cuda().CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+    def destroy_stream(self, stream: int) -> None:
+        with self:
+            _call("cuStreamDestroy", stream)
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        with self:
+            _call("cuStreamWaitEvent", stream, event, 0)
+
+    def create_event(self, *, timing: bool) -> int:
+        flags = _cuda().CUevent_flags
+        flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
+        with self:
+            return int(_call("cuEventCreate", int(flag)))
+
+    def destroy_event(self, event: int) -> None:
+        with self:
+            _call("cuEventDestroy", event)
+
+    def record_event(self, event: int, stream: int) -> None:
+        with self:
+            _call("cuEventRecord", event, stream)
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        """Time between two recorded events that have both completed."""
+        with self:
+            return float(_call("cuEventElapsedTime", start, end))
+
+    def stream_done(self, stream: int) -> bool:
+        """Whether all work of the stream has ended; raises what a kernel of it has failed with."""
+        return self._done("cuStreamQuery", stream)
+
+    def event_done(self, event: int) -> bool:
+        return self._done("cuEventQuery", event)
+
+    def _done(self, call: str, handle: int) -> bool:
+        cuda = _cuda()
+        with self:
+            (status,) = getattr(cuda, call)(handle)
+        if status == cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if int(status) != 0:
+            raise _error(cuda, call, status, f"waiting for cuda:{self.ordinal}")
+        return True
+
+    # Launches.
+
+    def launch(
+        self, kernel: Kernel, blocks: int, block_threads: int, params: bytes, stream: int
+    ) -> None:
+        """Launch a kernel whose one parameter is a struct by value, `params` its bytes."""
+        struct = ctypes.create_string_buffer(params, len(params))
+        # The driver wants an array with one pointer per parameter, and copies what they point to
+        # before the call returns; both buffers live until then because these names do.
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+        with self:
+            _call(
+                "cuLaunchKernel",
+                kernel.handle,
+                *(blocks, 1, 1),
+                *(block_threads, 1, 1),
+                0,
+                stream,
+                ctypes.addressof(pointers),
+                0,
+                doing=f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads",
+            )
+
+
+class Module:
+    """All kernels of one cubin, loaded completely.
+
+    With CUDA's lazy loading the first launch of a kernel can wait for all running kernels. When a
+    running kernel waits for us in turn, the process hangs; so nothing is left to load later.
+    """
+
+    def __init__(self, context: Context, cubin: bytes, names: Sequence[str]) -> None:
+        self._context = context
+        self._resident: dict[tuple[str, int], int] = {}
+        with context:
+            self._handle = _call("cuModuleLoadData", cubin, doing="loading the compiled kernels")
+            try:
+                self.kernels = {name: self._load(name) for name in names}
+            except BaseException:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Unloads the kernels; none of them may be running."""
+        with self._context:
+            _call("cuModuleUnload", self._handle)
+
+    def _load(self, name: str) -> Kernel:
+        handle = _call("cuModuleGetFunction", self._handle, name.encode(), doing=f"kernel {name}")
+        # Added in CUDA 12.4. Before it, asking for an attribute loads the kernel too.
+        if hasattr(_cuda(), "cuFuncLoad") and driver_version() >= (12, 4):
+            _call("cuFuncLoad", handle, doing=f"kernel {name}")
+        return Kernel(
+            name=name,
+            handle=handle,
+            registers=_function_attribute(handle, "NUM_REGS"),
+            local_bytes=_function_attribute(handle, "LOCAL_SIZE_BYTES"),
+            shared_bytes=_function_attribute(handle, "SHARED_SIZE_BYTES"),
+            threads_max=_function_attribute(handle, "MAX_THREADS_PER_BLOCK"),
+        )
+
+    def resident_blocks(self, kernel: Kernel, block_threads: int) -> int:
+        """How many blocks of a kernel one multiprocessor holds at a time."""
+        key = (kernel.name, block_threads)
+        if key not in self._resident:
+            with self._context:
+                self._resident[key] = int(
+                    _call(
+                        "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                        kernel.handle,
+                        block_threads,
+                        0,
+                    )
+                )
+        return self._resident[key]
+
+
+def _function_attribute(handle: Any, name: str) -> int:
+    attribute = getattr(_cuda().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    return int(_call("cuFuncGetAttribute", attribute, handle))
+
+
+def dlpack_view(array: Any, stream: int | None) -> Any:
+    """View a DLPack array on a GPU: ptr, shape, strides (in elements), dtype, readonly.
+
+    With a stream the producer makes its work visible there; without one nothing is waited for.
+    """
+    utils = _import("cuda.core.utils")
+    return utils.StridedMemoryView.from_dlpack(array, -1 if stream is None else stream)
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Poll `done` with growing sleeps; raise DeviceTimeout after `timeout_s` seconds."""
+    start = time.monotonic()
+    while not done():
+        waited = time.monotonic() - start
+        if waited >= timeout_s:
+            raise DeviceTimeout(
+                f"{what} is not done after {waited:.1f} s (limit {timeout_s:g} s): a kernel still "
+                "runs, or waits for a completion that does not come"
+            )
+        if waited > _POLL_S:
+            time.sleep(min(waited * _SLEEP_SHARE, _SLEEP_MAX_S))
+
+
+# NVRTC, which needs no GPU and no driver.
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        return _import("cuda.bindings.nvrtc")
+    except DeviceError as error:
+        raise CompileError(str(error)) from error
+
+
+def _nvrtc_call(call: str, *arguments: Any) -> Any:
+    nvrtc = _nvrtc()
+    try:
+        status, *values = getattr(nvrtc, call)(*arguments)
+    except RuntimeError as error:
+        raise CompileError(
+            f"CUDA's run-time compiler was not found: {error}. "
+            "Install it with: pip install 'flashwarp[cuda]'"
+        ) from error
+    if int(status) != 0:
+        text = nvrtc.nvrtcGetErrorString(status)[1].decode()
+        raise CompileError(f"{call} failed with {text}")
+    return values[0] if len(values) == 1 else (tuple(values) or None)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of the run-time compiler, as (major, minor)."""
+    major, minor = _nvrtc_call("nvrtcVersion")
+    return int(major), int(minor)
+
+
+def nvrtc_architectures() -> tuple[int, ...]:
+    """List what the run-time compiler can compile for: 90 for sm_90, in ascending order."""
+    return tuple(sorted(int(arch) for arch in _nvrtc_call("nvrtcGetSupportedArchs")))
+
+
+def nvrtc_compile(
+    source: bytes, name: str, headers: dict[str, bytes], options: Sequence[str]
+) -> tuple[bytes, str]:
+    """Compiles to a cubin. Returns it and the compiler's log; raises CompileError with the log."""
+    program = _nvrtc_call(
+        "nvrtcCreateProgram",
+        source,
+        name.encode(),
+        len(headers),
+        list(headers.values()),
+        [spelling.encode() for spelling in headers],
+    )
+    try:
+        failure: CompileError | None = None
+        try:
+            _nvrtc_call("nvrtcCompileProgram", program, len(options), [o.encode() for o in options])
+        except CompileError as error:
+            failure = error
+        # NVRTC writes into the bytes objects made here, which nobody else has seen yet.
+        log = bytes(_nvrtc_call("nvrtcGetProgramLogSize", program))
+        _nvrtc_call("nvrtcGetProgramLog", program, log)
+        text = log.rstrip(b"\0").decode(errors="replace").strip()
+        if failure is not None:
+            raise CompileError(
+                f"{name} ({' '.join(options)}): {failure}\n{text}", text
+            ) from failure
+        cubin = bytes(_nvrtc_call("nvrtcGetCUBINSize", program))
+        _nvrtc_call("nvrtcGetCUBIN", program, cubin)
+        return cubin, text
+    finally:
+        _nvrtc_call("nvrtcDestroyProgram", program)
