@@ -1,0 +1,89 @@
+#include "cpu_device.h"
+
+#include "flashwarp/base/platform.cuh"
+
+// Serves a software controller once from the calling thread; defined by software_controller.cpp.
+extern "C" int fw_serve(void* controller);
+
+namespace fw::native {
+namespace {
+
+// The controllers of one launch, served in turn.
+struct ServeList {
+  std::vector<void*>* controllers;
+  uint32_t next;
+};
+
+int serve_next(void* argument) {
+  ServeList& list = *static_cast<ServeList*>(argument);
+  int moved = 0;
+  for (std::size_t i = 0; i < list.controllers->size() && moved == 0; i++) {
+    moved = fw_serve((*list.controllers)[list.next++ % list.controllers->size()]);
+  }
+  return moved;
+}
+
+}  // namespace
+
+CpuPool::CpuPool(uint32_t threads) : thread_count_(threads) {
+  for (uint32_t i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
+}
+
+CpuPool::~CpuPool() { close(); }
+
+void CpuPool::run(const Job& job, uint32_t index) {
+  if (index >= job.count) return;
+  ServeList list{job.controllers, index};
+  base::this_thread = {index, job.count, job.controllers->empty() ? nullptr : &serve_next, &list};
+  job.kernel->run(job.params);
+  base::this_thread = {};
+}
+
+void CpuPool::work(uint32_t index) {
+  uint64_t seen = 0;
+  while (true) {
+    Job job;
+    {
+      std::unique_lock lock(mutex_);
+      start_.wait(lock, [&] { return closing_ || generation_ != seen; });
+      if (closing_) return;
+      seen = generation_;
+      job = job_;
+    }
+    run(job, index);
+    std::lock_guard lock(mutex_);
+    if (--running_ == 0) done_.notify_one();
+  }
+}
+
+void CpuPool::launch(const CpuKernel& kernel, const void* params, uint32_t threads,
+                     std::vector<void*> controllers) {
+  std::lock_guard one_launch(launch_mutex_);
+  const uint32_t count = threads == 0 || threads > thread_count_ ? thread_count_ : threads;
+  Job job{&kernel, params, count, &controllers};
+  if (count > 1) {
+    std::lock_guard lock(mutex_);
+    job_ = job;
+    generation_++;
+    running_ = thread_count_ - 1;
+    start_.notify_all();
+  }
+  run(job, 0);
+  if (count > 1) {
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [&] { return running_ == 0; });
+  }
+}
+
+void CpuPool::close() {
+  std::lock_guard one_launch(launch_mutex_);
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = true;
+    start_.notify_all();
+  }
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
+}
+
+}  // namespace fw::native

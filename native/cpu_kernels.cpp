@@ -1,0 +1,124 @@
+#include "cpu_kernels.h"
+
+#include "flashwarp/kernels/module.cuh"
+
+namespace fw::native {
+namespace {
+
+template <typename Params, void (*kKernel)(Params)>
+void run_kernel(const void* params) {
+  kKernel(*static_cast<const Params*>(params));
+}
+
+#define FW_CPU_KERNEL(NAME, PARAMS) \
+  CpuKernel { #NAME, sizeof(PARAMS), &run_kernel<PARAMS, NAME> }
+
+using kernels::maintenance_params;
+using kernels::queue_params;
+using kernels::reduce_params;
+using kernels::row_params;
+
+const CpuKernel kKernels[] = {
+    FW_CPU_KERNEL(fw_gather_rows, row_params),
+    FW_CPU_KERNEL(fw_scatter_rows, row_params),
+    FW_CPU_KERNEL(fw_prefetch_rows, row_params),
+    FW_CPU_KERNEL(fw_gather_elements_1, row_params),
+    FW_CPU_KERNEL(fw_gather_elements_2, row_params),
+    FW_CPU_KERNEL(fw_gather_elements_4, row_params),
+    FW_CPU_KERNEL(fw_gather_elements_8, row_params),
+    FW_CPU_KERNEL(fw_gather_elements_16, row_params),
+    FW_CPU_KERNEL(fw_scatter_elements_1, row_params),
+    FW_CPU_KERNEL(fw_scatter_elements_2, row_params),
+    FW_CPU_KERNEL(fw_scatter_elements_4, row_params),
+    FW_CPU_KERNEL(fw_scatter_elements_8, row_params),
+    FW_CPU_KERNEL(fw_scatter_elements_16, row_params),
+    FW_CPU_KERNEL(fw_check_indices, row_params),
+    FW_CPU_KERNEL(fw_flush_lines, maintenance_params),
+    FW_CPU_KERNEL(fw_invalidate_lines, maintenance_params),
+    FW_CPU_KERNEL(fw_quiesce, maintenance_params),
+    FW_CPU_KERNEL(fw_submit_command, maintenance_params),
+    FW_CPU_KERNEL(fw_queue_read, queue_params),
+    FW_CPU_KERNEL(fw_reduce_array, reduce_params),
+    FW_CPU_KERNEL(fw_reduce_plain, reduce_params),
+};
+
+#define FW_SIZE(NAME, TYPE) MemberLayout{NAME, "", sizeof(TYPE)}
+#define FW_MEMBER(NAME, TYPE, MEMBER) MemberLayout{NAME, #MEMBER, offsetof(TYPE, MEMBER)}
+
+std::vector<MemberLayout> make_layouts() {
+  return {
+      FW_SIZE("transport", nvme::transport),
+      FW_MEMBER("transport", nvme::transport, buffers),
+      FW_MEMBER("transport", nvme::transport, timeout_ns),
+      FW_MEMBER("transport", nvme::transport, path),
+      FW_SIZE("queue_pair", nvme::queue_pair),
+      FW_MEMBER("queue_pair", nvme::queue_pair, sq),
+      FW_MEMBER("queue_pair", nvme::queue_pair, cq),
+      FW_MEMBER("queue_pair", nvme::queue_pair, sq_doorbell),
+      FW_MEMBER("queue_pair", nvme::queue_pair, cq_doorbell),
+      FW_MEMBER("queue_pair", nvme::queue_pair, slots),
+      FW_MEMBER("queue_pair", nvme::queue_pair, detached),
+      FW_MEMBER("queue_pair", nvme::queue_pair, data),
+      FW_MEMBER("queue_pair", nvme::queue_pair, ticket),
+      FW_MEMBER("queue_pair", nvme::queue_pair, depth_log2),
+      FW_MEMBER("queue_pair", nvme::queue_pair, id),
+      FW_MEMBER("queue_pair", nvme::queue_pair, failed),
+      FW_MEMBER("queue_pair", nvme::queue_pair, tail),
+      FW_MEMBER("queue_pair", nvme::queue_pair, head),
+      FW_MEMBER("queue_pair", nvme::queue_pair, doorbells),
+      FW_MEMBER("queue_pair", nvme::queue_pair, helps),
+      FW_SIZE("detached_command", nvme::detached_command),
+      FW_SIZE("counters", cache::counters),
+      FW_MEMBER("counters", cache::counters, bytes_read),
+      FW_MEMBER("counters", cache::counters, errors),
+      FW_SIZE("error_record", cache::error_record),
+      FW_MEMBER("error_record", cache::error_record, line),
+      FW_MEMBER("error_record", cache::error_record, index),
+      FW_MEMBER("error_record", cache::error_record, index_count),
+      FW_SIZE("volume", cache::volume),
+      FW_MEMBER("volume", cache::volume, bytes),
+      FW_MEMBER("volume", cache::volume, queues),
+      FW_MEMBER("volume", cache::volume, errors),
+      FW_MEMBER("volume", cache::volume, path),
+      FW_MEMBER("volume", cache::volume, error_lock),
+      FW_SIZE("page_cache", cache::page_cache),
+      FW_MEMBER("page_cache", cache::page_cache, set_control),
+      FW_MEMBER("page_cache", cache::page_cache, frames),
+      FW_MEMBER("page_cache", cache::page_cache, volumes),
+      FW_MEMBER("page_cache", cache::page_cache, set_reciprocal),
+      FW_MEMBER("page_cache", cache::page_cache, line_shift),
+      FW_SIZE("array", array<float>),
+      FW_SIZE("row_params", row_params),
+      FW_MEMBER("row_params", row_params, rows),
+      FW_MEMBER("row_params", row_params, segments),
+      FW_SIZE("maintenance_params", maintenance_params),
+      FW_MEMBER("maintenance_params", maintenance_params, opcode),
+      FW_MEMBER("maintenance_params", maintenance_params, drop_dirty),
+      FW_SIZE("queue_params", queue_params),
+      FW_MEMBER("queue_params", queue_params, data),
+      FW_SIZE("reduce_params", reduce_params),
+      FW_MEMBER("reduce_params", reduce_params, random),
+  };
+}
+
+}  // namespace
+
+const CpuKernel* find_cpu_kernel(std::string_view name) {
+  for (const CpuKernel& kernel : kKernels) {
+    if (kernel.name == name) return &kernel;
+  }
+  return nullptr;
+}
+
+std::vector<std::string_view> cpu_kernel_names() {
+  std::vector<std::string_view> names;
+  for (const CpuKernel& kernel : kKernels) names.push_back(kernel.name);
+  return names;
+}
+
+const std::vector<MemberLayout>& structure_layouts() {
+  static const std::vector<MemberLayout> layouts = make_layouts();
+  return layouts;
+}
+
+}  // namespace fw::native

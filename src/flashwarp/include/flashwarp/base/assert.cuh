@@ -1,0 +1,18 @@
+// Internal invariants, checked in debug builds (FW_DEBUG); what users can cause is never asserted.
+#pragma once
+
+#include "flashwarp/base/platform.cuh"
+
+#if defined(FW_DEBUG) && FW_ON_GPU
+#define FW_ASSERT(condition) \
+  do {                       \
+    if (!(condition)) __trap(); \
+  } while (0)
+#elif defined(FW_DEBUG)
+#include <cassert>
+#define FW_ASSERT(condition) assert(condition)
+#else
+#define FW_ASSERT(condition) \
+  do {                       \
+  } while (0)
+#endif

@@ -1,0 +1,270 @@
+// Atomic loads, stores, read-modify-writes and fences, named by order and scope.
+//
+// The only file with memory-order spelling: inline PTX for the GPU, compiler builtins for the CPU.
+// Without a suffix the scope is the device (`.gpu`); `_system` reaches the host and its controller.
+// Supported types are 32-bit and 64-bit unsigned integers, and `word16` where named.
+#pragma once
+
+#include "flashwarp/base/platform.cuh"
+
+namespace fw::atomic {
+
+// Sixteen bytes: the widest access of one lane.
+struct alignas(16) word16 {
+  uint32_t x, y, z, w;
+};
+
+// Two adjacent 64-bit words, each loaded atomically (the pair is not).
+struct pair64 {
+  uint64_t first, second;
+};
+
+#if FW_ON_GPU
+
+#define FW_DEFINE_ATOMICS(TYPE, PTX, REG)                                                        \
+  FW_DEVICE TYPE load_relaxed(const TYPE* p) {                                                   \
+    TYPE v;                                                                                      \
+    asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");    \
+    return v;                                                                                    \
+  }                                                                                              \
+  FW_DEVICE TYPE load_acquire(const TYPE* p) {                                                   \
+    TYPE v;                                                                                      \
+    asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");    \
+    return v;                                                                                    \
+  }                                                                                              \
+  FW_DEVICE void store_relaxed(TYPE* p, TYPE v) {                                                \
+    asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");         \
+  }                                                                                              \
+  FW_DEVICE void store_release(TYPE* p, TYPE v) {                                                \
+    asm volatile("st.release.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");         \
+  }                                                                                              \
+  FW_DEVICE void store_relaxed_system(TYPE* p, TYPE v) {                                         \
+    asm volatile("st.relaxed.sys.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");         \
+  }                                                                                              \
+  FW_DEVICE TYPE add_relaxed(TYPE* p, TYPE v) {                                                  \
+    TYPE old;                                                                                    \
+    asm volatile("atom.relaxed.gpu.global.add." PTX " %0, [%1], %2;"                             \
+                 : "=" REG(old)                                                                  \
+                 : "l"(p), REG(v)                                                                \
+                 : "memory");                                                                    \
+    return old;                                                                                  \
+  }                                                                                              \
+  FW_DEVICE bool cas_acq_rel(TYPE* p, TYPE expected, TYPE desired) {                             \
+    TYPE old;                                                                                    \
+    asm volatile("atom.acq_rel.gpu.global.cas.b" FW_BITS_##TYPE " %0, [%1], %2, %3;"             \
+                 : "=" REG(old)                                                                  \
+                 : "l"(p), REG(expected), REG(desired)                                           \
+                 : "memory");                                                                    \
+    return old == expected;                                                                      \
+  }
+#define FW_BITS_uint32_t "32"
+#define FW_BITS_uint64_t "64"
+FW_DEFINE_ATOMICS(uint32_t, "u32", "r")
+FW_DEFINE_ATOMICS(uint64_t, "u64", "l")
+#undef FW_BITS_uint32_t
+#undef FW_BITS_uint64_t
+#undef FW_DEFINE_ATOMICS
+
+FW_DEVICE pair64 load_acquire_pair(const uint64_t* p) {
+  pair64 v;
+  asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(v.first), "=l"(v.second)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+FW_DEVICE uint32_t load_relaxed_system(const uint32_t* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+FW_DEVICE word16 load16_relaxed_system(const word16* p) {
+  word16 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+FW_DEVICE void or_relaxed(uint64_t* p, uint64_t bits) {
+  asm volatile("red.relaxed.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
+}
+
+// Orders everything before against everything after, for all threads of the device.
+FW_DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// As fence(), and store-load order too: what Dekker-style "announce, then look" needs.
+FW_DEVICE void fence_sequential() { asm volatile("fence.sc.gpu;" ::: "memory"); }
+// As fence(), reaching the host as well.
+FW_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Frame contents are read while another warp may refill the frame, so these accesses are relaxed
+// atomics of the width of the element; the tag's generation tells whether the value counts.
+template <uint32_t kBytes>
+struct raw;
+#define FW_DEFINE_RAW(BYTES, TYPE, PTX, REG)                                                      \
+  template <>                                                                                     \
+  struct raw<BYTES> {                                                                             \
+    using type = TYPE;                                                                            \
+    FW_DEVICE static TYPE load(const void* p) {                                                   \
+      TYPE v;                                                                                     \
+      asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");   \
+      return v;                                                                                   \
+    }                                                                                             \
+    FW_DEVICE static void store(void* p, TYPE v) {                                                \
+      asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");        \
+    }                                                                                             \
+    FW_DEVICE static TYPE load_stream(const void* p) {                                            \
+      TYPE v;                                                                                     \
+      asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");            \
+      return v;                                                                                   \
+    }                                                                                             \
+  };
+FW_DEFINE_RAW(1, uint16_t, "u8", "h")
+FW_DEFINE_RAW(2, uint16_t, "u16", "h")
+FW_DEFINE_RAW(4, uint32_t, "u32", "r")
+FW_DEFINE_RAW(8, uint64_t, "u64", "l")
+#undef FW_DEFINE_RAW
+template <>
+struct raw<16> {
+  using type = word16;
+  FW_DEVICE static word16 load(const void* p) {
+    word16 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+  }
+  FW_DEVICE static void store(void* p, word16 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x),
+                 "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+  }
+  // Evict-first: host memory is read once.
+  FW_DEVICE static word16 load_stream(const void* p) {
+    word16 v;
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+  }
+};
+
+#else
+
+template <typename T>
+inline T load_relaxed(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+template <typename T>
+inline T load_acquire(const T* p) {
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+template <typename T>
+inline void store_relaxed(T* p, T v) {
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+}
+template <typename T>
+inline void store_release(T* p, T v) {
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+// Release rather than relaxed: ThreadSanitizer does not model the fence that precedes a doorbell.
+template <typename T>
+inline void store_relaxed_system(T* p, T v) {
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+}
+template <typename T>
+inline T add_relaxed(T* p, T v) {
+  return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+template <typename T>
+inline bool cas_acq_rel(T* p, T expected, T desired) {
+  return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE);
+}
+inline pair64 load_acquire_pair(const uint64_t* p) {
+  return {load_acquire(p), load_acquire(p + 1)};
+}
+inline uint32_t load_relaxed_system(const uint32_t* p) {
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+// The second half is loaded with acquire: the controller stores it last, with release.
+inline word16 load16_relaxed_system(const word16* p) {
+  const uint64_t* q = reinterpret_cast<const uint64_t*>(p);
+  uint64_t high = load_acquire(q + 1);
+  uint64_t low = load_relaxed(q);
+  return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+}
+inline void or_relaxed(uint64_t* p, uint64_t bits) {
+  __atomic_fetch_or(p, bits, __ATOMIC_RELAXED);
+}
+
+#if FW_TSAN
+// ThreadSanitizer has no model of fences; every datum they order is itself atomic in that build.
+inline void fence() { std::atomic_signal_fence(std::memory_order_seq_cst); asm volatile("mfence" ::: "memory"); }
+inline void fence_sequential() { fence(); }
+inline void fence_system() { fence(); }
+#else
+inline void fence() { std::atomic_thread_fence(std::memory_order_acq_rel); }
+inline void fence_sequential() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void fence_system() { std::atomic_thread_fence(std::memory_order_acq_rel); }
+#endif
+
+template <uint32_t kBytes>
+struct raw;
+#define FW_DEFINE_RAW(BYTES, TYPE)                                                            \
+  template <>                                                                                 \
+  struct raw<BYTES> {                                                                         \
+    using type = TYPE;                                                                        \
+    static TYPE load(const void* p) {                                                         \
+      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_RELAXED);                  \
+    }                                                                                         \
+    static void store(void* p, TYPE v) {                                                      \
+      __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);                           \
+    }                                                                                         \
+    static TYPE load_stream(const void* p) { return load(p); }                                \
+  };
+FW_DEFINE_RAW(1, uint8_t)
+FW_DEFINE_RAW(2, uint16_t)
+FW_DEFINE_RAW(4, uint32_t)
+FW_DEFINE_RAW(8, uint64_t)
+#undef FW_DEFINE_RAW
+template <>
+struct raw<16> {
+  using type = word16;
+#if FW_TSAN
+  static word16 load(const void* p) {
+    const uint64_t* q = static_cast<const uint64_t*>(p);
+    uint64_t low = load_relaxed(q), high = load_relaxed(q + 1);
+    return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+  }
+  static void store(void* p, word16 v) {
+    uint64_t* q = static_cast<uint64_t*>(p);
+    store_relaxed(q, uint64_t(v.x) | (uint64_t(v.y) << 32));
+    store_relaxed(q + 1, uint64_t(v.z) | (uint64_t(v.w) << 32));
+  }
+#else
+  // A 16-byte volatile access is one SSE or NEON move: what relaxed order means on these hosts.
+  typedef uint32_t vector __attribute__((vector_size(16)));
+  static word16 load(const void* p) {
+    vector v = *static_cast<const volatile vector*>(p);
+    return {v[0], v[1], v[2], v[3]};
+  }
+  static void store(void* p, word16 v) {
+    *static_cast<volatile vector*>(p) = vector{v.x, v.y, v.z, v.w};
+  }
+#endif
+  static word16 load_stream(const void* p) { return load(p); }
+};
+
+#endif
+
+// One test-and-set lock word for short metadata changes; never held across an I/O wait.
+FW_DEVICE bool try_lock(uint32_t* lock) {
+  // Look first: a failed read-modify-write would still take the cache line from its holder.
+  return load_relaxed(lock) == 0 && cas_acq_rel(lock, uint32_t(0), uint32_t(1));
+}
+FW_DEVICE void unlock(uint32_t* lock) { store_release(lock, uint32_t(0)); }
+
+}  // namespace fw::atomic

@@ -1,0 +1,64 @@
+// Warp-cooperative copies between storage memory, cache frames and user buffers.
+//
+// The lanes in `mask` split one copy among them, at the widest access that the three of source,
+// destination and length allow. Frames are read and written with relaxed atomics (see atomic.cuh).
+#pragma once
+
+#include "flashwarp/base/atomic.cuh"
+#include "flashwarp/base/warp.cuh"
+
+namespace fw::warp {
+
+// How the source may be read: `kFrame` can change under us, `kStream` is read once and stays put.
+enum class source { kFrame, kStream };
+
+// Independent accesses that one lane keeps in flight.
+inline constexpr uint32_t kCopyUnroll = 8;
+
+template <uint32_t kBytes, source kSource>
+FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint64_t bytes) {
+  using word = atomic::raw<kBytes>;
+  const uint64_t words = bytes / kBytes;
+  const uint32_t lanes = base::popcount(mask);
+  for (uint64_t first = rank_in(mask); first < words; first += uint64_t(lanes) * kCopyUnroll) {
+    typename word::type values[kCopyUnroll];
+    FW_UNROLL
+    for (uint32_t u = 0; u < kCopyUnroll; u++) {
+      const uint64_t w = first + uint64_t(u) * lanes;
+      if (w < words) {
+        values[u] = kSource == source::kFrame ? word::load(origin + w * kBytes)
+                                              : word::load_stream(origin + w * kBytes);
+      }
+    }
+    FW_UNROLL
+    for (uint32_t u = 0; u < kCopyUnroll; u++) {
+      const uint64_t w = first + uint64_t(u) * lanes;
+      if (w < words) word::store(target + w * kBytes, values[u]);
+    }
+  }
+}
+
+// The widths that aligned rows never need, out of the way of the code that they share a kernel with.
+template <source kSource>
+FW_DEVICE_NOINLINE void copy_narrow(uint32_t mask, char* to, const char* from, uint64_t bytes) {
+  if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | bytes) % 4 == 0) {
+    copy_words<4, kSource>(mask, to, from, bytes);
+  } else {
+    copy_words<1, kSource>(mask, to, from, bytes);
+  }
+}
+
+// Copies `bytes` from `origin` to `target`; the ranges must not overlap.
+template <source kSource>
+FW_DEVICE void copy(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes) {
+  char* to = reinterpret_cast<char*>(target);
+  const char* from = reinterpret_cast<const char*>(origin);
+  uint64_t done = 0;
+  if ((target | origin) % 16 == 0) {
+    done = bytes & ~uint64_t(15);
+    copy_words<16, kSource>(mask, to, from, done);
+  }
+  if (done != bytes) copy_narrow<kSource>(mask, to + done, from + done, bytes - done);
+}
+
+}  // namespace fw::warp

@@ -1,0 +1,144 @@
+// What differs between NVRTC and a host compiler: integer types, function markers, back-off, clock.
+//
+// Everything above this file is the same text for the GPU and the CPU device. On the GPU a warp has
+// 32 lanes; on the CPU it has one, and a waiting thread lends its time to the software controller
+// through `serve_hook` instead of sleeping.
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef unsigned long long uintptr_t;
+
+#elif defined(__CUDACC__)
+
+#include <cstddef>
+#include <cstdint>
+
+#else
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+
+#endif
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define FW_ON_GPU 1
+#define FW_DEVICE __device__ __forceinline__
+#define FW_DEVICE_NOINLINE __device__ __noinline__
+#define FW_HOST_DEVICE __host__ __device__ __forceinline__
+// Kernels run in blocks of at most 256 threads. FW_KERNEL_RESIDENT(n) asks that n blocks fit on a
+// multiprocessor: it caps registers at 65536 / 256 / n, for kernels that live by many warps.
+#define FW_KERNEL extern "C" __global__ void __launch_bounds__(256)
+#define FW_KERNEL_RESIDENT(n) extern "C" __global__ void __launch_bounds__(256, n)
+#define FW_GRID_CONSTANT __grid_constant__
+#define FW_RESTRICT __restrict__
+#define FW_UNROLL _Pragma("unroll")
+#else
+#define FW_ON_GPU 0
+#define FW_DEVICE inline __attribute__((always_inline))
+#define FW_DEVICE_NOINLINE inline __attribute__((noinline))
+#define FW_HOST_DEVICE
+#define FW_KERNEL inline void
+#define FW_KERNEL_RESIDENT(n) inline void
+#define FW_GRID_CONSTANT
+#define FW_RESTRICT __restrict__
+#define FW_UNROLL
+#endif
+
+// Checks a member's place in a structure that host and device share. NVRTC has no offsetof; it sees
+// the same text as the host compiler, with the same layout rules, and checks the sizes.
+#if defined(__CUDACC_RTC__)
+#define FW_CHECK_OFFSET(type, member, bytes) static_assert(sizeof(type) > (bytes))
+#else
+#define FW_CHECK_OFFSET(type, member, bytes) static_assert(offsetof(type, member) == (bytes))
+#endif
+
+// ThreadSanitizer needs every racy access to be an atomic operation; see base/atomic.cuh.
+#if defined(__SANITIZE_THREAD__)
+#define FW_TSAN 1
+#else
+#define FW_TSAN 0
+#endif
+
+namespace fw::base {
+
+#if FW_ON_GPU
+
+inline constexpr uint32_t kWarpWidth = 32;
+
+// Nanoseconds of a clock that all threads of the device share. Ticks about once a microsecond.
+FW_DEVICE uint64_t clock_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// Gives the core to others for about `ns` nanoseconds: the body of every wait loop.
+FW_DEVICE void pause(uint32_t ns) { __nanosleep(ns); }
+
+FW_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
+FW_DEVICE uint32_t popcount(uint32_t bits) { return __popc(bits); }
+// Index of the lowest set bit; `bits` must not be zero.
+FW_DEVICE uint32_t lowest_bit(uint32_t bits) { return __ffs(bits) - 1; }
+
+FW_DEVICE uint32_t thread_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
+FW_DEVICE uint32_t thread_count() { return gridDim.x * blockDim.x; }
+
+// A number that differs between neighbours on the chip, to spread work over queues and counters.
+FW_DEVICE uint32_t spread_index() {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm;
+}
+
+#else
+
+inline constexpr uint32_t kWarpWidth = 1;
+
+// The place of a CPU device thread in its launch, and what it does while it waits.
+struct thread_context {
+  uint32_t index = 0;
+  uint32_t count = 1;
+  // Serves software controllers once; returns how many commands moved. Null outside a launch.
+  int (*serve)(void*) = nullptr;
+  void* serve_argument = nullptr;
+};
+inline thread_local thread_context this_thread;
+
+inline uint64_t clock_ns() {
+  return uint64_t(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                      std::chrono::steady_clock::now().time_since_epoch())
+                      .count());
+}
+
+// A waiting CPU thread does the controller's work; only when there is none does it yield.
+inline void pause(uint32_t) {
+  if (this_thread.serve != nullptr && this_thread.serve(this_thread.serve_argument) > 0) return;
+  std::this_thread::yield();
+}
+
+inline uint64_t multiply_high(uint64_t a, uint64_t b) {
+  return uint64_t((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+inline uint32_t popcount(uint32_t bits) { return uint32_t(__builtin_popcount(bits)); }
+inline uint32_t lowest_bit(uint32_t bits) { return uint32_t(__builtin_ctz(bits)); }
+
+inline uint32_t thread_index() { return this_thread.index; }
+inline uint32_t thread_count() { return this_thread.count; }
+inline uint32_t spread_index() { return this_thread.index; }
+
+#endif
+
+}  // namespace fw::base

@@ -1,0 +1,66 @@
+// Warp collectives over the lanes named by a mask; a warp is 32 lanes on the GPU and one on the CPU.
+//
+// Every function that takes `mask` must be called by exactly the lanes in it, together.
+#pragma once
+
+#include "flashwarp/base/platform.cuh"
+
+namespace fw::warp {
+
+using base::kWarpWidth;
+
+#if FW_ON_GPU
+
+FW_DEVICE uint32_t lane() {
+  uint32_t l;
+  asm("mov.u32 %0, %%laneid;" : "=r"(l));
+  return l;
+}
+FW_DEVICE uint32_t active() { return __activemask(); }
+FW_DEVICE void sync(uint32_t mask) { __syncwarp(mask); }
+FW_DEVICE uint32_t ballot(uint32_t mask, bool predicate) { return __ballot_sync(mask, predicate); }
+FW_DEVICE uint32_t match(uint32_t mask, uint64_t value) { return __match_any_sync(mask, value); }
+template <typename T>
+FW_DEVICE T broadcast(uint32_t mask, T value, uint32_t source) {
+  return __shfl_sync(mask, value, source);
+}
+// Each lane names its own source lane; all sources must be in the mask.
+template <typename T>
+FW_DEVICE T take(uint32_t mask, T value, uint32_t source) {
+  return __shfl_sync(mask, value, source);
+}
+FW_DEVICE uint32_t index() { return base::thread_index() / 32; }
+FW_DEVICE uint32_t count() { return base::thread_count() / 32; }
+// All lanes of a warp, as a mask.
+inline constexpr uint32_t kFullMask = 0xffffffffu;
+
+#else
+
+inline uint32_t lane() { return 0; }
+inline uint32_t active() { return 1; }
+inline void sync(uint32_t) {}
+inline uint32_t ballot(uint32_t, bool predicate) { return predicate ? 1u : 0u; }
+inline uint32_t match(uint32_t, uint64_t) { return 1; }
+template <typename T>
+inline T broadcast(uint32_t, T value, uint32_t) {
+  return value;
+}
+template <typename T>
+inline T take(uint32_t, T value, uint32_t) {
+  return value;
+}
+inline uint32_t index() { return base::thread_index(); }
+inline uint32_t count() { return base::thread_count(); }
+inline constexpr uint32_t kFullMask = 1u;
+
+#endif
+
+FW_DEVICE bool any(uint32_t mask, bool predicate) { return ballot(mask, predicate) != 0; }
+FW_DEVICE bool all(uint32_t mask, bool predicate) { return ballot(mask, predicate) == mask; }
+
+// The rank of this lane among the set bits of `members` (lanes below it).
+FW_DEVICE uint32_t rank_in(uint32_t members) {
+  return base::popcount(members & ((1u << lane()) - 1u));
+}
+
+}  // namespace fw::warp

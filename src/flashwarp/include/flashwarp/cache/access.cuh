@@ -1,0 +1,174 @@
+// One access by a warp: each lane names a line, and gets its operation done on the line's frame.
+//
+// The loop of the whole system: probe; serve the hits; claim frames for the misses; fill; serve;
+// publish. A lane that meets another warp's fill comes back later, helping meanwhile. The operation
+// `Op` is written once and runs on resident frames and on frames that this warp has just filled:
+//   static constexpr bool kStores;   whether it writes the frame
+//   void visit(mask, members, frame) all lanes call; does the work of the lanes in `members`, whose
+//                                    own frame address is `frame`. May run again after a lost race.
+#pragma once
+
+#include "flashwarp/cache/write_back.cuh"
+
+namespace fw::cache {
+
+// Serves the lanes whose line is resident. Returns the lane mask served.
+template <typename Policy, typename Op>
+FW_DEVICE uint32_t serve_hits(page_cache& c, uint32_t mask, const place& at, Op& op) {
+  uint64_t* word = &c.tags[at.way];
+  bool usable = at.found;
+  if constexpr (Op::kStores) usable = usable && try_pin(word, tag::identity_of(at.word));
+  const uint32_t hits = warp::ballot(mask, usable);
+  if (hits == 0) return 0;
+  op.visit(mask, hits, reinterpret_cast<uint64_t>(frame_of(c, at.way)));
+  if constexpr (Op::kStores) {
+    warp::sync(mask);
+    if (usable) unpin(word, true);
+    return hits;
+  } else {
+    // Our loads of the frame before the second look at the tag.
+    atomic::fence();
+    const bool served = usable && still_holds(c, at.way, at.word);
+    if (served) Policy::on_hit(word, at.word);
+    return warp::ballot(mask, served);
+  }
+}
+
+// What became of a lane's miss.
+struct miss_outcome {
+  bool served;
+  bool moved;  // something progressed: do not back off
+  uint32_t status;
+};
+
+// Handles the lanes of `missing`: one leader a line claims a frame and fills it; the lanes that
+// share its line are served from it before it is published.
+template <typename Policy, typename Op>
+FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uint32_t missing,
+                                    uint64_t line, bool whole, Op& op, tally& count) {
+  const uint32_t lane = warp::lane();
+  const bool misses = (missing >> lane) & 1;
+  const uint32_t group = misses ? warp::match(missing, line) : 0;
+  const uint32_t leader = misses ? base::lowest_bit(group) : lane;
+  // The line may be overwritten whole, without reading it, only when all of the group do so.
+  const uint32_t wholes = warp::ballot(mask, misses && whole);
+  const bool overwrite = Op::kStores && (wholes & group) == group;
+  claim mine = {claim_result::kBusy, 0, 0, false, false, 0, 0};
+  if (misses && leader == lane) mine = claim_frame<Policy>(c, line);
+
+  const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
+  if (ahead != 0) {
+    write_back(c, mask, ahead, {tag::line_of(mine.dirty_word), mine.dirty_way}, true);
+  }
+  const bool claimed = misses && leader == lane && mine.result == claim_result::kClaimed;
+  const uint32_t claims = warp::ballot(mask, claimed);
+  const uint32_t fills = warp::ballot(mask, claimed && !overwrite);
+  uint32_t status = 0;
+  if (fills != 0) {
+    const uint32_t got = move_lines(c, v, mask, fills, nvme::kRead, {line, mine.way});
+    if (claimed && !overwrite) status = got;
+  }
+  // Tags went BUSY before the operation's stores to frames that no fill has ordered.
+  if (Op::kStores && fills != claims) atomic::fence();
+
+  // Each lane learns its leader's frame and fate.
+  const bool led = misses && ((claims >> leader) & 1) != 0;
+  const uint64_t way = warp::take(mask, mine.way, leader);
+  const uint32_t outcome = warp::take(mask, status, leader);
+  const uint32_t members = warp::ballot(mask, led && outcome == nvme::kSuccess);
+  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(c, way)));
+  warp::sync(mask);
+  if (claimed) {
+    if (status == nvme::kSuccess) {
+      publish_fill(c, mine.way, mine.word, Op::kStores);
+    } else {
+      abandon_fill(c, mine.way, mine.word);
+      record_error(v, status, nvme::kRead, line);
+    }
+  }
+
+  // A dirty victim that we were given: clean it, then come back for the frame.
+  const bool cleans = misses && leader == lane && mine.result == claim_result::kDirty;
+  const uint32_t dirty = warp::ballot(mask, cleans);
+  uint32_t failure = 0;
+  if (dirty != 0) {
+    failure = write_back(c, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
+    failure = cleans ? failure : 0;
+  }
+  const uint32_t lost = warp::take(mask, failure, leader);
+
+  count.misses += base::popcount(warp::ballot(mask, led));
+  count.evictions += base::popcount(warp::ballot(mask, claimed && mine.evicted));
+  count.bytes_read += uint64_t(base::popcount(fills)) << c.line_shift;
+  const bool found = warp::any(mask, misses && mine.result == claim_result::kHit);
+  const uint32_t error = led ? outcome : (misses ? lost : 0);
+  return {led || error != 0, (claims | dirty) != 0 || found, error};
+}
+
+// Does `op` on `line` for each lane that `wants`. All lanes of `mask` call together. Returns the
+// lane's NVMe status: kSuccess, or the error that is also in the volume's error record.
+template <typename Policy, typename Op>
+FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
+                          bool whole, Op& op, tally& count) {
+  line_finisher finisher{c};
+  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  uint32_t turn = warp::index() + base::spread_index();
+  uint32_t status = 0;
+  bool pending = wants;
+  while (warp::any(mask, pending)) {
+    place at = {0, 0, false};
+    if (pending) at = probe(c, line);
+    const uint32_t hits = serve_hits<Policy>(c, mask, at, op);
+    count.hits += base::popcount(hits);
+    if ((hits >> warp::lane()) & 1) pending = false;
+    const uint32_t missing = warp::ballot(mask, pending && !at.found);
+    bool moved = hits != 0;
+    if (missing != 0) {
+      const miss_outcome out =
+          serve_misses<Policy>(c, v, mask, missing, line, whole, op, count);
+      if (out.served) pending = false;
+      if (out.served) status = out.status;
+      moved = moved || out.moved;
+    }
+    if (moved || !warp::any(mask, pending)) continue;
+    if (warp::any(mask, limit.passed())) {
+      if (!pending) return status;
+      record_error(v, nvme::kTimedOut, nvme::kRead, line);
+      return nvme::kTimedOut;
+    }
+    nvme::help(v.queues[turn++ % v.queue_count], mask, finisher);
+  }
+  return status;
+}
+
+// Starts the fill of each lane's line, if it is absent and a frame is free; waits for ring space
+// only. All lanes of `mask` call together.
+template <typename Policy>
+FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
+                        tally& count) {
+  const bool absent = wants && !probe(c, line).found;
+  const uint32_t missing = warp::ballot(mask, absent);
+  if (missing == 0) return;
+  claim mine = {claim_result::kBusy, 0, 0, false, false, 0, 0};
+  if (absent && base::lowest_bit(warp::match(missing, line)) == warp::lane()) {
+    mine = claim_frame<Policy>(c, line);
+  }
+  // A dirty victim is cleaned now; the line itself waits for a later call.
+  const bool victim = mine.result == claim_result::kDirty;
+  const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
+  if (dirty != 0) {
+    const uint64_t word = victim ? mine.word : mine.dirty_word;
+    write_back(c, mask, dirty, {tag::line_of(word), victim ? mine.way : mine.dirty_way}, true);
+  }
+  const uint32_t fills = warp::ballot(mask, mine.result == claim_result::kClaimed);
+  if (fills != 0) {
+    // Tags BUSY before anybody's stores to the frames.
+    atomic::fence();
+    move_lines_detached(c, v, mask, fills, nvme::kRead, {line, mine.way});
+  }
+  count.misses += base::popcount(fills);
+  count.evictions += base::popcount(warp::ballot(mask, mine.evicted));
+  count.bytes_read += uint64_t(base::popcount(fills)) << c.line_shift;
+}
+
+}  // namespace fw::cache

@@ -1,0 +1,247 @@
+// The page cache: sets of ways, one tag word and one frame each, shared by the volumes on it.
+//
+// Metadata grows with the cache, never with the data. A line number is global to the cache: each
+// volume (one open array) owns a range of them. Sets are indexed by line modulo the number of sets,
+// so that a data set no larger than the cache never conflicts with itself. Readers use no atomics:
+// they compare the tag word before and after their loads. Set locks cover metadata changes only.
+#pragma once
+
+#include "flashwarp/base/assert.cuh"
+#include "flashwarp/base/copy.cuh"
+#include "flashwarp/cache/policy.cuh"
+#include "flashwarp/nvme/completion_queue.cuh"
+
+namespace fw::cache {
+
+// Events of one volume. Device memory; spread over shards so that warps seldom share a word.
+struct alignas(64) counters {
+  uint64_t hits;
+  uint64_t misses;
+  uint64_t evictions;
+  uint64_t write_backs;
+  uint64_t bytes_read;     // from the storage
+  uint64_t bytes_written;  // to the storage
+  uint64_t bytes_used;     // by the callers
+  uint64_t errors;
+};
+static_assert(sizeof(counters) == 64);
+inline constexpr uint32_t kCounterShards = 64;
+
+// What went wrong, for the host to raise; host-visible memory. `count` is stored last.
+struct alignas(64) error_record {
+  uint32_t count;   // failures so far
+  uint32_t status;  // NVMe status field of the first, or kTimedOut
+  uint32_t opcode;  // of the first
+  uint32_t reserved;
+  uint64_t line;    // of the first, counted from the volume's start
+  uint64_t index;   // first index out of bounds
+  uint32_t index_count;
+  uint32_t reserved2[7];
+};
+static_assert(sizeof(error_record) == 64);
+FW_CHECK_OFFSET(error_record, line, 16);
+FW_CHECK_OFFSET(error_record, index_count, 32);
+
+// One open array: a namespace, the queue pairs that reach it, and its range of line numbers.
+struct alignas(64) volume {
+  uint64_t line_begin;  // first global line number
+  uint64_t line_count;  // 0: the entry is free
+  uint64_t bytes;       // of the namespace
+  nvme::queue_pair* queues;
+  counters* events;      // kCounterShards entries
+  error_record* errors;  // host-visible
+  uint32_t queue_count;
+  uint32_t path;  // nvme::data_path
+  uint32_t error_lock;
+  uint32_t reserved;
+};
+static_assert(sizeof(volume) == 64);
+
+inline constexpr uint32_t kVolumesMax = 64;
+
+struct alignas(64) page_cache {
+  uint64_t* tags;         // set_count * ways
+  uint32_t* set_control;  // set_count: lock in bit 31, clock hand below
+  char* frames;           // set_count * ways * line_bytes
+  volume* volumes;        // kVolumesMax
+  uint64_t set_count;
+  uint64_t set_reciprocal;  // ceil(2^64 / set_count)
+  uint32_t ways;
+  uint32_t line_shift;
+  uint32_t page_bytes;  // CC.MPS of the controllers, for PRP entries
+  uint32_t reserved;
+};
+static_assert(sizeof(page_cache) == 64);
+
+inline constexpr uint32_t kSetLocked = 1u << 31;
+
+// Line modulo set count by multiplication: exact while line * set_count < 2^64.
+FW_HOST_DEVICE uint64_t set_of(const page_cache& c, uint64_t line) {
+  if (c.set_count == 1) return 0;
+  return line - base::multiply_high(line, c.set_reciprocal) * c.set_count;
+}
+FW_HOST_DEVICE uint64_t line_bytes(const page_cache& c) { return uint64_t(1) << c.line_shift; }
+FW_HOST_DEVICE char* frame_of(const page_cache& c, uint64_t way_index) {
+  return c.frames + (way_index << c.line_shift);
+}
+// Bytes of the namespace that `line` covers: all but the last line are whole.
+FW_HOST_DEVICE uint64_t bytes_of_line(const page_cache& c, const volume& v, uint64_t line) {
+  const uint64_t begin = (line - v.line_begin) << c.line_shift;
+  const uint64_t rest = v.bytes - begin;
+  return rest < line_bytes(c) ? rest : line_bytes(c);
+}
+
+// A line found in its set: the index of its way in the cache, and the tag word that was seen.
+struct place {
+  uint64_t way;
+  uint64_t word;
+  bool found;
+};
+
+// Looks for a readable copy of `line`. One or two 32-byte sectors; no atomics.
+FW_DEVICE place probe(const page_cache& c, uint64_t line) {
+  const uint64_t first = set_of(c, line) * c.ways;
+  for (uint32_t way = 0; way < c.ways; way += 4) {
+    // Acquire: pairs with the release that published the fill, behind which the data lies.
+    const atomic::pair64 a = atomic::load_acquire_pair(&c.tags[first + way]);
+    const atomic::pair64 b = atomic::load_acquire_pair(&c.tags[first + way + 2]);
+    if (tag::holds(a.first, line)) return {first + way, a.first, true};
+    if (tag::holds(a.second, line)) return {first + way + 1, a.second, true};
+    if (tag::holds(b.first, line)) return {first + way + 2, b.first, true};
+    if (tag::holds(b.second, line)) return {first + way + 3, b.second, true};
+  }
+  return {0, 0, false};
+}
+
+// Whether what was read from the frame since `seen` was probed is the line's data. Call fence()
+// between the data loads and this.
+FW_DEVICE bool still_holds(const page_cache& c, uint64_t way, uint64_t seen) {
+  return tag::identity_of(atomic::load_relaxed(&c.tags[way])) == tag::identity_of(seen);
+}
+
+// What a miss found when it asked for a frame.
+enum class claim_result : uint32_t {
+  kHit,      // somebody filled the line meanwhile: probe again
+  kBusy,     // somebody is filling it, or holds the set's lock: try again later
+  kClaimed,  // the frame is ours, tag BUSY: fill it, then publish or give up
+  kDirty,    // only dirty lines: `way` is ours to write back (tag WRITING)
+  kBlocked,  // every frame is pinned or in flight: try again later
+};
+
+struct claim {
+  claim_result result;
+  uint64_t way;
+  uint64_t word;     // kClaimed: the BUSY word. kDirty: the victim's word before
+  bool evicted;      // a valid line made room
+  bool has_dirty;    // kClaimed: the next line under the hand is ours to clean ahead of it
+  uint64_t dirty_way;
+  uint64_t dirty_word;
+};
+
+// Starts cleaning the line under the hand, so that the fill after this one finds a clean victim.
+FW_DEVICE void clean_ahead(page_cache& c, uint64_t first, uint32_t hand, claim& out) {
+  const uint64_t way = first + hand;
+  const uint64_t word = atomic::load_relaxed(&c.tags[way]);
+  if (!tag::is_cleanable(word) || (word & tag::kReferenced) != 0) return;
+  if (!begin_write(&c.tags[way], tag::line_of(word))) return;
+  out.has_dirty = true;
+  out.dirty_way = way;
+  out.dirty_word = word;
+}
+
+// Takes the victim that the policy chose, in the set whose lock we hold.
+template <typename Policy>
+FW_DEVICE void claim_victim(page_cache& c, uint64_t first, uint32_t& hand, uint64_t line,
+                            claim& out) {
+  // A pin or a store can beat us to the victim; then choose again. One try a way is plenty: the
+  // caller comes back.
+  for (uint32_t attempt = 0; attempt < c.ways; attempt++) {
+    const victim v = Policy::choose(&c.tags[first], c.ways, hand);
+    const uint64_t way = first + v.way;
+    if (v.found) {
+      const uint64_t old = update(
+          &c.tags[way], [](uint64_t w) { return tag::is_replaceable(w); },
+          [=](uint64_t w) { return tag::busy(w, line); });
+      const uint64_t now = atomic::load_relaxed(&c.tags[way]);
+      if (tag::state_of(now) != tag::kBusy || tag::line_of(now) != line) continue;
+      hand = v.way + 1 < c.ways ? v.way + 1 : 0;
+      out.result = claim_result::kClaimed;
+      out.way = way;
+      out.word = now;
+      out.evicted = tag::state_of(old) == tag::kValid;
+      clean_ahead(c, first, hand, out);
+      return;
+    }
+    if (!v.dirty) break;
+    const uint64_t word = atomic::load_relaxed(&c.tags[way]);
+    if (tag::is_cleanable(word) && begin_write(&c.tags[way], tag::line_of(word))) {
+      out.result = claim_result::kDirty;
+      out.way = way;
+      out.word = word;
+      return;
+    }
+  }
+  out.result = claim_result::kBlocked;
+}
+
+// Asks for a frame for `line`. One lane; never waits.
+template <typename Policy>
+FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line) {
+  claim out = {claim_result::kBusy, 0, 0, false, false, 0, 0};
+  const uint64_t set = set_of(c, line);
+  uint32_t* control = &c.set_control[set];
+  const uint32_t seen = atomic::load_relaxed(control);
+  if ((seen & kSetLocked) != 0 || !atomic::cas_acq_rel(control, seen, seen | kSetLocked)) {
+    return out;
+  }
+  const uint64_t first = set * c.ways;
+  uint32_t hand = seen;
+  bool present = false;
+  for (uint32_t way = 0; way < c.ways; way++) {
+    const uint64_t word = atomic::load_relaxed(&c.tags[first + way]);
+    if (tag::state_of(word) == tag::kInvalid || tag::line_of(word) != line) continue;
+    present = true;
+    out.result =
+        tag::state_of(word) == tag::kValid ? claim_result::kHit : claim_result::kBusy;
+  }
+  if (!present) claim_victim<Policy>(c, first, hand, line, out);
+  // Release: the tag changes become visible before the set can be locked again.
+  atomic::store_release(control, hand);
+  return out;
+}
+
+// Ends a fill. The data, stored by lanes that this one has synchronised with, comes before.
+FW_DEVICE void publish_fill(page_cache& c, uint64_t way, uint64_t busy_word, bool dirty) {
+  atomic::store_release(&c.tags[way], tag::filled(busy_word, dirty));
+}
+FW_DEVICE void abandon_fill(page_cache& c, uint64_t way, uint64_t busy_word) {
+  atomic::store_release(&c.tags[way], tag::emptied(busy_word));
+}
+
+// The volume that owns a global line number. Only write-back of another array's line asks.
+FW_DEVICE volume& volume_of(const page_cache& c, uint64_t line) {
+  for (uint32_t i = 0; i < kVolumesMax; i++) {
+    if (line - c.volumes[i].line_begin < c.volumes[i].line_count) return c.volumes[i];
+  }
+  FW_ASSERT(false);
+  return c.volumes[0];
+}
+
+FW_DEVICE counters& shard_of(const volume& v) {
+  return v.events[(base::spread_index() + warp::index()) % kCounterShards];
+}
+
+// Notes a failed command for the host. The first one's details win.
+FW_DEVICE_NOINLINE void record_error(volume& v, uint32_t status, uint32_t opcode, uint64_t line) {
+  atomic::add_relaxed(&shard_of(v).errors, uint64_t(1));
+  error_record& record = *v.errors;
+  if (atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) {
+    record.opcode = opcode;
+    record.line = line - v.line_begin;
+    record.status = status;
+    atomic::fence_system();
+    atomic::store_relaxed_system(&record.count, 1u);
+  }
+}
+
+}  // namespace fw::cache

@@ -1,0 +1,106 @@
+// Dirty lines on their way to the namespace: cleaning ahead of fills, flush, and giving lines up.
+//
+// A line enters with its tag WRITING (begin_write) and leaves clean, or dirty again with the error
+// recorded. It stays readable and writable in between.
+#pragma once
+
+#include "flashwarp/cache/transfer.cuh"
+
+namespace fw::cache {
+
+// Writes back the line of each lane in `members`, volume by volume: a victim may belong to another
+// array of the same cache. Detached, or waited for. Returns the lane's status.
+FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t members, const transfer& t,
+                              bool detached) {
+  uint32_t status = 0;
+  const bool mine = (members >> warp::lane()) & 1;
+  volume* owner = mine ? &volume_of(c, t.line) : nullptr;
+  while (members != 0) {
+    const uint32_t leader = base::lowest_bit(members);
+    volume* v = reinterpret_cast<volume*>(
+        warp::broadcast(mask, reinterpret_cast<uint64_t>(owner), leader));
+    const uint32_t batch = members & warp::ballot(mask, mine && owner == v);
+    members &= ~batch;
+    const bool in_batch = (batch >> warp::lane()) & 1;
+    if (in_batch) {
+      counters& shard = shard_of(*v);
+      atomic::add_relaxed(&shard.write_backs, uint64_t(1));
+      atomic::add_relaxed(&shard.bytes_written, bytes_of_line(c, *v, t.line));
+    }
+    if (detached) {
+      move_lines_detached(c, *v, mask, batch, nvme::kWrite, t);
+      continue;
+    }
+    const uint32_t got = move_lines(c, *v, mask, batch, nvme::kWrite, t);
+    if (!in_batch) continue;
+    status = got;
+    if (got != nvme::kSuccess) record_error(*v, got, nvme::kWrite, t.line);
+    end_write(&c.tags[t.way], got == nvme::kSuccess);
+  }
+  return status;
+}
+
+// Writes back one way a lane if it holds a dirty line of [line_begin, line_end), and waits until no
+// write of such a line, ours or another's, is in flight. Failures are recorded and end the wait.
+FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
+                          uint64_t line_begin, uint64_t line_end) {
+  line_finisher finisher{c};
+  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  uint32_t turn = warp::index();
+  bool pending = wants;
+  while (warp::any(mask, pending)) {
+    const uint64_t word = pending ? atomic::load_acquire(&c.tags[way]) : 0;
+    const uint64_t line = tag::line_of(word);
+    const bool ours =
+        tag::state_of(word) == tag::kValid && line >= line_begin && line < line_end;
+    const bool in_flight = ours && (word & tag::kWriting) != 0;
+    const bool dirty = ours && !in_flight && (word & tag::kDirty) != 0;
+    const bool taken = dirty && begin_write(&c.tags[way], line);
+    const uint32_t members = warp::ballot(mask, taken);
+    if (members != 0) write_back(c, mask, members, {line, way}, false);
+    // A line that changed under us (dirty, not taken) is looked at again.
+    pending = pending && (in_flight || (dirty && !taken));
+    if (!warp::any(mask, pending) || members != 0) continue;
+    if (warp::any(mask, limit.passed())) {
+      if (pending) record_error(v, nvme::kTimedOut, nvme::kWrite, line);
+      return;
+    }
+    nvme::help(v.queues[turn++ % v.queue_count], mask, finisher);
+  }
+}
+
+// Empties one way a lane if it holds a line of the volume: waits for fills and pins, drops the
+// rest. Dirty lines are kept unless `drop_dirty`; they count as errors.
+FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
+                               bool drop_dirty) {
+  line_finisher finisher{c};
+  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  uint32_t turn = warp::index();
+  bool pending = wants;
+  while (warp::any(mask, pending)) {
+    const uint64_t word = pending ? atomic::load_acquire(&c.tags[way]) : 0;
+    const uint64_t line = tag::line_of(word);
+    if (pending && (tag::state_of(word) == tag::kInvalid || line < v.line_begin ||
+                    line - v.line_begin >= v.line_count)) {
+      pending = false;
+    }
+    const bool unmovable =
+        tag::state_of(word) == tag::kBusy || (word & (tag::kPinMask | tag::kWriting)) != 0;
+    if (pending && !unmovable) {
+      if ((word & tag::kDirty) != 0 && !drop_dirty) {
+        record_error(v, nvme::kWriteFault, nvme::kWrite, line);
+        pending = false;
+      } else if (atomic::cas_acq_rel(&c.tags[way], word, tag::emptied(word))) {
+        pending = false;
+      }
+    }
+    if (!warp::any(mask, pending)) return;
+    if (warp::any(mask, limit.passed())) {
+      if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, line);
+      return;
+    }
+    nvme::help(v.queues[turn++ % v.queue_count], mask, finisher);
+  }
+}
+
+}  // namespace fw::cache

@@ -1,0 +1,145 @@
+// Completing by helping: whoever waits drains the completion queue for everybody.
+//
+// The winner of the drain lock reads one CQE a lane in one coalesced load, marks each command's
+// slot done, moves the head and rings the CQ doorbell once. Commands that nobody waits for are
+// finished by the drainer after it has let go of the lock, through the `Finisher` it was given:
+//   finisher.finish(queue_pair&, mask, detached_command, status)
+#pragma once
+
+#include "flashwarp/nvme/submission_queue.cuh"
+
+namespace fw::nvme {
+
+// Frees the slot of `ticket` for the next turn. Its buffer must not be touched afterwards.
+FW_DEVICE void release_slot(queue_pair& q, uint32_t ticket) {
+  // Release: our reads of the slot's buffer stay before the next user's writes.
+  atomic::store_release(&q.slots[entry_of(q, ticket)],
+                        slot::word(next_turn(q, ticket), slot::kFree));
+}
+
+// Finishes, one after the other, the detached commands whose lanes are in `members`.
+template <typename Finisher>
+FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, uint32_t entry,
+                               uint64_t word, Finisher& finisher) {
+  while (members != 0) {
+    const uint32_t source = base::lowest_bit(members);
+    members &= members - 1;
+    const uint32_t e = warp::broadcast(mask, entry, source);
+    const uint64_t w = warp::broadcast(mask, word, source);
+    const detached_command what = q.detached[e];
+    finisher.finish(q, mask, what, slot::status_of(w));
+    warp::sync(mask);
+    if (warp::lane() == base::lowest_bit(mask)) {
+      const uint32_t ticket = (uint32_t(w >> 32) << q.depth_log2) | e;
+      release_slot(q, ticket);
+    }
+  }
+}
+
+// Drains up to one CQE a lane. Returns how many were drained; 0 when none waits or another warp
+// has the lock. Called by all lanes of `mask` together; never waits.
+template <typename Finisher>
+FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finisher) {
+  const uint32_t leader = base::lowest_bit(mask);
+  const bool leads = warp::lane() == leader;
+  const bool got = leads && atomic::try_lock(&q.drain_lock);
+  if (!warp::broadcast(mask, got, leader)) return 0;
+
+  uint32_t head = leads ? atomic::load_relaxed(&q.head) : 0;
+  head = warp::broadcast(mask, head, leader);
+  const uint32_t rank = warp::rank_in(mask);
+  // A batch never laps the ring: the CQ has `depth` entries.
+  const bool in_ring = rank < (1u << q.depth_log2);
+  const uint32_t position = head + rank;
+  const atomic::word16 raw = atomic::load16_relaxed_system(
+      reinterpret_cast<const atomic::word16*>(&q.cq[entry_of(q, position)]));
+  // The phase tag of pass 0 is 1, and flips at each pass.
+  const uint32_t expected = (turn_of(q, position) & 1) ^ 1;
+  const bool ready = in_ring && ((raw.w >> 16) & 1) == expected;
+  const uint32_t gap = mask & ~warp::ballot(mask, ready);
+  const uint32_t count =
+      gap == 0 ? base::popcount(mask) : base::popcount(mask & ((1u << base::lowest_bit(gap)) - 1));
+
+  uint64_t word = 0;
+  uint32_t entry = 0;
+  const bool mine = rank < count;
+  if (count != 0) {
+    // The controller's data before our consumers' reads of it: they acquire from the slot word.
+    atomic::fence_system();
+    if (mine) {
+      entry = raw.w & 0xffff;
+      // Acquire: the submitter's detached_command, should we be the one who finishes it.
+      word = slot::done(atomic::load_acquire(&q.slots[entry]), raw.w >> 17);
+      atomic::store_release(&q.slots[entry], word);
+    }
+    const uint32_t last = base::lowest_bit(warp::ballot(mask, rank == count - 1));
+    const uint32_t sqhd = warp::broadcast(mask, raw.z & 0xffff, last);
+    if (leads) {
+      const uint32_t fetched = atomic::load_relaxed(&q.fetched);
+      atomic::store_relaxed(&q.fetched, fetched + entry_of(q, sqhd - fetched));
+      atomic::store_relaxed(&q.head, head + count);
+      atomic::store_relaxed(&q.helps, q.helps + 1);
+      atomic::store_relaxed_system(q.cq_doorbell, entry_of(q, head + count));
+    }
+  }
+  warp::sync(mask);
+  if (leads) atomic::unlock(&q.drain_lock);
+  if (count == 0) return 0;
+
+  const uint32_t detached = warp::ballot(mask, mine && slot::is_detached(word));
+  finish_detached(q, mask, detached, entry, word, finisher);
+  // The controller has fetched more entries, so the ring has room that a publisher may wait for.
+  publish(q, mask);
+  return count;
+}
+
+// One step of any wait: drain, publish, or else back off.
+template <typename Finisher>
+FW_DEVICE void help(queue_pair& q, uint32_t mask, Finisher& finisher) {
+  if (drain(q, mask, finisher) == 0) base::pause(kBackOffNs);
+}
+
+// Waits until each lane of `members` can use the slot of its ticket. False when time ran out.
+template <typename Finisher>
+FW_DEVICE bool wait_for_slots(queue_pair& q, uint32_t mask, uint32_t members, uint32_t ticket,
+                              Finisher& finisher) {
+  deadline limit(q.data.timeout_ns);
+  const bool mine = (members >> warp::lane()) & 1;
+  while (warp::any(mask, mine && !slot_is_free(q, ticket))) {
+    if (warp::any(mask, limit.passed() || atomic::load_relaxed(&q.failed) != 0)) {
+      atomic::store_relaxed(&q.failed, 1u);
+      return false;
+    }
+    help(q, mask, finisher);
+  }
+  return true;
+}
+
+// Waits until each lane's command is done; returns the lane's status field (0 for lanes that are
+// not members). The slots stay ours, buffers included, until release_slot.
+template <typename Finisher>
+FW_DEVICE uint32_t wait_for_completions(queue_pair& q, uint32_t mask, uint32_t members,
+                                        uint32_t ticket, Finisher& finisher) {
+  deadline limit(q.data.timeout_ns);
+  const bool mine = (members >> warp::lane()) & 1;
+  uint32_t status = 0;
+  bool pending = mine;
+  while (true) {
+    if (pending) {
+      // Acquire: pairs with the drainer's release, behind which the controller's data lies.
+      const uint64_t word = atomic::load_acquire(&q.slots[entry_of(q, ticket)]);
+      if (slot::phase_of(word) == slot::kDone) {
+        status = slot::status_of(word);
+        pending = false;
+      }
+    }
+    if (!warp::any(mask, pending)) return status;
+    if (warp::any(mask, limit.passed() || atomic::load_relaxed(&q.failed) != 0)) {
+      atomic::store_relaxed(&q.failed, 1u);
+      return pending ? kTimedOut : status;
+    }
+    help(q, mask, finisher);
+  }
+}
+
+}  // namespace fw::nvme

@@ -1,0 +1,238 @@
+// Rows in, rows out: gather, scatter, prefetch and contiguous ranges, for rows of any width.
+//
+// A row is cut into segments, one for each line it touches. A warp takes 32 segments at a time, one
+// a lane: it probes them together, fetches the missing lines with one batch of commands, and copies
+// each segment with all lanes (`*_rows`). Rows of a few elements go one element a lane instead
+// (`*_elements_N`,
+// N the element's bytes). Every kernel takes one struct by value; the host mirrors it.
+#pragma once
+
+#include "flashwarp/array.cuh"
+
+namespace fw::kernels {
+
+struct row_params {
+  cache::page_cache* cache;
+  cache::volume* volume;
+  const void* indices;    // int64 or int32, negative counts from the end; null: a contiguous range
+  uint64_t index_count;   // rows asked for; or bytes of the range
+  char* rows;             // the caller's buffer: rows back to back
+  uint64_t row_bytes;     // of one row; for a range: byte offset of its start in the array
+  uint64_t row_count;     // rows of the array
+  uint64_t look_ahead;    // items that a warp prefetches ahead of the one it reads; 0: none
+  uint32_t index_bytes;   // 4 or 8
+  uint32_t segments;      // most lines that one row touches
+  uint32_t reserved[2];
+};
+static_assert(sizeof(row_params) == 80);
+
+// Index `k` of the caller, counted from the front; row_count or more when it is out of bounds.
+FW_DEVICE uint64_t row_of(const row_params& p, uint64_t k) {
+  int64_t i = p.index_bytes == 4 ? int64_t(static_cast<const int32_t*>(p.indices)[k])
+                                 : static_cast<const int64_t*>(p.indices)[k];
+  if (i < 0) i += int64_t(p.row_count);
+  return uint64_t(i);
+}
+
+// A piece of a row that lies in one line.
+struct segment {
+  uint64_t line;    // global
+  uint64_t offset;  // in the line
+  uint64_t bytes;   // 0: nothing
+  uint64_t buffer;  // address in the caller's buffer
+};
+
+// The piece of [begin, begin + bytes) of the array in its `part`-th line, for a buffer at `buffer`.
+FW_DEVICE segment cut(const row_params& p, uint64_t begin, uint64_t bytes, uint64_t part,
+                      uint64_t buffer) {
+  const uint32_t shift = p.cache->line_shift;
+  const uint64_t line = (begin >> shift) + part;
+  const uint64_t from = part == 0 ? begin : line << shift;
+  const uint64_t line_end = (line + 1) << shift;
+  const uint64_t end = begin + bytes < line_end ? begin + bytes : line_end;
+  if (from >= end) return {0, 0, 0, 0};
+  return {p.volume->line_begin + line, from - ((from >> shift) << shift), end - from,
+          buffer + (from - begin)};
+}
+
+FW_DEVICE uint64_t segment_count(const row_params& p) {
+  if (p.indices != nullptr) return p.index_count * p.segments;
+  if (p.index_count == 0) return 0;
+  const uint32_t shift = p.cache->line_shift;
+  return ((p.row_bytes + p.index_count - 1) >> shift) - (p.row_bytes >> shift) + 1;
+}
+
+FW_DEVICE segment segment_at(const row_params& p, uint64_t item) {
+  const uint64_t buffer = reinterpret_cast<uint64_t>(p.rows);
+  if (p.indices == nullptr) return cut(p, p.row_bytes, p.index_count, item, buffer);
+  const uint64_t k = p.segments == 1 ? item : item / p.segments;
+  const uint64_t row = row_of(p, k);
+  // The host has checked the indices; one that changed since must still not leave the array.
+  if (row >= p.row_count) return {0, 0, 0, 0};
+  return cut(p, row * p.row_bytes, p.row_bytes, item - k * p.segments, buffer + k * p.row_bytes);
+}
+
+// Copies each lane's segment between its frame and the caller's buffer, with the whole warp.
+template <bool kToFrame>
+struct copy_segments {
+  static constexpr bool kStores = kToFrame;
+  segment piece;
+
+  FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
+    const uint64_t inside = frame + piece.offset;
+    for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
+      const uint32_t source = base::lowest_bit(rest);
+      const uint64_t there = warp::broadcast(mask, inside, source);
+      const uint64_t here = warp::broadcast(mask, piece.buffer, source);
+      const uint64_t bytes = warp::broadcast(mask, piece.bytes, source);
+      if constexpr (kToFrame) {
+        warp::copy<warp::source::kStream>(mask, there, here, bytes);
+      } else {
+        warp::copy<warp::source::kFrame>(mask, here, there, bytes);
+      }
+    }
+  }
+};
+
+// What a launch of rows does with its segments.
+enum class row_action { kGather, kScatter, kPrefetch };
+
+template <row_action kAction>
+FW_DEVICE void for_each_segment(const row_params& p) {
+  cache::page_cache& c = *p.cache;
+  cache::volume& v = *p.volume;
+  const uint32_t mask = warp::kFullMask;
+  const uint64_t count = segment_count(p);
+  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  cache::tally tally;
+  for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < count;
+       first += stride) {
+    const uint64_t item = first + warp::lane();
+    segment piece = {0, 0, 0, 0};
+    if (item < count) piece = segment_at(p, item);
+    const bool wants = piece.bytes != 0;
+    if constexpr (kAction == row_action::kPrefetch) {
+      cache::prefetch<policy>(c, v, mask, wants, piece.line, tally);
+    } else {
+      if (p.look_ahead != 0) {
+        const uint64_t later = item + p.look_ahead * stride;
+        segment next = {0, 0, 0, 0};
+        if (later < count) next = segment_at(p, later);
+        cache::prefetch<policy>(c, v, mask, next.bytes != 0, next.line, tally);
+      }
+      const bool whole = kAction == row_action::kScatter && wants &&
+                         piece.bytes == cache::bytes_of_line(c, v, piece.line);
+      copy_segments<kAction == row_action::kScatter> op = {piece};
+      cache::access<policy>(c, v, mask, wants, piece.line, whole, op, tally);
+      if (wants) tally.bytes_used += piece.bytes;
+    }
+  }
+  // Bytes differ by lane; events are the warp's.
+  if (tally.bytes_used != 0) {
+    atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
+    tally.bytes_used = 0;
+  }
+  tally.add_to(v, mask);
+}
+
+// One element of each lane, for rows of `element_bytes` times a small number.
+template <uint32_t kBytes, bool kStores>
+FW_DEVICE void for_each_element(const row_params& p) {
+  using word = atomic::raw<kBytes>;
+  cache::page_cache& c = *p.cache;
+  cache::volume& v = *p.volume;
+  const uint32_t mask = warp::kFullMask;
+  const uint64_t parts = p.row_bytes / kBytes;
+  const uint64_t count = p.index_count * parts;
+  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  cache::tally tally;
+  for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < count;
+       first += stride) {
+    const uint64_t item = first + warp::lane();
+    const uint64_t k = parts == 1 ? item : item / parts;
+    const uint64_t row = item < count ? row_of(p, k) : p.row_count;
+    const bool wants = row < p.row_count;
+    const uint64_t byte = row * p.row_bytes + (item - k * parts) * kBytes;
+    const uint64_t line = v.line_begin + (byte >> c.line_shift);
+    const uint64_t offset = byte & (cache::line_bytes(c) - 1);
+    char* mine = p.rows + item * kBytes;
+    if (p.look_ahead != 0) {
+      const uint64_t later = first + warp::lane() + p.look_ahead * stride;
+      const uint64_t there = later < count ? row_of(p, parts == 1 ? later : later / parts)
+                                           : p.row_count;
+      cache::prefetch<policy>(c, v, mask, there < p.row_count,
+                              v.line_begin + ((there * p.row_bytes) >> c.line_shift), tally);
+    }
+    if constexpr (kStores) {
+      detail::store_element<kBytes> op = {offset, {}};
+      if (wants) op.value = word::load_stream(mine);
+      cache::access<policy>(c, v, mask, wants, line, false, op, tally);
+    } else {
+      detail::load_element<kBytes> op = {offset, {}};
+      const uint32_t status =
+          cache::access<policy>(c, v, mask, wants, line, false, op, tally);
+      if (wants && status == nvme::kSuccess) word::store(mine, op.value);
+    }
+    if (wants) tally.bytes_used += kBytes;
+  }
+  if (tally.bytes_used != 0) {
+    atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
+    tally.bytes_used = 0;
+  }
+  tally.add_to(v, mask);
+}
+
+}  // namespace fw::kernels
+
+FW_KERNEL_RESIDENT(2) fw_gather_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_segment<fw::kernels::row_action::kGather>(p);
+}
+FW_KERNEL_RESIDENT(2) fw_scatter_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_segment<fw::kernels::row_action::kScatter>(p);
+}
+FW_KERNEL fw_prefetch_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_segment<fw::kernels::row_action::kPrefetch>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_gather_elements_1(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<1, false>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_scatter_elements_1(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<1, true>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_gather_elements_2(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<2, false>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_scatter_elements_2(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<2, true>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_gather_elements_4(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<4, false>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_scatter_elements_4(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<4, true>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_gather_elements_8(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<8, false>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_scatter_elements_8(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<8, true>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_gather_elements_16(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<16, false>(p);
+}
+FW_KERNEL_RESIDENT(4) fw_scatter_elements_16(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::for_each_element<16, true>(p);
+}
+
+// Looks for the first index that is out of bounds and notes it in the volume's error record.
+FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::cache::volume& v = *p.volume;
+  for (uint64_t k = fw::base::thread_index(); k < p.index_count; k += fw::base::thread_count()) {
+    if (fw::kernels::row_of(p, k) < p.row_count) continue;
+    if (!fw::atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) return;
+    v.errors->index = k;
+    fw::atomic::fence_system();
+    fw::atomic::store_relaxed_system(&v.errors->index_count, 1u);
+    return;
+  }
+}

@@ -1,0 +1,98 @@
+// What the host does to a cache and its queues: flush, invalidate, quiesce, and single commands.
+#pragma once
+
+#include "flashwarp/array.cuh"
+
+namespace fw::kernels {
+
+struct maintenance_params {
+  cache::page_cache* cache;
+  cache::volume* volume;
+  uint64_t line_begin;  // flush: global lines of the range
+  uint64_t line_end;
+  uint64_t lba;        // command: first block
+  uint32_t lba_count;  // command: blocks, 0 for commands without a range
+  uint32_t opcode;     // command
+  uint64_t prp1;       // command: address of its data, if any
+  uint32_t cdw10;      // Dataset Management: number of ranges, zero-based
+  uint32_t drop_dirty; // invalidate
+};
+static_assert(sizeof(maintenance_params) == 64);
+
+}  // namespace fw::kernels
+
+// Writes the dirty lines of a range back to the namespace.
+FW_KERNEL fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+  const uint64_t ways = p.cache->set_count * p.cache->ways;
+  const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
+  for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
+       first += stride) {
+    const uint64_t way = first + fw::warp::lane();
+    fw::cache::flush_ways(*p.cache, *p.volume, fw::warp::kFullMask, way < ways, way, p.line_begin,
+                          p.line_end);
+  }
+}
+
+// Empties every frame that holds a line of the volume.
+FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+  const uint64_t ways = p.cache->set_count * p.cache->ways;
+  const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
+  for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
+       first += stride) {
+    const uint64_t way = first + fw::warp::lane();
+    fw::cache::invalidate_ways(*p.cache, *p.volume, fw::warp::kFullMask, way < ways, way,
+                               p.drop_dirty != 0);
+  }
+}
+
+// Waits until no command of the volume is outstanding: one warp a queue pair.
+FW_KERNEL fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+  fw::cache::line_finisher finisher{*p.cache};
+  fw::cache::volume& v = *p.volume;
+  for (uint32_t i = fw::warp::index(); i < v.queue_count; i += fw::warp::count()) {
+    fw::nvme::queue_pair& q = v.queues[i];
+    fw::nvme::deadline limit(q.data.timeout_ns);
+    while (fw::atomic::load_relaxed(&q.head) != fw::atomic::load_relaxed(&q.ticket)) {
+      const bool dead = limit.passed() || fw::atomic::load_relaxed(&q.failed) != 0;
+      if (fw::warp::any(fw::warp::kFullMask, dead)) {
+        if (fw::warp::lane() == 0) {
+          fw::cache::record_error(v, fw::nvme::kTimedOut, fw::nvme::kRead, v.line_begin);
+        }
+        return;
+      }
+      fw::nvme::help(q, fw::warp::kFullMask, finisher);
+    }
+  }
+}
+
+// Submits one command (Flush, Write Zeroes, Dataset Management, ...) and waits for it. The first
+// warp does it; the others have nothing to do.
+FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+  if (fw::warp::index() != 0) return;
+  const uint32_t mask = fw::warp::kFullMask;
+  fw::cache::line_finisher finisher{*p.cache};
+  fw::cache::volume& v = *p.volume;
+  fw::nvme::queue_pair& q = v.queues[0];
+  const uint32_t ticket = fw::nvme::take_tickets(q, mask, 1);
+  uint32_t status = fw::nvme::kTimedOut;
+  if (fw::nvme::wait_for_slots(q, mask, 1, ticket, finisher)) {
+    if (fw::warp::lane() == 0) {
+      fw::nvme::command entry = fw::nvme::block_command(
+          uint8_t(p.opcode), uint16_t(fw::nvme::entry_of(q, ticket)), p.lba,
+          p.lba_count == 0 ? 1 : p.lba_count, p.prp1, 0);
+      if (p.opcode == fw::nvme::kDatasetManagement) {
+        entry.cdw10 = p.cdw10;
+        entry.cdw11 = fw::nvme::kAttributeDeallocate;
+        entry.cdw12 = 0;
+      }
+      fw::nvme::write_entry(q, ticket, entry, 0);
+    }
+    fw::warp::sync(mask);
+    fw::nvme::publish(q, mask);
+    status = fw::nvme::wait_for_completions(q, mask, 1, ticket, finisher);
+    if (fw::warp::lane() == 0 && status != fw::nvme::kTimedOut) fw::nvme::release_slot(q, ticket);
+  }
+  if (fw::warp::lane() == 0 && status != fw::nvme::kSuccess) {
+    fw::cache::record_error(v, status, p.opcode, v.line_begin);
+  }
+}

@@ -1,0 +1,81 @@
+// The queue pairs without the cache: random reads straight into a buffer, as BaM section 4.3
+// measures them. A benchmark and a test of the rings; `data` off leaves the bytes where they are.
+#pragma once
+
+#include "flashwarp/array.cuh"
+
+namespace fw::kernels {
+
+struct queue_params {
+  cache::page_cache* cache;  // for finishing detached commands that we meet
+  cache::volume* volume;
+  char* target;         // `target_blocks` blocks, written round robin
+  uint64_t target_blocks;
+  uint64_t commands;    // in all
+  uint64_t blocks;      // of the namespace, of block_bytes each
+  uint64_t seed;
+  uint32_t block_bytes; // a multiple of 512
+  uint32_t data;        // 1: move the data, 0: commands only
+};
+static_assert(sizeof(queue_params) == 64);
+
+FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdULL;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ULL;
+  x ^= x >> 33;
+  return x;
+}
+
+}  // namespace fw::kernels
+
+FW_KERNEL fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
+  using namespace fw;
+  const uint32_t mask = warp::kFullMask;
+  cache::volume& v = *p.volume;
+  nvme::queue_pair& q = v.queues[warp::index() % v.queue_count];
+  cache::line_finisher finisher{*p.cache};
+  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < p.commands;
+       first += stride) {
+    const uint64_t item = first + warp::lane();
+    uint32_t rest = warp::ballot(mask, item < p.commands);
+    const uint64_t block = kernels::mix64(item + p.seed) % p.blocks;
+    const uint64_t target = reinterpret_cast<uint64_t>(p.target) +
+                            (item % p.target_blocks) * p.block_bytes;
+    while (rest != 0) {
+      const uint32_t batch = cache::first_batch(q, rest);
+      const bool mine = (batch >> warp::lane()) & 1;
+      rest &= ~batch;
+      const uint32_t ticket = nvme::take_tickets(q, mask, batch);
+      if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) return;
+      uint64_t address = target;
+      if (q.data.path == nvme::kMapped) address = q.data.mapped_base + block * p.block_bytes;
+      if (q.data.path == nvme::kBounce) address = nvme::buffer_of(q, ticket);
+      if (mine) {
+        const uint32_t blocks = p.block_bytes >> nvme::kLbaShift;
+        nvme::write_entry(q, ticket,
+                          nvme::block_command(nvme::kRead, uint16_t(nvme::entry_of(q, ticket)),
+                                              block * blocks, blocks, address, 0),
+                          0);
+      }
+      warp::sync(mask);
+      nvme::publish(q, mask);
+      const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
+      if (mine && status != nvme::kSuccess) {
+        cache::record_error(v, status, nvme::kRead, v.line_begin);
+      }
+      if (p.data != 0 && q.data.path != nvme::kDirect) {
+        for (uint32_t left = batch; left != 0; left &= left - 1) {
+          const uint32_t source = base::lowest_bit(left);
+          warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, target, source),
+                                            warp::broadcast(mask, address, source),
+                                            p.block_bytes);
+        }
+        warp::sync(mask);
+      }
+      if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+    }
+  }
+}
