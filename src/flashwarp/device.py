@@ -280,7 +280,7 @@ class DeviceArray:
             "descr": self.dtype.descr,
             "data": (self.address, False),
             "strides": None,
-            "stream": self.stream,
+            "stream": self.stream or 1,
         }
 
     def __flashwarp_view__(self) -> ArrayView:

@@ -20,7 +20,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 LIMIT_BYTES = 512 << 20
-"""Default limit of the cache folder. One module is about 0.3 MiB for each architecture."""
+"""Default limit of the cache folder. The built-in kernels take 2 to 3 MiB for each architecture."""
 
 # Entry: magic, SHA-256 of all that follows it, length of the log, log, cubin.
 _MAGIC = b"FWCUBIN1"
