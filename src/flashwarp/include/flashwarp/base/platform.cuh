@@ -49,7 +49,7 @@ typedef unsigned long long uintptr_t;
 #define FW_ON_GPU 0
 #define FW_DEVICE inline __attribute__((always_inline))
 #define FW_DEVICE_NOINLINE inline __attribute__((noinline))
-#define FW_HOST_DEVICE
+#define FW_HOST_DEVICE inline
 #define FW_KERNEL inline void
 #define FW_KERNEL_RESIDENT(n) inline void
 #define FW_GRID_CONSTANT
