@@ -1,0 +1,94 @@
+// Anonymous mappings; see host_memory.h.
+#include "host_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <unordered_map>
+#include <vector>
+
+namespace fw::native {
+namespace {
+
+constexpr size_t kHugePageBytes = size_t(2) << 20;
+
+// mincore() reports a byte a page; this many pages at a time.
+constexpr size_t kMincorePages = 64 * 1024;
+
+size_t page_bytes() {
+  static const size_t bytes = size_t(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+uintptr_t round_up(uintptr_t value, size_t alignment) {
+  return (value + alignment - 1) & ~(uintptr_t(alignment) - 1);
+}
+
+struct Blocks {
+  std::mutex lock;
+  std::unordered_map<void*, size_t> nbytes;
+};
+
+Blocks& blocks() {
+  static Blocks all;
+  return all;
+}
+
+}  // namespace
+
+void* allocate_aligned(size_t nbytes, size_t alignment) {
+  if (!std::has_single_bit(alignment)) {
+    throw std::invalid_argument("alignment must be a power of two");
+  }
+  alignment = std::max(alignment, page_bytes());
+  if (nbytes > SIZE_MAX / 2 || alignment > SIZE_MAX / 4) throw std::bad_alloc();
+  const size_t size = round_up(std::max<size_t>(nbytes, 1), page_bytes());
+  // More than is needed, then the ends that alignment leaves over go back.
+  const size_t mapped = size + alignment - page_bytes();
+  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  const auto start = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t aligned = round_up(start, alignment);
+  const size_t head = aligned - start;
+  const size_t tail = mapped - head - size;
+  if (head != 0) munmap(memory, head);
+  if (tail != 0) munmap(reinterpret_cast<void*>(aligned + size), tail);
+  auto* block = reinterpret_cast<void*>(aligned);
+  if (size >= kHugePageBytes) madvise(block, size, MADV_HUGEPAGE);
+  const std::lock_guard guard(blocks().lock);
+  blocks().nbytes[block] = size;
+  return block;
+}
+
+bool free_aligned(void* address) {
+  const std::lock_guard guard(blocks().lock);
+  const auto found = blocks().nbytes.find(address);
+  if (found == blocks().nbytes.end()) return false;
+  munmap(address, found->second);
+  blocks().nbytes.erase(found);
+  return true;
+}
+
+double residency(uint64_t address, uint64_t nbytes) {
+  const uint64_t start = address & ~uint64_t(page_bytes() - 1);
+  const uint64_t pages = (address + nbytes - start + page_bytes() - 1) / page_bytes();
+  if (nbytes == 0) return 1.0;
+  std::vector<unsigned char> flags(std::min<uint64_t>(pages, kMincorePages));
+  uint64_t resident = 0;
+  for (uint64_t page = 0; page < pages; page += flags.size()) {
+    const uint64_t count = std::min<uint64_t>(flags.size(), pages - page);
+    auto* from = reinterpret_cast<void*>(start + page * page_bytes());
+    if (mincore(from, count * page_bytes(), flags.data()) != 0) return -double(errno);
+    resident += uint64_t(std::count_if(flags.begin(), flags.begin() + int64_t(count),
+                                       [](unsigned char flag) { return (flag & 1) != 0; }));
+  }
+  return double(resident) / double(pages);
+}
+
+}  // namespace fw::native
