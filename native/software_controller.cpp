@@ -1,0 +1,260 @@
+// Threads, sleep and life cycle; see software_controller.h.
+#include "software_controller.h"
+
+#include <linux/futex.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <bit>
+#include <ctime>
+#include <stdexcept>
+
+namespace fw::native {
+namespace {
+
+// A thread that had nothing to do for this long goes to sleep: a few device round trips.
+constexpr int64_t kSpinNs = 100'000;
+
+// The clock is read once in this many idle sweeps.
+constexpr uint32_t kSweepsPerClock = 16;
+
+// The sentinel's look at the doorbells while idle, and while only I/O is in flight: half of what a
+// fast drive takes for a block.
+constexpr int64_t kSentinelNs = 1'000'000;
+constexpr int64_t kInFlightNs = 50'000;
+
+// A sweep that moved this much is worth a second thread.
+constexpr uint32_t kWakeOthersCommands = 64;
+
+constexpr uint32_t kDepthMin = 2;
+constexpr uint32_t kDepthMax = 1 << 16;
+constexpr uint64_t kPageBytesMin = 4096;
+constexpr uint64_t kTransferBytesMax = uint64_t(nvme::kLbaCountMax) * nvme::kLbaBytes;
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns) {
+  const timespec limit = {limit_ns / 1'000'000'000, limit_ns % 1'000'000'000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen,
+          limit_ns == 0 ? nullptr : &limit, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr,
+          nullptr, 0);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void require(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+void check_queue_pair(const QueuePairAddresses& pair) {
+  require(pair.depth >= kDepthMin && pair.depth <= kDepthMax, "depth must be 2 to 65536");
+  require(pair.sq != 0 && pair.sq % sizeof(nvme::command) == 0, "sq is not 64-byte aligned");
+  require(pair.cq != 0 && pair.cq % sizeof(nvme::completion) == 0, "cq is not 16-byte aligned");
+  require(pair.sq_doorbell != 0 && pair.sq_doorbell % 4 == 0, "sq_doorbell is not 4-byte aligned");
+  require(pair.cq_doorbell != 0 && pair.cq_doorbell % 4 == 0, "cq_doorbell is not 4-byte aligned");
+}
+
+void check_options(const ControllerOptions& options) {
+  require(options.threads <= 256, "at most 256 threads");
+  require(std::has_single_bit(options.page_bytes) && options.page_bytes >= kPageBytesMin,
+          "page_bytes must be a power of two, at least 4096");
+  require(std::has_single_bit(options.max_transfer_bytes) &&
+              options.max_transfer_bytes >= kPageBytesMin &&
+              options.max_transfer_bytes <= kTransferBytesMax,
+          "max_transfer_bytes must be a power of two from 4096 to 32 MiB");
+}
+
+}  // namespace
+
+SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
+                                       std::vector<QueuePairAddresses> queue_pairs,
+                                       std::vector<std::pair<uint64_t, uint64_t>> dma_regions,
+                                       const ControllerOptions& options)
+    : context_{std::move(storage),
+               DmaRegions(std::move(dma_regions)),
+               options.page_bytes,
+               options.max_transfer_bytes,
+               {}},
+      thread_count_(options.threads) {
+  require(context_.storage != nullptr, "storage is None");
+  require(!queue_pairs.empty(), "at least one queue pair is needed");
+  check_options(options);
+  for (const QueuePairAddresses& pair : queue_pairs)
+    check_queue_pair(pair);
+
+  IoEngineFactory::Options engine_options;
+  context_.storage->collect_files(engine_options.files);
+  engine_options.memory = context_.regions.list();
+  engine_options.engines = uint32_t(queue_pairs.size());
+  // A namespace in memory never waits, so it needs no engine.
+  const bool needs_engine =
+      !engine_options.files.empty() && context_.storage->mapped_base() == nullptr;
+  if (needs_engine) engines_ = std::make_unique<IoEngineFactory>(std::move(engine_options));
+  for (const QueuePairAddresses& pair : queue_pairs) {
+    std::unique_ptr<IoEngine> engine;
+    if (needs_engine) engine = engines_->make(pair.depth + PieceList::kCountMax);
+    servers_.push_back(std::make_unique<QueueServer>(pair, context_, std::move(engine)));
+  }
+  engine_description_ = needs_engine ? engines_->description() : "memory";
+}
+
+SoftwareController::~SoftwareController() {
+  stop();
+}
+
+void SoftwareController::start() {
+  const std::lock_guard guard(life_);
+  if (in_forked_child() || !threads_.empty()) return;
+  stopping_.store(false, std::memory_order_relaxed);
+  for (auto& server : servers_)
+    server->reopen();
+  serving_.store(true, std::memory_order_release);
+  for (uint32_t i = 0; i < thread_count_; ++i)
+    threads_.emplace_back([this, i] { run(i); });
+}
+
+void SoftwareController::stop() {
+  if (in_forked_child()) {
+    // The threads exist in the parent only: forget them without waiting.
+    for (std::thread& thread : threads_)
+      thread.detach();
+    threads_.clear();
+    serving_.store(false, std::memory_order_release);
+    return;
+  }
+  const std::lock_guard guard(life_);
+  if (!serving()) return;
+  stopping_.store(true, std::memory_order_release);
+  wake();
+  for (std::thread& thread : threads_)
+    thread.join();
+  threads_.clear();
+  for (auto& server : servers_)
+    server->close();
+  serving_.store(false, std::memory_order_release);
+}
+
+void SoftwareController::wake() {
+  wakes_.fetch_add(1, std::memory_order_relaxed);
+  // Sequential: either the sleeper sees the new epoch and does not wait, or we see the sleeper.
+  epoch_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(epoch_);
+}
+
+int SoftwareController::serve_some(uint32_t first_queue) {
+  if (in_forked_child() || !serving()) return -1;
+  const uint32_t count = uint32_t(servers_.size());
+  uint32_t index = first_queue % count;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (servers_[index]->has_work()) {
+      if (uint32_t moved = servers_[index]->serve()) return int(moved);
+    }
+    index = index + 1 == count ? 0 : index + 1;
+  }
+  return 0;
+}
+
+// A thread's own queue pairs are those that its number leaves as remainder. While others sleep it
+// serves theirs too.
+uint32_t SoftwareController::sweep(uint32_t thread) {
+  const bool alone = thread_count_ == 1 || sleepers_.load(std::memory_order_relaxed) != 0;
+  const size_t step = alone ? 1 : thread_count_;
+  uint32_t moved = 0;
+  for (size_t i = alone ? 0 : thread; i < servers_.size(); i += step) {
+    if (servers_[i]->has_work()) moved += servers_[i]->serve();
+  }
+  if (alone && thread_count_ != 1 && moved >= kWakeOthersCommands) wake();
+  return moved;
+}
+
+void SoftwareController::run(uint32_t thread) {
+  // The default slack of 50 us would double the sentinel's shortest sleep.
+  prctl(PR_SET_TIMERSLACK, 1'000, 0, 0, 0);
+  int64_t idle_since = 0;
+  uint32_t idle_sweeps = 0;
+  while (!stopping_.load(std::memory_order_acquire)) {
+    if (sweep(thread) != 0) {
+      idle_sweeps = 0;
+      idle_since = 0;
+      continue;
+    }
+    relax();
+    if (++idle_sweeps % kSweepsPerClock != 0) continue;
+    const int64_t now = monotonic_ns();
+    if (idle_since == 0) idle_since = now;
+    if (now - idle_since < kSpinNs) continue;
+    if (sleep(thread)) idle_since = 0;
+  }
+}
+
+bool SoftwareController::has_in_flight() const {
+  for (const auto& server : servers_) {
+    if (server->has_in_flight()) return true;
+  }
+  return false;
+}
+
+// Thread 0 is the sentinel: it looks at the doorbells itself. The others wait until they are woken.
+// True when somebody called wake().
+bool SoftwareController::sleep(uint32_t thread) {
+  const uint32_t seen = epoch_.load(std::memory_order_seq_cst);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  // Relaxed doorbells: one that is missed here is seen by the sentinel a millisecond later.
+  const int64_t limit_ns = has_in_flight() ? kInFlightNs : kSentinelNs;
+  if (!stopping_.load(std::memory_order_acquire)) {
+    sleeps_.fetch_add(1, std::memory_order_relaxed);
+    futex_wait(epoch_, seen, thread == 0 ? limit_ns : 0);
+  }
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  return epoch_.load(std::memory_order_relaxed) != seen;
+}
+
+IdentifyData SoftwareController::identify_controller_data() const {
+  return identify_controller(context_.max_transfer_bytes);
+}
+
+IdentifyData SoftwareController::identify_namespace_data() const {
+  return identify_namespace(context_.storage->nbytes(), context_.storage->writable());
+}
+
+ControllerCounters SoftwareController::counters() const {
+  ControllerCounters sum;
+  for (const auto& server : servers_) {
+    const QueueCounters& from = server->counters();
+    uint64_t commands = 0;
+    for (size_t kind = 0; kind < kCommandKinds; ++kind) {
+      sum.commands[kind] += from.commands[kind].get();
+      commands += from.commands[kind].get();
+    }
+    sum.bytes_read += from.bytes_read.get();
+    sum.bytes_written += from.bytes_written.get();
+    sum.errors += from.errors.get();
+    sum.doorbell_reads += from.doorbell_reads.get();
+    sum.engine_operations += from.engine_operations.get();
+    sum.kernel_enters += from.kernel_enters.get();
+    sum.queues.emplace_back(server->id(), commands);
+  }
+  sum.sleeps = sleeps_.load(std::memory_order_relaxed);
+  sum.wakes = wakes_.load(std::memory_order_relaxed);
+  return sum;
+}
+
+}  // namespace fw::native
+
+int fw_serve(void* controller) {
+  // Every waiter starts where it found work last, so waiters spread over the queue pairs.
+  static thread_local uint32_t first_queue = 0;
+  const int moved =
+      static_cast<fw::native::SoftwareController*>(controller)->serve_some(first_queue);
+  if (moved == 0) ++first_queue;
+  return moved;
+}
