@@ -1,0 +1,128 @@
+# One door for users, developers and CI. Needs Linux, Python >= 3.11 with venv, g++ >= 12 and make;
+# the first call says what to install if one is missing. Everything else goes into .venv, set up
+# once and again only when pyproject.toml, CMakeLists.txt or a native source changes.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
+# How long each native stress program runs, in seconds. It is a budget, not a limit.
+export FLASHWARP_STRESS_SECONDS ?= 3
+
+# The demo computes on the GPU where there is one, so it then needs the CUDA extra as well.
+comma := ,
+DEMO_EXTRAS := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
+DEV_EXTRAS := cuda,demo,dev
+
+NATIVE := $(wildcard native/*.cpp native/*.h) \
+  $(shell find src/flashwarp/include src/flashwarp/kernels -name '*.cuh')
+NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
+CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
+
+.PHONY: help demo test bench lint format native-test tsan asan stubs docs clean
+
+help:  ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
+	$(BIN)/flashwarp demo $(ARGS)
+
+test: lint native-test  ## Everything that CI runs: lint, sanitizers, tests
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/demo.stamp  ## Measure this machine; ARGS="..." goes to `flashwarp bench`
+	$(BIN)/flashwarp bench $(ARGS)
+
+lint: $(VENV)/dev.stamp  ## Formatters, linters and types, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: $(VENV)/dev.stamp  ## Rewrite sources as the formatters want them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+native-test: tsan asan  ## The C++ programs of tests/native under both sanitizers
+
+# ThreadSanitizer reserves fixed address ranges, which more than 28 bits of randomness collide with.
+tsan: export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1
+asan: export ASAN_OPTIONS ?= detect_leaks=1
+asan: export UBSAN_OPTIONS ?= print_stacktrace=1
+tsan asan: export CTEST_OUTPUT_ON_FAILURE := 1
+tsan: SANITIZER := thread
+asan: SANITIZER := address
+tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
+	$(BIN)/cmake -S . -B build/$@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DFLASHWARP_NATIVE_TESTS=ON -DFLASHWARP_SANITIZE=$(SANITIZER) >build/$@.log 2>&1 \
+	  || { cat build/$@.log; exit 1; }
+	$(BIN)/cmake --build build/$@
+	$(BIN)/ctest --test-dir build/$@ --no-tests=error
+
+stubs: $(VENV)/dev.stamp  ## Write src/flashwarp/_native.pyi from the built extension
+	$(BIN)/python -m nanobind.stubgen -m flashwarp._native -o src/flashwarp/_native.pyi
+	$(BIN)/ruff check --fix --quiet src/flashwarp/_native.pyi
+	$(BIN)/ruff format src/flashwarp/_native.pyi
+
+docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+clean:  ## Remove what these targets made, .venv included
+	rm -rf $(VENV) build docs/_build docs/api/generated
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment. Three steps with a stamp each: the venv, the extension, and the extras of a target.
+
+$(VENV)/venv.stamp:
+	@command -v g++ >/dev/null \
+	  || { echo 'g++ is missing. On Debian or Ubuntu: sudo apt-get install g++' >&2; exit 1; }
+	@echo '#if __GNUC__ < 12 && !defined(__clang__)' \
+	  | cat - <(echo '#error'; echo '#endif') | g++ -x c++ -fsyntax-only - 2>/dev/null \
+	  || { echo "g++ >= 12 is needed, this is $$(g++ -dumpfullversion)" >&2; exit 1; }
+	@python=; for each in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if "$$each" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	    python=$$each; break; fi; done; \
+	[ -n "$$python" ] || { echo 'Python >= 3.11 is missing. On Debian 12 or Ubuntu 24.04 or later:' \
+	  'sudo apt-get install python3 python3-venv python3-dev' >&2; exit 1; }; \
+	"$$python" -c 'import venv, ensurepip' 2>/dev/null || { echo "$$python has no venv." \
+	  'On Debian or Ubuntu: sudo apt-get install python3-venv' >&2; exit 1; }; \
+	"$$python" -c 'import pathlib, sys, sysconfig; \
+	  sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())' \
+	  || { echo "$$python has no headers (Python.h)." \
+	  'On Debian or Ubuntu: sudo apt-get install python3-dev' >&2; exit 1; }; \
+	echo "Setting up $(VENV) with $$("$$python" --version), once."; \
+	"$$python" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	touch $@
+
+# No build isolation: the build directory then stays valid, and a rebuild compiles what changed.
+$(VENV)/package.stamp: $(VENV)/venv.stamp pyproject.toml CMakeLists.txt $(NATIVE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  'scikit-build-core>=0.11' 'nanobind>=2.7' 'cmake>=3.20' ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  --config-settings=cmake.args=-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja --editable .
+	mkdir -p build
+	touch $@
+
+install_extras = $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+  $$($(BIN)/python -c 'import sys, tomllib; \
+  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*(r.replace(" ", "") for e in sys.argv[1].split(",") for r in extras[e]))' $(1))
+
+$(VENV)/demo.stamp: $(VENV)/package.stamp
+	$(call install_extras,$(DEMO_EXTRAS))
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/package.stamp
+	$(call install_extras,$(DEV_EXTRAS))
+	touch $@
+
+$(VENV)/docs.stamp: $(VENV)/package.stamp
+	$(call install_extras,docs)
+	touch $@

@@ -1,0 +1,24 @@
+"""What all tests share: `gpu` tests are skipped, with the reason, where no GPU works."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from flashwarp._jit import driver
+from flashwarp.errors import DeviceError
+
+
+@functools.cache
+def _no_gpu_reason() -> str:
+    try:
+        return "" if driver.device_count() > 0 else "the CUDA driver sees no GPU"
+    except DeviceError as error:
+        return str(error)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and _no_gpu_reason():
+            item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
