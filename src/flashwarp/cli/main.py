@@ -30,10 +30,10 @@ class _LazyGroup(TyperGroup):
     """A group that imports a subcommand when it is asked for."""
 
     # `Any`: typer brings its own copy of click from some version on, and takes the user's before.
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)
         return list(_COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 (typer's signature)
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"flashwarp.cli.{cmd_name}")
