@@ -37,6 +37,7 @@ from flashwarp.errors import (
     ClosedError,
     DeviceError,
     DeviceOutOfMemory,
+    DeviceTimeout,
     ForkError,
 )
 
@@ -498,11 +499,14 @@ class Device(ABC):
 
 def _release(owned: dict[int, Any], key: int, release: Callable[[], None]) -> None:
     owned.pop(key, None)
+    _quietly(release)
+
+
+def _quietly(release: Callable[[], None]) -> None:
     try:
         release()
     except DeviceError as error:
-        # After a kernel's fault every call fails; the fault itself has been raised where it was
-        # found.
+        # After a kernel's fault every call fails; the fault itself was raised where it was found.
         _log.warning("release failed: %s", error)
 
 
@@ -859,7 +863,7 @@ class CudaDevice(Device):
             f"{self.context.multiprocessors} multiprocessors, {gib:.0f} GiB)"
         )
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = TIMEOUT_S) -> None:
         """Wait for the library's stream, then release everything. May be called twice.
 
         When the stream does not end in time, nothing is released and DeviceTimeout is raised:
@@ -869,15 +873,24 @@ class CudaDevice(Device):
             if self._closed:
                 return
             if self.context.usable:
-                self.synchronize()
+                self._wait_before_close(timeout_s)
             super().close()
-            _if_usable(self.context, self._release_context)
+            if self.context.usable:
+                self._close_context()
 
-    def _release_context(self) -> None:
+    def _wait_before_close(self, timeout_s: float) -> None:
+        try:
+            self.synchronize(timeout_s=timeout_s)
+        except DeviceTimeout:
+            raise
+        except DeviceError as error:
+            _log.warning("closing %s after a fault: %s", self.name, error)
+
+    def _close_context(self) -> None:
         if "_module" in self.__dict__:
-            self._module.close()
-        self.context.destroy_stream(self._stream.handle)
-        self.context.close()
+            _quietly(self._module.close)
+        _quietly(functools.partial(self.context.destroy_stream, self._stream.handle))
+        _quietly(self.context.close)
 
 
 def _if_usable(context: driver.Context, call: Callable[..., None], *arguments: int) -> None:

@@ -1,0 +1,408 @@
+// A libcuda.so.1 without a GPU: memory is the host's, streams are done at once, kernels only
+// report.
+//
+// It exists to check how we call the driver: arguments, packing, and what each failure becomes. Any
+// call can be told to fail (fake_fail), streams to stay busy (fake_busy), and every call is
+// counted.
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int CUresult;
+enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotReady = 600 };
+enum { kCallsMax = 64, kFunctionsMax = 64 };
+
+static struct {
+  const char* name;
+  int count;
+  CUresult fail;
+} calls[kCallsMax];
+
+static int busy;
+static int context_depth;
+static int live_allocations;
+
+static int call_index(const char* name) {
+  for (int i = 0; i < kCallsMax; ++i) {
+    if (calls[i].name == NULL) calls[i].name = strdup(name);
+    if (strcmp(calls[i].name, name) == 0) return i;
+  }
+  abort();
+}
+
+// What tests set and read.
+void fake_fail(const char* name, CUresult code) { calls[call_index(name)].fail = code; }
+int fake_count(const char* name) { return calls[call_index(name)].count; }
+void fake_busy(int on) { busy = on; }
+int fake_context_depth(void) { return context_depth; }
+int fake_live_allocations(void) { return live_allocations; }
+
+// Counts the call and fails it if told to.
+#define ENTER                                                 \
+  do {                                                        \
+    int entered = call_index(__func__);                       \
+    ++calls[entered].count;                                   \
+    if (calls[entered].fail != 0) return calls[entered].fail; \
+  } while (0)
+
+// Like ENTER, and the call needs a current context, as the real one does.
+#define ENTER_CONTEXT                   \
+  do {                                  \
+    ENTER;                              \
+    if (context_depth == 0) return 201; \
+  } while (0)
+
+CUresult cuInit(unsigned flags) {
+  ENTER;
+  return flags == 0 ? kSuccess : kInvalidValue;
+}
+CUresult cuDriverGetVersion(int* version) {
+  ENTER;
+  *version = 13000;
+  return kSuccess;
+}
+CUresult cuGetErrorName(CUresult code, const char** name) {
+  switch (code) {
+    case kOutOfMemory:
+      *name = "CUDA_ERROR_OUT_OF_MEMORY";
+      return kSuccess;
+    case kInvalidValue:
+      *name = "CUDA_ERROR_INVALID_VALUE";
+      return kSuccess;
+    case 200:
+      *name = "CUDA_ERROR_INVALID_IMAGE";
+      return kSuccess;
+    case 201:
+      *name = "CUDA_ERROR_INVALID_CONTEXT";
+      return kSuccess;
+    case kNotFound:
+      *name = "CUDA_ERROR_NOT_FOUND";
+      return kSuccess;
+    case 700:
+      *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return kSuccess;
+    case 801:
+      *name = "CUDA_ERROR_NOT_SUPPORTED";
+      return kSuccess;
+    default:
+      *name = NULL;
+      return kInvalidValue;
+  }
+}
+CUresult cuGetErrorString(CUresult code, const char** text) {
+  (void)code;
+  *text = "what the driver says";
+  return kSuccess;
+}
+
+// NVRTC looks for this in any libcuda.so.1 that it finds, and does without it.
+CUresult cuGetExportTable(const void** exported, const void* id) {
+  (void)id;
+  *exported = NULL;
+  return kNotFound;
+}
+
+CUresult cuDeviceGetCount(int* count) {
+  ENTER;
+  *count = 1;
+  return kSuccess;
+}
+CUresult cuDeviceGet(int* device, int ordinal) {
+  ENTER;
+  *device = ordinal;
+  return kSuccess;
+}
+CUresult cuDeviceGetName(char* name, int length, int device) {
+  ENTER;
+  (void)device;
+  snprintf(name, (size_t)length, "Fake GPU");
+  return kSuccess;
+}
+CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
+  ENTER;
+  (void)device;
+  switch (attribute) {
+    case 16:
+      *value = 132;
+      break;  // MULTIPROCESSOR_COUNT
+    case 41:
+      *value = 1;
+      break;  // UNIFIED_ADDRESSING
+    case 75:
+      *value = 9;
+      break;  // COMPUTE_CAPABILITY_MAJOR
+    case 76:
+      *value = 0;
+      break;  // COMPUTE_CAPABILITY_MINOR
+    case 113:
+      *value = 1;
+      break;  // READ_ONLY_HOST_REGISTER_SUPPORTED
+    default:
+      return kInvalidValue;
+  }
+  return kSuccess;
+}
+CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
+  ENTER;
+  (void)device;
+  *context = (void*)0xC0DE;
+  return kSuccess;
+}
+CUresult cuDevicePrimaryCtxRelease(int device) {
+  ENTER;
+  (void)device;
+  return kSuccess;
+}
+CUresult cuCtxPushCurrent(void* context) {
+  ENTER;
+  if (context != (void*)0xC0DE) return 201;
+  ++context_depth;
+  return kSuccess;
+}
+CUresult cuCtxPopCurrent(void** context) {
+  ENTER;
+  if (context_depth == 0) return 201;
+  --context_depth;
+  *context = (void*)0xC0DE;
+  return kSuccess;
+}
+
+CUresult cuMemGetInfo(size_t* available, size_t* total) {
+  ENTER_CONTEXT;
+  *available = 1u << 30;
+  *total = 1ull << 37;
+  return kSuccess;
+}
+CUresult cuMemAlloc(uint64_t* address, size_t nbytes) {
+  ENTER_CONTEXT;
+  *address = (uint64_t)aligned_alloc(256, (nbytes + 255) & ~(size_t)255);
+  if (*address == 0) return kOutOfMemory;
+  memset((void*)*address, 0xA5, nbytes);
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuMemFree(uint64_t address) {
+  ENTER_CONTEXT;
+  free((void*)address);
+  --live_allocations;
+  return kSuccess;
+}
+CUresult cuMemHostAlloc(void** pointer, size_t nbytes, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags != 3) return kInvalidValue;  // PORTABLE | DEVICEMAP
+  *pointer = aligned_alloc(4096, (nbytes + 4095) & ~(size_t)4095);
+  if (*pointer == NULL) return kOutOfMemory;
+  memset(*pointer, 0xA5, nbytes);
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuMemFreeHost(void* pointer) {
+  ENTER_CONTEXT;
+  free(pointer);
+  --live_allocations;
+  return kSuccess;
+}
+CUresult cuMemHostGetDevicePointer(uint64_t* address, void* pointer, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags != 0) return kInvalidValue;
+  *address = (uint64_t)pointer;
+  return kSuccess;
+}
+static unsigned registered_flags;
+unsigned fake_registered_flags(void) { return registered_flags; }
+CUresult cuMemHostRegister(void* pointer, size_t nbytes, unsigned flags) {
+  ENTER_CONTEXT;
+  if (pointer == NULL || nbytes == 0) return kInvalidValue;
+  registered_flags = flags;
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuMemHostUnregister(void* pointer) {
+  ENTER_CONTEXT;
+  (void)pointer;
+  --live_allocations;
+  return kSuccess;
+}
+
+static CUresult check_stream(void* stream) {
+  return stream == (void*)0x57 || stream == (void*)1 ? kSuccess : 400;
+}
+CUresult cuMemcpyHtoDAsync(uint64_t target, const void* source, size_t nbytes, void* stream) {
+  ENTER_CONTEXT;
+  memcpy((void*)target, source, nbytes);
+  return check_stream(stream);
+}
+CUresult cuMemcpyDtoHAsync(void* target, uint64_t source, size_t nbytes, void* stream) {
+  ENTER_CONTEXT;
+  memcpy(target, (void*)source, nbytes);
+  return check_stream(stream);
+}
+CUresult cuMemsetD8Async(uint64_t address, unsigned char byte, size_t nbytes, void* stream) {
+  ENTER_CONTEXT;
+  memset((void*)address, byte, nbytes);
+  return check_stream(stream);
+}
+
+CUresult cuStreamCreate(void** stream, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags != 1) return kInvalidValue;  // NON_BLOCKING
+  *stream = (void*)0x57;
+  return kSuccess;
+}
+CUresult cuStreamDestroy(void* stream) {
+  ENTER_CONTEXT;
+  return check_stream(stream);
+}
+CUresult cuStreamQuery(void* stream) {
+  ENTER_CONTEXT;
+  return busy ? kNotReady : check_stream(stream);
+}
+CUresult cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+  ENTER_CONTEXT;
+  if (event != (void*)0xE0 || flags != 0) return kInvalidValue;
+  return check_stream(stream);
+}
+CUresult cuEventCreate(void** event, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags != 0 && flags != 2) return kInvalidValue;  // DEFAULT or DISABLE_TIMING
+  *event = (void*)0xE0;
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuEventDestroy(void* event) {
+  ENTER_CONTEXT;
+  --live_allocations;
+  return event == (void*)0xE0 ? kSuccess : kInvalidValue;
+}
+CUresult cuEventRecord(void* event, void* stream) {
+  ENTER_CONTEXT;
+  return event == (void*)0xE0 ? check_stream(stream) : kInvalidValue;
+}
+CUresult cuEventQuery(void* event) {
+  ENTER_CONTEXT;
+  if (event != (void*)0xE0) return kInvalidValue;
+  return busy ? kNotReady : kSuccess;
+}
+CUresult cuEventElapsedTime(float* milliseconds, void* start, void* end) {
+  ENTER_CONTEXT;
+  if (start != (void*)0xE0 || end != (void*)0xE0) return kInvalidValue;
+  *milliseconds = 1.5f;
+  return kSuccess;
+}
+
+static const char* functions[kFunctionsMax];
+CUresult cuModuleLoadData(void** module, const void* image) {
+  ENTER_CONTEXT;
+  if (memcmp(image, "\177ELF", 4) != 0) return 200;
+  *module = (void*)0x30D;
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuModuleUnload(void* module) {
+  ENTER_CONTEXT;
+  --live_allocations;
+  return module == (void*)0x30D ? kSuccess : kInvalidValue;
+}
+CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
+  ENTER_CONTEXT;
+  if (module != (void*)0x30D) return kInvalidValue;
+  for (int i = 0; i < kFunctionsMax; ++i) {
+    if (functions[i] == NULL) functions[i] = strdup(name);
+    if (strcmp(functions[i], name) == 0) {
+      *function = (void*)(intptr_t)(0xF000 + i);
+      return kSuccess;
+    }
+  }
+  return kNotFound;
+}
+CUresult cuFuncLoad(void* function) {
+  ENTER_CONTEXT;
+  return (intptr_t)function >= 0xF000 ? kSuccess : kInvalidValue;
+}
+CUresult cuFuncGetAttribute(int* value, int attribute, void* function) {
+  ENTER_CONTEXT;
+  if ((intptr_t)function < 0xF000) return kInvalidValue;
+  *value = 100 + attribute;
+  return kSuccess;
+}
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* function, int block_threads,
+                                                     size_t shared_bytes) {
+  ENTER_CONTEXT;
+  if ((intptr_t)function < 0xF000 || shared_bytes != 0) return kInvalidValue;
+  *blocks = block_threads > 1024 ? 0 : 2048 / block_threads;
+  return kSuccess;
+}
+
+// A launch leaves its geometry at the address that is its struct's first member, and behind it the
+// struct's next eight bytes.
+CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                        void* stream, void** params, void** extra) {
+  ENTER_CONTEXT;
+  if ((intptr_t)function < 0xF000 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 ||
+      shared_bytes != 0 || params == NULL || extra != NULL)
+    return kInvalidValue;
+  uint64_t* report = *(uint64_t**)params[0];
+  report[0] = grid_x;
+  report[1] = block_x;
+  report[2] = (uint64_t)stream;
+  memcpy(report + 3, (char*)params[0] + 8, 8);
+  return check_stream(stream);
+}
+
+// Only the calls above exist; the binding reports any other as missing.
+#define CALL(name) {#name, (void*)name}
+static const struct {
+  const char* name;
+  void* address;
+} table[] = {
+    CALL(cuInit),
+    CALL(cuDriverGetVersion),
+    CALL(cuGetErrorName),
+    CALL(cuGetErrorString),
+    CALL(cuDeviceGetCount),
+    CALL(cuDeviceGet),
+    CALL(cuDeviceGetName),
+    CALL(cuDeviceGetAttribute),
+    CALL(cuDevicePrimaryCtxRetain),
+    CALL(cuDevicePrimaryCtxRelease),
+    CALL(cuCtxPushCurrent),
+    CALL(cuCtxPopCurrent),
+    CALL(cuMemGetInfo),
+    CALL(cuMemAlloc),
+    CALL(cuMemFree),
+    CALL(cuMemHostAlloc),
+    CALL(cuMemFreeHost),
+    CALL(cuMemHostGetDevicePointer),
+    CALL(cuMemHostRegister),
+    CALL(cuMemHostUnregister),
+    CALL(cuMemcpyHtoDAsync),
+    CALL(cuMemcpyDtoHAsync),
+    CALL(cuMemsetD8Async),
+    CALL(cuStreamCreate),
+    CALL(cuStreamDestroy),
+    CALL(cuStreamQuery),
+    CALL(cuStreamWaitEvent),
+    CALL(cuEventCreate),
+    CALL(cuEventDestroy),
+    CALL(cuEventRecord),
+    CALL(cuEventQuery),
+    CALL(cuEventElapsedTime),
+    CALL(cuModuleLoadData),
+    CALL(cuModuleUnload),
+    CALL(cuModuleGetFunction),
+    CALL(cuFuncLoad),
+    CALL(cuFuncGetAttribute),
+    CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor),
+    CALL(cuLaunchKernel),
+};
+
+CUresult cuGetProcAddress_v2(const char* name, void** address, int version, uint64_t flags,
+                             void* status) {
+  (void)version, (void)flags, (void)status;
+  *address = NULL;
+  for (size_t i = 0; i < sizeof table / sizeof table[0]; ++i)
+    if (strcmp(table[i].name, name) == 0) *address = table[i].address;
+  return *address != NULL ? kSuccess : kNotFound;
+}
