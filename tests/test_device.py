@@ -183,14 +183,39 @@ def test_cpu_streams_and_events_are_always_done(device: CpuDevice) -> None:
     assert 0 <= end.elapsed_ms(start) < 10_000
 
 
+class FakePool:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def launch(self, name: str, *arguments: Any) -> None:
+        if name != "fw_gather_rows":
+            raise KeyError(f"no CPU kernel named {name}")
+        self.calls.append((name, *arguments))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
 def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
-    calls: list[tuple[Any, ...]] = []
-    device.__dict__["_pool"] = SimpleNamespace(launch=lambda *arguments: calls.append(arguments))
+    pool = device.__dict__["_pool"] = FakePool()
 
-    device.launch("gather_rows", b"\x01\x02", warps=9, serve=(4096,))
+    device.launch("gather_rows", b"\x01\x02", warps=1, serve=(4096,))
+    device.launch("gather_rows", b"\x01\x02", warps=1 << 40)
     device.launch("gather_rows", b"\x01\x02", warps=0)
+    device.close()
 
-    assert calls == [("gather_rows", b"\x01\x02", 9, [4096])]
+    assert pool.calls == [
+        ("fw_gather_rows", b"\x01\x02", 1, [4096]),
+        ("fw_gather_rows", b"\x01\x02", 2, []),
+        ("close",),
+    ]
+
+
+def test_cpu_launch_of_unknown_kernel_is_refused(device: CpuDevice) -> None:
+    device.__dict__["_pool"] = FakePool()
+
+    with pytest.raises(ArgumentError, match="no CPU kernel named fw_nothing"):
+        device.launch("nothing", b"", warps=1)
 
 
 def test_cpu_launch_in_a_forked_child_is_refused(

@@ -627,8 +627,20 @@ class CpuDevice(Device):
             raise ForkError(
                 f"this CPU device belongs to process {self._pid}: a forked child must open its own"
             )
-        if warps > 0:
-            self._pool.launch(name, bytes(params), warps, list(serve))
+        if warps <= 0:
+            return
+        try:
+            self._pool.launch(f"fw_{name}", bytes(params), min(warps, self.threads), list(serve))
+        except (KeyError, ValueError) as error:
+            raise ArgumentError(f"launch of {name} on the CPU: {error.args[0]}") from error
+
+    def close(self) -> None:
+        """Ends the threads and releases everything. May be called twice."""
+        with self._lock:
+            # Waits for a running launch. A forked child has none of its parent's threads.
+            if "_pool" in self.__dict__ and os.getpid() == self._pid:
+                self._pool.close()
+            super().close()
 
     def default_stream(self) -> Stream:
         return Stream(0)
