@@ -39,7 +39,7 @@ constexpr const char* kForkMessage =
 void check(const Storage& storage, int error, const IoFailure& failure) {
   if (error == 0) return;
   if (error == kForked) throw std::runtime_error(kForkMessage);
-  if (error == EINVAL && failure.path.empty()) {
+  if (error == kOutOfRange) {
     throw nb::value_error(
         ("the range is outside of the storage's " + std::to_string(storage.nbytes()) + " bytes")
             .c_str());
@@ -70,8 +70,7 @@ nb::dict to_dict(const Description& description) {
   }
   if (!description.children.empty()) {
     nb::list members;
-    for (const Description& child : description.children)
-      members.append(to_dict(child));
+    for (const Description& child : description.children) members.append(to_dict(child));
     result["members"] = members;
   }
   return result;
@@ -104,7 +103,7 @@ void bind_storage(nb::module_& m) {
       .def(
           "read",
           [](Storage& s, uint64_t offset, size_t nbytes) {
-            if (nbytes > s.nbytes()) check(s, EINVAL, {});
+            if (nbytes > s.nbytes()) check(s, kOutOfRange, {});
             nb::bytes result(nullptr, nbytes);
             char* data = PyBytes_AS_STRING(result.ptr());
             run(s, [&](IoFailure* failure) { return s.read(offset, data, nbytes, failure); });
@@ -189,8 +188,7 @@ nb::dict stats_of(SoftwareController& controller) {
     commands[command_name(CommandKind(kind))] = counters.commands[kind];
   }
   nb::dict queues;
-  for (const auto& [id, count] : counters.queues)
-    queues[nb::int_(id)] = count;
+  for (const auto& [id, count] : counters.queues) queues[nb::int_(id)] = count;
   nb::dict result;
   result["commands"] = commands;
   result["queues"] = queues;
@@ -225,8 +223,7 @@ nb::dict to_dict(const ErrorRecord& record) {
 
 nb::list take_errors(SoftwareController& controller) {
   nb::list result;
-  for (const ErrorRecord& record : controller.errors().take())
-    result.append(to_dict(record));
+  for (const ErrorRecord& record : controller.errors().take()) result.append(to_dict(record));
   return result;
 }
 
@@ -242,9 +239,7 @@ nb::dict describe_controller(SoftwareController& controller) {
   return result;
 }
 
-nb::bytes to_bytes(const IdentifyData& data) {
-  return nb::bytes(data.data(), data.size());
-}
+nb::bytes to_bytes(const IdentifyData& data) { return nb::bytes(data.data(), data.size()); }
 
 void require_parent(const SoftwareController& controller) {
   if (controller.in_forked_child()) throw std::runtime_error(kForkMessage);

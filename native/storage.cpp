@@ -9,6 +9,7 @@ namespace fw::native {
 
 static_assert(kTruncated == ENODATA);
 static_assert(kForked == ENOTRECOVERABLE);
+static_assert(kOutOfRange == ERANGE);
 
 int64_t monotonic_ns() {
   timespec now;
@@ -25,7 +26,7 @@ int Storage::validate(uint64_t offset, uint64_t n, IoFailure*) {
 
 int Storage::check_range(uint64_t offset, uint64_t n) const {
   if (in_forked_child()) return kForked;
-  return offset <= nbytes_ && n <= nbytes_ - offset ? 0 : EINVAL;
+  return offset <= nbytes_ && n <= nbytes_ - offset ? 0 : kOutOfRange;
 }
 
 int Storage::check_write(uint64_t offset, uint64_t n) const {

@@ -23,6 +23,9 @@ namespace fw::native {
 // Status of a read beyond the present end of a file that was longer when it was opened.
 inline constexpr int kTruncated = 61;  // ENODATA
 
+// Status of a request outside of the storage: the caller's mistake, nothing was touched.
+inline constexpr int kOutOfRange = 34;  // ERANGE
+
 // Status of any use in a forked child, where the library's threads do not exist.
 inline constexpr int kForked = 131;  // ENOTRECOVERABLE
 
