@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from flashwarp import _native
 from ring_host import (
     CAPACITY_EXCEEDED,
     COMMAND_ABORTED,
@@ -40,8 +42,6 @@ from ring_host import (
     Memory,
     Ring,
 )
-
-from flashwarp import _native
 
 MIB = 1 << 20
 

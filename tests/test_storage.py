@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ring_host import Memory
 
 from flashwarp import _native
+from ring_host import Memory
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> bytes:
