@@ -75,7 +75,7 @@ class SoftwareController {
   uint32_t sweep(uint32_t thread);
   bool has_work() const;
   bool has_in_flight() const;
-  bool sleep(uint32_t thread);
+  bool sleep(uint32_t thread, int64_t idle_ns);
 
   ControllerContext context_;
   const uint32_t thread_count_;
