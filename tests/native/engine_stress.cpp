@@ -1,0 +1,260 @@
+// Submitters, controller threads and helping waiters on the same queue pairs, for the sanitizers.
+//
+// Each submitter owns some rings and a part of the namespace, writes patterns that carry their
+// place and version, reads them back and checks every byte. While it waits it serves the
+// controller, as waiting device threads do. Every kind of storage and both I/O engines get a turn;
+// the controller is stopped and started again in between. Prints the seed; the first argument
+// replays one.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "composite_storage.h"
+#include "file_storage.h"
+#include "host_memory.h"
+#include "software_controller.h"
+
+using namespace fw::native;
+namespace nvme = fw::nvme;
+
+namespace {
+
+constexpr uint32_t kSubmitters = 3;
+constexpr uint32_t kDepth = 16;
+constexpr uint32_t kChunkBytes = 8192;    // one command's data
+constexpr uint32_t kChunks = kDepth - 1;  // a submitter's part: one chunk a slot
+constexpr uint64_t kPartBytes = uint64_t(kChunks) * kChunkBytes;
+constexpr uint64_t kNamespaceBytes = kSubmitters * kPartBytes;
+constexpr uint32_t kRounds = 150;
+constexpr uint64_t kPageBytes = 4096;
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::abort();
+}
+
+template <typename Value>
+Value* allocate(uint64_t nbytes) {
+  return static_cast<Value*>(allocate_aligned(nbytes, 4096));
+}
+
+class Submitter {
+ public:
+  explicit Submitter(uint32_t number)
+      : number_(number),
+        sq_(allocate<nvme::command>(kDepth * sizeof(nvme::command))),
+        cq_(allocate<nvme::completion>(kDepth * sizeof(nvme::completion))),
+        bells_(allocate<uint32_t>(4096)),
+        buffers_(allocate<std::byte>(kPartBytes)) {}
+
+  ~Submitter() {
+    for (void* memory : {(void*)sq_, (void*)cq_, (void*)bells_, (void*)buffers_}) {
+      free_aligned(memory);
+    }
+  }
+
+  QueuePairAddresses addresses() const {
+    return {reinterpret_cast<uint64_t>(sq_),
+            reinterpret_cast<uint64_t>(cq_),
+            reinterpret_cast<uint64_t>(&bells_[0]),
+            reinterpret_cast<uint64_t>(&bells_[16]),
+            kDepth,
+            uint16_t(number_ + 1)};
+  }
+  std::pair<uint64_t, uint64_t> region() const {
+    return {reinterpret_cast<uint64_t>(buffers_), kPartBytes};
+  }
+
+  // Writes every chunk, flushes, and reads every chunk back, some entries at each ring of the bell.
+  void round(SoftwareController& controller, uint32_t version, std::mt19937& random) {
+    for (uint32_t i = 0; i < kChunks; ++i) fill(i, version);
+    run(controller, nvme::kWrite, random);
+    if (version % 16 == 0) run(controller, nvme::kFlush, random);
+    std::memset(buffers_, 0xEE, kPartBytes);
+    run(controller, nvme::kRead, random);
+    for (uint32_t i = 0; i < kChunks; ++i) verify(i, version);
+  }
+
+  // Rings the bell for reads and leaves them alone; `collect` takes their completions.
+  void leave_reads() {
+    for (uint32_t i = 0; i < kChunks; ++i) {
+      pending_ |= 1u << i;
+      write_entry(nvme::kRead, i);
+    }
+    ring();
+  }
+
+  void collect() {
+    for (uint32_t i = 0; i < kChunks; ++i) {
+      const uint16_t status = take();
+      require(status == nvme::kSuccess || status == nvme::kCommandAborted, "status after stop");
+    }
+    require(!is_ready(), "one completion a command");
+  }
+
+ private:
+  uint64_t* words(uint32_t chunk) {
+    return reinterpret_cast<uint64_t*>(buffers_ + uint64_t(chunk) * kChunkBytes);
+  }
+  uint64_t pattern(uint32_t chunk, uint32_t version, uint32_t word) const {
+    return uint64_t(version) << 40 | uint64_t(number_) << 32 | chunk << 16 | word;
+  }
+  void fill(uint32_t chunk, uint32_t version) {
+    for (uint32_t i = 0; i < kChunkBytes / 8; ++i) words(chunk)[i] = pattern(chunk, version, i);
+  }
+  void verify(uint32_t chunk, uint32_t version) {
+    for (uint32_t i = 0; i < kChunkBytes / 8; ++i) {
+      require(words(chunk)[i] == pattern(chunk, version, i), "data read is data written");
+    }
+  }
+
+  void write_entry(uint8_t opcode, uint32_t chunk) {
+    const uint64_t lba = (number_ * kPartBytes + uint64_t(chunk) * kChunkBytes) / nvme::kLbaBytes;
+    const auto address = reinterpret_cast<uint64_t>(words(chunk));
+    sq_[tail_] = nvme::block_command(opcode, uint16_t(chunk), lba, kChunkBytes / nvme::kLbaBytes,
+                                     address, address + kPageBytes);
+    tail_ = (tail_ + 1) % kDepth;
+  }
+  void ring() { __atomic_store_n(&bells_[0], tail_, __ATOMIC_RELEASE); }
+
+  // The upper half of the entry at the head: sqhd, sqid, cid, status. One acquire load of the size
+  // that the controller stores, which is what the thread sanitizer pairs with it.
+  uint64_t upper_half() const {
+    const auto* words = reinterpret_cast<const uint64_t*>(&cq_[head_]);
+    return __atomic_load_n(&words[1], __ATOMIC_ACQUIRE);
+  }
+  bool is_ready() const { return (upper_half() >> 48 & 1) == phase_; }
+
+  uint16_t take() {
+    require(is_ready(), "a completion is there");
+    const uint64_t entry = upper_half();
+    const uint16_t cid = uint16_t(entry >> 32);
+    const uint16_t status = uint16_t(entry >> 49);
+    require((pending_ >> cid & 1) != 0, "a completion is for a pending command");
+    pending_ &= ~(1u << cid);
+    head_ = (head_ + 1) % kDepth;
+    if (head_ == 0) phase_ ^= 1;
+    __atomic_store_n(&bells_[16], head_, __ATOMIC_RELEASE);
+    return status;
+  }
+
+  void run(SoftwareController& controller, uint8_t opcode, std::mt19937& random) {
+    uint32_t submitted = 0;
+    while (submitted < kChunks || pending_ != 0) {
+      const uint32_t burst = std::min(kChunks - submitted, uint32_t(random() % 5));
+      for (uint32_t i = 0; i < burst; ++i) {
+        pending_ |= 1u << submitted;
+        write_entry(opcode, submitted++);
+      }
+      if (burst != 0) ring();
+      while (is_ready()) require(take() == nvme::kSuccess, "status");
+      require(fw_serve(&controller) >= 0, "the controller serves");
+    }
+  }
+
+  const uint32_t number_;
+  nvme::command* const sq_;
+  nvme::completion* const cq_;
+  uint32_t* const bells_;
+  std::byte* const buffers_;
+  uint32_t tail_ = 0;
+  uint32_t head_ = 0;
+  uint16_t phase_ = 1;
+  uint32_t pending_ = 0;
+};
+
+void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads, uint32_t seed) {
+  std::vector<std::unique_ptr<Submitter>> submitters;
+  std::vector<QueuePairAddresses> pairs;
+  std::vector<std::pair<uint64_t, uint64_t>> regions;
+  for (uint32_t i = 0; i < kSubmitters; ++i) {
+    submitters.push_back(std::make_unique<Submitter>(i));
+    pairs.push_back(submitters.back()->addresses());
+    regions.push_back(submitters.back()->region());
+  }
+  ControllerOptions options;
+  options.threads = threads;
+  options.page_bytes = kPageBytes;
+  SoftwareController controller(std::move(storage), pairs, regions, options);
+  std::printf("%s, %s, %u threads\n", name, controller.engine_description().c_str(), threads);
+  for (uint32_t life = 0; life < 2; ++life) {
+    controller.start();
+    std::vector<std::thread> workers;
+    for (uint32_t i = 0; i < kSubmitters; ++i) {
+      workers.emplace_back([&, i] {
+        std::mt19937 random(seed + i);
+        for (uint32_t v = 1; v <= kRounds; ++v) submitters[i]->round(controller, v, random);
+      });
+    }
+    for (std::thread& worker : workers) worker.join();
+    for (auto& submitter : submitters) submitter->leave_reads();
+    controller.stop();
+    for (auto& submitter : submitters) submitter->collect();
+  }
+  require(controller.counters().commands[size_t(CommandKind::kWrite)] ==
+              2ull * kRounds * kSubmitters * kChunks,
+          "every write was counted once");
+}
+
+// A file of the namespace's size that is gone when the program ends.
+std::shared_ptr<Storage> open_file(bool direct, uint64_t offset) {
+  std::string path = "/tmp/flashwarp_stress_XXXXXX";
+  const int fd = mkstemp(path.data());
+  require(fd >= 0 && ftruncate(fd, off_t(kNamespaceBytes + offset)) == 0, "temporary file");
+  close(fd);
+  FileOptions options;
+  options.offset = offset;
+  options.writable = true;
+  options.direct = direct;
+  std::shared_ptr<Storage> storage;
+  try {
+    storage = FileStorage::open(path, options);
+  } catch (const OpenError& refused) {
+    std::printf("skipped: %s\n", refused.what());
+  }
+  unlink(path.c_str());
+  return storage;
+}
+
+void stress_files(uint32_t seed) {
+  for (const bool direct : {false, true}) {
+    for (const uint64_t offset : {uint64_t(0), uint64_t(128)}) {
+      auto file = open_file(direct, offset);
+      if (file == nullptr) continue;
+      stress(direct ? "direct file" : "buffered file", file, 2, seed);
+    }
+    auto first = open_file(direct, 0);
+    auto second = open_file(direct, 0);
+    if (first == nullptr || second == nullptr) continue;
+    auto replicated = std::make_shared<ReplicatedStorage>(StorageList{first, second});
+    stress("replicated files", replicated, 1, seed);
+    auto striped = std::make_shared<StripedStorage>(StorageList{first, second}, 4096, 0);
+    stress("striped files", striped, 2, seed);
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const uint32_t seed = count > 1 ? uint32_t(std::atoi(arguments[1])) : std::random_device()();
+  std::printf("seed %u\n", seed);
+  void* memory = allocate_aligned(kNamespaceBytes, 4096);
+  for (const uint32_t threads : {0u, 1u, 3u}) {
+    stress("memory", std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true), threads, seed);
+  }
+  free_aligned(memory);
+  stress_files(seed);
+  setenv("FLASHWARP_IO_ENGINE", "threads", 1);
+  stress_files(seed);
+  return EXIT_SUCCESS;
+}
