@@ -1,0 +1,265 @@
+"""Rules that people forget, read off the sources: who may import whom, and what a file must say."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flashwarp
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "flashwarp"
+HEADERS = PACKAGE / "include" / "flashwarp"
+
+# Lowest first. A module imports from its own line and from those above it, never from below.
+LAYERS = [
+    ["errors"],
+    ["config", "stats"],
+    ["_jit"],
+    ["_foreign"],
+    ["device"],
+    ["storage"],
+    ["controller"],
+    ["queue_pair"],
+    ["cache"],
+    ["array"],
+    ["flashwarp"],
+    ["demo", "bench", "cli"],
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+# The same for headers: folder, and what stands above all folders.
+HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "": 3, "kernels": 4}
+
+# Where the compilers differ, and nowhere else.
+MAY_BRANCH_ON_COMPILER = {"platform.cuh", "atomic.cuh", "warp.cuh", "assert.cuh"}
+MAY_USE_ASSEMBLY = {"platform.cuh", "atomic.cuh", "warp.cuh"}
+MAY_INCLUDE_STANDARD_HEADERS = {"platform.cuh", "assert.cuh"}
+
+# With brackets, so that this file does not find itself.
+LEFTOVERS = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|HA[C]K|WI[P])\b")
+
+LINE_COLUMNS_MAX = 100
+
+python_files = sorted(PACKAGE.rglob("*.py"))
+device_files = sorted(PACKAGE.rglob("*.cuh"))
+native_files = sorted([*ROOT.glob("native/*.cpp"), *ROOT.glob("native/*.h")])
+test_files = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("tests/**/*.cpp")])
+other_files = [
+    ROOT / "Makefile",
+    ROOT / "CMakeLists.txt",
+    ROOT / "pyproject.toml",
+    ROOT / ".ci/run",
+]
+all_files = [*python_files, *device_files, *native_files, *test_files, *other_files]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def each(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=name_of)
+
+
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+# Python.
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every module the file imports when it runs, at its top or inside a function."""
+    pending: list[ast.AST] = [ast.parse(text_of(path))]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the direction"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        pending += ast.iter_child_nodes(node)
+
+
+def layer_of(module: str) -> str | None:
+    """The layer that a module or a name in it belongs to; None for what is not ours."""
+    parts = module.split(".")
+    if parts[0] != "flashwarp" or parts[1:2] == ["_native"]:
+        return None
+    # What is no layer, as in `from flashwarp import Array`, comes from the door itself.
+    return parts[1] if len(parts) > 1 and parts[1] in RANK else "flashwarp"
+
+
+def top_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "flashwarp" if first == "__init__" else first
+
+
+def test_every_module_has_its_layer() -> None:
+    unplaced = {top_of(path) for path in python_files} - set(RANK)
+
+    assert unplaced == set(), "give them their place in LAYERS"
+
+
+@each(python_files)
+def test_no_layer_imports_a_higher_one(path: Path) -> None:
+    mine = RANK[top_of(path)]
+
+    for module in imported_modules(path):
+        layer = layer_of(module)
+        assert layer is None or RANK[layer] <= mine, f"{path.name} imports {module}, above it"
+
+
+@each(python_files)
+def test_only_the_driver_imports_cuda(path: Path) -> None:
+    imported = {name.split(".")[0] for name in imported_modules(path)}
+    # Modules that may be absent are imported by name.
+    imported_by_name = re.search(r"""import\w*\(\s*["']cuda\b""", text_of(path))
+
+    assert path == PACKAGE / "_jit" / "driver.py" or (
+        "cuda" not in imported and not imported_by_name
+    )
+
+
+def test_import_brings_no_optional_package() -> None:
+    script = (
+        "import flashwarp, sys; "
+        "print(*sorted({name.split('.')[0] for name in sys.modules}), sep='\\n')"
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+
+    optional = {"torch", "cupy", "numba", "cuda", "matplotlib", "scipy", "pandas", "typer", "rich"}
+    assert optional & set(result.stdout.split()) == set()
+
+
+@pytest.mark.parametrize("name", sorted(flashwarp.__all__))
+def test_public_name_is_documented(name: str) -> None:
+    thing = getattr(flashwarp, name)
+
+    if inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing):
+        assert (vars(thing) if inspect.isclass(thing) else {"__doc__": thing.__doc__}).get(
+            "__doc__"
+        )
+    page = text_of(ROOT / "docs" / "api.md")
+    assert name.startswith("__") or re.search(rf"\b{name}\b", page), "docs/api.md leaves it out"
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert list(flashwarp.__all__) == sorted(flashwarp.__all__)
+    assert all(hasattr(flashwarp, name) for name in flashwarp.__all__)
+
+
+def test_every_error_is_public_and_one_of_ours() -> None:
+    errors = importlib.import_module("flashwarp.errors")
+    defined = {
+        name
+        for name, thing in vars(errors).items()
+        if inspect.isclass(thing) and thing.__module__ == errors.__name__
+    }
+
+    assert defined == set(errors.__all__)
+    assert all(issubclass(getattr(errors, name), errors.FlashwarpError) for name in defined)
+
+
+# Device headers.
+
+
+def room_of(path: Path) -> str:
+    if PACKAGE / "kernels" in path.parents:
+        return "kernels"
+    inside = path.relative_to(HEADERS).parts
+    return inside[0] if len(inside) > 1 else ""
+
+
+def includes(path: Path) -> list[str]:
+    """As written, with its brackets or quotes."""
+    return re.findall(r'^\s*#\s*include\s+([<"][^>"]+[>"])', text_of(path), re.MULTILINE)
+
+
+@each(device_files)
+def test_no_header_includes_a_higher_one(path: Path) -> None:
+    mine = HEADER_RANK[room_of(path)]
+
+    for spelling in includes(path):
+        if spelling.startswith("<"):
+            assert path.name in MAY_INCLUDE_STANDARD_HEADERS, f"{spelling}: NVRTC has none"
+            continue
+        name = spelling.strip('"')
+        beside = path.parent / name
+        target = beside if beside.exists() else PACKAGE / "include" / name
+        assert target.exists(), f"{name} does not exist"
+        assert beside.exists() == (room_of(path) == "kernels" and target.parent == path.parent), (
+            "headers are spelled from the include root, kernels that lie together by their name"
+        )
+        assert HEADER_RANK[room_of(target)] <= mine, f"{path.name} includes {name}, above it"
+
+
+@each(device_files)
+def test_compilers_differ_in_few_places(path: Path) -> None:
+    code = re.sub(r"//.*", "", text_of(path))
+    conditions = re.findall(r"^\s*#\s*(?:if|ifdef|ifndef)\b.*", code, re.MULTILINE)
+
+    assert conditions == [] or path.name in MAY_BRANCH_ON_COMPILER
+    assert not re.search(r"\basm\b", code) or path.name in MAY_USE_ASSEMBLY
+
+
+@each(device_files)
+def test_header_may_be_included_twice(path: Path) -> None:
+    assert "#pragma once" in text_of(path)
+
+
+# All sources.
+
+
+@each([*python_files, *device_files, *native_files])
+def test_file_opens_with_its_promise(path: Path) -> None:
+    if path.suffix == ".cpp" and path.with_suffix(".h").exists():
+        return  # the header says it
+    text = text_of(path)
+
+    if path.suffix == ".py":
+        assert ast.get_docstring(ast.parse(text))
+    else:
+        assert text.removeprefix("#pragma once").lstrip().startswith("//")
+
+
+@each(all_files)
+def test_nothing_is_left_to_do(path: Path) -> None:
+    found = [line for line in text_of(path).splitlines() if LEFTOVERS.search(line)]
+
+    assert found == []
+
+
+@each(all_files)
+def test_lines_are_short(path: Path) -> None:
+    lines = text_of(path).splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE_COLUMNS_MAX]
+
+    assert long == []
+
+
+@each(all_files)
+def test_text_is_clean(path: Path) -> None:
+    text = text_of(path)
+
+    assert "\t" not in text or path.name == "Makefile"
+    assert "\r" not in text
+    assert text.endswith("\n") or text == ""
+    assert not re.search(r"[ \t]+$", text, re.MULTILINE)
