@@ -13,7 +13,9 @@ void run_kernel(const void* params) {
 #define FW_CPU_KERNEL(NAME, PARAMS) \
   CpuKernel { #NAME, sizeof(PARAMS), &run_kernel<PARAMS, NAME> }
 
+using kernels::bfs_params;
 using kernels::maintenance_params;
+using kernels::query_params;
 using kernels::queue_params;
 using kernels::reduce_params;
 using kernels::row_params;
@@ -40,6 +42,8 @@ const CpuKernel kKernels[] = {
     FW_CPU_KERNEL(fw_queue_read, queue_params),
     FW_CPU_KERNEL(fw_reduce_array, reduce_params),
     FW_CPU_KERNEL(fw_reduce_plain, reduce_params),
+    FW_CPU_KERNEL(fw_bfs_level, bfs_params),
+    FW_CPU_KERNEL(fw_query_sums, query_params),
 };
 
 #define FW_SIZE(NAME, TYPE) MemberLayout{NAME, "", sizeof(TYPE)}
@@ -98,6 +102,14 @@ std::vector<MemberLayout> make_layouts() {
       FW_MEMBER("queue_params", queue_params, data),
       FW_SIZE("reduce_params", reduce_params),
       FW_MEMBER("reduce_params", reduce_params, random),
+      FW_SIZE("bfs_params", bfs_params),
+      FW_MEMBER("bfs_params", bfs_params, vertices),
+      FW_MEMBER("bfs_params", bfs_params, tile),
+      FW_SIZE("query_sums", kernels::query_sums),
+      FW_MEMBER("query_sums", kernels::query_sums, key_of),
+      FW_SIZE("query_params", query_params),
+      FW_MEMBER("query_params", query_params, sums),
+      FW_MEMBER("query_params", query_params, tile),
   };
 }
 
