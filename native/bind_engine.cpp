@@ -200,6 +200,7 @@ nb::dict stats_of(SoftwareController& controller) {
   result["sleeps"] = counters.sleeps;
   result["wakes"] = counters.wakes;
   result["engine_operations"] = counters.engine_operations;
+  result["engine_fallbacks"] = counters.engine_fallbacks;
   result["io_uring_enters"] = counters.kernel_enters;
   return result;
 }

@@ -68,15 +68,12 @@ class Counter {
 
 struct QueueCounters {
   std::array<Counter, kCommandKinds> commands;
-  Counter bytes_read, bytes_written, errors, doorbell_reads, engine_operations, kernel_enters;
+  Counter bytes_read, bytes_written, errors, doorbell_reads, engine_operations, kernel_enters,
+      engine_fallbacks;
 };
 
-inline uint8_t opcode_of(const nvme::command& entry) {
-  return uint8_t(entry.opcode_cid);
-}
-inline uint16_t cid_of(const nvme::command& entry) {
-  return uint16_t(entry.opcode_cid >> 16);
-}
+inline uint8_t opcode_of(const nvme::command& entry) { return uint8_t(entry.opcode_cid); }
+inline uint16_t cid_of(const nvme::command& entry) { return uint16_t(entry.opcode_cid >> 16); }
 inline uint64_t first_lba(const nvme::command& entry) {
   return entry.cdw10 | (uint64_t(entry.cdw11) << 32);
 }

@@ -61,8 +61,7 @@ void QueueServer::allocate_in_flight() {
   const uint32_t count = depth_ - 1;
   contexts_ =
       std::make_unique_for_overwrite<std::byte[]>(count * sizeof(InFlight) + alignof(InFlight));
-  for (uint32_t i = count; i-- > 0;)
-    free_contexts_.push_back(i);
+  for (uint32_t i = count; i-- > 0;) free_contexts_.push_back(i);
   // Room for the transfer and for the pages that widening and alignment add to each piece.
   scratch_stride_ = round_up(context_.max_transfer_bytes, kScratchAlignment) +
                     2 * kScratchAlignment * PieceList::kCountMax;
@@ -188,8 +187,7 @@ void QueueServer::submit(InFlight& command) {
   // submitted: pieces in host memory are done at once.
   const uint32_t count = command.pieces.size();
   command.remaining = count + 1;
-  for (uint32_t i = 0; i < count; ++i)
-    submit_piece(command, i);
+  for (uint32_t i = 0; i < count; ++i) submit_piece(command, i);
   if (--command.remaining == 0) command_done(command);
 }
 
@@ -245,9 +243,11 @@ void QueueServer::piece_done(InFlight& command, uint32_t index, int32_t result) 
   int error = result < 0 ? -result : 0;
   if (error == ECANCELED && closing_) {
     command.cancelled = true;
-  } else if (error == EAGAIN || error == EINTR || error == ECANCELED) {
-    // The kernel gave up for reasons of its own, for instance because the thread that had submitted
-    // the operation is gone. Doing it here needs nobody.
+  } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT) {
+    // The kernel gave up for reasons of its own. A thread that submitted and then ended takes its
+    // work with it (ECANCELED), or its address space (EFAULT, from a page-cache read). Doing it
+    // here needs nobody; memory that is really bad fails again.
+    counters_.engine_fallbacks.add(1);
     error = finish_piece(command, index, 0);
   } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {
     const uint32_t lead = command.lead[index];

@@ -239,6 +239,7 @@ ControllerCounters SoftwareController::counters() const {
     sum.errors += from.errors.get();
     sum.doorbell_reads += from.doorbell_reads.get();
     sum.engine_operations += from.engine_operations.get();
+    sum.engine_fallbacks += from.engine_fallbacks.get();
     sum.kernel_enters += from.kernel_enters.get();
     sum.queues.emplace_back(server->id(), commands);
   }

@@ -30,7 +30,7 @@ struct ControllerOptions {
 struct ControllerCounters {
   std::array<uint64_t, kCommandKinds> commands = {};
   uint64_t bytes_read = 0, bytes_written = 0, errors = 0, doorbell_reads = 0;
-  uint64_t engine_operations = 0, kernel_enters = 0, sleeps = 0, wakes = 0;
+  uint64_t engine_operations = 0, engine_fallbacks = 0, kernel_enters = 0, sleeps = 0, wakes = 0;
   std::vector<std::pair<uint16_t, uint64_t>> queues;  // id, commands
 };
 

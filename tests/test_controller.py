@@ -420,6 +420,79 @@ def test_deep_queues_of_direct_reads_share_enters(tmp_path: Path) -> None:
     assert stats["io_uring_enters"] <= 2
 
 
+def test_cold_buffered_reads_go_through_the_engine(tmp_path: Path, engine: str) -> None:
+    content = random_file(tmp_path / "f", 4 * MIB)
+    storage = _native.FileStorage(str(tmp_path / "f"))
+    os.fsync(storage.fd)
+    os.posix_fadvise(storage.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with Host(storage, depth=64) as host:
+        for lba in range(0, 8192, 512):
+            assert host.read(lba, 64) == SUCCESS
+            assert (host.data[: 64 * LBA] == content[lba * LBA : (lba + 64) * LBA]).all()
+        cold = host.controller.stats()["engine_operations"]
+        for lba in range(0, 8192, 512):
+            assert host.read(lba, 64) == SUCCESS
+        if cold == 0:
+            pytest.skip("the file system keeps its files in memory")
+        assert host.controller.stats()["engine_operations"] == cold
+
+
+def test_io_outlives_the_thread_that_submitted_it(tmp_path: Path, mode: str) -> None:
+    content = random_file(tmp_path / "f", 4 * MIB)
+    storage = _native.FileStorage(str(tmp_path / "f"), mode=mode)
+    os.fsync(storage.fd)
+    os.posix_fadvise(storage.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    with Host(storage, depth=128) as host:
+        (ring,) = host.rings
+        for cid in range(100):
+            ring.write(READ, cid, lba=64 * cid, blocks=8, prp1=host.buffer.address + 4096 * cid)
+        ring.ring()
+        helper = threading.Thread(target=host.controller.serve_some)
+        helper.start()
+        helper.join()
+
+        got = [host.wait(ring) for _ in range(100)]
+
+        assert sorted(c.cid for c in got) == list(range(100))
+        assert {c.status for c in got} == {SUCCESS}
+        for cid in range(100):
+            expected = content[cid * 64 * LBA : cid * 64 * LBA + 4096]
+            assert (host.data[4096 * cid : 4096 * (cid + 1)] == expected).all()
+
+
+def test_refused_io_uring_falls_back_and_says_why(tmp_path: Path) -> None:
+    random_file(tmp_path / "f", MIB)
+    # A seccomp filter as containers install it: io_uring_setup fails with EPERM.
+    program = """
+import ctypes, os, struct, sys
+sys.path.insert(0, sys.argv[2])
+os.environ.pop("FLASHWARP_IO_ENGINE", None)
+from ring_host import FLUSH, Host
+from flashwarp import _native
+setup, eperm = 425, 0x00050000 | 1
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, setup), (0x06, 0, 0, eperm), (0x06, 0, 0, 0x7FFF0000)]
+filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters))
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    sys.exit(77)
+available, reason = _native.io_uring_available()
+assert not available and "EPERM" in reason and "seccomp" in reason, reason
+with Host(_native.FileStorage(sys.argv[1], writable=True)) as host:
+    assert host.controller.describe()["engine"] == "thread-pool: " + reason
+    assert host.write(0, 8, fua=1) == 0
+    assert host.read(0, 8) == 0
+    assert host.do(FLUSH) == 0
+"""
+    here = str(Path(__file__).parent)
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "f"), here], check=False, timeout=60
+    )
+    if result.returncode == 77:
+        pytest.skip("installing a seccomp filter is not permitted")
+    assert result.returncode == 0
+
+
 def test_truncated_file_fails_reads_with_its_path(tmp_path: Path, mode: str, engine: str) -> None:
     random_file(tmp_path / "f", MIB)
     storage = _native.FileStorage(str(tmp_path / "f"), offset=128, mode=mode)
