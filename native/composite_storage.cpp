@@ -27,8 +27,7 @@ uint64_t striped_nbytes(const StorageList& members, uint32_t stripe_bytes, uint6
     throw std::invalid_argument("stripe_bytes must be a multiple of 4096");
   }
   uint64_t smallest = members.front()->nbytes();
-  for (const auto& member : members)
-    smallest = std::min(smallest, member->nbytes());
+  for (const auto& member : members) smallest = std::min(smallest, member->nbytes());
   const uint64_t held = smallest / stripe_bytes * stripe_bytes * members.size();
   if (asked > held) throw std::invalid_argument("the members cannot hold so many bytes");
   return asked != 0 ? asked : held;
@@ -45,13 +44,10 @@ uint64_t replicated_nbytes(const StorageList& members) {
 }
 
 void describe_members(const StorageList& members, Description& description) {
-  for (const auto& member : members)
-    description.children.push_back(member->describe());
+  for (const auto& member : members) description.children.push_back(member->describe());
 }
 
-std::byte* at(void* data, uint64_t offset) {
-  return static_cast<std::byte*>(data) + offset;
-}
+std::byte* at(void* data, uint64_t offset) { return static_cast<std::byte*>(data) + offset; }
 const std::byte* at(const void* data, uint64_t offset) {
   return static_cast<const std::byte*>(data) + offset;
 }
@@ -121,8 +117,7 @@ bool StripedStorage::resolve_flush(PieceList& pieces) {
 
 uint32_t StripedStorage::replica_count() const {
   uint32_t count = 1;
-  for (const auto& member : members_)
-    count = std::max(count, member->replica_count());
+  for (const auto& member : members_) count = std::max(count, member->replica_count());
   return count;
 }
 
@@ -150,8 +145,7 @@ int StripedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure
 }
 
 void StripedStorage::collect_files(std::vector<int>& files) const {
-  for (const auto& member : members_)
-    member->collect_files(files);
+  for (const auto& member : members_) member->collect_files(files);
 }
 
 Description StripedStorage::describe() const {
@@ -242,8 +236,7 @@ int ReplicatedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* fail
 }
 
 void ReplicatedStorage::collect_files(std::vector<int>& files) const {
-  for (const auto& member : members_)
-    member->collect_files(files);
+  for (const auto& member : members_) member->collect_files(files);
 }
 
 Description ReplicatedStorage::describe() const {

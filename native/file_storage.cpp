@@ -39,19 +39,13 @@ struct RawStatx {
 static_assert(sizeof(RawStatx) == 256);
 static_assert(offsetof(RawStatx, dio_memory_align) == 0x98);
 
-uint64_t round_down(uint64_t value, uint64_t alignment) {
-  return value & ~(alignment - 1);
-}
+uint64_t round_down(uint64_t value, uint64_t alignment) { return value & ~(alignment - 1); }
 uint64_t round_up(uint64_t value, uint64_t alignment) {
   return round_down(value + alignment - 1, alignment);
 }
-bool is_aligned(uint64_t value, uint64_t alignment) {
-  return (value & (alignment - 1)) == 0;
-}
+bool is_aligned(uint64_t value, uint64_t alignment) { return (value & (alignment - 1)) == 0; }
 
-std::string error_text(int error) {
-  return std::strerror(error);
-}
+std::string error_text(int error) { return std::strerror(error); }
 
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }

@@ -11,9 +11,7 @@ namespace {
 std::atomic<uint32_t> generation{0};
 
 // Relaxed: the child has one thread when the handler runs, nobody races with it.
-void count_fork() {
-  generation.fetch_add(1, std::memory_order_relaxed);
-}
+void count_fork() { generation.fetch_add(1, std::memory_order_relaxed); }
 
 }  // namespace
 

@@ -119,8 +119,7 @@ class UringEngine final : public IoEngine {
   // refusal (memory lock limit, device memory) is no error.
   void register_memory(const IoEngineFactory::Options& options) {
     uint64_t total = 0;
-    for (const auto& [address, nbytes] : options.memory)
-      total += nbytes;
+    for (const auto& [address, nbytes] : options.memory) total += nbytes;
     if (total == 0 || total > kRegisteredBytesMax / std::max(1u, options.engines)) return;
     if (ring_.register_buffers(options.memory) == 0) buffers_ = options.memory;
   }
@@ -198,8 +197,7 @@ struct IoThreadPool::State {
 };
 
 IoThreadPool::IoThreadPool(uint32_t threads) : state_(std::make_unique<State>()) {
-  for (uint32_t i = 0; i < threads; ++i)
-    state_->threads.emplace_back([this] { run(); });
+  for (uint32_t i = 0; i < threads; ++i) state_->threads.emplace_back([this] { run(); });
 }
 
 IoThreadPool::~IoThreadPool() {
@@ -213,8 +211,7 @@ IoThreadPool::~IoThreadPool() {
     state_->stopping = true;
   }
   state_->ready.notify_all();
-  for (std::thread& thread : state_->threads)
-    thread.join();
+  for (std::thread& thread : state_->threads) thread.join();
 }
 
 void IoThreadPool::push(const IoOperation& operation, std::shared_ptr<Inbox> inbox) {
@@ -230,8 +227,7 @@ void IoThreadPool::cancel(const std::shared_ptr<Inbox>& inbox) {
   auto& jobs = state_->jobs;
   const auto first = std::stable_partition(jobs.begin(), jobs.end(),
                                            [&](const Job& job) { return job.inbox != inbox; });
-  for (auto job = first; job != jobs.end(); ++job)
-    inbox->put({job->operation.token, -ECANCELED});
+  for (auto job = first; job != jobs.end(); ++job) inbox->put({job->operation.token, -ECANCELED});
   jobs.erase(first, jobs.end());
 }
 

@@ -104,9 +104,7 @@ int IoUring::submit() {
   return 0;
 }
 
-void IoUring::poke() {
-  syscall(SYS_io_uring_enter, fd_, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0);
-}
+void IoUring::poke() { syscall(SYS_io_uring_enter, fd_, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0); }
 
 IoUringProbe probe_io_uring() {
   IoUring ring;

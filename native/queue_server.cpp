@@ -29,9 +29,7 @@ constexpr uint32_t kIdentifyNamespace = 0;
 constexpr uint32_t kIdentifyController = 1;
 constexpr uint32_t kIdentifyActiveNamespaces = 2;
 
-uint32_t lba_count(const nvme::command& entry) {
-  return (entry.cdw12 & kNlbMask) + 1;
-}
+uint32_t lba_count(const nvme::command& entry) { return (entry.cdw12 & kNlbMask) + 1; }
 
 }  // namespace
 
@@ -68,13 +66,10 @@ bool QueueServer::try_lock() {
 }
 
 void QueueServer::lock() {
-  while (!try_lock())
-    std::this_thread::yield();
+  while (!try_lock()) std::this_thread::yield();
 }
 
-void QueueServer::unlock() {
-  lock_.store(0, std::memory_order_release);
-}
+void QueueServer::unlock() { lock_.store(0, std::memory_order_release); }
 
 uint32_t QueueServer::serve() {
   if (!try_lock()) return 0;
@@ -189,9 +184,7 @@ uint64_t QueueServer::whole_backed_lbas() const {
   return backed == storage_.nbytes() ? lbas_ : backed / nvme::kLbaBytes;
 }
 
-void QueueServer::advance_head() {
-  head_ = head_ + 1 == depth_ ? 0 : head_ + 1;
-}
+void QueueServer::advance_head() { head_ = head_ + 1 == depth_ ? 0 : head_ + 1; }
 
 void QueueServer::post(uint16_t cid, uint16_t status) {
   auto* entry = reinterpret_cast<uint64_t*>(&cq_[cq_tail_]);
@@ -503,9 +496,7 @@ void QueueServer::close() {
   unlock();
 }
 
-void QueueServer::reopen() {
-  open_.store(true, std::memory_order_relaxed);
-}
+void QueueServer::reopen() { open_.store(true, std::memory_order_relaxed); }
 
 // Completes what was rung but not fetched, so that nobody waits for a controller that is gone.
 void QueueServer::abort_rung() {
