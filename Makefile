@@ -50,8 +50,8 @@ format: $(VENV)/dev.stamp  ## Rewrite sources as the formatters want them
 
 native-test: tsan asan  ## The C++ programs of tests/native under both sanitizers
 
-# ThreadSanitizer wants fixed address ranges, which collide with what kernels with 32 bits of address
-# randomness choose; so randomness is off where that is permitted (not in all containers).
+# ThreadSanitizer wants fixed address ranges, which collide with those that a kernel with 32 bits of
+# address randomness chooses: it is off where that is permitted, which some containers do not.
 tsan: LAUNCH = $(shell setarch --addr-no-randomize true 2>/dev/null && echo setarch -R)
 tsan: export TSAN_OPTIONS ?= halt_on_error=1:second_deadlock_stack=1
 asan: export ASAN_OPTIONS ?= detect_leaks=1
