@@ -1,0 +1,73 @@
+"""What the README and the pages of docs/ show runs as it stands, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(python_blocks(page))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_block_runs(block: str, tmp_path: Path) -> None:
+    # A reader on a laptop: no GPU is visible, and warnings would be the first thing seen.
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
+
+    result = subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+
+def test_readme_shows_python() -> None:
+    assert python_blocks(ROOT / "README.md")
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    first_block = re.search(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+    assert first_block
+    commands = [line.split("#")[0].strip() for line in first_block[1].splitlines()]
+    assert commands == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_commands_of_the_pages_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(
+            r"\bmake ([a-z]+)\b(?=[`\s]*(?:$|[#`\"]|ARGS))", page.read_text(), re.M
+        ):
+            assert re.search(rf"^[a-z ]*\b{target}\b[a-z ]*:", makefile, re.M), f"make {target}"
