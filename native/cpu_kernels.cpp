@@ -46,8 +46,10 @@ const CpuKernel kKernels[] = {
     FW_CPU_KERNEL(fw_query_sums, query_params),
 };
 
-#define FW_SIZE(NAME, TYPE) MemberLayout{NAME, "", sizeof(TYPE)}
-#define FW_MEMBER(NAME, TYPE, MEMBER) MemberLayout{NAME, #MEMBER, offsetof(TYPE, MEMBER)}
+#define FW_SIZE(NAME, TYPE) \
+  MemberLayout { NAME, "", sizeof(TYPE) }
+#define FW_MEMBER(NAME, TYPE, MEMBER) \
+  MemberLayout { NAME, #MEMBER, offsetof(TYPE, MEMBER) }
 
 std::vector<MemberLayout> make_layouts() {
   return {

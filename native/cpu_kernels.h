@@ -9,9 +9,9 @@
 namespace fw::native {
 
 struct CpuKernel {
-  std::string_view name;                 // as the GPU module names it: "fw_gather_rows"
-  std::size_t params_bytes;              // of the one parameter struct
-  void (*run)(const void* params);       // one thread's part; base::this_thread says which
+  std::string_view name;            // as the GPU module names it: "fw_gather_rows"
+  std::size_t params_bytes;         // of the one parameter struct
+  void (*run)(const void* params);  // one thread's part; base::this_thread says which
 };
 
 // Null when there is no kernel of that name.

@@ -14,6 +14,7 @@ __all__ = [
     "CompileError",
     "ControllerError",
     "ControllerTimeout",
+    "DataPathError",
     "DeviceError",
     "DeviceOutOfMemory",
     "DeviceTimeout",
@@ -21,6 +22,7 @@ __all__ = [
     "FileFormatError",
     "FlashwarpError",
     "ForkError",
+    "IndexDtypeError",
     "MissingFileError",
     "PathError",
     "ReadOnlyError",
@@ -44,8 +46,16 @@ class BoundsError(FlashwarpError, IndexError):
     """An index outside the array; the message holds the index and the length."""
 
 
+class DataPathError(FlashwarpError, RuntimeError):
+    """`strict=` asked for a data path that this array cannot use."""
+
+
 class FileFormatError(FlashwarpError, ValueError):
     """A file whose contents do not match what it claims or what the caller asked for."""
+
+
+class IndexDtypeError(DtypeError, IndexError):
+    """An index that is not made of integers."""
 
 
 class MissingFileError(FlashwarpError, FileNotFoundError):

@@ -14,14 +14,14 @@ namespace fw::kernels {
 struct row_params {
   cache::page_cache* cache;
   cache::volume* volume;
-  const void* indices;    // int64 or int32, negative counts from the end; null: a contiguous range
-  uint64_t index_count;   // rows asked for; or bytes of the range
-  char* rows;             // the caller's buffer: rows back to back
-  uint64_t row_bytes;     // of one row; for a range: byte offset of its start in the array
-  uint64_t row_count;     // rows of the array
-  uint64_t look_ahead;    // items that a warp prefetches ahead of the one it reads; 0: none
-  uint32_t index_bytes;   // 4 or 8
-  uint32_t segments;      // most lines that one row touches
+  const void* indices;   // int64 or int32, negative counts from the end; null: a contiguous range
+  uint64_t index_count;  // rows asked for; or bytes of the range
+  char* rows;            // the caller's buffer: rows back to back
+  uint64_t row_bytes;    // of one row; for a range: byte offset of its start in the array
+  uint64_t row_count;    // rows of the array
+  uint64_t look_ahead;   // items that a warp prefetches ahead of the one it reads; 0: none
+  uint32_t index_bytes;  // 4 or 8
+  uint32_t segments;     // most lines that one row touches
   uint32_t reserved[2];
 };
 static_assert(sizeof(row_params) == 80);
@@ -158,8 +158,8 @@ FW_DEVICE void for_each_element(const row_params& p) {
     char* mine = p.rows + item * kBytes;
     if (p.look_ahead != 0) {
       const uint64_t later = first + warp::lane() + p.look_ahead * stride;
-      const uint64_t there = later < count ? row_of(p, parts == 1 ? later : later / parts)
-                                           : p.row_count;
+      const uint64_t there =
+          later < count ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
       cache::prefetch<policy>(c, v, mask, there < p.row_count,
                               v.line_begin + ((there * p.row_bytes) >> c.line_shift), tally);
     }
@@ -169,8 +169,7 @@ FW_DEVICE void for_each_element(const row_params& p) {
       cache::access<policy>(c, v, mask, wants, line, false, op, tally);
     } else {
       detail::load_element<kBytes> op = {offset, {}};
-      const uint32_t status =
-          cache::access<policy>(c, v, mask, wants, line, false, op, tally);
+      const uint32_t status = cache::access<policy>(c, v, mask, wants, line, false, op, tally);
       if (wants && status == nvme::kSuccess) word::store(mine, op.value);
     }
     if (wants) tally.bytes_used += kBytes;

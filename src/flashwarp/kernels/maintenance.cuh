@@ -10,12 +10,12 @@ struct maintenance_params {
   cache::volume* volume;
   uint64_t line_begin;  // flush: global lines of the range
   uint64_t line_end;
-  uint64_t lba;        // command: first block
-  uint32_t lba_count;  // command: blocks, 0 for commands without a range
-  uint32_t opcode;     // command
-  uint64_t prp1;       // command: address of its data, if any
-  uint32_t cdw10;      // Dataset Management: number of ranges, zero-based
-  uint32_t drop_dirty; // invalidate
+  uint64_t lba;         // command: first block
+  uint32_t lba_count;   // command: blocks, 0 for commands without a range
+  uint32_t opcode;      // command
+  uint64_t prp1;        // command: address of its data, if any
+  uint32_t cdw10;       // Dataset Management: number of ranges, zero-based
+  uint32_t drop_dirty;  // invalidate
 };
 static_assert(sizeof(maintenance_params) == 64);
 
@@ -77,9 +77,9 @@ FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_para
   uint32_t status = fw::nvme::kTimedOut;
   if (fw::nvme::wait_for_slots(q, mask, 1, ticket, finisher)) {
     if (fw::warp::lane() == 0) {
-      fw::nvme::command entry = fw::nvme::block_command(
-          uint8_t(p.opcode), uint16_t(fw::nvme::entry_of(q, ticket)), p.lba,
-          p.lba_count == 0 ? 1 : p.lba_count, p.prp1, 0);
+      fw::nvme::command entry =
+          fw::nvme::block_command(uint8_t(p.opcode), uint16_t(fw::nvme::entry_of(q, ticket)), p.lba,
+                                  p.lba_count == 0 ? 1 : p.lba_count, p.prp1, 0);
       if (p.opcode == fw::nvme::kDatasetManagement) {
         entry.cdw10 = p.cdw10;
         entry.cdw11 = fw::nvme::kAttributeDeallocate;

@@ -9,13 +9,13 @@ namespace fw::kernels {
 struct queue_params {
   cache::page_cache* cache;  // for finishing detached commands that we meet
   cache::volume* volume;
-  char* target;         // `target_blocks` blocks, written round robin
+  char* target;  // `target_blocks` blocks, written round robin
   uint64_t target_blocks;
-  uint64_t commands;    // in all
-  uint64_t blocks;      // of the namespace, of block_bytes each
+  uint64_t commands;  // in all
+  uint64_t blocks;    // of the namespace, of block_bytes each
   uint64_t seed;
-  uint32_t block_bytes; // a multiple of 512
-  uint32_t data;        // 1: move the data, 0: commands only
+  uint32_t block_bytes;  // a multiple of 512
+  uint32_t data;         // 1: move the data, 0: commands only
 };
 static_assert(sizeof(queue_params) == 64);
 
@@ -42,8 +42,8 @@ FW_KERNEL fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
     const uint64_t item = first + warp::lane();
     uint32_t rest = warp::ballot(mask, item < p.commands);
     const uint64_t block = kernels::mix64(item + p.seed) % p.blocks;
-    const uint64_t target = reinterpret_cast<uint64_t>(p.target) +
-                            (item % p.target_blocks) * p.block_bytes;
+    const uint64_t target =
+        reinterpret_cast<uint64_t>(p.target) + (item % p.target_blocks) * p.block_bytes;
     while (rest != 0) {
       const uint32_t batch = cache::first_batch(q, rest);
       const bool mine = (batch >> warp::lane()) & 1;
@@ -70,8 +70,7 @@ FW_KERNEL fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
         for (uint32_t left = batch; left != 0; left &= left - 1) {
           const uint32_t source = base::lowest_bit(left);
           warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, target, source),
-                                            warp::broadcast(mask, address, source),
-                                            p.block_bytes);
+                                            warp::broadcast(mask, address, source), p.block_bytes);
         }
         warp::sync(mask);
       }

@@ -13,7 +13,7 @@ struct reduce_params {
   uint64_t count;         // elements to read
   uint64_t span;          // consecutive: elements that one warp reads in a row
   uint64_t seed;
-  uint32_t random;        // 1: random elements, 0: consecutive ones
+  uint32_t random;  // 1: random elements, 0: consecutive ones
   uint32_t reserved;
 };
 static_assert(sizeof(reduce_params) == 80);

@@ -2,9 +2,9 @@
 //
 //   fw::array<float> data;  float x = data[i];  data.store(i, x);  data.prefetch(j);
 //
-// A view of 32 bytes, passed by value. Any thread may call any method at any time, in divergent code
-// too: lanes that are active together share one probe, one fill, one command a line. A load that
-// hits costs two tag loads and no atomic. `fw::cursor<T>` keeps the line of the last load, for
+// A view of 32 bytes, passed by value. Any thread may call any method at any time, in divergent
+// code too: lanes that are active together share one probe, one fill, one command a line. A load
+// that hits costs two tag loads and no atomic. `fw::cursor<T>` keeps the line of the last load, for
 // threads that stay on a line. Reads see the last store to the element that finished before them,
 // as with global memory; a failed transfer yields T() and is raised by the host after the launch.
 #pragma once

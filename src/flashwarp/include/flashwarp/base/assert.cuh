@@ -4,8 +4,8 @@
 #include "flashwarp/base/platform.cuh"
 
 #if defined(FW_DEBUG) && FW_ON_GPU
-#define FW_ASSERT(condition) \
-  do {                       \
+#define FW_ASSERT(condition)    \
+  do {                          \
     if (!(condition)) __trap(); \
   } while (0)
 #elif defined(FW_DEBUG)

@@ -21,41 +21,41 @@ struct pair64 {
 
 #if FW_ON_GPU
 
-#define FW_DEFINE_ATOMICS(TYPE, PTX, REG)                                                        \
-  FW_DEVICE TYPE load_relaxed(const TYPE* p) {                                                   \
-    TYPE v;                                                                                      \
-    asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");    \
-    return v;                                                                                    \
-  }                                                                                              \
-  FW_DEVICE TYPE load_acquire(const TYPE* p) {                                                   \
-    TYPE v;                                                                                      \
-    asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");    \
-    return v;                                                                                    \
-  }                                                                                              \
-  FW_DEVICE void store_relaxed(TYPE* p, TYPE v) {                                                \
-    asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");         \
-  }                                                                                              \
-  FW_DEVICE void store_release(TYPE* p, TYPE v) {                                                \
-    asm volatile("st.release.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");         \
-  }                                                                                              \
-  FW_DEVICE void store_relaxed_system(TYPE* p, TYPE v) {                                         \
-    asm volatile("st.relaxed.sys.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");         \
-  }                                                                                              \
-  FW_DEVICE TYPE add_relaxed(TYPE* p, TYPE v) {                                                  \
-    TYPE old;                                                                                    \
-    asm volatile("atom.relaxed.gpu.global.add." PTX " %0, [%1], %2;"                             \
-                 : "=" REG(old)                                                                  \
-                 : "l"(p), REG(v)                                                                \
-                 : "memory");                                                                    \
-    return old;                                                                                  \
-  }                                                                                              \
-  FW_DEVICE bool cas_acq_rel(TYPE* p, TYPE expected, TYPE desired) {                             \
-    TYPE old;                                                                                    \
-    asm volatile("atom.acq_rel.gpu.global.cas.b" FW_BITS_##TYPE " %0, [%1], %2, %3;"             \
-                 : "=" REG(old)                                                                  \
-                 : "l"(p), REG(expected), REG(desired)                                           \
-                 : "memory");                                                                    \
-    return old == expected;                                                                      \
+#define FW_DEFINE_ATOMICS(TYPE, PTX, REG)                                                     \
+  FW_DEVICE TYPE load_relaxed(const TYPE* p) {                                                \
+    TYPE v;                                                                                   \
+    asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+    return v;                                                                                 \
+  }                                                                                           \
+  FW_DEVICE TYPE load_acquire(const TYPE* p) {                                                \
+    TYPE v;                                                                                   \
+    asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+    return v;                                                                                 \
+  }                                                                                           \
+  FW_DEVICE void store_relaxed(TYPE* p, TYPE v) {                                             \
+    asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
+  }                                                                                           \
+  FW_DEVICE void store_release(TYPE* p, TYPE v) {                                             \
+    asm volatile("st.release.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
+  }                                                                                           \
+  FW_DEVICE void store_relaxed_system(TYPE* p, TYPE v) {                                      \
+    asm volatile("st.relaxed.sys.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
+  }                                                                                           \
+  FW_DEVICE TYPE add_relaxed(TYPE* p, TYPE v) {                                               \
+    TYPE old;                                                                                 \
+    asm volatile("atom.relaxed.gpu.global.add." PTX " %0, [%1], %2;"                          \
+                 : "=" REG(old)                                                               \
+                 : "l"(p), REG(v)                                                             \
+                 : "memory");                                                                 \
+    return old;                                                                               \
+  }                                                                                           \
+  FW_DEVICE bool cas_acq_rel(TYPE* p, TYPE expected, TYPE desired) {                          \
+    TYPE old;                                                                                 \
+    asm volatile("atom.acq_rel.gpu.global.cas.b" FW_BITS_##TYPE " %0, [%1], %2, %3;"          \
+                 : "=" REG(old)                                                               \
+                 : "l"(p), REG(expected), REG(desired)                                        \
+                 : "memory");                                                                 \
+    return old == expected;                                                                   \
   }
 #define FW_BITS_uint32_t "32"
 #define FW_BITS_uint64_t "64"
@@ -101,23 +101,23 @@ FW_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory");
 // atomics of the width of the element; the tag's generation tells whether the value counts.
 template <uint32_t kBytes>
 struct raw;
-#define FW_DEFINE_RAW(BYTES, TYPE, PTX, REG)                                                      \
-  template <>                                                                                     \
-  struct raw<BYTES> {                                                                             \
-    using type = TYPE;                                                                            \
-    FW_DEVICE static TYPE load(const void* p) {                                                   \
-      TYPE v;                                                                                     \
-      asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");   \
-      return v;                                                                                   \
-    }                                                                                             \
-    FW_DEVICE static void store(void* p, TYPE v) {                                                \
-      asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");        \
-    }                                                                                             \
-    FW_DEVICE static TYPE load_stream(const void* p) {                                            \
-      TYPE v;                                                                                     \
-      asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");            \
-      return v;                                                                                   \
-    }                                                                                             \
+#define FW_DEFINE_RAW(BYTES, TYPE, PTX, REG)                                                    \
+  template <>                                                                                   \
+  struct raw<BYTES> {                                                                           \
+    using type = TYPE;                                                                          \
+    FW_DEVICE static TYPE load(const void* p) {                                                 \
+      TYPE v;                                                                                   \
+      asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+      return v;                                                                                 \
+    }                                                                                           \
+    FW_DEVICE static void store(void* p, TYPE v) {                                              \
+      asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
+    }                                                                                           \
+    FW_DEVICE static TYPE load_stream(const void* p) {                                          \
+      TYPE v;                                                                                   \
+      asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");          \
+      return v;                                                                                 \
+    }                                                                                           \
   };
 FW_DEFINE_RAW(1, uint16_t, "u8", "h")
 FW_DEFINE_RAW(2, uint16_t, "u16", "h")
@@ -196,13 +196,14 @@ inline word16 load16_relaxed_system(const word16* p) {
   uint64_t low = load_relaxed(q);
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
-inline void or_relaxed(uint64_t* p, uint64_t bits) {
-  __atomic_fetch_or(p, bits, __ATOMIC_RELAXED);
-}
+inline void or_relaxed(uint64_t* p, uint64_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
 
 #if FW_TSAN
 // ThreadSanitizer has no model of fences; every datum they order is itself atomic in that build.
-inline void fence() { std::atomic_signal_fence(std::memory_order_seq_cst); asm volatile("mfence" ::: "memory"); }
+inline void fence() {
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  asm volatile("mfence" ::: "memory");
+}
 inline void fence_sequential() { fence(); }
 inline void fence_system() { fence(); }
 #else
@@ -213,17 +214,17 @@ inline void fence_system() { std::atomic_thread_fence(std::memory_order_acq_rel)
 
 template <uint32_t kBytes>
 struct raw;
-#define FW_DEFINE_RAW(BYTES, TYPE)                                                            \
-  template <>                                                                                 \
-  struct raw<BYTES> {                                                                         \
-    using type = TYPE;                                                                        \
-    static TYPE load(const void* p) {                                                         \
-      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_RELAXED);                  \
-    }                                                                                         \
-    static void store(void* p, TYPE v) {                                                      \
-      __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);                           \
-    }                                                                                         \
-    static TYPE load_stream(const void* p) { return load(p); }                                \
+#define FW_DEFINE_RAW(BYTES, TYPE)                                           \
+  template <>                                                                \
+  struct raw<BYTES> {                                                        \
+    using type = TYPE;                                                       \
+    static TYPE load(const void* p) {                                        \
+      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_RELAXED); \
+    }                                                                        \
+    static void store(void* p, TYPE v) {                                     \
+      __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
+    }                                                                        \
+    static TYPE load_stream(const void* p) { return load(p); }               \
   };
 FW_DEFINE_RAW(1, uint8_t)
 FW_DEFINE_RAW(2, uint16_t)

@@ -38,7 +38,8 @@ FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint6
   }
 }
 
-// The widths that aligned rows never need, out of the way of the code that they share a kernel with.
+// The widths that aligned rows never need, out of the way of the code that they share a kernel
+// with.
 template <source kSource>
 FW_DEVICE_NOINLINE void copy_narrow(uint32_t mask, char* to, const char* from, uint64_t bytes) {
   if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | bytes) % 4 == 0) {

@@ -1,4 +1,5 @@
-// Warp collectives over the lanes named by a mask; a warp is 32 lanes on the GPU and one on the CPU.
+// Warp collectives over the lanes named by a mask; a warp is 32 lanes on the GPU and one on the
+// CPU.
 //
 // Every function that takes `mask` must be called by exactly the lanes in it, together.
 #pragma once

@@ -124,8 +124,7 @@ FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, u
     const uint32_t missing = warp::ballot(mask, pending && !at.found);
     bool moved = hits != 0;
     if (missing != 0) {
-      const miss_outcome out =
-          serve_misses<Policy>(c, v, mask, missing, line, whole, op, count);
+      const miss_outcome out = serve_misses<Policy>(c, v, mask, missing, line, whole, op, count);
       if (out.served) pending = false;
       if (out.served) status = out.status;
       moved = moved || out.moved;
@@ -145,7 +144,7 @@ FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, u
 // only. All lanes of `mask` call together.
 template <typename Policy>
 FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
-                        tally& count) {
+                                 tally& count) {
   const bool absent = wants && !probe(c, line).found;
   const uint32_t missing = warp::ballot(mask, absent);
   if (missing == 0) return;

@@ -60,8 +60,7 @@ FW_HOST_DEVICE uint64_t busy(uint64_t previous, uint64_t line) {
 }
 // The word of a filled frame. Born referenced, so that the hand does not take it at once.
 FW_HOST_DEVICE uint64_t filled(uint64_t busy_word, bool dirty) {
-  return kValid | (busy_word & (kGenerationMask | kLineMask)) | kReferenced |
-         (dirty ? kDirty : 0);
+  return kValid | (busy_word & (kGenerationMask | kLineMask)) | kReferenced | (dirty ? kDirty : 0);
 }
 FW_HOST_DEVICE uint64_t emptied(uint64_t busy_word) { return busy_word & kGenerationMask; }
 
@@ -93,7 +92,9 @@ FW_DEVICE bool try_pin(uint64_t* word, uint64_t identity) {
 FW_DEVICE void unpin(uint64_t* word, bool dirty) {
   update(
       word, [](uint64_t) { return true; },
-      [=](uint64_t w) { return (w - tag::kPinOne) | (dirty ? tag::kDirty | tag::kReferenced : 0); });
+      [=](uint64_t w) {
+        return (w - tag::kPinOne) | (dirty ? tag::kDirty | tag::kReferenced : 0);
+      });
 }
 
 // Takes a dirty line for write-back: dirty becomes writing, so that later stores are not lost.

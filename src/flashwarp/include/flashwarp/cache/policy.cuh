@@ -1,7 +1,8 @@
 // Replacement: which frame of a set the next fill takes. Called with the set's lock held.
 //
 // `clock`: the hand passes referenced lines once (clearing the mark) and takes the first that is
-// clean, unpinned and not in flight. Two rounds see every line unreferenced, so the scan is bounded.
+// clean, unpinned and not in flight. Two rounds see every line unreferenced, so the scan is
+// bounded.
 #pragma once
 
 #include "flashwarp/cache/line_state.cuh"
@@ -9,9 +10,9 @@
 namespace fw::cache {
 
 struct victim {
-  uint32_t way;       // valid when `found` or `dirty`
-  bool found;         // the frame may be taken at once
-  bool dirty;         // nothing clean: this line wants a write-back first
+  uint32_t way;  // valid when `found` or `dirty`
+  bool found;    // the frame may be taken at once
+  bool dirty;    // nothing clean: this line wants a write-back first
 };
 
 struct clock_policy {

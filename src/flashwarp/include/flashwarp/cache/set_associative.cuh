@@ -33,8 +33,8 @@ struct alignas(64) error_record {
   uint32_t status;  // NVMe status field of the first, or kTimedOut
   uint32_t opcode;  // of the first
   uint32_t reserved;
-  uint64_t line;    // of the first, counted from the volume's start
-  uint64_t index;   // first index out of bounds
+  uint64_t line;   // of the first, counted from the volume's start
+  uint64_t index;  // first index out of bounds
   uint32_t index_count;
   uint32_t reserved2[7];
 };
@@ -131,9 +131,9 @@ enum class claim_result : uint32_t {
 struct claim {
   claim_result result;
   uint64_t way;
-  uint64_t word;     // kClaimed: the BUSY word. kDirty: the victim's word before
-  bool evicted;      // a valid line made room
-  bool has_dirty;    // kClaimed: the next line under the hand is ours to clean ahead of it
+  uint64_t word;   // kClaimed: the BUSY word. kDirty: the victim's word before
+  bool evicted;    // a valid line made room
+  bool has_dirty;  // kClaimed: the next line under the hand is ours to clean ahead of it
   uint64_t dirty_way;
   uint64_t dirty_word;
 };
@@ -201,8 +201,7 @@ FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line) {
     const uint64_t word = atomic::load_relaxed(&c.tags[first + way]);
     if (tag::state_of(word) == tag::kInvalid || tag::line_of(word) != line) continue;
     present = true;
-    out.result =
-        tag::state_of(word) == tag::kValid ? claim_result::kHit : claim_result::kBusy;
+    out.result = tag::state_of(word) == tag::kValid ? claim_result::kHit : claim_result::kBusy;
   }
   if (!present) claim_victim<Policy>(c, first, hand, line, out);
   // Release: the tag changes become visible before the set can be locked again.

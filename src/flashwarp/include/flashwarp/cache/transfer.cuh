@@ -92,8 +92,9 @@ FW_DEVICE nvme::command line_command(const page_cache& c, const volume& v,
 }
 
 // Copies frames to where write commands will find them. Call before the entries are written.
-FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v, const nvme::queue_pair& q,
-                            uint32_t mask, uint32_t members, const transfer& t, uint64_t address) {
+FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
+                                     const nvme::queue_pair& q, uint32_t mask, uint32_t members,
+                                     const transfer& t, uint64_t address) {
   if (q.data.path == nvme::kDirect) return;
   const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c, t.way));
   const uint64_t bytes = bytes_of_line(c, v, t.line);
@@ -139,8 +140,8 @@ FW_DEVICE uint32_t first_batch(const nvme::queue_pair& q, uint32_t members) {
 // Submits one command for each lane of `members` (no more than the ring's depth). False when the
 // slots did not come free in time.
 FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
-                            uint32_t members, uint8_t opcode, const transfer& t, bool detached,
-                            uint32_t& ticket, uint64_t& address) {
+                                     uint32_t members, uint8_t opcode, const transfer& t,
+                                     bool detached, uint32_t& ticket, uint64_t& address) {
   line_finisher finisher{c};
   const bool mine = (members >> warp::lane()) & 1;
   ticket = nvme::take_tickets(q, mask, members);
@@ -149,9 +150,10 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
   if (mine) {
     if (detached) {
-      q.detached[nvme::entry_of(q, ticket)] = {
-          reinterpret_cast<uint64_t>(&c.tags[t.way]), reinterpret_cast<uint64_t>(frame_of(c, t.way)),
-          address, opcode, uint32_t(bytes_of_line(c, v, t.line))};
+      q.detached[nvme::entry_of(q, ticket)] = {reinterpret_cast<uint64_t>(&c.tags[t.way]),
+                                               reinterpret_cast<uint64_t>(frame_of(c, t.way)),
+                                               address, opcode,
+                                               uint32_t(bytes_of_line(c, v, t.line))};
     }
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
                       detached ? nvme::slot::kDetached : 0);
@@ -163,7 +165,7 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
 
 // Transfers one line for each lane of `members` and waits. Returns the lane's status field.
 FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, uint32_t members,
-                              uint8_t opcode, const transfer& t) {
+                                       uint8_t opcode, const transfer& t) {
   nvme::queue_pair& q = queue_of(v);
   line_finisher finisher{c};
   uint32_t status = 0;
@@ -190,8 +192,8 @@ FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, 
 }
 
 // Starts one transfer for each lane of `members` that nobody will wait for.
-FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t mask, uint32_t members,
-                                   uint8_t opcode, const transfer& t) {
+FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t mask,
+                                            uint32_t members, uint8_t opcode, const transfer& t) {
   nvme::queue_pair& q = queue_of(v);
   while (members != 0) {
     const uint32_t batch = first_batch(q, members);

@@ -10,15 +10,15 @@ namespace fw::cache {
 
 // Writes back the line of each lane in `members`, volume by volume: a victim may belong to another
 // array of the same cache. Detached, or waited for. Returns the lane's status.
-FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t members, const transfer& t,
-                              bool detached) {
+FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t members,
+                                       const transfer& t, bool detached) {
   uint32_t status = 0;
   const bool mine = (members >> warp::lane()) & 1;
   volume* owner = mine ? &volume_of(c, t.line) : nullptr;
   while (members != 0) {
     const uint32_t leader = base::lowest_bit(members);
-    volume* v = reinterpret_cast<volume*>(
-        warp::broadcast(mask, reinterpret_cast<uint64_t>(owner), leader));
+    volume* v =
+        reinterpret_cast<volume*>(warp::broadcast(mask, reinterpret_cast<uint64_t>(owner), leader));
     const uint32_t batch = members & warp::ballot(mask, mine && owner == v);
     members &= ~batch;
     const bool in_batch = (batch >> warp::lane()) & 1;
@@ -51,8 +51,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
   while (warp::any(mask, pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.tags[way]) : 0;
     const uint64_t line = tag::line_of(word);
-    const bool ours =
-        tag::state_of(word) == tag::kValid && line >= line_begin && line < line_end;
+    const bool ours = tag::state_of(word) == tag::kValid && line >= line_begin && line < line_end;
     const bool in_flight = ours && (word & tag::kWriting) != 0;
     const bool dirty = ours && !in_flight && (word & tag::kDirty) != 0;
     const bool taken = dirty && begin_write(&c.tags[way], line);

@@ -10,7 +10,8 @@
 
 namespace fw::nvme {
 
-// Submission queue entry. `opcode_cid` is CDW0: opcode in bits 7:0, FUSE 9:8, PSDT 15:14, CID 31:16.
+// Submission queue entry. `opcode_cid` is CDW0: opcode in bits 7:0, FUSE 9:8, PSDT 15:14, CID
+// 31:16.
 struct alignas(64) command {
   uint32_t opcode_cid;
   uint32_t nsid;
@@ -97,8 +98,8 @@ inline constexpr uint32_t kLbaCountMax = 1u << 16;
 inline constexpr uint32_t kAttributeDeallocate = 1u << 2;
 
 // Builds the block commands Read, Write and Write Zeroes.
-FW_HOST_DEVICE command block_command(uint8_t opcode, uint16_t cid, uint64_t lba,
-                                            uint32_t lba_count, uint64_t prp1, uint64_t prp2) {
+FW_HOST_DEVICE command block_command(uint8_t opcode, uint16_t cid, uint64_t lba, uint32_t lba_count,
+                                     uint64_t prp1, uint64_t prp2) {
   command entry = {};
   entry.opcode_cid = uint32_t(opcode) | (uint32_t(cid) << 16);
   entry.nsid = kNamespaceId;

@@ -15,7 +15,7 @@ struct prp_pair {
 // Entries for `bytes` at `address`. `list` is the address of the buffer's prepared PRP list; it is
 // used only when the transfer touches more than two pages.
 FW_HOST_DEVICE prp_pair prp_entries(uint64_t address, uint64_t bytes, uint64_t page_bytes,
-                                           uint64_t list) {
+                                    uint64_t list) {
   const uint64_t first = page_bytes - (address & (page_bytes - 1));
   if (bytes <= first) return {address, 0};
   if (bytes <= first + page_bytes) return {address, address + first};

@@ -76,7 +76,8 @@ FW_CHECK_OFFSET(queue_pair, publish_lock, 160);
 FW_CHECK_OFFSET(queue_pair, drain_lock, 192);
 FW_CHECK_OFFSET(queue_pair, doorbells, 224);
 
-// Nanoseconds that an idle poll backs off: a third of a PCIe round trip, so a completion is seen soon.
+// Nanoseconds that an idle poll backs off: a third of a PCIe round trip, so a completion is seen
+// soon.
 inline constexpr uint32_t kBackOffNs = 200;
 
 // Status of a wait that ran out of time: vendor specific status code type, never on the wire.

@@ -1,0 +1,30 @@
+"""flashwarp: GPU memory that extends into flash.
+
+Arrays larger than the GPU, the host or both, read and written by device threads through NVMe queue
+pairs that a software controller serves. See `open` to begin.
+"""
+
+from flashwarp import errors, storage
+from flashwarp.array import Array, Explanation
+from flashwarp.cache import Cache
+from flashwarp.controller import SoftwareController
+from flashwarp.device import CpuDevice, CudaDevice
+from flashwarp.opening import create, from_storage, open  # noqa: A004
+from flashwarp.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "Cache",
+    "CpuDevice",
+    "CudaDevice",
+    "Explanation",
+    "SoftwareController",
+    "Stats",
+    "create",
+    "errors",
+    "from_storage",
+    "open",
+    "storage",
+]

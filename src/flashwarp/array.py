@@ -1,0 +1,816 @@
+"""`Array`: an array larger than memory, gathered and scattered by device threads.
+
+What a user holds. Turns calls into launches of the row kernels, and what went wrong below into
+typed errors. Everything under it, the cache, the queue pairs, the controller and the storage, is
+released by `close`, in reverse.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import config, rows
+from flashwarp.cache import Cache, Volume
+from flashwarp.controller import SoftwareController
+from flashwarp.device import ArrayView, CpuDevice, Device, empty_like_library
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    ControllerError,
+    ControllerTimeout,
+    DtypeError,
+    ForkError,
+    IndexDtypeError,
+    ReadOnlyError,
+    StorageError,
+)
+from flashwarp.rows import MaintenanceParams, RowParams
+from flashwarp.stats import Stats
+from flashwarp.storage import Storage
+
+__all__ = ["Array", "Explanation"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FLUSH = 0x00
+_TIMED_OUT = 0x7FF
+_CAPACITY_EXCEEDED = 0x081
+_UNRECOVERED_READ = 0x281
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which way an array's data goes, and why; `str` gives a text for people."""
+
+    path: str
+    """"mapped", "bounce" or "direct"."""
+    reason: str
+    storage: dict[str, Any]
+    controller: dict[str, Any]
+    cache: str
+    device: str
+
+    def __str__(self) -> str:
+        facts = ", ".join(f"{k}: {v}" for k, v in self.storage.items())
+        engine = self.controller.get("engine", "stopped")
+        return "\n".join(
+            (
+                f"data path   {self.path}: {self.reason}",
+                f"storage     {facts}",
+                f"engine      {engine}",
+                f"cache       {self.cache}",
+                f"device      {self.device}",
+            )
+        )
+
+
+def _locked(
+    method: Callable[Concatenate[Array, P], R],
+) -> Callable[Concatenate[Array, P], R]:
+    """One operation of an array at a time: errors are then of the call that raises them."""
+
+    @functools.wraps(method)
+    def call(self: Array, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            self._check_usable()
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class Array:
+    """An array in a storage, read and written through a cache in device memory.
+
+    Made by `flashwarp.open`, `create` and `from_storage`. Indices and results are numpy arrays on
+    the CPU device; on a GPU they are arrays of the caller's library (torch in, torch out).
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : numpy.dtype
+    device : Device
+    cache : Cache
+
+    Notes
+    -----
+    Calls block until done unless a `stream` is given; then they return at once, ordered on it, and
+    their errors are raised by the next call or by `close`. Several Python threads may use one array;
+    their calls take turns. Repeated indices in a store: one of the values wins in `scatter`, the
+    last in ``x[...] = v``. A forked child must open its own.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> with fw.create("rows.npy", (1000, 64), "float32", device="cpu") as x:
+    ...     x[10:12] = 1.5
+    ...     x.gather(np.array([11, 3]))[:, 0].tolist()
+    [1.5, 0.0]
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        *,
+        cache: Cache,
+        owns_cache: bool,
+        controller: SoftwareController,
+        release: Callable[[], None] = lambda: None,
+        why: str = "",
+    ) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.cache = cache
+        self._storage = storage
+        self._owns_cache = owns_cache
+        self._controller = controller
+        self._release = release
+        self._why = why
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closed = False
+        self._streams: set[int] = set()
+        self._volume: Volume | None = None
+        queues = controller.attach(storage, self.device, cache.line_bytes, cache.frames)
+        try:
+            self._volume = cache.attach(storage.nbytes, queues)
+        except BaseException:
+            controller.close()
+            raise
+
+    # What it is.
+
+    @property
+    def device(self) -> Device:
+        return self.cache.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def writable(self) -> bool:
+        return self._storage.writable
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("an array without axes has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        state = "closed " if self._closed else ""
+        return (
+            f"<{state}flashwarp.Array {self._storage.path or 'in memory'} shape={self.shape} "
+            f"dtype={self.dtype} device={self.device.name!r}>"
+        )
+
+    @property
+    def _row_shape(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+    @property
+    def _row_bytes(self) -> int:
+        return math.prod(self._row_shape) * self.dtype.itemsize
+
+    @property
+    def _row_count(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    # Reading.
+
+    @_locked
+    def gather(self, idx: Any, out: Any = None, stream: Any = None) -> Any:
+        """Copy rows ``self[idx]``, in the order of `idx`.
+
+        Parameters
+        ----------
+        idx : array of int, any shape
+            Rows of the first axis; negative ones count from the end. On a GPU: anything with
+            `__cuda_array_interface__` or DLPack, int32 or int64; or a numpy array.
+        out : array, optional
+            Contiguous array of shape ``idx.shape + self.shape[1:]`` and this dtype.
+        stream : optional
+            GPU only: queue the work there and return at once. Keep `idx` and `out` until done.
+
+        Returns
+        -------
+        array
+            `out`, or a new array of the library that `idx` belongs to.
+
+        Raises
+        ------
+        BoundsError, IndexDtypeError
+            For an index out of bounds or not integer; nothing is read then.
+        StorageError
+            When a transfer failed; rows of lines that could be read are in `out`.
+        """
+        self._need_axis()
+        index = self._index(idx, stream)
+        shape = index.shape + self._row_shape
+        target = self._target(out, shape, index.library)
+        if index.size and self._row_bytes:
+            self._launch_rows("gather", index, target.address, stream)
+        return target.finish(stream)
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._is_foreign_index(key):
+            return self.gather(key)
+        with self._lock:
+            self._check_usable()
+            chosen = rows.select(key, self.shape)
+            result = self._read_selection(chosen)
+        if chosen.scalar:
+            result = result.reshape(self._row_shape)
+        if chosen.rest:
+            lead = () if chosen.scalar else (slice(None),) * (result.ndim - len(self._row_shape))
+            result = result[lead + chosen.rest]
+        return result[()] if result.ndim == 0 else result
+
+    def _read_selection(self, chosen: rows.RowSelection) -> npt.NDArray[Any]:
+        if isinstance(chosen.rows, range) and (chosen.rows.step == 1 or len(chosen.rows) < 2):
+            result = np.empty((len(chosen.rows), *self._row_shape), self.dtype)
+            if result.nbytes:
+                self._move_range("gather", chosen.rows, result)
+            return result
+        index = np.asarray(chosen.rows, np.int64)
+        return np.asarray(self.gather(index))
+
+    @_locked
+    def prefetch(self, idx_or_slice: Any, stream: Any = None) -> None:
+        """Start bringing rows into the cache; does not wait for their data.
+
+        Takes what `gather` takes, or a slice. Lines that find no free frame are skipped.
+        """
+        self._need_axis()
+        if isinstance(idx_or_slice, slice):
+            chosen = rows.select(idx_or_slice, self.shape).rows
+            idx_or_slice = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64)
+        index = self._index(idx_or_slice, stream)
+        if not index.size or not self._row_bytes:
+            return
+        params = self._row_params(index, 0)
+        params.segments = rows.segments_per_row(self._row_bytes, self.cache.line_bytes)
+        self._launch("prefetch_rows", params, index.size * params.segments, stream)
+        self._finish("prefetch", stream)
+
+    # Writing.
+
+    @_locked
+    def scatter(self, idx: Any, values: Any, stream: Any = None) -> None:
+        """Store rows: ``self[idx] = values``.
+
+        Parameters
+        ----------
+        idx : array of int
+            As for `gather`. Where an index repeats, one of its rows wins.
+        values : array
+            Broadcastable to ``idx.shape + self.shape[1:]``; on a GPU an array there, of this shape
+            and dtype, or a host array.
+        stream : optional
+            As for `gather`.
+
+        Notes
+        -----
+        The rows are in the cache when the call returns; `flush` makes them durable. Rows that cover
+        whole lines are stored without reading the lines first.
+
+        Raises
+        ------
+        ReadOnlyError
+            When the array was opened with ``mode="r"``.
+        """
+        self._need_writable()
+        self._need_axis()
+        index = self._index(idx, stream)
+        shape = index.shape + self._row_shape
+        source = self._source(values, shape)
+        if index.size and self._row_bytes:
+            self._launch_rows("scatter", index, source.address, stream)
+        source.release()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._need_writable()
+        if self._is_foreign_index(key):
+            self.scatter(key, value)
+            return
+        with self._lock:
+            self._check_usable()
+            chosen = rows.select(key, self.shape)
+            lead = () if chosen.scalar else _row_lead(chosen)
+            shape = lead + self._row_shape
+            if chosen.rest:
+                held = self._read_selection(chosen).reshape(shape)
+                held[(slice(None),) * len(lead) + chosen.rest] = np.asarray(value)
+                value = held
+            block = self._host_values(value, shape)
+            if isinstance(chosen.rows, range) and (chosen.rows.step == 1 or len(chosen.rows) < 2):
+                if block.nbytes:
+                    self._move_range("scatter", chosen.rows, block)
+                return
+            index = np.asarray(chosen.rows, np.int64).reshape(-1)
+            block = block.reshape(-1, *self._row_shape)
+            last = _last_of_each(index)
+            if last is not None:
+                index, block = index[last], np.ascontiguousarray(block[last])
+            self.scatter(index, block)
+
+    @_locked
+    def flush(self) -> None:
+        """Write dirty lines back and make them durable: after it, a crash loses nothing stored.
+
+        Blocks. Raises StorageError when a line could not be written; the line stays dirty in the
+        cache, so a later flush tries again.
+        """
+        self._flush()
+
+    # What can be told about it.
+
+    @property
+    def stats(self) -> Stats:
+        """A snapshot of the counters; waits for the array's other calls."""
+        with self._lock:
+            self._check_usable()
+            events = self._volume_().counters()
+            queues = self._controller.queues.counters()
+            return Stats(
+                **events,
+                commands=queues.commands,
+                doorbells=queues.doorbells,
+                helps=queues.helps,
+            )
+
+    @_locked
+    def explain(self) -> Explanation:
+        """Tell which data path is used, and why."""
+        reason = "; ".join(filter(None, (self._controller.reason, self._why)))
+        return Explanation(
+            path=self._controller.path,
+            reason=reason,
+            storage=self._storage.describe(),
+            controller=self._controller.describe(),
+            cache=repr(self.cache),
+            device=self.device.describe(),
+        )
+
+    @property
+    def kernel_handle(self) -> tuple[int, int, int, int]:
+        """The members of `fw::array<T>`: cache, volume, first line, length in elements.
+
+        For kernels of one's own; valid until `close`.
+        """
+        self._check_usable()
+        volume = self._volume_()
+        return self.cache.address, volume.address, volume.line_begin, self.size
+
+    @property
+    def controller(self) -> SoftwareController:
+        """The controller that serves it; CPU launches name it so that their waits serve it too."""
+        return self._controller
+
+    # The end.
+
+    def close(self) -> None:
+        """Flush, wait for what is in flight, and release everything. May be called twice.
+
+        Blocks. When the flush fails, everything is released all the same and the error raised:
+        what could not be written is lost then, and the error says what.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if os.getpid() != self._pid:
+                self._closed = True
+                return
+            failure: Exception | None = None
+            try:
+                self._settle()
+            except Exception as error:  # raised below, after the release
+                failure = error
+            self._closed = True
+            self._controller.close()
+            if self._volume is not None:
+                self.cache.detach(self._volume)
+            if self._owns_cache:
+                self.cache.close()
+            self._release()
+        if failure is not None:
+            raise failure
+
+    def _settle(self) -> None:
+        """Bring everything to rest: no dirty line, no command, and no line of ours in the cache."""
+        failure: Exception | None = None
+        steps: list[Callable[[], None]] = [self._wait_streams]
+        if self.writable:
+            steps.append(self._flush)
+        steps.append(lambda: self._maintain("quiesce", warps=self._controller.queues.count))
+        if not self._owns_cache:
+            steps.append(lambda: self.drop_cache(drop_dirty=True))
+        for step in steps:
+            try:
+                step()
+            except Exception as error:  # the first one counts; later steps still run
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    @_locked
+    def drop_cache(self, drop_dirty: bool = False) -> None:
+        """Empty the cache of this array's lines, as a cold start has it. Dirty lines are flushed.
+
+        Parameters
+        ----------
+        drop_dirty : bool
+            Give up lines that cannot be written, instead of raising.
+        """
+        if self.writable and not drop_dirty:
+            self._flush()
+        lines = self.cache.set_count * self.cache.ways
+        self._maintain("invalidate_lines", warps=self._warps(lines), drop_dirty=int(drop_dirty))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_volume", None) is None or self._closed or os.getpid() != self._pid:
+            return
+        warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+        self.close()
+
+    # Checks.
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the array {self._storage.path or 'in memory'} is closed")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"the array was opened by process {self._pid}; its threads do not exist in a "
+                "forked child: open it again there, or start children with 'spawn'"
+            )
+
+    def _need_writable(self) -> None:
+        if not self.writable:
+            raise ReadOnlyError('the array is read-only: open it with mode="r+"')
+
+    def _need_axis(self) -> None:
+        if not self.shape:
+            raise BoundsError("an array without axes has no rows: use x[...]")
+
+    def _volume_(self) -> Volume:
+        if self._volume is None:
+            raise ClosedError("the array is closed")
+        return self._volume
+
+    # Indices, targets and sources.
+
+    def _is_foreign_index(self, key: Any) -> bool:
+        return hasattr(key, "__cuda_array_interface__") or (
+            hasattr(key, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)
+        )
+
+    def _index(self, idx: Any, stream: Any) -> _Index:
+        if self._is_foreign_index(idx):
+            view = self.device.view(idx)
+            if view.dtype not in (np.dtype(np.int64), np.dtype(np.int32)):
+                raise IndexDtypeError(f"indices of dtype {view.dtype}: use int64 or int32")
+            if view.device_kind == self.device.kind and not view.contiguous:
+                raise ArgumentError("the indices are not contiguous: copy them first")
+            if view.device_kind == "cuda" and self.device.kind == "cuda":
+                index = _Index(view.address, view.shape, view.dtype.itemsize, view.library, idx)
+                self._check_device_indices(index, stream or self._stream_of(view))
+                return index
+            if view.device_kind == "cuda":
+                raise ArgumentError("the indices are on a GPU, the array is on the CPU device")
+            idx = np.from_dlpack(idx)
+            host = rows.host_indices(idx, self._row_count)
+            return self._host_index(host, view.library)
+        return self._host_index(rows.host_indices(idx, self._row_count), "numpy")
+
+    def _host_index(self, host: npt.NDArray[np.int64], library: str) -> _Index:
+        if self.device.kind == "cpu" or host.size == 0:
+            return _Index(host.ctypes.data, host.shape, 8, library, host)
+        copy = self.device.empty_array(host.shape, np.int64)
+        self.device.upload(copy.address, np.ascontiguousarray(host))
+        return _Index(copy.address, host.shape, 8, library, copy)
+
+    def _stream_of(self, view: ArrayView) -> Any:
+        return self.device.current_stream(view.library)
+
+    def _check_device_indices(self, index: _Index, stream: Any) -> None:
+        if index.size == 0:
+            return
+        params = self._row_params(index, 0)
+        self._launch("check_indices", params, index.size, stream)
+        self.device.synchronize(stream)
+        volume = self._volume_()
+        record = volume.error_record()
+        if not record.index_count:
+            return
+        position = int(record.index)
+        volume.clear_errors()
+        raw = self.device.download(index.address + position * index.itemsize, index.itemsize)
+        value = int.from_bytes(raw, "little", signed=True)
+        raise BoundsError(f"index {value} is out of bounds for an axis of length {self._row_count}")
+
+    def _target(self, out: Any, shape: tuple[int, ...], library: str) -> _Target:
+        on_gpu = self.device.kind == "cuda"
+        if out is None:
+            if not on_gpu and library in ("numpy", "other"):
+                out = np.empty(shape, self.dtype)
+                return _Target(out.ctypes.data, out, None)
+            if on_gpu and library == "numpy":
+                held = self.device.empty_array(shape, self.dtype)
+                return _Target(held.address, None, held)
+            out = empty_like_library(library, shape, self.dtype, self.device)
+        view = self.device.view(out)
+        if view.shape != shape:
+            raise ArgumentError(f"out has shape {view.shape}, the rows have {shape}")
+        if view.dtype != self.dtype:
+            raise DtypeError(f"out has dtype {view.dtype}, the array {self.dtype}")
+        if not view.contiguous or view.read_only:
+            raise ArgumentError("out must be contiguous and writable")
+        if view.device_kind == "cpu" and on_gpu:
+            held = self.device.empty_array(shape, self.dtype)
+            return _Target(held.address, out, held)
+        if view.device_kind == "cuda" and not on_gpu:
+            raise ArgumentError("out is on a GPU, the array is on the CPU device")
+        return _Target(view.address, out, None)
+
+    def _host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        try:
+            host = np.broadcast_to(np.asarray(values, self.dtype), shape)
+        except ValueError as error:
+            raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
+        return np.ascontiguousarray(host)
+
+    def _source(self, values: Any, shape: tuple[int, ...]) -> _Source:
+        if hasattr(values, "__cuda_array_interface__"):
+            view = self.device.view(values)
+            if self.device.kind != "cuda":
+                raise ArgumentError("the values are on a GPU, the array is on the CPU device")
+            if view.shape != shape or view.dtype != self.dtype or not view.contiguous:
+                raise ArgumentError(
+                    f"values of shape {view.shape} and dtype {view.dtype} must be a contiguous "
+                    f"array of shape {shape} and dtype {self.dtype}"
+                )
+            self.device.order(self._stream_of(view), None)
+            return _Source(view.address, values, None)
+        host = self._host_values(values, shape)
+        if self.device.kind == "cpu" or host.nbytes == 0:
+            return _Source(host.ctypes.data, host, None)
+        held = self.device.empty_array(shape, self.dtype)
+        self.device.upload(held.address, host)
+        return _Source(held.address, host, held)
+
+    # Launches.
+
+    def _row_params(self, index: _Index, buffer: int) -> RowParams:
+        return RowParams(
+            cache=self.cache.address,
+            volume=self._volume_().address,
+            indices=index.address,
+            index_count=index.size,
+            rows=buffer,
+            row_bytes=self._row_bytes,
+            row_count=self._row_count,
+            look_ahead=self._look_ahead(),
+            index_bytes=index.itemsize,
+            segments=1,
+        )
+
+    def _look_ahead(self) -> int:
+        """Rows in flight ahead of the one being copied; only storage that waits needs them."""
+        if not isinstance(self.device, CpuDevice) or self._controller.path == "mapped":
+            return 0
+        queues = self._controller.queues
+        lines = self.cache.set_count * self.cache.ways
+        slots = queues.count * (queues.depth - 1)
+        return min(config.current().look_ahead, min(lines // 4, slots) // self.device.threads)
+
+    def _warps(self, items: int) -> int:
+        return items if self.device.kind == "cpu" else -(-items // 32)
+
+    def _launch_rows(self, verb: str, index: _Index, buffer: int, stream: Any) -> None:
+        params = self._row_params(index, buffer)
+        width = rows.element_bytes(self._row_bytes, buffer)
+        if width is not None:
+            name, items = f"{verb}_elements_{width}", index.size * (self._row_bytes // width)
+        else:
+            params.segments = rows.segments_per_row(self._row_bytes, self.cache.line_bytes)
+            name, items = f"{verb}_rows", index.size * params.segments
+        run = stream if stream is not None else self._default_stream(index.library)
+        if run is not None:
+            # What uploads and other calls queued on the library's own stream comes first.
+            self.device.order(None, run)
+        self._launch(name, params, items, run)
+        if stream is None:
+            self._finish(verb, run)
+        else:
+            self._note_stream(stream)
+
+    def _default_stream(self, library: str) -> Any:
+        if self.device.kind == "cpu" or library == "numpy":
+            return None
+        return self.device.current_stream(library)
+
+    def _move_range(self, verb: str, chosen: range, block: npt.NDArray[Any]) -> None:
+        """Copy rows that lie back to back between the array and a host block."""
+        held = None
+        address = block.ctypes.data
+        if self.device.kind == "cuda":
+            held = self.device.empty_array(block.shape, self.dtype)
+            address = held.address
+            if verb == "scatter":
+                self.device.upload(address, block)
+        start = chosen.start * self._row_bytes
+        params = RowParams(
+            cache=self.cache.address,
+            volume=self._volume_().address,
+            index_count=block.nbytes,
+            rows=address,
+            row_bytes=start,
+            row_count=self._row_count,
+            look_ahead=self._look_ahead(),
+            index_bytes=8,
+            segments=1,
+        )
+        line = self.cache.line_bytes
+        items = (start + block.nbytes - 1) // line - start // line + 1
+        self._launch(f"{verb}_rows", params, items, None)
+        self._finish(verb, None)
+        if held is not None:
+            if verb == "gather":
+                self.device.download_into(address, block)
+            held.close()
+
+    def _launch(self, name: str, params: Any, items: int, stream: Any) -> None:
+        self._controller.wake()
+        serve = (self._controller.address,) if self.device.kind == "cpu" else ()
+        self.device.launch(name, params, warps=self._warps(items), stream=stream, serve=serve)
+
+    def _maintain(self, name: str, *, warps: int, **fields: int) -> None:
+        volume = self._volume_()
+        params = MaintenanceParams(
+            cache=self.cache.address,
+            volume=volume.address,
+            line_begin=volume.line_begin,
+            line_end=volume.line_begin + volume.line_count,
+            **fields,
+        )
+        self._controller.wake()
+        serve = (self._controller.address,) if self.device.kind == "cpu" else ()
+        self.device.launch(name, params, warps=warps, serve=serve)
+        self._finish(name, None)
+
+    def _flush(self) -> None:
+        self._wait_streams()
+        if not self.writable:
+            return
+        lines = self.cache.set_count * self.cache.ways
+        self._maintain("flush_lines", warps=self._warps(lines))
+        self._maintain("submit_command", warps=1, opcode=_FLUSH)
+
+    # Errors.
+
+    def _note_stream(self, stream: Any) -> None:
+        from flashwarp.device import stream_handle
+
+        self._streams.add(stream_handle(stream))
+
+    def _wait_streams(self) -> None:
+        """Wait for the calls that were given a stream, and raise what they met."""
+        while self._streams:
+            self.device.synchronize(self._streams.pop())
+        self._raise_errors("a call on a stream")
+
+    def _finish(self, what: str, stream: Any) -> None:
+        limit = 2 * config.current().timeout_s
+        self.device.synchronize(stream, timeout_s=max(limit, 60.0))
+        self._raise_errors(what)
+
+    def _raise_errors(self, what: str) -> None:
+        volume = self._volume_()
+        record = volume.error_record()
+        if not record.count:
+            return
+        status, line = int(record.status), int(record.line)
+        volume.clear_errors()
+        failures = [e for e in self._controller.take_errors()]
+        offset = line * self.cache.line_bytes
+        if status == _TIMED_OUT:
+            raise ControllerTimeout(
+                f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
+                f"{offset}.. of the array, and gave up: the storage does not answer"
+            )
+        chosen = next((e for e in failures if e.get("errno")), None)
+        if chosen is None:
+            if status in (_CAPACITY_EXCEEDED, _UNRECOVERED_READ):
+                number = errno.ENOSPC if status == _CAPACITY_EXCEEDED else errno.EIO
+                raise StorageError(
+                    number,
+                    f"{what} failed at byte {offset} of the array (NVMe status {status:#05x})",
+                    self._storage.path,
+                    offset=offset,
+                    status=status,
+                )
+            raise ControllerError(
+                f"{what} failed at byte {offset} of the array with NVMe status {status:#05x}"
+            )
+        number = int(chosen["errno"])
+        raise StorageError(
+            number,
+            f"{what}: {chosen['op']} of {chosen['nbytes']} bytes at offset {chosen['offset']} "
+            f"failed: {chosen.get('reason') or os.strerror(number)} (NVMe status {status:#05x})",
+            str(chosen.get("path") or self._storage.path or "") or None,
+            offset=int(chosen["offset"]),
+            status=status,
+        )
+
+
+@dataclass
+class _Index:
+    """Row indices where the kernel reads them."""
+
+    address: int
+    shape: tuple[int, ...]
+    itemsize: int
+    library: str
+    owner: Any
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class _Target:
+    """Where rows go: `held` is device memory that a host array receives its copy from."""
+
+    address: int
+    out: Any
+    held: Any
+
+    def finish(self, stream: Any) -> Any:
+        if self.held is None:
+            return self.out
+        if stream is not None:
+            self.held.stream = stream
+        copy = self.held.copy_to_host()
+        self.held.close()
+        if self.out is None:
+            return copy
+        np.copyto(self.out if isinstance(self.out, np.ndarray) else np.from_dlpack(self.out), copy)
+        return self.out
+
+
+@dataclass
+class _Source:
+    """Where rows come from."""
+
+    address: int
+    owner: Any
+    held: Any
+
+    def release(self) -> None:
+        if self.held is not None:
+            self.held.close()
+
+
+def _row_lead(chosen: rows.RowSelection) -> tuple[int, ...]:
+    return (len(chosen.rows),) if isinstance(chosen.rows, range) else chosen.rows.shape
+
+
+def _last_of_each(index: npt.NDArray[np.int64]) -> npt.NDArray[np.intp] | None:
+    """Positions of the last occurrence of each index, or None when none repeats."""
+    values, first = np.unique(index[::-1], return_index=True)
+    if len(values) == len(index):
+        return None
+    return index.size - 1 - first

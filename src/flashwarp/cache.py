@@ -1,0 +1,320 @@
+"""The page cache that kernels look lines up in; mirrors `cache/set_associative.cuh`.
+
+One cache may carry several arrays: each attaches as a volume with its own range of line numbers.
+Metadata is eight bytes a line plus four a set, whatever the size of the data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from flashwarp import config
+from flashwarp.config import parse_bytes
+from flashwarp.device import Device, DeviceMemory, resolve
+from flashwarp.errors import CacheError, ClosedError
+from flashwarp.queue_pair import DATA_PATHS, QueuePairs
+
+__all__ = ["Cache", "Volume"]
+
+LINE_BYTES_MIN = 512
+LINE_BYTES_MAX = 2 << 20
+POLICIES = ("clock",)
+_VOLUMES_MAX = 64
+_LINES_MAX = 1 << 38
+_COUNTER_SHARDS = 64
+
+
+class PageCacheStruct(ctypes.Structure):
+    """Mirror of `cache::page_cache`."""
+
+    _fields_ = (
+        ("tags", ctypes.c_uint64),
+        ("set_control", ctypes.c_uint64),
+        ("frames", ctypes.c_uint64),
+        ("volumes", ctypes.c_uint64),
+        ("set_count", ctypes.c_uint64),
+        ("set_reciprocal", ctypes.c_uint64),
+        ("ways", ctypes.c_uint32),
+        ("line_shift", ctypes.c_uint32),
+        ("page_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class VolumeStruct(ctypes.Structure):
+    """Mirror of `cache::volume`."""
+
+    _fields_ = (
+        ("line_begin", ctypes.c_uint64),
+        ("line_count", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("queues", ctypes.c_uint64),
+        ("events", ctypes.c_uint64),
+        ("errors", ctypes.c_uint64),
+        ("queue_count", ctypes.c_uint32),
+        ("path", ctypes.c_uint32),
+        ("error_lock", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class CountersStruct(ctypes.Structure):
+    """Mirror of `cache::counters`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "hits",
+            "misses",
+            "evictions",
+            "write_backs",
+            "bytes_read",
+            "bytes_written",
+            "bytes_used",
+            "errors",
+        )
+    )
+
+
+class ErrorRecordStruct(ctypes.Structure):
+    """Mirror of `cache::error_record`."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint32),
+        ("status", ctypes.c_uint32),
+        ("opcode", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("line", ctypes.c_uint64),
+        ("index", ctypes.c_uint64),
+        ("index_count", ctypes.c_uint32),
+        ("reserved2", ctypes.c_uint32 * 7),
+    )
+
+
+@dataclass
+class Volume:
+    """One array's place in a cache."""
+
+    cache: Cache
+    slot: int
+    line_begin: int
+    line_count: int
+    address: int
+    events: DeviceMemory
+    errors: DeviceMemory
+
+    def error_record(self) -> ErrorRecordStruct:
+        """Read what kernels noted; host memory, so no transfer."""
+        return ErrorRecordStruct.from_address(self.errors.address)
+
+    def clear_errors(self) -> None:
+        """Make room for the next note."""
+        ctypes.memset(self.errors.address, 0, ctypes.sizeof(ErrorRecordStruct))
+        lock = self.address + VolumeStruct.error_lock.offset
+        self.cache.device.fill(lock, 0, 4)
+
+    def counters(self) -> dict[str, int]:
+        """Read the sums over all shards."""
+        data = self.cache.device.download(self.events.address, self.events.nbytes)
+        shards = (CountersStruct * _COUNTER_SHARDS).from_buffer_copy(data)
+        return {
+            name: sum(int(getattr(shard, name)) for shard in shards)
+            for name, _ in CountersStruct._fields_
+        }
+
+
+class Cache:
+    """A set-associative cache of lines in device memory.
+
+    Parameters
+    ----------
+    capacity : int or str
+        Bytes of frames; rounded down to whole sets. At least one set: `ways` times `line`.
+    line : int or str
+        Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer and eviction.
+    ways : int
+        Frames of a set: 4, 8 or 16.
+    policy : str
+        Replacement; "clock".
+    device : Device or str, optional
+        Where it lies.
+
+    Notes
+    -----
+    Memory is allocated here and freed by `close`. Thread-safe. Arrays that share a cache must be
+    on its device.
+    """
+
+    def __init__(
+        self,
+        capacity: int | str,
+        line: int | str = "4 KiB",
+        ways: int = 4,
+        policy: str = "clock",
+        device: Any = None,
+    ) -> None:
+        self.device: Device = resolve(device)
+        self.line_bytes = _check_line(line)
+        if ways not in (4, 8, 16):
+            raise CacheError(f"ways={ways} is none of 4, 8, 16")
+        if policy not in POLICIES:
+            raise CacheError(f"policy={policy!r} is none of {', '.join(POLICIES)}")
+        self.ways = ways
+        self.policy = policy
+        wanted = parse_bytes(capacity)
+        set_bytes = ways * self.line_bytes
+        if wanted < set_bytes:
+            raise CacheError(
+                f"a cache of {wanted} bytes is smaller than one set of {ways} lines of "
+                f"{self.line_bytes} bytes: give it at least {set_bytes} bytes"
+            )
+        # An odd number of sets spreads strides that are powers of two.
+        sets = wanted // set_bytes
+        self.set_count = sets if sets <= 2 or sets % 2 else sets - 1
+        lines = self.set_count * ways
+        self.capacity = lines * self.line_bytes
+        struct_bytes = ctypes.sizeof(PageCacheStruct)
+        volume_bytes = _VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
+        self.metadata_bytes = lines * 8 + self.set_count * 4
+        self._frames = self.device.allocate(self.capacity)
+        try:
+            self._metadata = self.device.allocate(struct_bytes + volume_bytes + self.metadata_bytes)
+        except BaseException:
+            self._frames.close()
+            raise
+        self.address = self._metadata.address
+        self._volumes_address = self.address + struct_bytes
+        tags = self._volumes_address + volume_bytes
+        struct = PageCacheStruct(
+            tags=tags,
+            set_control=tags + lines * 8,
+            frames=self._frames.address,
+            volumes=self._volumes_address,
+            set_count=self.set_count,
+            # set_of() in the header: ceil(2^64 / sets); a single set is a case of its own there.
+            set_reciprocal=-(-(1 << 64) // self.set_count) if self.set_count > 1 else 0,
+            ways=ways,
+            line_shift=self.line_bytes.bit_length() - 1,
+            page_bytes=2 << 20,
+        )
+        self.device.upload(self.address, bytes(struct))
+        self._lock = threading.Lock()
+        self._volumes: dict[int, Volume] = {}
+        self._closed = False
+
+    @property
+    def frames(self) -> tuple[int, int]:
+        """Address and size of the frames."""
+        return self._frames.address, self._frames.nbytes
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def attach(self, nbytes: int, queues: QueuePairs) -> Volume:
+        """Give an array of `nbytes` a range of line numbers and an entry of the volume table.
+
+        Raises CacheError when 64 arrays are attached, or no range of numbers is free.
+        """
+        count = max(1, -(-nbytes // self.line_bytes))
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the cache is closed")
+            slot = next((i for i in range(_VOLUMES_MAX) if i not in self._volumes), None)
+            if slot is None:
+                raise CacheError(f"the cache carries {_VOLUMES_MAX} arrays already: close one")
+            begin = self._free_range(count)
+            address = self._volumes_address + slot * ctypes.sizeof(VolumeStruct)
+            volume = Volume(
+                cache=self,
+                slot=slot,
+                line_begin=begin,
+                line_count=count,
+                address=address,
+                events=self.device.allocate(_COUNTER_SHARDS * ctypes.sizeof(CountersStruct)),
+                errors=self.device.allocate_host(ctypes.sizeof(ErrorRecordStruct)),
+            )
+            struct = VolumeStruct(
+                line_begin=begin,
+                line_count=count,
+                bytes=nbytes,
+                queues=queues.address,
+                events=volume.events.address,
+                errors=volume.errors.address,
+                queue_count=queues.count,
+                path=DATA_PATHS.index(queues.path),
+            )
+            self.device.upload(address, bytes(struct))
+            self._volumes[slot] = volume
+            return volume
+
+    def _free_range(self, count: int) -> int:
+        begin = 0
+        for volume in sorted(self._volumes.values(), key=lambda v: v.line_begin):
+            if volume.line_begin - begin >= count:
+                break
+            begin = volume.line_begin + volume.line_count
+        if begin + count > _LINES_MAX:
+            raise CacheError(
+                f"{count} lines of {self.line_bytes} bytes exceed the {_LINES_MAX} line numbers "
+                "of a cache: use longer lines"
+            )
+        return begin
+
+    def detach(self, volume: Volume) -> None:
+        """Forget an array none of whose lines are left."""
+        with self._lock:
+            if self._volumes.pop(volume.slot, None) is None:
+                return
+            if not self._closed:
+                self.device.fill(volume.address, 0, ctypes.sizeof(VolumeStruct))
+            volume.events.close()
+            volume.errors.close()
+
+    def close(self) -> None:
+        """Free the memory. May be called twice.
+
+        Raises CacheError while arrays are attached: close them first, so that nothing is lost.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if self._volumes:
+                raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
+            self._closed = True
+            self._metadata.close()
+            self._frames.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Cache({self.capacity} bytes, line={self.line_bytes}, ways={self.ways}, "
+            f"device={self.device.name!r})"
+        )
+
+
+def _check_line(line: int | str) -> int:
+    nbytes = parse_bytes(line)
+    if not LINE_BYTES_MIN <= nbytes <= LINE_BYTES_MAX or nbytes & (nbytes - 1):
+        raise CacheError(
+            f"a line of {nbytes} bytes is not a power of two from {LINE_BYTES_MIN} to "
+            f"{LINE_BYTES_MAX}"
+        )
+    return nbytes
+
+
+def automatic_capacity(nbytes: int, line: int | str, device: Device) -> int:
+    """Choose the size for ``cache="auto"``: the whole array, or a share of the free memory."""
+    line_bytes = _check_line(line)
+    whole = (nbytes // line_bytes + 1) * line_bytes
+    share = int(device.memory_info().free_bytes * config.current().cache_share)
+    # One set more than the data: rounding down to an odd number of sets must not cut it.
+    return max(8 * line_bytes, min(whole + 8 * line_bytes, share))

@@ -1,0 +1,114 @@
+"""Every tunable with its unit and default, and sizes as people write them.
+
+Each field of `Config` can be set by an environment variable of the same name in capitals with the
+prefix ``FLASHWARP_``; arguments of calls win over both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from flashwarp.errors import ArgumentError
+
+__all__ = ["Config", "current", "parse_bytes"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a size in bytes from an int or a text such as ``"4 MiB"``.
+
+    Raises
+    ------
+    ArgumentError
+        When the text has no number, an unknown unit, or the size is negative.
+
+    Examples
+    --------
+    >>> parse_bytes("4 KiB")
+    4096
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise ArgumentError(f"a size of {size} bytes is negative")
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ArgumentError(f"{size!r} is not a size: write bytes as an int, or e.g. '4 KiB'")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+@dataclass(frozen=True)
+class Config:
+    """Defaults of the library."""
+
+    timeout_s: float = 30.0
+    """Bound of every wait for a command. A drive that takes longer is broken: the kernel's own NVMe
+    driver gives up after 30 s too."""
+
+    queue_pairs: int = 32
+    """Queue pairs of a controller that serves a GPU; a CPU device gets two a thread."""
+
+    depth: int = 1024
+    """Entries of a ring on the mapped path: 32 pairs hold the 94 M commands/s of one thread."""
+
+    bounce_depth: int = 256
+    """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB."""
+
+    bounce_bytes: int = 256 << 20
+    """Most pinned memory for the buffers of one controller; the depth shrinks to fit."""
+
+    controller_threads: int = 0
+    """Threads of a controller. 0: one where it moves no data, else half the cores, at most 8."""
+
+    mapped_budget: float = 0.5
+    """Share of the host's available memory that one file may pin when it is mapped in place."""
+
+    mapped_residency: float = 0.9
+    """Least share of a file in the page cache for which mapping it beats reading it."""
+
+    cache_share: float = 0.25
+    """Share of the free device memory that ``cache="auto"`` may take."""
+
+    look_ahead: int = 64
+    """Rows that a CPU thread has in flight ahead of the one it copies, for storage that waits."""
+
+
+def current() -> Config:
+    """Return the defaults, with what the environment overrides.
+
+    Raises
+    ------
+    ArgumentError
+        When a variable does not parse.
+    """
+    changes: dict[str, Any] = {}
+    for field in fields(Config):
+        variable = f"FLASHWARP_{field.name.upper()}"
+        text = os.environ.get(variable)
+        if text is None:
+            continue
+        kind = type(field.default)
+        try:
+            changes[field.name] = kind(text)
+        except ValueError:
+            raise ArgumentError(f"{variable}={text!r} is not {kind.__name__}") from None
+    return replace(Config(), **changes)

@@ -1,0 +1,213 @@
+"""The software NVMe controller: host threads that serve queue pairs from any storage.
+
+A `SoftwareController` is a plan until an array attaches it to a device; then it owns its queue pairs
+and threads, and stops with the array. Data reaches the device by one of three paths, chosen here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from flashwarp import _native, config
+from flashwarp.device import Device, Registration
+from flashwarp.errors import ArgumentError, ClosedError, ControllerError
+from flashwarp.queue_pair import DATA_PATHS, QueuePairs
+from flashwarp.storage import File, Memory, Storage
+
+__all__ = ["PAGE_BYTES", "SoftwareController"]
+
+PAGE_BYTES = 2 << 20
+"""Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
+
+
+class SoftwareController:
+    """Serves a storage as an NVMe namespace, from threads of this process.
+
+    Parameters
+    ----------
+    storage : Storage, optional
+        What to serve. Default: the file of the `open` call that it is given to.
+    queue_pairs, depth : int, optional
+        Rings and their entries; `depth` is a power of two. Default by device and path.
+    threads : int, optional
+        Serving threads; any number may serve any number of queue pairs. Default by path.
+    data_path : {"mapped", "bounce", "direct"}, optional
+        How data moves. "mapped": the device reads the namespace's own memory. "bounce": through
+        pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
+        storage and device allow, as `Array.explain` tells.
+
+    Notes
+    -----
+    One controller serves one array at a time.
+    """
+
+    def __init__(
+        self,
+        storage: Storage | None = None,
+        queue_pairs: int | None = None,
+        depth: int | None = None,
+        threads: int | None = None,
+        *,
+        data_path: str | None = None,
+    ) -> None:
+        if queue_pairs is not None and not 1 <= queue_pairs <= 1024:
+            raise ArgumentError(f"queue_pairs={queue_pairs} is not between 1 and 1024")
+        if depth is not None and (not 2 <= depth <= 32768 or depth & (depth - 1)):
+            raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
+        if threads is not None and not 1 <= threads <= 256:
+            raise ArgumentError(f"threads={threads} is not between 1 and 256")
+        if data_path is not None and data_path not in DATA_PATHS:
+            raise ArgumentError(f"data_path={data_path!r} is none of {', '.join(DATA_PATHS)}")
+        self.storage = storage
+        self._wanted = (queue_pairs, depth, threads, data_path)
+        self._queues: QueuePairs | None = None
+        self._native: Any = None
+        self._registration: Registration | None = None
+        self.reason = ""
+
+    # What an array does with it.
+
+    def attach(
+        self, storage: Storage, device: Device, line_bytes: int, frames: tuple[int, int]
+    ) -> QueuePairs:
+        """Allocate the queue pairs, choose the data path and start serving `storage`.
+
+        `frames` is the address and size of the cache's frames. Raises ControllerError when the
+        controller is serving already.
+        """
+        if self._native is not None:
+            raise ControllerError("this controller serves another array: make one for each")
+        self.storage = storage
+        defaults = config.current()
+        path, self.reason = self._choose_path(storage, device)
+        count, depth, threads = self._geometry(path, device, line_bytes, defaults)
+        mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
+        if path == "mapped" and device.kind == "cuda":
+            self._register(storage, device)
+        try:
+            self._queues = QueuePairs(
+                device,
+                count,
+                depth,
+                path,
+                mapped_base=mapped_base,
+                buffer_bytes=line_bytes if path == "bounce" else 0,
+                timeout_s=defaults.timeout_s,
+            )
+            regions = [self._queues.buffer_region] if path == "bounce" else []
+            if path == "direct":
+                regions = [frames]
+            self._native = _native.SoftwareController(
+                storage.native, self._queues.native, regions, threads, PAGE_BYTES, PAGE_BYTES
+            )
+            self._native.start()
+        except BaseException:
+            self.close()
+            raise
+        self.path = path
+        self.threads = threads
+        return self._queues
+
+    @staticmethod
+    def _can_map(storage: Storage, device: Device) -> bool:
+        if not int(storage.native.mapped_base):
+            return False
+        # A CPU thread that touches a mapped file's page after a truncation dies of SIGBUS; the
+        # GPU's registration pins the pages. So files are mapped for GPUs only.
+        return isinstance(storage, Memory) or device.kind == "cuda"
+
+    def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
+        wanted = self._wanted[3]
+        mappable = self._can_map(storage, device)
+        if wanted == "mapped" and not mappable:
+            raise ArgumentError(
+                "data_path='mapped' needs a namespace in memory that the device can read: "
+                "storage.Memory, or a read-only file opened for a GPU with direct=False"
+            )
+        if wanted == "direct" and device.kind != "cpu":
+            raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
+        if wanted is not None:
+            return wanted, "asked for"
+        if mappable:
+            return "mapped", "the namespace is memory that the device reads itself"
+        if device.kind == "cpu":
+            return "direct", "the device's memory is host memory: the controller fills the frames"
+        return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
+
+    def _geometry(
+        self, path: str, device: Device, line_bytes: int, defaults: config.Config
+    ) -> tuple[int, int, int]:
+        count, depth, threads, _ = self._wanted
+        cores = len(os.sched_getaffinity(0))
+        if count is None:
+            count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
+        if depth is None:
+            depth = defaults.depth if path == "mapped" else defaults.bounce_depth
+            while (
+                path == "bounce"
+                and depth > 2
+                and count * depth * line_bytes > defaults.bounce_bytes
+            ):
+                depth //= 2
+        if threads is None:
+            threads = defaults.controller_threads
+        if not threads:
+            # On the CPU device the waiting threads serve too; on the mapped path nothing is moved.
+            few = path == "mapped" or device.kind == "cpu"
+            threads = 1 if few else max(1, min(8, cores // 2))
+        return count, depth, threads
+
+    def _register(self, storage: Storage, device: Device) -> None:
+        if isinstance(storage, File) and storage.mapping is not None:
+            mapping = storage.mapping
+            self._registration = device.register_host(mapping.address, mapping.nbytes, True)
+        elif isinstance(storage, Memory):
+            # Whole pages: that is what the driver pins.
+            begin = storage.address & ~4095
+            end = (storage.address + storage.nbytes + 4095) & ~4095
+            self._registration = device.register_host(begin, end - begin, not storage.writable)
+
+    # What it can tell.
+
+    @property
+    def queues(self) -> QueuePairs:
+        if self._queues is None:
+            raise ClosedError("the controller serves no array")
+        return self._queues
+
+    @property
+    def address(self) -> int:
+        """Address of the native controller, for threads that serve it while they wait."""
+        return int(self._native.address)
+
+    def wake(self) -> None:
+        """Wake the threads now: work is about to be submitted. Costs a microsecond."""
+        self._native.wake()
+
+    def take_errors(self) -> Sequence[dict[str, Any]]:
+        """Return and forget the failures since the last call, oldest first (at most 64)."""
+        if self._native is None:
+            return []
+        return [dict(e) for e in self._native.take_errors() if not e.get("recovered")]
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: engine, threads, queue pairs."""
+        return {} if self._native is None else dict(self._native.describe())
+
+    def stats(self) -> dict[str, Any]:
+        """Return the controller's own counters."""
+        return {} if self._native is None else dict(self._native.stats())
+
+    def close(self) -> None:
+        """Stop the threads, then free the rings. Blocks for commands in flight; call twice freely."""
+        if self._native is not None:
+            self._native.stop()
+            self._native = None
+        if self._queues is not None:
+            self._queues.close()
+            self._queues = None
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None

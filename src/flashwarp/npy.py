@@ -1,0 +1,109 @@
+"""The .npy format: where the data of a file begins, and files made so that it begins on a page."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib import format as npy_format
+
+from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
+
+__all__ = ["Layout", "check_dtype", "read_layout", "write_empty"]
+
+_DATA_OFFSET = 4096
+"""Where `write_empty` puts the data: page-aligned, so that O_DIRECT transfers need no shifting."""
+
+# A header says shape and dtype; numpy itself refuses longer ones unless told that the file is safe.
+_HEADER_BYTES_MAX = 10_000
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies in a file, and from which byte on."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Return a dtype whose values are their bytes, or raise DtypeError."""
+    try:
+        result = np.dtype(dtype)
+    except TypeError as error:
+        raise DtypeError(f"{dtype!r} is not a dtype") from error
+    if result.hasobject:
+        raise DtypeError(
+            f"dtype {result} holds Python objects, whose bytes mean nothing in a file: "
+            "store numbers, fixed-width text or records"
+        )
+    if result.itemsize == 0:
+        raise DtypeError(f"dtype {result} has elements of no bytes")
+    return result
+
+
+def read_layout(path: str) -> Layout:
+    """Read the header of a .npy file.
+
+    Raises
+    ------
+    FileFormatError
+        When it is no .npy file, is Fortran-ordered, or has fewer bytes than its header promises.
+    DtypeError
+        When it holds Python objects.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            version = npy_format.read_magic(file)
+            reader = (
+                npy_format.read_array_header_1_0
+                if version == (1, 0)
+                else npy_format.read_array_header_2_0
+            )
+            shape, fortran, dtype = reader(file, max_header_size=_HEADER_BYTES_MAX)
+        except ValueError as error:
+            raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
+        offset = file.tell()
+        size = os.fstat(file.fileno()).st_size
+    dtype = check_dtype(dtype)
+    if fortran and len(shape) > 1 and math.prod(shape) > 0:
+        raise FileFormatError(
+            f"{path} is in Fortran order, in which a row is scattered over the file: "
+            "save it again with numpy.ascontiguousarray"
+        )
+    layout = Layout(dtype, tuple(int(n) for n in shape), offset)
+    if size < offset + layout.nbytes:
+        raise FileFormatError(
+            f"{path} is truncated: shape {shape} of {dtype} needs {offset + layout.nbytes} bytes, "
+            f"the file has {size}"
+        )
+    return layout
+
+
+def write_empty(path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:
+    """Create a .npy file of zeros, sparse where the file system can. Replaces an existing file."""
+    dtype = check_dtype(dtype)
+    if any(n < 0 for n in shape):
+        raise ArgumentError(f"shape {shape} has a negative length")
+    text = repr({"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+    # Version 2: its header length has four bytes, so padding to a page is as valid as any.
+    prefix = npy_format.magic(2, 0)
+    room = _DATA_OFFSET - len(prefix) - 4
+    if len(text) + 1 > room:
+        raise DtypeError(f"the description of dtype {dtype} is longer than {room} characters")
+    header = text.encode("latin1") + b" " * (room - len(text) - 1) + b"\n"
+    layout = Layout(dtype, shape, _DATA_OFFSET)
+    with Path(path).open("wb") as file:
+        file.write(prefix + len(header).to_bytes(4, "little") + header)
+        file.truncate(_DATA_OFFSET + layout.nbytes)
+    return layout

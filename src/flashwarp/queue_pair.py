@@ -1,0 +1,176 @@
+"""The memory of NVMe queue pairs: rings and doorbells on the host's side, slots on the device's.
+
+Mirrors `nvme/queue_pair.cuh`. Allocated when an array opens, freed after its controller has stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from flashwarp import _native
+from flashwarp.device import Device
+
+__all__ = ["DATA_PATHS", "QueueCounters", "QueuePairs"]
+
+DATA_PATHS = ("mapped", "bounce", "direct")
+"""Names of `nvme::data_path`, by value."""
+
+_SQE_BYTES = 64
+_CQE_BYTES = 16
+_DETACHED_BYTES = 32
+# Doorbells lie a cache line apart (CAP.DSTRD = 4), so that two queues' writers never share one.
+_DOORBELL_STRIDE = 64
+
+
+class TransportStruct(ctypes.Structure):
+    """Mirror of `nvme::transport`."""
+
+    _fields_ = (
+        ("mapped_base", ctypes.c_uint64),
+        ("buffers", ctypes.c_uint64),
+        ("buffer_stride", ctypes.c_uint64),
+        ("timeout_ns", ctypes.c_uint64),
+        ("path", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class QueuePairStruct(ctypes.Structure):
+    """Mirror of `nvme::queue_pair`."""
+
+    _fields_ = (
+        ("sq", ctypes.c_uint64),
+        ("cq", ctypes.c_uint64),
+        ("sq_doorbell", ctypes.c_uint64),
+        ("cq_doorbell", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64),
+        ("detached", ctypes.c_uint64),
+        ("data", TransportStruct),
+        ("_pad0", ctypes.c_uint8 * 40),
+        ("ticket", ctypes.c_uint32),
+        ("depth_log2", ctypes.c_uint32),
+        ("id", ctypes.c_uint32),
+        ("failed", ctypes.c_uint32),
+        ("_pad1", ctypes.c_uint8 * 16),
+        ("publish_lock", ctypes.c_uint32),
+        ("tail", ctypes.c_uint32),
+        ("_pad2", ctypes.c_uint8 * 24),
+        ("drain_lock", ctypes.c_uint32),
+        ("head", ctypes.c_uint32),
+        ("fetched", ctypes.c_uint32),
+        ("_pad3", ctypes.c_uint8 * 20),
+        ("doorbells", ctypes.c_uint32),
+        ("helps", ctypes.c_uint32),
+        ("_pad4", ctypes.c_uint8 * 24),
+    )
+
+
+@dataclass(frozen=True)
+class QueueCounters:
+    """Sums over the queue pairs of one controller."""
+
+    commands: int
+    doorbells: int
+    helps: int
+
+
+class QueuePairs:
+    """`count` queue pairs of `depth` entries, ready for a controller and for kernels.
+
+    Parameters
+    ----------
+    device : Device
+        Whose kernels submit.
+    count, depth : int
+        `depth` is a power of two, 2 to 32768.
+    path : str
+        One of `DATA_PATHS`.
+    mapped_base : int
+        "mapped": device address of the namespace.
+    buffer_bytes : int
+        "bounce": size of one slot's buffer.
+    timeout_s : float
+        Bound of every wait of the device code.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        count: int,
+        depth: int,
+        path: str,
+        *,
+        mapped_base: int = 0,
+        buffer_bytes: int = 0,
+        timeout_s: float,
+    ) -> None:
+        self.device = device
+        self.count = count
+        self.depth = depth
+        self.path = path
+        self._buffers = (
+            device.allocate_host(count * depth * buffer_bytes, max(4096, buffer_bytes))
+            if path == "bounce"
+            else None
+        )
+        rings = count * (depth * (_SQE_BYTES + _CQE_BYTES) + 2 * _DOORBELL_STRIDE)
+        self._rings = device.allocate_host(rings)
+        pair_bytes = ctypes.sizeof(QueuePairStruct)
+        self._memory = device.allocate(count * (pair_bytes + depth * (8 + _DETACHED_BYTES)))
+        self.address = self._memory.address
+        sq, cq = self._rings.address, self._rings.address + count * depth * _SQE_BYTES
+        doorbells = cq + count * depth * _CQE_BYTES
+        detached = self.address + count * pair_bytes
+        slots = detached + count * depth * _DETACHED_BYTES
+        self.native = []
+        structs = (QueuePairStruct * count)()
+        for i, pair in enumerate(structs):
+            pair.sq = sq + i * depth * _SQE_BYTES
+            pair.cq = cq + i * depth * _CQE_BYTES
+            pair.sq_doorbell = doorbells + 2 * i * _DOORBELL_STRIDE
+            pair.cq_doorbell = pair.sq_doorbell + _DOORBELL_STRIDE
+            pair.slots = slots + i * depth * 8
+            pair.detached = detached + i * depth * _DETACHED_BYTES
+            pair.data.mapped_base = mapped_base
+            if self._buffers is not None:
+                pair.data.buffers = self._buffers.address + i * depth * buffer_bytes
+            pair.data.buffer_stride = buffer_bytes
+            pair.data.timeout_ns = int(timeout_s * 1e9)
+            pair.data.path = DATA_PATHS.index(path)
+            pair.depth_log2 = depth.bit_length() - 1
+            pair.id = i + 1
+            self.native.append(
+                _native.QueuePair(
+                    sq=pair.sq,
+                    cq=pair.cq,
+                    sq_doorbell=pair.sq_doorbell,
+                    cq_doorbell=pair.cq_doorbell,
+                    depth=depth,
+                    id=i + 1,
+                )
+            )
+        device.upload(self.address, bytes(structs))
+
+    @property
+    def buffer_region(self) -> tuple[int, int] | None:
+        """Address and size of the slots' buffers, for the controller's transfers."""
+        return None if self._buffers is None else (self._buffers.address, self._buffers.nbytes)
+
+    def counters(self) -> QueueCounters:
+        """Read the counters; the snapshot is not atomic over the pairs."""
+        nbytes = self.count * ctypes.sizeof(QueuePairStruct)
+        data = self.device.download(self.address, nbytes)
+        structs = (QueuePairStruct * self.count).from_buffer_copy(data)
+        return QueueCounters(
+            commands=sum(int(pair.ticket) for pair in structs),
+            doorbells=sum(int(pair.doorbells) for pair in structs),
+            helps=sum(int(pair.helps) for pair in structs),
+        )
+
+    def close(self) -> None:
+        """Free the memory; the controller must have stopped. May be called twice."""
+        self._memory.close()
+        self._rings.close()
+        if self._buffers is not None:
+            self._buffers.close()

@@ -1,0 +1,58 @@
+"""Counters of an array: what its accesses met and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot, taken when `Array.stats` is read. All counts are since the array was opened.
+
+    Hits and misses count line accesses of the built-in operations: a row that touches two lines
+    counts two. Element loads in kernels count their misses only.
+    """
+
+    hits: int
+    """Line accesses that found their line in the cache."""
+    misses: int
+    """Line accesses that brought their line in, or waited on one that came."""
+    evictions: int
+    """Lines that made room for others."""
+    write_backs: int
+    """Dirty lines written to the storage."""
+    bytes_read: int
+    """Bytes from the storage."""
+    bytes_written: int
+    """Bytes to the storage."""
+    bytes_used: int
+    """Bytes that callers asked for."""
+    commands: int
+    """NVMe commands submitted."""
+    doorbells: int
+    """Submission doorbells rung: commands / doorbells is the batch."""
+    helps: int
+    """Times a waiting warp drained completions."""
+    errors: int
+    """Commands that failed."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits among all line accesses; 0 before the first."""
+        accesses = self.hits + self.misses
+        return self.hits / accesses if accesses else 0.0
+
+    @property
+    def io_amplification(self) -> float:
+        """Bytes read from the storage for each byte used; 0 before the first."""
+        return self.bytes_read / self.bytes_used if self.bytes_used else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Return counts and ratios, for JSON."""
+        return {
+            **asdict(self),
+            "hit_rate": self.hit_rate,
+            "io_amplification": self.io_amplification,
+        }

@@ -1,0 +1,260 @@
+"""What holds the bytes of an array: host memory, a file, a block device, or several of these.
+
+A storage knows bytes, not arrays. Its namespace is addressed in logical blocks of 512 bytes from
+byte 0 on; alignment that O_DIRECT asks for is handled inside. Storages are thread-safe and owned by
+whoever opened them; a controller keeps its storage alive.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import _native
+from flashwarp.config import parse_bytes
+from flashwarp.errors import ArgumentError, MissingFileError, PathError, ReadOnlyError
+
+__all__ = ["BlockDevice", "File", "Memory", "Replicated", "Storage", "Striped"]
+
+
+class Storage:
+    """Base of all storages.
+
+    Attributes
+    ----------
+    nbytes : int
+        Size of the namespace in bytes.
+    writable : bool
+        Whether it takes writes.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    @property
+    def native(self) -> Any:
+        """The C++ storage, for the controller."""
+        return self._native
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._native.nbytes)
+
+    @property
+    def writable(self) -> bool:
+        return bool(self._native.writable)
+
+    @property
+    def path(self) -> str | None:
+        """The file behind it, when there is one."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: kind, path, engine, alignment, reasons."""
+        return dict(self._native.describe())
+
+    def flush(self) -> None:
+        """Make all writes durable; blocks."""
+        self._native.flush()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.nbytes} bytes, writable={self.writable})"
+
+
+class Memory(Storage):
+    """Host memory as a namespace: a numpy array, or anything with the buffer protocol.
+
+    Parameters
+    ----------
+    data : buffer or int
+        The memory itself, kept alive and never copied; or a size in bytes to allocate, zero-filled.
+    writable : bool, optional
+        Default: as the buffer allows.
+    """
+
+    def __init__(self, data: Any, writable: bool | None = None) -> None:
+        if isinstance(data, int | str):
+            data = np.zeros(parse_bytes(data), np.uint8)
+        array: npt.NDArray[Any] = (
+            data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+        )
+        if not array.flags.c_contiguous:
+            raise ArgumentError("the memory is not contiguous: copy it first")
+        if writable and not array.flags.writeable:
+            raise ReadOnlyError("the memory is read-only, so the storage cannot be writable")
+        self.array = array
+        self.address = int(array.ctypes.data)
+        allowed = bool(array.flags.writeable) if writable is None else writable
+        super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
+
+
+def _check_file(path: str, writable: bool) -> os.stat_result:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        raise MissingFileError(errno.ENOENT, "no such file", path) from error
+    except OSError as error:
+        raise PathError(error.errno, error.strerror, path) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise PathError(errno.EISDIR, "is a directory, not a file", path)
+    if not os.access(path, os.R_OK):
+        raise PathError(errno.EACCES, "is not readable for this user", path)
+    if writable and not os.access(path, os.W_OK):
+        raise PathError(errno.EACCES, 'is not writable for this user: open it with mode="r"', path)
+    return status
+
+
+class File(Storage):
+    """A byte range of a file.
+
+    Parameters
+    ----------
+    path : path-like
+        An existing regular file.
+    offset, nbytes : int, optional
+        The range; default the whole file. Bytes past `nbytes` are never written.
+    writable : bool
+        Open for writing too.
+    direct : bool
+        O_DIRECT (past the page cache), its alignment handled here; or through the page cache.
+
+    Raises
+    ------
+    MissingFileError, PathError
+        When it cannot be opened as asked.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        offset: int = 0,
+        nbytes: int | None = None,
+        *,
+        writable: bool = False,
+        direct: bool = False,
+        _map_address: int = 0,
+        _mapping: Any = None,
+    ) -> None:
+        self._path = os.fspath(path)
+        status = _check_file(self._path, writable)
+        size = status.st_size
+        if stat.S_ISREG(status.st_mode):
+            wanted = size - offset if nbytes is None else nbytes
+            if offset < 0 or wanted < 0 or offset + wanted > size:
+                raise ArgumentError(
+                    f"bytes [{offset}, {offset + wanted}) of {self._path}: it has {size} bytes"
+                )
+        self.offset = offset
+        self.direct = direct
+        self.mapping = _mapping
+        try:
+            native = _native.FileStorage(
+                self._path,
+                offset,
+                nbytes or 0,
+                writable,
+                "direct" if direct else "buffered",
+                _map_address,
+            )
+        except OSError as error:
+            raise PathError(error.errno, error.strerror, self._path) from error
+        super().__init__(native)
+
+    @property
+    def path(self) -> str | None:
+        return self._path
+
+
+class BlockDevice(File):
+    """A block device, whole or in part, always past the page cache.
+
+    Parameters
+    ----------
+    path : path-like
+        Such as ``/dev/nvme0n1p2``. Needs the right to open it.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        offset: int = 0,
+        nbytes: int | None = None,
+        *,
+        writable: bool = False,
+    ) -> None:
+        status = _check_file(os.fspath(path), writable)
+        if not stat.S_ISBLK(status.st_mode):
+            raise PathError(
+                errno.ENOTBLK, "is not a block device: use storage.File", os.fspath(path)
+            )
+        super().__init__(path, offset, nbytes, writable=writable, direct=True)
+
+
+class Striped(Storage):
+    """Several storages as one, in stripes dealt round robin.
+
+    Parameters
+    ----------
+    members : sequence of Storage
+        At least one.
+    stripe : int or str
+        Bytes of a stripe, a multiple of 4096.
+    nbytes : int, optional
+        Size to use; default as many whole stripes as all members hold.
+    """
+
+    def __init__(
+        self, members: Sequence[Storage], stripe: int | str = "128 KiB", nbytes: int | None = None
+    ) -> None:
+        self.members = tuple(members)
+        stripe_bytes = parse_bytes(stripe)
+        try:
+            native = _native.StripedStorage(
+                [member.native for member in self.members], stripe_bytes, nbytes or 0
+            )
+        except ValueError as error:
+            raise ArgumentError(str(error)) from error
+        super().__init__(native)
+
+
+class Replicated(Storage):
+    """Several storages with the same bytes: reads go round robin, writes to all.
+
+    A read that fails on one is tried on the next; members must have equal sizes.
+    """
+
+    def __init__(self, members: Sequence[Storage]) -> None:
+        self.members = tuple(members)
+        try:
+            native = _native.ReplicatedStorage([member.native for member in self.members])
+        except ValueError as error:
+            raise ArgumentError(str(error)) from error
+        super().__init__(native)
+
+
+class Mapping:
+    """A file's pages, mapped read-only; what the GPU reads in place."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._view = np.frombuffer(self._map, np.uint8)
+        self.address = int(self._view.ctypes.data)
+        self.nbytes = nbytes
+
+    def residency(self) -> float:
+        """Share of its pages that are in the page cache now."""
+        return float(_native.residency(self.address, self.nbytes))
+
+    def close(self) -> None:
+        """Unmap it. Nobody may hold its address any more."""
+        del self._view
+        self._map.close()
