@@ -1,0 +1,168 @@
+"""Arrays on a GPU, against numpy: every data path, geometry and library that callers bring."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp import errors
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device():
+    with fw.CudaDevice(0) as found:
+        yield found
+
+
+def save(path: Path, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    rng = np.random.default_rng(7)
+    content = rng.integers(0, 100, shape).astype(dtype)
+    np.save(path, content)
+    return content
+
+
+@pytest.mark.parametrize("row", [1, 3, 64, 100, 1024, 1025, 5000])
+@pytest.mark.parametrize("direct", [None, True, False])
+def test_gather_matches_numpy(tmp_path, device, row, direct):
+    content = save(tmp_path / "a.npy", (3000, row))
+    index = np.random.default_rng(1).integers(-3000, 3000, 5000)
+
+    with fw.open(tmp_path / "a.npy", device=device, cache="4 MiB", direct=direct) as x:
+        assert (x.gather(index) == content[index]).all()
+        assert (x.gather(index) == content[index]).all()
+        assert (x[17:1234] == content[17:1234]).all()
+
+
+@pytest.mark.parametrize("line", [512, 4096, 65536])
+def test_lines_of_every_size(tmp_path, device, line):
+    content = save(tmp_path / "a.npy", (4000, 256))
+    index = np.random.default_rng(1).integers(0, 4000, 9000)
+
+    with fw.open(tmp_path / "a.npy", device=device, cache=64 * line, line=line) as x:
+        assert (x.gather(index) == content[index]).all()
+
+
+def test_read_only_resident_file_is_mapped(tmp_path, device):
+    save(tmp_path / "a.npy", (4000, 256))
+
+    with fw.open(tmp_path / "a.npy", device=device, strict="mapped") as x:
+        assert x.explain().path == "mapped"
+
+
+def test_depth_two_and_one_set_make_progress(tmp_path, device):
+    content = save(tmp_path / "a.npy", (500, 256))
+    index = np.random.default_rng(1).integers(0, 500, 2000)
+    for path in ("mapped", "bounce"):
+        controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=path)
+
+        with fw.open(
+            tmp_path / "a.npy", device=device, cache=4 * 512, line=512, controller=controller
+        ) as x:
+            assert (x.gather(index) == content[index]).all()
+
+
+def test_stores_are_durable_after_flush(tmp_path, device):
+    rng = np.random.default_rng(3)
+    content = rng.standard_normal((5000, 300))
+    with fw.create(tmp_path / "a.npy", content.shape, "float64", device=device, cache="1 MiB") as x:
+        x[...] = content
+        rows = rng.permutation(5000)[:2000]
+        content[rows] = -content[rows]
+        x.scatter(rows, content[rows])
+        x.flush()
+        assert (np.load(tmp_path / "a.npy") == content).all()
+        assert (x[...] == content).all()
+
+
+def test_memory_storage_is_written_in_place(device):
+    held = np.zeros((1000, 512), np.float32)
+    content = np.random.default_rng(3).standard_normal(held.shape).astype(np.float32)
+
+    with fw.from_storage(
+        fw.storage.Memory(held), "float32", held.shape, device=device, cache="256 KiB"
+    ) as x:
+        x[...] = content
+        x.flush()
+
+        assert x.explain().path == "mapped"
+    assert (held == content).all()
+
+
+def test_torch_in_torch_out(tmp_path, device):
+    torch = pytest.importorskip("torch")
+    content = save(tmp_path / "a.npy", (3000, 128))
+    index = torch.randint(-3000, 3000, (40, 50), device="cuda")
+    out = torch.empty((40, 50, 128), device="cuda")
+
+    with fw.open(tmp_path / "a.npy", device=device, cache="1 MiB") as x:
+        result = x[index]
+        assert isinstance(result, torch.Tensor) and result.is_cuda
+        assert (result.cpu().numpy() == content[index.cpu().numpy()]).all()
+        stream = torch.cuda.Stream()
+        assert x.gather(index, out=out, stream=stream) is out
+        stream.synchronize()
+        assert (out == result).all()
+        with pytest.raises(errors.BoundsError, match="3000"):
+            x.gather(torch.tensor([1, 3000], device="cuda"))
+        assert (x.gather(index) == result).all()
+
+
+def test_cupy_in_cupy_out(tmp_path, device):
+    cupy = pytest.importorskip("cupy")
+    content = save(tmp_path / "a.npy", (3000, 128))
+    index = cupy.random.randint(0, 3000, 500)
+
+    with fw.open(tmp_path / "a.npy", "r+", device=device, cache="1 MiB") as x:
+        result = x.gather(index)
+        assert isinstance(result, cupy.ndarray)
+        assert (result.get() == content[index.get()]).all()
+        x.scatter(cupy.arange(10), cupy.full((10, 128), 7, cupy.float32))
+        assert (x[:10] == 7).all()
+
+
+def test_prefetched_rows_hit(tmp_path, device):
+    content = save(tmp_path / "a.npy", (4000, 1024))
+    with fw.open(tmp_path / "a.npy", device=device) as x:
+        x.prefetch(slice(0, 4000))
+        assert (x.gather(np.arange(4000)) == content).all()
+        before = x.stats.bytes_read
+        assert (x.gather(np.arange(4000)) == content).all()
+        assert x.stats.bytes_read == before
+
+
+def test_truncated_file_raises_and_the_array_stays_usable(tmp_path, device):
+    path = tmp_path / "a.npy"
+    content = save(path, (4000, 1024))
+    for direct in (False, True):
+        np.save(path, content)
+        with fw.open(path, "r+", device=device, cache="64 KiB", direct=direct) as x:
+            os.truncate(path, 1 << 20)
+            with pytest.raises(errors.StorageError) as caught:
+                x.gather(np.array([3999]))
+            assert caught.value.filename == str(path)
+            assert (x.gather(np.array([5])) == content[[5]]).all()
+
+
+def test_arrays_share_a_cache(tmp_path, device):
+    one = save(tmp_path / "a.npy", (2000, 256))
+    with fw.Cache("256 KiB", device=device) as cache:
+        with (
+            fw.open(tmp_path / "a.npy", cache=cache) as x,
+            fw.create(tmp_path / "b.npy", (2000, 256), "float32", cache=cache) as y,
+        ):
+            y[...] = one * 2
+            assert (x[...] == one).all()
+            assert (y[...] == one * 2).all()
+        assert (np.load(tmp_path / "b.npy") == one * 2).all()
+
+
+def test_out_of_device_memory_is_typed(tmp_path, device):
+    save(tmp_path / "a.npy", (10, 10))
+    with pytest.raises(errors.DeviceOutOfMemory):
+        fw.open(tmp_path / "a.npy", device=device, cache="900 GiB")
