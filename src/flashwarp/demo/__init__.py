@@ -1,0 +1,14 @@
+"""The demo: three real uses of arrays larger than memory, each checked and compared.
+
+`features` gathers rows in mini-batches, `graph` searches a graph breadth first, `table` asks a
+query of columns. The last two are also small libraries: `BreadthFirstSearch` and `filtered_sums`
+run kernels that read arrays on demand.
+"""
+
+from __future__ import annotations
+
+from flashwarp.demo.check import CheckFailed
+from flashwarp.demo.graph import BreadthFirstSearch
+from flashwarp.demo.table import filtered_sums
+
+__all__ = ["BreadthFirstSearch", "CheckFailed", "filtered_sums"]

@@ -1,0 +1,240 @@
+"""What the demo needs from the disk itself: honest cold starts, and a ceiling to compare with.
+
+The ceiling is the same block size as the contenders use, read with O_DIRECT at a deep queue by the
+kernel's own asynchronous I/O, so no part of flashwarp takes part in the number it is measured
+against.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+__all__ = [
+    "DiskCeiling",
+    "create_npy",
+    "direct_reads_work",
+    "drop_page_cache",
+    "fill_page_cache",
+    "measure_ceiling",
+    "resident_fraction",
+]
+
+# Rows of a file start on a page, so that a row of 4 KiB is one page and one cache line.
+NPY_DATA_OFFSET = 4096
+RANDOM_DEPTH = 256
+SEQUENTIAL_DEPTH = 8
+SEQUENTIAL_BYTES = 1 << 20
+_READ_BYTES = 8 << 20
+
+# io_setup, io_destroy, io_getevents, io_submit: the C library has no wrappers for them.
+_AIO_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
+
+# struct iocb and struct io_event of <linux/aio_abi.h>, little-endian.
+_IOCB = np.dtype(
+    [
+        ("data", "<u8"),
+        ("key", "<u4"),
+        ("rw_flags", "<i4"),
+        ("opcode", "<u2"),
+        ("priority", "<i2"),
+        ("fd", "<u4"),
+        ("buffer", "<u8"),
+        ("nbytes", "<u8"),
+        ("offset", "<i8"),
+        ("reserved", "<u8"),
+        ("flags", "<u4"),
+        ("event_fd", "<u4"),
+    ]
+)
+_IO_EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
+
+
+@dataclass(frozen=True)
+class DiskCeiling:
+    """What the disk gave to reads that bypass everything; 0 where it could not be measured."""
+
+    random_bytes: int
+    random_reads_per_s: float
+    sequential_gb_per_s: float
+    note: str
+
+    @property
+    def random_gb_per_s(self) -> float:
+        """The random reads as a bandwidth."""
+        return self.random_reads_per_s * self.random_bytes / 1e9
+
+
+def create_npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Write the header of a .npy file whose data starts at `NPY_DATA_OFFSET`; return that offset.
+
+    The file gets its full size at once, as a hole, so that parts can be written in any order.
+    """
+    header = repr(
+        {"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    )
+    # Version 1.0: 6 bytes of magic, 2 of version, 2 of header length, then text and one newline.
+    text = header.encode("latin1").ljust(NPY_DATA_OFFSET - 11) + b"\n"
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    with open(path, "wb") as file:
+        file.write(npy_format.magic(1, 0) + len(text).to_bytes(2, "little") + text)
+        file.truncate(NPY_DATA_OFFSET + nbytes)
+    return NPY_DATA_OFFSET
+
+
+def drop_page_cache(path: Path) -> None:
+    """Write the file back and drop its clean pages, so that the next reader starts cold.
+
+    Pages that some process has mapped stay: close every mapping of the file first.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def fill_page_cache(path: Path) -> None:
+    """Read the whole file through the page cache, so that the next reader starts warm."""
+    with path.open("rb", buffering=0) as file:
+        scratch = bytearray(_READ_BYTES)
+        while file.readinto(scratch):
+            pass
+
+
+def resident_fraction(path: Path) -> float:
+    """The part of the file that is in the page cache now, from mincore(2)."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        view = np.frombuffer(mapping, dtype=np.uint8)
+        pages = -(-len(view) // mmap.PAGESIZE)
+        resident = np.zeros(pages, dtype=np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(
+            ctypes.c_void_p(view.ctypes.data),
+            ctypes.c_size_t(len(view)),
+            ctypes.c_void_p(resident.ctypes.data),
+        )
+        del view  # an exported buffer would keep the mapping from closing
+        if failed:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+        return float((resident & 1).mean())
+
+
+def direct_reads_work(path: Path) -> bool:
+    """Whether the file system lets this file be opened with O_DIRECT (some tmpfs do not)."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    return True
+
+
+def measure_ceiling(path: Path, random_bytes: int, seconds: float = 1.0) -> DiskCeiling:
+    """Measure random reads of `random_bytes` and sequential reads of 1 MiB, `seconds` each."""
+    if not direct_reads_work(path):
+        return DiskCeiling(random_bytes, 0.0, 0.0, "not measured: no O_DIRECT on this file system")
+    try:
+        random = _reads_per_s(path, random_bytes, RANDOM_DEPTH, seconds, sequential=False)
+        sequential = _reads_per_s(
+            path, SEQUENTIAL_BYTES, SEQUENTIAL_DEPTH, seconds, sequential=True
+        )
+    except (OSError, NotImplementedError) as error:
+        return DiskCeiling(random_bytes, 0.0, 0.0, f"not measured: {error}")
+    note = f"O_DIRECT, Linux AIO, depth {RANDOM_DEPTH} random and {SEQUENTIAL_DEPTH} sequential"
+    return DiskCeiling(random_bytes, random, sequential * SEQUENTIAL_BYTES / 1e9, note)
+
+
+def _reads_per_s(path: Path, nbytes: int, depth: int, seconds: float, sequential: bool) -> float:
+    if platform.machine() not in _AIO_CALLS:
+        raise NotImplementedError(f"no Linux AIO call numbers for {platform.machine()}")
+    setup, destroy, getevents, submit = _AIO_CALLS[platform.machine()]
+    blocks = path.stat().st_size // nbytes
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    context = ctypes.c_ulong(0)
+    try:
+        _system_call(setup, ctypes.c_long(depth), ctypes.byref(context))
+        try:
+            return _keep_reading(
+                (context, submit, getevents), fd, blocks, nbytes, depth, seconds, sequential
+            )
+        finally:
+            _system_call(destroy, context)
+    finally:
+        os.close(fd)
+
+
+def _keep_reading(
+    aio: tuple[ctypes.c_ulong, int, int],
+    fd: int,
+    blocks: int,
+    nbytes: int,
+    depth: int,
+    seconds: float,
+    sequential: bool,
+) -> float:
+    context, submit, getevents = aio
+    slots = np.arange(depth, dtype=np.uint64)
+    # An anonymous mapping is page-aligned, which is all that O_DIRECT can ask of memory.
+    buffer = np.frombuffer(mmap.mmap(-1, depth * nbytes), dtype=np.uint8)
+    commands = np.zeros(depth, _IOCB)
+    commands["data"] = slots
+    commands["fd"] = fd
+    commands["nbytes"] = nbytes
+    commands["buffer"] = buffer.ctypes.data + slots * np.uint64(nbytes)
+    addresses = commands.ctypes.data + slots * np.uint64(_IOCB.itemsize)
+    events = np.zeros(depth, _IO_EVENT)
+    random = np.random.default_rng(0)
+    free, done, position = slots, 0, 0
+
+    start = time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        if sequential:
+            block = (position + np.arange(len(free))) % blocks
+            position += len(free)
+        else:
+            block = random.integers(0, blocks, len(free))
+        commands["offset"][free] = block * nbytes
+        pointers = addresses[free]
+        _system_call(
+            submit, context, ctypes.c_long(len(free)), ctypes.c_void_p(pointers.ctypes.data)
+        )
+        # A quarter of the queue at a time: deep enough to batch, and the disk never runs dry.
+        count = _system_call(
+            getevents,
+            context,
+            ctypes.c_long(max(1, depth // 4)),
+            ctypes.c_long(depth),
+            ctypes.c_void_p(events.ctypes.data),
+            None,
+        )
+        results = events["result"][:count]
+        if (results != nbytes).any():
+            bad = int(results[results != nbytes][0])
+            raise OSError(-bad if bad < 0 else errno.EIO, f"read of {nbytes} bytes returned {bad}")
+        free = events["data"][:count].copy()
+        done += count
+    return done / elapsed
+
+
+def _system_call(number: int, *arguments: Any) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    result = int(libc.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"system call {number}: {os.strerror(code)}")
+    return result

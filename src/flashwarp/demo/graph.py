@@ -1,0 +1,445 @@
+"""Breadth-first search on a graph whose neighbour lists stay in a file.
+
+The graph is the Kronecker graph of the GAP benchmark suite and Graph500 (RMAT with a, b, c = 0.57,
+0.19, 0.19 and 16 edges a vertex), made symmetric and stored as CSR in two .npy files. The offsets
+go to device memory; neighbours are read on demand, line by line, by the kernel in kernels/bfs.cuh.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import flashwarp as fw
+from flashwarp.demo.check import check_equal
+from flashwarp.demo.disk import create_npy, direct_reads_work, drop_page_cache
+from flashwarp.demo.kernels import ArrayView, data_path_of, launch, view_of
+from flashwarp.demo.progress import Steps
+from flashwarp.device import Device
+from flashwarp.errors import ArgumentError
+
+__all__ = [
+    "EDGE_FACTOR",
+    "SIZES",
+    "UNREACHED",
+    "BreadthFirstSearch",
+    "GraphResult",
+    "GraphSize",
+    "Level",
+    "Search",
+    "as_matrix",
+    "build_csr",
+    "pick_sources",
+    "reference_distances",
+    "rmat",
+    "run",
+]
+
+EDGE_FACTOR = 16
+# Chances of the four quadrants (top left, top right, bottom left) at each level, as 16-bit
+# thresholds: the rounding moves a chance by less than 1e-5.
+_A, _AB, _ABC = (round(65536 * p) for p in (0.57, 0.57 + 0.19, 0.57 + 0.19 + 0.19))
+# Edges made at a time: the seven scratch arrays of a chunk stay in a core's caches.
+_CHUNK_EDGES = 1 << 18
+
+UNREACHED = 0xFFFFFFFF
+"""Distance of a vertex that the search has not reached."""
+
+_LINE_BYTES = 4096
+# Vertices a warp takes at a time. On a GPU one for each lane; on the CPU enough that the lists of a
+# tile, about 30 lines, keep the disk busy while a single thread expands them.
+_TILE = {"cuda": 32, "cpu": 1024}
+
+
+@dataclass(frozen=True)
+class GraphSize:
+    """How large the graph is: 2**scale vertices, about 30 neighbour entries each."""
+
+    scale: int
+    cache_bytes: int
+    searches: int
+
+
+# Scale 20 makes 126 MB of neighbours, four times the cache, in a few seconds of two cores.
+SIZES = {
+    "quick": GraphSize(20, 32 << 20, 2),
+    "full": GraphSize(22, 128 << 20, 4),
+}
+
+
+@dataclass(frozen=True)
+class Level:
+    """One launch: the frontier at one distance, expanded."""
+
+    frontier: int
+    bytes_needed: int
+    """Of the neighbour lists of the frontier."""
+    bytes_read: int
+    """From the file."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """One search from one vertex, with a cache that starts empty."""
+
+    source: int
+    reached: int
+    entries: int
+    """Neighbour entries examined: those of every vertex reached."""
+    seconds: float
+    levels: tuple[Level, ...]
+
+    @property
+    def teps(self) -> float:
+        """Undirected edges traversed a second, as Graph500 counts them: each edge once."""
+        return self.entries / 2 / self.seconds
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of all neighbour entries examined."""
+        return sum(level.bytes_needed for level in self.levels)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the file; more than the file when lines come in again."""
+        return sum(level.bytes_read for level in self.levels)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the neighbours loaded that were in the cache, or came with one before them."""
+        return 1 - self.bytes_read / _LINE_BYTES / self.entries
+
+
+@dataclass(frozen=True)
+class GraphResult:
+    """All searches on one graph, and what doing it in memory costs."""
+
+    scale: int
+    vertices: int
+    entries: int
+    file_bytes: int
+    cache_bytes: int
+    build_seconds: float
+    searches: tuple[Search, ...]
+    load_seconds: float
+    """Reading the whole neighbour file into memory, from a cold start."""
+    reference_seconds: float
+    """One search of scipy.sparse.csgraph on the graph in memory; the mean."""
+    path: str
+
+
+def rmat(scale: int, edges: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Draw `edges` directed edges among 2**scale vertices, before vertices are permuted."""
+    random = np.random.default_rng(seed)
+    source = np.empty(edges, dtype=np.uint32)
+    target = np.empty(edges, dtype=np.uint32)
+    for start in range(0, edges, _CHUNK_EDGES):
+        chunk = slice(start, min(start + _CHUNK_EDGES, edges))
+        source[chunk], target[chunk] = _rmat_chunk(random, scale, chunk.stop - chunk.start)
+    return source, target
+
+
+def _rmat_chunk(
+    random: np.random.Generator, scale: int, count: int
+) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    source = np.zeros(count, dtype=np.uint32)
+    target = np.zeros(count, dtype=np.uint32)
+    for _ in range(scale):
+        draw = np.frombuffer(random.bytes(2 * count), dtype="<u2")
+        bottom = draw >= _AB
+        right = ((draw >= _A) & ~bottom) | (draw >= _ABC)
+        source += source
+        source += bottom
+        target += target
+        target += right
+    return source, target
+
+
+def build_csr(
+    scale: int, seed: int, edge_factor: int = EDGE_FACTOR
+) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+    """Make the symmetric graph: offsets and neighbours, sorted, without loops and duplicates.
+
+    Vertices are renamed by a random permutation, so that a hub's neighbours are not neighbours
+    in the file.
+    """
+    vertices = 1 << scale
+    source, target = rmat(scale, edge_factor * vertices, seed)
+    names = np.random.default_rng(seed + 1).permutation(vertices).astype(np.uint64)
+    a, b = names[source], names[target]
+    del source, target
+    # One 64-bit key an entry sorts by vertex, then neighbour, in a single pass without indirection.
+    shift = np.uint64(scale)
+    keys = np.concatenate([(a << shift) | b, (b << shift) | a])
+    del a, b
+    keys.sort()
+    keep = np.empty(len(keys), dtype=bool)
+    keep[:1] = True
+    np.not_equal(keys[1:], keys[:-1], out=keep[1:])
+    keep &= (keys >> shift) != (keys & np.uint64(vertices - 1))
+    keys = keys[keep]
+    offsets = np.zeros(vertices + 1, dtype=np.uint64)
+    degree = np.bincount((keys >> shift).astype(np.int64), minlength=vertices)
+    np.cumsum(degree, out=offsets[1:])
+    return offsets, (keys & np.uint64(vertices - 1)).astype(np.int32)
+
+
+def pick_sources(
+    offsets: NDArray[np.uint64], count: int, seed: int, degree_min: int = 3
+) -> list[int]:
+    """Pick start vertices with more than two neighbours, as the BaM paper does."""
+    degree = np.diff(offsets)
+    eligible = np.flatnonzero(degree >= degree_min)
+    picked = np.random.default_rng(seed).choice(eligible, size=count, replace=False)
+    return [int(vertex) for vertex in picked]
+
+
+def as_matrix(offsets: NDArray[np.uint64], neighbours: NDArray[np.int32]) -> Any:
+    """Make the scipy matrix of a graph in memory."""
+    from scipy.sparse import csr_matrix
+
+    vertices = len(offsets) - 1
+    # csgraph converts anything else to float64 at every call.
+    ones = np.ones(len(neighbours), dtype=np.float64)
+    return csr_matrix((ones, neighbours, offsets.astype(np.int64)), shape=(vertices, vertices))
+
+
+def reference_distances(matrix: Any, source: int) -> NDArray[np.uint32]:
+    """Search with scipy.sparse.csgraph, the whole graph in memory."""
+    from scipy.sparse.csgraph import breadth_first_order
+
+    order, parent = breadth_first_order(matrix, source, directed=True)
+    return _distances_of_tree(order, parent, matrix.shape[0])
+
+
+def _distances_of_tree(
+    order: NDArray[np.int32], parent: NDArray[np.int32], vertices: int
+) -> NDArray[np.uint32]:
+    distances = np.full(vertices, UNREACHED, dtype=np.uint32)
+    distances[order[0]] = 0
+    rest, level = order[1:], 0
+    while len(rest):
+        # Breadth-first order: the children of a level come before those of the next.
+        at_level = distances[parent[rest]] == level
+        distances[rest[at_level]] = level + 1
+        rest = rest[~at_level]
+        level += 1
+    return distances
+
+
+# The search on the device.
+
+
+class _Params(ctypes.Structure):
+    """Mirror of fw::kernels::bfs_params."""
+
+    _fields_ = (
+        ("neighbours", ArrayView),
+        ("offsets", ctypes.c_uint64),
+        ("distances", ctypes.c_uint64),
+        ("found", ctypes.c_uint64),
+        ("vertices", ctypes.c_uint64),
+        ("level", ctypes.c_uint32),
+        ("tile", ctypes.c_uint32),
+    )
+
+
+class BreadthFirstSearch:
+    """Breadth-first search from any vertex, neighbour lists on demand through an `Array`.
+
+    Holds offsets and distances, 12 bytes a vertex, in device memory until closed. Use from one
+    thread at a time.
+
+    Parameters
+    ----------
+    neighbours : Array
+        One dimension of 4-byte integers; stays the caller's.
+    offsets : array of uint64
+        vertices + 1 entries: the list of vertex v is neighbours[offsets[v]:offsets[v + 1]].
+
+    Examples
+    --------
+    >>> import numpy as np, tempfile, pathlib, flashwarp as fw
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "neighbours.npy"
+    >>> np.save(path, np.array([1, 0, 2, 1], dtype=np.int32))
+    >>> with fw.open(path, device="cpu") as neighbours:
+    ...     with BreadthFirstSearch(neighbours, np.array([0, 1, 3, 4], dtype=np.uint64)) as search:
+    ...         levels = list(search.levels(0))
+    ...         search.distances().tolist()
+    [0, 1, 2]
+    """
+
+    def __init__(self, neighbours: fw.Array, offsets: NDArray[np.uint64]) -> None:
+        _check_graph(neighbours, offsets)
+        self._neighbours = neighbours
+        self._offsets = offsets
+        self._vertices = len(offsets) - 1
+        self._device = neighbours.device
+        with ExitStack() as undo:
+            self._offset_words = undo.enter_context(self._device.allocate(8 * len(offsets)))
+            self._distances = undo.enter_context(self._device.allocate(4 * self._vertices))
+            self._found = undo.enter_context(self._device.allocate(4))
+            self._device.upload(self._offset_words.address, np.ascontiguousarray(offsets))
+            self._owned = undo.pop_all()
+
+    def levels(self, source: int) -> Iterator[Level]:
+        """Search from `source`, one launch at each distance, and tell what it took.
+
+        Blocks while a level runs. The search is over when the iterator ends.
+        """
+        if not 0 <= source < self._vertices:
+            raise ArgumentError(f"source {source} is not one of {self._vertices} vertices")
+        self._device.fill(self._distances.address, 0xFF, 4 * self._vertices)
+        self._device.upload(self._distances.address + 4 * source, np.zeros(1, np.uint32))
+        # A vertex is met at most once, so there are at most as many levels as vertices.
+        for level in range(self._vertices):
+            before, start = self._neighbours.stats.bytes_read, time.perf_counter()
+            more = self._expand(level)
+            seconds = time.perf_counter() - start
+            frontier = np.flatnonzero(self.distances() == level)
+            entries = self._offsets[frontier + 1] - self._offsets[frontier]
+            yield Level(
+                frontier=len(frontier),
+                bytes_needed=4 * int(entries.sum()),
+                bytes_read=self._neighbours.stats.bytes_read - before,
+                seconds=seconds,
+            )
+            if not more:
+                return
+
+    def distances(self) -> NDArray[np.uint32]:
+        """Return the distance of every vertex, `UNREACHED` where there is no path."""
+        result = np.empty(self._vertices, dtype=np.uint32)
+        self._device.download_into(self._distances.address, result)
+        return result
+
+    def _expand(self, level: int) -> bool:
+        self._device.fill(self._found.address, 0, 4)
+        tile = _TILE[self._device.kind]
+        params = _Params(
+            neighbours=view_of(self._neighbours),
+            offsets=self._offset_words.address,
+            distances=self._distances.address,
+            found=self._found.address,
+            vertices=self._vertices,
+            level=level,
+            tile=tile,
+        )
+        launch("bfs_level", params, [self._neighbours], warps=-(-self._vertices // tile))
+        return self._device.download(self._found.address, 4) != b"\0\0\0\0"
+
+    def close(self) -> None:
+        """Free the device memory. May be called twice."""
+        self._owned.close()
+
+    def __enter__(self) -> BreadthFirstSearch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_graph(neighbours: fw.Array, offsets: NDArray[np.uint64]) -> None:
+    if neighbours.ndim != 1 or neighbours.dtype.kind not in "iu" or neighbours.dtype.itemsize != 4:
+        raise ArgumentError(
+            f"neighbours are one dimension of 4-byte integers, not {neighbours.ndim} of "
+            f"{neighbours.dtype}"
+        )
+    if offsets.dtype != np.uint64 or offsets.ndim != 1 or len(offsets) < 2:
+        raise ArgumentError("offsets are one dimension of uint64, one more than vertices")
+    # The kernel trusts them.
+    if offsets[0] != 0 or offsets[-1] != neighbours.shape[0] or (offsets[1:] < offsets[:-1]).any():
+        raise ArgumentError(f"offsets do not rise from 0 to {neighbours.shape[0]}")
+
+
+# The part as a whole.
+
+
+def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> GraphResult:
+    """Make the graph, search it on the device from its files, check against scipy."""
+    path = directory / "neighbours.npy"
+    start = time.perf_counter()
+    with steps.step(f"graph: make a Kronecker graph of scale {size.scale}"):
+        offsets, neighbours = build_csr(size.scale, seed=1)
+        np.save(directory / "offsets.npy", offsets)
+        _write_neighbours(path, neighbours)
+    build_seconds = time.perf_counter() - start
+    entries, vertices = len(neighbours), len(offsets) - 1
+    sources = pick_sources(offsets, size.searches, seed=2)
+    # From here on the neighbours are in the file alone.
+    del neighbours
+    drop_page_cache(path)
+    searches, found, explained = [], [], ""
+    for source in steps.track(sources, "graph: search from the file"):
+        with (
+            fw.open(
+                path,
+                device=device,
+                cache=size.cache_bytes,
+                line=_LINE_BYTES,
+                direct=direct_reads_work(path),
+            ) as array,
+            BreadthFirstSearch(array, offsets) as search,
+        ):
+            levels = tuple(search.levels(source))
+            found.append(search.distances())
+            explained = data_path_of(array)
+        searches.append(_search(source, levels, found[-1], offsets))
+    drop_page_cache(path)
+    start = time.perf_counter()
+    neighbours = np.load(path)
+    load_seconds = time.perf_counter() - start
+    matrix = as_matrix(offsets, neighbours)
+    reference_seconds = 0.0
+    for source, distances in zip(
+        steps.track(sources, "graph: check with scipy"), found, strict=True
+    ):
+        start = time.perf_counter()
+        expected = reference_distances(matrix, source)
+        reference_seconds += time.perf_counter() - start
+        check_equal(f"graph: distances from vertex {source}", distances, expected)
+    return GraphResult(
+        scale=size.scale,
+        vertices=vertices,
+        entries=entries,
+        file_bytes=4 * entries,
+        cache_bytes=size.cache_bytes,
+        build_seconds=build_seconds,
+        searches=tuple(searches),
+        load_seconds=load_seconds,
+        reference_seconds=reference_seconds / len(sources),
+        path=explained,
+    )
+
+
+def _write_neighbours(path: Path, neighbours: NDArray[np.int32]) -> None:
+    offset = create_npy(path, neighbours.shape, neighbours.dtype)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        neighbours.tofile(file)
+
+
+def _search(
+    source: int,
+    levels: tuple[Level, ...],
+    distances: NDArray[np.uint32],
+    offsets: NDArray[np.uint64],
+) -> Search:
+    reached = distances != UNREACHED
+    return Search(
+        source=source,
+        reached=int(reached.sum()),
+        entries=int(np.diff(offsets)[reached].sum()),
+        # Levels alone: the statistics between them are the demo's own work.
+        seconds=sum(level.seconds for level in levels),
+        levels=levels,
+    )

