@@ -83,7 +83,7 @@ def _locked(
     """One operation of an array at a time: errors are then of the call that raises them."""
 
     @functools.wraps(method)
-    def call(self: Array, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
             self._check_usable()
             return method(self, *args, **kwargs)
@@ -107,9 +107,9 @@ class Array:
     Notes
     -----
     Calls block until done unless a `stream` is given; then they return at once, ordered on it, and
-    their errors are raised by the next call or by `close`. Several Python threads may use one array;
-    their calls take turns. Repeated indices in a store: one of the values wins in `scatter`, the
-    last in ``x[...] = v``. A forked child must open its own.
+    their errors are raised by the next call or by `close`. Several Python threads may use one
+    array; their calls take turns. Repeated indices in a store: one of the values wins in
+    `scatter`, the last in ``x[...] = v``. A forked child must open its own.
 
     Examples
     --------
@@ -156,26 +156,32 @@ class Array:
 
     @property
     def device(self) -> Device:
+        """Where its kernels run and its cache lies."""
         return self.cache.device
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.size * self.dtype.itemsize
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     @property
     def writable(self) -> bool:
+        """Whether rows can be stored."""
         return self._storage.writable
 
     def __len__(self) -> int:
@@ -270,7 +276,9 @@ class Array:
         self._need_axis()
         if isinstance(idx_or_slice, slice):
             chosen = rows.select(idx_or_slice, self.shape).rows
-            idx_or_slice = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64)
+            if isinstance(chosen, range):
+                chosen = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64)
+            idx_or_slice = chosen
         index = self._index(idx_or_slice, stream)
         if not index.size or not self._row_bytes:
             return
@@ -723,7 +731,7 @@ class Array:
             return
         status, line = int(record.status), int(record.line)
         volume.clear_errors()
-        failures = [e for e in self._controller.take_errors()]
+        failures = self._controller.take_errors()
         offset = line * self.cache.line_bytes
         if status == _TIMED_OUT:
             raise ControllerTimeout(

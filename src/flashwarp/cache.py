@@ -121,8 +121,8 @@ class Volume:
         data = self.cache.device.download(self.events.address, self.events.nbytes)
         shards = (CountersStruct * _COUNTER_SHARDS).from_buffer_copy(data)
         return {
-            name: sum(int(getattr(shard, name)) for shard in shards)
-            for name, _ in CountersStruct._fields_
+            field[0]: sum(int(getattr(shard, field[0])) for shard in shards)
+            for field in CountersStruct._fields_
         }
 
 
@@ -212,6 +212,7 @@ class Cache:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._closed
 
     def attach(self, nbytes: int, queues: QueuePairs) -> Volume:

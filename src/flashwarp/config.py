@@ -106,7 +106,7 @@ def current() -> Config:
         text = os.environ.get(variable)
         if text is None:
             continue
-        kind = type(field.default)
+        kind: type[Any] = type(field.default)
         try:
             changes[field.name] = kind(text)
         except ValueError:

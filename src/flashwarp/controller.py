@@ -1,7 +1,8 @@
 """The software NVMe controller: host threads that serve queue pairs from any storage.
 
-A `SoftwareController` is a plan until an array attaches it to a device; then it owns its queue pairs
-and threads, and stops with the array. Data reaches the device by one of three paths, chosen here.
+A `SoftwareController` is a plan until an array attaches it to a device; then it owns its queue
+pairs and threads, and stops with the array. Data reaches the device by one of three paths, chosen
+here.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class SoftwareController:
                 buffer_bytes=line_bytes if path == "bounce" else 0,
                 timeout_s=defaults.timeout_s,
             )
-            regions = [self._queues.buffer_region] if path == "bounce" else []
+            buffers = self._queues.buffer_region
+            regions = [] if buffers is None else [buffers]
             if path == "direct":
                 regions = [frames]
             self._native = _native.SoftwareController(
@@ -173,6 +175,7 @@ class SoftwareController:
 
     @property
     def queues(self) -> QueuePairs:
+        """The queue pairs that it serves; ClosedError when it serves none."""
         if self._queues is None:
             raise ClosedError("the controller serves no array")
         return self._queues
@@ -201,7 +204,7 @@ class SoftwareController:
         return {} if self._native is None else dict(self._native.stats())
 
     def close(self) -> None:
-        """Stop the threads, then free the rings. Blocks for commands in flight; call twice freely."""
+        """Stop the threads, free the rings. Waits for what is in flight; may be called twice."""
         if self._native is not None:
             self._native.stop()
             self._native = None

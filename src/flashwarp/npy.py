@@ -33,6 +33,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ __all__ = ["create", "from_storage", "open"]
 
 _log = logging.getLogger(__name__)
 
-CacheLike = Literal["auto"] | int | str | Cache
+CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
 
 
 def open(  # noqa: A001 - the door of the library, as numpy.memmap has its

@@ -1,6 +1,7 @@
 """The memory of NVMe queue pairs: rings and doorbells on the host's side, slots on the device's.
 
-Mirrors `nvme/queue_pair.cuh`. Allocated when an array opens, freed after its controller has stopped.
+Mirrors `nvme/queue_pair.cuh`. Allocated when an array opens, freed after its controller
+has stopped.
 """
 
 from __future__ import annotations

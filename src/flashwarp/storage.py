@@ -46,10 +46,12 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
+        """Size of the namespace in bytes."""
         return int(self._native.nbytes)
 
     @property
     def writable(self) -> bool:
+        """Whether it takes writes."""
         return bool(self._native.writable)
 
     @property
@@ -170,6 +172,7 @@ class File(Storage):
 
     @property
     def path(self) -> str | None:
+        """The file as it was named."""
         return self._path
 
 
