@@ -89,7 +89,7 @@ def _cuda() -> Any:
         (status,) = cuda.cuInit(0)
     except RuntimeError as error:
         raise DeviceError(
-            f"CUDA's driver was not found: {error}. "
+            f"CUDA's driver was not found: {str(error).rstrip('.')}. "
             "libcuda.so.1 comes with the NVIDIA driver; without one use device='cpu'."
         ) from error
     if int(status) != 0:
