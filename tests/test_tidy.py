@@ -23,15 +23,16 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 # Lowest first. A module imports from its own line and from those above it, never from below.
 LAYERS = [
     ["errors"],
-    ["config", "stats"],
+    ["config", "stats", "npy", "rows"],
     ["_jit"],
     ["_foreign"],
     ["device"],
     ["storage"],
-    ["controller"],
     ["queue_pair"],
+    ["controller"],
     ["cache"],
     ["array"],
+    ["opening"],
     ["flashwarp"],
     ["demo", "bench", "cli"],
 ]
