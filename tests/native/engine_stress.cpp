@@ -3,12 +3,13 @@
 // Each submitter owns some rings and a part of the namespace, writes patterns that carry their
 // place and version, reads them back and checks every byte. While it waits it serves the
 // controller, as waiting device threads do. Every kind of storage and both I/O engines get a turn;
-// the controller is stopped and started again in between. Prints the seed; the first argument
-// replays one.
+// the controller is stopped and started again in between. FLASHWARP_STRESS_SECONDS is shared out
+// among them. Prints the seed; the first argument replays one.
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -34,7 +35,9 @@ constexpr uint32_t kChunkBytes = 8192;    // one command's data
 constexpr uint32_t kChunks = kDepth - 1;  // a submitter's part: one chunk a slot
 constexpr uint64_t kPartBytes = uint64_t(kChunks) * kChunkBytes;
 constexpr uint64_t kNamespaceBytes = kSubmitters * kPartBytes;
-constexpr uint32_t kRounds = 150;
+constexpr uint32_t kRoundsMin = 8;  // however slow the machine
+constexpr uint32_t kLives = 2;      // starts of one controller
+constexpr uint32_t kCases = 19;     // calls of `stress`
 constexpr uint64_t kPageBytes = 4096;
 
 void require(bool condition, const char* what) {
@@ -173,6 +176,11 @@ class Submitter {
   uint32_t pending_ = 0;
 };
 
+double stress_seconds() {
+  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
+  return text == nullptr ? 3.0 : std::atof(text);
+}
+
 void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads, uint32_t seed) {
   std::vector<std::unique_ptr<Submitter>> submitters;
   std::vector<QueuePairAddresses> pairs;
@@ -186,14 +194,21 @@ void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads
   options.threads = threads;
   options.page_bytes = kPageBytes;
   SoftwareController controller(std::move(storage), pairs, regions, options);
+  const std::chrono::duration<double> share(stress_seconds() / (kCases * kLives));
+  std::atomic<uint64_t> rounds = 0;
   std::printf("%s, %s, %u threads\n", name, controller.engine_description().c_str(), threads);
-  for (uint32_t life = 0; life < 2; ++life) {
+  for (uint32_t life = 0; life < kLives; ++life) {
     controller.start();
+    const auto end = std::chrono::steady_clock::now() + share;
     std::vector<std::thread> workers;
     for (uint32_t i = 0; i < kSubmitters; ++i) {
       workers.emplace_back([&, i] {
         std::mt19937 random(seed + i);
-        for (uint32_t v = 1; v <= kRounds; ++v) submitters[i]->round(controller, v, random);
+        uint32_t v = 0;
+        while (v < kRoundsMin || std::chrono::steady_clock::now() < end) {
+          submitters[i]->round(controller, ++v, random);
+        }
+        rounds += v;
       });
     }
     for (std::thread& worker : workers) worker.join();
@@ -201,8 +216,7 @@ void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads
     controller.stop();
     for (auto& submitter : submitters) submitter->collect();
   }
-  require(controller.counters().commands[size_t(CommandKind::kWrite)] ==
-              2ull * kRounds * kSubmitters * kChunks,
+  require(controller.counters().commands[size_t(CommandKind::kWrite)] == rounds * kChunks,
           "every write was counted once");
 }
 
