@@ -102,7 +102,8 @@ def test_torch_in_torch_out(tmp_path, device):
 
     with fw.open(tmp_path / "a.npy", device=device, cache="1 MiB") as x:
         result = x[index]
-        assert isinstance(result, torch.Tensor) and result.is_cuda
+        assert isinstance(result, torch.Tensor)
+        assert result.is_cuda
         assert (result.cpu().numpy() == content[index.cpu().numpy()]).all()
         stream = torch.cuda.Stream()
         assert x.gather(index, out=out, stream=stream) is out
