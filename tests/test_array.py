@@ -1,0 +1,544 @@
+"""Arrays against numpy: every operation on tiny caches, over every storage and data path.
+
+Caches here are as small as they may be (down to one set of four lines), rings as shallow, and rows
+cross lines at every offset, so that eviction, write-back and waiting are the rule. All on the CPU
+device, which runs the device code of the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import flashwarp as fw
+from flashwarp import _native, cache, queue_pair, rows
+from flashwarp.errors import BoundsError, CacheError, DataPathError
+from flashwarp.storage import File, Memory, Replicated, Storage, Striped
+
+Reference = npt.NDArray[Any]
+
+RECORD = np.dtype([("key", "<i8"), ("weight", "<f4"), ("name", "S5")])  # 17 bytes
+
+
+def random_array(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> Reference:
+    """Values without pattern, none of which is NaN."""
+    kind = np.dtype(dtype)
+    count = int(np.prod(shape))
+    random = np.random.default_rng(seed)
+    if kind.names is not None:
+        array = np.zeros(count, kind)
+        for name in kind.names:
+            array[name] = random_array((count,), kind[name], seed + 1)
+        return array.reshape(shape)
+    if kind.kind in "fc":
+        return random.random(count).astype(kind).reshape(shape)
+    if kind.kind == "b":
+        return (random.integers(0, 2, count) == 1).reshape(shape)
+    data = random.integers(1, 255, count * kind.itemsize, dtype=np.uint8)
+    return data.view(kind).reshape(shape)
+
+
+def churn(x: fw.Array, reference: Reference, rounds: int = 6, seed: int = 1) -> None:
+    """Read, write and compare at random; `reference` follows the array."""
+    random = np.random.default_rng(seed)
+    length = len(reference)
+    for turn in range(rounds):
+        some = random.integers(-length, length, int(random.integers(1, 40)))
+        np.testing.assert_array_equal(x.gather(some), reference[some])
+        if x.writable:
+            where = random.choice(length, min(length, 9), replace=False)
+            values = random_array((len(where), *reference.shape[1:]), reference.dtype, turn + 5)
+            x.scatter(where, values)
+            reference[where] = values
+            start = int(random.integers(0, length))
+            part = slice(start, start + 7)
+            block = random_array(reference[part].shape, reference.dtype, turn + 50)
+            x[part] = block
+            reference[part] = block
+        if turn % 2:
+            x.prefetch(random.integers(0, length, 5))
+    np.testing.assert_array_equal(x[...], reference)
+
+
+def run_threads(use: Callable[[int], None], count: int) -> None:
+    """Call ``use(0)``, ``use(1)``, ... at the same time; raise what the first one raised."""
+    failures: list[BaseException] = []
+
+    def call(number: int) -> None:
+        try:
+            use(number)
+        except BaseException as error:  # raised below, in the caller's thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Iterator[tuple[fw.Array, Reference]]:
+    """300 rows of 7 float32 behind a cache of one set."""
+    reference = random_array((300, 7), np.float32)
+    np.save(tmp_path / "numbers.npy", reference)
+    with fw.open(tmp_path / "numbers.npy", "r+", device="cpu", line=512, cache=2048) as x:
+        yield x, reference
+
+
+# Geometry.
+
+
+@pytest.mark.parametrize("line", [512, 4096, 65536])
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 8, 12, 16, 100, 511, 512, 513, 1024, 1300])
+def test_rows_of_every_width_cross_lines(tmp_path: Path, line: int, row_bytes: int) -> None:
+    scaled = row_bytes if row_bytes < 500 else row_bytes * (line // 512) + row_bytes % 2
+    count = max(12, min(600, 12 * line // scaled))
+    reference = random_array((count, scaled), np.uint8)
+    path = tmp_path / "rows.npy"
+    np.save(path, reference)
+    with fw.open(path, "r+", device="cpu", line=line, cache=4 * line) as x:
+        assert x.cache.set_count == 1
+        churn(x, reference, 4)
+    np.testing.assert_array_equal(np.load(path), reference)
+
+
+@pytest.mark.parametrize("ways", [4, 8, 16])
+@pytest.mark.parametrize("sets", [1, 2, 3, 7])
+@pytest.mark.parametrize(("pairs", "depth"), [(1, 2), (3, 4)])
+def test_cache_and_ring_geometries(ways: int, sets: int, pairs: int, depth: int) -> None:
+    reference = random_array((400, 11), np.int32)
+    held = reference.copy()
+    controller = fw.SoftwareController(queue_pairs=pairs, depth=depth, data_path="bounce")
+    with (
+        fw.Cache(sets * ways * 512, 512, ways, device="cpu") as small,
+        fw.from_storage(Memory(held), np.int32, (400, 11), cache=small, controller=controller) as x,
+    ):
+        assert small.set_count == sets
+        churn(x, reference)
+    np.testing.assert_array_equal(held, reference)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("data_path", ["bounce", "direct"])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("line", [512, 4096])
+def test_files_by_every_path(
+    tmp_path: Path, direct: bool, data_path: str, aligned: bool, line: int
+) -> None:
+    reference = random_array((257, 19), np.float64)
+    path = tmp_path / "x.npy"
+    if aligned:
+        with fw.create(path, (257, 19), np.float64, device="cpu", cache="64 KiB") as x:
+            x[...] = reference
+    else:
+        np.save(path, reference)
+    np.testing.assert_array_equal(np.load(path), reference)
+    size = path.stat().st_size
+    controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=data_path)
+    with fw.open(
+        path,
+        "r+",
+        device="cpu",
+        line=line,
+        cache=4 * line,
+        direct=direct,
+        controller=controller,
+        strict=data_path,
+    ) as x:
+        churn(x, reference)
+    assert path.stat().st_size == size
+    np.testing.assert_array_equal(np.load(path), reference)
+
+
+def _memory(_: Path, data: Reference) -> Storage:
+    return Memory(bytearray(data.tobytes()))
+
+
+def _file(folder: Path, data: Reference) -> Storage:
+    (folder / "whole").write_bytes(data.tobytes())
+    return File(folder / "whole", writable=True)
+
+
+def _striped(folder: Path, data: Reference) -> Storage:
+    members = []
+    for i in range(3):
+        (folder / f"stripe{i}").write_bytes(bytes(16384))
+        members.append(File(folder / f"stripe{i}", writable=True))
+    storage = Striped(members, 4096, data.nbytes)
+    storage.native.write(0, data.tobytes())
+    return storage
+
+
+def _replicated(folder: Path, data: Reference) -> Storage:
+    members = []
+    for i in range(2):
+        (folder / f"copy{i}").write_bytes(data.tobytes())
+        members.append(File(folder / f"copy{i}", writable=True))
+    return Replicated(members)
+
+
+@pytest.mark.parametrize("make", [_memory, _file, _striped, _replicated])
+def test_storages_of_every_kind(tmp_path: Path, make: Callable[[Path, Reference], Storage]) -> None:
+    reference = random_array((333, 33), np.uint16)
+    storage = make(tmp_path, reference)
+    with fw.from_storage(storage, np.uint16, (333, 33), device="cpu", line=1024, cache=4096) as x:
+        churn(x, reference)
+    with fw.from_storage(storage, np.uint16, (333, 33), device="cpu") as x:
+        np.testing.assert_array_equal(x[...], reference)
+    if make is _replicated:
+        assert (tmp_path / "copy0").read_bytes() == (tmp_path / "copy1").read_bytes()
+
+
+def test_memory_is_served_in_place() -> None:
+    reference = random_array((500, 3), np.int64)
+    held = reference.copy()
+    with fw.from_storage(
+        Memory(held), np.int64, (500, 3), device="cpu", line=512, cache=2048, strict="mapped"
+    ) as x:
+        churn(x, reference)
+    np.testing.assert_array_equal(held, reference)
+
+
+# Element types and shapes.
+
+
+@pytest.mark.parametrize(
+    "dtype", ["?", "i1", "<u2", ">u2", "f2", "f4", "<i8", "f8", "c16", "V12", "S3", "f4,i8", RECORD]
+)
+def test_dtypes(tmp_path: Path, dtype: Any) -> None:
+    reference = random_array((701,), dtype)
+    np.save(tmp_path / "x.npy", reference)
+    with fw.open(tmp_path / "x.npy", "r+", device="cpu", line=512, cache=2048) as x:
+        assert x.dtype == np.dtype(dtype)
+        churn(x, reference)
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), reference)
+
+
+def test_array_without_axes(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.float64(2.5))
+    with fw.open(tmp_path / "x.npy", "r+", device="cpu") as x:
+        assert (x.shape, x.ndim, x.size, x.nbytes) == ((), 0, 1, 8)
+        assert x[...] == 2.5
+        assert x[()] == 2.5
+        x[...] = -1.25
+        with pytest.raises(TypeError):
+            len(x)
+        with pytest.raises(BoundsError):
+            x.gather([0])
+    assert np.load(tmp_path / "x.npy") == -1.25
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 2)])
+def test_arrays_of_no_bytes(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = tmp_path / "x.npy"
+    with fw.create(path, shape, np.int32, device="cpu") as x:
+        assert (x.shape, x.nbytes, len(x)) == (shape, 0, shape[0])
+        assert x[...].shape == shape
+        assert x.gather(np.empty((0,), np.int64)).shape == (0, *shape[1:])
+        x[...] = 1
+        x.prefetch(slice(None))
+        x.flush()
+    assert np.load(path).shape == shape
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        0,
+        -1,
+        np.int32(7),
+        slice(None),
+        slice(5, 90, 7),
+        slice(90, 5, -7),
+        slice(None, None, -1),
+        slice(10, 10),
+        slice(-5, None),
+        slice(1000, 2000),
+        ...,
+        (),
+        (3, 2),
+        (3, -1),
+        (slice(2, 9), 1),
+        (slice(2, 9, 3), slice(None, None, 2)),
+        (..., 0),
+        (4, ...),
+        ([1, 5, 8, -2], 3),
+        [0, 299, -3],
+        [],
+        np.array([[1, 2], [3, -4]]),
+        np.array(9),
+        np.arange(300) % 7 == 3,
+        np.zeros(300, bool),
+        np.arange(5, dtype=np.uint8),
+        [True, False] * 150,
+    ],
+    ids=lambda key: repr(key)[:40],
+)
+def test_keys_mean_what_they_mean_to_numpy(numbers: tuple[fw.Array, Reference], key: Any) -> None:
+    x, reference = numbers
+    expected = reference[key]
+    got = x[key]
+    assert np.shape(got) == np.shape(expected)
+    np.testing.assert_array_equal(got, expected)
+    values = random_array(np.shape(expected), np.float32, 77)
+    x[key] = values
+    reference[key] = values
+    np.testing.assert_array_equal(x[...], reference)
+    x[key] = 3
+    reference[key] = 3
+    np.testing.assert_array_equal(x[...], reference)
+
+
+def test_last_of_repeated_values_wins(numbers: tuple[fw.Array, Reference]) -> None:
+    x, _ = numbers
+    x[[4, 9, 4]] = np.arange(21, dtype=np.float32).reshape(3, 7)
+    assert x[4].tolist() == list(range(14, 21))
+    assert x[9].tolist() == list(range(7, 14))
+
+
+def test_last_of_repeated_values_wins_in_part_of_a_row(
+    numbers: tuple[fw.Array, Reference],
+) -> None:
+    x, reference = numbers
+    for held in (x, reference):
+        held[[4, 9, 4], 2:4] = np.arange(6, dtype=np.float32).reshape(3, 2)
+        held[[4, 4], [0, 1]] = [70, 80]
+    np.testing.assert_array_equal(x[...], reference)
+
+
+def test_gather_into_out(numbers: tuple[fw.Array, Reference]) -> None:
+    x, reference = numbers
+    out = np.full((2, 3, 7), np.nan, np.float32)
+    index = np.array([[1, 2, 3], [-1, -2, -3]], np.int32)
+    assert x.gather(index, out=out) is out
+    np.testing.assert_array_equal(out, reference[index])
+
+
+def test_indices_that_are_not_contiguous(numbers: tuple[fw.Array, Reference]) -> None:
+    x, reference = numbers
+    index = np.arange(300)[::-3]
+    np.testing.assert_array_equal(x.gather(index), reference[index])
+
+
+def test_prefetched_rows_are_hits(tmp_path: Path) -> None:
+    reference = random_array((64, 128), np.float32)
+    np.save(tmp_path / "x.npy", reference)
+    with fw.open(tmp_path / "x.npy", device="cpu", line=512, cache="256 KiB") as x:
+        x.prefetch(slice(0, 32))
+        x.prefetch([40, 41])
+        np.testing.assert_array_equal(x[:32], reference[:32])
+        before = x.stats
+        assert before.misses == 34
+        np.testing.assert_array_equal(x[:32], reference[:32])
+        assert x.stats.misses == 34
+        assert x.stats.hits == before.hits + 32
+
+
+# Several users.
+
+
+def test_threads_share_an_array(numbers: tuple[fw.Array, Reference]) -> None:
+    x, _ = numbers
+
+    def use(part: int) -> None:
+        mine = np.arange(part, 300, 3)
+        random = np.random.default_rng(part)
+        for turn in range(12):
+            where = random.permutation(mine)[:20]
+            x[where] = part * 1000 + turn
+            assert (x.gather(where) == part * 1000 + turn).all()
+        x[mine] = part
+
+    run_threads(use, 3)
+    np.testing.assert_array_equal(x[:, 0], np.arange(300) % 3)
+
+
+@pytest.mark.parametrize("data_path", ["direct", "bounce"])
+@pytest.mark.parametrize("together", [False, True])
+def test_arrays_share_a_cache(tmp_path: Path, data_path: str, together: bool) -> None:
+    references = [random_array((200, 30), np.int32, seed) for seed in (1, 2)]
+    with fw.Cache(2048, 512, device="cpu") as shared:
+        arrays = []
+        for i, reference in enumerate(references):
+            np.save(tmp_path / f"{i}.npy", reference)
+            controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=data_path)
+            arrays.append(fw.open(tmp_path / f"{i}.npy", "r+", cache=shared, controller=controller))
+        # Each one's dirty lines make room for the other's rows.
+        if together:
+            run_threads(lambda i: churn(arrays[i], references[i], 8), 2)
+        else:
+            for turn in range(12):
+                churn(arrays[turn % 2], references[turn % 2], 1, turn)
+        with pytest.raises(CacheError, match="2 arrays use the cache"):
+            shared.close()
+        arrays[0].close()
+        churn(arrays[1], references[1])
+        arrays[1].close()
+    for i, reference in enumerate(references):
+        np.testing.assert_array_equal(np.load(tmp_path / f"{i}.npy"), reference)
+
+
+# Durability.
+
+
+def test_flush_makes_stores_visible_to_others(numbers: tuple[fw.Array, Reference]) -> None:
+    x, reference = numbers
+    path = str(x._storage.path)
+    x[17] = 9
+    x.flush()
+    reference[17] = 9
+    np.testing.assert_array_equal(np.load(path), reference)
+    with fw.open(path, device="cpu") as again:
+        np.testing.assert_array_equal(again[...], reference)
+    written = x.stats.bytes_written
+    x.flush()
+    assert x.stats.bytes_written == written, "a clean cache has nothing to write"
+
+
+def test_dropped_cache_reads_again(numbers: tuple[fw.Array, Reference]) -> None:
+    x, reference = numbers
+    x[3] = 4
+    reference[3] = 4
+    x.drop_cache()
+    before = x.stats.bytes_read
+    np.testing.assert_array_equal(x[3], reference[3])
+    assert x.stats.bytes_read > before
+
+
+def test_bytes_after_the_data_are_never_written(tmp_path: Path) -> None:
+    path = tmp_path / "raw"
+    path.write_bytes(bytes(1000) + b"after")
+    with fw.open(path, "r+", np.uint8, 1000, device="cpu", line=512, cache=2048) as x:
+        x[...] = 7
+    assert path.read_bytes() == b"\x07" * 1000 + b"after"
+
+
+# What it tells.
+
+
+def test_stats_add_up(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", random_array((256, 128), np.float32))  # a row is a line
+    with fw.open(tmp_path / "x.npy", "r+", device="cpu", line=512, cache="256 KiB") as x:
+        assert x.stats.commands == 0
+        x.gather(np.arange(256))
+        cold = x.stats
+        assert cold.misses == 256
+        assert cold.bytes_read == cold.bytes_used == 256 * 512
+        assert cold.io_amplification == 1
+        assert cold.commands == 256
+        assert 1 <= cold.doorbells <= cold.commands
+        assert cold.evictions == cold.write_backs == cold.errors == 0
+        x.gather(np.arange(256))
+        warm = x.stats
+        assert warm.commands == 256
+        assert warm.hits - cold.hits == 256
+        assert 0 < warm.hit_rate < 1
+        x[:16] = 1
+        x.flush()
+        assert x.stats.write_backs == 16
+        assert x.stats.bytes_written == 16 * 512
+        assert x.stats.as_dict()["hits"] == x.stats.hits
+
+
+def test_whole_rows_are_stored_without_reading(tmp_path: Path) -> None:
+    with fw.create(tmp_path / "x.npy", (64, 128), "f4", device="cpu", line=512, cache=2048) as x:
+        x.scatter(np.arange(64), np.ones((64, 128), "f4"))
+        assert x.stats.bytes_read == 0
+        x[...] = 2
+        assert x.stats.bytes_read == 0
+    assert (np.load(tmp_path / "x.npy") == 2).all()
+
+
+def test_explain_tells_the_path(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(10))
+    with fw.open(tmp_path / "x.npy", device="cpu", direct=False) as x:
+        told = x.explain()
+        assert told.path == "direct"
+        assert told.storage["path"] == str(tmp_path / "x.npy")
+        text = str(told)
+        for word in ("data path", "storage", "engine", "cache", "device", "page cache"):
+            assert word in text
+    with fw.from_storage(Memory(4096), "u1", device="cpu") as x:
+        assert x.explain().path == "mapped"
+
+
+def test_strict_refuses_another_path(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(10))
+    with pytest.raises(DataPathError, match="strict='bounce', but the data would go direct"):
+        fw.open(tmp_path / "x.npy", device="cpu", strict="bounce")
+
+
+def test_cache_metadata_is_under_a_percent() -> None:
+    with fw.Cache("16 MiB", "4 KiB", device="cpu") as held:
+        assert held.metadata_bytes <= held.capacity // 100
+
+
+def test_fifteen_tebibytes_open_like_one_gibibyte(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    costs = {}
+    for nbytes in (1 << 30, 15 << 40):
+        path.write_bytes(b"")
+        try:
+            os.truncate(path, nbytes)
+        except OSError as error:
+            if error.errno in (errno.EFBIG, errno.ENOSPC, errno.EINVAL):
+                pytest.skip(f"no sparse file of {nbytes} bytes here: {error}")
+            raise
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        with fw.open(path, "r+", np.int64, device="cpu", cache="1 MiB") as x:
+            last = len(x) - 1
+            assert last == nbytes // 8 - 1
+            x[last] = 42
+            assert x.gather([0, last, last // 2]).tolist() == [0, 42, 0]
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        costs[nbytes] = (seconds, after.ru_maxrss - before.ru_maxrss)
+        with path.open("rb") as file:
+            file.seek(nbytes - 8)
+            assert int.from_bytes(file.read(), "little") == 42
+        path.unlink()
+    small, large = costs.values()
+    assert large[0] < small[0] + 0.5
+    assert large[1] < 64 << 10, "ru_maxrss counts KiB"
+
+
+# What host and device agree on.
+
+MIRRORS: dict[str, type[ctypes.Structure]] = {
+    "transport": queue_pair.TransportStruct,
+    "queue_pair": queue_pair.QueuePairStruct,
+    "counters": cache.CountersStruct,
+    "error_record": cache.ErrorRecordStruct,
+    "volume": cache.VolumeStruct,
+    "page_cache": cache.PageCacheStruct,
+    "row_params": rows.RowParams,
+    "maintenance_params": rows.MaintenanceParams,
+}
+
+
+@pytest.mark.parametrize("name", MIRRORS)
+def test_mirrored_structures_have_the_same_layout(name: str) -> None:
+    mirror = MIRRORS[name]
+    members = {m: n for (structure, m), n in _native.layouts().items() if structure == name}
+    assert ctypes.sizeof(mirror) == members.pop("")
+    assert {m: getattr(mirror, m).offset for m in members} == members
+
+
+def test_detached_commands_take_what_is_allocated() -> None:
+    assert _native.layouts()["detached_command", ""] == queue_pair._DETACHED_BYTES
