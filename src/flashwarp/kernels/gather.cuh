@@ -78,8 +78,46 @@ struct copy_segments {
   static constexpr bool kStores = kToFrame;
   segment piece;
 
+  // Rows of up to one word a lane, several in flight: each lane loads its word of eight rows before
+  // it stores the first. True when all members' pieces are such rows.
+  FW_DEVICE bool copy_short(uint32_t mask, uint32_t members, uint64_t inside) {
+    constexpr uint64_t kWordBytes = 16;
+    constexpr uint32_t kRows = 8;
+    const bool mine = (members >> warp::lane()) & 1;
+    const uint64_t bytes = warp::broadcast(mask, piece.bytes, base::lowest_bit(members));
+    const bool fits = piece.bytes == bytes && (inside | piece.buffer | bytes) % kWordBytes == 0;
+    if (bytes > kWordBytes * warp::kWarpWidth || warp::any(mask, mine && !fits)) return false;
+    const uint64_t word = warp::lane() * kWordBytes;
+    uint32_t rest = members;
+    while (rest != 0) {
+      atomic::word16 values[kRows];
+      uint64_t targets[kRows];
+      FW_UNROLL
+      for (uint32_t r = 0; r < kRows; r++) {
+        // Past the last row the last one is copied again: cheaper than a condition on each load.
+        const uint32_t source = base::lowest_bit(rest);
+        if ((rest & (rest - 1)) != 0) rest &= rest - 1;
+        else if (r == kRows - 1) rest = 0;
+        const uint64_t there = warp::broadcast(mask, inside, source);
+        targets[r] = warp::broadcast(mask, piece.buffer, source) + word;
+        const uint64_t from = word < bytes ? there + word : there;
+        values[r] = atomic::raw<16>::load(reinterpret_cast<const char*>(from));
+      }
+      if (word < bytes) {
+        FW_UNROLL
+        for (uint32_t r = 0; r < kRows; r++) {
+          atomic::raw<16>::store_plain(reinterpret_cast<char*>(targets[r]), values[r]);
+        }
+      }
+    }
+    return true;
+  }
+
   FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
     const uint64_t inside = frame + piece.offset;
+    if constexpr (!kToFrame && warp::kWarpWidth > 1) {
+      if (copy_short(mask, members, inside)) return;
+    }
     for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
       const uint32_t source = base::lowest_bit(rest);
       const uint64_t there = warp::broadcast(mask, inside, source);
@@ -105,6 +143,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
   const uint64_t count = segment_count(p);
   const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
   cache::tally tally;
+  cache::tally ahead;
   for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < count;
        first += stride) {
     const uint64_t item = first + warp::lane();
@@ -118,7 +157,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
         const uint64_t later = item + p.look_ahead * stride;
         segment next = {0, 0, 0, 0};
         if (later < count) next = segment_at(p, later);
-        cache::prefetch<policy>(c, v, mask, next.bytes != 0, next.line, tally);
+        cache::prefetch<policy>(c, v, mask, next.bytes != 0, next.line, ahead);
       }
       const bool whole = kAction == row_action::kScatter && wants &&
                          piece.bytes == cache::bytes_of_line(c, v, piece.line);
@@ -132,6 +171,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
     atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
     tally.bytes_used = 0;
   }
+  tally.count_ahead(ahead);
   tally.add_to(v, mask);
 }
 
@@ -146,6 +186,7 @@ FW_DEVICE void for_each_element(const row_params& p) {
   const uint64_t count = p.index_count * parts;
   const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
   cache::tally tally;
+  cache::tally ahead;
   for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < count;
        first += stride) {
     const uint64_t item = first + warp::lane();
@@ -161,7 +202,7 @@ FW_DEVICE void for_each_element(const row_params& p) {
       const uint64_t there =
           later < count ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
       cache::prefetch<policy>(c, v, mask, there < p.row_count,
-                              v.line_begin + ((there * p.row_bytes) >> c.line_shift), tally);
+                              v.line_begin + ((there * p.row_bytes) >> c.line_shift), ahead);
     }
     if constexpr (kStores) {
       detail::store_element<kBytes> op = {offset, {}};
@@ -178,6 +219,7 @@ FW_DEVICE void for_each_element(const row_params& p) {
     atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
     tally.bytes_used = 0;
   }
+  tally.count_ahead(ahead);
   tally.add_to(v, mask);
 }
 

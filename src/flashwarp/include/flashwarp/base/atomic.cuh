@@ -113,6 +113,9 @@ struct raw;
     FW_DEVICE static void store(void* p, TYPE v) {                                              \
       asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
     }                                                                                           \
+    FW_DEVICE static void store_plain(void* p, TYPE v) {                                          \
+      asm volatile("st.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");                    \
+    }                                                                                             \
     FW_DEVICE static TYPE load_stream(const void* p) {                                          \
       TYPE v;                                                                                   \
       asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");          \
@@ -140,6 +143,8 @@ struct raw<16> {
                  "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
   }
+  // To memory that nobody else uses meanwhile.
+  FW_DEVICE static void store_plain(void* p, word16 v) { *static_cast<word16*>(p) = v; }
   // Evict-first: host memory is read once.
   FW_DEVICE static word16 load_stream(const void* p) {
     word16 v;
@@ -224,6 +229,7 @@ struct raw;
     static void store(void* p, TYPE v) {                                     \
       __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
     }                                                                        \
+    static void store_plain(void* p, TYPE v) { store(p, v); }                                     \
     static TYPE load_stream(const void* p) { return load(p); }               \
   };
 FW_DEFINE_RAW(1, uint8_t)
@@ -256,6 +262,7 @@ struct raw<16> {
     *static_cast<volatile vector*>(p) = vector{v.x, v.y, v.z, v.w};
   }
 #endif
+  static void store_plain(void* p, word16 v) { store(p, v); }
   static word16 load_stream(const void* p) { return load(p); }
 };
 

@@ -16,25 +16,40 @@ enum class source { kFrame, kStream };
 inline constexpr uint32_t kCopyUnroll = 8;
 
 template <uint32_t kBytes, source kSource>
-FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint64_t bytes) {
+FW_DEVICE typename atomic::raw<kBytes>::type load_word(const char* from) {
   using word = atomic::raw<kBytes>;
+  return kSource == source::kFrame ? word::load(from) : word::load_stream(from);
+}
+
+// A stream ends in a frame, which others may be reading; a frame ends in memory of one's own.
+template <uint32_t kBytes, source kSource>
+FW_DEVICE void store_word(char* to, typename atomic::raw<kBytes>::type value) {
+  using word = atomic::raw<kBytes>;
+  kSource == source::kFrame ? word::store_plain(to, value) : word::store(to, value);
+}
+
+template <uint32_t kBytes, source kSource>
+FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint64_t bytes) {
   const uint64_t words = bytes / kBytes;
   const uint32_t lanes = base::popcount(mask);
-  for (uint64_t first = rank_in(mask); first < words; first += uint64_t(lanes) * kCopyUnroll) {
-    typename word::type values[kCopyUnroll];
+  const uint64_t step = uint64_t(lanes) * kBytes;
+  uint64_t w = rank_in(mask);
+  // Whole rounds without a condition: one inside would make each load wait for the one before.
+  for (; w - rank_in(mask) + uint64_t(lanes) * kCopyUnroll <= words;
+       w += uint64_t(lanes) * kCopyUnroll) {
+    typename atomic::raw<kBytes>::type values[kCopyUnroll];
     FW_UNROLL
     for (uint32_t u = 0; u < kCopyUnroll; u++) {
-      const uint64_t w = first + uint64_t(u) * lanes;
-      if (w < words) {
-        values[u] = kSource == source::kFrame ? word::load(origin + w * kBytes)
-                                              : word::load_stream(origin + w * kBytes);
-      }
+      values[u] = load_word<kBytes, kSource>(origin + w * kBytes + u * step);
     }
     FW_UNROLL
     for (uint32_t u = 0; u < kCopyUnroll; u++) {
-      const uint64_t w = first + uint64_t(u) * lanes;
-      if (w < words) word::store(target + w * kBytes, values[u]);
+      store_word<kBytes, kSource>(target + w * kBytes + u * step, values[u]);
     }
+  }
+  for (; w < words; w += lanes) {
+    store_word<kBytes, kSource>(target + w * kBytes,
+                                load_word<kBytes, kSource>(origin + w * kBytes));
   }
 }
 

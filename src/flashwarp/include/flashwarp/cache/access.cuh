@@ -110,9 +110,8 @@ FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uin
 template <typename Policy, typename Op>
 FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
                           bool whole, Op& op, tally& count) {
-  line_finisher finisher{c};
   nvme::deadline limit(v.queues[0].data.timeout_ns);
-  uint32_t turn = warp::index() + base::spread_index();
+  uint32_t turn = 2 * (warp::index() + base::spread_index());
   uint32_t status = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
@@ -135,7 +134,7 @@ FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, u
       record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return nvme::kTimedOut;
     }
-    nvme::help(v.queues[turn++ % v.queue_count], mask, finisher);
+    help_any(c, v, mask, turn);
   }
   return status;
 }

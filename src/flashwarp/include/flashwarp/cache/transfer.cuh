@@ -20,6 +20,15 @@ struct tally {
   uint64_t bytes_read = 0;
   uint64_t bytes_used = 0;
 
+  // Adds what prefetches of the same launch did. A line fetched ahead is met once more, as a hit;
+  // the access that it was fetched for was a miss all the same.
+  FW_DEVICE void count_ahead(const tally& ahead) {
+    hits -= ahead.misses < hits ? ahead.misses : hits;
+    misses += ahead.misses;
+    evictions += ahead.evictions;
+    bytes_read += ahead.bytes_read;
+  }
+
   FW_DEVICE void add_to(const volume& v, uint32_t mask) {
     if (warp::lane() == base::lowest_bit(mask)) {
       counters& shard = shard_of(v);
@@ -65,6 +74,26 @@ struct transfer {
   uint64_t line;  // global line number
   uint64_t way;   // the frame
 };
+
+// One step of a wait for a line: helps this volume's queues and, every other time, those of the
+// volumes that share the cache. The frame that we wait for may be in flight for one of them, on
+// behalf of a kernel that has ended. `turn` is the caller's own count.
+FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t& turn) {
+  line_finisher finisher{c};
+  volume* other = &v;
+  if ((turn & 1) != 0) {
+    // Every volume in turn; most entries of the table are free and cost one load.
+    for (uint32_t i = 0; i < kVolumesMax; i++) {
+      volume* candidate = &c.volumes[((turn >> 1) + i) % kVolumesMax];
+      if (candidate->line_count == 0) continue;
+      other = candidate;
+      turn += 2 * i;
+      break;
+    }
+  }
+  nvme::help(other->queues[(turn >> 1) % other->queue_count], mask, finisher);
+  turn++;
+}
 
 FW_DEVICE nvme::queue_pair& queue_of(const volume& v) {
   return v.queues[(warp::index() + base::spread_index()) % v.queue_count];

@@ -44,9 +44,8 @@ FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t me
 // write of such a line, ours or another's, is in flight. Failures are recorded and end the wait.
 FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                           uint64_t line_begin, uint64_t line_end) {
-  line_finisher finisher{c};
   nvme::deadline limit(v.queues[0].data.timeout_ns);
-  uint32_t turn = warp::index();
+  uint32_t turn = 2 * warp::index();
   bool pending = wants;
   while (warp::any(mask, pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.tags[way]) : 0;
@@ -64,7 +63,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
       if (pending) record_error(v, nvme::kTimedOut, nvme::kWrite, line);
       return;
     }
-    nvme::help(v.queues[turn++ % v.queue_count], mask, finisher);
+    help_any(c, v, mask, turn);
   }
 }
 
@@ -72,9 +71,8 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
 // rest. Dirty lines are kept unless `drop_dirty`; they count as errors.
 FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                                bool drop_dirty) {
-  line_finisher finisher{c};
   nvme::deadline limit(v.queues[0].data.timeout_ns);
-  uint32_t turn = warp::index();
+  uint32_t turn = 2 * warp::index();
   bool pending = wants;
   while (warp::any(mask, pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.tags[way]) : 0;
@@ -98,7 +96,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
       if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return;
     }
-    nvme::help(v.queues[turn++ % v.queue_count], mask, finisher);
+    help_any(c, v, mask, turn);
   }
 }
 
