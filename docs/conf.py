@@ -1,11 +1,11 @@
 """Sphinx configuration: Markdown pages and numpydoc docstrings, built by `make docs`."""
 
-from importlib.metadata import version
+from importlib import metadata
 
 project = "flashwarp"
 author = "the flashwarp authors"
 copyright = "the flashwarp authors, Apache License 2.0"  # noqa: A001 (Sphinx's name)
-release = version("flashwarp")
+release = metadata.version("flashwarp")
 
 extensions = [
     "myst_parser",
