@@ -1,0 +1,335 @@
+// Device threads on one small page cache, for the sanitizers: loads, stores, prefetches, cursors.
+//
+// Two arrays share a cache of a few frames and rings of a few entries, so that nearly every access
+// evicts, writes back or waits. Each element has one thread that stores to it, and its value names
+// the element and a version: a reader checks that the value belongs there, is no older than what
+// its writer had finished before, and never goes backwards. Each round ends with a flush, after
+// which the storage must hold every last value. FLASHWARP_STRESS_SECONDS is the budget (default 5);
+// prints the seed, and the first argument replays one.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "flashwarp/kernels/maintenance.cuh"
+#include "host_memory.h"
+#include "software_controller.h"
+#include "storage.h"
+
+using namespace fw::native;
+namespace cache = fw::cache;
+namespace nvme = fw::nvme;
+
+namespace {
+
+constexpr uint32_t kThreads = 4;
+constexpr uint32_t kArrays = 2;
+constexpr uint64_t kTimeoutNs = 60'000'000'000;
+
+struct Geometry {
+  uint32_t line_bytes;
+  uint32_t sets;
+  uint32_t ways;
+  uint32_t queues;
+  uint32_t depth_log2;
+  uint32_t path;
+  uint32_t controller_threads;
+  uint32_t elements;  // of each array
+};
+
+void print(FILE* to, const Geometry& g) {
+  std::fprintf(to, "line %u, %u sets of %u, %u queues of %u, path %u, %u threads, %u elements\n",
+               g.line_bytes, g.sets, g.ways, g.queues, 1u << g.depth_log2, g.path,
+               g.controller_threads, g.elements);
+}
+
+const Geometry* running = nullptr;
+
+[[noreturn]] void fail(const char* what, uint64_t element, uint64_t got, uint64_t expected) {
+  std::fprintf(stderr, "failed: %s: element %llu holds %#llx, not %#llx\n", what,
+               (unsigned long long)element, (unsigned long long)got, (unsigned long long)expected);
+  if (running != nullptr) print(stderr, *running);
+  std::abort();
+}
+
+// Zero-filled memory that is freed at the end.
+class Arena {
+ public:
+  ~Arena() {
+    for (void* block : blocks_) free_aligned(block);
+  }
+  template <typename T>
+  T* allocate(uint64_t count) {
+    blocks_.push_back(allocate_aligned(std::max<uint64_t>(count * sizeof(T), 1), 4096));
+    return static_cast<T*>(blocks_.back());
+  }
+
+ private:
+  std::vector<void*> blocks_;
+};
+
+template <typename T>
+uint64_t address(const T* p) {
+  return reinterpret_cast<uint64_t>(p);
+}
+
+// One array: its namespace, its controller, its volume of the cache.
+struct Volume {
+  uint64_t* data = nullptr;
+  std::unique_ptr<SoftwareController> controller;
+  cache::volume* entry = nullptr;
+  fw::array<uint64_t> array = {};
+  // Versions that the writer of an element has finished storing.
+  std::unique_ptr<std::atomic<uint32_t>[]> finished;
+};
+
+uint64_t value_of(uint32_t array, uint64_t element, uint32_t version) {
+  return uint64_t(array + 1) << 56 | element << 32 | version;
+}
+
+class Rig {
+ public:
+  explicit Rig(const Geometry& g) : g_(g) {
+    const uint64_t lines = uint64_t(g.sets) * g.ways;
+    cache_ = arena_.allocate<cache::page_cache>(1);
+    cache_->tags = arena_.allocate<uint64_t>(lines);
+    cache_->set_control = arena_.allocate<uint32_t>(g.sets);
+    cache_->frames = arena_.allocate<char>(lines * g.line_bytes);
+    cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
+    cache_->set_count = g.sets;
+    cache_->set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
+    cache_->ways = g.ways;
+    cache_->line_shift = uint32_t(__builtin_ctz(g.line_bytes));
+    cache_->page_bytes = 2 << 20;
+    uint64_t begin = 0;
+    for (uint32_t i = 0; i < kArrays; ++i) begin = attach(i, begin);
+  }
+
+  ~Rig() {
+    for (Volume& v : volumes_) v.controller->stop();
+  }
+
+  // All threads at once, each with the context of a device thread.
+  void launch(const std::function<void(uint32_t)>& work) {
+    std::vector<std::thread> threads;
+    for (uint32_t i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&, i] {
+        fw::base::this_thread = {i, kThreads, &serve, this};
+        work(i);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // One thread's part of a round. `seen` holds what this thread has met of each element.
+  void use(uint32_t thread, uint32_t operations, uint32_t seed) {
+    std::mt19937 random(seed * kThreads + thread);
+    std::vector<uint32_t> seen[kArrays];
+    for (auto& versions : seen) versions.assign(g_.elements, 0);
+    fw::cursor<uint64_t> cursors[kArrays] = {fw::cursor<uint64_t>(volumes_[0].array),
+                                             fw::cursor<uint64_t>(volumes_[1].array)};
+    for (uint32_t n = 0; n < operations; ++n) {
+      const uint32_t which = random() % kArrays;
+      Volume& v = volumes_[which];
+      const uint32_t element = random() % g_.elements;
+      switch (random() % 8) {
+        case 0:
+        case 1:
+        case 2: {
+          const uint32_t mine = element - element % kThreads + thread;
+          if (mine >= g_.elements) break;
+          const uint32_t version = v.finished[mine].load(std::memory_order_relaxed) + 1;
+          v.array.store(mine, value_of(which, mine, version));
+          v.finished[mine].store(version, std::memory_order_release);
+          break;
+        }
+        case 3:
+          v.array.prefetch(element);
+          break;
+        case 4:
+          for (uint32_t i = element; i < std::min(element + 20, g_.elements); ++i) {
+            check(which, i, seen[which], [&] { return cursors[which][i]; });
+          }
+          break;
+        default:
+          check(which, element, seen[which], [&] { return v.array[element]; });
+      }
+    }
+  }
+
+  // Flush, then the storage holds every last value.
+  void settle() {
+    for (Volume& v : volumes_) {
+      fw::kernels::maintenance_params p = {};
+      p.cache = cache_;
+      p.volume = v.entry;
+      p.line_begin = v.entry->line_begin;
+      p.line_end = v.entry->line_begin + v.entry->line_count;
+      p.opcode = nvme::kFlush;
+      launch([&](uint32_t) { fw_flush_lines(p); });
+      launch([&](uint32_t) { fw_submit_command(p); });
+      launch([&](uint32_t) { fw_quiesce(p); });
+      if (v.entry->errors->count != 0) {
+        fail("a command", v.entry->errors->line, v.entry->errors->status, 0);
+      }
+    }
+    for (uint32_t which = 0; which < kArrays; ++which) {
+      Volume& v = volumes_[which];
+      for (uint32_t i = 0; i < g_.elements; ++i) {
+        const uint64_t expected = value_of(which, i, v.finished[i]);
+        if (v.data[i] != expected) fail("storage after flush", i, v.data[i], expected);
+      }
+    }
+    const uint64_t lines = uint64_t(g_.sets) * g_.ways;
+    for (uint64_t way = 0; way < lines; ++way) {
+      const uint64_t word = cache_->tags[way];
+      if ((word & (cache::tag::kPinMask | cache::tag::kDirty | cache::tag::kWriting)) != 0 ||
+          cache::tag::state_of(word) == cache::tag::kBusy) {
+        fail("tag at rest", way, word, 0);
+      }
+    }
+  }
+
+  // Empties the cache, so that the next round begins cold.
+  void invalidate() {
+    for (Volume& v : volumes_) {
+      fw::kernels::maintenance_params p = {};
+      p.cache = cache_;
+      p.volume = v.entry;
+      launch([&](uint32_t) { fw_invalidate_lines(p); });
+    }
+  }
+
+ private:
+  static int serve(void* self) {
+    int moved = 0;
+    for (Volume& v : static_cast<Rig*>(self)->volumes_) moved += fw_serve(v.controller.get());
+    return moved;
+  }
+
+  template <typename Load>
+  void check(uint32_t which, uint32_t element, std::vector<uint32_t>& seen, Load load) {
+    const uint32_t finished = volumes_[which].finished[element].load(std::memory_order_acquire);
+    const uint64_t got = load();
+    const uint32_t version = uint32_t(got);
+    const uint64_t oldest = value_of(which, element, std::max(finished, seen[element]));
+    if (got >> 32 != oldest >> 32) fail("a value of another place", element, got, oldest);
+    if (version < uint32_t(oldest)) fail("an old value", element, got, oldest);
+    seen[element] = version;
+  }
+
+  uint64_t attach(uint32_t number, uint64_t line_begin) {
+    Volume& v = volumes_[number];
+    const uint64_t bytes = uint64_t(g_.elements) * 8;
+    v.data = arena_.allocate<uint64_t>(g_.elements);
+    v.finished = std::make_unique<std::atomic<uint32_t>[]>(g_.elements);
+    for (uint32_t i = 0; i < g_.elements; ++i) v.data[i] = value_of(number, i, 0);
+
+    const uint32_t depth = 1u << g_.depth_log2;
+    auto* queues = arena_.allocate<nvme::queue_pair>(g_.queues);
+    std::vector<QueuePairAddresses> pairs;
+    std::vector<std::pair<uint64_t, uint64_t>> regions;
+    if (g_.path == nvme::kDirect) {
+      regions.emplace_back(address(cache_->frames), uint64_t(g_.sets) * g_.ways * g_.line_bytes);
+    }
+    for (uint32_t i = 0; i < g_.queues; ++i) {
+      nvme::queue_pair& q = queues[i];
+      auto* bells = arena_.allocate<uint32_t>(32);
+      q.sq = arena_.allocate<nvme::command>(depth);
+      q.cq = arena_.allocate<nvme::completion>(depth);
+      q.sq_doorbell = bells;
+      q.cq_doorbell = bells + 16;
+      q.slots = arena_.allocate<uint64_t>(depth);
+      q.detached = arena_.allocate<nvme::detached_command>(depth);
+      q.data = {address(v.data), 0, g_.line_bytes, kTimeoutNs, g_.path, 0};
+      if (g_.path == nvme::kBounce) {
+        const uint64_t size = uint64_t(depth) * g_.line_bytes;
+        q.data.buffers = address(arena_.allocate<char>(size));
+        regions.emplace_back(q.data.buffers, size);
+      }
+      q.depth_log2 = g_.depth_log2;
+      q.id = i + 1;
+      pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),
+                       depth, uint16_t(i + 1)});
+    }
+    ControllerOptions options;
+    options.threads = g_.controller_threads;
+    v.controller = std::make_unique<SoftwareController>(
+        std::make_shared<MemoryStorage>(v.data, bytes, true), pairs, regions, options);
+    v.controller->start();
+
+    v.entry = &cache_->volumes[number];
+    const uint64_t lines = (bytes + g_.line_bytes - 1) / g_.line_bytes;
+    *v.entry = {line_begin,
+                lines,
+                bytes,
+                queues,
+                arena_.allocate<cache::counters>(cache::kCounterShards),
+                arena_.allocate<cache::error_record>(1),
+                g_.queues,
+                g_.path,
+                0,
+                0};
+    v.array = {cache_, v.entry, line_begin, g_.elements};
+    return line_begin + lines;
+  }
+
+  const Geometry g_;
+  Arena arena_;
+  cache::page_cache* cache_ = nullptr;
+  Volume volumes_[kArrays];
+};
+
+// The hardest first: one set of four ways, rings of two entries.
+Geometry choose(uint32_t turn, std::mt19937& random) {
+  // On the direct path the controller stores to frames while readers look at them, which is what
+  // their second look at the tag is for; to ThreadSanitizer a memcpy there is a race.
+  const uint32_t paths = FW_TSAN ? 2 : 3;
+  Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000};
+  if (turn < 3 * paths) return g;
+  g.line_bytes = 512u << random() % 4;
+  g.sets = 1 + random() % 5;
+  g.ways = 4u << random() % 3;
+  g.queues = 1 + random() % 3;
+  g.depth_log2 = 1 + random() % 3;
+  // Not a whole number of lines: the last one is partial.
+  g.elements = 100 + random() % (g.line_bytes / 8 * g.sets * g.ways * 3);
+  return g;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const uint32_t seed = count > 1 ? uint32_t(std::atoi(arguments[1])) : std::random_device()();
+  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
+  const double budget = text != nullptr ? std::atof(text) : 5.0;
+  std::printf("seed %u\n", seed);
+  std::fflush(stdout);
+  std::mt19937 random(seed);
+  const auto start = std::chrono::steady_clock::now();
+  const auto spent = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  uint32_t turn = 0;
+  for (; turn == 0 || spent() < budget; ++turn) {
+    const Geometry g = choose(turn, random);
+    running = &g;
+    Rig rig(g);
+    for (uint32_t round = 0; round < 3; ++round) {
+      const uint32_t round_seed = uint32_t(random());
+      rig.launch([&](uint32_t thread) { rig.use(thread, FW_TSAN ? 1000 : 4000, round_seed); });
+      rig.settle();
+      if (round == 1) rig.invalidate();
+    }
+    running = nullptr;
+  }
+  std::printf("%u geometries in %.1f s\n", turn, spent());
+  return EXIT_SUCCESS;
+}
