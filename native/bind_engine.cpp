@@ -105,7 +105,7 @@ void bind_storage(nb::module_& m) {
           [](Storage& s, uint64_t offset, size_t nbytes) {
             if (nbytes > s.nbytes()) check(s, kOutOfRange, {});
             nb::bytes result(nullptr, nbytes);
-            char* data = PyBytes_AS_STRING(result.ptr());
+            char* data = PyBytes_AsString(result.ptr());
             run(s, [&](IoFailure* failure) { return s.read(offset, data, nbytes, failure); });
             return result;
           },

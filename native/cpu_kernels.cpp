@@ -40,6 +40,7 @@ const CpuKernel kKernels[] = {
     FW_CPU_KERNEL(fw_quiesce, maintenance_params),
     FW_CPU_KERNEL(fw_submit_command, maintenance_params),
     FW_CPU_KERNEL(fw_queue_read, queue_params),
+    FW_CPU_KERNEL(fw_pull_blocks, queue_params),
     FW_CPU_KERNEL(fw_reduce_array, reduce_params),
     FW_CPU_KERNEL(fw_reduce_plain, reduce_params),
     FW_CPU_KERNEL(fw_bfs_level, bfs_params),

@@ -166,10 +166,11 @@ class SoftwareController:
             mapping = storage.mapping
             self._registration = device.register_host(mapping.address, mapping.nbytes, True)
         elif isinstance(storage, Memory):
-            # Whole pages: that is what the driver pins.
-            begin = storage.address & ~4095
-            end = (storage.address + storage.nbytes + 4095) & ~4095
-            self._registration = device.register_host(begin, end - begin, not storage.writable)
+            # Exactly the caller's bytes: a copy from a neighbour on the same page would be refused if
+            # it began outside of a registered range and ended inside.
+            self._registration = device.register_host(
+                storage.address, storage.nbytes, not storage.writable
+            )
 
     # What it can tell.
 

@@ -720,7 +720,8 @@ class CudaDevice(Device):
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         _check_alignment(alignment)
-        slack = alignment if alignment > mmap.PAGESIZE else 0
+        # The driver cuts small allocations out of one page, so none of them is aligned by itself.
+        slack = alignment
         base = self.context.allocate_host(_positive(nbytes) + slack)
         release = functools.partial(_if_usable, self.context, self.context.free_host, base)
         ctypes.memset(base, 0, nbytes + slack)

@@ -30,6 +30,19 @@ FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
 
 }  // namespace fw::kernels
 
+// The ceiling of the mapped path: the same random blocks, pulled without any command.
+FW_KERNEL fw_pull_blocks(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
+  using namespace fw;
+  const uint64_t base = p.volume->queues[0].data.mapped_base;
+  for (uint64_t i = warp::index(); i < p.commands; i += warp::count()) {
+    const uint64_t block = kernels::mix64(i + p.seed) % p.blocks;
+    warp::copy<warp::source::kStream>(
+        warp::kFullMask,
+        reinterpret_cast<uint64_t>(p.target) + (i % p.target_blocks) * p.block_bytes,
+        base + block * p.block_bytes, p.block_bytes);
+  }
+}
+
 FW_KERNEL fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
   using namespace fw;
   const uint32_t mask = warp::kFullMask;
