@@ -1,0 +1,1 @@
+"""Benchmarks that run from the installed package; each prints its ceiling and its alternatives."""

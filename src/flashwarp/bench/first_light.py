@@ -1,0 +1,462 @@
+"""How close rows, elements and files come to the ceilings of the machine, in one run.
+
+Every figure stands beside its ceiling (the link, the plain gather, the disk) or its alternative
+(numpy and torch), measured in the same process on the same data. The data is a counter, so that any
+row can be checked against its index.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import flashwarp as fw
+from flashwarp.bench.report import Report, Row, machine_facts, median_of
+from flashwarp.demo.disk import measure_ceiling
+from flashwarp.device import CudaDevice, Device, resolve
+
+__all__ = ["run"]
+
+_ROW_WORDS = 1024
+
+
+class QueueParams(ctypes.Structure):
+    """Mirror of `kernels::queue_params`."""
+
+    _fields_ = (
+        ("cache", ctypes.c_uint64),
+        ("volume", ctypes.c_uint64),
+        ("target", ctypes.c_uint64),
+        ("target_blocks", ctypes.c_uint64),
+        ("commands", ctypes.c_uint64),
+        ("blocks", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("block_bytes", ctypes.c_uint32),
+        ("data", ctypes.c_uint32),
+    )
+
+
+class ReduceParams(ctypes.Structure):
+    """Mirror of `kernels::reduce_params`."""
+
+    _fields_ = (
+        ("array", ctypes.c_uint64 * 4),
+        ("plain", ctypes.c_uint64),
+        ("sum", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("span", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("random", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+def _counter(rows: int, words: int) -> npt.NDArray[np.uint32]:
+    return np.arange(rows * words, dtype=np.uint32).reshape(rows, words)
+
+
+def _expected(index: npt.NDArray[np.int64], words: int) -> npt.NDArray[np.uint32]:
+    return (index[:, None] * words + np.arange(words)).astype(np.uint32)
+
+
+def run(device: str | None, folder: Path, gib: float, seed: int = 1) -> Report:
+    """Measure everything that `device` can; needs `gib` GiB of disk in `folder` and of memory."""
+    where = resolve(device)
+    report = Report(
+        title="First light",
+        settings={"file_gib": gib, "seed": seed, "row_bytes": 4 * _ROW_WORDS},
+        machine=machine_facts(where.describe()),
+    )
+    rows = int(gib * 2**30) // (4 * _ROW_WORDS)
+    path = folder / "flashwarp-bench.npy"
+    try:
+        np.save(path, _counter(rows, _ROW_WORDS))
+        if isinstance(where, CudaDevice):
+            _Gpu(where, report, seed).measure(path, rows)
+        else:
+            _cpu(where, report, path, rows, seed)
+    finally:
+        path.unlink(missing_ok=True)
+    return report
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _cpu(device: Device, report: Report, path: Path, rows: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count = min(rows, 65536)
+    batches = [rng.permutation(rows)[:count] for _ in range(6)]
+    out = np.empty((count, _ROW_WORDS), np.uint32)
+    plain = np.load(path, mmap_mode="r")
+    _ = int(plain[:, 0].sum())  # every page in the page cache and in the page table
+    gb = out.nbytes / 1e9
+    with fw.open(path, device=device, cache=out.nbytes // 4) as x:
+        x.gather(batches[0], out=out)
+        checked = bool((out == _expected(batches[0], _ROW_WORDS)).all())
+        turn = iter(range(10**9))
+        ours = median_of(lambda: gb / _timed(lambda: x.gather(batches[next(turn) % 6], out=out)))
+        theirs = median_of(lambda: gb / _timed(lambda: plain[batches[next(turn) % 6]]))
+    report.add(
+        Row("page-cached file, 4 KiB rows", ours, "GB/s", "memmap[idx]", theirs, 1.0, checked)
+    )
+    _direct(device, report, path, rows, rng)
+
+
+def _direct(
+    device: Device, report: Report, path: Path, rows: int, rng: np.random.Generator
+) -> None:
+    """Rows past the page cache, against a plain loop at the same depth on the same file."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = measure_ceiling(path, 4096, 2.0)
+    count = min(rows // 4, 131072)
+    index = rng.permutation(rows)[:count]
+    with fw.open(path, device=device, cache="64 MiB", direct=True) as x:
+        seconds = _timed(lambda: x.gather(index))
+        checked = bool((x.gather(index[:64]) == _expected(index[:64], _ROW_WORDS)).all())
+        first = _timed(lambda: x[: rows // 8])
+    after = measure_ceiling(path, 4096, 2.0)
+    reads = (before.random_reads_per_s + after.random_reads_per_s) / 2
+    sequential = (before.sequential_gb_per_s + after.sequential_gb_per_s) / 2
+    name = "plain O_DIRECT loop, depth 256"
+    report.add(
+        Row(
+            "O_DIRECT file, 4 KiB random rows",
+            count / seconds / 1e3,
+            "k/s",
+            name,
+            reads / 1e3,
+            0.95,
+            checked,
+        )
+    )
+    moved = rows // 8 * 4 * _ROW_WORDS / 1e9
+    report.add(
+        Row(
+            "O_DIRECT file, sequential, 4 KiB lines",
+            moved / first,
+            "GB/s",
+            "plain 1 MiB loop",
+            sequential,
+        )
+    )
+
+
+class _Gpu:
+    """The measurements of one GPU."""
+
+    def __init__(self, device: CudaDevice, report: Report, seed: int) -> None:
+        self.device = device
+        self.report = report
+        self.seed = seed
+        self.torch: Any = importlib.import_module("torch")
+        self.rng = np.random.default_rng(seed)
+
+    def measure(self, path: Path, rows: int) -> None:
+        held = _counter(rows, _ROW_WORDS)
+        memory = fw.storage.Memory(held)
+        ceilings = {}
+        for line in (4096, 512):
+            ceilings[line] = self.mapped(memory, held.nbytes, line)
+        for line in (4096, 512):
+            self.resident(memory, min(held.nbytes, 1 << 30), line)
+        del memory
+        gc.collect()
+        self.file_mapped(path, rows, ceilings[4096])
+        self.file_bounce(path, rows)
+        _direct(self.device, self.report, path, rows, self.rng)
+
+    def kernel_seconds(self, launch: Callable[[], None]) -> float:
+        start, end = self.device.event(), self.device.event()
+        start.record()
+        launch()
+        end.record()
+        self.device.synchronize()
+        return end.elapsed_ms(start) / 1e3
+
+    def mapped(self, memory: Any, nbytes: int, line: int) -> float:
+        """Cold rows and raw queues over pinned memory. Returns the pull ceiling in GB/s."""
+        torch = self.torch
+        words = line // 4
+        blocks = nbytes // line
+        count = min(blocks // 2, 1 << 20 if line == 4096 else 1 << 22)
+        with fw.from_storage(
+            memory, "uint32", (blocks, words), device=self.device, cache=nbytes // 4, line=line
+        ) as x:
+            out = torch.empty((count, words), dtype=torch.uint32, device="cuda")
+            params = QueueParams(
+                cache=x.kernel_handle[0],
+                volume=x.kernel_handle[1],
+                target=out.data_ptr(),
+                target_blocks=count,
+                commands=count,
+                blocks=blocks,
+                seed=self.seed,
+                block_bytes=line,
+                data=1,
+            )
+
+            def rate(kernel: str, max_blocks: int | None = None) -> float:
+                x.controller.wake()
+                seconds = self.kernel_seconds(
+                    lambda: self.device.launch(
+                        kernel, params, warps=-(-count // 32), max_blocks=max_blocks
+                    )
+                )
+                return count / seconds
+
+            pull = median_of(lambda: rate("pull_blocks")) * line / 1e9
+            raw = median_of(lambda: rate("queue_read")) * line / 1e9
+            ceiling = f"pull ceiling, {line} B"
+            self.report.add(
+                Row(
+                    f"raw queues, {line} B reads",
+                    raw,
+                    "GB/s",
+                    ceiling,
+                    pull,
+                    0.98 if line == 4096 else 0.95,
+                )
+            )
+            params.data = 0
+            if line == 512:
+                params.commands = 1 << 24
+                best = max(
+                    median_of(lambda b=b: rate("queue_read", b), 3) * params.commands / count
+                    for b in (16, 32, 64, 132)
+                )
+                self.report.add(
+                    Row("raw queues, commands without data", best / 1e6, "M/s", "target", 80, 1.0)
+                )
+            index = torch.randperm(blocks, device="cuda")[:count]
+
+            def cold() -> float:
+                x.drop_cache()
+                torch.cuda.synchronize()
+                return out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out))
+
+            ours = median_of(cold)
+            some = torch.randint(0, count, (2000,))
+            got = out.view(torch.int32)[some.cuda()].cpu().numpy().view(np.uint32)
+            checked = bool((got == _expected(index.cpu().numpy()[some], words)).all())
+            self.report.add(
+                Row(
+                    f"Array.gather, cold, {line} B rows",
+                    ours,
+                    "GB/s",
+                    ceiling,
+                    pull,
+                    0.92 if line == 4096 else 0.80,
+                    checked,
+                )
+            )
+            stats = x.stats
+            self.report.settings[f"mapped_{line}"] = {**stats.as_dict(), "pull_gb_s": pull}
+        return pull
+
+    def resident(self, memory: Any, part: int, line: int) -> None:
+        """Hits: rows against torch.index_select, elements against plain loads."""
+        torch = self.torch
+        words, rows = line // 4, part // line
+        with fw.from_storage(
+            memory,
+            "uint32",
+            (rows, words),
+            device=self.device,
+            cache=part + (8 << 20),
+            line=line,
+        ) as x:
+            plain = torch.empty((rows, words), dtype=torch.int32, device="cuda")
+            everything = torch.arange(rows, device="cuda")
+            x.gather(everything, out=plain.view(torch.uint32))
+            index = torch.randint(0, rows, (1 << 21 if line == 512 else 1 << 19,), device="cuda")
+            out = torch.empty((len(index), words), dtype=torch.uint32, device="cuda")
+            view = out.view(torch.int32)
+            params = x._row_params(x._index(index, None), out.data_ptr())
+            moved = out.nbytes / 1e9
+
+            def ours() -> float:
+                return moved / self.kernel_seconds(
+                    lambda: self.device.launch("gather_rows", params, warps=len(index) // 32)
+                )
+
+            def theirs() -> float:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                torch.index_select(plain, 0, index, out=view)
+                end.record()
+                end.synchronize()
+                return moved / (start.elapsed_time(end) / 1e3)
+
+            speed = median_of(ours)
+            copy = out.clone()
+            reference = median_of(theirs)
+            self.report.add(
+                Row(
+                    f"resident, {line} B rows",
+                    speed,
+                    "GB/s",
+                    "torch.index_select",
+                    reference,
+                    0.90 if line == 4096 else 0.0,
+                    bool((copy.view(torch.int32) == view).all()),
+                )
+            )
+            self.elements(x, plain, line)
+
+    def elements(self, x: fw.Array, plain: Any, line: int) -> None:
+        """Single words in a kernel: `data[i]` against a plain pointer."""
+        total = self.torch.zeros(1, dtype=self.torch.int64, device="cuda")
+        for random, name in ((1, "random"), (0, "consecutive")):
+            results = {}
+            for kernel in ("reduce_array", "reduce_plain"):
+                params = ReduceParams(
+                    array=x.kernel_handle,
+                    plain=plain.data_ptr(),
+                    sum=total.data_ptr(),
+                    count=1 << 30 if not random else 1 << 29,
+                    span=line // 4,
+                    seed=self.seed,
+                    random=random,
+                )
+                if not random:
+                    params.count = min(params.count, x.size)
+
+                def rate(kernel: str = kernel, params: ReduceParams = params) -> float:
+                    total.zero_()
+                    self.torch.cuda.synchronize()
+                    seconds = self.kernel_seconds(
+                        lambda: self.device.launch(kernel, params, warps=1 << 20)
+                    )
+                    return params.count / seconds / 1e9
+
+                results[kernel] = (median_of(rate), int(total.item()))
+            ours, theirs = results["reduce_array"], results["reduce_plain"]
+            self.report.add(
+                Row(
+                    f"resident, {name} 4 B elements, {line} B lines",
+                    ours[0],
+                    "G/s",
+                    "plain loads",
+                    theirs[0],
+                    (0.5 if random else 0.7) if line == 4096 else 0.0,
+                    ours[1] == theirs[1],
+                )
+            )
+
+    def file_mapped(self, path: Path, rows: int, pull: float) -> None:
+        """A page-cached file in place, and what people do today with the same file."""
+        torch = self.torch
+        plain = np.load(path, mmap_mode="r")
+        _ = int(plain[:, 0].sum())
+        count = min(rows // 2, 1 << 19)
+        index = self.rng.permutation(rows)[:count]
+        device_index = torch.from_numpy(index).cuda()
+        out = torch.empty((count, _ROW_WORDS), dtype=torch.uint32, device="cuda")
+        with fw.open(path, device=self.device, cache=rows * 1024, strict="mapped") as x:
+
+            def cold() -> float:
+                x.drop_cache()
+                torch.cuda.synchronize()
+                return out.nbytes / 1e9 / _timed(lambda: x.gather(device_index, out=out))
+
+            ours = median_of(cold)
+            checked = bool((out[:500].cpu().numpy() == _expected(index[:500], _ROW_WORDS)).all())
+        self.report.add(
+            Row(
+                "page-cached file, mapped in place, cold 4 KiB rows",
+                ours,
+                "GB/s",
+                "pull ceiling, 4096 B",
+                pull,
+                0.92,
+                checked,
+            )
+        )
+        batch = index[:65536]
+        gb = batch.size * 4 * _ROW_WORDS / 1e9
+
+        def today() -> None:
+            torch.from_numpy(plain[batch].view(np.int32)).cuda()
+            torch.cuda.synchronize()
+
+        memmap = median_of(lambda: gb / _timed(today), 3)
+        tensor = torch.from_numpy(np.load(path, mmap_mode="c").view(np.int32))
+        pinned = torch.empty((batch.size, _ROW_WORDS), dtype=torch.int32, pin_memory=True)
+        host_index = torch.from_numpy(batch)
+
+        def better() -> None:
+            torch.index_select(tensor, 0, host_index, out=pinned)
+            pinned.cuda()
+            torch.cuda.synchronize()
+
+        select = median_of(lambda: gb / _timed(better), 3)
+        self.report.add(
+            Row(
+                "the same, against memmap[idx].cuda()",
+                ours,
+                "GB/s",
+                "memmap[idx].cuda()",
+                memmap,
+                12,
+            )
+        )
+        self.report.add(
+            Row(
+                "the same, against index_select to pinned",
+                ours,
+                "GB/s",
+                "index_select to pinned",
+                select,
+                1.8,
+            )
+        )
+
+    def file_bounce(self, path: Path, rows: int) -> None:
+        """A page-cached writable file: through the controller's buffers, with eight threads."""
+        torch = self.torch
+        count = min(rows // 2, 1 << 19)
+        index = torch.from_numpy(self.rng.permutation(rows)[:count]).cuda()
+        out = torch.empty((count, _ROW_WORDS), dtype=torch.uint32, device="cuda")
+        with fw.open(
+            path,
+            "r+",
+            device=self.device,
+            cache=rows * 1024,
+            direct=False,
+            controller=fw.SoftwareController(threads=8),
+        ) as x:
+
+            def cold() -> float:
+                x.drop_cache()
+                torch.cuda.synchronize()
+                return out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out))
+
+            ours = median_of(cold, 3)
+            host = index[:500].cpu().numpy()
+            checked = bool((out[:500].cpu().numpy() == _expected(host, _ROW_WORDS)).all())
+        self.report.add(
+            Row(
+                "page-cached file, bounce, 8 threads, cold 4 KiB rows",
+                ours,
+                "GB/s",
+                "target",
+                10,
+                1.0,
+                checked,
+            )
+        )

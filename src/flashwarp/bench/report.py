@@ -1,0 +1,109 @@
+"""Results of a benchmark: rows with their ceiling and target, as a table and as JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Report", "Row", "median_of"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement; `reference` is the ceiling or the alternative of the same run."""
+
+    name: str
+    value: float
+    unit: str
+    reference_name: str = ""
+    reference: float = 0.0
+    target: float = 0.0
+    """Least ratio that we ask of ourselves; 0: none."""
+    checked: bool = False
+    """Whether the data was compared with what it must be."""
+
+    @property
+    def ratio(self) -> float:
+        """Value over reference; 0 without one."""
+        return self.value / self.reference if self.reference else 0.0
+
+
+@dataclass
+class Report:
+    """Rows of one run, with the machine they were measured on."""
+
+    title: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        """Append a row and print it."""
+        self.rows.append(row)
+        ratio = f" = {row.ratio:.2f} of {row.reference_name}" if row.reference else ""
+        print(f"{row.name}: {row.value:.4g} {row.unit}{ratio}", flush=True)
+
+    def show(self, console: Console) -> None:
+        """Print all rows as a table."""
+        table = Table(title=self.title)
+        for heading in ("measurement", "value", "against", "ratio", "target", "checked"):
+            table.add_column(heading, justify="left" if heading in ("measurement",) else "right")
+        for row in self.rows:
+            table.add_row(
+                row.name,
+                f"{row.value:.4g} {row.unit}",
+                f"{row.reference_name} {row.reference:.4g}" if row.reference else "",
+                f"{row.ratio:.2f}" if row.reference else "",
+                f"{row.target:g}" if row.target else "",
+                "yes" if row.checked else "",
+            )
+        console.print(table)
+
+    def save(self, path: Path) -> None:
+        """Write everything as JSON."""
+        content = {
+            "title": self.title,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "machine": self.machine,
+            "settings": self.settings,
+            "rows": [{**asdict(row), "ratio": row.ratio} for row in self.rows],
+        }
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """Describe where a benchmark ran, without naming the host."""
+    with Path("/proc/cpuinfo").open() as file:
+        models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    packages = {}
+    for name in ("flashwarp", "numpy", "torch", "cuda-bindings", "nvidia-cuda-nvrtc"):
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": device,
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "kernel": platform.release().split("-")[0],
+        "python": platform.python_version(),
+        "packages": packages,
+    }
+
+
+def median_of(measure: Callable[[], float], runs: int = 5) -> float:
+    """Return the median of several runs after one that does not count."""
+    measure()
+    return median(measure() for _ in range(runs))
