@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def read_layout(path: str) -> Layout:
                 else npy_format.read_array_header_2_0
             )
             shape, fortran, dtype = reader(file, max_header_size=_HEADER_BYTES_MAX)
-        except ValueError as error:
+        # numpy parses the header as Python text, and lets what the tokenizer raises pass.
+        except (ValueError, SyntaxError, tokenize.TokenError) as error:
             raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
         offset = file.tell()
         size = os.fstat(file.fileno()).st_size
