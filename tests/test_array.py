@@ -39,13 +39,13 @@ def random_array(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> Reference
         array = np.zeros(count, kind)
         for name in kind.names:
             array[name] = random_array((count,), kind[name], seed + 1)
-        return array.reshape(shape)
-    if kind.kind in "fc":
-        return random.random(count).astype(kind).reshape(shape)
-    if kind.kind == "b":
-        return (random.integers(0, 2, count) == 1).reshape(shape)
-    data = random.integers(1, 255, count * kind.itemsize, dtype=np.uint8)
-    return data.view(kind).reshape(shape)
+    elif kind.kind in "fc":
+        array = random.random(count).astype(kind)
+    elif kind.kind == "b":
+        array = random.integers(0, 2, count) == 1
+    else:
+        array = random.integers(1, 255, count * kind.itemsize, dtype=np.uint8).view(kind)
+    return array.reshape(shape)
 
 
 def churn(x: fw.Array, reference: Reference, rounds: int = 6, seed: int = 1) -> None:
