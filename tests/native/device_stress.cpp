@@ -94,6 +94,36 @@ uint64_t value_of(uint32_t array, uint64_t element, uint32_t version) {
   return uint64_t(array + 1) << 56 | element << 32 | version;
 }
 
+// Accesses of one element that give others time to take the frame away meanwhile: a real access is
+// over in nanoseconds, which few machines ever interrupt.
+struct SlowLoad {
+  static constexpr bool kStores = false;
+  uint64_t offset;
+  uint64_t value = 0;
+  void visit(uint32_t, uint32_t, uint64_t frame) {
+    std::this_thread::yield();
+    value = fw::atomic::raw<8>::load(reinterpret_cast<const char*>(frame + offset));
+  }
+};
+struct SlowStore {
+  static constexpr bool kStores = true;
+  uint64_t offset;
+  uint64_t value;
+  void visit(uint32_t, uint32_t, uint64_t frame) {
+    std::this_thread::yield();
+    fw::atomic::raw<8>::store(reinterpret_cast<char*>(frame + offset), value);
+    std::this_thread::yield();
+  }
+};
+
+template <typename Op>
+void access(const fw::array<uint64_t>& a, uint64_t element, Op& op) {
+  cache::tally tally;
+  cache::access<fw::policy>(*a.cache, *a.volume, fw::warp::active(), true, a.line_of(element),
+                            false, op, tally);
+  tally.add_to(*a.volume, fw::warp::active());
+}
+
 class Rig {
  public:
   explicit Rig(const Geometry& g) : g_(g) {
@@ -146,7 +176,13 @@ class Rig {
           const uint32_t mine = element - element % kThreads + thread;
           if (mine >= g_.elements) break;
           const uint32_t version = v.finished[mine].load(std::memory_order_relaxed) + 1;
-          v.array.store(mine, value_of(which, mine, version));
+          const uint64_t value = value_of(which, mine, version);
+          if (random() % 4 == 0) {
+            SlowStore op = {v.array.offset_of(mine), value};
+            access(v.array, mine, op);
+          } else {
+            v.array.store(mine, value);
+          }
           v.finished[mine].store(version, std::memory_order_release);
           break;
         }
@@ -157,6 +193,13 @@ class Rig {
           for (uint32_t i = element; i < std::min(element + 20, g_.elements); ++i) {
             check(which, i, seen[which], [&] { return cursors[which][i]; });
           }
+          break;
+        case 5:
+          check(which, element, seen[which], [&] {
+            SlowLoad op = {v.array.offset_of(element)};
+            access(v.array, element, op);
+            return op.value;
+          });
           break;
         default:
           check(which, element, seen[which], [&] { return v.array[element]; });
