@@ -166,8 +166,8 @@ class SoftwareController:
             mapping = storage.mapping
             self._registration = device.register_host(mapping.address, mapping.nbytes, True)
         elif isinstance(storage, Memory):
-            # Exactly the caller's bytes: a copy from a neighbour on the same page would be refused if
-            # it began outside of a registered range and ended inside.
+            # Exactly the caller's bytes: a copy from a neighbour on the same page would be refused
+            # if it began outside of a registered range and ended inside.
             self._registration = device.register_host(
                 storage.address, storage.nbytes, not storage.writable
             )

@@ -13,6 +13,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ class _Gpu:
             if line == 512:
                 params.commands = 1 << 24
                 best = max(
-                    median_of(lambda b=b: rate("queue_read", b), 3) * params.commands / count
+                    median_of(partial(rate, "queue_read", b), 3) * params.commands / count
                     for b in (16, 32, 64, 132)
                 )
                 self.report.add(
@@ -247,7 +248,7 @@ class _Gpu:
             def cold() -> float:
                 x.drop_cache()
                 torch.cuda.synchronize()
-                return out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out))
+                return float(out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out)))
 
             ours = median_of(cold)
             some = torch.randint(0, count, (2000,))
@@ -290,8 +291,11 @@ class _Gpu:
             moved = out.nbytes / 1e9
 
             def ours() -> float:
-                return moved / self.kernel_seconds(
-                    lambda: self.device.launch("gather_rows", params, warps=len(index) // 32)
+                return float(
+                    moved
+                    / self.kernel_seconds(
+                        lambda: self.device.launch("gather_rows", params, warps=len(index) // 32)
+                    )
                 )
 
             def theirs() -> float:
@@ -300,7 +304,7 @@ class _Gpu:
                 torch.index_select(plain, 0, index, out=view)
                 end.record()
                 end.synchronize()
-                return moved / (start.elapsed_time(end) / 1e3)
+                return float(moved / (start.elapsed_time(end) / 1e3))
 
             speed = median_of(ours)
             copy = out.clone()
@@ -342,7 +346,7 @@ class _Gpu:
                     seconds = self.kernel_seconds(
                         lambda: self.device.launch(kernel, params, warps=1 << 20)
                     )
-                    return params.count / seconds / 1e9
+                    return float(params.count / seconds / 1e9)
 
                 results[kernel] = (median_of(rate), int(total.item()))
             ours, theirs = results["reduce_array"], results["reduce_plain"]
@@ -372,7 +376,7 @@ class _Gpu:
             def cold() -> float:
                 x.drop_cache()
                 torch.cuda.synchronize()
-                return out.nbytes / 1e9 / _timed(lambda: x.gather(device_index, out=out))
+                return float(out.nbytes / 1e9 / _timed(lambda: x.gather(device_index, out=out)))
 
             ours = median_of(cold)
             checked = bool((out[:500].cpu().numpy() == _expected(index[:500], _ROW_WORDS)).all())
@@ -444,7 +448,7 @@ class _Gpu:
             def cold() -> float:
                 x.drop_cache()
                 torch.cuda.synchronize()
-                return out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out))
+                return float(out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out)))
 
             ours = median_of(cold, 3)
             host = index[:500].cpu().numpy()

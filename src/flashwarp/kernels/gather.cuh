@@ -96,8 +96,10 @@ struct copy_segments {
       for (uint32_t r = 0; r < kRows; r++) {
         // Past the last row the last one is copied again: cheaper than a condition on each load.
         const uint32_t source = base::lowest_bit(rest);
-        if ((rest & (rest - 1)) != 0) rest &= rest - 1;
-        else if (r == kRows - 1) rest = 0;
+        if ((rest & (rest - 1)) != 0)
+          rest &= rest - 1;
+        else if (r == kRows - 1)
+          rest = 0;
         const uint64_t there = warp::broadcast(mask, inside, source);
         targets[r] = warp::broadcast(mask, piece.buffer, source) + word;
         const uint64_t from = word < bytes ? there + word : there;
