@@ -113,9 +113,9 @@ struct raw;
     FW_DEVICE static void store(void* p, TYPE v) {                                              \
       asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
     }                                                                                           \
-    FW_DEVICE static void store_plain(void* p, TYPE v) {                                          \
-      asm volatile("st.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");                    \
-    }                                                                                             \
+    FW_DEVICE static void store_plain(void* p, TYPE v) {                                        \
+      asm volatile("st.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");                  \
+    }                                                                                           \
     FW_DEVICE static TYPE load_stream(const void* p) {                                          \
       TYPE v;                                                                                   \
       asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");          \
@@ -229,7 +229,7 @@ struct raw;
     static void store(void* p, TYPE v) {                                     \
       __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
     }                                                                        \
-    static void store_plain(void* p, TYPE v) { store(p, v); }                                     \
+    static void store_plain(void* p, TYPE v) { store(p, v); }                \
     static TYPE load_stream(const void* p) { return load(p); }               \
   };
 FW_DEFINE_RAW(1, uint8_t)
