@@ -45,6 +45,8 @@ nb::dict layouts() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // Objects that a script still holds when Python ends are not leaks.
+  nb::set_leak_warnings(false);
   m.doc() = "Native half of flashwarp: CPU device, storages, software controller.";
   nb::class_<CpuPool>(m, "CpuPool")
       .def(nb::init<uint32_t>(), nb::arg("threads"))

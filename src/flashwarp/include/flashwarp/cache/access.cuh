@@ -129,7 +129,10 @@ FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, u
       moved = moved || out.moved;
     }
     if (moved || !warp::any(mask, pending)) continue;
-    if (warp::any(mask, limit.passed())) {
+    // One wait that ran out is enough: later ones on the same volume do not wait again.
+    uint32_t& failed = v.queues[0].failed;
+    if (warp::any(mask, limit.passed() || atomic::load_relaxed(&failed) != 0)) {
+      atomic::store_relaxed(&failed, 1u);
       if (!pending) return status;
       record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return nvme::kTimedOut;

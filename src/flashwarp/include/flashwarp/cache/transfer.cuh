@@ -80,19 +80,21 @@ struct transfer {
 // behalf of a kernel that has ended. `turn` is the caller's own count.
 FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t& turn) {
   line_finisher finisher{c};
-  volume* other = &v;
-  if ((turn & 1) != 0) {
-    // Every volume in turn; most entries of the table are free and cost one load.
+  const uint32_t step = turn++;
+  volume* target = &v;
+  uint32_t queue = step >> 1;
+  if ((step & 1) != 0) {
+    // Each volume in turn; most entries of the table are free and cost one load.
     for (uint32_t i = 0; i < kVolumesMax; i++) {
-      volume* candidate = &c.volumes[((turn >> 1) + i) % kVolumesMax];
+      volume* candidate = &c.volumes[((step >> 1) + i) % kVolumesMax];
       if (candidate->line_count == 0) continue;
-      other = candidate;
-      turn += 2 * i;
+      target = candidate;
       break;
     }
+    // A queue at random (Fibonacci hashing): in step with the volume, some would never be met.
+    queue = (step * 0x9E3779B1u) >> 16;
   }
-  nvme::help(other->queues[(turn >> 1) % other->queue_count], mask, finisher);
-  turn++;
+  nvme::help(target->queues[queue % target->queue_count], mask, finisher);
 }
 
 FW_DEVICE nvme::queue_pair& queue_of(const volume& v) {
