@@ -39,10 +39,10 @@ FW_DEVICE void sum_elements(const reduce_params& p, uint64_t length, Load load) 
 
 }  // namespace fw::kernels
 
-FW_KERNEL_RESIDENT(4) fw_reduce_array(const FW_GRID_CONSTANT fw::kernels::reduce_params p) {
+FW_KERNEL_RESIDENT(8) fw_reduce_array(const FW_GRID_CONSTANT fw::kernels::reduce_params p) {
   fw::cursor<uint32_t> data(p.data);
   fw::kernels::sum_elements(p, p.data.length, [&](uint64_t i) { return data[i]; });
 }
-FW_KERNEL_RESIDENT(4) fw_reduce_plain(const FW_GRID_CONSTANT fw::kernels::reduce_params p) {
+FW_KERNEL_RESIDENT(8) fw_reduce_plain(const FW_GRID_CONSTANT fw::kernels::reduce_params p) {
   fw::kernels::sum_elements(p, p.data.length, [&](uint64_t i) { return p.plain[i]; });
 }
