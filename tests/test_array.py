@@ -542,3 +542,17 @@ def test_mirrored_structures_have_the_same_layout(name: str) -> None:
 
 def test_detached_commands_take_what_is_allocated() -> None:
     assert _native.layouts()["detached_command", ""] == queue_pair._DETACHED_BYTES
+
+
+def test_a_waiter_drains_every_queue(tmp_path: Path) -> None:
+    """Waiters once met two queues of eight only, and lines prefetched by others never came."""
+    content = np.arange(4096 * 1024, dtype=np.uint32).reshape(4096, 1024)
+    np.save(tmp_path / "a.npy", content)
+    index = np.random.default_rng(5).permutation(4096)
+    with fw.CpuDevice(4) as device:
+        controller = fw.SoftwareController(queue_pairs=8, depth=8)
+        path = tmp_path / "a.npy"
+        with fw.open(path, device=device, cache="1 MiB", controller=controller) as x:
+            for _ in range(4):
+                x.prefetch(index[:200])
+                assert (x.gather(index) == content[index]).all()

@@ -11,7 +11,6 @@ import errno
 import functools
 import math
 import os
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,7 +139,7 @@ class Array:
         self._controller = controller
         self._release = release
         self._why = why
-        self._lock = threading.RLock()
+        self._lock = cache.turn
         self._pid = os.getpid()
         self._closed = False
         self._streams: set[int] = set()
@@ -439,6 +438,7 @@ class Array:
         steps.append(lambda: self._maintain("quiesce", warps=self._controller.queues.count))
         if not self._owns_cache:
             steps.append(lambda: self.drop_cache(drop_dirty=True))
+            steps.append(self._wait_neighbours)
         for step in steps:
             try:
                 step()
@@ -712,12 +712,18 @@ class Array:
         from flashwarp.device import stream_handle
 
         self._streams.add(stream_handle(stream))
+        self.cache.streams.add(stream_handle(stream))
 
     def _wait_streams(self) -> None:
         """Wait for the calls that were given a stream, and raise what they met."""
         while self._streams:
             self.device.synchronize(self._streams.pop())
         self._raise_errors("a call on a stream")
+
+    def _wait_neighbours(self) -> None:
+        """Wait for kernels of other arrays on the cache, which may be helping our queues."""
+        while self.cache.streams:
+            self.device.synchronize(self.cache.streams.pop())
 
     def _finish(self, what: str, stream: Any) -> None:
         limit = 2 * config.current().timeout_s

@@ -202,6 +202,10 @@ class Cache:
         )
         self.device.upload(self.address, bytes(struct))
         self._lock = threading.Lock()
+        # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
+        # none may close while one runs. Streams are those with calls that nobody has waited for.
+        self.turn = threading.RLock()
+        self.streams: set[int] = set()
         self._volumes: dict[int, Volume] = {}
         self._closed = False
 
