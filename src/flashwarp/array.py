@@ -22,7 +22,7 @@ import numpy.typing as npt
 from flashwarp import config, rows
 from flashwarp.cache import Cache, Volume
 from flashwarp.controller import SoftwareController
-from flashwarp.device import ArrayView, CpuDevice, Device, empty_like_library
+from flashwarp.device import ArrayView, CpuDevice, Device, empty_like_library, stream_handle
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -44,6 +44,7 @@ __all__ = ["Array", "Explanation"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_LBA_BYTES = 512
 _FLUSH = 0x00
 _TIMED_OUT = 0x7FF
 _CAPACITY_EXCEEDED = 0x081
@@ -105,8 +106,9 @@ class Array:
 
     Notes
     -----
-    Calls block until done unless a `stream` is given; then they return at once, ordered on it, and
-    their errors are raised by the next call or by `close`. Several Python threads may use one
+    Calls block until done unless a `stream` is given; then they return before their data has moved,
+    ordered on it, and their errors are raised by the next call or by `close`. Indices on a GPU are
+    checked first, which waits for them. Several Python threads may use one
     array; their calls take turns. Repeated indices in a store: one of the values wins in
     `scatter`, the last in ``x[...] = v``. A forked child must open its own.
 
@@ -709,8 +711,6 @@ class Array:
     # Errors.
 
     def _note_stream(self, stream: Any) -> None:
-        from flashwarp.device import stream_handle
-
         self._streams.add(stream_handle(stream))
         self.cache.streams.add(stream_handle(stream))
 
@@ -744,7 +744,11 @@ class Array:
                 f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
                 f"{offset}.. of the array, and gave up: the storage does not answer"
             )
-        chosen = next((e for e in failures if e.get("errno")), None)
+        # The controller's log also holds failed prefetches, which nobody asked about: prefer the
+        # entry of the very blocks that this record is about.
+        failures = [e for e in failures if e.get("errno")]
+        exact = [e for e in failures if e.get("lba") == offset // _LBA_BYTES]
+        chosen = next(iter(exact + failures), None)
         if chosen is None:
             if status in (_CAPACITY_EXCEEDED, _UNRECOVERED_READ):
                 number = errno.ENOSPC if status == _CAPACITY_EXCEEDED else errno.EIO

@@ -11,15 +11,15 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import config, npy
+from flashwarp import _native, config, npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, automatic_capacity
 from flashwarp.config import parse_bytes
 from flashwarp.controller import SoftwareController
-from flashwarp.device import Device, resolve
+from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
 from flashwarp.queue_pair import DATA_PATHS
-from flashwarp.storage import File, Mapping, Storage, _check_file
+from flashwarp.storage import File, Mapping, Memory, Storage, _check_file
 
 __all__ = ["create", "from_storage", "open"]
 
@@ -214,8 +214,6 @@ def _file_storage(
     """Choose how the file is reached: in place, through the page cache, or past it."""
     if layout.nbytes == 0:
         # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
-        from flashwarp.storage import Memory
-
         return Memory(np.zeros(512, np.uint8), writable), "the array is empty", _nothing
     end = layout.offset + layout.nbytes
     resident, mapping = _residency(path, end)
@@ -225,8 +223,6 @@ def _file_storage(
     if direct is None:
         direct = not warm and resident < 0.5 and _accepts_direct(path)
     if device.kind == "cuda" and not writable and not direct and mapping is not None and warm:
-        from flashwarp.device import CpuDevice
-
         budget = int(CpuDevice(1).memory_info().free_bytes * defaults.mapped_budget)
         if end <= budget:
             storage = File(
@@ -259,8 +255,6 @@ def _residency(path: str, nbytes: int) -> tuple[float, Mapping | None]:
 
 
 def _accepts_direct(path: str) -> bool:
-    from flashwarp import _native
-
     return not isinstance(_native.direct_io_alignment(path), str)
 
 

@@ -30,8 +30,8 @@ class Row:
     reference: float = 0.0
     target: float = 0.0
     """Least ratio that we ask of ourselves; 0: none."""
-    checked: bool = False
-    """Whether the data was compared with what it must be."""
+    checked: bool | None = None
+    """Whether the data was what it must be; None where there is none to compare."""
 
     @property
     def ratio(self) -> float:
@@ -54,6 +54,11 @@ class Report:
         ratio = f" = {row.ratio:.2f} of {row.reference_name}" if row.reference else ""
         print(f"{row.name}: {row.value:.4g} {row.unit}{ratio}", flush=True)
 
+    @property
+    def wrong(self) -> list[str]:
+        """Names of the rows whose data was not what it must be."""
+        return [row.name for row in self.rows if row.checked is False]
+
     def show(self, console: Console) -> None:
         """Print all rows as a table."""
         table = Table(title=self.title)
@@ -66,7 +71,7 @@ class Report:
                 f"{row.reference_name} {row.reference:.4g}" if row.reference else "",
                 f"{row.ratio:.2f}" if row.reference else "",
                 f"{row.target:g}" if row.target else "",
-                "yes" if row.checked else "",
+                {None: "", True: "yes", False: "WRONG"}[row.checked],
             )
         console.print(table)
 

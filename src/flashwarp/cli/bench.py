@@ -26,3 +26,6 @@ def bench(
     report.show(Console())
     if json is not None:
         report.save(json)
+    if report.wrong:
+        typer.echo(f"wrong data: {', '.join(report.wrong)}", err=True)
+        raise typer.Exit(1)
