@@ -88,6 +88,15 @@ FW_DEVICE uint64_t clock_ns() {
 // Gives the core to others for about `ns` nanoseconds: the body of every wait loop.
 FW_DEVICE void pause(uint32_t ns) { __nanosleep(ns); }
 
+// A function pointer that the compiler cannot see through. A call through it keeps to the calling
+// convention, by which the callee preserves registers; after a direct call to a function that needs
+// more registers than the kernel may use, all that the caller's hot loop holds lives in memory.
+template <typename Function>
+FW_DEVICE Function* opaque(Function* function) {
+  asm volatile("" : "+l"(function));
+  return function;
+}
+
 FW_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
 FW_DEVICE uint32_t popcount(uint32_t bits) { return __popc(bits); }
 // Index of the lowest set bit; `bits` must not be zero.
@@ -127,6 +136,11 @@ inline uint64_t clock_ns() {
 inline void pause(uint32_t) {
   if (this_thread.serve != nullptr && this_thread.serve(this_thread.serve_argument) > 0) return;
   std::this_thread::yield();
+}
+
+template <typename Function>
+inline Function* opaque(Function* function) {
+  return function;
 }
 
 inline uint64_t multiply_high(uint64_t a, uint64_t b) {
