@@ -23,7 +23,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h) \
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format native-test tsan asan cost docs clean
+.PHONY: help demo test bench lint format native-test tsan asan models cost docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -65,6 +65,11 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 	  || { cat build/$@.log; exit 1; }
 	$(BIN)/cmake --build build/$@
 	$(LAUNCH) $(BIN)/ctest --test-dir build/$@ --no-tests=error
+
+models: $(VENV)/dev.stamp  ## Model-check queue pair and cache, in sizes that take minutes and 2 GB
+	@command -v spin >/dev/null \
+	  || { echo 'spin is missing. On Debian or Ubuntu: sudo apt-get install spin' >&2; exit 1; }
+	FLASHWARP_LARGE_MODELS=1 $(BIN)/python -m pytest tests/test_models.py $(ARGS)
 
 cost: $(VENV)/dev.stamp  ## What single operations of the native parts cost here
 	$(BIN)/cmake -S . -B build/$@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
