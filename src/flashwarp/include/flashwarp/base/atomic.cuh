@@ -78,13 +78,14 @@ FW_DEVICE uint32_t load_relaxed_system(const uint32_t* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// Each half is atomic, as its writer stores it; the elements of a vector load are so one by one.
 FW_DEVICE word16 load16_relaxed_system(const word16* p) {
-  word16 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+  uint64_t low, high;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(low), "=l"(high)
                : "l"(p)
                : "memory");
-  return v;
+  return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 FW_DEVICE void or_relaxed(uint64_t* p, uint64_t bits) {
   asm volatile("red.relaxed.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
