@@ -59,6 +59,8 @@ struct line_finisher {
     const bool leads = warp::lane() == base::lowest_bit(mask);
     if (what.opcode == nvme::kRead) {
       if (status == nvme::kSuccess && q.data.path != nvme::kDirect) {
+        // The tag went BUSY before these stores: a reader that sees a new byte finds it changed.
+        atomic::fence();
         warp::copy<warp::source::kStream>(mask, what.frame, what.source, what.bytes);
         warp::sync(mask);
       }
