@@ -102,6 +102,10 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   if (dirty != 0) {
     failure = write_back(c, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
     failure = cleans ? failure : 0;
+    // The victim's volume knows already. Where it is another, ours must: our access fails for it.
+    if (failure != nvme::kSuccess && tag::line_of(mine.word) - v.line_begin >= v.line_count) {
+      record_error(v, failure, nvme::kWrite, line);
+    }
   }
   const uint32_t lost = warp::take(mask, failure, leader);
 
