@@ -66,7 +66,7 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 	$(BIN)/cmake --build build/$@
 	$(LAUNCH) $(BIN)/ctest --test-dir build/$@ --no-tests=error
 
-models: $(VENV)/dev.stamp  ## Model-check queue pair and cache, in sizes that take minutes and 2 GB
+models: $(VENV)/dev.stamp  ## Model-check queue pair and cache, in sizes that take minutes and 3 GB
 	@command -v spin >/dev/null \
 	  || { echo 'spin is missing. On Debian or Ubuntu: sudo apt-get install spin' >&2; exit 1; }
 	FLASHWARP_LARGE_MODELS=1 $(BIN)/python -m pytest tests/test_models.py $(ARGS)

@@ -178,3 +178,29 @@ def test_model_names_functions_that_exist(model: str) -> None:
 
     assert len(named) > 15
     assert missing == set(), "renamed in the code: look whether the model still says what it does"
+
+
+def test_page_names_functions_that_exist() -> None:
+    page = (ROOT / "docs" / "correctness.md").read_text()
+    steps = re.findall(r"^\| (`[^|]*?) \|", page, re.MULTILINE)
+    # Members as `Class::name`; what is written with a star or a path names no single function.
+    named = {
+        name.split("::")[-1]
+        for step in steps
+        for name in re.findall(r"`([\w:]+)`", step)
+        if not name.startswith("gpu")
+    }
+    code = "\n".join(re.sub(r"//.*", "", path.read_text()) for path in CODE)
+
+    missing = {name for name in named if not re.search(rf"\b{name}\b", code)}
+
+    assert len(named) > 30
+    assert missing == set(), "renamed in the code: look whether the argument still holds"
+
+
+def test_page_names_every_defect_of_the_models() -> None:
+    page = (ROOT / "docs" / "correctness.md").read_text()
+
+    missing = {defect for _, defect, _ in BROKEN if defect.split("=")[0] not in page}
+
+    assert missing == set()
