@@ -17,18 +17,32 @@ FW_DEVICE uint32_t lane() {
   asm("mov.u32 %0, %%laneid;" : "=r"(l));
   return l;
 }
-FW_DEVICE uint32_t active() { return __activemask(); }
-FW_DEVICE void sync(uint32_t mask) { __syncwarp(mask); }
-FW_DEVICE uint32_t ballot(uint32_t mask, bool predicate) { return __ballot_sync(mask, predicate); }
-FW_DEVICE uint32_t match(uint32_t mask, uint64_t value) { return __match_any_sync(mask, value); }
+// `mask`, which holds the lane's own bit, as a value of the lane. The assembler takes what came
+// from a vote for the same in all lanes that run together. But groups of lanes that hold different
+// masks meet at times and run together for a while; a collective with one mask for both would mix
+// them.
+FW_DEVICE uint32_t own(uint32_t mask) {
+  uint32_t bit;
+  asm("mov.u32 %0, %%lanemask_eq;" : "=r"(bit));
+  return mask | bit;
+}
+
+FW_DEVICE uint32_t active() { return own(__activemask()); }
+FW_DEVICE void sync(uint32_t mask) { __syncwarp(own(mask)); }
+FW_DEVICE uint32_t ballot(uint32_t mask, bool predicate) {
+  return __ballot_sync(own(mask), predicate);
+}
+FW_DEVICE uint32_t match(uint32_t mask, uint64_t value) {
+  return __match_any_sync(own(mask), value);
+}
 template <typename T>
 FW_DEVICE T broadcast(uint32_t mask, T value, uint32_t source) {
-  return __shfl_sync(mask, value, source);
+  return __shfl_sync(own(mask), value, source);
 }
 // Each lane names its own source lane; all sources must be in the mask.
 template <typename T>
 FW_DEVICE T take(uint32_t mask, T value, uint32_t source) {
-  return __shfl_sync(mask, value, source);
+  return __shfl_sync(own(mask), value, source);
 }
 FW_DEVICE uint32_t index() { return base::thread_index() / 32; }
 FW_DEVICE uint32_t count() { return base::thread_count() / 32; }
