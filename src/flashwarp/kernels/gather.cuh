@@ -273,7 +273,7 @@ FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   for (uint64_t k = fw::base::thread_index(); k < p.index_count; k += fw::base::thread_count()) {
     if (fw::kernels::row_of(p, k) < p.row_count) continue;
     if (!fw::atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) return;
-    v.errors->index = k;
+    fw::atomic::store_plain(&v.errors->index, k);
     fw::atomic::fence_system();
     fw::atomic::store_relaxed_system(&v.errors->index_count, 1u);
     return;

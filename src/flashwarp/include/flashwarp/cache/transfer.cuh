@@ -181,10 +181,10 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
   if (mine) {
     if (detached) {
-      q.detached[nvme::entry_of(q, ticket)] = {reinterpret_cast<uint64_t>(&c.tags[t.way]),
-                                               reinterpret_cast<uint64_t>(frame_of(c, t.way)),
-                                               address, opcode,
-                                               uint32_t(bytes_of_line(c, v, t.line))};
+      const nvme::detached_command what = {reinterpret_cast<uint64_t>(&c.tags[t.way]),
+                                           reinterpret_cast<uint64_t>(frame_of(c, t.way)), address,
+                                           opcode, uint32_t(bytes_of_line(c, v, t.line))};
+      atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
     }
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
                       detached ? nvme::slot::kDetached : 0);
