@@ -45,12 +45,17 @@ struct store_element {
   }
 };
 
+// The lanes that are here together and mean the same array: each array has queues of its own.
+FW_DEVICE uint32_t active_on(const cache::volume* v) {
+  return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));
+}
+
 // The slow half of an element access: a miss, or a line in motion. Returns the status. Not inlined:
 // a kernel pays its registers only when it gets here.
 template <typename Op>
 FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, uint64_t line,
                                         Op& op) {
-  const uint32_t mask = warp::active();
+  const uint32_t mask = active_on(v);
   cache::tally count;
   const uint32_t status = cache::access<policy>(*c, *v, mask, true, line, false, op, count);
   count.add_to(*v, mask);
@@ -132,7 +137,7 @@ struct array {
   // Starts bringing in the line of element `i`; does not wait for it.
   FW_DEVICE void prefetch(uint64_t i) const {
     FW_ASSERT(i < length);
-    const uint32_t mask = warp::active();
+    const uint32_t mask = detail::active_on(volume);
     fw::cache::tally count;
     fw::cache::prefetch<policy>(*cache, *volume, mask, true, line_of(i), count);
     count.add_to(*volume, mask);
