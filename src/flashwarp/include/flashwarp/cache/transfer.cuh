@@ -127,6 +127,8 @@ FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint32_t mask, uint32_t members,
                                      const transfer& t, uint64_t address) {
   if (q.data.path == nvme::kDirect) return;
+  // Each lane has acquired its own line and slot; now all lanes read and write all of them.
+  warp::sync(mask);
   const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c, t.way));
   const uint64_t bytes = bytes_of_line(c, v, t.line);
   for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
@@ -144,6 +146,8 @@ FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
 FW_DEVICE void land_reads(const page_cache& c, const volume& v, const nvme::queue_pair& q,
                           uint32_t mask, uint32_t members, const transfer& t, uint64_t address) {
   if (q.data.path != nvme::kDirect) {
+    // Each lane has acquired its own completion; now all lanes read all of the data.
+    warp::sync(mask);
     // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
     atomic::fence();
     const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c, t.way));

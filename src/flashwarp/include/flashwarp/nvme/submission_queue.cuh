@@ -52,7 +52,10 @@ FW_DEVICE bool is_written(const queue_pair& q, uint32_t ticket) {
 // depth - 1 unfetched entries, because a full ring must not look empty (tail == head).
 FW_DEVICE uint32_t count_publishable(const queue_pair& q, uint32_t mask, uint32_t tail) {
   const uint32_t depth = 1u << q.depth_log2;
-  const uint32_t space = depth - 1 - (tail - atomic::load_relaxed(&q.fetched));
+  // One lane's view for all of them: the lanes must agree on when to stop.
+  const uint32_t fetched =
+      warp::broadcast(mask, atomic::load_relaxed(&q.fetched), base::lowest_bit(mask));
+  const uint32_t space = depth - 1 - (tail - fetched);
   const uint32_t lanes = base::popcount(mask);
   uint32_t count = 0;
   while (count < space) {
@@ -80,6 +83,8 @@ FW_DEVICE_NOINLINE void publish(queue_pair& q, uint32_t mask) {
     uint32_t tail = leads ? atomic::load_relaxed(&q.tail) : 0;
     tail = warp::broadcast(mask, tail, leader);
     const uint32_t count = count_publishable(q, mask, tail);
+    // Each lane has acquired the entries that it counted; the leader publishes all of them.
+    warp::sync(mask);
     if (leads) {
       if (count != 0) {
         atomic::store_relaxed(&q.tail, tail + count);
