@@ -139,6 +139,7 @@ class Machine {
     region.element_bytes = sizeof(T) == 1 ? 8 : uint32_t(sizeof(T));
     region.cell_bytes = cell_bytes != 0 ? cell_bytes : sizeof(T) == 4 ? 4 : 8;
     region.sharing = sharing;
+    region.volume = attaching_;
     return reinterpret_cast<T*>(memory.allocate(region));
   }
 
@@ -213,6 +214,7 @@ class Machine {
 
   uint64_t attach(uint32_t number, uint64_t line_begin) {
     Volume& v = volumes_.emplace_back();
+    attaching_ = int(number);
     const uint64_t bytes = storage_bytes();
     const uint32_t depth = 1u << shape_.depth_log2;
     v.data = allocate<char>(bytes, "storage");
@@ -236,6 +238,7 @@ class Machine {
       slots.describe = &describe_slot;
       slots.check = &check_slot;
       slots.owner = &q;
+      slots.volume = attaching_;
       q.slots = reinterpret_cast<uint64_t*>(memory.allocate(slots));
       q.detached = allocate<nvme::detached_command>(depth, "detached");
       // A wait is bounded by a time that no run reaches unless a controller stops.
@@ -268,6 +271,7 @@ class Machine {
                 shape_.path,
                 0,
                 0};
+    attaching_ = -1;
     return line_begin + shape_.lines;
   }
 
@@ -310,7 +314,7 @@ class Machine {
   // At rest.
 
   void require(bool condition, const std::string& what) {
-    if (!condition) throw Failure("at rest: " + what);
+    if (!condition) throw Failure("at rest: " + what + "\n");
   }
 
   void check_timeouts() {
@@ -324,7 +328,7 @@ class Machine {
     for (uint32_t v = 0; v < shape_.volumes; ++v) {
       const Volume& volume = volumes_[v];
       if (!faulty()) require(volume.entry->errors->count == 0, "an error record without a fault");
-      for (uint32_t i = 0; i < shape_.queues; ++i) check_queue(volume, i);
+      for (uint32_t i = 0; i < shape_.queues; ++i) check_queue(v, i);
     }
   }
 
@@ -344,10 +348,12 @@ class Machine {
             name + " differs from the storage");
   }
 
-  void check_queue(const Volume& volume, uint32_t number) {
+  void check_queue(uint32_t v, uint32_t number) {
+    const Volume& volume = volumes_[v];
     const nvme::queue_pair& q = volume.entry->queues[number];
     const uint32_t depth = 1u << q.depth_log2;
-    const std::string name = "queue " + std::to_string(number) + ": ";
+    const std::string name =
+        "volume " + std::to_string(v) + " queue " + std::to_string(number) + ": ";
     uint64_t completed = 0;
     for (const auto& counter : volume.servers[number]->counters().commands) {
       completed += counter.get();
@@ -438,6 +444,7 @@ class Machine {
   cache::page_cache cache_;
   std::vector<Volume> volumes_;
   std::vector<std::function<void()>> checks_;
+  int attaching_ = -1;
   uint32_t launches_ = 0;
   uint32_t sweeps_ = 0;
   bool healed_ = false;

@@ -101,7 +101,7 @@ std::string Memory::describe(const void* p, uint64_t value) const {
   }
   const Region& r = region_of(offset(p));
   const uint64_t at = uint64_t(static_cast<const char*>(p) - r.base);
-  std::string name = r.name;
+  std::string name = r.volume < 0 ? r.name : "volume " + std::to_string(r.volume) + " " + r.name;
   if (r.bytes > r.element_bytes) name += "[" + std::to_string(at / r.element_bytes) + "]";
   if (at % r.element_bytes != 0) name += "+" + std::to_string(at % r.element_bytes);
   if (r.describe != nullptr) return name + " = " + r.describe(value);
@@ -304,7 +304,7 @@ void Memory::write(void* p, uint64_t value, uint32_t bytes) {
 namespace {
 
 // What lies outside of the arena is private, unless it is accessed as shared things are.
-const Region kOutside = {"", nullptr, 0, 8, 8, Sharing::kAtomic, nullptr, nullptr, nullptr};
+const Region kOutside = {"", nullptr, 0, 8, 8, Sharing::kAtomic, -1, nullptr, nullptr, nullptr};
 
 bool is_private(order o) { return o == order::kPlain; }
 

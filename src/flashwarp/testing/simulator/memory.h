@@ -48,6 +48,7 @@ struct Region {
   uint32_t element_bytes = 8;
   uint32_t cell_bytes = 8;
   Sharing sharing = Sharing::kAtomic;
+  int volume = -1;  // for reports: whose it is, or nobody's
   // For reports; may be null. Gets the element's index, and its value where it is one word.
   std::string (*describe)(uint64_t value) = nullptr;
   // Called at every change of a cell, with its index: invariants that hold at all times.
