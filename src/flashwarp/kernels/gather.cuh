@@ -117,6 +117,13 @@ struct copy_segments {
 
   FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
     const uint64_t inside = frame + piece.offset;
+    // Each lane has acquired its own line; now all lanes copy all of them.
+    warp::sync(mask);
+    copy(mask, members, inside);
+  }
+
+ private:
+  FW_DEVICE void copy(uint32_t mask, uint32_t members, uint64_t inside) {
     if constexpr (!kToFrame && warp::kWarpWidth > 1) {
       if (copy_short(mask, members, inside)) return;
     }

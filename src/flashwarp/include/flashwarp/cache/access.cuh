@@ -26,8 +26,10 @@ FW_DEVICE uint32_t serve_hits(page_cache& c, uint32_t mask, const place& at, Op&
     if (usable) unpin(word, true);
     return hits;
   } else {
-    // Our loads of the frame before the second look at the tag.
+    // Our loads of the frame, and those that other lanes did for us, before the second look at the
+    // tag.
     atomic::fence();
+    warp::sync(mask);
     const bool served = usable && still_holds(c, at.way, at.word);
     if (served) Policy::on_hit(word, at.word);
     return warp::ballot(mask, served);
@@ -68,8 +70,12 @@ FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uin
     const uint32_t got = move_lines(c, v, mask, fills, nvme::kRead, {line, mine.way});
     if (claimed && !overwrite) status = got;
   }
-  // Tags went BUSY before the operation's stores to frames that no fill has ordered.
-  if (Op::kStores && fills != claims) atomic::fence();
+  // Tags went BUSY, by any of our lanes, before the operation's stores to frames that no fill has
+  // ordered.
+  if (Op::kStores && fills != claims) {
+    warp::sync(mask);
+    atomic::fence();
+  }
 
   // Each lane learns its leader's frame and fate.
   const bool led = misses && ((claims >> leader) & 1) != 0;

@@ -52,6 +52,9 @@ struct line_finisher {
     const bool leads = warp::lane() == base::lowest_bit(mask);
     if (what.opcode == nvme::kRead) {
       if (status == nvme::kSuccess && q.data.path != nvme::kDirect) {
+        // The tag went BUSY, which we have acquired with the slot, before our stores: a reader that
+        // sees a new byte finds its tag changed.
+        atomic::fence();
         warp::copy<warp::source::kStream>(mask, what.frame, what.source, what.bytes);
         warp::sync(mask);
       }
