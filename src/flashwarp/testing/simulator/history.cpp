@@ -20,10 +20,11 @@ std::string hex(uint64_t value) {
 
 }  // namespace
 
-uint32_t History::begin(uint32_t element, bool is_store, uint64_t value, uint64_t initial) {
+uint32_t History::begin(uint32_t element, bool is_store, uint64_t value, uint64_t initial,
+                        bool loose) {
   const uint32_t fibre = scheduler.current()->id;
-  Operation o = {element, fibre, value, scheduler.accesses(), kNever, 0, 0, is_store, false, false};
-  if (memory.weak()) o.before = memory.snapshot(fibre);
+  Operation o = {element, fibre, value, scheduler.accesses(), kNever, 0, 0, is_store, loose, false, false};
+  if (memory.weak() && !loose) o.before = memory.snapshot(fibre);
   Register& r = registers_.try_emplace(element, Register{initial, {}, {}}).first->second;
   r.operations.push_back(uint32_t(operations_.size()));
   operations_.push_back(o);
@@ -65,7 +66,7 @@ void History::settle(uint32_t element, uint64_t value) {
   Register& r = registers_[element];
   // The storage, as a load after everything else.
   const Operation last = {element, kStorage, value, scheduler.accesses(), kNever - 1, 0, 0,
-                          false,   true,     true};
+                          false,   false,    true,  true};
   r.operations.push_back(uint32_t(operations_.size()));
   operations_.push_back(last);
   check_values(element, r);
@@ -146,7 +147,7 @@ void History::check_zones(uint32_t element, const Register& r) const {
 
 // Happens-before: the end of `a` is known where `b` begins.
 bool History::precedes(const Operation& a, const Operation& b) const {
-  return a.ended && memory.snapshot_knows(b.before, a.fibre, a.time_end);
+  return a.ended && !a.loose && memory.snapshot_knows(b.before, a.fibre, a.time_end);
 }
 
 std::vector<uint64_t> History::possible_last(const Register& r) const {

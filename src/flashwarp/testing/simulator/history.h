@@ -19,8 +19,10 @@ class History {
   explicit History(std::string name) : name_(std::move(name)) {}
 
   // Around the operation, on its fibre. Returns its number. `initial` is what the element holds
-  // before its first operation.
-  uint32_t begin(uint32_t element, bool is_store, uint64_t value, uint64_t initial);
+  // before its first operation. A `loose` one was done by several threads together: it knows
+  // nothing of what others did before, nor they of it.
+  uint32_t begin(uint32_t element, bool is_store, uint64_t value, uint64_t initial,
+                 bool loose = false);
   // `happened` is false for what failed: a load without a value, a store that may or may not be.
   void end(uint32_t operation, uint64_t value, bool happened);
 
@@ -41,6 +43,7 @@ class History {
     uint32_t before;    // weak: what the fibre knew when it began, a snapshot
     uint32_t time_end;  // weak: the fibre's own time when it ended
     bool is_store;
+    bool loose;
     bool ended;
     bool happened;
   };

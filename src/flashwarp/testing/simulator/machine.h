@@ -78,6 +78,12 @@ struct Thread {
   Random random;
 };
 
+// Makes the calling thread the `index`-th of `count`, for kernels that divide their work by that.
+inline void become(uint32_t index, uint32_t count) {
+  here->index = index;
+  here->count = count;
+}
+
 class Machine {
  public:
   Machine(Run& run, const Shape& shape) : run_(run), shape_(shape) {
@@ -483,20 +489,21 @@ class Elements {
   }
 
   void load(uint32_t i) {
-    load_by(i, "load", [&] { return array_[i]; });
+    load_by(i, "load", [&](uint32_t j) { return array_[j]; });
   }
   // Through any reader of one element.
   template <typename Read>
   void load_by(uint32_t i, const char* verb, Read read) {
     note(verb, i);
     const uint32_t operation = history_.begin(i, false, 0, value_of(i, 0));
-    const T value = read();
+    const T value = read(i);
     // A failed transfer yields T(), which is nobody's value.
     if (value == T() && !machine_.faulty()) scheduler.fail("a load failed without a fault");
     history_.end(operation, value, value != T());
     check_owner(i, value);
   }
-  void store(uint32_t i) {
+  // Returns the value stored.
+  T store(uint32_t i) {
     note("store", i);
     const T value = next_value(i);
     const uint32_t operation = history_.begin(i, true, value, value_of(i, 0));
@@ -507,15 +514,22 @@ class Elements {
       scheduler.fail("a store failed without a fault");
     }
     history_.end(operation, value, status == nvme::kSuccess);
+    return value;
   }
   void prefetch(uint32_t i) {
     note("prefetch", i);
     array_.prefetch(i);
   }
 
-  // For kernels that move many at once: begin before, end after.
+  // The caller's part of a kernel that moves many at once.
+  uint32_t begin(uint32_t i, bool is_store, T value) {
+    return history_.begin(i, is_store, value, value_of(i, 0), true);
+  }
+  void end(uint32_t operation, uint32_t i, T value) {
+    check_owner(i, value);
+    history_.end(operation, value, value != T());
+  }
   T next_value(uint32_t i) { return value_of(i, ++versions_[i]); }
-  History& history() { return history_; }
   void check_owner(uint32_t i, T value) const {
     if (value == T()) return;
     if ((value ^ value_of(i, 0)) >> kVersionBits != 0) {

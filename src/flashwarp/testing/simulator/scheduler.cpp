@@ -200,15 +200,18 @@ Fibre* Scheduler::pick(bool must_leave, const void* address) {
     case Strategy::kRoundRobin:
       if (!must_leave && --quantum_left_ != 0) return current_;
       quantum_left_ = quantum_;
-      for (uint32_t i = 1; i <= fibre_count_; ++i) {
-        Fibre* f = fibres_[(current_->id + i) % fibre_count_].get();
-        if (f->state <= State::kConverging) return f;
-      }
-      return current_;
+      return next_in_turn();
     case Strategy::kRival:
       return pick_rival(must_leave, address);
     case Strategy::kExhaustive: {
-      if (must_leave) break;
+      // Who gives way in a wait loop does so to the next in turn: fair, and not a choice, or the
+      // loops of two waiting fibres would have no end.
+      if (must_leave) {
+        const bool waits = current_->state <= State::kConverging ||
+                           current_->state == State::kNapping;
+        if (waits) return next_in_turn();
+        break;
+      }
       if (preemptions_left_ == 0) return current_;
       // 0 goes on; the others are a preemption each.
       const uint32_t choice = explorer_->choose(count);
@@ -224,6 +227,14 @@ Fibre* Scheduler::pick(bool must_leave, const void* address) {
   if (count == 1) return current_;
   const uint32_t choice = choose(count - 1);
   return fibres_[runnable_[choice < current_->position ? choice : choice + 1]].get();
+}
+
+Fibre* Scheduler::next_in_turn() {
+  for (uint32_t i = 1; i < fibre_count_; ++i) {
+    Fibre* f = fibres_[(current_->id + i) % fibre_count_].get();
+    if (f->state <= State::kConverging) return f;
+  }
+  return current_;
 }
 
 Fibre* Scheduler::highest_priority(const Fibre* except) {

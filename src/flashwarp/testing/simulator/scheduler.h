@@ -174,6 +174,7 @@ class Scheduler {
   uint32_t draw_data_step();
   Fibre* pick(bool must_leave, const void* address);
   Fibre* pick_rival(bool must_leave, const void* address);
+  Fibre* next_in_turn();
   Fibre* highest_priority(const Fibre* except);
   void leave();  // goes on with another fibre; the current one is not runnable or gives way
   void resume(Fibre* next);
