@@ -13,9 +13,6 @@
 namespace fw::native {
 namespace {
 
-// A thread that had nothing to do for this long goes to sleep: a few device round trips.
-constexpr int64_t kSpinNs = 100'000;
-
 // The clock is read once in this many idle sweeps.
 constexpr uint32_t kSweepsPerClock = 16;
 
@@ -30,6 +27,7 @@ constexpr int64_t kLongIdleSentinelNs = 4'000'000;
 // A sweep that moved this much is worth a second thread.
 constexpr uint32_t kWakeOthersCommands = 64;
 
+constexpr int64_t kSpinMaxNs = 1'000'000'000;
 constexpr uint32_t kDepthMin = 2;
 constexpr uint32_t kDepthMax = 1 << 16;
 constexpr uint64_t kPageBytesMin = 4096;
@@ -74,6 +72,7 @@ void check_options(const ControllerOptions& options) {
               options.max_transfer_bytes >= kPageBytesMin &&
               options.max_transfer_bytes <= kTransferBytesMax,
           "max_transfer_bytes must be a power of two from 4096 to 32 MiB");
+  require(options.spin_ns >= 0 && options.spin_ns <= kSpinMaxNs, "spin_ns is 0 to one second");
 }
 
 }  // namespace
@@ -87,6 +86,7 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
                options.page_bytes,
                options.max_transfer_bytes,
                {}},
+      spin_ns_(options.spin_ns),
       thread_count_(options.threads) {
   require(context_.storage != nullptr, "storage is None");
   require(!queue_pairs.empty(), "at least one queue pair is needed");
@@ -186,7 +186,7 @@ void SoftwareController::run(uint32_t thread) {
     if (++idle_sweeps % kSweepsPerClock != 0) continue;
     const int64_t now = monotonic_ns();
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since < kSpinNs) continue;
+    if (now - idle_since < spin_ns_) continue;
     // After a sleep that nobody ended, one fruitless sweep is enough to sleep again.
     const bool woken = sleep(thread, now - idle_since);
     if (woken) idle_since = 0;

@@ -25,6 +25,7 @@ struct ControllerOptions {
   uint32_t threads = 1;                   // 0: only callers of serve_some serve
   uint64_t page_bytes = 2 << 20;          // CC.MPS: a power of two, 4 KiB at least
   uint64_t max_transfer_bytes = 2 << 20;  // MDTS: a power of two, page-sized at least
+  int64_t spin_ns = 100'000;  // how long a thread without work looks on before it sleeps
 };
 
 struct ControllerCounters {
@@ -78,6 +79,7 @@ class SoftwareController {
   bool sleep(uint32_t thread, int64_t idle_ns);
 
   ControllerContext context_;
+  const int64_t spin_ns_;
   const uint32_t thread_count_;
   std::unique_ptr<IoEngineFactory> engines_;
   std::string engine_description_;

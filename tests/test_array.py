@@ -526,7 +526,9 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "counters": cache.CountersStruct,
     "error_record": cache.ErrorRecordStruct,
     "volume": cache.VolumeStruct,
+    "geometry": cache.GeometryStruct,
     "page_cache": cache.PageCacheStruct,
+    "array": rows.ArrayStruct,
     "row_params": rows.RowParams,
     "maintenance_params": rows.MaintenanceParams,
 }

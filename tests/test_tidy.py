@@ -23,7 +23,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 # Lowest first. A module imports from its own line and from those above it, never from below.
 LAYERS = [
     ["errors"],
-    ["config", "stats", "npy", "rows"],
+    ["config", "stats", "npy"],
     ["_jit"],
     ["_foreign"],
     ["device"],
@@ -31,6 +31,7 @@ LAYERS = [
     ["queue_pair"],
     ["controller"],
     ["cache"],
+    ["rows"],
     ["array"],
     ["opening"],
     ["flashwarp"],

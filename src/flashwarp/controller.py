@@ -23,6 +23,12 @@ PAGE_BYTES = 2 << 20
 """Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
 
 
+# How long an idle thread watches the doorbells before it sleeps. A GPU rings no host thread awake:
+# while its warps pull what they fetched no doorbell moves, for up to a millisecond or two, and a
+# thread asleep then answers the next one a timer tick late. CPU threads serve while they wait.
+_SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
+
+
 class SoftwareController:
     """Serves a storage as an NVMe namespace, from threads of this process.
 
@@ -102,7 +108,13 @@ class SoftwareController:
             if path == "direct":
                 regions = [frames]
             self._native = _native.SoftwareController(
-                storage.native, self._queues.native, regions, threads, PAGE_BYTES, PAGE_BYTES
+                storage.native,
+                self._queues.native,
+                regions,
+                threads,
+                PAGE_BYTES,
+                PAGE_BYTES,
+                _SPIN_NS[device.kind],
             )
             self._native.start()
         except BaseException:

@@ -119,8 +119,8 @@ struct SlowStore {
 template <typename Op>
 void access(const fw::array<uint64_t>& a, uint64_t element, Op& op) {
   cache::tally tally;
-  cache::access<fw::policy>(*a.cache, *a.volume, fw::warp::active(), true, a.line_of(element),
-                            false, op, tally);
+  cache::access<fw::policy>(a.shape, *a.cache, *a.volume, fw::warp::active(), true,
+                            a.line_of(element), false, op, tally);
   tally.add_to(*a.volume, fw::warp::active());
 }
 
@@ -129,14 +129,14 @@ class Rig {
   explicit Rig(const Geometry& g) : g_(g) {
     const uint64_t lines = uint64_t(g.sets) * g.ways;
     cache_ = arena_.allocate<cache::page_cache>(1);
-    cache_->tags = arena_.allocate<uint64_t>(lines);
+    cache_->shape.tags = arena_.allocate<uint64_t>(lines);
     cache_->set_control = arena_.allocate<uint32_t>(g.sets);
-    cache_->frames = arena_.allocate<char>(lines * g.line_bytes);
+    cache_->shape.frames = arena_.allocate<char>(lines * g.line_bytes);
     cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
-    cache_->set_count = g.sets;
-    cache_->set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
-    cache_->ways = g.ways;
-    cache_->line_shift = uint32_t(__builtin_ctz(g.line_bytes));
+    cache_->shape.set_count = g.sets;
+    cache_->shape.set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
+    cache_->shape.ways = g.ways;
+    cache_->shape.line_shift = uint32_t(__builtin_ctz(g.line_bytes));
     cache_->page_bytes = 2 << 20;
     uint64_t begin = 0;
     for (uint32_t i = 0; i < kArrays; ++i) begin = attach(i, begin);
@@ -232,7 +232,7 @@ class Rig {
     }
     const uint64_t lines = uint64_t(g_.sets) * g_.ways;
     for (uint64_t way = 0; way < lines; ++way) {
-      const uint64_t word = cache_->tags[way];
+      const uint64_t word = cache_->shape.tags[way];
       if ((word & (cache::tag::kPinMask | cache::tag::kDirty | cache::tag::kWriting)) != 0 ||
           cache::tag::state_of(word) == cache::tag::kBusy) {
         fail("tag at rest", way, word, 0);
@@ -280,7 +280,8 @@ class Rig {
     std::vector<QueuePairAddresses> pairs;
     std::vector<std::pair<uint64_t, uint64_t>> regions;
     if (g_.path == nvme::kDirect) {
-      regions.emplace_back(address(cache_->frames), uint64_t(g_.sets) * g_.ways * g_.line_bytes);
+      regions.emplace_back(address(cache_->shape.frames),
+                           uint64_t(g_.sets) * g_.ways * g_.line_bytes);
     }
     for (uint32_t i = 0; i < g_.queues; ++i) {
       nvme::queue_pair& q = queues[i];
@@ -320,7 +321,7 @@ class Rig {
                 g_.path,
                 0,
                 0};
-    v.array = {cache_, v.entry, line_begin, g_.elements};
+    v.array = {cache_->shape, cache_, v.entry, line_begin, g_.elements};
     return line_begin + lines;
   }
 

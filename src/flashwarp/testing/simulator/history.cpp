@@ -23,7 +23,8 @@ std::string hex(uint64_t value) {
 uint32_t History::begin(uint32_t element, bool is_store, uint64_t value, uint64_t initial,
                         bool loose) {
   const uint32_t fibre = scheduler.current()->id;
-  Operation o = {element, fibre, value, scheduler.accesses(), kNever, 0, 0, is_store, loose, false, false};
+  Operation o = {element, fibre, value, scheduler.accesses(), kNever, 0, 0, is_store,
+                 loose,   false, false};
   if (memory.weak() && !loose) o.before = memory.snapshot(fibre);
   Register& r = registers_.try_emplace(element, Register{initial, {}, {}}).first->second;
   r.operations.push_back(uint32_t(operations_.size()));
@@ -65,8 +66,8 @@ void History::check_register(uint32_t element, const Register& r) const {
 void History::settle(uint32_t element, uint64_t value) {
   Register& r = registers_[element];
   // The storage, as a load after everything else.
-  const Operation last = {element, kStorage, value, scheduler.accesses(), kNever - 1, 0, 0,
-                          false,   false,    true,  true};
+  const Operation last = {element, kStorage, value, scheduler.accesses(), kNever - 1, 0, 0, false,
+                          false,   true,     true};
   r.operations.push_back(uint32_t(operations_.size()));
   operations_.push_back(last);
   check_values(element, r);

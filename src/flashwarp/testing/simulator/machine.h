@@ -93,14 +93,14 @@ class Machine {
     tags.check = &check_tag;
     tags.owner = this;
     cache_ = {};
-    cache_.tags = reinterpret_cast<uint64_t*>(memory.allocate(tags));
+    cache_.shape.tags = reinterpret_cast<uint64_t*>(memory.allocate(tags));
     cache_.set_control = allocate<uint32_t>(shape.sets, "set_control", Sharing::kAtomic);
-    cache_.frames = allocate<char>(ways * kLineBytes, "frames", Sharing::kRacy);
+    cache_.shape.frames = allocate<char>(ways * kLineBytes, "frames", Sharing::kRacy);
     cache_.volumes = allocate<cache::volume>(cache::kVolumesMax, "volumes", Sharing::kAtomic, 4);
-    cache_.set_count = shape.sets;
-    cache_.set_reciprocal = shape.sets > 1 ? ~uint64_t(0) / shape.sets + 1 : 0;
-    cache_.ways = shape.ways;
-    cache_.line_shift = kLineShift;
+    cache_.shape.set_count = shape.sets;
+    cache_.shape.set_reciprocal = shape.sets > 1 ? ~uint64_t(0) / shape.sets + 1 : 0;
+    cache_.shape.ways = shape.ways;
+    cache_.shape.line_shift = kLineShift;
     cache_.page_bytes = 2 << 20;
     uint64_t begin = 0;
     for (uint32_t v = 0; v < shape.volumes; ++v) begin = attach(v, begin);
@@ -123,7 +123,8 @@ class Machine {
   }
   template <typename T>
   fw::array<T> array(uint32_t v = 0) {
-    return {&cache_, volumes_[v].entry, volumes_[v].entry->line_begin, storage_bytes() / sizeof(T)};
+    return {cache_.shape, &cache_, volumes_[v].entry, volumes_[v].entry->line_begin,
+            storage_bytes() / sizeof(T)};
   }
   // Whether commands may fail in this run.
   bool faulty() const { return run_.faults.errors != 0 || run_.faults.stop_after != 0; }
@@ -229,7 +230,7 @@ class Machine {
     auto* queues = allocate<nvme::queue_pair>(shape_.queues, "queue", Sharing::kChecked, 4);
     std::vector<std::pair<uint64_t, uint64_t>> regions;
     if (shape_.path == nvme::kDirect) {
-      regions.emplace_back(address(cache_.frames),
+      regions.emplace_back(address(cache_.shape.frames),
                            uint64_t(shape_.sets) * shape_.ways * kLineBytes);
     }
     std::vector<native::QueuePairAddresses> pairs;
@@ -330,7 +331,7 @@ class Machine {
   }
 
   void check_rest() {
-    for (uint64_t way = 0; way < cache_.set_count * cache_.ways; ++way) check_way(way);
+    for (uint64_t way = 0; way < cache_.shape.set_count * cache_.shape.ways; ++way) check_way(way);
     for (uint32_t v = 0; v < shape_.volumes; ++v) {
       const Volume& volume = volumes_[v];
       if (!faulty()) require(volume.entry->errors->count == 0, "an error record without a fault");
@@ -339,18 +340,19 @@ class Machine {
   }
 
   void check_way(uint64_t way) {
-    const uint64_t word = cache_.tags[way];
+    const uint64_t word = cache_.shape.tags[way];
     const std::string name = "tags[" + std::to_string(way) + "] = " + describe_tag(word);
     const uint64_t moving = cache::tag::kPinMask | cache::tag::kDirty | cache::tag::kWriting;
     require(cache::tag::state_of(word) != cache::tag::kBusy && (word & moving) == 0, name);
     if (cache::tag::state_of(word) != cache::tag::kValid) return;
     const uint64_t line = cache::tag::line_of(word);
-    require(cache::set_of(cache_, line) == way / cache_.ways, name + " is in another line's set");
+    require(cache::set_of(cache_.shape, line) == way / cache_.shape.ways,
+            name + " is in another line's set");
     const cache::volume& owner = cache::volume_of(cache_, line);
     const char* stored =
         volumes_[size_t(&owner - cache_.volumes)].data + ((line - owner.line_begin) << kLineShift);
     const uint64_t bytes = cache::bytes_of_line(cache_, owner, line);
-    require(std::memcmp(cache::frame_of(cache_, way), stored, bytes) == 0,
+    require(std::memcmp(cache::frame_of(cache_.shape, way), stored, bytes) == 0,
             name + " differs from the storage");
   }
 
@@ -422,9 +424,9 @@ class Machine {
     if (from == tag::kBusy && to == tag::kBusy) wrong("two fills own a frame");
     if (from == tag::kInvalid && to == tag::kValid) wrong("a line appears without a fill");
     if (to == tag::kInvalid || tag::line_of(before) == tag::line_of(after)) return;
-    const uint64_t first = way / self.cache_.ways * self.cache_.ways;
-    for (uint64_t other = first; other < first + self.cache_.ways; ++other) {
-      const uint64_t word = self.cache_.tags[other];
+    const uint64_t first = way / self.cache_.shape.ways * self.cache_.shape.ways;
+    for (uint64_t other = first; other < first + self.cache_.shape.ways; ++other) {
+      const uint64_t word = self.cache_.shape.tags[other];
       if (other == way || tag::state_of(word) == tag::kInvalid) continue;
       if (tag::line_of(word) == tag::line_of(after)) wrong("two ways hold one line");
     }

@@ -160,13 +160,13 @@ void execute(const Options& o, const Scenario& scenario, Run& run, Explorer* exp
 
 void report(const Scenario& scenario, const Run& run, const Failure& failure, uint64_t schedule) {
   std::printf("FAILED scenario %s, width %u, seed %llu, mode %s, strategy %s, faults %s",
-              scenario.name, FW_WARP_WIDTH, (unsigned long long)run.seed,
+              scenario.name, scenario.width, (unsigned long long)run.seed,
               kModeNames[size_t(run.mode)], kStrategyNames[size_t(run.strategy)],
               text_of(run.faults).c_str());
   if (run.exhaustive()) std::printf(", schedule %llu", (unsigned long long)schedule);
   std::printf("\n%s", failure.what());
   std::printf("replay: --scenario %s --width %u --mode %s --strategy %s --seeds %llu:%llu",
-              scenario.name, FW_WARP_WIDTH, kModeNames[size_t(run.mode)],
+              scenario.name, scenario.width, kModeNames[size_t(run.mode)],
               kStrategyNames[size_t(run.strategy)], (unsigned long long)run.seed,
               (unsigned long long)run.seed + 1);
   if (run.faults_given) std::printf(" --faults %s", text_of(run.faults).c_str());

@@ -42,12 +42,13 @@ struct Scenario {
   const char* name;
   const char* about;
   void (*body)(Run& run);
+  uint32_t width;  // lanes of a warp
 };
 std::vector<Scenario>& scenarios();
 
 struct Registration {
   Registration(const char* name, const char* about, void (*body)(Run&)) {
-    scenarios().push_back({name, about, body});
+    scenarios().push_back({name, about, body, FW_WARP_WIDTH});
   }
 };
 

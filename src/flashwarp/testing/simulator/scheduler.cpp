@@ -207,8 +207,8 @@ Fibre* Scheduler::pick(bool must_leave, const void* address) {
       // Who gives way in a wait loop does so to the next in turn: fair, and not a choice, or the
       // loops of two waiting fibres would have no end.
       if (must_leave) {
-        const bool waits = current_->state <= State::kConverging ||
-                           current_->state == State::kNapping;
+        const bool waits =
+            current_->state <= State::kConverging || current_->state == State::kNapping;
         if (waits) return next_in_turn();
         break;
       }

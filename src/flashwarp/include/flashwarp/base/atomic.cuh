@@ -122,6 +122,11 @@ struct raw;
       asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
       return v;                                                                                 \
     }                                                                                           \
+    FW_DEVICE static TYPE load_acquire(const void* p) {                                         \
+      TYPE v;                                                                                   \
+      asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+      return v;                                                                                 \
+    }                                                                                           \
     FW_DEVICE static void store(void* p, TYPE v) {                                              \
       asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
     }                                                                                           \
@@ -145,6 +150,14 @@ struct raw<16> {
   FW_DEVICE static word16 load(const void* p) {
     word16 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+  }
+  FW_DEVICE static word16 load_acquire(const void* p) {
+    word16 v;
+    asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p)
                  : "memory");
@@ -249,6 +262,9 @@ struct raw;
     static TYPE load(const void* p) {                                        \
       return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_RELAXED); \
     }                                                                        \
+    static TYPE load_acquire(const void* p) {                                \
+      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_ACQUIRE); \
+    }                                                                        \
     static void store(void* p, TYPE v) {                                     \
       __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
     }                                                                        \
@@ -269,6 +285,11 @@ struct raw<16> {
     uint64_t low = load_relaxed(q), high = load_relaxed(q + 1);
     return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
   }
+  static word16 load_acquire(const void* p) {
+    const uint64_t* q = static_cast<const uint64_t*>(p);
+    uint64_t low = fw::atomic::load_acquire(q), high = fw::atomic::load_acquire(q + 1);
+    return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+  }
   static void store(void* p, word16 v) {
     uint64_t* q = static_cast<uint64_t*>(p);
     store_relaxed(q, uint64_t(v.x) | (uint64_t(v.y) << 32));
@@ -280,6 +301,11 @@ struct raw<16> {
   static word16 load(const void* p) {
     vector v = *static_cast<const volatile vector*>(p);
     return {v[0], v[1], v[2], v[3]};
+  }
+  static word16 load_acquire(const void* p) {
+    const word16 value = load(p);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return value;
   }
   static void store(void* p, word16 v) {
     *static_cast<volatile vector*>(p) = vector{v.x, v.y, v.z, v.w};

@@ -97,6 +97,15 @@ FW_DEVICE uint64_t clock_ns() {
 // Gives the core to others for about `ns` nanoseconds: the body of every wait loop.
 FW_DEVICE void pause(uint32_t ns) { __nanosleep(ns); }
 
+// A function pointer that the compiler cannot see through. A call through it keeps to the calling
+// convention, by which the callee preserves registers; after a direct call to a function that needs
+// more registers than the kernel may use, all that the caller's hot loop holds lives in memory.
+template <typename Function>
+FW_DEVICE Function* opaque(Function* function) {
+  asm volatile("" : "+l"(function));
+  return function;
+}
+
 FW_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
 FW_DEVICE uint32_t popcount(uint32_t bits) { return __popc(bits); }
 // Index of the lowest set bit; `bits` must not be zero.
@@ -119,6 +128,11 @@ inline uint64_t multiply_high(uint64_t a, uint64_t b) {
 }
 inline uint32_t popcount(uint32_t bits) { return uint32_t(__builtin_popcount(bits)); }
 inline uint32_t lowest_bit(uint32_t bits) { return uint32_t(__builtin_ctz(bits)); }
+
+template <typename Function>
+inline Function* opaque(Function* function) {
+  return function;
+}
 
 #if defined(FW_SIMULATOR)
 

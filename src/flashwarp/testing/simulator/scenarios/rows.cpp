@@ -51,6 +51,7 @@ class RowJob {
   fw::kernels::row_params params() {
     const fw::array<uint64_t>& a = data_.array();
     fw::kernels::row_params p = {};
+    p.shape = a.shape;
     p.cache = a.cache;
     p.volume = a.volume;
     p.indices = indices_.data();
@@ -60,6 +61,7 @@ class RowJob {
     p.row_count = a.length / row_words_;
     p.look_ahead = indices_.size() % 2;
     p.index_bytes = 8;
+    p.batch = 1 + uint32_t(indices_.size() % kWidth);
     // A row may begin at the end of a line.
     p.segments = row_words_ == 1 || kLineBytes % p.row_bytes == 0 ? 1 : 2;
     return p;

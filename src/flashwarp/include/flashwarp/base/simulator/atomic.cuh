@@ -98,6 +98,9 @@ struct raw;
     static TYPE load(const void* p, FW_SITE) {                                 \
       return TYPE(simulator::load_data(p, sizeof(TYPE), order::kRelaxed, at)); \
     }                                                                          \
+    static TYPE load_acquire(const void* p, FW_SITE) {                         \
+      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kAcquire, at)); \
+    }                                                                          \
     static void store(void* p, TYPE v, FW_SITE) {                              \
       simulator::store_data(p, v, sizeof(TYPE), order::kRelaxed, at);          \
     }                                                                          \
@@ -117,6 +120,7 @@ template <>
 struct raw<16> {
   using type = word16;
   static word16 load(const void* p, FW_SITE) { return load_halves(p, order::kRelaxed, at); }
+  static word16 load_acquire(const void* p, FW_SITE) { return load_halves(p, order::kAcquire, at); }
   static void store(void* p, word16 v, FW_SITE) { store_halves(p, v, order::kRelaxed, at); }
   static void store_plain(void* p, word16 v, FW_SITE) { store_halves(p, v, order::kPlain, at); }
   static word16 load_stream(const void* p, FW_SITE) { return load_halves(p, order::kPlain, at); }
