@@ -51,8 +51,10 @@ struct Shape {
   }
 };
 
-// Faults that a waiting reader can still expect an answer from, or a controller that stops.
-inline Faults draw_faults(Run& run) {
+// Faults that a waiting reader can still expect an answer from, or a controller that stops. It does
+// not stop on the direct path: what it moves when it goes on again would go to a frame that has been
+// given up, which only a reset of the controller prevents.
+inline Faults draw_faults(Run& run, const Shape& shape) {
   if (run.faults_given) return run.faults;
   Random& random = run.random;
   Faults f;
@@ -62,7 +64,7 @@ inline Faults draw_faults(Run& run) {
   f.wait = random.chance(70) ? 60 : 0;
   f.delay = random.chance(70) ? 1 + random.below(30) : 0;
   f.coalesce = random.chance(30) ? 1 + random.below(8) : 0;
-  if (random.chance(15)) {
+  if (shape.path != nvme::kDirect && random.chance(15)) {
     f.stop_after = 1 + random.below(60);
     f.stop_for = random.chance(50) ? 0 : 1 + random.below(200);
   }
