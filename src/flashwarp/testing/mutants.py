@@ -40,7 +40,6 @@ class Mutant:
 
 
 _ARRAY = "flashwarp/array.cuh"
-_ACCESS = "flashwarp/cache/access.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
@@ -67,7 +66,7 @@ MUTANTS = {
             "load_acquire(frame + offset_of(i))",
             "load(frame + offset_of(i))",
             "the second look at the tag overtakes the load, and a refill goes unnoticed",
-            "elements",
+            "evict",
             "weak",
         ),
         Mutant(
@@ -76,7 +75,7 @@ MUTANTS = {
             "if (fw::cache::still_holds(shape, at.way, at.word)) {",
             "if (true) {",
             "a frame refilled during the load yields another line's bytes",
-            "elements",
+            "evict",
         ),
         Mutant(
             "no-rescan",
@@ -100,7 +99,7 @@ MUTANTS = {
             "((previous + kGenerationOne) & kGenerationMask)",
             "(previous & kGenerationMask)",
             "a line that left its frame and came back looks as if it had never left",
-            "elements",
+            "evict",
         ),
         Mutant(
             "store-not-dirty",
@@ -179,16 +178,6 @@ MUTANTS = {
             "elements",
         ),
         Mutant(
-            "fill-without-fence",
-            _MOVE,
-            "    // The tags went BUSY before these stores: a reader that sees a new byte finds its tag"
-            " changed.\n    atomic::fence();\n",
-            "",
-            "a reader sees the new line's bytes under the old line's tag",
-            "elements",
-            "weak",
-        ),
-        Mutant(
             "fill-published-relaxed",
             _SETS,
             "atomic::store_release(&c.shape.tags[way], tag::filled(busy_word, dirty));",
@@ -202,8 +191,8 @@ MUTANTS = {
             _MOVE,
             "  if ((step & 1) != 0) {\n",
             "  if (false) {\n",
-            "a line that another array's queue brings is waited for in vain",
-            "elements",
+            "a frame that another array's queue fills is waited for in vain",
+            "foreign",
         ),
         Mutant(
             "arrays-mixed",
@@ -218,8 +207,8 @@ MUTANTS = {
         Mutant(
             "ring-space-by-lane",
             _SUBMIT,
-            "      warp::broadcast(mask, atomic::load_relaxed(&q.fetched), base::lowest_bit(mask));\n",
-            "      atomic::load_relaxed(&q.fetched);\n",
+            "warp::broadcast(mask, atomic::load_relaxed(&q.fetched), base::lowest_bit(mask));",
+            "atomic::load_relaxed(&q.fetched);",
             "lanes leave a loop of collectives at different times",
             "elements",
             "sc",
@@ -237,13 +226,36 @@ MUTANTS = {
             4,
         ),
         Mutant(
-            "failed-load-keeps-bytes",
-            _ARRAY,
-            "return status == nvme::kSuccess ? detail::bit_cast<T>(op.value) : T();",
-            "return detail::bit_cast<T>((void(status), op.value));",
-            "a load that failed returns what a lost race has left",
-            "faults",
-            "sc",
+            "landing-unsynchronised",
+            _MOVE,
+            "    // Each lane has acquired its own completion; now all lanes read all of the data.\n"
+            "    warp::sync(mask);\n",
+            "",
+            "lanes read a buffer whose completion only a neighbour has acquired",
+            "elements",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "staging-unsynchronised",
+            _MOVE,
+            "  // Each lane has acquired its own line and slot; now all lanes read and write all of"
+            " them.\n  warp::sync(mask);\n",
+            "",
+            "lanes write a buffer whose slot only a neighbour has acquired",
+            "elements",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "drain-unsynchronised",
+            _COMPLETE,
+            "  // The leader has acquired what the last drainer did; no lane may see an entry of an"
+            " older pass.\n  warp::sync(mask);\n",
+            "",
+            "a lane takes a completion of two passes before for a new one",
+            "queue",
+            "weak",
             4,
         ),
     )

@@ -377,3 +377,16 @@ def _run_compiler(arguments: Sequence[str]) -> None:
     done = subprocess.run(["g++", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CompileError(f"g++ failed:\n{done.stderr[:4000]}", done.stderr)
+
+
+def coverage_program(folder: Path, width: int) -> Path:
+    """Build the built-in scenarios in `folder` with gcov's counters, which stay there."""
+    native = _native_folder()
+    options = [*_FLAGS, "-O0", "--coverage", f"-DFW_WARP_WIDTH={width}", *_includes(native)]
+    sources = _scenario_sources()
+    objects = [folder / f"{path.stem}.o" for path in sources]
+    _compile_all(zip(sources, objects, strict=True), options)
+    runtime = _runtime_objects(_header_digest(), native, ())
+    program = folder / "program"
+    _run_compiler(["--coverage", *map(str, [*objects, *runtime]), "-o", str(program)])
+    return program

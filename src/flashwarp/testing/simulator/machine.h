@@ -52,8 +52,8 @@ struct Shape {
 };
 
 // Faults that a waiting reader can still expect an answer from, or a controller that stops. It does
-// not stop on the direct path: what it moves when it goes on again would go to a frame that has been
-// given up, which only a reset of the controller prevents.
+// not stop on the direct path: what it moves when it goes on again would go to a frame that has
+// been given up, which only a reset of the controller prevents.
 inline Faults draw_faults(Run& run, const Shape& shape) {
   if (run.faults_given) return run.faults;
   Random& random = run.random;

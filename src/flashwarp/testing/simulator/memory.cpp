@@ -176,7 +176,8 @@ bool Memory::knows_message(uint32_t fibre, const Message& m) const {
 uint32_t Memory::visible(uint32_t fibre, Cell& cell) {
   uint32_t oldest = 0;
   while (oldest + 1 < cell.count && !knows_message(fibre, cell.messages[oldest]) &&
-         cell.messages[oldest + 1].superseded_at + window_ > scheduler.accesses()) {
+         cell.messages[oldest + 1].superseded_at + window_ > scheduler.accesses() &&
+         cell.messages[oldest + 1].superseded_at > horizon_) {
     ++oldest;
   }
   if (oldest == 0 || scheduler.is_calm()) return 0;
@@ -384,6 +385,8 @@ void Memory::fence(fence_kind kind) {
   fence_device_[fibre] = snapshot(fibre);
   if (kind == fence_kind::kSystem) fence_system_[fibre] = fence_device_[fibre];
 }
+
+void Memory::settle_stores() { horizon_ = scheduler.accesses(); }
 
 void Memory::begin_transfer() {
   const Fibre& f = *scheduler.current();

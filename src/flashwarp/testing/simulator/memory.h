@@ -20,7 +20,7 @@
 //     regions that are declared `kChecked`.
 // Not covered: load buffering (a load sees no store that is scheduled after it); a store is never
 // inserted before one that has been scheduled; accesses of different sizes meet by whole cells; a
-// message is forgotten once it is the third oldest, or superseded for `window` accesses.
+// message is forgotten once four newer ones exist, or superseded for `window` accesses.
 #pragma once
 
 #include <cstdint>
@@ -85,6 +85,8 @@ class Memory {
   uint64_t modify(void* p, uint32_t bytes, order o, site at, Change change);
   void fence(fence_kind kind);
   void synchronize(uint32_t first_fibre, uint32_t lanes);
+  // What has been stored by now becomes visible everywhere: stores take a finite time.
+  void settle_stores();
   // A controller begins to move data.
   void begin_transfer();
 
@@ -154,6 +156,7 @@ class Memory {
   Random random_;
   uint64_t window_ = 0;
   uint32_t stale_percent_ = 0;
+  uint64_t horizon_ = 0;  // messages superseded before are gone
 
   uint32_t fibres_ = 0;
   std::vector<uint32_t> clocks_;          // fibres_ for each fibre

@@ -271,6 +271,7 @@ void Scheduler::tick() {
   const bool in_vain = ++fruitless_ > kFruitlessMax && !plan_.time_passes;
   if (napping_ == 0 || in_vain) abandon("deadlock: everybody waits, and nothing will change");
   clock_ns_ += 1000;
+  memory.settle_stores();
   wake_all();
 }
 
