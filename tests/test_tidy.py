@@ -35,7 +35,7 @@ LAYERS = [
     ["array"],
     ["opening"],
     ["flashwarp"],
-    ["demo", "bench", "cli"],
+    ["demo", "bench", "testing", "cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -54,7 +54,12 @@ LINE_COLUMNS_MAX = 100
 
 python_files = sorted(PACKAGE.rglob("*.py"))
 device_files = sorted(PACKAGE.rglob("*.cuh"))
-native_files = sorted([*ROOT.glob("native/*.cpp"), *ROOT.glob("native/*.h")])
+native_files = sorted(
+    path
+    for folder in (ROOT / "native", PACKAGE / "testing" / "simulator")
+    for path in folder.rglob("*")
+    if path.suffix in {".cpp", ".h"}
+)
 test_files = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("tests/**/*.cpp")])
 other_files = [
     ROOT / "Makefile",

@@ -119,6 +119,13 @@ struct copy_segments {
 
   FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
     const uint64_t inside = frame + piece.offset;
+    // Each lane has acquired its own line; now all lanes copy all of them.
+    warp::sync(mask);
+    copy(mask, members, inside);
+  }
+
+ private:
+  FW_DEVICE void copy(uint32_t mask, uint32_t members, uint64_t inside) {
     if constexpr (!kToFrame && warp::kWarpWidth > 1) {
       if (copy_short(mask, members, inside)) return;
     }
@@ -278,7 +285,7 @@ FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   for (uint64_t k = fw::base::thread_index(); k < p.index_count; k += fw::base::thread_count()) {
     if (fw::kernels::row_of(p, k) < p.row_count) continue;
     if (!fw::atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) return;
-    v.errors->index = k;
+    fw::atomic::store_plain(&v.errors->index, k);
     fw::atomic::fence_system();
     fw::atomic::store_relaxed_system(&v.errors->index_count, 1u);
     return;

@@ -47,12 +47,17 @@ struct store_element {
   }
 };
 
+// The lanes that are here together and mean the same array: each array has queues of its own.
+FW_DEVICE uint32_t active_on(const cache::volume* v) {
+  return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));
+}
+
 // The slow half of an element access: a miss, or a line in motion. Returns the status. Like the two
 // below it is called through base::opaque: a kernel pays its registers only when it gets here.
 template <typename Op>
 FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, uint64_t line,
                                         Op& op) {
-  const uint32_t mask = warp::active();
+  const uint32_t mask = active_on(v);
   cache::tally count;
   const uint32_t status =
       cache::access<policy>(c->shape, *c, *v, mask, true, line, false, op, count);
@@ -69,13 +74,15 @@ FW_DEVICE_NOINLINE void load_slow(cache::page_cache* c, cache::volume* v, uint64
   for (uint32_t k = 0; k < count; k++) {
     const uint64_t byte = first + k * step;
     load_element<kBytes> op = {byte & (cache::line_bytes(c->shape) - 1), {}};
-    access_slow(c, v, line_begin + (byte >> c->shape.line_shift), op);
+    const uint32_t status = access_slow(c, v, line_begin + (byte >> c->shape.line_shift), op);
     values[k] = op.value;
+    // A try that lost its race may have left another line's bytes before the transfer failed.
+    if (status != nvme::kSuccess) values[k] = {};
   }
 }
 
 FW_DEVICE_NOINLINE void prefetch_slow(cache::page_cache* c, cache::volume* v, uint64_t line) {
-  const uint32_t mask = warp::active();
+  const uint32_t mask = active_on(v);
   cache::tally count;
   cache::prefetch<policy>(*c, *v, mask, true, line, count);
   count.add_to(*v, mask);
@@ -148,8 +155,10 @@ struct array {
   FW_DEVICE T load_slow(uint64_t i) const {
     using element = detail::load_element<sizeof(T)>;
     element op = {offset_of(i), {}};
-    base::opaque (&detail::access_slow<element>)(cache, volume, line_of(i), op);
-    return detail::bit_cast<T>(op.value);
+    const uint32_t status =
+        base::opaque(&detail::access_slow<element>)(cache, volume, line_of(i), op);
+    // A try that lost its race may have left another line's bytes before the transfer failed.
+    return status == nvme::kSuccess ? detail::bit_cast<T>(op.value) : T();
   }
 
   // Stores element `i`. The line is read first when it is absent, and written back later.

@@ -1,6 +1,7 @@
 // Atomic loads, stores, read-modify-writes and fences, named by order and scope.
 //
-// The only file with memory-order spelling: inline PTX for the GPU, compiler builtins for the CPU.
+// The only file with memory-order spelling: inline PTX for the GPU, compiler builtins for the CPU;
+// base/simulator/atomic.cuh has the simulator's.
 // Without a suffix the scope is the device (`.gpu`); `_system` reaches the host and its controller.
 // Supported types are 32-bit and 64-bit unsigned integers, and `word16` where named.
 #pragma once
@@ -98,6 +99,17 @@ FW_DEVICE void fence_sequential() { asm volatile("fence.sc.gpu;" ::: "memory"); 
 // As fence(), reaching the host as well.
 FW_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// Accesses that need no order of their own, because what stands around them gives it: a lock, or a
+// release that follows. Named, so that the simulator can check just that.
+template <typename T>
+FW_DEVICE T load_plain(const T* p) {
+  return *p;
+}
+template <typename T>
+FW_DEVICE void store_plain(T* p, T v) {
+  *p = v;
+}
+
 // Frame contents are read while another warp may refill the frame, so these accesses are relaxed
 // atomics of the width of the element; the tag's generation tells whether the value counts.
 template <uint32_t kBytes>
@@ -170,7 +182,7 @@ struct raw<16> {
   }
 };
 
-#else
+#elif !defined(FW_SIMULATOR)
 
 template <typename T>
 inline T load_relaxed(const T* p) {
@@ -216,6 +228,17 @@ inline word16 load16_relaxed_system(const word16* p) {
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 inline void or_relaxed(uint64_t* p, uint64_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
+template <typename T>
+inline T load_plain(const T* p) {
+  return *p;
+}
+template <typename T>
+inline void store_plain(T* p, T v) {
+  *p = v;
+}
+// What the controller moves. Host code only.
+inline void copy_plain(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
+inline void fill_plain(void* to, uint8_t value, uint64_t bytes) { std::memset(to, value, bytes); }
 
 #if FW_TSAN
 // ThreadSanitizer has no model of fences; every datum they order is itself atomic in that build.
@@ -294,6 +317,14 @@ struct raw<16> {
 };
 
 #endif
+
+}  // namespace fw::atomic
+
+#if defined(FW_SIMULATOR)
+#include "flashwarp/base/simulator/atomic.cuh"
+#endif
+
+namespace fw::atomic {
 
 // One test-and-set lock word for short metadata changes; never held across an I/O wait.
 FW_DEVICE bool try_lock(uint32_t* lock) {

@@ -1,10 +1,14 @@
 // Warp collectives over the lanes named by a mask; a warp is 32 lanes on the GPU and one on the
-// CPU.
+// CPU; base/simulator/warp.cuh has the simulator's.
 //
 // Every function that takes `mask` must be called by exactly the lanes in it, together.
 #pragma once
 
 #include "flashwarp/base/platform.cuh"
+
+#if defined(FW_SIMULATOR)
+#include "flashwarp/base/simulator/warp.cuh"
+#endif
 
 namespace fw::warp {
 
@@ -49,7 +53,7 @@ FW_DEVICE uint32_t count() { return base::thread_count() / 32; }
 // All lanes of a warp, as a mask.
 inline constexpr uint32_t kFullMask = 0xffffffffu;
 
-#else
+#elif !defined(FW_SIMULATOR)
 
 inline uint32_t lane() { return 0; }
 inline uint32_t active() { return 1; }
@@ -70,8 +74,10 @@ inline constexpr uint32_t kFullMask = 1u;
 
 #endif
 
+#if !defined(FW_SIMULATOR)
 FW_DEVICE bool any(uint32_t mask, bool predicate) { return ballot(mask, predicate) != 0; }
 FW_DEVICE bool all(uint32_t mask, bool predicate) { return ballot(mask, predicate) == mask; }
+#endif
 
 // The rank of this lane among the set bits of `members` (lanes below it).
 FW_DEVICE uint32_t rank_in(uint32_t members) {

@@ -20,15 +20,14 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
   if constexpr (Op::kStores) usable = usable && try_pin(word, tag::identity_of(at.word));
   const uint32_t hits = warp::ballot(mask, usable);
   if (hits == 0) return 0;
-  // What a lane acquired with its tag, all lanes may read: they copy long rows together.
-  warp::sync(mask);
   op.visit(mask, hits, reinterpret_cast<uint64_t>(frame_of(g, at.way)));
   if constexpr (Op::kStores) {
     warp::sync(mask);
     if (usable) unpin(word, true);
     return hits;
   } else {
-    // Our loads of the frame before the second look at the tag, which another lane may take.
+    // Our loads of the frame, and those that other lanes did for us, before the second look at the
+    // tag.
     atomic::fence();
     warp::sync(mask);
     const bool served = usable && still_holds(g, at.way, at.word);
@@ -72,7 +71,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
     const uint32_t got = move_lines(c, v, mask, fills, nvme::kRead, {line, mine.way});
     if (claimed && !overwrite) status = got;
   }
-  // Tags went BUSY, each by its own lane, before the operation's stores to frames that no fill has
+  // Tags went BUSY, by any of our lanes, before the operation's stores to frames that no fill has
   // ordered.
   if (Op::kStores && fills != claims) {
     warp::sync(mask);

@@ -243,9 +243,9 @@ FW_DEVICE_NOINLINE void record_error(volume& v, uint32_t status, uint32_t opcode
   atomic::add_relaxed(&shard_of(v).errors, uint64_t(1));
   error_record& record = *v.errors;
   if (atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) {
-    record.opcode = opcode;
-    record.line = line - v.line_begin;
-    record.status = status;
+    atomic::store_plain(&record.opcode, opcode);
+    atomic::store_plain(&record.line, line - v.line_begin);
+    atomic::store_plain(&record.status, status);
     atomic::fence_system();
     atomic::store_relaxed_system(&record.count, 1u);
   }

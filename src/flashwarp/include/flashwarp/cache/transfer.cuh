@@ -59,7 +59,8 @@ struct line_finisher {
     const bool leads = warp::lane() == base::lowest_bit(mask);
     if (what.opcode == nvme::kRead) {
       if (status == nvme::kSuccess && q.data.path != nvme::kDirect) {
-        // The tag went BUSY before these stores: a reader that sees a new byte finds it changed.
+        // The tag went BUSY, which we have acquired with the slot, before our stores: a reader that
+        // sees a new byte finds its tag changed.
         atomic::fence();
         warp::copy<warp::source::kStream>(mask, what.frame, what.source, what.bytes);
         warp::sync(mask);
@@ -193,10 +194,10 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
   if (mine) {
     if (detached) {
-      q.detached[nvme::entry_of(q, ticket)] = {reinterpret_cast<uint64_t>(&c.shape.tags[t.way]),
-                                               reinterpret_cast<uint64_t>(frame_of(c.shape, t.way)),
-                                               address, opcode,
-                                               uint32_t(bytes_of_line(c, v, t.line))};
+      const nvme::detached_command what = {reinterpret_cast<uint64_t>(&c.shape.tags[t.way]),
+                                           reinterpret_cast<uint64_t>(frame_of(c.shape, t.way)),
+                                           address, opcode, uint32_t(bytes_of_line(c, v, t.line))};
+      atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
     }
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
                       detached ? nvme::slot::kDetached : 0);

@@ -29,7 +29,7 @@ FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, u
     members &= members - 1;
     const uint32_t e = warp::broadcast(mask, entry, source);
     const uint64_t w = warp::broadcast(mask, word, source);
-    const detached_command what = q.detached[e];
+    const detached_command what = atomic::load_plain(&q.detached[e]);
     finisher.finish(q, mask, what, slot::status_of(w));
     warp::sync(mask);
     if (warp::lane() == base::lowest_bit(mask)) {
@@ -83,7 +83,7 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
       const uint32_t fetched = atomic::load_relaxed(&q.fetched);
       atomic::store_relaxed(&q.fetched, fetched + entry_of(q, sqhd - fetched));
       atomic::store_relaxed(&q.head, head + count);
-      atomic::store_relaxed(&q.helps, q.helps + 1);
+      atomic::store_relaxed(&q.helps, atomic::load_plain(&q.helps) + 1);
       atomic::store_relaxed_system(q.cq_doorbell, entry_of(q, head + count));
     }
   }
