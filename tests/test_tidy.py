@@ -34,7 +34,7 @@ LAYERS = [
     ["array"],
     ["opening"],
     ["flashwarp"],
-    ["demo", "bench", "cli"],
+    ["demo", "bench", "testing", "cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -1,0 +1,17 @@
+"""What a backend's author tests with: faults on demand, power cuts, and contracts to be kept.
+
+Importing it brings neither pytest nor hypothesis; the suites are classes whose `test_` methods
+pytest finds in a subclass. See docs/testing.md.
+"""
+
+from flashwarp.testing.faults import Fault, FaultPlan, Faulty
+from flashwarp.testing.recording import CrashState, Event, Recording
+
+__all__ = [
+    "CrashState",
+    "Event",
+    "Fault",
+    "FaultPlan",
+    "Faulty",
+    "Recording",
+]
