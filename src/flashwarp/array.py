@@ -146,6 +146,7 @@ class Array:
         self._closed = False
         self._streams: set[int] = set()
         self._volume: Volume | None = None
+        self._flush_failure: StorageError | None = None
         queues = controller.attach(storage, self.device, cache.line_bytes, cache.frames)
         try:
             self._volume = cache.attach(storage.nbytes, queues)
@@ -354,7 +355,9 @@ class Array:
         """Write dirty lines back and make them durable: after it, a crash loses nothing stored.
 
         Blocks. Raises StorageError when a line could not be written; the line stays dirty in the
-        cache, so a later flush tries again.
+        cache, so a later flush tries again. When the storage itself could not flush, what was
+        written since the flush before may be lost, and nobody can tell what: every later flush and
+        `close` raise this error again. Open the array anew and store again.
         """
         self._flush()
 
@@ -706,7 +709,14 @@ class Array:
             return
         lines = self.cache.set_count * self.cache.ways
         self._maintain("flush_lines", warps=self._warps(lines))
-        self._maintain("submit_command", warps=1, opcode=_FLUSH)
+        if self._flush_failure is not None:
+            raise _again(self._flush_failure)
+        try:
+            self._maintain("submit_command", warps=1, opcode=_FLUSH)
+        except StorageError as error:
+            # The kernel reports lost writes once: a second flush would succeed without them.
+            self._flush_failure = error
+            raise
 
     # Errors.
 
@@ -820,6 +830,17 @@ class _Source:
     def release(self) -> None:
         if self.held is not None:
             self.held.close()
+
+
+def _again(failure: StorageError) -> StorageError:
+    """Return the error of a call after a flush that failed."""
+    return StorageError(
+        failure.errno or errno.EIO,
+        f"an earlier flush failed, so what was stored before it may be lost: {failure.strerror}",
+        failure.filename,
+        offset=failure.offset,
+        status=failure.status,
+    )
 
 
 def _row_lead(chosen: rows.RowSelection) -> tuple[int, ...]:
