@@ -50,6 +50,11 @@ _TIMED_OUT = 0x7FF
 _CAPACITY_EXCEEDED = 0x081
 _UNRECOVERED_READ = 0x281
 
+# What open arrays need to close. An array that is lost as a part of a cycle is closed by the
+# garbage collector, which would otherwise have freed their memory first: it runs the callbacks of
+# weak references before `__del__`.
+_kept: dict[int, tuple[Any, ...]] = {}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -153,6 +158,7 @@ class Array:
         except BaseException:
             controller.close()
             raise
+        _kept[id(self)] = (cache, controller, self._volume, storage, release)
 
     # What it is.
 
@@ -418,6 +424,7 @@ class Array:
                 return
             if os.getpid() != self._pid:
                 self._closed = True
+                _kept.pop(id(self), None)
                 return
             failure: Exception | None = None
             try:
@@ -431,6 +438,7 @@ class Array:
             if self._owns_cache:
                 self.cache.close()
             self._release()
+            _kept.pop(id(self), None)
         if failure is not None:
             raise failure
 
@@ -475,8 +483,10 @@ class Array:
     def __del__(self) -> None:
         if getattr(self, "_volume", None) is None or self._closed or os.getpid() != self._pid:
             return
-        warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
-        self.close()
+        try:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+        finally:  # where warnings are errors, too
+            self.close()
 
     # Checks.
 
