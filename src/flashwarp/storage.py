@@ -102,7 +102,10 @@ class Storage:
     def write(self, offset: int, data: Any) -> None:
         """Store a contiguous buffer from byte `offset` on; `flush` makes it durable."""
         self._check_writable()
-        self._check_range(offset, memoryview(data).nbytes)
+        view = memoryview(data)
+        if not view.c_contiguous:
+            raise ArgumentError("the data is not contiguous: copy it first")
+        self._check_range(offset, view.nbytes)
         with _typed_errors("write"):
             self.native.write(offset, data)
 
