@@ -268,3 +268,24 @@ assert x.closed
     assert "timeout" in done.stdout
     assert issubclass(ControllerTimeout, TimeoutError)
     assert time.monotonic() - started < 30
+
+
+def test_store_that_found_no_frame_because_of_a_neighbour_is_raised(blocking: bool) -> None:
+    """The neighbour's write-back failed, and only the neighbour was told: the store was lost."""
+    bad = Faulty(Memory(4096), "write eio", blocking=blocking)
+    with fw.Cache(2048, 512, device="cpu") as cache:
+        neighbour = fw.from_storage(bad, "i8", cache=cache)
+        neighbour[:256] = 7  # every frame is dirty with what cannot be written
+        with fw.from_storage(Memory(4096), "i8", cache=cache) as x:
+            for use in (lambda: x.scatter([3], [9]), lambda: x[3], lambda: x.gather([70])):
+                with pytest.raises(StorageError, match="another array's line"):
+                    use()
+            bad.heal()
+            x[3] = 9
+            assert x[3] == 9
+        # What it was told then, it raises with its next call.
+        with pytest.raises(StorageError, match="Input/output error"):
+            neighbour.flush()
+        assert (neighbour[:256] == 7).all()
+        neighbour.close()
+    assert np.frombuffer(bad.inner.read(0, 2048), np.int64).tolist() == [7] * 256

@@ -48,7 +48,9 @@ _LBA_BYTES = 512
 _FLUSH = 0x00
 _TIMED_OUT = 0x7FF
 _CAPACITY_EXCEEDED = 0x081
+_WRITE_FAULT = 0x280
 _UNRECOVERED_READ = 0x281
+_OPERATIONS = {0x00: "flush", 0x01: "write", 0x02: "read"}
 
 # What open arrays need to close. An array that is lost as a part of a cycle is closed by the
 # garbage collector, which would otherwise have freed their memory first: it runs the callbacks of
@@ -755,7 +757,7 @@ class Array:
         record = volume.error_record()
         if not record.count:
             return
-        status, line = int(record.status), int(record.line)
+        status, line, opcode = int(record.status), int(record.line), int(record.opcode)
         volume.clear_errors()
         failures = self._controller.take_errors()
         offset = line * self.cache.line_bytes
@@ -766,15 +768,18 @@ class Array:
             )
         # The controller's log also holds failed prefetches, which nobody asked about: prefer the
         # entry of the very blocks that this record is about.
-        failures = [e for e in failures if e.get("errno")]
+        operation = _OPERATIONS.get(opcode)
+        failures = [e for e in failures if e.get("errno") and operation in (None, e.get("op"))]
         exact = [e for e in failures if e.get("lba") == offset // _LBA_BYTES]
         chosen = next(iter(exact + failures), None)
         if chosen is None:
-            if status in (_CAPACITY_EXCEEDED, _UNRECOVERED_READ):
+            if status in (_CAPACITY_EXCEEDED, _WRITE_FAULT, _UNRECOVERED_READ):
                 number = errno.ENOSPC if status == _CAPACITY_EXCEEDED else errno.EIO
+                # A write of ours would be in the log: this one made room by a neighbour's line.
+                why = ": another array's line could not be written back" if opcode == 1 else ""
                 raise StorageError(
                     number,
-                    f"{what} failed at byte {offset} of the array (NVMe status {status:#05x})",
+                    f"{what} failed at byte {offset} of the array{why} (NVMe status {status:#05x})",
                     self._storage.path,
                     offset=offset,
                     status=status,

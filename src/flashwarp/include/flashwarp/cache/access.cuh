@@ -94,6 +94,11 @@ FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uin
   if (dirty != 0) {
     failure = write_back(c, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
     failure = cleans ? failure : 0;
+    // write_back told the volume that the victim belongs to. Where that is another array's, ours
+    // must learn it too: its access is not done.
+    if (failure != 0 && tag::line_of(mine.word) - v.line_begin >= v.line_count) {
+      record_error(v, failure, nvme::kWrite, line);
+    }
   }
   const uint32_t lost = warp::take(mask, failure, leader);
 
