@@ -591,7 +591,11 @@ class Array:
 
     def _host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         try:
-            host = np.broadcast_to(np.asarray(values, self.dtype), shape)
+            given = np.asarray(values, self.dtype)
+            # As numpy's assignment does: leading axes of one are dropped, but not for a scalar.
+            while given.ndim > len(shape) >= 1 and given.shape[0] == 1:
+                given = given[0]
+            host = np.broadcast_to(given, shape)
         except ValueError as error:
             raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
         return np.ascontiguousarray(host)
