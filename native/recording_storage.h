@@ -26,7 +26,7 @@ class RecordingStorage final : public Storage {
     uint64_t end = 0;
     uint64_t offset = 0;  // of a mark: its label
     uint64_t nbytes = 0;
-    std::vector<std::byte> data;  // of a write
+    std::vector<std::byte> data = {};  // of a write
   };
 
   // Holds at most `data_nbytes_max` bytes of writes; further ones fail with ENOMEM.
