@@ -1,8 +1,8 @@
 // Python bindings of storages, the software controller and host memory helpers.
 //
-// Every call that may wait releases the GIL. Failed I/O raises OSError with errno and path; use in
-// a forked child raises RuntimeError, since the threads that would do the work stayed in the
-// parent.
+// Every call that may wait releases the GIL. Failed I/O raises OSError with errno, path and the
+// attribute `offset`; use in a forked child raises RuntimeError, since the threads that would do
+// the work stayed in the parent.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -48,7 +48,10 @@ void check(const Storage& storage, int error, const IoFailure& failure) {
       error == kTruncated ? "truncated: the file is shorter than it was" : std::strerror(error);
   text += " at byte " + std::to_string(failure.file_offset) + " (" +
           std::to_string(failure.nbytes) + " bytes)";
-  raise_os_error(error, text, failure.path);
+  nb::object raised = nb::borrow(PyExc_OSError)(error, text, failure.path);
+  raised.attr("offset") = failure.file_offset;
+  PyErr_SetObject(PyExc_OSError, raised.ptr());
+  throw nb::python_error();
 }
 
 // Runs act(failure) without the GIL and raises what it returns.

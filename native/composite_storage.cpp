@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "io_engine.h"
+
 namespace fw::native {
 namespace {
 
@@ -41,6 +43,12 @@ uint64_t replicated_nbytes(const StorageList& members) {
     }
   }
   return members.front()->nbytes();
+}
+
+std::unique_ptr<IoEngine> decorate_by_all(const StorageList& members,
+                                          std::unique_ptr<IoEngine> engine) {
+  for (const auto& member : members) engine = member->decorate(std::move(engine));
+  return engine;
 }
 
 void describe_members(const StorageList& members, Description& description) {
@@ -148,6 +156,10 @@ void StripedStorage::collect_files(std::vector<int>& files) const {
   for (const auto& member : members_) member->collect_files(files);
 }
 
+std::unique_ptr<IoEngine> StripedStorage::decorate(std::unique_ptr<IoEngine> engine) {
+  return decorate_by_all(members_, std::move(engine));
+}
+
 Description StripedStorage::describe() const {
   Description description;
   description.add("kind", std::string("striped"));
@@ -237,6 +249,10 @@ int ReplicatedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* fail
 
 void ReplicatedStorage::collect_files(std::vector<int>& files) const {
   for (const auto& member : members_) member->collect_files(files);
+}
+
+std::unique_ptr<IoEngine> ReplicatedStorage::decorate(std::unique_ptr<IoEngine> engine) {
+  return decorate_by_all(members_, std::move(engine));
 }
 
 Description ReplicatedStorage::describe() const {

@@ -31,6 +31,7 @@ class StripedStorage final : public Storage {
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
   void collect_files(std::vector<int>& files) const override;
+  std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
   Description describe() const override;
 
  private:
@@ -59,6 +60,7 @@ class ReplicatedStorage final : public Storage {
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
   void collect_files(std::vector<int>& files) const override;
+  std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
   Description describe() const override;
 
  private:

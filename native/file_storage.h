@@ -56,6 +56,7 @@ class FileStorage final : public Storage {
   const std::string& path() const { return path_; }
   int fd() const { return fd_; }
   int direct_fd() const { return direct_fd_; }
+  uint64_t file_offset() const { return file_offset_; }
 
  private:
   struct Opened;

@@ -12,6 +12,7 @@ namespace nb = nanobind;
 using fw::native::CpuPool;
 
 void bind_engine(nb::module_& m);
+void bind_testing(nb::module_& m);
 
 namespace {
 
@@ -61,4 +62,5 @@ NB_MODULE(_native, m) {
   });
   m.def("layouts", &layouts);
   bind_engine(m);
+  bind_testing(m);
 }

@@ -340,7 +340,7 @@ int QueueServer::write_now(const Range& range, bool durable, IoFailure& failure)
     }
     done += step;
   }
-  return durable ? storage_.flush(&failure) : 0;
+  return durable ? storage_.flush_range(range.offset, range.take, &failure) : 0;
 }
 
 void QueueServer::execute_write_zeroes(const nvme::command& entry) {

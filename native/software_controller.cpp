@@ -103,7 +103,9 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
   if (needs_engine) engines_ = std::make_unique<IoEngineFactory>(std::move(engine_options));
   for (const QueuePairAddresses& pair : queue_pairs) {
     std::unique_ptr<IoEngine> engine;
-    if (needs_engine) engine = engines_->make(pair.depth + PieceList::kCountMax);
+    if (needs_engine) {
+      engine = context_.storage->decorate(engines_->make(pair.depth + PieceList::kCountMax));
+    }
     servers_.push_back(std::make_unique<QueueServer>(pair, context_, std::move(engine)));
   }
   engine_description_ = needs_engine ? engines_->description() : "memory";

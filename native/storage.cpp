@@ -5,6 +5,7 @@
 #include <ctime>
 
 #include "flashwarp/base/atomic.cuh"
+#include "io_engine.h"
 
 namespace fw::native {
 
@@ -24,6 +25,8 @@ int Storage::validate(uint64_t offset, uint64_t n, IoFailure*) {
   const uint64_t backed = backed_nbytes();
   return offset <= backed && n <= backed - offset ? 0 : kTruncated;
 }
+
+std::unique_ptr<IoEngine> Storage::decorate(std::unique_ptr<IoEngine> engine) { return engine; }
 
 int Storage::check_range(uint64_t offset, uint64_t n) const {
   if (in_forked_child()) return kForked;

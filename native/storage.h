@@ -20,6 +20,8 @@
 
 namespace fw::native {
 
+class IoEngine;
+
 // Status of a read beyond the present end of a file that was longer when it was opened.
 inline constexpr int kTruncated = 61;  // ENODATA
 
@@ -139,11 +141,22 @@ class Storage {
   virtual uint32_t replica_count() const { return 1; }
 
   virtual int flush(IoFailure* failure = nullptr) = 0;
+
+  // Makes completed writes of [offset, offset + n) durable, and perhaps others (FUA).
+  virtual int flush_range(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) {
+    (void)offset;
+    (void)n;
+    return flush(failure);
+  }
+
   virtual int discard(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) = 0;
   virtual int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) = 0;
 
   // Appends every descriptor that `resolve` may name.
   virtual void collect_files(std::vector<int>& files) const { (void)files; }
+
+  // May wrap the engine of a queue pair before it is used, to see what goes to its files.
+  virtual std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine);
 
   virtual Description describe() const = 0;
 

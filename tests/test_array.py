@@ -322,6 +322,15 @@ def test_last_of_repeated_values_wins_in_part_of_a_row(
     np.testing.assert_array_equal(x[...], reference)
 
 
+def test_values_may_have_leading_axes_of_one(numbers: tuple[fw.Array, Reference]) -> None:
+    """As numpy's own assignment has it, and as `keepdims` makes them."""
+    x, reference = numbers
+    for held in (x, reference):
+        held[3] = np.full((1, 7), 5, np.float32)
+        held[10:12] = np.arange(14, dtype=np.float32).reshape(1, 1, 2, 7)
+    np.testing.assert_array_equal(x[...], reference)
+
+
 def test_gather_into_out(numbers: tuple[fw.Array, Reference]) -> None:
     x, reference = numbers
     out = np.full((2, 3, 7), np.nan, np.float32)

@@ -5,6 +5,7 @@ what happened, and leaves the rest usable.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import subprocess
@@ -354,6 +355,19 @@ def test_array_left_open_warns(path: Path) -> None:
     with pytest.warns(ResourceWarning, match="was not closed"):
         del x
     assert np.load(path)[3].tolist() == [8] * 4
+
+
+def test_array_lost_in_a_cycle_is_closed_while_its_memory_is_there(path: Path) -> None:
+    """The garbage collector freed the frames first, and closing the array touched them."""
+    for turn in range(3):
+        x = fw.open(path, "r+", device="cpu")
+        x[3] = turn
+        cycle: list[Any] = [x]
+        cycle.append(cycle)
+        del x, cycle
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            gc.collect()
+        assert np.load(path)[3].tolist() == [turn] * 4
 
 
 def _read_until_closed(x: fw.Array, endings: list[BaseException]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import zipfile
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from flashwarp.demo.disk import (
 from flashwarp.demo.progress import Steps
 from flashwarp.demo.report import DemoResult, as_dict, binary, draw, show, thousands
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, FileFormatError
 
 
 @pytest.fixture
@@ -228,6 +229,38 @@ def test_flights_are_converted_whole(flights):
     assert tuple(flights) == table.NUMERIC_COLUMNS
     assert {len(column) for column in flights.values()} == {table.FLIGHTS}
     assert all(column.dtype == np.float32 for column in flights.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("other.csv", "year\n"),
+        ("flights.csv", ""),
+        ("flights.csv", "year,month\n2013,1\n"),
+        ("flights.csv", ",".join(table.NUMERIC_COLUMNS) + "\n1,2\n"),
+        ("flights.csv", ",".join(table.NUMERIC_COLUMNS) + "\n" + "x," * 20 + "\n"),
+        ("flights.csv", "größe\n"),
+    ],
+    ids=repr,
+)
+def test_archive_that_is_not_the_table(tmp_path, name, lines):
+    """Each raised an error of its own: StopIteration, IndexError, KeyError, ..."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as files:
+        files.writestr(name, lines)
+
+    with pytest.raises(FileFormatError, match="not the table of flights"):
+        table.read_flights(tmp_path / "a.zip")
+
+
+def test_archive_that_is_none_or_too_large(tmp_path, monkeypatch):
+    (tmp_path / "a.zip").write_bytes(b"PK nonsense")
+    with pytest.raises(FileFormatError):
+        table.read_flights(tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as files:
+        files.writestr("flights.csv", "0" * 10_000)
+    monkeypatch.setattr(table, "_TABLE_BYTES_MAX", 9_999)
+    with pytest.raises(FileFormatError, match="10000 bytes are too many"):
+        table.read_flights(tmp_path / "a.zip")
 
 
 def test_first_flight_and_missing_values_are_those_of_the_data_set(flights):

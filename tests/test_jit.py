@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 from pathlib import Path
@@ -219,6 +220,15 @@ def test_damaged_entry_is_built_again(project: Path, cache: ArtifactCache, keep:
 
     assert not build(project, cache).from_cache
     assert build(project, cache).from_cache
+
+
+@pytest.mark.parametrize("body", [b"", b"\1\0\0", b"\xff\xff\xff\xff", b"\5\0\0\0log"])
+def test_entry_with_a_checksum_and_nothing_whole_is_absent(tmp_path: Path, body: bytes) -> None:
+    """Its length was read beyond its end, which raised struct.error."""
+    cache = ArtifactCache(tmp_path)
+    cache.path("key").write_bytes(b"FWCUBIN1" + hashlib.sha256(body).digest() + body)
+
+    assert cache.load("key") is None
 
 
 def test_flipped_byte_is_noticed(project: Path, cache: ArtifactCache) -> None:

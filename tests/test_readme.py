@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
 import re
 import subprocess
@@ -42,6 +44,16 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
 
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "module", ["config", "storage", "testing.crash", "testing.faults", "testing.recording"]
+)
+def test_examples_of_docstrings_run(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"flashwarp.{module}"))
+
+    assert found.attempted > 0
+    assert found.failed == 0
 
 
 def test_readme_shows_python() -> None:

@@ -48,7 +48,14 @@ _LBA_BYTES = 512
 _FLUSH = 0x00
 _TIMED_OUT = 0x7FF
 _CAPACITY_EXCEEDED = 0x081
+_WRITE_FAULT = 0x280
 _UNRECOVERED_READ = 0x281
+_OPERATIONS = {0x00: "flush", 0x01: "write", 0x02: "read"}
+
+# What open arrays need to close. An array that is lost as a part of a cycle is closed by the
+# garbage collector, which would otherwise have freed their memory first: it runs the callbacks of
+# weak references before `__del__`.
+_kept: dict[int, tuple[Any, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -146,12 +153,14 @@ class Array:
         self._closed = False
         self._streams: set[int] = set()
         self._volume: Volume | None = None
+        self._flush_failure: StorageError | None = None
         queues = controller.attach(storage, self.device, cache.line_bytes, cache.frames)
         try:
             self._volume = cache.attach(storage.nbytes, queues)
         except BaseException:
             controller.close()
             raise
+        _kept[id(self)] = (cache, controller, self._volume, storage, release)
 
     # What it is.
 
@@ -354,7 +363,9 @@ class Array:
         """Write dirty lines back and make them durable: after it, a crash loses nothing stored.
 
         Blocks. Raises StorageError when a line could not be written; the line stays dirty in the
-        cache, so a later flush tries again.
+        cache, so a later flush tries again. When the storage itself could not flush, what was
+        written since the flush before may be lost, and nobody can tell what: every later flush and
+        `close` raise this error again. Open the array anew and store again.
         """
         self._flush()
 
@@ -443,6 +454,7 @@ class Array:
                 return
             if os.getpid() != self._pid:
                 self._closed = True
+                _kept.pop(id(self), None)
                 return
             failure: Exception | None = None
             try:
@@ -456,6 +468,7 @@ class Array:
             if self._owns_cache:
                 self.cache.close()
             self._release()
+            _kept.pop(id(self), None)
         if failure is not None:
             raise failure
 
@@ -500,8 +513,10 @@ class Array:
     def __del__(self) -> None:
         if getattr(self, "_volume", None) is None or self._closed or os.getpid() != self._pid:
             return
-        warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
-        self.close()
+        try:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+        finally:  # where warnings are errors, too
+            self.close()
 
     # Checks.
 
@@ -604,7 +619,11 @@ class Array:
 
     def _host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         try:
-            host = np.broadcast_to(np.asarray(values, self.dtype), shape)
+            given = np.asarray(values, self.dtype)
+            # As numpy's assignment does: leading axes of one are dropped, but not for a scalar.
+            while given.ndim > len(shape) >= 1 and given.shape[0] == 1:
+                given = given[0]
+            host = np.broadcast_to(given, shape)
         except ValueError as error:
             raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
         return np.ascontiguousarray(host)
@@ -741,7 +760,14 @@ class Array:
             return
         lines = self.cache.set_count * self.cache.ways
         self._maintain("flush_lines", warps=self._warps(lines))
-        self._maintain("submit_command", warps=1, opcode=_FLUSH)
+        if self._flush_failure is not None:
+            raise _again(self._flush_failure)
+        try:
+            self._maintain("submit_command", warps=1, opcode=_FLUSH)
+        except StorageError as error:
+            # The kernel reports lost writes once: a second flush would succeed without them.
+            self._flush_failure = error
+            raise
 
     # Errors.
 
@@ -770,7 +796,7 @@ class Array:
         record = volume.error_record()
         if not record.count:
             return
-        status, line = int(record.status), int(record.line)
+        status, line, opcode = int(record.status), int(record.line), int(record.opcode)
         volume.clear_errors()
         failures = self._controller.take_errors()
         offset = line * self.cache.line_bytes
@@ -781,15 +807,18 @@ class Array:
             )
         # The controller's log also holds failed prefetches, which nobody asked about: prefer the
         # entry of the very blocks that this record is about.
-        failures = [e for e in failures if e.get("errno")]
+        operation = _OPERATIONS.get(opcode)
+        failures = [e for e in failures if e.get("errno") and operation in (None, e.get("op"))]
         exact = [e for e in failures if e.get("lba") == offset // _LBA_BYTES]
         chosen = next(iter(exact + failures), None)
         if chosen is None:
-            if status in (_CAPACITY_EXCEEDED, _UNRECOVERED_READ):
+            if status in (_CAPACITY_EXCEEDED, _WRITE_FAULT, _UNRECOVERED_READ):
                 number = errno.ENOSPC if status == _CAPACITY_EXCEEDED else errno.EIO
+                # A write of ours would be in the log: this one made room by a neighbour's line.
+                why = ": another array's line could not be written back" if opcode == 1 else ""
                 raise StorageError(
                     number,
-                    f"{what} failed at byte {offset} of the array (NVMe status {status:#05x})",
+                    f"{what} failed at byte {offset} of the array{why} (NVMe status {status:#05x})",
                     self._storage.path,
                     offset=offset,
                     status=status,
@@ -855,6 +884,17 @@ class _Source:
     def release(self) -> None:
         if self.held is not None:
             self.held.close()
+
+
+def _again(failure: StorageError) -> StorageError:
+    """Return the error of a call after a flush that failed."""
+    return StorageError(
+        failure.errno or errno.EIO,
+        f"an earlier flush failed, so what was stored before it may be lost: {failure.strerror}",
+        failure.filename,
+        offset=failure.offset,
+        status=failure.status,
+    )
 
 
 def _row_lead(chosen: rows.RowSelection) -> tuple[int, ...]:

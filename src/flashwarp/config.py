@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import Any
 
 from flashwarp.errors import ArgumentError
@@ -31,6 +32,7 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
+_SIZE_MAX = (1 << 63) - 1
 
 
 def parse_bytes(size: int | str) -> int:
@@ -39,7 +41,7 @@ def parse_bytes(size: int | str) -> int:
     Raises
     ------
     ArgumentError
-        When the text has no number, an unknown unit, or the size is negative.
+        When the text has no number, an unknown unit, or the size is negative or beyond 2^63.
 
     Examples
     --------
@@ -49,11 +51,33 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise ArgumentError(f"a size of {size} bytes is negative")
-        return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
+        return _bounded(size)
+    match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*", str(size))
     if match is None or match[2].lower() not in _UNITS:
         raise ArgumentError(f"{size!r} is not a size: write bytes as an int, or e.g. '4 KiB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    # Exact, as a float would not be from 2^53 on.
+    return _bounded(int(Fraction(match[1]) * _UNITS[match[2].lower()]))
+
+
+def _bounded(size: int) -> int:
+    if size > _SIZE_MAX:
+        raise ArgumentError(f"a size of {size} bytes is more than {_SIZE_MAX}")
+    return size
+
+
+# What each setting may be; the sizes of rings are those of the specification's queues.
+_RANGES: dict[str, tuple[float, float]] = {
+    "timeout_s": (1e-3, 1e6),
+    "queue_pairs": (1, 1024),
+    "depth": (2, 32768),
+    "bounce_depth": (2, 32768),
+    "bounce_bytes": (0, _SIZE_MAX),
+    "controller_threads": (0, 256),
+    "mapped_budget": (0, 1),
+    "mapped_residency": (0, 1e9),
+    "cache_share": (0, 1),
+    "look_ahead": (0, 1 << 20),
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +115,16 @@ class Config:
     look_ahead: int = 64
     """Rows that a CPU thread has in flight ahead of the one it copies, for storage that waits."""
 
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # a NaN is in no range
+                raise ArgumentError(f"{name}={value!r} is not between {low} and {high}")
+        for name in ("depth", "bounce_depth"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise ArgumentError(f"{name}={value!r} is not a power of two")
+
 
 def current() -> Config:
     """Return the defaults, with what the environment overrides.
@@ -98,7 +132,7 @@ def current() -> Config:
     Raises
     ------
     ArgumentError
-        When a variable does not parse.
+        When a variable does not parse, or its value cannot work.
     """
     changes: dict[str, Any] = {}
     for field in fields(Config):
@@ -109,6 +143,9 @@ def current() -> Config:
         kind: type[Any] = type(field.default)
         try:
             changes[field.name] = kind(text)
+            replace(Config(), **{field.name: changes[field.name]})
+        except ArgumentError as error:
+            raise ArgumentError(f"{variable}={text!r}: {error}") from None
         except ValueError:
             raise ArgumentError(f"{variable}={text!r} is not {kind.__name__}") from None
     return replace(Config(), **changes)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
-import tokenize
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,11 @@ def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
             f"dtype {result} holds Python objects, whose bytes mean nothing in a file: "
             "store numbers, fixed-width text or records"
         )
+    if result.subdtype is not None:
+        raise DtypeError(
+            f"dtype {result} is an array itself: use {result.base} and make its axes "
+            f"{result.shape} the last ones of the shape"
+        )
     if result.itemsize == 0:
         raise DtypeError(f"dtype {result} has elements of no bytes")
     return result
@@ -66,31 +71,52 @@ def read_layout(path: str) -> Layout:
     """
     with Path(path).open("rb") as file:
         try:
-            version = npy_format.read_magic(file)
-            reader = (
-                npy_format.read_array_header_1_0
-                if version == (1, 0)
-                else npy_format.read_array_header_2_0
-            )
-            shape, fortran, dtype = reader(file, max_header_size=_HEADER_BYTES_MAX)
-        # numpy parses the header as Python text, and lets what the tokenizer raises pass.
-        except (ValueError, SyntaxError, tokenize.TokenError) as error:
+            shape, fortran, dtype = _read_header(file)
+            offset = file.tell()
+        except OSError:
+            raise
+        # numpy parses the header as Python text, and lets pass whatever a tokenizer, a literal or a
+        # dtype of nonsense raises, down to RecursionError.
+        except Exception as error:
             raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
-        offset = file.tell()
         size = os.fstat(file.fileno()).st_size
     dtype = check_dtype(dtype)
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise FileFormatError(f"{path} is not a readable .npy file: its shape is {shape}")
     if fortran and len(shape) > 1 and math.prod(shape) > 0:
         raise FileFormatError(
             f"{path} is in Fortran order, in which a row is scattered over the file: "
             "save it again with numpy.ascontiguousarray"
         )
-    layout = Layout(dtype, tuple(int(n) for n in shape), offset)
+    layout = Layout(dtype, tuple(shape), offset)
     if size < offset + layout.nbytes:
         raise FileFormatError(
             f"{path} is truncated: shape {shape} of {dtype} needs {offset + layout.nbytes} bytes, "
             f"the file has {size}"
         )
     return layout
+
+
+def _read_header(file: BinaryIO) -> tuple[tuple[Any, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype; leaves the file where the data begins."""
+    version = npy_format.read_magic(file)
+    if version == (1, 0):
+        return npy_format.read_array_header_1_0(file, max_header_size=_HEADER_BYTES_MAX)
+    if version == (2, 0):
+        return npy_format.read_array_header_2_0(file, max_header_size=_HEADER_BYTES_MAX)
+    if version != (3, 0):
+        raise ValueError(f"version {version} of the format is unknown")
+    # Version 3 is version 2 in UTF-8, for which numpy has no public reader. The text is a literal,
+    # in which other letters than ASCII's stand inside of strings only: escape them.
+    nbytes = int.from_bytes(file.read(4), "little")
+    if nbytes > _HEADER_BYTES_MAX:
+        raise ValueError(f"a header of {nbytes} bytes")
+    text = file.read(nbytes)
+    if len(text) < nbytes:
+        raise ValueError("the file ends inside of its header")
+    ascii_text = text.decode("utf-8").encode("ascii", "backslashreplace")
+    escaped = io.BytesIO(len(ascii_text).to_bytes(4, "little") + ascii_text)
+    return npy_format.read_array_header_2_0(escaped, max_header_size=10 * _HEADER_BYTES_MAX)
 
 
 def write_empty(path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:

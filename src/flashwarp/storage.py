@@ -7,26 +7,37 @@ whoever opened them; a controller keeps its storage alive.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native
 from flashwarp.config import parse_bytes
-from flashwarp.errors import ArgumentError, MissingFileError, PathError, ReadOnlyError
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    FlashwarpError,
+    ForkError,
+    MissingFileError,
+    PathError,
+    ReadOnlyError,
+    StorageError,
+)
 
 __all__ = ["BlockDevice", "File", "Memory", "Replicated", "Storage", "Striped"]
 
 
 class Storage:
-    """Base of all storages.
+    r"""Base of all storages.
 
     Attributes
     ----------
@@ -34,25 +45,44 @@ class Storage:
         Size of the namespace in bytes.
     writable : bool
         Whether it takes writes.
+
+    Notes
+    -----
+    Any number of threads may call at the same time. Transfers block, and are whole or raise:
+    `StorageError` with errno, path and the offset in the file; `BoundsError` for bytes outside of
+    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; and `ForkError` in a
+    child of the process that opened it.
+
+    Examples
+    --------
+    >>> from flashwarp.storage import Memory
+    >>> with Memory("4 KiB") as storage:
+    ...     storage.write(10, b"flash")
+    ...     storage.read(8, 9)
+    b'\x00\x00flash\x00\x00'
     """
 
     def __init__(self, native: Any) -> None:
         self._native = native
+        self._nbytes = int(native.nbytes)
+        self._writable = bool(native.writable)
 
     @property
     def native(self) -> Any:
-        """The C++ storage, for the controller."""
+        """The C++ storage, for the controller; ClosedError after `close`."""
+        if self._native is None:
+            raise ClosedError(f"the storage {self.path or 'in memory'} is closed")
         return self._native
 
     @property
     def nbytes(self) -> int:
         """Size of the namespace in bytes."""
-        return int(self._native.nbytes)
+        return self._nbytes
 
     @property
     def writable(self) -> bool:
         """Whether it takes writes."""
-        return bool(self._native.writable)
+        return self._writable
 
     @property
     def path(self) -> str | None:
@@ -61,14 +91,91 @@ class Storage:
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: kind, path, engine, alignment, reasons."""
-        return dict(self._native.describe())
+        return dict(self.native.describe())
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return a copy of bytes [offset, offset + nbytes): never fewer, never zeros for lost."""
+        self._check_range(offset, nbytes)
+        with _typed_errors("read"):
+            return bytes(self.native.read(offset, nbytes))
+
+    def write(self, offset: int, data: Any) -> None:
+        """Store a contiguous buffer from byte `offset` on; `flush` makes it durable."""
+        self._check_writable()
+        view = memoryview(data)
+        if not view.c_contiguous:
+            raise ArgumentError("the data is not contiguous: copy it first")
+        self._check_range(offset, view.nbytes)
+        with _typed_errors("write"):
+            self.native.write(offset, data)
+
+    def discard(self, offset: int, nbytes: int) -> None:
+        """Give bytes up; they read as zeros, or as before where the medium cannot forget."""
+        self._check_writable()
+        self._check_range(offset, nbytes)
+        with _typed_errors("discard"):
+            self.native.discard(offset, nbytes)
+
+    def write_zeroes(self, offset: int, nbytes: int) -> None:
+        """Store zeros, without a buffer of them."""
+        self._check_writable()
+        self._check_range(offset, nbytes)
+        with _typed_errors("write of zeros"):
+            self.native.write_zeroes(offset, nbytes)
 
     def flush(self) -> None:
         """Make all writes durable; blocks."""
-        self._native.flush()
+        with _typed_errors("flush"):
+            self.native.flush()
+
+    def close(self) -> None:
+        """Let go of what it holds; an array that serves it goes on. May be called twice."""
+        self._native = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._native is None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_writable(self) -> None:
+        if not self.writable:
+            raise ReadOnlyError(f"the storage {self.path or 'in memory'} is read-only")
+
+    def _check_range(self, offset: int, nbytes: int) -> None:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise BoundsError(
+                f"bytes [{offset}, {offset + nbytes}) of a storage of {self.nbytes} bytes"
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nbytes} bytes, writable={self.writable})"
+
+
+@contextlib.contextmanager
+def _typed_errors(operation: str) -> Iterator[None]:
+    """Raise what a native storage raises as errors of ours."""
+    try:
+        yield
+    except FlashwarpError:
+        raise
+    except OSError as error:
+        number, path = error.errno or errno.EIO, error.filename
+        raise StorageError(
+            number, f"{operation}: {error.strerror}", path or None, offset=_offset_of(error)
+        ) from error
+    except RuntimeError as error:  # the only one that it raises
+        raise ForkError(str(error)) from error
+
+
+def _offset_of(error: OSError) -> int | None:
+    offset = getattr(error, "offset", None)
+    return None if offset is None else int(offset)
 
 
 class Memory(Storage):

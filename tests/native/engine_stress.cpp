@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,8 @@
 #include <vector>
 
 #include "composite_storage.h"
+#include "fault_plan.h"
+#include "faulty_storage.h"
 #include "file_storage.h"
 #include "host_memory.h"
 #include "software_controller.h"
@@ -37,7 +40,7 @@ constexpr uint64_t kPartBytes = uint64_t(kChunks) * kChunkBytes;
 constexpr uint64_t kNamespaceBytes = kSubmitters * kPartBytes;
 constexpr uint32_t kRoundsMin = 8;  // however slow the machine
 constexpr uint32_t kLives = 2;      // starts of one controller
-constexpr uint32_t kCases = 19;     // calls of `stress`
+constexpr uint32_t kCases = 24;     // calls of `stress`
 constexpr uint64_t kPageBytes = 4096;
 
 void require(bool condition, const char* what) {
@@ -240,8 +243,20 @@ std::shared_ptr<Storage> open_file(bool direct, uint64_t offset) {
   return storage;
 }
 
+// What a kernel may do to any transfer: interrupt it, cut it short, finish it late.
+std::shared_ptr<Storage> with_faults(std::shared_ptr<Storage> storage, uint32_t seed) {
+  std::vector<FaultRule> rules(4);
+  rules[0] = {FaultOperation::kAny, FaultKind::kError, EINTR, 0, 0.1, {}};
+  rules[1] = {FaultOperation::kRead, FaultKind::kShort, 0, 0, 0.1, {}};
+  rules[2] = {FaultOperation::kWrite, FaultKind::kShort, 0, 0, 0.1, {}};
+  rules[3] = {FaultOperation::kAny, FaultKind::kDelay, 0, 50, 0.02, {}};
+  auto plan = std::make_shared<FaultPlan>(seed, std::move(rules));
+  return std::make_shared<FaultyStorage>(std::move(storage), std::move(plan), false);
+}
+
 void stress_files(uint32_t seed) {
   for (const bool direct : {false, true}) {
+    if (auto file = open_file(direct, 128)) stress("faulty file", with_faults(file, seed), 2, seed);
     for (const uint64_t offset : {uint64_t(0), uint64_t(128)}) {
       auto file = open_file(direct, offset);
       if (file == nullptr) continue;
@@ -266,6 +281,8 @@ int main(int count, char** arguments) {
   for (const uint32_t threads : {0u, 1u, 3u}) {
     stress("memory", std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true), threads, seed);
   }
+  auto plain = std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true);
+  stress("faulty memory", with_faults(plain, seed), 2, seed);
   free_aligned(memory);
   stress_files(seed);
   setenv("FLASHWARP_IO_ENGINE", "threads", 1);

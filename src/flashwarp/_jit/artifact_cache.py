@@ -137,6 +137,10 @@ def _decode(content: bytes) -> Entry | None:
     digest, body = content[len(_MAGIC) : header], content[header:]
     if not content.startswith(_MAGIC) or hashlib.sha256(body).digest() != digest:
         return None
+    if len(body) < _LENGTH.size:
+        return None
     (log_bytes,) = _LENGTH.unpack_from(body)
     log_end = _LENGTH.size + log_bytes
-    return Entry(cubin=body[log_end:], log=body[_LENGTH.size : log_end].decode())
+    if log_end > len(body):
+        return None
+    return Entry(cubin=body[log_end:], log=body[_LENGTH.size : log_end].decode(errors="replace"))

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from flashwarp.demo.disk import create_npy, direct_reads_work, drop_page_cache
 from flashwarp.demo.kernels import data_path_of, launch
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
-from flashwarp.errors import ArgumentError, MissingFileError
+from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.rows import ArrayStruct
 
 __all__ = [
@@ -74,6 +75,9 @@ KEY_COLUMN = "distance"
 QUERY_COLUMNS = ("air_time", "dep_delay", "arr_delay", "hour", "minute")
 
 _MISSING = ("", "NA")
+
+# The table has 30 MB: a damaged length or a hostile archive shall not fill the memory.
+_TABLE_BYTES_MAX = 64 << 20
 # Columns a launch can add up: fw::kernels::kQueryColumns.
 _COLUMNS_MAX = 5
 # Rows a warp takes at a time: few enough that 80 warps share the flights, and 32 lines of 512 B.
@@ -173,14 +177,31 @@ def read_flights(archive: Path) -> dict[str, NDArray[np.float32]]:
     """Parse the numeric columns; a missing value becomes NaN.
 
     float32 holds all of them exactly: the largest is a flight number of four digits.
+
+    Raises
+    ------
+    FileFormatError
+        When the archive is damaged, or is not that table.
     """
-    with zipfile.ZipFile(archive) as files, files.open("flights.csv") as raw:
-        lines = csv.reader(io.TextIOWrapper(raw, encoding="ascii", newline=""))
-        return _parse(lines)
+    with archive.open("rb") as file:
+        try:
+            return _read_archive(file)
+        except Exception as error:  # zipfile, zlib, csv and float each raise their own
+            raise FileFormatError(f"{archive} is not the table of flights: {error!r}") from error
+
+
+def _read_archive(file: BinaryIO) -> dict[str, NDArray[np.float32]]:
+    with zipfile.ZipFile(file) as files:
+        nbytes = files.getinfo("flights.csv").file_size
+        if nbytes > _TABLE_BYTES_MAX:
+            raise ValueError(f"{nbytes} bytes are too many")
+        with files.open("flights.csv") as raw:
+            lines = csv.reader(io.TextIOWrapper(raw, encoding="ascii", newline=""))
+            return _parse(lines)
 
 
 def _parse(lines: Iterator[list[str]]) -> dict[str, NDArray[np.float32]]:
-    header = next(lines)
+    header = next(lines, [])
     places = [header.index(name) for name in NUMERIC_COLUMNS]
     columns = [array("f") for _ in places]
     nan = float("nan")

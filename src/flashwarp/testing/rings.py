@@ -1,18 +1,22 @@
 """The host's side of NVMe queue pairs, written from the specification, to drive a controller.
 
-It shares no code with the library: two ends that agree by accident of one header prove nothing.
+It shares no code with the rest of the library: two ends that agree by accident of one header prove
+nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from flashwarp import _native
+
+__all__ = ["AlignedMemory", "Completion", "Host", "Ring"]
 
 LBA = 512
 FLUSH, WRITE, READ, WRITE_ZEROES, DATASET_MANAGEMENT = 0x00, 0x01, 0x02, 0x08, 0x09
@@ -30,6 +34,8 @@ LBA_OUT_OF_RANGE = 0x080
 CAPACITY_EXCEEDED = 0x081
 WRITE_FAULT = 0x280
 UNRECOVERED_READ = 0x281
+
+_FORCE_UNIT_ACCESS = 0x40000000
 
 SQE = np.dtype(
     {
@@ -52,20 +58,24 @@ CQE = np.dtype(
 )
 
 
-class Memory:
-    """Zero-filled aligned host memory with a numpy view."""
+class AlignedMemory:
+    """Zero-filled aligned host memory with a numpy view; freed with the object."""
 
     def __init__(self, nbytes: int, alignment: int = 4096) -> None:
         self.nbytes = nbytes
         self.address = _native.alloc_aligned(nbytes, alignment)
         array_type = ctypes.c_uint8 * nbytes
-        self.view = np.frombuffer(array_type.from_address(self.address), dtype=np.uint8)
+        self.view: npt.NDArray[np.uint8] = np.frombuffer(
+            memoryview(array_type.from_address(self.address)), dtype=np.uint8
+        )
 
     def __del__(self) -> None:
         _native.free_aligned(self.address)
 
 
 class Completion(NamedTuple):
+    """What a completion queue entry says."""
+
     cid: int
     status: int
     sqhd: int
@@ -73,16 +83,16 @@ class Completion(NamedTuple):
 
 
 class Ring:
-    """One queue pair in host memory."""
+    """One queue pair in host memory. One thread at a time."""
 
     def __init__(self, depth: int, queue_id: int = 1) -> None:
         self.depth, self.id = depth, queue_id
-        self._sq = Memory(64 * depth)
-        self._cq = Memory(16 * depth)
-        self._bells = Memory(4096)
-        self.sq = self._sq.view.view(SQE)
-        self.cq = self._cq.view.view(CQE)
-        self.bells = self._bells.view.view("<u4")
+        self._sq = AlignedMemory(64 * depth)
+        self._cq = AlignedMemory(16 * depth)
+        self._bells = AlignedMemory(4096)
+        self.sq: npt.NDArray[Any] = self._sq.view.view(SQE)
+        self.cq: npt.NDArray[Any] = self._cq.view.view(CQE)
+        self.bells: npt.NDArray[Any] = self._bells.view.view("<u4")
         self.tail = self.head = 0
         self.phase = 1
         self.pair = _native.QueuePair(
@@ -104,12 +114,13 @@ class Ring:
             entry["cdw10"], entry["cdw11"] = lba & 0xFFFFFFFF, lba >> 32
         blocks = fields.pop("blocks", None)
         if blocks is not None:
-            entry["cdw12"] = (blocks - 1) | (0x40000000 if fields.pop("fua", 0) else 0)
+            entry["cdw12"] = (blocks - 1) | (_FORCE_UNIT_ACCESS if fields.pop("fua", 0) else 0)
         for name, value in fields.items():
             entry[name] = value
         self.tail = (self.tail + 1) % self.depth
 
     def ring(self) -> None:
+        """Ring the submission doorbell."""
         self.bells[0] = self.tail
 
     def consume(self, release: bool = True) -> Completion | None:
@@ -128,11 +139,32 @@ class Ring:
         return got
 
     def release(self) -> None:
+        """Move the CQ head doorbell: what was consumed may be overwritten."""
         self.bells[16] = self.head
 
 
 class Host:
-    """A controller without threads, its rings and one data buffer: served by the calling test."""
+    """A controller, its rings and one data buffer.
+
+    Parameters
+    ----------
+    storage : native storage
+        What the controller serves.
+    depth, queues : int
+        Of the rings; `admin` adds one with id 0 in front.
+    buffer_nbytes : int
+        Memory that commands may name, unless `regions` says otherwise.
+    threads : int
+        Of the controller. 0: the caller serves it, in `poll`.
+    make : callable
+        Makes the controller; called as ``_native.SoftwareController`` is.
+    **options
+        For `make`.
+
+    Notes
+    -----
+    A context manager; its end stops the controller.
+    """
 
     def __init__(
         self,
@@ -143,15 +175,16 @@ class Host:
         admin: bool = False,
         buffer_nbytes: int = 1 << 20,
         threads: int = 0,
+        make: Callable[..., Any] = _native.SoftwareController,
         **options: Any,
     ) -> None:
         first = 0 if admin else 1
         self.rings = [Ring(depth, first + i) for i in range(queues + (1 if admin else 0))]
-        self.buffer = Memory(buffer_nbytes, 2 << 20)
+        self.buffer = AlignedMemory(buffer_nbytes, 2 << 20)
         regions: Sequence[tuple[int, int]] = options.pop(
             "regions", [(self.buffer.address, buffer_nbytes)]
         )
-        self.controller = _native.SoftwareController(
+        self.controller = make(
             storage, [ring.pair for ring in self.rings], list(regions), threads=threads, **options
         )
         self.threads = threads
@@ -159,20 +192,23 @@ class Host:
         self._cid = 0
 
     @property
-    def data(self) -> np.ndarray:
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The buffer."""
         return self.buffer.view
 
-    def __enter__(self) -> Host:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.controller.stop()
 
     def poll(self) -> None:
+        """Serve the controller once, if it has no threads for that."""
         if self.threads == 0:
             self.controller.serve_some(0)
 
     def wait(self, ring: Ring | None = None, limit_s: float = 20.0) -> Completion:
+        """Return the next completion of a ring; AssertionError when none comes in time."""
         ring = ring or self.rings[-1]
         end = time.monotonic() + limit_s
         while True:
@@ -190,12 +226,14 @@ class Host:
         ring.write(opcode, self._cid, **fields)
         ring.ring()
         got = self.wait(ring)
-        assert got.cid == self._cid
-        assert got.sqid == ring.id
+        assert got.cid == self._cid, f"the completion of command {got.cid}, not {self._cid}"
+        assert got.sqid == ring.id, f"a completion of queue {got.sqid} in queue {ring.id}"
         return got.status
 
     def read(self, lba: int, blocks: int, **fields: int) -> int:
-        return self.do(READ, lba=lba, blocks=blocks, **fields)
+        """Read into the buffer; returns the status field."""
+        return self.do(READ, None, lba=lba, blocks=blocks, **fields)
 
     def write(self, lba: int, blocks: int, **fields: int) -> int:
-        return self.do(WRITE, lba=lba, blocks=blocks, **fields)
+        """Write from the buffer; returns the status field."""
+        return self.do(WRITE, None, lba=lba, blocks=blocks, **fields)

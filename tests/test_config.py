@@ -1,0 +1,73 @@
+"""Sizes as people write them, and settings from the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashwarp import config
+from flashwarp.config import parse_bytes
+from flashwarp.errors import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4 KiB", 4096),
+        ("4k", 4096),
+        ("1kb", 1000),
+        (" 1.5 MiB ", 3 << 19),
+        ("0.5b", 0),
+        ("0.1 GiB", 107374182),
+        # A float in between made it 9007199254740992.
+        ("9007199254740993", (1 << 53) + 1),
+        (7, 7),
+    ],
+)
+def test_size_is_exact(text: int | str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    # The last two overflowed a float, and a C++ integer.
+    "text",
+    ["", "KiB", "-1", "4 parsecs", "1e3", "1.", ".5", "0x10", -1, True, "9" * 400, 1 << 63],
+)
+def test_size_that_is_none(text: int | str) -> None:
+    with pytest.raises(ArgumentError):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        # Accepted once: waits that end at once, rings of three entries, a NaN of memory.
+        ("timeout_s", "-1"),
+        ("timeout_s", "nan"),
+        ("timeout_s", "inf"),
+        ("depth", "3"),
+        ("bounce_depth", "65536"),
+        ("queue_pairs", "0"),
+        ("controller_threads", "-5"),
+        ("cache_share", "nan"),
+        ("look_ahead", "-1"),
+        ("bounce_bytes", "much"),
+    ],
+)
+def test_setting_that_cannot_work_names_its_variable(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"FLASHWARP_{name.upper()}"
+    monkeypatch.setenv(variable, value)
+
+    with pytest.raises(ArgumentError, match=f"{variable}='{value}'"):
+        config.current()
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "2.5")
+    monkeypatch.setenv("FLASHWARP_DEPTH", "64")
+
+    held = config.current()
+
+    assert (held.timeout_s, held.depth) == (2.5, 64)
+    assert held.queue_pairs == config.Config().queue_pairs
