@@ -159,16 +159,18 @@ void bind_storage(nb::module_& m) {
 
   nb::class_<FileStorage, Storage>(m, "FileStorage")
       .def(nb::new_([](const std::string& path, uint64_t offset, uint64_t nbytes, bool writable,
-                       const std::string& mode, uintptr_t map_address) {
+                       const std::string& mode, uintptr_t map_address, bool copies_cached) {
              if (mode != "direct" && mode != "buffered") {
                throw nb::value_error("mode must be 'direct' or 'buffered'");
              }
-             const FileOptions options = {offset, nbytes, writable, mode == "direct", map_address};
+             const FileOptions options = {offset,           nbytes,      writable,
+                                          mode == "direct", map_address, copies_cached};
              nb::gil_scoped_release release;
              return FileStorage::open(path, options);
            }),
            nb::arg("path"), nb::arg("offset") = 0, nb::arg("nbytes") = 0,
-           nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0)
+           nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0,
+           nb::arg("copies_cached") = true)
       .def_prop_ro("path", &FileStorage::path)
       .def_prop_ro("direct", &FileStorage::direct)
       .def_prop_ro("fd", &FileStorage::fd)

@@ -50,6 +50,7 @@ class FileStorage(Storage):
         writable: bool = False,
         mode: str = "buffered",
         map_address: int = 0,
+        copies_cached: bool = True,
     ) -> None: ...
     @property
     def path(self) -> str: ...

@@ -128,8 +128,9 @@ class SoftwareController:
     def _can_map(storage: Storage, device: Device) -> bool:
         if not int(storage.native.mapped_base):
             return False
-        # A CPU thread that touches a mapped file's page after a truncation dies of SIGBUS; the
-        # GPU's registration pins the pages. So files are mapped for GPUs only.
+        # A kernel thread of the CPU that touches a mapped file's page after a truncation dies of
+        # SIGBUS; the GPU's registration pins the pages. So files are mapped for GPUs only. On the
+        # CPU the storage copies from a mapping of its own, where a fault is an error of the read.
         return isinstance(storage, Memory) or device.kind == "cuda"
 
     def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
