@@ -271,15 +271,17 @@ void bind_controller(nb::module_& m) {
           "__init__",
           [](SoftwareController* self, std::shared_ptr<Storage> storage,
              std::vector<QueuePairAddresses> queue_pairs, Regions dma_regions, uint32_t threads,
-             uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns) {
-            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes, spin_ns};
+             uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields) {
+            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes, spin_ns,
+                                               yields};
             nb::gil_scoped_release release;
             new (self) SoftwareController(std::move(storage), std::move(queue_pairs),
                                           std::move(dma_regions), options);
           },
           nb::arg("storage"), nb::arg("queue_pairs"), nb::arg("dma_regions") = Regions(),
           nb::arg("threads") = 1, nb::arg("page_bytes") = uint64_t(2) << 20,
-          nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000)
+          nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000,
+          nb::arg("yields") = false)
       .def("start",
            [](SoftwareController& c) {
              require_parent(c);
@@ -288,6 +290,8 @@ void bind_controller(nb::module_& m) {
            })
       .def("stop", &SoftwareController::stop, Unlocked())
       .def("wake", &SoftwareController::wake)
+      .def("visitor_comes", &SoftwareController::visitor_comes)
+      .def("visitor_leaves", &SoftwareController::visitor_leaves)
       .def(
           "serve_some",
           [](SoftwareController& c, uint32_t first_queue) {
