@@ -42,12 +42,13 @@ struct Geometry {
   uint32_t path;
   uint32_t controller_threads;
   uint32_t elements;  // of each array
+  bool controllers_yield;
 };
 
 void print(FILE* to, const Geometry& g) {
-  std::fprintf(to, "line %u, %u sets of %u, %u queues of %u, path %u, %u threads, %u elements\n",
+  std::fprintf(to, "line %u, %u sets of %u, %u queues of %u, path %u, %u threads%s, %u elements\n",
                g.line_bytes, g.sets, g.ways, g.queues, 1u << g.depth_log2, g.path,
-               g.controller_threads, g.elements);
+               g.controller_threads, g.controllers_yield ? " that yield" : "", g.elements);
 }
 
 const Geometry* running = nullptr;
@@ -149,6 +150,7 @@ class Rig {
   // All threads at once, each with the context of a device thread.
   void launch(const std::function<void(uint32_t)>& work) {
     std::vector<std::thread> threads;
+    for (Volume& v : volumes_) fw_visitor_comes(v.controller.get());
     for (uint32_t i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         fw::base::this_thread = {i, kThreads, &serve, this};
@@ -156,6 +158,7 @@ class Rig {
       });
     }
     for (std::thread& thread : threads) thread.join();
+    for (Volume& v : volumes_) fw_visitor_leaves(v.controller.get());
   }
 
   // One thread's part of a round. `seen` holds what this thread has met of each element.
@@ -253,7 +256,7 @@ class Rig {
  private:
   static int serve(void* self) {
     int moved = 0;
-    for (Volume& v : static_cast<Rig*>(self)->volumes_) moved += fw_serve(v.controller.get());
+    for (Volume& v : static_cast<Rig*>(self)->volumes_) moved += fw_serve(v.controller.get(), 0);
     return moved;
   }
 
@@ -305,6 +308,7 @@ class Rig {
     }
     ControllerOptions options;
     options.threads = g_.controller_threads;
+    options.yields = g_.controllers_yield;
     v.controller = std::make_unique<SoftwareController>(
         std::make_shared<MemoryStorage>(v.data, bytes, true), pairs, regions, options);
     v.controller->start();
@@ -336,7 +340,7 @@ Geometry choose(uint32_t turn, std::mt19937& random) {
   // On the direct path the controller stores to frames while readers look at them, which is what
   // their second look at the tag is for; to ThreadSanitizer a memcpy there is a race.
   const uint32_t paths = FW_TSAN ? 2 : 3;
-  Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000};
+  Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000, random() % 2 == 1};
   if (turn < 3 * paths) return g;
   g.line_bytes = 512u << random() % 4;
   g.sets = 1 + random() % 5;
