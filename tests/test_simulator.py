@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from flashwarp.errors import ArgumentError, CompileError
-from flashwarp.testing import simulate as simulator
 from flashwarp.testing.mutants import MUTANTS, Mutant
-from flashwarp.testing.simulate import simulate
+from flashwarp.testing.simulate import build_program, mutated_text, simulate
 
 SECONDS = float(os.environ.get("FLASHWARP_SIMULATE_SECONDS", "3"))
 ALL_SEEDS = (0, 1 << 40)
@@ -34,11 +33,11 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def programs() -> None:
     """Everything that the tests run, compiled two at a time."""
-    simulator.build_program(None, width=1)
+    build_program(None, width=1)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        jobs = [pool.submit(simulator.build_program, None, width=width) for width in (4, 32)]
+        jobs = [pool.submit(build_program, None, width=width) for width in (4, 32)]
         jobs += [
-            pool.submit(simulator.build_program, None, width=mutant.width, mutant=mutant)
+            pool.submit(build_program, None, width=mutant.width, mutant=mutant)
             for mutant in MUTANTS.values()
         ]
         for job in jobs:
@@ -86,7 +85,7 @@ def test_mutant_whose_passage_has_changed_is_an_error() -> None:
     stale = Mutant("stale", "flashwarp/array.cuh", "no such passage", "", "", "elements")
 
     with pytest.raises(ArgumentError, match="occurs 0 times"):
-        simulator.mutated_text(stale)
+        mutated_text(stale)
 
 
 @pytest.mark.parametrize("mode", ["sc", "weak"])

@@ -42,15 +42,16 @@ def simulate(
     list_all: Annotated[bool, typer.Option("--list", help="List scenarios and mutants.")] = False,
 ) -> None:
     """Run device code and controllers under a seeded scheduler, and check what they promise."""
-    from flashwarp.testing import simulate as simulator
     from flashwarp.testing.mutants import MUTANTS
+    from flashwarp.testing.simulate import scenarios
+    from flashwarp.testing.simulate import simulate as run
 
     if list_all:
-        typer.echo(simulator.scenarios(source), nl=False)
+        typer.echo(scenarios(source), nl=False)
         for name, chosen in MUTANTS.items():
             typer.echo(f"  mutant {name}: {chosen.why}")
         return
-    result = simulator.simulate(
+    result = run(
         source,
         scenario=scenario,
         width=width,

@@ -228,8 +228,8 @@ MUTANTS = {
         Mutant(
             "landing-unsynchronised",
             _MOVE,
-            "    // Each lane has acquired its own completion; now all lanes read all of the data.\n"
-            "    warp::sync(mask);\n",
+            "    // Each lane has acquired its own completion; now all lanes read all of the"
+            " data.\n    warp::sync(mask);\n",
             "",
             "lanes read a buffer whose completion only a neighbour has acquired",
             "elements",

@@ -45,6 +45,8 @@ _FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")
 # The runtime is compiled once; scenarios are compiled often and run for seconds.
 _RUNTIME_LEVEL = "-O2"
 _SCENARIO_LEVEL = "-O1"
+# Objects and programs kept, about 1 MB each; the oldest go first.
+_KEPT_MAX = 200
 # A program that does not come back is a bug of ours: its steps are bounded.
 _GRACE_S = 60.0
 
@@ -351,6 +353,16 @@ def _publish(new: Path, final: Path) -> None:
         with contextlib.suppress(OSError):
             Path(temporary).unlink()
         raise
+    kept = sorted(final.parent.iterdir(), key=_time_of, reverse=True)
+    for old in kept[_KEPT_MAX:]:
+        old.unlink(missing_ok=True)
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _compile_all(pairs: Iterable[tuple[Path, Path]], options: Sequence[str | Path]) -> None:
