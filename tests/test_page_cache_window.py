@@ -17,10 +17,9 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.errors import StorageError
-from ring_host import FLUSH, LBA, SUCCESS, UNRECOVERED_READ, WRITE, Host
+from flashwarp.testing.rings import FLUSH, LBA, SUCCESS, UNRECOVERED_READ, WRITE, Host
 
 MIB = 1 << 20
-TESTS = Path(__file__).parent
 
 
 def make_file(path: Path, nbytes: int, low: int = 1) -> np.ndarray:
@@ -155,12 +154,11 @@ def test_array_raises_when_its_file_shrinks_under_it(path: Path) -> None:
 
 # What happens to signals is tried in processes of their own.
 
-PRELUDE = f"""
+PRELUDE = """
 import ctypes, faulthandler, mmap, os, pathlib, signal, sys, time
-sys.path.insert(0, {str(TESTS)!r})
 from flashwarp import _native
 from flashwarp.errors import StorageError
-from ring_host import Host, LBA, SUCCESS, UNRECOVERED_READ
+from flashwarp.testing.rings import Host, LBA, SUCCESS, UNRECOVERED_READ
 path = pathlib.Path(sys.argv[1])
 path.write_bytes(b"x" * (1 << 20))
 resource_limit = __import__("resource")
