@@ -105,7 +105,7 @@ std::vector<MemberLayout> make_layouts() {
       FW_MEMBER("row_params", row_params, batch),
       FW_SIZE("maintenance_params", maintenance_params),
       FW_MEMBER("maintenance_params", maintenance_params, opcode),
-      FW_MEMBER("maintenance_params", maintenance_params, drop_dirty),
+      FW_MEMBER("maintenance_params", maintenance_params, drop),
       FW_SIZE("queue_params", queue_params),
       FW_MEMBER("queue_params", queue_params, data),
       FW_SIZE("reduce_params", reduce_params),

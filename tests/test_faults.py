@@ -289,3 +289,28 @@ def test_store_that_found_no_frame_because_of_a_neighbour_is_raised(blocking: bo
         assert (neighbour[:256] == 7).all()
         neighbour.close()
     assert np.frombuffer(bad.inner.read(0, 2048), np.int64).tolist() == [7] * 256
+
+
+def test_frames_of_commands_without_an_answer_come_back_when_the_array_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay taken while the drive may still write them; a neighbour gets them afterwards."""
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    rows = np.arange(64 * 128, dtype=np.uint32).reshape(64, 128)
+    for name in ("stuck", "well"):
+        np.save(tmp_path / f"{name}.npy", rows)
+    stuck = Faulty(File(tmp_path / "stuck.npy", 128), "read hang")
+    with (
+        fw.CpuDevice(2) as device,
+        fw.Cache(4 * 512, line=512, ways=4, device=device) as cache,
+        fw.open(tmp_path / "well.npy", cache=cache) as well,
+    ):
+        array = fw.from_storage(stuck, "uint32", (64, 128), cache=cache)
+        with pytest.raises(ControllerTimeout):
+            array.gather(np.arange(4))
+
+        with pytest.raises(ControllerTimeout):
+            array.close()
+
+        for _ in range(3):
+            assert (well.gather(np.arange(64)) == rows).all()

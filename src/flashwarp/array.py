@@ -50,6 +50,7 @@ _TIMED_OUT = 0x7FF
 _CAPACITY_EXCEEDED = 0x081
 _WRITE_FAULT = 0x280
 _UNRECOVERED_READ = 0x281
+_DROP_ALL = 2
 _OPERATIONS = {0x00: "flush", 0x01: "write", 0x02: "read"}
 
 # What open arrays need to close. An array that is lost as a part of a cycle is closed by the
@@ -464,6 +465,8 @@ class Array:
             self._closed = True
             self._controller.close()
             if self._volume is not None:
+                if failure is not None and not self._owns_cache:
+                    failure = self._forget_lines(failure)
                 self.cache.detach(self._volume)
             if self._owns_cache:
                 self.cache.close()
@@ -471,6 +474,17 @@ class Array:
             _kept.pop(id(self), None)
         if failure is not None:
             raise failure
+
+    def _forget_lines(self, failure: Exception) -> Exception:
+        """Give frames back that commands without an answer held, now that none can come."""
+        lines = self.cache.set_count * self.cache.ways
+        params = self._maintenance(drop=_DROP_ALL)
+        try:
+            self.device.launch("invalidate_lines", params, warps=self._warps(lines))
+            self.device.synchronize()
+        except Exception as error:  # the first failure is what the caller must know
+            failure.add_note(f"then, in giving up the array's lines: {error}")
+        return failure
 
     def _settle(self) -> None:
         """Bring everything to rest: no dirty line, no command, and no line of ours in the cache."""
@@ -502,7 +516,7 @@ class Array:
         if self.writable and not drop_dirty:
             self._flush()
         lines = self.cache.set_count * self.cache.ways
-        self._maintain("invalidate_lines", warps=self._warps(lines), drop_dirty=int(drop_dirty))
+        self._maintain("invalidate_lines", warps=self._warps(lines), drop=int(drop_dirty))
 
     def __enter__(self) -> Self:
         return self
@@ -740,15 +754,18 @@ class Array:
             name, params, warps=self._warps(items, batch), stream=stream, serve=serve
         )
 
-    def _maintain(self, name: str, *, warps: int, **fields: int) -> None:
+    def _maintenance(self, **fields: int) -> MaintenanceParams:
         volume = self._volume_()
-        params = MaintenanceParams(
+        return MaintenanceParams(
             cache=self.cache.address,
             volume=volume.address,
             line_begin=volume.line_begin,
             line_end=volume.line_begin + volume.line_count,
             **fields,
         )
+
+    def _maintain(self, name: str, *, warps: int, **fields: int) -> None:
+        params = self._maintenance(**fields)
         self._controller.wake()
         serve = (self._controller.address,) if self.device.kind == "cpu" else ()
         self.device.launch(name, params, warps=warps, serve=serve)

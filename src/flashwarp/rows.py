@@ -84,7 +84,7 @@ class MaintenanceParams(ctypes.Structure):
         ("opcode", ctypes.c_uint32),
         ("prp1", ctypes.c_uint64),
         ("cdw10", ctypes.c_uint32),
-        ("drop_dirty", ctypes.c_uint32),
+        ("drop", ctypes.c_uint32),
     )
 
 

@@ -10,14 +10,18 @@ struct maintenance_params {
   cache::volume* volume;
   uint64_t line_begin;  // flush: global lines of the range
   uint64_t line_end;
-  uint64_t lba;         // command: first block
-  uint32_t lba_count;   // command: blocks, 0 for commands without a range
-  uint32_t opcode;      // command
-  uint64_t prp1;        // command: address of its data, if any
-  uint32_t cdw10;       // Dataset Management: number of ranges, zero-based
-  uint32_t drop_dirty;  // invalidate
+  uint64_t lba;        // command: first block
+  uint32_t lba_count;  // command: blocks, 0 for commands without a range
+  uint32_t opcode;     // command
+  uint64_t prp1;       // command: address of its data, if any
+  uint32_t cdw10;      // Dataset Management: number of ranges, zero-based
+  uint32_t drop;       // invalidate: a drop_mode
 };
 static_assert(sizeof(maintenance_params) == 64);
+
+// Which lines `fw_invalidate_lines` gives up besides clean ones. With kDropAll it waits for
+// nothing.
+enum drop_mode : uint32_t { kKeepDirty = 0, kDropDirty = 1, kDropAll = 2 };
 
 }  // namespace fw::kernels
 
@@ -40,8 +44,12 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
        first += stride) {
     const uint64_t way = first + fw::warp::lane();
+    if (p.drop == fw::kernels::kDropAll) {
+      if (way < ways) fw::cache::forget_way(*p.cache, *p.volume, way);
+      continue;
+    }
     fw::cache::invalidate_ways(*p.cache, *p.volume, fw::warp::kFullMask, way < ways, way,
-                               p.drop_dirty != 0);
+                               p.drop != fw::kernels::kKeepDirty);
   }
 }
 
@@ -52,7 +60,9 @@ FW_KERNEL fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   for (uint32_t i = fw::warp::index(); i < v.queue_count; i += fw::warp::count()) {
     fw::nvme::queue_pair& q = v.queues[i];
     fw::nvme::deadline limit(q.data.timeout_ns);
-    while (fw::atomic::load_relaxed(&q.head) != fw::atomic::load_relaxed(&q.ticket)) {
+    // All lanes go on while one sees a command: they must not part at a collective.
+    while (fw::warp::any(fw::warp::kFullMask, fw::atomic::load_relaxed(&q.head) !=
+                                                  fw::atomic::load_relaxed(&q.ticket))) {
       const bool dead = limit.passed() || fw::atomic::load_relaxed(&q.failed) != 0;
       if (fw::warp::any(fw::warp::kFullMask, dead)) {
         if (fw::warp::lane() == 0) {

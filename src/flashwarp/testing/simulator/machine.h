@@ -187,11 +187,11 @@ class Machine {
   }
 
   // Empties the cache of a volume.
-  void invalidate(uint32_t v, bool drop_dirty = false) {
+  void invalidate(uint32_t v, bool drop = false) {
     scheduler.calm(true);
-    may_drop_ = drop_dirty;
+    may_drop_ = drop;
     kernels::maintenance_params p = maintenance(v);
-    p.drop_dirty = drop_dirty;
+    p.drop = drop;
     launch([&](Thread&) { fw_invalidate_lines(p); }, 1);
     may_drop_ = false;
     scheduler.calm(false);

@@ -89,7 +89,10 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
     if (status == nvme::kSuccess) {
       publish_fill(c, mine.way, mine.word, Op::kStores);
     } else {
-      abandon_fill(c, mine.way, mine.word);
+      // On the direct path a command that has not come back may still write the frame: it stays
+      // BUSY.
+      const bool outstanding = status == nvme::kTimedOut && v.path == nvme::kDirect;
+      if (!outstanding) abandon_fill(c, mine.way, mine.word);
       record_error(v, status, nvme::kRead, line);
     }
   }

@@ -35,9 +35,16 @@ FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t me
     if (!in_batch) continue;
     status = got;
     if (got != nvme::kSuccess) record_error(*v, got, nvme::kWrite, t.line);
-    end_write(&c.shape.tags[t.way], got == nvme::kSuccess);
+    // A command that has not come back may still read the frame, and write these blocks after a
+    // newer one: the line stays WRITING, so that neither is given away.
+    if (got != nvme::kTimedOut) end_write(&c.shape.tags[t.way], got == nvme::kSuccess);
   }
   return status;
+}
+
+// Whether a command of the volume ran out of time: what it holds will not come free.
+FW_DEVICE bool has_failed(const volume& v) {
+  return atomic::load_relaxed(&v.queues[0].failed) != 0;
 }
 
 // Writes back one way a lane if it holds a dirty line of [line_begin, line_end), and waits until no
@@ -59,7 +66,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
     // A line that changed under us (dirty, not taken) is looked at again.
     pending = pending && (in_flight || (dirty && !taken));
     if (!warp::any(mask, pending) || members != 0) continue;
-    if (warp::any(mask, limit.passed())) {
+    if (warp::any(mask, limit.passed() || has_failed(v))) {
       if (pending) record_error(v, nvme::kTimedOut, nvme::kWrite, line);
       return;
     }
@@ -92,12 +99,21 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
       }
     }
     if (!warp::any(mask, pending)) return;
-    if (warp::any(mask, limit.passed())) {
+    if (warp::any(mask, limit.passed() || has_failed(v))) {
       if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return;
     }
     help_any(c, v, mask, turn++);
   }
+}
+
+// Empties one way a lane if it holds a line of the volume, whatever its state. For a volume whose
+// controller is gone, so that nothing can come back any more; touches neither queues nor records.
+FW_DEVICE void forget_way(page_cache& c, const volume& v, uint64_t way) {
+  const uint64_t word = atomic::load_acquire(&c.shape.tags[way]);
+  const bool ours =
+      tag::state_of(word) != tag::kInvalid && tag::line_of(word) - v.line_begin < v.line_count;
+  if (ours) atomic::store_release(&c.shape.tags[way], tag::emptied(word));
 }
 
 }  // namespace fw::cache
