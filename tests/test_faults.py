@@ -289,3 +289,14 @@ def test_store_that_found_no_frame_because_of_a_neighbour_is_raised(blocking: bo
         assert (neighbour[:256] == 7).all()
         neighbour.close()
     assert np.frombuffer(bad.inner.read(0, 2048), np.int64).tolist() == [7] * 256
+
+
+def test_thread_that_waits_for_long_sleeps(file: Path) -> None:
+    """It yielded without end; a few such threads held up the kernel's, and so their own I/O."""
+    storage = Faulty(File(file), "read delay=500000us n=1")
+    with open_array(storage) as x:
+        before = os.times()
+        assert x[0] == 0
+        after = os.times()
+    assert after.elapsed - before.elapsed > 0.4
+    assert after.user + after.system - before.user - before.system < 0.3
