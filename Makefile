@@ -20,10 +20,13 @@ DEV_EXTRAS := cuda,demo,dev
 
 NATIVE := $(wildcard native/*.cpp native/*.h) \
   $(shell find src/flashwarp/include src/flashwarp/kernels -name '*.cuh')
-NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h)
+NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
+  $(wildcard src/flashwarp/testing/simulator/*.cpp src/flashwarp/testing/simulator/*.h \
+  src/flashwarp/testing/simulator/scenarios/*.cpp)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format native-test tsan asan cost docs clean
+.PHONY: help demo test bench lint format native-test tsan asan models simulate simulate-coverage \
+  cost docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -66,11 +69,25 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 	$(BIN)/cmake --build build/$@
 	$(LAUNCH) $(BIN)/ctest --test-dir build/$@ --no-tests=error
 
+models: $(VENV)/dev.stamp  ## Model-check queue pair and cache, in sizes that take minutes and 3 GB
+	@command -v spin >/dev/null \
+	  || { echo 'spin is missing. On Debian or Ubuntu: sudo apt-get install spin' >&2; exit 1; }
+	FLASHWARP_LARGE_MODELS=1 $(BIN)/python -m pytest tests/test_models.py $(ARGS)
+
 cost: $(VENV)/dev.stamp  ## What single operations of the native parts cost here
 	$(BIN)/cmake -S . -B build/$@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DFLASHWARP_NATIVE_TESTS=ON >/dev/null
 	$(BIN)/cmake --build build/$@
 	$(BIN)/ctest --test-dir build/$@ --no-tests=error --tests-regex _cost --verbose
+
+simulate: SEEDS ?= 0:1000000
+simulate: TIME ?= 60
+simulate: $(VENV)/dev.stamp  ## Explore schedules: SEEDS=first:last TIME=seconds for each warp width
+	for width in 1 4 32; do \
+	  $(BIN)/flashwarp simulate --width $$width --seeds $(SEEDS) --time $(TIME) $(ARGS); done
+
+simulate-coverage: $(VENV)/dev.stamp  ## Lines of the device headers that the simulator runs
+	$(BIN)/python -m flashwarp.testing.coverage $(ARGS)
 
 docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

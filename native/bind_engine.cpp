@@ -162,16 +162,18 @@ void bind_storage(nb::module_& m) {
 
   nb::class_<FileStorage, Storage>(m, "FileStorage")
       .def(nb::new_([](const std::string& path, uint64_t offset, uint64_t nbytes, bool writable,
-                       const std::string& mode, uintptr_t map_address) {
+                       const std::string& mode, uintptr_t map_address, bool copies_cached) {
              if (mode != "direct" && mode != "buffered") {
                throw nb::value_error("mode must be 'direct' or 'buffered'");
              }
-             const FileOptions options = {offset, nbytes, writable, mode == "direct", map_address};
+             const FileOptions options = {offset,           nbytes,      writable,
+                                          mode == "direct", map_address, copies_cached};
              nb::gil_scoped_release release;
              return FileStorage::open(path, options);
            }),
            nb::arg("path"), nb::arg("offset") = 0, nb::arg("nbytes") = 0,
-           nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0)
+           nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0,
+           nb::arg("copies_cached") = true)
       .def_prop_ro("path", &FileStorage::path)
       .def_prop_ro("direct", &FileStorage::direct)
       .def_prop_ro("fd", &FileStorage::fd)
@@ -272,15 +274,17 @@ void bind_controller(nb::module_& m) {
           "__init__",
           [](SoftwareController* self, std::shared_ptr<Storage> storage,
              std::vector<QueuePairAddresses> queue_pairs, Regions dma_regions, uint32_t threads,
-             uint64_t page_bytes, uint64_t max_transfer_bytes) {
-            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes};
+             uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields) {
+            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes, spin_ns,
+                                               yields};
             nb::gil_scoped_release release;
             new (self) SoftwareController(std::move(storage), std::move(queue_pairs),
                                           std::move(dma_regions), options);
           },
           nb::arg("storage"), nb::arg("queue_pairs"), nb::arg("dma_regions") = Regions(),
           nb::arg("threads") = 1, nb::arg("page_bytes") = uint64_t(2) << 20,
-          nb::arg("max_transfer_bytes") = uint64_t(2) << 20)
+          nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000,
+          nb::arg("yields") = false)
       .def("start",
            [](SoftwareController& c) {
              require_parent(c);
@@ -289,6 +293,8 @@ void bind_controller(nb::module_& m) {
            })
       .def("stop", &SoftwareController::stop, Unlocked())
       .def("wake", &SoftwareController::wake)
+      .def("visitor_comes", &SoftwareController::visitor_comes)
+      .def("visitor_leaves", &SoftwareController::visitor_leaves)
       .def(
           "serve_some",
           [](SoftwareController& c, uint32_t first_queue) {

@@ -2,8 +2,11 @@
 
 #include "flashwarp/base/platform.cuh"
 
-// Serves a software controller once from the calling thread; defined by software_controller.cpp.
-extern "C" int fw_serve(void* controller);
+// Defined by software_controller.cpp: serve once from the calling thread, from a queue pair on; and
+// the begin and end of a launch whose threads do so.
+extern "C" int fw_serve(void* controller, uint32_t first_queue);
+extern "C" void fw_visitor_comes(void* controller);
+extern "C" void fw_visitor_leaves(void* controller);
 
 namespace fw::native {
 namespace {
@@ -12,13 +15,14 @@ namespace {
 struct ServeList {
   std::vector<void*>* controllers;
   uint32_t next;
+  uint32_t first_queue;
 };
 
 int serve_next(void* argument) {
   ServeList& list = *static_cast<ServeList*>(argument);
   int moved = 0;
   for (std::size_t i = 0; i < list.controllers->size() && moved == 0; i++) {
-    moved = fw_serve((*list.controllers)[list.next++ % list.controllers->size()]);
+    moved = fw_serve((*list.controllers)[list.next++ % list.controllers->size()], list.first_queue);
   }
   return moved;
 }
@@ -33,7 +37,9 @@ CpuPool::~CpuPool() { close(); }
 
 void CpuPool::run(const Job& job, uint32_t index) {
   if (index >= job.count) return;
-  ServeList list{job.controllers, index};
+  // Its own queue pair first, the one that `queue_of` in transfer.cuh chooses: serving another
+  // thread's would take the lock, and the data's core, from the thread that waits for them.
+  ServeList list{job.controllers, index, 2 * index};
   base::this_thread = {index, job.count, job.controllers->empty() ? nullptr : &serve_next, &list};
   job.kernel->run(job.params);
   base::this_thread = {};
@@ -61,6 +67,7 @@ void CpuPool::launch(const CpuKernel& kernel, const void* params, uint32_t threa
   std::lock_guard one_launch(launch_mutex_);
   const uint32_t count = threads == 0 || threads > thread_count_ ? thread_count_ : threads;
   Job job{&kernel, params, count, &controllers};
+  for (void* controller : controllers) fw_visitor_comes(controller);
   if (count > 1) {
     std::lock_guard lock(mutex_);
     job_ = job;
@@ -73,6 +80,7 @@ void CpuPool::launch(const CpuKernel& kernel, const void* params, uint32_t threa
     std::unique_lock lock(mutex_);
     done_.wait(lock, [&] { return running_ == 0; });
   }
+  for (void* controller : controllers) fw_visitor_leaves(controller);
 }
 
 void CpuPool::close() {

@@ -158,6 +158,7 @@ struct FileStorage::Opened {
   bool block_device = false;
   bool memory_file_system = false;
   uint64_t map_address = 0;
+  bool copies_cached = false;
 
   explicit Opened(std::string file) : path(std::move(file)) {}
   Opened(const Opened&) = delete;
@@ -210,6 +211,7 @@ std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
   opened.find_range(options);
   if (options.direct) opened.open_direct();
   opened.map_address = options.map_address;
+  opened.copies_cached = options.copies_cached;
   return std::shared_ptr<FileStorage>(new FileStorage(std::move(opened)));
 }
 
@@ -225,7 +227,14 @@ FileStorage::FileStorage(Opened&& opened)
       memory_file_system_(opened.memory_file_system),
       mapped_base_(opened.map_address == 0
                        ? nullptr
-                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)) {}
+                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)) {
+  if (direct() || mapped_base_ != nullptr) return;
+  if (opened.copies_cached) {
+    window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
+  } else {
+    window_refusal_ = "as configured";
+  }
+}
 
 FileStorage::~FileStorage() {
   close(fd_);
@@ -284,10 +293,11 @@ int FileStorage::read_direct(uint64_t file_offset, std::byte* data, size_t n) {
 
 int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
   if (direct()) return EAGAIN;
+  if (int status = check_range(offset, n)) return fail(status, offset, n, failure);
+  if (window_ != nullptr && window_->read(offset, data, n)) return 0;
   if (memory_file_system_) return read(offset, data, n, failure);
   // Relaxed: the flag only saves a system call that would be refused again.
   if (nowait_refused_.load(std::memory_order_relaxed)) return EAGAIN;
-  if (int status = check_range(offset, n)) return fail(status, offset, n, failure);
   const iovec target = {data, n};
   const uint64_t from = file_offset_ + offset;
   // preadv2 takes the offset as two longs, low half first; 64-bit kernels ignore the second.
@@ -402,6 +412,9 @@ Description FileStorage::describe() const {
   description.add("direct", direct());
   if (direct()) description.add("alignment", uint64_t(alignment_));
   description.add("mapped", mapped_base_ != nullptr);
+  if (direct() || mapped_base_ != nullptr) return description;
+  description.add("cached reads", window_ != nullptr ? std::string("copied in place")
+                                                     : "by system calls: " + window_refusal_);
   return description;
 }
 

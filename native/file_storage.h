@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "page_cache_window.h"
 #include "storage.h"
 
 namespace fw::native {
@@ -27,7 +28,8 @@ struct FileOptions {
   uint64_t nbytes = 0;  // 0: to the end of the file
   bool writable = false;
   bool direct = false;
-  uint64_t map_address = 0;  // of byte 0 of the file, or 0
+  uint64_t map_address = 0;   // of byte 0 of the file, or 0
+  bool copies_cached = true;  // read what is in the page cache without system calls
 };
 
 class FileStorage final : public Storage {
@@ -77,6 +79,8 @@ class FileStorage final : public Storage {
   const bool block_device_;
   const bool memory_file_system_;
   std::byte* const mapped_base_;
+  std::unique_ptr<PageCacheWindow> window_;  // null: every read is a system call
+  std::string window_refusal_;               // why there is none
   std::atomic<bool> nowait_refused_{false};
   std::atomic<int64_t> refreshed_ns_{0};
 };

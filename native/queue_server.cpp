@@ -59,17 +59,14 @@ QueueServer::QueueServer(const QueuePairAddresses& addresses, ControllerContext&
   if (engine_ != nullptr) allocate_in_flight();
 }
 
-bool QueueServer::try_lock() {
-  // Acquire: pairs with unlock, so that the ring state of the last server is seen.
-  return lock_.load(std::memory_order_relaxed) == 0 &&
-         lock_.exchange(1, std::memory_order_acquire) == 0;
-}
+// Acquire and release: the ring state of the last server is seen.
+bool QueueServer::try_lock() { return atomic::try_lock(&lock_); }
 
 void QueueServer::lock() {
   while (!try_lock()) std::this_thread::yield();
 }
 
-void QueueServer::unlock() { lock_.store(0, std::memory_order_release); }
+void QueueServer::unlock() { atomic::unlock(&lock_); }
 
 uint32_t QueueServer::serve() {
   if (!try_lock()) return 0;
@@ -86,7 +83,7 @@ uint32_t QueueServer::serve() {
 uint32_t QueueServer::fetch() {
   if (failed_) return 0;
   // Acquire: the submitter wrote the entries before it rang.
-  const uint32_t tail = __atomic_load_n(sq_doorbell_, __ATOMIC_ACQUIRE);
+  const uint32_t tail = atomic::load_acquire(sq_doorbell_);
   counters_.doorbell_reads.add(1);
   if (tail == head_) return 0;
   if (tail >= depth_) {
@@ -117,7 +114,7 @@ uint32_t QueueServer::fetchable(uint32_t tail) {
 
 bool QueueServer::read_cq_doorbell() {
   // Acquire: the consumer has read the entries that we are about to overwrite.
-  const uint32_t value = __atomic_load_n(cq_doorbell_, __ATOMIC_ACQUIRE);
+  const uint32_t value = atomic::load_acquire(cq_doorbell_);
   const auto distance = [&](uint32_t to) {
     return to >= cq_head_seen_ ? to - cq_head_seen_ : to + depth_ - cq_head_seen_;
   };
@@ -154,12 +151,14 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
     const nvme::command& entry = sq_[head_];
     __builtin_prefetch(&sq_[head_] + kPrefetchEntries);
     __builtin_prefetch(&cq_[cq_tail_] + kPrefetchEntries, 1);
-    const uint32_t word = entry.opcode_cid;
-    const uint64_t lba = first_lba(entry);
-    const uint64_t blocks = lba_count(entry);
-    const bool is_mapped_read = uint16_t(word) == kPlainRead && entry.nsid == nvme::kNamespaceId &&
-                                lba < backed_lbas && blocks <= backed_lbas - lba &&
-                                blocks <= lbas_max && entry.prp1 == base + (lba << nvme::kLbaShift);
+    const uint32_t word = atomic::load_plain(&entry.opcode_cid);
+    const uint64_t lba =
+        atomic::load_plain(&entry.cdw10) | uint64_t(atomic::load_plain(&entry.cdw11)) << 32;
+    const uint64_t blocks = (atomic::load_plain(&entry.cdw12) & kNlbMask) + 1;
+    const bool is_mapped_read =
+        uint16_t(word) == kPlainRead && atomic::load_plain(&entry.nsid) == nvme::kNamespaceId &&
+        lba < backed_lbas && blocks <= backed_lbas - lba && blocks <= lbas_max &&
+        atomic::load_plain(&entry.prp1) == base + (lba << nvme::kLbaShift);
     if (is_mapped_read) {
       advance_head();
       post(uint16_t(word >> 16), nvme::kSuccess);
@@ -169,7 +168,7 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
     }
     if (!can_start()) break;
     // A copy: the other side may rewrite the ring while we look at it.
-    const nvme::command copy = entry;
+    const nvme::command copy = atomic::load_plain(&entry);
     advance_head();
     execute(copy);
   }
@@ -191,8 +190,8 @@ void QueueServer::post(uint16_t cid, uint16_t status) {
   const uint64_t upper = uint64_t(head_) | uint64_t(id_) << 16 | uint64_t(cid) << 32 |
                          uint64_t(uint16_t(status << 1 | phase_)) << 48;
   // Relaxed, then release: whoever sees the phase tag sees the whole entry and the data before it.
-  __atomic_store_n(&entry[0], uint64_t(0), __ATOMIC_RELAXED);
-  __atomic_store_n(&entry[1], upper, __ATOMIC_RELEASE);
+  atomic::store_relaxed(&entry[0], uint64_t(0));
+  atomic::store_release(&entry[1], upper);
   if (++cq_tail_ == depth_) {
     cq_tail_ = 0;
     phase_ ^= 1;
@@ -311,7 +310,7 @@ void QueueServer::zero_tail(const Range& range) {
   if (range.take == range.total) return;
   uint64_t skip = range.take;
   for (const Segment& segment : segments_) {
-    if (skip < segment.nbytes) std::memset(segment.address + skip, 0, segment.nbytes - skip);
+    if (skip < segment.nbytes) atomic::fill_plain(segment.address + skip, 0, segment.nbytes - skip);
     skip -= std::min(skip, segment.nbytes);
   }
 }
@@ -395,7 +394,7 @@ void QueueServer::copy_to_segments(uint64_t offset, const void* data, uint64_t n
       continue;
     }
     const uint64_t step = std::min(nbytes, segment.nbytes - offset);
-    std::memcpy(segment.address + offset, source, step);
+    atomic::copy_plain(segment.address + offset, source, step);
     source += step;
     nbytes -= step;
     offset = 0;
@@ -411,7 +410,7 @@ void QueueServer::copy_from_segments(uint64_t offset, void* data, uint64_t nbyte
       continue;
     }
     const uint64_t step = std::min(nbytes, segment.nbytes - offset);
-    std::memcpy(target, segment.address + offset, step);
+    atomic::copy_plain(target, segment.address + offset, step);
     target += step;
     nbytes -= step;
     offset = 0;
@@ -500,10 +499,10 @@ void QueueServer::reopen() { open_.store(true, std::memory_order_relaxed); }
 
 // Completes what was rung but not fetched, so that nobody waits for a controller that is gone.
 void QueueServer::abort_rung() {
-  const uint32_t tail = __atomic_load_n(sq_doorbell_, __ATOMIC_ACQUIRE);
+  const uint32_t tail = atomic::load_acquire(sq_doorbell_);
   if (tail >= depth_) return;
   while (head_ != tail && fetchable(tail) != 0) {
-    const nvme::command copy = sq_[head_];
+    const nvme::command copy = atomic::load_plain(&sq_[head_]);
     advance_head();
     reject(copy, nvme::kCommandAborted, "the controller was stopped");
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "error_log.h"
+#include "flashwarp/base/atomic.cuh"
 #include "flashwarp/nvme/command.cuh"
 #include "io_engine.h"
 #include "prp_walk.h"
@@ -96,8 +97,7 @@ class alignas(128) QueueServer {
   bool has_work() const {
     // Relaxed: serve() looks again under the lock. A stale answer costs one more look.
     if (!open_.load(std::memory_order_relaxed)) return false;
-    return __atomic_load_n(sq_doorbell_, __ATOMIC_RELAXED) !=
-               published_head_.load(std::memory_order_relaxed) ||
+    return atomic::load_relaxed(sq_doorbell_) != published_head_.load(std::memory_order_relaxed) ||
            has_in_flight();
   }
   bool has_in_flight() const { return in_flight_.load(std::memory_order_relaxed) != 0; }
@@ -227,7 +227,7 @@ class alignas(128) QueueServer {
   QueueCounters counters_;
 
   // Looked at by threads that do not hold the lock: on a line of their own.
-  alignas(128) std::atomic<uint32_t> lock_{0};
+  alignas(128) uint32_t lock_ = 0;
   std::atomic<bool> open_{true};
   std::atomic<uint32_t> in_flight_{0};
   std::atomic<uint32_t> published_head_{0};

@@ -265,8 +265,8 @@ int QueueServer::finish_piece(InFlight& command, uint32_t index, uint32_t done) 
   std::byte* memory = memory_of(command, index) + done;
   const uint32_t nbytes = piece.nbytes - done;
   if (piece.memory != nullptr) {
-    std::memcpy(command.is_write ? piece.memory + done : memory,
-                command.is_write ? memory : piece.memory + done, nbytes);
+    atomic::copy_plain(command.is_write ? piece.memory + done : memory,
+                       command.is_write ? memory : piece.memory + done, nbytes);
     return 0;
   }
   const uint64_t offset = piece.file_offset + done;

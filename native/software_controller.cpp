@@ -13,9 +13,6 @@
 namespace fw::native {
 namespace {
 
-// A thread that had nothing to do for this long goes to sleep: a few device round trips.
-constexpr int64_t kSpinNs = 100'000;
-
 // The clock is read once in this many idle sweeps.
 constexpr uint32_t kSweepsPerClock = 16;
 
@@ -30,6 +27,7 @@ constexpr int64_t kLongIdleSentinelNs = 4'000'000;
 // A sweep that moved this much is worth a second thread.
 constexpr uint32_t kWakeOthersCommands = 64;
 
+constexpr int64_t kSpinMaxNs = 1'000'000'000;
 constexpr uint32_t kDepthMin = 2;
 constexpr uint32_t kDepthMax = 1 << 16;
 constexpr uint64_t kPageBytesMin = 4096;
@@ -74,6 +72,7 @@ void check_options(const ControllerOptions& options) {
               options.max_transfer_bytes >= kPageBytesMin &&
               options.max_transfer_bytes <= kTransferBytesMax,
           "max_transfer_bytes must be a power of two from 4096 to 32 MiB");
+  require(options.spin_ns >= 0 && options.spin_ns <= kSpinMaxNs, "spin_ns is 0 to one second");
 }
 
 }  // namespace
@@ -87,6 +86,8 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
                options.page_bytes,
                options.max_transfer_bytes,
                {}},
+      spin_ns_(options.spin_ns),
+      yields_(options.yields),
       thread_count_(options.threads) {
   require(context_.storage != nullptr, "storage is None");
   require(!queue_pairs.empty(), "at least one queue pair is needed");
@@ -147,6 +148,12 @@ void SoftwareController::wake() {
   if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(epoch_);
 }
 
+void SoftwareController::visitor_comes() { visitors_.fetch_add(1, std::memory_order_relaxed); }
+
+void SoftwareController::visitor_leaves() {
+  if (visitors_.fetch_sub(1, std::memory_order_relaxed) == 1 && yields_ && has_work()) wake();
+}
+
 int SoftwareController::serve_some(uint32_t first_queue) {
   if (in_forked_child() || !serving()) return -1;
   const uint32_t count = uint32_t(servers_.size());
@@ -179,6 +186,10 @@ void SoftwareController::run(uint32_t thread) {
   int64_t idle_since = 0;
   uint32_t idle_sweeps = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
+    if (leaves_it_to_visitors()) {
+      sleep(thread, kLongIdleNs);
+      continue;
+    }
     if (sweep(thread) != 0) {
       idle_sweeps = 0;
       idle_since = 0;
@@ -188,12 +199,19 @@ void SoftwareController::run(uint32_t thread) {
     if (++idle_sweeps % kSweepsPerClock != 0) continue;
     const int64_t now = monotonic_ns();
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since < kSpinNs) continue;
+    if (now - idle_since < spin_ns_) continue;
     // After a sleep that nobody ended, one fruitless sweep is enough to sleep again.
     const bool woken = sleep(thread, now - idle_since);
     if (woken) idle_since = 0;
     idle_sweeps = woken ? 0 : kSweepsPerClock - 1;
   }
+}
+
+bool SoftwareController::has_work() const {
+  for (const auto& server : servers_) {
+    if (server->has_work()) return true;
+  }
+  return false;
 }
 
 bool SoftwareController::has_in_flight() const {
@@ -210,7 +228,7 @@ bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   // Relaxed doorbells: one that is missed here is seen by the sentinel at its next look.
   int64_t limit_ns = idle_ns < kLongIdleNs ? kSentinelNs : kLongIdleSentinelNs;
-  if (has_in_flight()) limit_ns = kInFlightNs;
+  if (has_in_flight() && !leaves_it_to_visitors()) limit_ns = kInFlightNs;
   if (!stopping_.load(std::memory_order_acquire)) {
     sleeps_.fetch_add(1, std::memory_order_relaxed);
     futex_wait(epoch_, seen, thread == 0 ? limit_ns : 0);
@@ -252,11 +270,14 @@ ControllerCounters SoftwareController::counters() const {
 
 }  // namespace fw::native
 
-int fw_serve(void* controller) {
-  // Every waiter starts where it found work last, so waiters spread over the queue pairs.
-  static thread_local uint32_t first_queue = 0;
-  const int moved =
-      static_cast<fw::native::SoftwareController*>(controller)->serve_some(first_queue);
-  if (moved == 0) ++first_queue;
-  return moved;
+int fw_serve(void* controller, uint32_t first_queue) {
+  return static_cast<fw::native::SoftwareController*>(controller)->serve_some(first_queue);
+}
+
+void fw_visitor_comes(void* controller) {
+  static_cast<fw::native::SoftwareController*>(controller)->visitor_comes();
+}
+
+void fw_visitor_leaves(void* controller) {
+  static_cast<fw::native::SoftwareController*>(controller)->visitor_leaves();
 }

@@ -25,6 +25,8 @@ struct ControllerOptions {
   uint32_t threads = 1;                   // 0: only callers of serve_some serve
   uint64_t page_bytes = 2 << 20;          // CC.MPS: a power of two, 4 KiB at least
   uint64_t max_transfer_bytes = 2 << 20;  // MDTS: a power of two, page-sized at least
+  int64_t spin_ns = 100'000;  // how long a thread without work looks on before it sleeps
+  bool yields = false;        // threads sleep while visitors serve: they would take their cores
 };
 
 struct ControllerCounters {
@@ -52,6 +54,11 @@ class SoftwareController {
   // Ends all sleep at once; call it before work that will ring doorbells is launched.
   void wake();
 
+  // A visitor is a launch whose threads serve whenever they wait. What nobody waited for when the
+  // last one leaves is for our own threads.
+  void visitor_comes();
+  void visitor_leaves();
+
   // Serves queue pairs from `first_queue` on until one had something to move. Returns how many
   // commands moved, 0 when there was nothing, -1 when the controller does not serve any more.
   int serve_some(uint32_t first_queue);
@@ -76,8 +83,15 @@ class SoftwareController {
   bool has_work() const;
   bool has_in_flight() const;
   bool sleep(uint32_t thread, int64_t idle_ns);
+  // Relaxed: a thread that is late to see a visitor serves once more, and one that is late to see
+  // it leave looks again within a sentinel's turn.
+  bool leaves_it_to_visitors() const {
+    return yields_ && visitors_.load(std::memory_order_relaxed) != 0;
+  }
 
   ControllerContext context_;
+  const int64_t spin_ns_;
+  const bool yields_;
   const uint32_t thread_count_;
   std::unique_ptr<IoEngineFactory> engines_;
   std::string engine_description_;
@@ -93,10 +107,16 @@ class SoftwareController {
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<uint64_t> sleeps_{0};
   std::atomic<uint64_t> wakes_{0};
+  std::atomic<uint32_t> visitors_{0};
   ForkGuard fork_guard_;
 };
 
 }  // namespace fw::native
 
-// `serve_some` for code that knows the controller only as an address (the CPU device's waiters).
-extern "C" __attribute__((visibility("default"))) int fw_serve(void* controller);
+// For code that knows the controller only as an address: a launch of the CPU device, and its
+// waiters
+// (`serve_some`).
+extern "C" __attribute__((visibility("default"))) int fw_serve(void* controller,
+                                                               uint32_t first_queue);
+extern "C" void fw_visitor_comes(void* controller);
+extern "C" void fw_visitor_leaves(void* controller);

@@ -2,9 +2,9 @@
 #include "storage.h"
 
 #include <cerrno>
-#include <cstring>
 #include <ctime>
 
+#include "flashwarp/base/atomic.cuh"
 #include "io_engine.h"
 
 namespace fw::native {
@@ -45,7 +45,7 @@ MemoryStorage::MemoryStorage(void* address, uint64_t nbytes, bool writable)
 
 int MemoryStorage::read(uint64_t offset, void* data, size_t n, IoFailure*) {
   if (int status = check_range(offset, n)) return status;
-  std::memcpy(data, base_ + offset, n);
+  atomic::copy_plain(data, base_ + offset, n);
   return 0;
 }
 
@@ -55,7 +55,7 @@ int MemoryStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure*
 
 int MemoryStorage::write(uint64_t offset, const void* data, size_t n, IoFailure*) {
   if (int status = check_write(offset, n)) return status;
-  std::memcpy(base_ + offset, data, n);
+  atomic::copy_plain(base_ + offset, data, n);
   return 0;
 }
 
@@ -75,7 +75,7 @@ int MemoryStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
 
 int MemoryStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure*) {
   if (int status = check_write(offset, n)) return status;
-  std::memset(base_ + offset, 0, n);
+  atomic::fill_plain(base_ + offset, 0, n);
   return 0;
 }
 

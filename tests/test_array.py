@@ -12,6 +12,7 @@ import errno
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,17 @@ def test_indices_that_are_not_contiguous(numbers: tuple[fw.Array, Reference]) ->
     np.testing.assert_array_equal(x.gather(index), reference[index])
 
 
+def test_prefetched_rows_come_without_another_call(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", random_array((64, 128), np.float32))
+    with fw.open(tmp_path / "x.npy", device="cpu", line=512, cache="256 KiB") as x:
+        x.prefetch(slice(0, 32))
+
+        end = time.monotonic() + 10
+        while x.controller.stats()["commands"]["read"] < 32:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
 def test_prefetched_rows_are_hits(tmp_path: Path) -> None:
     reference = random_array((64, 128), np.float32)
     np.save(tmp_path / "x.npy", reference)
@@ -535,7 +547,9 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "counters": cache.CountersStruct,
     "error_record": cache.ErrorRecordStruct,
     "volume": cache.VolumeStruct,
+    "geometry": cache.GeometryStruct,
     "page_cache": cache.PageCacheStruct,
+    "array": rows.ArrayStruct,
     "row_params": rows.RowParams,
     "maintenance_params": rows.MaintenanceParams,
 }

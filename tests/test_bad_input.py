@@ -487,6 +487,52 @@ def test_file_size_limit_while_in_use(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_neighbour_that_cannot_be_written_back_fails_the_read_that_needs_its_frame(
+    tmp_path: Path,
+) -> None:
+    # A gather returned without its rows: only the neighbour was told that its line was in the way.
+    program = """
+        import resource, signal, sys
+        import numpy as np
+        import flashwarp as fw
+        from flashwarp.errors import StorageError
+        from flashwarp.storage import Memory
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        values = np.arange(8 * 512).reshape(8, 512)
+        with fw.Cache(4 * 4096, ways=4, device="cpu") as cache:
+            whole = fw.from_storage(Memory(values.copy()), "i8", values.shape, cache=cache)
+            ill = fw.create(sys.argv[1], (8, 512), "i8", cache=cache, direct=False)
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+            ill[:4] = 1
+            try:
+                whole.gather([3, 5])
+            except StorageError:
+                pass
+            else:
+                raise SystemExit("no error")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert (whole.gather([3, 5]) == values[[3, 5]]).all()
+            whole.close()
+            try:
+                ill.close()
+            except StorageError:
+                pass
+            else:
+                raise SystemExit("the neighbour was not told")
+        assert (np.load(sys.argv[1])[:4] == 1).all()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "x.npy")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"

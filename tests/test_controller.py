@@ -229,6 +229,27 @@ def test_truncated_file_fails_reads_with_its_path(tmp_path: Path, mode: str, eng
         assert error["time"] == pytest.approx(time.time(), abs=60)
 
 
+def test_yielding_threads_leave_the_work_to_a_visitor_until_it_leaves() -> None:
+    storage, view = random_memory()
+    with Host(storage, threads=2, yields=True) as host:
+        host.controller.visitor_comes()
+        ring = host.rings[0]
+        time.sleep(0.02)  # whoever was looking has gone to sleep
+        ring.write(READ, 1, lba=8, blocks=8, prp1=host.buffer.address)
+        ring.ring()
+        time.sleep(0.02)
+        assert ring.consume() is None
+        assert host.controller.serve_some(0) == 1
+        assert ring.consume() is not None
+
+        ring.write(READ, 2, lba=16, blocks=8, prp1=host.buffer.address)
+        ring.ring()
+        host.controller.visitor_leaves()
+
+        assert host.wait(ring).status == SUCCESS
+        assert (host.data[: 8 * LBA] == view[16 * LBA : 24 * LBA]).all()
+
+
 def test_truncated_mapped_file_fails_reads(tmp_path: Path) -> None:
     random_file(tmp_path / "f", MIB)
     with (tmp_path / "f").open("rb") as file:

@@ -23,7 +23,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 # Lowest first. A module imports from its own line and from those above it, never from below.
 LAYERS = [
     ["errors"],
-    ["config", "stats", "npy", "rows"],
+    ["config", "stats", "npy"],
     ["_jit"],
     ["_foreign"],
     ["device"],
@@ -31,6 +31,7 @@ LAYERS = [
     ["queue_pair"],
     ["controller"],
     ["cache"],
+    ["rows"],
     ["array"],
     ["opening"],
     ["flashwarp"],
@@ -53,7 +54,12 @@ LINE_COLUMNS_MAX = 100
 
 python_files = sorted(PACKAGE.rglob("*.py"))
 device_files = sorted(PACKAGE.rglob("*.cuh"))
-native_files = sorted([*ROOT.glob("native/*.cpp"), *ROOT.glob("native/*.h")])
+native_files = sorted(
+    path
+    for folder in (ROOT / "native", PACKAGE / "testing" / "simulator")
+    for path in folder.rglob("*")
+    if path.suffix in {".cpp", ".h"}
+)
 test_files = sorted([*ROOT.glob("tests/**/*.py"), *ROOT.glob("tests/**/*.cpp")])
 other_files = [
     ROOT / "Makefile",

@@ -35,7 +35,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.rows import MaintenanceParams, RowParams
+from flashwarp.rows import ArrayStruct, MaintenanceParams, RowParams
 from flashwarp.stats import Stats
 from flashwarp.storage import Storage
 
@@ -399,14 +399,42 @@ class Array:
         )
 
     @property
-    def kernel_handle(self) -> tuple[int, int, int, int]:
-        """The members of `fw::array<T>`: cache, volume, first line, length in elements.
+    def kernel_handle(self) -> ArrayStruct:
+        """The struct `fw::array<T>` of this array, for the parameters of kernels of one's own.
 
-        For kernels of one's own; valid until `close`.
+        Valid until `close`. After launches that use it, call `synchronize`.
         """
         self._check_usable()
         volume = self._volume_()
-        return self.cache.address, volume.address, volume.line_begin, self.size
+        return ArrayStruct(
+            shape=self.cache.geometry,
+            cache=self.cache.address,
+            volume=volume.address,
+            line_begin=volume.line_begin,
+            length=self.size,
+        )
+
+    @_locked
+    def synchronize(self, stream: Any = None) -> None:
+        """Wait for kernels of one's own that use this array, and raise what they met.
+
+        Parameters
+        ----------
+        stream : optional
+            The stream of the launches; default: the library's own.
+
+        Notes
+        -----
+        Blocks until the stream is idle, for no longer than the time limit of the device.
+
+        Raises
+        ------
+        StorageError
+            When a transfer failed: what the kernels computed from this array is void then.
+        DeviceTimeout
+            When the stream did not become idle in time.
+        """
+        self._finish("a kernel", stream)
 
     @property
     def controller(self) -> SoftwareController:
@@ -623,6 +651,7 @@ class Array:
 
     def _row_params(self, index: _Index, buffer: int) -> RowParams:
         return RowParams(
+            shape=self.cache.geometry,
             cache=self.cache.address,
             volume=self._volume_().address,
             indices=index.address,
@@ -633,6 +662,7 @@ class Array:
             look_ahead=self._look_ahead(),
             index_bytes=index.itemsize,
             segments=1,
+            batch=rows.segments_per_batch(self.cache.line_bytes),
         )
 
     def _look_ahead(self) -> int:
@@ -644,8 +674,8 @@ class Array:
         slots = queues.count * (queues.depth - 1)
         return min(config.current().look_ahead, min(lines // 4, slots) // self.device.threads)
 
-    def _warps(self, items: int) -> int:
-        return items if self.device.kind == "cpu" else -(-items // 32)
+    def _warps(self, items: int, batch: int = 32) -> int:
+        return items if self.device.kind == "cpu" else -(-items // batch)
 
     def _launch_rows(self, verb: str, index: _Index, buffer: int, stream: Any) -> None:
         params = self._row_params(index, buffer)
@@ -681,6 +711,7 @@ class Array:
                 self.device.upload(address, block)
         start = chosen.start * self._row_bytes
         params = RowParams(
+            shape=self.cache.geometry,
             cache=self.cache.address,
             volume=self._volume_().address,
             index_count=block.nbytes,
@@ -690,6 +721,7 @@ class Array:
             look_ahead=self._look_ahead(),
             index_bytes=8,
             segments=1,
+            batch=rows.segments_per_batch(self.cache.line_bytes),
         )
         line = self.cache.line_bytes
         items = (start + block.nbytes - 1) // line - start // line + 1
@@ -700,10 +732,13 @@ class Array:
                 self.device.download_into(address, block)
             held.close()
 
-    def _launch(self, name: str, params: Any, items: int, stream: Any) -> None:
+    def _launch(self, name: str, params: RowParams, items: int, stream: Any) -> None:
         self._controller.wake()
         serve = (self._controller.address,) if self.device.kind == "cpu" else ()
-        self.device.launch(name, params, warps=self._warps(items), stream=stream, serve=serve)
+        batch = params.batch if name.endswith("_rows") else 32
+        self.device.launch(
+            name, params, warps=self._warps(items, batch), stream=stream, serve=serve
+        )
 
     def _maintain(self, name: str, *, warps: int, **fields: int) -> None:
         volume = self._volume_()

@@ -27,18 +27,26 @@ _LINES_MAX = 1 << 38
 _COUNTER_SHARDS = 64
 
 
-class PageCacheStruct(ctypes.Structure):
-    """Mirror of `cache::page_cache`."""
+class GeometryStruct(ctypes.Structure):
+    """Mirror of `cache::geometry`."""
 
     _fields_ = (
         ("tags", ctypes.c_uint64),
-        ("set_control", ctypes.c_uint64),
         ("frames", ctypes.c_uint64),
-        ("volumes", ctypes.c_uint64),
         ("set_count", ctypes.c_uint64),
         ("set_reciprocal", ctypes.c_uint64),
         ("ways", ctypes.c_uint32),
         ("line_shift", ctypes.c_uint32),
+    )
+
+
+class PageCacheStruct(ctypes.Structure):
+    """Mirror of `cache::page_cache`."""
+
+    _fields_ = (
+        ("shape", GeometryStruct),
+        ("set_control", ctypes.c_uint64),
+        ("volumes", ctypes.c_uint64),
         ("page_bytes", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
     )
@@ -188,16 +196,19 @@ class Cache:
         self.address = self._metadata.address
         self._volumes_address = self.address + struct_bytes
         tags = self._volumes_address + volume_bytes
-        struct = PageCacheStruct(
+        self.geometry = GeometryStruct(
             tags=tags,
-            set_control=tags + lines * 8,
             frames=self._frames.address,
-            volumes=self._volumes_address,
             set_count=self.set_count,
             # set_of() in the header: ceil(2^64 / sets); a single set is a case of its own there.
             set_reciprocal=-(-(1 << 64) // self.set_count) if self.set_count > 1 else 0,
             ways=ways,
             line_shift=self.line_bytes.bit_length() - 1,
+        )
+        struct = PageCacheStruct(
+            shape=self.geometry,
+            set_control=tags + lines * 8,
+            volumes=self._volumes_address,
             page_bytes=2 << 20,
         )
         self.device.upload(self.address, bytes(struct))

@@ -109,6 +109,10 @@ class Config:
     mapped_residency: float = 0.9
     """Least share of a file in the page cache for which mapping it beats reading it."""
 
+    copy_cached: int = 1
+    """1: bytes of a file that are in the page cache are copied from a mapping, which takes half the
+    time of a system call and a SIGBUS handler for the process. 0: by system calls."""
+
     cache_share: float = 0.25
     """Share of the free device memory that ``cache="auto"`` may take."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashwarp import _native, config
-from flashwarp.device import Device, Registration
+from flashwarp.device import CpuDevice, Device, Registration
 from flashwarp.errors import ArgumentError, ClosedError, ControllerError
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
 from flashwarp.storage import File, Memory, Storage
@@ -21,6 +21,16 @@ __all__ = ["PAGE_BYTES", "SoftwareController"]
 
 PAGE_BYTES = 2 << 20
 """Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
+
+
+# How long an idle thread watches the doorbells before it sleeps. A GPU rings no host thread awake:
+# while its warps pull what they fetched no doorbell moves, for up to a millisecond or two, and a
+# thread asleep then answers the next one a timer tick late. CPU threads serve while they wait.
+_SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 class SoftwareController:
@@ -84,6 +94,10 @@ class SoftwareController:
         defaults = config.current()
         path, self.reason = self._choose_path(storage, device)
         count, depth, threads = self._geometry(path, device, line_bytes, defaults)
+        # A launch that has all cores serves itself whenever it waits; a thread of ours would only
+        # take a core from it. Threads that somebody asked for work all the same.
+        asked = self._wanted[2] is not None or defaults.controller_threads != 0
+        yields = isinstance(device, CpuDevice) and device.threads >= _cores() and not asked
         mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
         if path == "mapped" and device.kind == "cuda":
             self._register(storage, device)
@@ -102,7 +116,14 @@ class SoftwareController:
             if path == "direct":
                 regions = [frames]
             self._native = _native.SoftwareController(
-                storage.native, self._queues.native, regions, threads, PAGE_BYTES, PAGE_BYTES
+                storage.native,
+                self._queues.native,
+                regions,
+                threads,
+                PAGE_BYTES,
+                PAGE_BYTES,
+                _SPIN_NS[device.kind],
+                yields,
             )
             self._native.start()
         except BaseException:
@@ -110,14 +131,16 @@ class SoftwareController:
             raise
         self.path = path
         self.threads = threads
+        self._yields = yields
         return self._queues
 
     @staticmethod
     def _can_map(storage: Storage, device: Device) -> bool:
         if not int(storage.native.mapped_base):
             return False
-        # A CPU thread that touches a mapped file's page after a truncation dies of SIGBUS; the
-        # GPU's registration pins the pages. So files are mapped for GPUs only.
+        # A kernel thread of the CPU that touches a mapped file's page after a truncation dies of
+        # SIGBUS; the GPU's registration pins the pages. So files are mapped for GPUs only. On the
+        # CPU the storage copies from a mapping of its own, where a fault is an error of the read.
         return isinstance(storage, Memory) or device.kind == "cuda"
 
     def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
@@ -142,7 +165,7 @@ class SoftwareController:
         self, path: str, device: Device, line_bytes: int, defaults: config.Config
     ) -> tuple[int, int, int]:
         count, depth, threads, _ = self._wanted
-        cores = len(os.sched_getaffinity(0))
+        cores = _cores()
         if count is None:
             count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
         if depth is None:
@@ -187,8 +210,12 @@ class SoftwareController:
         return int(self._native.address)
 
     def wake(self) -> None:
-        """Wake the threads now: work is about to be submitted. Costs a microsecond."""
-        self._native.wake()
+        """Wake the threads now: work is about to be submitted. Costs a microsecond.
+
+        Threads that leave the work to a launch of the CPU device sleep on.
+        """
+        if not self._yields:
+            self._native.wake()
 
     def take_errors(self) -> Sequence[dict[str, Any]]:
         """Return and forget the failures since the last call, oldest first (at most 64)."""

@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp.cache import GeometryStruct
 from flashwarp.errors import BoundsError, IndexDtypeError
 
 __all__ = [
+    "ArrayStruct",
     "MaintenanceParams",
     "RowParams",
     "RowSelection",
     "element_bytes",
     "host_indices",
+    "segments_per_batch",
     "segments_per_row",
     "select",
 ]
@@ -30,10 +33,29 @@ __all__ = [
 _WIDE_ROW_BYTES = 256
 
 
+# What one warp fetches at a time: 32 lines of 4 KiB. More would leave the other warps idle, and
+# make a line wait until the last one of its batch has come.
+_BATCH_BYTES = 128 << 10
+_BATCH_MAX = 32
+
+
+class ArrayStruct(ctypes.Structure):
+    """Mirror of `fw::array<T>`: what the parameters of a kernel hold for each array."""
+
+    _fields_ = (
+        ("shape", GeometryStruct),
+        ("cache", ctypes.c_uint64),
+        ("volume", ctypes.c_uint64),
+        ("line_begin", ctypes.c_uint64),
+        ("length", ctypes.c_uint64),
+    )
+
+
 class RowParams(ctypes.Structure):
     """Mirror of `kernels::row_params`."""
 
     _fields_ = (
+        ("shape", GeometryStruct),
         ("cache", ctypes.c_uint64),
         ("volume", ctypes.c_uint64),
         ("indices", ctypes.c_uint64),
@@ -44,7 +66,8 @@ class RowParams(ctypes.Structure):
         ("look_ahead", ctypes.c_uint64),
         ("index_bytes", ctypes.c_uint32),
         ("segments", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 2),
+        ("batch", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
 
 
@@ -91,6 +114,11 @@ def segments_per_row(row_bytes: int, line_bytes: int) -> int:
     if line_bytes % row_bytes == 0:
         return 1
     return (row_bytes - 1) // line_bytes + 2
+
+
+def segments_per_batch(line_bytes: int) -> int:
+    """How many lines a warp fetches at a time."""
+    return min(_BATCH_MAX, max(1, _BATCH_BYTES // line_bytes))
 
 
 def host_indices(indices: Any, length: int) -> npt.NDArray[np.int64]:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native
+from flashwarp import _native, config
 from flashwarp.config import parse_bytes
 from flashwarp.errors import (
     ArgumentError,
@@ -272,6 +272,7 @@ class File(Storage):
                 writable,
                 "direct" if direct else "buffered",
                 _map_address,
+                bool(config.current().copy_cached),
             )
         except OSError as error:
             raise PathError(error.errno, error.strerror, self._path) from error

@@ -42,12 +42,13 @@ struct Geometry {
   uint32_t path;
   uint32_t controller_threads;
   uint32_t elements;  // of each array
+  bool controllers_yield;
 };
 
 void print(FILE* to, const Geometry& g) {
-  std::fprintf(to, "line %u, %u sets of %u, %u queues of %u, path %u, %u threads, %u elements\n",
+  std::fprintf(to, "line %u, %u sets of %u, %u queues of %u, path %u, %u threads%s, %u elements\n",
                g.line_bytes, g.sets, g.ways, g.queues, 1u << g.depth_log2, g.path,
-               g.controller_threads, g.elements);
+               g.controller_threads, g.controllers_yield ? " that yield" : "", g.elements);
 }
 
 const Geometry* running = nullptr;
@@ -119,8 +120,8 @@ struct SlowStore {
 template <typename Op>
 void access(const fw::array<uint64_t>& a, uint64_t element, Op& op) {
   cache::tally tally;
-  cache::access<fw::policy>(*a.cache, *a.volume, fw::warp::active(), true, a.line_of(element),
-                            false, op, tally);
+  cache::access<fw::policy>(a.shape, *a.cache, *a.volume, fw::warp::active(), true,
+                            a.line_of(element), false, op, tally);
   tally.add_to(*a.volume, fw::warp::active());
 }
 
@@ -129,14 +130,14 @@ class Rig {
   explicit Rig(const Geometry& g) : g_(g) {
     const uint64_t lines = uint64_t(g.sets) * g.ways;
     cache_ = arena_.allocate<cache::page_cache>(1);
-    cache_->tags = arena_.allocate<uint64_t>(lines);
+    cache_->shape.tags = arena_.allocate<uint64_t>(lines);
     cache_->set_control = arena_.allocate<uint32_t>(g.sets);
-    cache_->frames = arena_.allocate<char>(lines * g.line_bytes);
+    cache_->shape.frames = arena_.allocate<char>(lines * g.line_bytes);
     cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
-    cache_->set_count = g.sets;
-    cache_->set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
-    cache_->ways = g.ways;
-    cache_->line_shift = uint32_t(__builtin_ctz(g.line_bytes));
+    cache_->shape.set_count = g.sets;
+    cache_->shape.set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
+    cache_->shape.ways = g.ways;
+    cache_->shape.line_shift = uint32_t(__builtin_ctz(g.line_bytes));
     cache_->page_bytes = 2 << 20;
     uint64_t begin = 0;
     for (uint32_t i = 0; i < kArrays; ++i) begin = attach(i, begin);
@@ -149,6 +150,7 @@ class Rig {
   // All threads at once, each with the context of a device thread.
   void launch(const std::function<void(uint32_t)>& work) {
     std::vector<std::thread> threads;
+    for (Volume& v : volumes_) fw_visitor_comes(v.controller.get());
     for (uint32_t i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         fw::base::this_thread = {i, kThreads, &serve, this};
@@ -156,6 +158,7 @@ class Rig {
       });
     }
     for (std::thread& thread : threads) thread.join();
+    for (Volume& v : volumes_) fw_visitor_leaves(v.controller.get());
   }
 
   // One thread's part of a round. `seen` holds what this thread has met of each element.
@@ -232,7 +235,7 @@ class Rig {
     }
     const uint64_t lines = uint64_t(g_.sets) * g_.ways;
     for (uint64_t way = 0; way < lines; ++way) {
-      const uint64_t word = cache_->tags[way];
+      const uint64_t word = cache_->shape.tags[way];
       if ((word & (cache::tag::kPinMask | cache::tag::kDirty | cache::tag::kWriting)) != 0 ||
           cache::tag::state_of(word) == cache::tag::kBusy) {
         fail("tag at rest", way, word, 0);
@@ -253,7 +256,7 @@ class Rig {
  private:
   static int serve(void* self) {
     int moved = 0;
-    for (Volume& v : static_cast<Rig*>(self)->volumes_) moved += fw_serve(v.controller.get());
+    for (Volume& v : static_cast<Rig*>(self)->volumes_) moved += fw_serve(v.controller.get(), 0);
     return moved;
   }
 
@@ -280,7 +283,8 @@ class Rig {
     std::vector<QueuePairAddresses> pairs;
     std::vector<std::pair<uint64_t, uint64_t>> regions;
     if (g_.path == nvme::kDirect) {
-      regions.emplace_back(address(cache_->frames), uint64_t(g_.sets) * g_.ways * g_.line_bytes);
+      regions.emplace_back(address(cache_->shape.frames),
+                           uint64_t(g_.sets) * g_.ways * g_.line_bytes);
     }
     for (uint32_t i = 0; i < g_.queues; ++i) {
       nvme::queue_pair& q = queues[i];
@@ -304,6 +308,7 @@ class Rig {
     }
     ControllerOptions options;
     options.threads = g_.controller_threads;
+    options.yields = g_.controllers_yield;
     v.controller = std::make_unique<SoftwareController>(
         std::make_shared<MemoryStorage>(v.data, bytes, true), pairs, regions, options);
     v.controller->start();
@@ -320,7 +325,7 @@ class Rig {
                 g_.path,
                 0,
                 0};
-    v.array = {cache_, v.entry, line_begin, g_.elements};
+    v.array = {cache_->shape, cache_, v.entry, line_begin, g_.elements};
     return line_begin + lines;
   }
 
@@ -335,7 +340,7 @@ Geometry choose(uint32_t turn, std::mt19937& random) {
   // On the direct path the controller stores to frames while readers look at them, which is what
   // their second look at the tag is for; to ThreadSanitizer a memcpy there is a race.
   const uint32_t paths = FW_TSAN ? 2 : 3;
-  Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000};
+  Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000, random() % 2 == 1};
   if (turn < 3 * paths) return g;
   g.line_bytes = 512u << random() % 4;
   g.sets = 1 + random() % 5;

@@ -164,7 +164,7 @@ class Submitter {
       }
       if (burst != 0) ring();
       while (is_ready()) require(take() == nvme::kSuccess, "status");
-      require(fw_serve(&controller) >= 0, "the controller serves");
+      require(fw_serve(&controller, number_) >= 0, "the controller serves");
     }
   }
 

@@ -66,8 +66,8 @@ _ADVICE = {
 
 # A wait polls without sleeping for this long: most waits of the library end within it.
 _POLL_S = 100e-6
-# Then it sleeps a twentieth of the time already waited, so it adds at most 5 % to any wait.
-_SLEEP_SHARE = 0.05
+# Then it sleeps a fiftieth of the time already waited, so it adds at most 2 % to any wait.
+_SLEEP_SHARE = 0.02
 _SLEEP_MAX_S = 1e-3
 
 

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["Report", "Row", "median_of"]
@@ -66,9 +67,9 @@ class Report:
             table.add_column(heading, justify="left" if heading in ("measurement",) else "right")
         for row in self.rows:
             table.add_row(
-                row.name,
+                escape(row.name),
                 f"{row.value:.4g} {row.unit}",
-                f"{row.reference_name} {row.reference:.4g}" if row.reference else "",
+                escape(f"{row.reference_name} {row.reference:.4g}") if row.reference else "",
                 f"{row.ratio:.2f}" if row.reference else "",
                 f"{row.target:g}" if row.target else "",
                 {None: "", True: "yes", False: "WRONG"}[row.checked],

@@ -22,7 +22,7 @@ from flashwarp.errors import FlashwarpError
 
 __all__ = ["app", "main"]
 
-_COMMANDS = ("doctor", "demo", "bench")
+_COMMANDS = ("doctor", "demo", "bench", "simulate")
 """Each is the function of that name in the module of that name."""
 
 

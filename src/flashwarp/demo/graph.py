@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp.demo.check import check_equal
 from flashwarp.demo.disk import create_npy, direct_reads_work, drop_page_cache
-from flashwarp.demo.kernels import ArrayView, data_path_of, launch, view_of
+from flashwarp.demo.kernels import data_path_of, launch
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError
+from flashwarp.rows import ArrayStruct
 
 __all__ = [
     "EDGE_FACTOR",
@@ -243,7 +244,7 @@ class _Params(ctypes.Structure):
     """Mirror of fw::kernels::bfs_params."""
 
     _fields_ = (
-        ("neighbours", ArrayView),
+        ("neighbours", ArrayStruct),
         ("offsets", ctypes.c_uint64),
         ("distances", ctypes.c_uint64),
         ("found", ctypes.c_uint64),
@@ -326,7 +327,7 @@ class BreadthFirstSearch:
         self._device.fill(self._found.address, 0, 4)
         tile = _TILE[self._device.kind]
         params = _Params(
-            neighbours=view_of(self._neighbours),
+            neighbours=self._neighbours.kernel_handle,
             offsets=self._offset_words.address,
             distances=self._distances.address,
             found=self._found.address,

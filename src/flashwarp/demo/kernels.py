@@ -1,7 +1,4 @@
-"""How the demo's own kernels get at arrays: the struct that device code holds, and launches.
-
-The one file of the demo that knows more of `Array` than its users do.
-"""
+"""Launches of the demo's own kernels, and one line on how an array's bytes travel."""
 
 from __future__ import annotations
 
@@ -10,23 +7,7 @@ from collections.abc import Sequence
 
 import flashwarp as fw
 
-__all__ = ["ArrayView", "data_path_of", "launch", "view_of"]
-
-
-class ArrayView(ctypes.Structure):
-    """Mirror of fw::array<T>: what a kernel's parameter struct has for each array."""
-
-    _fields_ = (
-        ("cache", ctypes.c_uint64),
-        ("volume", ctypes.c_uint64),
-        ("line_begin", ctypes.c_uint64),
-        ("length", ctypes.c_uint64),
-    )
-
-
-def view_of(array: fw.Array) -> ArrayView:
-    """Return the struct by which kernels reach `array` while it is open."""
-    return ArrayView(*array.kernel_handle)
+__all__ = ["data_path_of", "launch"]
 
 
 def launch(name: str, params: ctypes.Structure, arrays: Sequence[fw.Array], warps: int) -> None:
@@ -41,8 +22,7 @@ def launch(name: str, params: ctypes.Structure, arrays: Sequence[fw.Array], warp
     serve = [array.controller.address for array in arrays] if device.kind == "cpu" else ()
     device.launch(name, params, warps=warps, serve=serve)
     for array in arrays:
-        # Waits for the launch, and raises what this array met.
-        array._finish(name, None)
+        array.synchronize()
 
 
 def data_path_of(array: fw.Array) -> str:

@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp.demo.check import CheckFailed, check_equal
 from flashwarp.demo.disk import create_npy, direct_reads_work, drop_page_cache
-from flashwarp.demo.kernels import ArrayView, data_path_of, launch, view_of
+from flashwarp.demo.kernels import data_path_of, launch
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.rows import ArrayStruct
 
 __all__ = [
     "FLIGHTS",
@@ -262,8 +263,8 @@ class _Params(ctypes.Structure):
     """Mirror of fw::kernels::query_params."""
 
     _fields_ = (
-        ("key", ArrayView),
-        ("columns", ArrayView * _COLUMNS_MAX),
+        ("key", ArrayStruct),
+        ("columns", ArrayStruct * _COLUMNS_MAX),
         ("sums", ctypes.c_uint64),
         ("minimum", ctypes.c_float),
         ("column_count", ctypes.c_uint32),
@@ -299,14 +300,14 @@ def filtered_sums(key: fw.Array, columns: Sequence[fw.Array], minimum: float) ->
     device = key.device
     with device.allocate(ctypes.sizeof(_Sums)) as memory:
         params = _Params(
-            key=view_of(key),
+            key=key.kernel_handle,
             sums=memory.address,
             minimum=minimum,
             column_count=len(columns),
             tile=_TILE,
         )
         for place, column in enumerate(columns):
-            params.columns[place] = view_of(column)
+            params.columns[place] = column.kernel_handle
         launch("query_sums", params, [key, *columns], warps=-(-key.shape[0] // _TILE))
         sums = _Sums.from_buffer_copy(device.download(memory.address, ctypes.sizeof(_Sums)))
     count = len(columns)

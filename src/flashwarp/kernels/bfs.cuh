@@ -18,7 +18,7 @@ struct bfs_params {
   uint32_t level;  // of the frontier
   uint32_t tile;   // vertices that a warp takes at a time, a multiple of its width
 };
-static_assert(sizeof(bfs_params) == 72);
+static_assert(sizeof(bfs_params) == 112);
 
 inline constexpr uint32_t kUnreached = 0xffffffffu;
 // Lines of one list that are on their way while another is expanded: eight 4 KiB lines hide a
@@ -26,7 +26,7 @@ inline constexpr uint32_t kUnreached = 0xffffffffu;
 inline constexpr uint64_t kListLinesAhead = 8;
 
 FW_DEVICE uint64_t neighbours_per_line(const bfs_params& p) {
-  return cache::line_bytes(*p.neighbours.cache) / sizeof(uint32_t);
+  return cache::line_bytes(p.neighbours.shape) / sizeof(uint32_t);
 }
 
 // Asks for the first lines of [begin, end); the rest follows while the list is expanded.

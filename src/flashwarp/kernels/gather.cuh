@@ -1,10 +1,10 @@
 // Rows in, rows out: gather, scatter, prefetch and contiguous ranges, for rows of any width.
 //
-// A row is cut into segments, one for each line it touches. A warp takes 32 segments at a time, one
-// a lane: it probes them together, fetches the missing lines with one batch of commands, and copies
-// each segment with all lanes (`*_rows`). Rows of a few elements go one element a lane instead
-// (`*_elements_N`,
-// N the element's bytes). Every kernel takes one struct by value; the host mirrors it.
+// A row is cut into segments, one for each line it touches. A warp takes up to 32 segments at a
+// time, one a lane: it probes them together, fetches the missing lines with one batch of commands,
+// and copies each segment with all lanes (`*_rows`). Rows of a few elements go one element a lane
+// instead (`*_elements_N`, N the element's bytes). Every kernel takes one struct by value; the host
+// mirrors it.
 #pragma once
 
 #include "flashwarp/array.cuh"
@@ -12,6 +12,7 @@
 namespace fw::kernels {
 
 struct row_params {
+  cache::geometry shape;  // the cache's
   cache::page_cache* cache;
   cache::volume* volume;
   const void* indices;   // int64 or int32, negative counts from the end; null: a contiguous range
@@ -22,9 +23,10 @@ struct row_params {
   uint64_t look_ahead;   // items that a warp prefetches ahead of the one it reads; 0: none
   uint32_t index_bytes;  // 4 or 8
   uint32_t segments;     // most lines that one row touches
-  uint32_t reserved[2];
+  uint32_t batch;        // segments that a warp takes at a time, 1..32: one, when lines are long
+  uint32_t reserved;
 };
-static_assert(sizeof(row_params) == 80);
+static_assert(sizeof(row_params) == 120);
 
 // Index `k` of the caller, counted from the front; row_count or more when it is out of bounds.
 FW_DEVICE uint64_t row_of(const row_params& p, uint64_t k) {
@@ -45,7 +47,7 @@ struct segment {
 // The piece of [begin, begin + bytes) of the array in its `part`-th line, for a buffer at `buffer`.
 FW_DEVICE segment cut(const row_params& p, uint64_t begin, uint64_t bytes, uint64_t part,
                       uint64_t buffer) {
-  const uint32_t shift = p.cache->line_shift;
+  const uint32_t shift = p.shape.line_shift;
   const uint64_t line = (begin >> shift) + part;
   const uint64_t from = part == 0 ? begin : line << shift;
   const uint64_t line_end = (line + 1) << shift;
@@ -58,7 +60,7 @@ FW_DEVICE segment cut(const row_params& p, uint64_t begin, uint64_t bytes, uint6
 FW_DEVICE uint64_t segment_count(const row_params& p) {
   if (p.indices != nullptr) return p.index_count * p.segments;
   if (p.index_count == 0) return 0;
-  const uint32_t shift = p.cache->line_shift;
+  const uint32_t shift = p.shape.line_shift;
   return ((p.row_bytes + p.index_count - 1) >> shift) - (p.row_bytes >> shift) + 1;
 }
 
@@ -117,6 +119,13 @@ struct copy_segments {
 
   FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
     const uint64_t inside = frame + piece.offset;
+    // Each lane has acquired its own line; now all lanes copy all of them.
+    warp::sync(mask);
+    copy(mask, members, inside);
+  }
+
+ private:
+  FW_DEVICE void copy(uint32_t mask, uint32_t members, uint64_t inside) {
     if constexpr (!kToFrame && warp::kWarpWidth > 1) {
       if (copy_short(mask, members, inside)) return;
     }
@@ -143,14 +152,15 @@ FW_DEVICE void for_each_segment(const row_params& p) {
   cache::volume& v = *p.volume;
   const uint32_t mask = warp::kFullMask;
   const uint64_t count = segment_count(p);
-  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  const uint32_t batch = p.batch < warp::kWarpWidth ? p.batch : warp::kWarpWidth;
+  const bool in_batch = warp::lane() < batch;
+  const uint64_t stride = uint64_t(warp::count()) * batch;
   cache::tally tally;
   cache::tally ahead;
-  for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < count;
-       first += stride) {
+  for (uint64_t first = uint64_t(warp::index()) * batch; first < count; first += stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
-    if (item < count) piece = segment_at(p, item);
+    if (in_batch && item < count) piece = segment_at(p, item);
     const bool wants = piece.bytes != 0;
     if constexpr (kAction == row_action::kPrefetch) {
       cache::prefetch<policy>(c, v, mask, wants, piece.line, tally);
@@ -158,13 +168,13 @@ FW_DEVICE void for_each_segment(const row_params& p) {
       if (p.look_ahead != 0) {
         const uint64_t later = item + p.look_ahead * stride;
         segment next = {0, 0, 0, 0};
-        if (later < count) next = segment_at(p, later);
-        cache::prefetch<policy>(c, v, mask, next.bytes != 0, next.line, ahead);
+        if (in_batch && later < count) next = segment_at(p, later);
+        base::opaque (&cache::prefetch<policy>)(c, v, mask, next.bytes != 0, next.line, ahead);
       }
       const bool whole = kAction == row_action::kScatter && wants &&
                          piece.bytes == cache::bytes_of_line(c, v, piece.line);
       copy_segments<kAction == row_action::kScatter> op = {piece};
-      cache::access<policy>(c, v, mask, wants, piece.line, whole, op, tally);
+      cache::access<policy>(p.shape, c, v, mask, wants, piece.line, whole, op, tally);
       if (wants) tally.bytes_used += piece.bytes;
     }
   }
@@ -196,23 +206,25 @@ FW_DEVICE void for_each_element(const row_params& p) {
     const uint64_t row = item < count ? row_of(p, k) : p.row_count;
     const bool wants = row < p.row_count;
     const uint64_t byte = row * p.row_bytes + (item - k * parts) * kBytes;
-    const uint64_t line = v.line_begin + (byte >> c.line_shift);
-    const uint64_t offset = byte & (cache::line_bytes(c) - 1);
+    const uint64_t line = v.line_begin + (byte >> p.shape.line_shift);
+    const uint64_t offset = byte & (cache::line_bytes(p.shape) - 1);
     char* mine = p.rows + item * kBytes;
     if (p.look_ahead != 0) {
       const uint64_t later = first + warp::lane() + p.look_ahead * stride;
       const uint64_t there =
           later < count ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
-      cache::prefetch<policy>(c, v, mask, there < p.row_count,
-                              v.line_begin + ((there * p.row_bytes) >> c.line_shift), ahead);
+      base::opaque (&cache::prefetch<policy>)(
+          c, v, mask, there < p.row_count,
+          v.line_begin + ((there * p.row_bytes) >> p.shape.line_shift), ahead);
     }
     if constexpr (kStores) {
       detail::store_element<kBytes> op = {offset, {}};
       if (wants) op.value = word::load_stream(mine);
-      cache::access<policy>(c, v, mask, wants, line, false, op, tally);
+      cache::access<policy>(p.shape, c, v, mask, wants, line, false, op, tally);
     } else {
       detail::load_element<kBytes> op = {offset, {}};
-      const uint32_t status = cache::access<policy>(c, v, mask, wants, line, false, op, tally);
+      const uint32_t status =
+          cache::access<policy>(p.shape, c, v, mask, wants, line, false, op, tally);
       if (wants && status == nvme::kSuccess) word::store(mine, op.value);
     }
     if (wants) tally.bytes_used += kBytes;
@@ -273,7 +285,7 @@ FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   for (uint64_t k = fw::base::thread_index(); k < p.index_count; k += fw::base::thread_count()) {
     if (fw::kernels::row_of(p, k) < p.row_count) continue;
     if (!fw::atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) return;
-    v.errors->index = k;
+    fw::atomic::store_plain(&v.errors->index, k);
     fw::atomic::fence_system();
     fw::atomic::store_relaxed_system(&v.errors->index_count, 1u);
     return;

@@ -23,7 +23,7 @@ static_assert(sizeof(maintenance_params) == 64);
 
 // Writes the dirty lines of a range back to the namespace.
 FW_KERNEL fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  const uint64_t ways = p.cache->set_count * p.cache->ways;
+  const uint64_t ways = p.cache->shape.set_count * p.cache->shape.ways;
   const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
        first += stride) {
@@ -35,7 +35,7 @@ FW_KERNEL fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params 
 
 // Empties every frame that holds a line of the volume.
 FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  const uint64_t ways = p.cache->set_count * p.cache->ways;
+  const uint64_t ways = p.cache->shape.set_count * p.cache->shape.ways;
   const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
        first += stride) {

@@ -30,7 +30,7 @@ struct query_params {
   uint32_t tile;  // rows that a warp takes at a time
   uint32_t reserved;
 };
-static_assert(sizeof(query_params) == 216);
+static_assert(sizeof(query_params) == 456);
 
 // Adds to a double that many threads add to. Bounded by the other adders: one of them succeeds in
 // each round.
@@ -71,7 +71,7 @@ FW_DEVICE void add_row(const query_params& p, uint64_t row, float key, query_sum
 
 // Asks for the tile's part of the selecting column, one line a lane.
 FW_DEVICE void prefetch_keys(const query_params& p, uint64_t first) {
-  const uint64_t span = cache::line_bytes(*p.key.cache) / sizeof(float);
+  const uint64_t span = cache::line_bytes(p.key.shape) / sizeof(float);
   const uint64_t end = first + p.tile < p.key.size() ? first + p.tile : p.key.size();
   for (uint64_t i = first + warp::lane() * span; i < end; i += warp::kWarpWidth * span) {
     p.key.prefetch(i);

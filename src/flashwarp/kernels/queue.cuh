@@ -80,6 +80,8 @@ FW_KERNEL fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
         cache::record_error(v, status, nvme::kRead, v.line_begin);
       }
       if (p.data != 0 && q.data.path != nvme::kDirect) {
+        // Each lane has acquired its own completion; now all lanes read all of the data.
+        warp::sync(mask);
         for (uint32_t left = batch; left != 0; left &= left - 1) {
           const uint32_t source = base::lowest_bit(left);
           warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, target, source),

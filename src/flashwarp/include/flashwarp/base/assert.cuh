@@ -1,9 +1,15 @@
-// Internal invariants, checked in debug builds (FW_DEBUG); what users can cause is never asserted.
+// Internal invariants, checked in debug builds (FW_DEBUG) and in the simulator; what users can
+// cause is never asserted.
 #pragma once
 
 #include "flashwarp/base/platform.cuh"
 
-#if defined(FW_DEBUG) && FW_ON_GPU
+#if defined(FW_SIMULATOR)
+#define FW_ASSERT(condition)                                                             \
+  do {                                                                                   \
+    if (!(condition)) ::fw::simulator::fail_assertion(#condition, {__FILE__, __LINE__}); \
+  } while (0)
+#elif defined(FW_DEBUG) && FW_ON_GPU
 #define FW_ASSERT(condition)    \
   do {                          \
     if (!(condition)) __trap(); \

@@ -1,6 +1,7 @@
 // Atomic loads, stores, read-modify-writes and fences, named by order and scope.
 //
-// The only file with memory-order spelling: inline PTX for the GPU, compiler builtins for the CPU.
+// The only file with memory-order spelling: inline PTX for the GPU, compiler builtins for the CPU;
+// base/simulator/atomic.cuh has the simulator's.
 // Without a suffix the scope is the device (`.gpu`); `_system` reaches the host and its controller.
 // Supported types are 32-bit and 64-bit unsigned integers, and `word16` where named.
 #pragma once
@@ -78,13 +79,14 @@ FW_DEVICE uint32_t load_relaxed_system(const uint32_t* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// Each half is atomic, as its writer stores it; the elements of a vector load are so one by one.
 FW_DEVICE word16 load16_relaxed_system(const word16* p) {
-  word16 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+  uint64_t low, high;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(low), "=l"(high)
                : "l"(p)
                : "memory");
-  return v;
+  return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 FW_DEVICE void or_relaxed(uint64_t* p, uint64_t bits) {
   asm volatile("red.relaxed.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
@@ -97,6 +99,17 @@ FW_DEVICE void fence_sequential() { asm volatile("fence.sc.gpu;" ::: "memory"); 
 // As fence(), reaching the host as well.
 FW_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// Accesses that need no order of their own, because what stands around them gives it: a lock, or a
+// release that follows. Named, so that the simulator can check just that.
+template <typename T>
+FW_DEVICE T load_plain(const T* p) {
+  return *p;
+}
+template <typename T>
+FW_DEVICE void store_plain(T* p, T v) {
+  *p = v;
+}
+
 // Frame contents are read while another warp may refill the frame, so these accesses are relaxed
 // atomics of the width of the element; the tag's generation tells whether the value counts.
 template <uint32_t kBytes>
@@ -108,6 +121,11 @@ struct raw;
     FW_DEVICE static TYPE load(const void* p) {                                                 \
       TYPE v;                                                                                   \
       asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+      return v;                                                                                 \
+    }                                                                                           \
+    FW_DEVICE static TYPE load_acquire(const void* p) {                                         \
+      TYPE v;                                                                                   \
+      asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
       return v;                                                                                 \
     }                                                                                           \
     FW_DEVICE static void store(void* p, TYPE v) {                                              \
@@ -138,6 +156,14 @@ struct raw<16> {
                  : "memory");
     return v;
   }
+  FW_DEVICE static word16 load_acquire(const void* p) {
+    word16 v;
+    asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+  }
   FW_DEVICE static void store(void* p, word16 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x),
                  "r"(v.y), "r"(v.z), "r"(v.w)
@@ -156,7 +182,7 @@ struct raw<16> {
   }
 };
 
-#else
+#elif !defined(FW_SIMULATOR)
 
 template <typename T>
 inline T load_relaxed(const T* p) {
@@ -202,6 +228,17 @@ inline word16 load16_relaxed_system(const word16* p) {
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
 inline void or_relaxed(uint64_t* p, uint64_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
+template <typename T>
+inline T load_plain(const T* p) {
+  return *p;
+}
+template <typename T>
+inline void store_plain(T* p, T v) {
+  *p = v;
+}
+// What the controller moves. Host code only.
+inline void copy_plain(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
+inline void fill_plain(void* to, uint8_t value, uint64_t bytes) { std::memset(to, value, bytes); }
 
 #if FW_TSAN
 // ThreadSanitizer has no model of fences; every datum they order is itself atomic in that build.
@@ -226,6 +263,9 @@ struct raw;
     static TYPE load(const void* p) {                                        \
       return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_RELAXED); \
     }                                                                        \
+    static TYPE load_acquire(const void* p) {                                \
+      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_ACQUIRE); \
+    }                                                                        \
     static void store(void* p, TYPE v) {                                     \
       __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
     }                                                                        \
@@ -246,6 +286,11 @@ struct raw<16> {
     uint64_t low = load_relaxed(q), high = load_relaxed(q + 1);
     return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
   }
+  static word16 load_acquire(const void* p) {
+    const uint64_t* q = static_cast<const uint64_t*>(p);
+    uint64_t low = fw::atomic::load_acquire(q), high = fw::atomic::load_acquire(q + 1);
+    return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
+  }
   static void store(void* p, word16 v) {
     uint64_t* q = static_cast<uint64_t*>(p);
     store_relaxed(q, uint64_t(v.x) | (uint64_t(v.y) << 32));
@@ -258,6 +303,11 @@ struct raw<16> {
     vector v = *static_cast<const volatile vector*>(p);
     return {v[0], v[1], v[2], v[3]};
   }
+  static word16 load_acquire(const void* p) {
+    const word16 value = load(p);
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return value;
+  }
   static void store(void* p, word16 v) {
     *static_cast<volatile vector*>(p) = vector{v.x, v.y, v.z, v.w};
   }
@@ -267,6 +317,14 @@ struct raw<16> {
 };
 
 #endif
+
+}  // namespace fw::atomic
+
+#if defined(FW_SIMULATOR)
+#include "flashwarp/base/simulator/atomic.cuh"
+#endif
+
+namespace fw::atomic {
 
 // One test-and-set lock word for short metadata changes; never held across an I/O wait.
 FW_DEVICE bool try_lock(uint32_t* lock) {

@@ -1,8 +1,9 @@
 // What differs between NVRTC and a host compiler: integer types, function markers, back-off, clock.
 //
-// Everything above this file is the same text for the GPU and the CPU device. On the GPU a warp has
-// 32 lanes; on the CPU it has one, and a waiting thread lends its time to the software controller
-// through `serve_hook` instead of sleeping.
+// Everything above this file is the same text for the GPU, the CPU device and the simulator. On the
+// GPU a warp has 32 lanes; on the CPU it has one, and a waiting thread lends its time to the
+// software controller through `serve_hook` instead of sleeping. In the simulator (FW_SIMULATOR) it
+// has FW_WARP_WIDTH, and a seed decides who runs: see base/simulator/hooks.cuh.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -72,6 +73,14 @@ typedef unsigned long long uintptr_t;
 #define FW_TSAN 0
 #endif
 
+#if defined(FW_SIMULATOR)
+#include "flashwarp/base/simulator/hooks.cuh"
+// Code without lanes of its own, such as the controller's, is the same at every width.
+#if !defined(FW_WARP_WIDTH)
+#define FW_WARP_WIDTH 1
+#endif
+#endif
+
 namespace fw::base {
 
 #if FW_ON_GPU
@@ -88,6 +97,15 @@ FW_DEVICE uint64_t clock_ns() {
 // Gives the core to others for about `ns` nanoseconds: the body of every wait loop.
 FW_DEVICE void pause(uint32_t ns) { __nanosleep(ns); }
 
+// A function pointer that the compiler cannot see through. A call through it keeps to the calling
+// convention, by which the callee preserves registers; after a direct call to a function that needs
+// more registers than the kernel may use, all that the caller's hot loop holds lives in memory.
+template <typename Function>
+FW_DEVICE Function* opaque(Function* function) {
+  asm volatile("" : "+l"(function));
+  return function;
+}
+
 FW_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
 FW_DEVICE uint32_t popcount(uint32_t bits) { return __popc(bits); }
 // Index of the lowest set bit; `bits` must not be zero.
@@ -102,6 +120,30 @@ FW_DEVICE uint32_t spread_index() {
   asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
   return sm;
 }
+
+#else
+
+inline uint64_t multiply_high(uint64_t a, uint64_t b) {
+  return uint64_t((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+inline uint32_t popcount(uint32_t bits) { return uint32_t(__builtin_popcount(bits)); }
+inline uint32_t lowest_bit(uint32_t bits) { return uint32_t(__builtin_ctz(bits)); }
+
+template <typename Function>
+inline Function* opaque(Function* function) {
+  return function;
+}
+
+#if defined(FW_SIMULATOR)
+
+// Not inline: controller and device code of one program may differ in it.
+constexpr uint32_t kWarpWidth = FW_WARP_WIDTH;
+
+inline uint64_t clock_ns() { return simulator::clock_ns(); }
+inline void pause(uint32_t ns) { simulator::pause(ns); }
+inline uint32_t thread_index() { return simulator::here->index; }
+inline uint32_t thread_count() { return simulator::here->count; }
+inline uint32_t spread_index() { return simulator::here->spread; }
 
 #else
 
@@ -142,16 +184,11 @@ inline void pause(uint32_t) {
   }
 }
 
-inline uint64_t multiply_high(uint64_t a, uint64_t b) {
-  return uint64_t((static_cast<unsigned __int128>(a) * b) >> 64);
-}
-inline uint32_t popcount(uint32_t bits) { return uint32_t(__builtin_popcount(bits)); }
-inline uint32_t lowest_bit(uint32_t bits) { return uint32_t(__builtin_ctz(bits)); }
-
 inline uint32_t thread_index() { return this_thread.index; }
 inline uint32_t thread_count() { return this_thread.count; }
 inline uint32_t spread_index() { return this_thread.index; }
 
+#endif
 #endif
 
 }  // namespace fw::base

@@ -1,10 +1,14 @@
 // Warp collectives over the lanes named by a mask; a warp is 32 lanes on the GPU and one on the
-// CPU.
+// CPU; base/simulator/warp.cuh has the simulator's.
 //
 // Every function that takes `mask` must be called by exactly the lanes in it, together.
 #pragma once
 
 #include "flashwarp/base/platform.cuh"
+
+#if defined(FW_SIMULATOR)
+#include "flashwarp/base/simulator/warp.cuh"
+#endif
 
 namespace fw::warp {
 
@@ -17,25 +21,39 @@ FW_DEVICE uint32_t lane() {
   asm("mov.u32 %0, %%laneid;" : "=r"(l));
   return l;
 }
-FW_DEVICE uint32_t active() { return __activemask(); }
-FW_DEVICE void sync(uint32_t mask) { __syncwarp(mask); }
-FW_DEVICE uint32_t ballot(uint32_t mask, bool predicate) { return __ballot_sync(mask, predicate); }
-FW_DEVICE uint32_t match(uint32_t mask, uint64_t value) { return __match_any_sync(mask, value); }
+// `mask`, which holds the lane's own bit, as a value of the lane. The assembler takes what came
+// from a vote for the same in all lanes that run together. But groups of lanes that hold different
+// masks meet at times and run together for a while; a collective with one mask for both would mix
+// them.
+FW_DEVICE uint32_t own(uint32_t mask) {
+  uint32_t bit;
+  asm("mov.u32 %0, %%lanemask_eq;" : "=r"(bit));
+  return mask | bit;
+}
+
+FW_DEVICE uint32_t active() { return own(__activemask()); }
+FW_DEVICE void sync(uint32_t mask) { __syncwarp(own(mask)); }
+FW_DEVICE uint32_t ballot(uint32_t mask, bool predicate) {
+  return __ballot_sync(own(mask), predicate);
+}
+FW_DEVICE uint32_t match(uint32_t mask, uint64_t value) {
+  return __match_any_sync(own(mask), value);
+}
 template <typename T>
 FW_DEVICE T broadcast(uint32_t mask, T value, uint32_t source) {
-  return __shfl_sync(mask, value, source);
+  return __shfl_sync(own(mask), value, source);
 }
 // Each lane names its own source lane; all sources must be in the mask.
 template <typename T>
 FW_DEVICE T take(uint32_t mask, T value, uint32_t source) {
-  return __shfl_sync(mask, value, source);
+  return __shfl_sync(own(mask), value, source);
 }
 FW_DEVICE uint32_t index() { return base::thread_index() / 32; }
 FW_DEVICE uint32_t count() { return base::thread_count() / 32; }
 // All lanes of a warp, as a mask.
 inline constexpr uint32_t kFullMask = 0xffffffffu;
 
-#else
+#elif !defined(FW_SIMULATOR)
 
 inline uint32_t lane() { return 0; }
 inline uint32_t active() { return 1; }
@@ -56,8 +74,10 @@ inline constexpr uint32_t kFullMask = 1u;
 
 #endif
 
+#if !defined(FW_SIMULATOR)
 FW_DEVICE bool any(uint32_t mask, bool predicate) { return ballot(mask, predicate) != 0; }
 FW_DEVICE bool all(uint32_t mask, bool predicate) { return ballot(mask, predicate) == mask; }
+#endif
 
 // The rank of this lane among the set bits of `members` (lanes below it).
 FW_DEVICE uint32_t rank_in(uint32_t members) {

@@ -14,21 +14,23 @@ namespace fw::cache {
 
 // Serves the lanes whose line is resident. Returns the lane mask served.
 template <typename Policy, typename Op>
-FW_DEVICE uint32_t serve_hits(page_cache& c, uint32_t mask, const place& at, Op& op) {
-  uint64_t* word = &c.tags[at.way];
+FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at, Op& op) {
+  uint64_t* word = &g.tags[at.way];
   bool usable = at.found;
   if constexpr (Op::kStores) usable = usable && try_pin(word, tag::identity_of(at.word));
   const uint32_t hits = warp::ballot(mask, usable);
   if (hits == 0) return 0;
-  op.visit(mask, hits, reinterpret_cast<uint64_t>(frame_of(c, at.way)));
+  op.visit(mask, hits, reinterpret_cast<uint64_t>(frame_of(g, at.way)));
   if constexpr (Op::kStores) {
     warp::sync(mask);
     if (usable) unpin(word, true);
     return hits;
   } else {
-    // Our loads of the frame before the second look at the tag.
+    // Our loads of the frame, and those that other lanes did for us, before the second look at the
+    // tag.
     atomic::fence();
-    const bool served = usable && still_holds(c, at.way, at.word);
+    warp::sync(mask);
+    const bool served = usable && still_holds(g, at.way, at.word);
     if (served) Policy::on_hit(word, at.word);
     return warp::ballot(mask, served);
   }
@@ -44,8 +46,9 @@ struct miss_outcome {
 // Handles the lanes of `missing`: one leader a line claims a frame and fills it; the lanes that
 // share its line are served from it before it is published.
 template <typename Policy, typename Op>
-FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uint32_t missing,
-                                    uint64_t line, bool whole, Op& op, tally& count) {
+FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask,
+                                             uint32_t missing, uint64_t line, bool whole, Op& op,
+                                             tally& count) {
   const uint32_t lane = warp::lane();
   const bool misses = (missing >> lane) & 1;
   const uint32_t group = misses ? warp::match(missing, line) : 0;
@@ -68,15 +71,19 @@ FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uin
     const uint32_t got = move_lines(c, v, mask, fills, nvme::kRead, {line, mine.way});
     if (claimed && !overwrite) status = got;
   }
-  // Tags went BUSY before the operation's stores to frames that no fill has ordered.
-  if (Op::kStores && fills != claims) atomic::fence();
+  // Tags went BUSY, by any of our lanes, before the operation's stores to frames that no fill has
+  // ordered.
+  if (Op::kStores && fills != claims) {
+    warp::sync(mask);
+    atomic::fence();
+  }
 
   // Each lane learns its leader's frame and fate.
   const bool led = misses && ((claims >> leader) & 1) != 0;
   const uint64_t way = warp::take(mask, mine.way, leader);
   const uint32_t outcome = warp::take(mask, status, leader);
   const uint32_t members = warp::ballot(mask, led && outcome == nvme::kSuccess);
-  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(c, way)));
+  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(c.shape, way)));
   warp::sync(mask);
   if (claimed) {
     if (status == nvme::kSuccess) {
@@ -94,9 +101,8 @@ FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uin
   if (dirty != 0) {
     failure = write_back(c, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
     failure = cleans ? failure : 0;
-    // write_back told the volume that the victim belongs to. Where that is another array's, ours
-    // must learn it too: its access is not done.
-    if (failure != 0 && tag::line_of(mine.word) - v.line_begin >= v.line_count) {
+    // The victim's volume knows already. Where it is another, ours must: our access fails for it.
+    if (failure != nvme::kSuccess && tag::line_of(mine.word) - v.line_begin >= v.line_count) {
       record_error(v, failure, nvme::kWrite, line);
     }
   }
@@ -104,31 +110,38 @@ FW_DEVICE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask, uin
 
   count.misses += base::popcount(warp::ballot(mask, led));
   count.evictions += base::popcount(warp::ballot(mask, claimed && mine.evicted));
-  count.bytes_read += uint64_t(base::popcount(fills)) << c.line_shift;
+  count.bytes_read += uint64_t(base::popcount(fills)) << c.shape.line_shift;
   const bool found = warp::any(mask, misses && mine.result == claim_result::kHit);
   const uint32_t error = led ? outcome : (misses ? lost : 0);
   return {led || error != 0, (claims | dirty) != 0 || found, error};
 }
 
-// Does `op` on `line` for each lane that `wants`. All lanes of `mask` call together. Returns the
-// lane's NVMe status: kSuccess, or the error that is also in the volume's error record.
+// Does `op` on `line` for each lane that `wants`. All lanes of `mask` call together. `g` is the
+// cache's shape, from constant memory where the caller has it there. Returns the lane's NVMe
+// status: kSuccess, or the error that is also in the volume's error record.
 template <typename Policy, typename Op>
-FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
-                          bool whole, Op& op, tally& count) {
+FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t mask, bool wants,
+                          uint64_t line, bool whole, Op& op, tally& count) {
   nvme::deadline limit(v.queues[0].data.timeout_ns);
   uint32_t turn = 2 * (warp::index() + base::spread_index());
   uint32_t status = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
     place at = {0, 0, false};
-    if (pending) at = probe(c, line);
-    const uint32_t hits = serve_hits<Policy>(c, mask, at, op);
+    if (pending) at = probe(g, line);
+    const uint32_t hits = serve_hits<Policy>(g, mask, at, op);
     count.hits += base::popcount(hits);
     if ((hits >> warp::lane()) & 1) pending = false;
     const uint32_t missing = warp::ballot(mask, pending && !at.found);
     bool moved = hits != 0;
     if (missing != 0) {
-      const miss_outcome out = serve_misses<Policy>(c, v, mask, missing, line, whole, op, count);
+      // A copy, whose address may be taken, so that `op` itself stays in registers.
+      Op cold = op;
+      tally events;
+      const miss_outcome out =
+          base::opaque(&serve_misses<Policy, Op>)(c, v, mask, missing, line, whole, cold, events);
+      op = cold;
+      count.add(events);
       if (out.served) pending = false;
       if (out.served) status = out.status;
       moved = moved || out.moved;
@@ -142,7 +155,7 @@ FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, u
       record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return nvme::kTimedOut;
     }
-    help_any(c, v, mask, turn);
+    base::opaque (&help_any)(c, v, mask, turn++);
   }
   return status;
 }
@@ -152,7 +165,7 @@ FW_DEVICE uint32_t access(page_cache& c, volume& v, uint32_t mask, bool wants, u
 template <typename Policy>
 FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
                                  tally& count) {
-  const bool absent = wants && !probe(c, line).found;
+  const bool absent = wants && !probe(c.shape, line).found;
   const uint32_t missing = warp::ballot(mask, absent);
   if (missing == 0) return;
   claim mine = {claim_result::kBusy, 0, 0, false, false, 0, 0};
@@ -174,7 +187,7 @@ FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool w
   }
   count.misses += base::popcount(fills);
   count.evictions += base::popcount(warp::ballot(mask, mine.evicted));
-  count.bytes_read += uint64_t(base::popcount(fills)) << c.line_shift;
+  count.bytes_read += uint64_t(base::popcount(fills)) << c.shape.line_shift;
 }
 
 }  // namespace fw::cache

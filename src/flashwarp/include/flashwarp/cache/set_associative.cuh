@@ -59,36 +59,44 @@ static_assert(sizeof(volume) == 64);
 
 inline constexpr uint32_t kVolumesMax = 64;
 
-struct alignas(64) page_cache {
-  uint64_t* tags;         // set_count * ways
-  uint32_t* set_control;  // set_count: lock in bit 31, clock hand below
-  char* frames;           // set_count * ways * line_bytes
-  volume* volumes;        // kVolumesMax
+// What a hit must know of the cache. Never changes, so kernels carry it by value: as part of their
+// parameters it lies in constant memory, and a hit touches nothing but tags and data.
+struct geometry {
+  uint64_t* tags;  // set_count * ways
+  char* frames;    // set_count * ways * line_bytes
   uint64_t set_count;
   uint64_t set_reciprocal;  // ceil(2^64 / set_count)
   uint32_t ways;
   uint32_t line_shift;
-  uint32_t page_bytes;  // CC.MPS of the controllers, for PRP entries
+};
+static_assert(sizeof(geometry) == 40);
+
+struct alignas(64) page_cache {
+  geometry shape;
+  uint32_t* set_control;  // set_count: lock in bit 31, clock hand below
+  volume* volumes;        // kVolumesMax
+  uint32_t page_bytes;    // CC.MPS of the controllers, for PRP entries
   uint32_t reserved;
 };
 static_assert(sizeof(page_cache) == 64);
+FW_CHECK_OFFSET(page_cache, set_control, 40);
 
 inline constexpr uint32_t kSetLocked = 1u << 31;
 
 // Line modulo set count by multiplication: exact while line * set_count < 2^64.
-FW_HOST_DEVICE uint64_t set_of(const page_cache& c, uint64_t line) {
-  if (c.set_count == 1) return 0;
-  return line - base::multiply_high(line, c.set_reciprocal) * c.set_count;
+FW_HOST_DEVICE uint64_t set_of(const geometry& g, uint64_t line) {
+  if (g.set_count == 1) return 0;
+  return line - base::multiply_high(line, g.set_reciprocal) * g.set_count;
 }
-FW_HOST_DEVICE uint64_t line_bytes(const page_cache& c) { return uint64_t(1) << c.line_shift; }
-FW_HOST_DEVICE char* frame_of(const page_cache& c, uint64_t way_index) {
-  return c.frames + (way_index << c.line_shift);
+FW_HOST_DEVICE uint64_t line_bytes(const geometry& g) { return uint64_t(1) << g.line_shift; }
+FW_HOST_DEVICE char* frame_of(const geometry& g, uint64_t way_index) {
+  return g.frames + (way_index << g.line_shift);
 }
 // Bytes of the namespace that `line` covers: all but the last line are whole.
 FW_HOST_DEVICE uint64_t bytes_of_line(const page_cache& c, const volume& v, uint64_t line) {
-  const uint64_t begin = (line - v.line_begin) << c.line_shift;
+  const uint64_t begin = (line - v.line_begin) << c.shape.line_shift;
   const uint64_t rest = v.bytes - begin;
-  return rest < line_bytes(c) ? rest : line_bytes(c);
+  return rest < line_bytes(c.shape) ? rest : line_bytes(c.shape);
 }
 
 // A line found in its set: the index of its way in the cache, and the tag word that was seen.
@@ -99,12 +107,12 @@ struct place {
 };
 
 // Looks for a readable copy of `line`. One or two 32-byte sectors; no atomics.
-FW_DEVICE place probe(const page_cache& c, uint64_t line) {
-  const uint64_t first = set_of(c, line) * c.ways;
-  for (uint32_t way = 0; way < c.ways; way += 4) {
+FW_DEVICE place probe(const geometry& g, uint64_t line) {
+  const uint64_t first = set_of(g, line) * g.ways;
+  for (uint32_t way = 0; way < g.ways; way += 4) {
     // Acquire: pairs with the release that published the fill, behind which the data lies.
-    const atomic::pair64 a = atomic::load_acquire_pair(&c.tags[first + way]);
-    const atomic::pair64 b = atomic::load_acquire_pair(&c.tags[first + way + 2]);
+    const atomic::pair64 a = atomic::load_acquire_pair(&g.tags[first + way]);
+    const atomic::pair64 b = atomic::load_acquire_pair(&g.tags[first + way + 2]);
     if (tag::holds(a.first, line)) return {first + way, a.first, true};
     if (tag::holds(a.second, line)) return {first + way + 1, a.second, true};
     if (tag::holds(b.first, line)) return {first + way + 2, b.first, true};
@@ -113,10 +121,10 @@ FW_DEVICE place probe(const page_cache& c, uint64_t line) {
   return {0, 0, false};
 }
 
-// Whether what was read from the frame since `seen` was probed is the line's data. Call fence()
-// between the data loads and this.
-FW_DEVICE bool still_holds(const page_cache& c, uint64_t way, uint64_t seen) {
-  return tag::identity_of(atomic::load_relaxed(&c.tags[way])) == tag::identity_of(seen);
+// Whether what was read from the frame since `seen` was probed is the line's data. The data loads
+// must be acquire loads, or have a fence() between them and this.
+FW_DEVICE bool still_holds(const geometry& g, uint64_t way, uint64_t seen) {
+  return tag::identity_of(atomic::load_relaxed(&g.tags[way])) == tag::identity_of(seen);
 }
 
 // What a miss found when it asked for a frame.
@@ -141,9 +149,9 @@ struct claim {
 // Starts cleaning the line under the hand, so that the fill after this one finds a clean victim.
 FW_DEVICE void clean_ahead(page_cache& c, uint64_t first, uint32_t hand, claim& out) {
   const uint64_t way = first + hand;
-  const uint64_t word = atomic::load_relaxed(&c.tags[way]);
+  const uint64_t word = atomic::load_relaxed(&c.shape.tags[way]);
   if (!tag::is_cleanable(word) || (word & tag::kReferenced) != 0) return;
-  if (!begin_write(&c.tags[way], tag::line_of(word))) return;
+  if (!begin_write(&c.shape.tags[way], tag::line_of(word))) return;
   out.has_dirty = true;
   out.dirty_way = way;
   out.dirty_word = word;
@@ -155,16 +163,16 @@ FW_DEVICE void claim_victim(page_cache& c, uint64_t first, uint32_t& hand, uint6
                             claim& out) {
   // A pin or a store can beat us to the victim; then choose again. One try a way is plenty: the
   // caller comes back.
-  for (uint32_t attempt = 0; attempt < c.ways; attempt++) {
-    const victim v = Policy::choose(&c.tags[first], c.ways, hand);
+  for (uint32_t attempt = 0; attempt < c.shape.ways; attempt++) {
+    const victim v = Policy::choose(&c.shape.tags[first], c.shape.ways, hand);
     const uint64_t way = first + v.way;
     if (v.found) {
       const uint64_t old = update(
-          &c.tags[way], [](uint64_t w) { return tag::is_replaceable(w); },
+          &c.shape.tags[way], [](uint64_t w) { return tag::is_replaceable(w); },
           [=](uint64_t w) { return tag::busy(w, line); });
-      const uint64_t now = atomic::load_relaxed(&c.tags[way]);
+      const uint64_t now = atomic::load_relaxed(&c.shape.tags[way]);
       if (tag::state_of(now) != tag::kBusy || tag::line_of(now) != line) continue;
-      hand = v.way + 1 < c.ways ? v.way + 1 : 0;
+      hand = v.way + 1 < c.shape.ways ? v.way + 1 : 0;
       out.result = claim_result::kClaimed;
       out.way = way;
       out.word = now;
@@ -173,8 +181,8 @@ FW_DEVICE void claim_victim(page_cache& c, uint64_t first, uint32_t& hand, uint6
       return;
     }
     if (!v.dirty) break;
-    const uint64_t word = atomic::load_relaxed(&c.tags[way]);
-    if (tag::is_cleanable(word) && begin_write(&c.tags[way], tag::line_of(word))) {
+    const uint64_t word = atomic::load_relaxed(&c.shape.tags[way]);
+    if (tag::is_cleanable(word) && begin_write(&c.shape.tags[way], tag::line_of(word))) {
       out.result = claim_result::kDirty;
       out.way = way;
       out.word = word;
@@ -188,17 +196,17 @@ FW_DEVICE void claim_victim(page_cache& c, uint64_t first, uint32_t& hand, uint6
 template <typename Policy>
 FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line) {
   claim out = {claim_result::kBusy, 0, 0, false, false, 0, 0};
-  const uint64_t set = set_of(c, line);
+  const uint64_t set = set_of(c.shape, line);
   uint32_t* control = &c.set_control[set];
   const uint32_t seen = atomic::load_relaxed(control);
   if ((seen & kSetLocked) != 0 || !atomic::cas_acq_rel(control, seen, seen | kSetLocked)) {
     return out;
   }
-  const uint64_t first = set * c.ways;
+  const uint64_t first = set * c.shape.ways;
   uint32_t hand = seen;
   bool present = false;
-  for (uint32_t way = 0; way < c.ways; way++) {
-    const uint64_t word = atomic::load_relaxed(&c.tags[first + way]);
+  for (uint32_t way = 0; way < c.shape.ways; way++) {
+    const uint64_t word = atomic::load_relaxed(&c.shape.tags[first + way]);
     if (tag::state_of(word) == tag::kInvalid || tag::line_of(word) != line) continue;
     present = true;
     out.result = tag::state_of(word) == tag::kValid ? claim_result::kHit : claim_result::kBusy;
@@ -211,10 +219,10 @@ FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line) {
 
 // Ends a fill. The data, stored by lanes that this one has synchronised with, comes before.
 FW_DEVICE void publish_fill(page_cache& c, uint64_t way, uint64_t busy_word, bool dirty) {
-  atomic::store_release(&c.tags[way], tag::filled(busy_word, dirty));
+  atomic::store_release(&c.shape.tags[way], tag::filled(busy_word, dirty));
 }
 FW_DEVICE void abandon_fill(page_cache& c, uint64_t way, uint64_t busy_word) {
-  atomic::store_release(&c.tags[way], tag::emptied(busy_word));
+  atomic::store_release(&c.shape.tags[way], tag::emptied(busy_word));
 }
 
 // The volume that owns a global line number. Only write-back of another array's line asks.
@@ -235,9 +243,9 @@ FW_DEVICE_NOINLINE void record_error(volume& v, uint32_t status, uint32_t opcode
   atomic::add_relaxed(&shard_of(v).errors, uint64_t(1));
   error_record& record = *v.errors;
   if (atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) {
-    record.opcode = opcode;
-    record.line = line - v.line_begin;
-    record.status = status;
+    atomic::store_plain(&record.opcode, opcode);
+    atomic::store_plain(&record.line, line - v.line_begin);
+    atomic::store_plain(&record.status, status);
     atomic::fence_system();
     atomic::store_relaxed_system(&record.count, 1u);
   }

@@ -16,7 +16,6 @@ struct tally {
   uint32_t hits = 0;
   uint32_t misses = 0;
   uint32_t evictions = 0;
-  uint32_t write_backs = 0;
   uint64_t bytes_read = 0;
   uint64_t bytes_used = 0;
 
@@ -27,6 +26,14 @@ struct tally {
     misses += ahead.misses;
     evictions += ahead.evictions;
     bytes_read += ahead.bytes_read;
+  }
+
+  FW_DEVICE void add(const tally& other) {
+    hits += other.hits;
+    misses += other.misses;
+    evictions += other.evictions;
+    bytes_read += other.bytes_read;
+    bytes_used += other.bytes_used;
   }
 
   FW_DEVICE void add_to(const volume& v, uint32_t mask) {
@@ -52,6 +59,9 @@ struct line_finisher {
     const bool leads = warp::lane() == base::lowest_bit(mask);
     if (what.opcode == nvme::kRead) {
       if (status == nvme::kSuccess && q.data.path != nvme::kDirect) {
+        // The tag went BUSY, which we have acquired with the slot, before our stores: a reader that
+        // sees a new byte finds its tag changed.
+        atomic::fence();
         warp::copy<warp::source::kStream>(mask, what.frame, what.source, what.bytes);
         warp::sync(mask);
       }
@@ -77,10 +87,9 @@ struct transfer {
 
 // One step of a wait for a line: helps this volume's queues and, every other time, those of the
 // volumes that share the cache. The frame that we wait for may be in flight for one of them, on
-// behalf of a kernel that has ended. `turn` is the caller's own count.
-FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t& turn) {
+// behalf of a kernel that has ended. `step` is the caller's own count.
+FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
   line_finisher finisher{c};
-  const uint32_t step = turn++;
   volume* target = &v;
   uint32_t queue = step >> 1;
   if ((step & 1) != 0) {
@@ -105,16 +114,16 @@ FW_DEVICE nvme::queue_pair& queue_of(const volume& v) {
 FW_DEVICE uint64_t data_address(const page_cache& c, const volume& v, const nvme::queue_pair& q,
                                 uint32_t ticket, const transfer& t) {
   if (q.data.path == nvme::kMapped) {
-    return q.data.mapped_base + ((t.line - v.line_begin) << c.line_shift);
+    return q.data.mapped_base + ((t.line - v.line_begin) << c.shape.line_shift);
   }
   if (q.data.path == nvme::kBounce) return nvme::buffer_of(q, ticket);
-  return reinterpret_cast<uint64_t>(frame_of(c, t.way));
+  return reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
 }
 
 FW_DEVICE nvme::command line_command(const page_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint8_t opcode, uint32_t ticket,
                                      const transfer& t, uint64_t address) {
-  const uint64_t lba = (t.line - v.line_begin) << (c.line_shift - nvme::kLbaShift);
+  const uint64_t lba = (t.line - v.line_begin) << (c.shape.line_shift - nvme::kLbaShift);
   const uint64_t bytes = bytes_of_line(c, v, t.line);
   const uint32_t blocks = uint32_t((bytes + nvme::kLbaBytes - 1) >> nvme::kLbaShift);
   const nvme::prp_pair prp = nvme::prp_entries(address, bytes, c.page_bytes, 0);
@@ -127,7 +136,9 @@ FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint32_t mask, uint32_t members,
                                      const transfer& t, uint64_t address) {
   if (q.data.path == nvme::kDirect) return;
-  const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c, t.way));
+  // Each lane has acquired its own line and slot; now all lanes read and write all of them.
+  warp::sync(mask);
+  const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
   const uint64_t bytes = bytes_of_line(c, v, t.line);
   for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
     const uint32_t source = base::lowest_bit(rest);
@@ -144,9 +155,11 @@ FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
 FW_DEVICE void land_reads(const page_cache& c, const volume& v, const nvme::queue_pair& q,
                           uint32_t mask, uint32_t members, const transfer& t, uint64_t address) {
   if (q.data.path != nvme::kDirect) {
+    // Each lane has acquired its own completion; now all lanes read all of the data.
+    warp::sync(mask);
     // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
     atomic::fence();
-    const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c, t.way));
+    const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
     const uint64_t bytes = bytes_of_line(c, v, t.line);
     for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
       const uint32_t source = base::lowest_bit(rest);
@@ -181,10 +194,10 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
   if (mine) {
     if (detached) {
-      q.detached[nvme::entry_of(q, ticket)] = {reinterpret_cast<uint64_t>(&c.tags[t.way]),
-                                               reinterpret_cast<uint64_t>(frame_of(c, t.way)),
-                                               address, opcode,
-                                               uint32_t(bytes_of_line(c, v, t.line))};
+      const nvme::detached_command what = {reinterpret_cast<uint64_t>(&c.shape.tags[t.way]),
+                                           reinterpret_cast<uint64_t>(frame_of(c.shape, t.way)),
+                                           address, opcode, uint32_t(bytes_of_line(c, v, t.line))};
+      atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
     }
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
                       detached ? nvme::slot::kDetached : 0);
@@ -234,10 +247,10 @@ FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t m
     if (submit_lines(c, v, q, mask, batch, opcode, t, true, ticket, address)) continue;
     if (((batch >> warp::lane()) & 1) == 0) continue;
     if (opcode == nvme::kWrite) {
-      end_write(&c.tags[t.way], false);
+      end_write(&c.shape.tags[t.way], false);
       record_error(v, nvme::kTimedOut, opcode, t.line);
     } else {
-      abandon_fill(c, t.way, atomic::load_relaxed(&c.tags[t.way]));
+      abandon_fill(c, t.way, atomic::load_relaxed(&c.shape.tags[t.way]));
     }
   }
 }

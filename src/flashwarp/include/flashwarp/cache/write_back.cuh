@@ -35,7 +35,7 @@ FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t me
     if (!in_batch) continue;
     status = got;
     if (got != nvme::kSuccess) record_error(*v, got, nvme::kWrite, t.line);
-    end_write(&c.tags[t.way], got == nvme::kSuccess);
+    end_write(&c.shape.tags[t.way], got == nvme::kSuccess);
   }
   return status;
 }
@@ -48,12 +48,12 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
   uint32_t turn = 2 * warp::index();
   bool pending = wants;
   while (warp::any(mask, pending)) {
-    const uint64_t word = pending ? atomic::load_acquire(&c.tags[way]) : 0;
+    const uint64_t word = pending ? atomic::load_acquire(&c.shape.tags[way]) : 0;
     const uint64_t line = tag::line_of(word);
     const bool ours = tag::state_of(word) == tag::kValid && line >= line_begin && line < line_end;
     const bool in_flight = ours && (word & tag::kWriting) != 0;
     const bool dirty = ours && !in_flight && (word & tag::kDirty) != 0;
-    const bool taken = dirty && begin_write(&c.tags[way], line);
+    const bool taken = dirty && begin_write(&c.shape.tags[way], line);
     const uint32_t members = warp::ballot(mask, taken);
     if (members != 0) write_back(c, mask, members, {line, way}, false);
     // A line that changed under us (dirty, not taken) is looked at again.
@@ -63,7 +63,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
       if (pending) record_error(v, nvme::kTimedOut, nvme::kWrite, line);
       return;
     }
-    help_any(c, v, mask, turn);
+    help_any(c, v, mask, turn++);
   }
 }
 
@@ -75,7 +75,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
   uint32_t turn = 2 * warp::index();
   bool pending = wants;
   while (warp::any(mask, pending)) {
-    const uint64_t word = pending ? atomic::load_acquire(&c.tags[way]) : 0;
+    const uint64_t word = pending ? atomic::load_acquire(&c.shape.tags[way]) : 0;
     const uint64_t line = tag::line_of(word);
     if (pending && (tag::state_of(word) == tag::kInvalid || line < v.line_begin ||
                     line - v.line_begin >= v.line_count)) {
@@ -87,7 +87,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
       if ((word & tag::kDirty) != 0 && !drop_dirty) {
         record_error(v, nvme::kWriteFault, nvme::kWrite, line);
         pending = false;
-      } else if (atomic::cas_acq_rel(&c.tags[way], word, tag::emptied(word))) {
+      } else if (atomic::cas_acq_rel(&c.shape.tags[way], word, tag::emptied(word))) {
         pending = false;
       }
     }
@@ -96,7 +96,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
       if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return;
     }
-    help_any(c, v, mask, turn);
+    help_any(c, v, mask, turn++);
   }
 }
 

@@ -21,12 +21,15 @@ FW_DEVICE void release_slot(queue_pair& q, uint32_t ticket) {
 template <typename Finisher>
 FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, uint32_t entry,
                                uint64_t word, Finisher& finisher) {
+  if (members == 0) return;
+  // Each lane has acquired its own command; now all lanes finish all of them.
+  warp::sync(mask);
   while (members != 0) {
     const uint32_t source = base::lowest_bit(members);
     members &= members - 1;
     const uint32_t e = warp::broadcast(mask, entry, source);
     const uint64_t w = warp::broadcast(mask, word, source);
-    const detached_command what = q.detached[e];
+    const detached_command what = atomic::load_plain(&q.detached[e]);
     finisher.finish(q, mask, what, slot::status_of(w));
     warp::sync(mask);
     if (warp::lane() == base::lowest_bit(mask)) {
@@ -44,6 +47,8 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
   const bool leads = warp::lane() == leader;
   const bool got = leads && atomic::try_lock(&q.drain_lock);
   if (!warp::broadcast(mask, got, leader)) return 0;
+  // The leader has acquired what the last drainer did; no lane may see an entry of an older pass.
+  warp::sync(mask);
 
   uint32_t head = leads ? atomic::load_relaxed(&q.head) : 0;
   head = warp::broadcast(mask, head, leader);
@@ -78,7 +83,7 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
       const uint32_t fetched = atomic::load_relaxed(&q.fetched);
       atomic::store_relaxed(&q.fetched, fetched + entry_of(q, sqhd - fetched));
       atomic::store_relaxed(&q.head, head + count);
-      atomic::store_relaxed(&q.helps, q.helps + 1);
+      atomic::store_relaxed(&q.helps, atomic::load_plain(&q.helps) + 1);
       atomic::store_relaxed_system(q.cq_doorbell, entry_of(q, head + count));
     }
   }

@@ -31,11 +31,13 @@ FW_DEVICE void write_entry(queue_pair& q, uint32_t ticket, const command& entry,
   const uint32_t e = entry_of(q, ticket);
   // Four 16-byte stores; built from registers, so that the entry never lies in local memory.
   atomic::word16* to = reinterpret_cast<atomic::word16*>(&q.sq[e]);
-  to[0] = {entry.opcode_cid, entry.nsid, entry.cdw2, entry.cdw3};
-  to[1] = {uint32_t(entry.mptr), uint32_t(entry.mptr >> 32), uint32_t(entry.prp1),
-           uint32_t(entry.prp1 >> 32)};
-  to[2] = {uint32_t(entry.prp2), uint32_t(entry.prp2 >> 32), entry.cdw10, entry.cdw11};
-  to[3] = {entry.cdw12, entry.cdw13, entry.cdw14, entry.cdw15};
+  using word = atomic::raw<16>;
+  word::store_plain(&to[0], {entry.opcode_cid, entry.nsid, entry.cdw2, entry.cdw3});
+  word::store_plain(&to[1], {uint32_t(entry.mptr), uint32_t(entry.mptr >> 32), uint32_t(entry.prp1),
+                             uint32_t(entry.prp1 >> 32)});
+  word::store_plain(&to[2],
+                    {uint32_t(entry.prp2), uint32_t(entry.prp2 >> 32), entry.cdw10, entry.cdw11});
+  word::store_plain(&to[3], {entry.cdw12, entry.cdw13, entry.cdw14, entry.cdw15});
   // Release: the publisher must see the entry (and a write's data) once it sees WRITTEN.
   atomic::store_release(&q.slots[e], slot::word(turn_of(q, ticket), slot::kWritten) | flags);
 }
@@ -50,7 +52,10 @@ FW_DEVICE bool is_written(const queue_pair& q, uint32_t ticket) {
 // depth - 1 unfetched entries, because a full ring must not look empty (tail == head).
 FW_DEVICE uint32_t count_publishable(const queue_pair& q, uint32_t mask, uint32_t tail) {
   const uint32_t depth = 1u << q.depth_log2;
-  const uint32_t space = depth - 1 - (tail - atomic::load_relaxed(&q.fetched));
+  // One lane's view for all of them: the lanes must agree on when to stop.
+  const uint32_t fetched =
+      warp::broadcast(mask, atomic::load_relaxed(&q.fetched), base::lowest_bit(mask));
+  const uint32_t space = depth - 1 - (tail - fetched);
   const uint32_t lanes = base::popcount(mask);
   uint32_t count = 0;
   while (count < space) {
@@ -78,10 +83,12 @@ FW_DEVICE_NOINLINE void publish(queue_pair& q, uint32_t mask) {
     uint32_t tail = leads ? atomic::load_relaxed(&q.tail) : 0;
     tail = warp::broadcast(mask, tail, leader);
     const uint32_t count = count_publishable(q, mask, tail);
+    // Each lane has acquired the entries that it counted; the leader publishes all of them.
+    warp::sync(mask);
     if (leads) {
       if (count != 0) {
         atomic::store_relaxed(&q.tail, tail + count);
-        atomic::store_relaxed(&q.doorbells, q.doorbells + 1);
+        atomic::store_relaxed(&q.doorbells, atomic::load_plain(&q.doorbells) + 1);
         // The entries, ours and those acquired from other submitters, before the doorbell: the
         // controller reads them as soon as it sees the tail move.
         atomic::fence_system();

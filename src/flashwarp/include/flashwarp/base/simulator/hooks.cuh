@@ -1,0 +1,57 @@
+// What device and controller code calls when it is compiled for the simulator (FW_SIMULATOR).
+//
+// Declarations only: flashwarp/testing/simulator defines them. Each function is one scheduling
+// point, except the `_data` ones, of which the seed makes some. Without threads of its own, a
+// program calls them from fibres; outside of a launch they are plain accesses.
+#pragma once
+
+namespace fw::simulator {
+
+// Where an access stands in the source, for reports.
+struct site {
+  const char* file;
+  uint32_t line;
+};
+
+enum class order : uint8_t { kPlain, kRelaxed, kAcquire, kRelease, kAcqRel };
+enum class scope : uint8_t { kDevice, kSystem };
+enum class fence_kind : uint8_t { kDevice, kSequential, kSystem };
+
+// Integers of 1, 2, 4 or 8 bytes, naturally aligned.
+uint64_t load(const void* p, uint32_t bytes, order o, scope s, site at);
+void store(void* p, uint64_t value, uint32_t bytes, order o, scope s, site at);
+uint64_t add(void* p, uint64_t value, uint32_t bytes, order o, site at);
+uint64_t set_bits(void* p, uint64_t bits, uint32_t bytes, order o, site at);
+bool compare_and_swap(void* p, uint64_t expected, uint64_t desired, uint32_t bytes, site at);
+void fence(fence_kind kind, site at);
+
+// Contents of frames, buffers and queue entries, which come in bulk.
+uint64_t load_data(const void* p, uint32_t bytes, order o, site at);
+void store_data(void* p, uint64_t value, uint32_t bytes, order o, site at);
+void copy_data(void* to, const void* from, uint64_t bytes, site at);
+void fill_data(void* to, uint8_t value, uint64_t bytes, site at);
+
+// Collectives of the lanes in `mask`. `ballot` also serves any and all.
+uint32_t ballot(uint32_t mask, bool predicate, site at);
+uint32_t match(uint32_t mask, uint64_t value, site at);
+uint64_t take(uint32_t mask, uint64_t value, uint32_t source, site at);
+void sync(uint32_t mask, site at);
+uint32_t active(site at);
+
+uint64_t clock_ns();
+void pause(uint32_t ns);
+[[noreturn]] void fail_assertion(const char* condition, site at);
+
+// The place of the running lane in its launch.
+struct thread_place {
+  uint32_t lane = 0;
+  uint32_t index = 0;  // of the thread in the launch
+  uint32_t count = 1;
+  uint32_t spread = 0;
+};
+extern thread_place* here;
+
+}  // namespace fw::simulator
+
+// As a last parameter: the line of the caller.
+#define FW_SITE ::fw::simulator::site at = {__builtin_FILE(), uint32_t(__builtin_LINE())}

@@ -1,0 +1,263 @@
+"""Deliberate mistakes in the device headers, each of which the simulator has to find.
+
+A mutant replaces one passage of one header, in a copy; the headers themselves carry no switches. A
+passage that has changed since makes its mutant fail to apply, which is an error and never a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake, and where it shows.
+
+    Attributes
+    ----------
+    name : str
+        What `flashwarp simulate --mutant` calls it.
+    header : str
+        Path from the package's `include` folder, or from the package for kernels.
+    old, new : str
+        The passage, which occurs exactly once, and what takes its place.
+    why : str
+        What goes wrong, in a sentence.
+    scenario, mode, width
+        Where the simulator finds it.
+    """
+
+    name: str
+    header: str
+    old: str
+    new: str
+    why: str
+    scenario: str
+    mode: str = "sc"
+    width: int = 1
+
+
+_ARRAY = "flashwarp/array.cuh"
+_LINE = "flashwarp/cache/line_state.cuh"
+_SETS = "flashwarp/cache/set_associative.cuh"
+_MOVE = "flashwarp/cache/transfer.cuh"
+_SUBMIT = "flashwarp/nvme/submission_queue.cuh"
+_COMPLETE = "flashwarp/nvme/completion_queue.cuh"
+
+_LAND = """\
+    if (opcode == nvme::kRead) {
+      const uint32_t arrived = warp::ballot(mask, mine && got == nvme::kSuccess);
+      land_reads(c, v, q, mask, arrived, t, address);
+    }
+"""
+_RELEASE = """\
+    // A slot whose command never came back stays taken: the drive may still write its buffer.
+    if (mine && got != nvme::kTimedOut) nvme::release_slot(q, ticket);
+"""
+
+MUTANTS = {
+    mutant.name: mutant
+    for mutant in (
+        Mutant(
+            "load-without-acquire",
+            _ARRAY,
+            "load_acquire(frame + offset_of(i))",
+            "load(frame + offset_of(i))",
+            "the second look at the tag overtakes the load, and a refill goes unnoticed",
+            "evict",
+            "weak",
+        ),
+        Mutant(
+            "no-second-look",
+            _ARRAY,
+            "if (fw::cache::still_holds(shape, at.way, at.word)) {",
+            "if (true) {",
+            "a frame refilled during the load yields another line's bytes",
+            "evict",
+        ),
+        Mutant(
+            "no-rescan",
+            _SETS,
+            "if (!present) claim_victim<Policy>",
+            "claim_victim<Policy>",
+            "a line that was filled before the lock was taken is filled again in another way",
+            "elements",
+        ),
+        Mutant(
+            "pins-ignored",
+            _LINE,
+            "return (word & (kStateMask | kPinMask | kDirty | kWriting)) == kValid;",
+            "return (word & (kStateMask | kDirty | kWriting)) == kValid;",
+            "a line is evicted under a store to it",
+            "elements",
+        ),
+        Mutant(
+            "generation-stays",
+            _LINE,
+            "((previous + kGenerationOne) & kGenerationMask)",
+            "(previous & kGenerationMask)",
+            "a line that left its frame and came back looks as if it had never left",
+            "evict",
+        ),
+        Mutant(
+            "store-not-dirty",
+            _LINE,
+            "(dirty ? tag::kDirty | tag::kReferenced : 0)",
+            "(dirty ? tag::kReferenced : 0)",
+            "a store is never written back",
+            "elements",
+        ),
+        Mutant(
+            "failed-write-clean",
+            _LINE,
+            "(succeeded ? 0 : tag::kDirty)",
+            "(succeeded ? 0 : 0)",
+            "a write-back that failed leaves the line clean, and its stores are lost",
+            "faults",
+        ),
+        Mutant(
+            "entry-after-mark",
+            _SUBMIT,
+            "  using word = atomic::raw<16>;\n",
+            "  using word = atomic::raw<16>;\n"
+            "  atomic::store_release(&q.slots[e],\n"
+            "                        slot::word(turn_of(q, ticket), slot::kWritten) | flags);\n",
+            "another warp rings for an entry that is not written yet",
+            "queue",
+        ),
+        Mutant(
+            "doorbell-device-fence",
+            _SUBMIT,
+            "        atomic::fence_system();\n        atomic::store_relaxed_system(q.sq_doorbell",
+            "        atomic::fence();\n        atomic::store_relaxed_system(q.sq_doorbell",
+            "a fence of the device does not order the entries for the controller",
+            "queue",
+            "weak",
+        ),
+        Mutant(
+            "publish-without-second-look",
+            _SUBMIT,
+            "    if (count_publishable(q, mask, tail + count) == 0) return;\n",
+            "    return;\n",
+            "an entry written while the lock was held is never published",
+            "queue",
+        ),
+        Mutant(
+            "publish-without-fence",
+            _SUBMIT,
+            "    atomic::fence_sequential();\n    if (count_publishable",
+            "    if (count_publishable",
+            "the second look overtakes the unlock, and misses an entry whose writer met the lock",
+            "queue",
+            "weak",
+        ),
+        Mutant(
+            "phase-stays",
+            _COMPLETE,
+            "(turn_of(q, position) & 1) ^ 1",
+            "1u",
+            "completions of the second pass are never seen, those of the first twice",
+            "queue",
+        ),
+        Mutant(
+            "head-stays",
+            _COMPLETE,
+            "atomic::store_relaxed(&q.head, head + count);",
+            "atomic::store_relaxed(&q.head, head);",
+            "a completion is consumed twice",
+            "queue",
+        ),
+        Mutant(
+            "slot-freed-early",
+            _MOVE,
+            _LAND + _RELEASE,
+            _RELEASE + _LAND,
+            "the next command's data replaces ours in the slot's buffer before we have read it",
+            "elements",
+        ),
+        Mutant(
+            "fill-published-relaxed",
+            _SETS,
+            "atomic::store_release(&c.shape.tags[way], tag::filled(busy_word, dirty));",
+            "atomic::store_relaxed(&c.shape.tags[way], tag::filled(busy_word, dirty));",
+            "a reader sees the tag before the data",
+            "elements",
+            "weak",
+        ),
+        Mutant(
+            "own-volume-only",
+            _MOVE,
+            "  if ((step & 1) != 0) {\n",
+            "  if (false) {\n",
+            "a frame that another array's queue fills is waited for in vain",
+            "foreign",
+        ),
+        Mutant(
+            "arrays-mixed",
+            _ARRAY,
+            "return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));",
+            "return (void)v, warp::active();",
+            "lanes that mean different arrays share one queue's tickets",
+            "elements",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "ring-space-by-lane",
+            _SUBMIT,
+            "warp::broadcast(mask, atomic::load_relaxed(&q.fetched), base::lowest_bit(mask));",
+            "atomic::load_relaxed(&q.fetched);",
+            "lanes leave a loop of collectives at different times",
+            "elements",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "leader-rings-unsynchronised",
+            _SUBMIT,
+            "    // Each lane has acquired the entries that it counted; the leader publishes all of"
+            " them.\n    warp::sync(mask);\n",
+            "",
+            "the leader rings for entries that only its neighbours have acquired",
+            "elements",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "landing-unsynchronised",
+            _MOVE,
+            "    // Each lane has acquired its own completion; now all lanes read all of the"
+            " data.\n    warp::sync(mask);\n",
+            "",
+            "lanes read a buffer whose completion only a neighbour has acquired",
+            "elements",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "staging-unsynchronised",
+            _MOVE,
+            "  // Each lane has acquired its own line and slot; now all lanes read and write all of"
+            " them.\n  warp::sync(mask);\n",
+            "",
+            "lanes write a buffer whose slot only a neighbour has acquired",
+            "elements",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "drain-unsynchronised",
+            _COMPLETE,
+            "  // The leader has acquired what the last drainer did; no lane may see an entry of an"
+            " older pass.\n  warp::sync(mask);\n",
+            "",
+            "a lane takes a completion of two passes before for a new one",
+            "queue",
+            "weak",
+            4,
+        ),
+    )
+}
+"""By name; `docs/simulator.md` has them in a table."""

@@ -1,0 +1,404 @@
+"""Device code and the controller under a seeded scheduler: every interleaving from one number.
+
+The device headers and the controller's own sources are compiled by g++ into a program in which
+lanes and controllers take turns as a seed decides; see docs/simulator.md. What is compiled is kept
+in the cache folder, under a key of everything that went into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashwarp._jit.artifact_cache import content_key, default_directory
+from flashwarp.errors import ArgumentError, CompileError
+from flashwarp.testing.mutants import MUTANTS, Mutant
+
+__all__ = ["Simulation", "simulate"]
+
+_PACKAGE = Path(__file__).parents[1]
+_SIMULATOR = _PACKAGE / "testing" / "simulator"
+_WIDTHS = (1, 4, 32)
+_MODES = ("any", "sc", "weak")
+_STRATEGIES = ("any", "random", "priority", "round-robin", "rival", "exhaustive")
+
+_RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
+_CONTROLLER = (
+    "queue_server",
+    "queue_server_async",
+    "storage",
+    "prp_walk",
+    "identify",
+    "fork_guard",
+)
+_FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")
+# The runtime is compiled once; scenarios are compiled often and run for seconds.
+_RUNTIME_LEVEL = "-O2"
+_SCENARIO_LEVEL = "-O1"
+# Objects and programs kept, about 1 MB each; the oldest go first.
+_KEPT_MAX = 200
+# A program that does not come back is a bug of ours: its steps are bounded.
+_GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulation has done.
+
+    Attributes
+    ----------
+    ok : bool
+        Whether every schedule kept every promise.
+    schedules, points, accesses : int
+        Runs; decisions who goes on; accesses to shared memory, decisions included.
+    seconds : float
+        Spent running, without compiling.
+    exhausted : bool
+        Whether the strategy was ``exhaustive`` and no schedule is left.
+    schedule_hash : str
+        Of all decisions: equal for equal runs.
+    failure : str
+        The report of the first failure, or an empty string.
+    replay : str
+        The shell command that repeats the failing schedule, or an empty string.
+    """
+
+    ok: bool
+    schedules: int
+    points: int
+    accesses: int
+    seconds: float
+    exhausted: bool
+    schedule_hash: str
+    failure: str = ""
+    replay: str = ""
+
+    @property
+    def points_per_second(self) -> float:
+        """Scheduling decisions a second."""
+        return self.points / self.seconds if self.seconds > 0 else 0.0
+
+
+def simulate(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    scenario: str = "",
+    width: int = 1,
+    mode: str = "any",
+    strategy: str = "any",
+    seeds: tuple[int, int] = (0, 1000),
+    seconds: float | None = None,
+    faults: str = "",
+    preemptions: int = 2,
+    mutant: str = "",
+    trace: bool = False,
+) -> Simulation:
+    """Run scenarios under the simulator until a seed fails or the budget is spent.
+
+    Blocks; compiles first where nothing fitting is in the cache, which needs g++ 12 or later.
+
+    Parameters
+    ----------
+    source : path, optional
+        A C++ file with scenarios of your own (``FW_SCENARIO``), in place of the built-in ones.
+    scenario : str
+        The scenario to run; default all, in turn.
+    width : int
+        Lanes of a warp: 1, 4 or 32.
+    mode : str
+        ``"sc"``, ``"weak"`` (see docs/simulator.md) or ``"any"``: the seed chooses.
+    strategy : str
+        ``"random"``, ``"priority"``, ``"round-robin"``, ``"rival"``, ``"exhaustive"`` or
+        ``"any"``: the seed chooses among the first four.
+    seeds : (int, int)
+        The first seed, and the one after the last.
+    seconds : float, optional
+        Budget; the seed at hand is finished. Default: all seeds.
+    faults : str
+        What fails, as ``"errors=5,delay=20"``; default as the scenario and the seed have it.
+    preemptions : int
+        Bound of the exhaustive strategy.
+    mutant : str
+        A deliberate mistake from `flashwarp.testing.mutants` to compile in.
+    trace : bool
+        Print every event to standard output.
+
+    Returns
+    -------
+    Simulation
+        Also for a failure, with its report and the command that replays it.
+
+    Raises
+    ------
+    ArgumentError
+        An option that does not exist.
+    CompileError
+        g++ is missing, or did not accept the source.
+
+    Examples
+    --------
+    >>> from flashwarp.testing.simulate import simulate
+    >>> simulate(scenario="ring", seeds=(0, 10)).ok  # doctest: +SKIP
+    True
+    """
+    _check("width", width, _WIDTHS)
+    _check("mode", mode, _MODES)
+    _check("strategy", strategy, _STRATEGIES)
+    if mutant:
+        _check("mutant", mutant, sorted(MUTANTS))
+    program = build_program(
+        None if source is None else Path(source), width=width, mutant=MUTANTS.get(mutant)
+    )
+    command = [str(program), "--mode", mode, "--strategy", strategy]
+    command += ["--seeds", f"{seeds[0]}:{seeds[1]}", "--preemptions", str(preemptions)]
+    if scenario:
+        command += ["--scenario", scenario]
+    if seconds is not None:
+        command += ["--seconds", str(seconds)]
+    if faults:
+        command += ["--faults", faults]
+    if trace:
+        command.append("--trace")
+    limit = None if seconds is None else seconds + _GRACE_S
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    if done.returncode == 2:
+        raise ArgumentError(done.stderr.strip())
+    if done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"the simulator ended with {done.returncode}: {shlex.join(command)}\n"
+            f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return _result(done.stdout, source, mutant, trace)
+
+
+def scenarios(source: str | os.PathLike[str] | None = None) -> str:
+    """List the scenarios of a source, or the built-in ones, a line each."""
+    program = build_program(None if source is None else Path(source), width=1)
+    return subprocess.run(
+        [str(program), "--list"], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def _check(name: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        raise ArgumentError(f"{name} {value!r}: choose from {', '.join(map(str, known))}")
+
+
+def _result(
+    output: str, source: str | os.PathLike[str] | None, mutant: str, trace: bool
+) -> Simulation:
+    *report, last = output.splitlines()
+    if trace:
+        print("\n".join(report))
+    numbers = json.loads(last)
+    failure, replay = "", ""
+    if not numbers["ok"]:
+        start = next(i for i, line in enumerate(report) if line.startswith("FAILED "))
+        options = report[-1].removeprefix("replay: ")
+        replay = f"flashwarp simulate {options}"
+        if source is not None:
+            replay += f" --source {shlex.quote(str(source))}"
+        if mutant:
+            replay += f" --mutant {mutant}"
+        failure = "\n".join([*report[start:-1], f"replay: {replay}"])
+    return Simulation(
+        ok=numbers["ok"],
+        schedules=numbers["schedules"],
+        points=numbers["points"],
+        accesses=numbers["accesses"],
+        seconds=numbers["seconds"],
+        exhausted=numbers["exhausted"],
+        schedule_hash=numbers["hash"],
+        failure=failure,
+        replay=replay,
+    )
+
+
+# From sources to a program.
+
+
+def build_program(
+    source: Path | None, *, width: int, mutant: Mutant | None = None, flags: Sequence[str] = ()
+) -> Path:
+    """Compile and link a program, or find it in the cache. Any number of callers at a time."""
+    if source is not None:
+        sources = [source.resolve()]
+        if not source.exists():
+            raise ArgumentError(f"{source} does not exist")
+    elif mutant is not None:
+        sources = [path for path in _scenario_sources() if f"({mutant.scenario}," in _text(path)]
+    else:
+        sources = _scenario_sources()
+    headers, native = _header_digest(), _native_folder()
+    changed = "" if mutant is None else mutated_text(mutant)
+    key = content_key(
+        _compiler().encode(),
+        headers,
+        *(path.read_bytes() for path in sources),
+        f"{width} {flags} {changed}".encode(),
+    )
+    program = _directory() / f"program-{key[:32]}"
+    if program.exists():
+        return program
+    objects = _runtime_objects(headers, native, flags)
+    with tempfile.TemporaryDirectory() as folder:
+        includes = _includes(native)
+        if mutant is not None:
+            includes = [_copy_with(mutant, changed, Path(folder)), *includes]
+        options = [*_FLAGS, _SCENARIO_LEVEL, *flags, f"-DFW_WARP_WIDTH={width}"]
+        built = [Path(folder) / f"{path.stem}.o" for path in sources]
+        _compile_all(zip(sources, built, strict=True), [*options, *includes])
+        linked = Path(folder) / "program"
+        _run_compiler([*flags, *map(str, built), *map(str, objects), "-o", str(linked)])
+        _publish(linked, program)
+    return program
+
+
+def mutated_text(mutant: Mutant) -> str:
+    """Give the mutant's header with its passage replaced, which must occur exactly once."""
+    path = _PACKAGE / "include" / mutant.header
+    text = _text(path)
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ArgumentError(
+            f"mutant {mutant.name}: its passage occurs {count} times in {mutant.header}, not once; "
+            "the header has changed, so change the mutant in flashwarp/testing/mutants.py"
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+def _copy_with(mutant: Mutant, text: str, folder: Path) -> Path:
+    """Copy the include folder, with the mutant's header in place of ours."""
+    copy = folder / "include"
+    shutil.copytree(_PACKAGE / "include", copy)
+    (copy / mutant.header).write_text(text, encoding="utf-8")
+    return copy
+
+
+def _scenario_sources() -> list[Path]:
+    return sorted((_SIMULATOR / "scenarios").glob("*.cpp"))
+
+
+def _native_folder() -> Path:
+    """Where the controller's sources are: beside ours in a wheel, else in the source tree."""
+    shipped = _SIMULATOR / "native"
+    return shipped if shipped.is_dir() else _PACKAGE.parents[1] / "native"
+
+
+def _directory() -> Path:
+    directory = default_directory().parent / "simulator"
+    chosen = os.environ.get("FLASHWARP_CACHE_DIR")
+    if chosen:
+        directory = Path(chosen) / "simulator"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _header_digest() -> bytes:
+    """Everything that a scenario may include."""
+    native = _native_folder()
+    files = [
+        *(_PACKAGE / "include").rglob("*.cuh"),
+        *(_PACKAGE / "kernels").glob("*.cuh"),
+        *_SIMULATOR.glob("*.h"),
+        *_SIMULATOR.glob("*.cpp"),
+        *native.glob("*.h"),
+        *(native / f"{name}.cpp" for name in _CONTROLLER),
+    ]
+    return content_key(*(path.read_bytes() for path in sorted(files))).encode()
+
+
+def _includes(native: Path) -> list[str | Path]:
+    # Kernels are included as flashwarp/kernels/..., so the folder above the package is one too.
+    return [_PACKAGE / "include", _PACKAGE.parent, native, _SIMULATOR]
+
+
+def _runtime_objects(headers: bytes, native: Path, flags: Sequence[str]) -> list[Path]:
+    """The simulator's and the controller's objects, which are the same at every width."""
+    key = content_key(_compiler().encode(), headers, f"{flags}".encode())[:32]
+    sources = [_SIMULATOR / f"{name}.cpp" for name in _RUNTIME]
+    sources += [native / f"{name}.cpp" for name in _CONTROLLER]
+    objects = [_directory() / f"{path.stem}-{key}.o" for path in sources]
+    missing = [(s, o) for s, o in zip(sources, objects, strict=True) if not o.exists()]
+    with tempfile.TemporaryDirectory() as folder:
+        built = [(s, Path(folder) / o.name) for s, o in missing]
+        _compile_all(built, [*_FLAGS, _RUNTIME_LEVEL, *flags, *_includes(native)])
+        for (_, new), (_, final) in zip(built, missing, strict=True):
+            _publish(new, final)
+    return objects
+
+
+def _publish(new: Path, final: Path) -> None:
+    """Move a file into the cache at once: whoever sees it sees all of it."""
+    handle, temporary = tempfile.mkstemp(dir=final.parent)
+    os.close(handle)
+    shutil.copy2(new, temporary)
+    try:
+        Path(temporary).replace(final)
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink()
+        raise
+    kept = sorted(final.parent.iterdir(), key=_time_of, reverse=True)
+    for old in kept[_KEPT_MAX:]:
+        old.unlink(missing_ok=True)
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _compile_all(pairs: Iterable[tuple[Path, Path]], options: Sequence[str | Path]) -> None:
+    arguments = [f"-I{option}" if isinstance(option, Path) else option for option in options]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(_run_compiler, [*arguments, "-c", str(source), "-o", str(target)])
+            for source, target in pairs
+        ]
+        for job in jobs:
+            job.result()
+
+
+@functools.cache
+def _compiler() -> str:
+    """The version of g++ that is found; part of every key."""
+    found = shutil.which("g++")
+    if found is None:
+        raise CompileError("the simulator needs g++ 12 or later, and there is no g++")
+    return subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _run_compiler(arguments: Sequence[str]) -> None:
+    done = subprocess.run(["g++", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CompileError(f"g++ failed:\n{done.stderr[:4000]}", done.stderr)
+
+
+def coverage_program(folder: Path, width: int) -> Path:
+    """Build the built-in scenarios in `folder` with gcov's counters, which stay there."""
+    native = _native_folder()
+    options = [*_FLAGS, "-O0", "--coverage", f"-DFW_WARP_WIDTH={width}", *_includes(native)]
+    sources = _scenario_sources()
+    objects = [folder / f"{path.stem}.o" for path in sources]
+    _compile_all(zip(sources, objects, strict=True), options)
+    runtime = _runtime_objects(_header_digest(), native, ())
+    program = folder / "program"
+    _run_compiler(["--coverage", *map(str, [*objects, *runtime]), "-o", str(program)])
+    return program

@@ -1,0 +1,153 @@
+// Single elements of arrays: what every thread may do at any time, in divergent code too.
+#include "flashwarp/testing/simulator/machine.h"
+
+using namespace fw::simulator;
+
+namespace {
+
+// A load that others overtake: what a slow operation may meet between its two looks at the tag.
+struct SlowLoad {
+  static constexpr bool kStores = false;
+  uint64_t offset;
+  uint32_t before;
+  uint32_t after;
+  uint64_t value = 0;
+  void visit(uint32_t, uint32_t members, uint64_t frame) {
+    if (((members >> fw::warp::lane()) & 1) == 0) return;
+    for (uint32_t n = 0; n < before; ++n) fw::base::pause(0);
+    value = fw::atomic::raw<8>::load(reinterpret_cast<const char*>(frame + offset));
+    for (uint32_t n = 0; n < after; ++n) fw::base::pause(0);
+  }
+};
+
+uint64_t load_slowly(const fw::array<uint64_t>& a, uint32_t i, Random& random) {
+  SlowLoad op = {a.offset_of(i), random.below(100), random.below(100)};
+  const uint32_t status = fw::detail::access_slow(a.cache, a.volume, a.line_of(i), op);
+  return status == fw::nvme::kSuccess ? op.value : 0;
+}
+
+void use_elements(Run& run, const Shape& shape, uint32_t operations) {
+  Machine machine(run, shape);
+  std::vector<std::unique_ptr<Elements<>>> volumes;
+  for (uint32_t v = 0; v < shape.volumes; ++v) {
+    volumes.push_back(std::make_unique<Elements<>>(machine, v));
+  }
+  // Threads tell each other what they know: happens-before beyond the library's own.
+  auto* flag = machine.allocate<uint32_t>(1, "flag", Sharing::kAtomic);
+  const uint32_t rounds = 1 + run.random.below(2);
+  const uint32_t stores = run.random.below(60);
+  for (uint32_t round = 0; round < rounds; ++round) {
+    machine.launch([&](Thread& t) {
+      fw::cursor<uint64_t> cursor(volumes[0]->array());
+      for (uint32_t n = 0; n < operations; ++n) {
+        Elements<>& data = *volumes[t.random.below(shape.volumes)];
+        const uint32_t i = data.pick(t.random);
+        const uint32_t dice = t.random.below(100);
+        if (dice < stores) {
+          data.store(i);
+          if (dice % 2 == 0) fw::atomic::store_release(flag, t.index);
+        } else if (dice < 70) {
+          if (dice % 2 == 0) fw::atomic::load_acquire(flag);
+          data.load(i);
+        } else if (dice < 85) {
+          data.prefetch(i);
+        } else {
+          volumes[0]->load_by(volumes[0]->pick(t.random), "load through a cursor",
+                              [&](uint32_t j) { return cursor[j]; });
+        }
+      }
+    });
+    for (auto& data : volumes) data->check();
+    machine.settle();
+    if (machine.timed_out()) return;
+    if (run.random.chance(30)) machine.invalidate(run.random.below(shape.volumes));
+  }
+}
+
+}  // namespace
+
+FW_SCENARIO(elements, "loads, stores, prefetches and cursors on a cache of a few frames") {
+  const Shape shape = Shape::draw(run.random);
+  use_elements(run, shape, kWidth == 1 ? 1 + run.random.below(5) : 1 + run.random.below(2));
+}
+
+FW_SCENARIO(faults, "the same over disks that fail, wait, tear and stop") {
+  const Shape shape = Shape::draw(run.random);
+  draw_faults(run, shape);
+  use_elements(run, shape, kWidth == 1 ? 1 + run.random.below(4) : 1);
+}
+
+FW_SCENARIO(pair, "two threads on two lines: small enough for every schedule") {
+  Shape shape;
+  shape.lines = 2;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  machine.launch([&](Thread& t) {
+    const uint32_t i = t.warp * 64 + t.lane;
+    data.store(i);
+    data.load((1 - t.warp) * 64 + t.lane);
+  });
+  data.check();
+  machine.settle();
+}
+
+FW_SCENARIO(evict, "loads of more lines than one set holds, some of which fail") {
+  Shape shape;
+  shape.lines = 6;
+  shape.depth_log2 = 2;
+  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  shape.warps = kWidth == 32 ? 2 : 4;
+  if (!run.faults_given && shape.path == fw::nvme::kBounce && run.random.chance(60)) {
+    run.faults.errors = 40;
+  }
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  const uint32_t operations = kWidth == 1 ? 6 : 2;
+  machine.launch([&](Thread& t) {
+    for (uint32_t n = 0; n < operations; ++n) {
+      const uint32_t i = data.pick(t.random);
+      switch (t.random.below(4)) {
+        case 0:
+          data.prefetch(i);
+          break;
+        case 1:
+          data.load_by(i, "load slowly",
+                       [&](uint32_t j) { return load_slowly(data.array(), j, t.random); });
+          break;
+        case 2:
+          data.load_by(i, "load after a miss",
+                       [&](uint32_t j) { return data.array().load_slow(j); });
+          break;
+        default:
+          data.load(i);
+      }
+    }
+  });
+  data.check();
+  machine.settle();
+}
+
+FW_SCENARIO(foreign,
+            "every frame belongs to prefetches of another array, whose threads have ended") {
+  Shape shape;
+  shape.volumes = 2;
+  shape.depth_log2 = 3;
+  shape.queues = 1 + run.random.below(2);
+  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  Machine machine(run, shape);
+  Elements<> ours(machine, 0);
+  Elements<> theirs(machine, 1);
+  auto* flag = machine.allocate<uint32_t>(1, "flag", Sharing::kAtomic);
+  machine.launch([&](Thread& t) {
+    if (t.warp == 0) {
+      for (uint32_t line = 0; line < 4; ++line) theirs.prefetch(line * 64 + t.lane);
+      fw::atomic::store_release(flag, 1u);
+      return;
+    }
+    while (fw::atomic::load_acquire(flag) == 0) fw::base::pause(fw::nvme::kBackOffNs);
+    ours.load(ours.pick(t.random));
+  });
+  ours.check();
+  theirs.check();
+  machine.settle();
+}

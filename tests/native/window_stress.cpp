@@ -1,0 +1,121 @@
+// Threads read a page-cached file in place while it is cut short, for the sanitizers.
+//
+// No byte of the file is zero, so a read that succeeds must bring no zero; a read of bytes that are
+// still there must not fail for good. FLASHWARP_STRESS_SECONDS bounds the time; the seed is
+// printed, and the first argument replays one.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "file_storage.h"
+
+using namespace fw::native;
+
+namespace {
+
+constexpr uint32_t kReaders = 3;
+constexpr uint32_t kRoundsMin = 20;  // however slow the machine
+constexpr uint64_t kFileBytes = 5 << 20;
+constexpr uint64_t kReadBytesMax = 16384;
+constexpr uint32_t kCuts = 12;
+constexpr unsigned char kContent = 0xA5;
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::abort();
+}
+
+void write_file(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
+  require(fd >= 0, "the file is made");
+  const std::vector<unsigned char> content(kFileBytes, kContent);
+  require(write_fully(fd, content.data(), content.size(), 0) == 0, "the file is written");
+  close(fd);
+}
+
+struct Round {
+  FileStorage& storage;
+  std::atomic<uint64_t> least{kFileBytes};  // no cut so far, nor the one being made, goes below
+  std::atomic<bool> over{false};
+  std::atomic<uint64_t> copied{0};
+};
+
+void read_and_check(Round& round, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<unsigned char> target(kReadBytesMax);
+  while (!round.over.load(std::memory_order_acquire)) {
+    const uint64_t n = 1 + random() % kReadBytesMax;
+    const uint64_t offset = random() % (kFileBytes - n);
+    const int status = round.storage.read_nowait(offset, target.data(), n, nullptr);
+    if (status == 0) {
+      const auto end = target.begin() + int64_t(n);
+      require(std::all_of(target.begin(), end, [](unsigned char c) { return c == kContent; }),
+              "what was read is what was written");
+      round.copied.fetch_add(1, std::memory_order_relaxed);
+    } else {
+      const int truth = round.storage.read(offset, target.data(), n, nullptr);
+      const bool there = offset + n <= round.least.load(std::memory_order_acquire);
+      require(truth == 0 || (truth == kTruncated && !there), "only missing bytes fail");
+    }
+  }
+}
+
+uint64_t play(const std::string& path, std::mt19937_64& random) {
+  write_file(path);
+  const std::shared_ptr<FileStorage> storage = FileStorage::open(path, {});
+  Round round{*storage};
+  std::vector<std::thread> readers;
+  for (uint32_t i = 0; i < kReaders; ++i) {
+    readers.emplace_back([&round, seed = random()] { read_and_check(round, seed); });
+  }
+  uint64_t size = kFileBytes;
+  for (uint32_t i = 0; i < kCuts; ++i) {
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+    size -= random() % (size / 3);
+    round.least.store(size, std::memory_order_release);
+    require(truncate(path.c_str(), off_t(size)) == 0, "the file is cut");
+  }
+  round.over.store(true, std::memory_order_release);
+  for (std::thread& reader : readers) reader.join();
+  return round.copied.load();
+}
+
+double seconds_to_run() {
+  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
+  return text == nullptr ? 2.0 : std::atof(text);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const uint64_t seed = argc > 1 ? std::strtoull(argv[1], nullptr, 0) : std::random_device()();
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  std::mt19937_64 random(seed);
+  char path[] = "/tmp/flashwarp-window-XXXXXX";
+  const int fd = mkstemp(path);
+  require(fd >= 0, "a temporary file");
+  close(fd);
+  const auto end =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds_to_run());
+  uint64_t copied = 0;
+  uint32_t rounds = 0;
+  while (rounds < kRoundsMin || std::chrono::steady_clock::now() < end) {
+    copied += play(path, random);
+    ++rounds;
+  }
+  unlink(path);
+  std::printf("%u rounds, %llu reads in place\n", rounds, static_cast<unsigned long long>(copied));
+  require(copied != 0, "some reads succeed");
+}

@@ -1,0 +1,169 @@
+"""Device code under the simulator: schedules that must pass, and mistakes that must be found.
+
+FLASHWARP_SIMULATE_SECONDS is the budget of each exploring test (default 3).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flashwarp.errors import ArgumentError, CompileError
+from flashwarp.testing.mutants import MUTANTS, Mutant
+from flashwarp.testing.simulate import build_program, mutated_text, simulate
+
+SECONDS = float(os.environ.get("FLASHWARP_SIMULATE_SECONDS", "3"))
+ALL_SEEDS = (0, 1 << 40)
+# A mutant is found within this much running, several times over, on a slow machine.
+MUTANT_SECONDS = 20.0
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++"),
+    pytest.mark.timeout(600 + 20 * SECONDS),
+    # One worker compiles; the others would compile the same.
+    pytest.mark.xdist_group("simulator"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs() -> None:
+    """Everything that the tests run, compiled two at a time."""
+    build_program(None, width=1)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        jobs = [pool.submit(build_program, None, width=width) for width in (4, 32)]
+        jobs += [
+            pool.submit(build_program, None, width=mutant.width, mutant=mutant)
+            for mutant in MUTANTS.values()
+        ]
+        for job in jobs:
+            job.result()
+
+
+@pytest.mark.parametrize("mode", ["sc", "weak"])
+@pytest.mark.parametrize("width", [1, 4, 32])
+def test_every_promise_holds_in_every_schedule_of_the_budget(width: int, mode: str) -> None:
+    result = simulate(width=width, mode=mode, seeds=ALL_SEEDS, seconds=SECONDS)
+
+    assert result.failure == ""
+    assert result.schedules > 0
+
+
+@pytest.mark.parametrize("scenario", ["pair", "ring"])
+def test_no_schedule_with_one_preemption_is_left(scenario: str) -> None:
+    result = simulate(
+        scenario=scenario, mode="sc", strategy="exhaustive", preemptions=1, seeds=(0, 1)
+    )
+
+    assert result.failure == ""
+    assert result.exhausted
+    assert result.schedules > 500
+
+
+# Some of the mistakes were ours, before the simulator found them: the last six of the list.
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mistake_is_found(name: str) -> None:
+    mutant = MUTANTS[name]
+
+    result = simulate(
+        scenario=mutant.scenario,
+        mode=mutant.mode,
+        width=mutant.width,
+        mutant=name,
+        seeds=ALL_SEEDS,
+        seconds=MUTANT_SECONDS,
+    )
+
+    assert not result.ok, f"{result.schedules} schedules do not show that {mutant.why}"
+
+
+def test_mutant_whose_passage_has_changed_is_an_error() -> None:
+    stale = Mutant("stale", "flashwarp/array.cuh", "no such passage", "", "", "elements")
+
+    with pytest.raises(ArgumentError, match="occurs 0 times"):
+        mutated_text(stale)
+
+
+@pytest.mark.parametrize("mode", ["sc", "weak"])
+def test_seed_gives_the_same_schedule_again(mode: str) -> None:
+    def run(first: int) -> str:
+        return simulate(width=4, mode=mode, seeds=(first, first + 40)).schedule_hash
+
+    assert run(0) == run(0)
+    assert run(0) != run(1000)
+
+
+def test_replay_command_repeats_the_failure() -> None:
+    found = simulate(scenario="queue", mode="sc", mutant="entry-after-mark", seeds=(0, 10_000))
+    options = dict(re.findall(r"--(\w+) (\S+)", found.replay))
+    first, last = options["seeds"].split(":")
+
+    again = simulate(
+        scenario=options["scenario"],
+        width=int(options["width"]),
+        mode=options["mode"],
+        strategy=options["strategy"],
+        mutant=options["mutant"],
+        seeds=(int(first), int(last)),
+    )
+
+    assert not found.ok
+    assert again.failure.splitlines()[:3] == found.failure.splitlines()[:3]
+
+
+OWN_SCENARIO = """
+#include "flashwarp/testing/simulator/machine.h"
+using namespace fw::simulator;
+
+FW_SCENARIO(total, "every thread adds one to a counter") {
+  Machine machine(run, Shape());
+  auto* counter = machine.allocate<uint32_t>(1, "counter", Sharing::kAtomic);
+  machine.launch([&](Thread&) {
+    ADD
+  });
+  if (*counter != machine.shape().warps * kWidth) throw Failure("a count is lost\\n");
+}
+"""
+
+
+def own_source(folder: Path, statement: str) -> Path:
+    source = folder / "total.cpp"
+    source.write_text(OWN_SCENARIO.replace("ADD", statement), encoding="utf-8")
+    return source
+
+
+def test_own_source_runs_under_the_scheduler(tmp_path: Path) -> None:
+    source = own_source(tmp_path, "fw::atomic::add_relaxed(counter, 1u);")
+
+    assert simulate(source, width=4, seeds=(0, 200)).ok
+
+
+def test_own_source_with_a_race_is_found_out(tmp_path: Path) -> None:
+    source = own_source(
+        tmp_path, "fw::atomic::store_relaxed(counter, fw::atomic::load_relaxed(counter) + 1);"
+    )
+
+    result = simulate(source, seeds=(0, 200))
+
+    assert "a count is lost" in result.failure
+    assert f"--source {source}" in result.replay
+
+
+def test_own_source_that_does_not_compile_says_why(tmp_path: Path) -> None:
+    source = own_source(tmp_path, "no_such_thing();")
+
+    with pytest.raises(CompileError, match="no_such_thing"):
+        simulate(source)
+
+
+def test_wrong_option_is_an_argument_error() -> None:
+    with pytest.raises(ArgumentError, match="choose from 1, 4, 32"):
+        simulate(width=2)
+    with pytest.raises(ArgumentError, match="no such scenario"):
+        simulate(scenario="absent")
+    with pytest.raises(ArgumentError, match="not a fault"):
+        simulate(faults="gremlins=3")
