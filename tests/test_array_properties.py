@@ -174,20 +174,28 @@ class ArrayMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
+        self.device: fw.CpuDevice | None = None
         self.cache: fw.Cache | None = None
         self.arrays: list[Held] = []
         self.stored = 0
 
     @initialize(
         data=st.data(),
+        threads=st.sampled_from([1, 2]),
         ways=st.sampled_from([4, 8]),
         sets=st.sampled_from([1, 1, 2]),
         kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     )
     def begin(
-        self, data: st.DataObject, ways: int, sets: int, kinds: list[tuple[Any, tuple[int, ...]]]
+        self,
+        data: st.DataObject,
+        threads: int,
+        ways: int,
+        sets: int,
+        kinds: list[tuple[Any, tuple[int, ...]]],
     ) -> None:
-        self.cache = fw.Cache(sets * ways * 512, 512, ways, device="cpu")
+        self.device = fw.CpuDevice(threads)
+        self.cache = fw.Cache(sets * ways * 512, 512, ways, device=self.device)
         for number, (kind, shape) in enumerate(kinds):
             content = values_of(np.dtype(kind), shape, number).tobytes()
             storage: Storage
@@ -218,6 +226,8 @@ class ArrayMachine(RuleBasedStateMachine):
                 self.attempt(held.array.close)
         if self.cache is not None:
             self.cache.close()
+        if self.device is not None:
+            self.device.close()
         shutil.rmtree(self.folder)
 
     def attempt(self, act: Callable[[], Any]) -> tuple[bool, Any]:

@@ -314,3 +314,14 @@ def test_frames_of_commands_without_an_answer_come_back_when_the_array_is_closed
 
         for _ in range(3):
             assert (well.gather(np.arange(64)) == rows).all()
+
+
+def test_thread_that_waits_for_long_sleeps(file: Path) -> None:
+    """It yielded without end; a few such threads held up the kernel's, and so their own I/O."""
+    storage = Faulty(File(file), "read delay=500000us n=1")
+    with open_array(storage) as x:
+        before = os.times()
+        assert x[0] == 0
+        after = os.times()
+    assert after.elapsed - before.elapsed > 0.4
+    assert after.user + after.system - before.user - before.system < 0.3

@@ -20,7 +20,7 @@ from flashwarp.testing.simulate import build_program, mutated_text, simulate
 SECONDS = float(os.environ.get("FLASHWARP_SIMULATE_SECONDS", "3"))
 ALL_SEEDS = (0, 1 << 40)
 # A mutant is found within this much running, several times over, on a slow machine.
-MUTANT_SECONDS = 20.0
+MUTANT_SECONDS = 60.0
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++"),
@@ -73,6 +73,7 @@ def test_mistake_is_found(name: str) -> None:
         scenario=mutant.scenario,
         mode=mutant.mode,
         width=mutant.width,
+        strategy=mutant.strategy,
         mutant=name,
         seeds=ALL_SEEDS,
         seconds=MUTANT_SECONDS,

@@ -25,7 +25,7 @@ class Mutant:
         The passage, which occurs exactly once, and what takes its place.
     why : str
         What goes wrong, in a sentence.
-    scenario, mode, width
+    scenario, mode, width, strategy
         Where the simulator finds it.
     """
 
@@ -37,6 +37,7 @@ class Mutant:
     scenario: str
     mode: str = "sc"
     width: int = 1
+    strategy: str = "any"
 
 
 _ARRAY = "flashwarp/array.cuh"
@@ -75,7 +76,8 @@ MUTANTS = {
             "if (fw::cache::still_holds(shape, at.way, at.word)) {",
             "if (true) {",
             "a frame refilled during the load yields another line's bytes",
-            "evict",
+            "elements",
+            strategy="round-robin",
         ),
         Mutant(
             "no-rescan",

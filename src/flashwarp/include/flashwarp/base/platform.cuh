@@ -156,6 +156,7 @@ struct thread_context {
   // Serves software controllers once; returns how many commands moved. Null outside a launch.
   int (*serve)(void*) = nullptr;
   void* serve_argument = nullptr;
+  uint32_t yields = 0;  // in a row, since there was work
 };
 inline thread_local thread_context this_thread;
 
@@ -165,10 +166,22 @@ inline uint64_t clock_ns() {
                       .count());
 }
 
-// A waiting CPU thread does the controller's work; only when there is none does it yield.
+// How often a waiting thread yields before it sleeps, about the time of a drive's transfer. Threads
+// that only yield keep each other in the front of the kernel's queue: on two cores, five of them
+// held up the kernel's own threads, which finish the very transfers, for up to half a minute.
+constexpr uint32_t kYieldsMax = 256;
+constexpr auto kSleep = std::chrono::microseconds(20);
+
+// A waiting CPU thread does the controller's work; only when there is none does it let others run.
 inline void pause(uint32_t) {
-  if (this_thread.serve != nullptr && this_thread.serve(this_thread.serve_argument) > 0) return;
-  std::this_thread::yield();
+  if (this_thread.serve != nullptr && this_thread.serve(this_thread.serve_argument) > 0) {
+    this_thread.yields = 0;
+  } else if (this_thread.yields < kYieldsMax) {
+    this_thread.yields++;
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(kSleep);
+  }
 }
 
 inline uint32_t thread_index() { return this_thread.index; }
