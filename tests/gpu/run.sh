@@ -21,7 +21,7 @@ unset CUDA_MODULE_LOADING
 
 sanitizer=$(command -v compute-sanitizer || true)
 if [[ -n $sanitizer && ${FLASHWARP_SANITIZE_GPU:-1} != 0 ]]; then
-  for tool in memcheck synccheck; do
+  for tool in memcheck racecheck synccheck; do
     echo "compute-sanitizer $tool"
     # Ten minutes: an instrumented kernel polls slowly, and its time limit would pass.
     FLASHWARP_TIMEOUT_S=600 "$sanitizer" --tool "$tool" --error-exitcode 7 \

@@ -8,6 +8,20 @@ from pathlib import Path
 import numpy as np
 
 import flashwarp as fw
+from flashwarp.demo.graph import BreadthFirstSearch, build_csr, pick_sources
+
+
+def search(device: fw.Device, path: Path) -> None:
+    """Index an array in divergent code: lanes part, prefetch, miss and meet again."""
+    offsets, neighbours = build_csr(8, seed=1)
+    np.save(path, neighbours)
+    for direct in (True, False):
+        with (
+            fw.open(path, device=device, cache="8 KiB", line=512, direct=direct) as array,
+            BreadthFirstSearch(array, offsets) as levels,
+        ):
+            reached = sum(1 for _ in levels.levels(pick_sources(offsets, 1, seed=2)[0]))
+            assert reached > 2
 
 
 def main() -> None:
@@ -36,6 +50,7 @@ def main() -> None:
             index = rng.integers(0, 5000, 600)
             assert (x.gather(index) == column[index]).all()
             x.scatter(np.arange(100), np.arange(100, dtype=np.int32))
+        search(device, Path(folder) / "graph.npy")
     device.close()
 
 
