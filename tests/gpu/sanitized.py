@@ -11,7 +11,7 @@ import flashwarp as fw
 from flashwarp.demo.graph import BreadthFirstSearch, build_csr, pick_sources
 
 
-def search(device: fw.Device, path: Path) -> None:
+def search(device: fw.CudaDevice, path: Path) -> None:
     """Index an array in divergent code: lanes part, prefetch, miss and meet again."""
     offsets, neighbours = build_csr(8, seed=1)
     np.save(path, neighbours)
