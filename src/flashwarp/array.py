@@ -683,6 +683,8 @@ class Array:
         """Rows in flight ahead of the one being copied; only storage that waits needs them."""
         if not isinstance(self.device, CpuDevice) or self._controller.path == "mapped":
             return 0
+        if not self._controller.waits():
+            return 0
         queues = self._controller.queues
         lines = self.cache.set_count * self.cache.ways
         slots = queues.count * (queues.depth - 1)
