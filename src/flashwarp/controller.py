@@ -225,11 +225,14 @@ class SoftwareController:
         if not self._yields:
             self._native.wake()
 
-    def waits(self) -> bool:
-        """Tell whether commands wait for the storage, judged by those since the last call.
+    def worth_looking_ahead(self) -> bool:
+        """Tell whether a CPU thread gains by submitting commands before it needs them.
 
-        True before there were any. What is in memory or in the page cache completes at once.
+        It does while commands wait for the storage, judged by those since the last call; before
+        there were any; and where threads of the controller are there to serve them meanwhile.
         """
+        if not self._yields:
+            return True
         commands, waited = self._native.progress()
         done, before = self._progress
         if commands != done:
