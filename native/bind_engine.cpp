@@ -303,6 +303,13 @@ void bind_controller(nb::module_& m) {
             return c.serve_some(first_queue);
           },
           nb::arg("first_queue") = 0)
+      .def("progress",
+           [](SoftwareController& c) {
+             const ControllerCounters counters = c.counters();
+             uint64_t commands = 0;
+             for (uint64_t count : counters.commands) commands += count;
+             return std::pair(commands, counters.engine_operations);
+           })
       .def("stats", &stats_of)
       .def("take_errors", &take_errors)
       .def("describe", &describe_controller)

@@ -346,6 +346,23 @@ def test_indices_that_are_not_contiguous(numbers: tuple[fw.Array, Reference]) ->
     np.testing.assert_array_equal(x.gather(index), reference[index])
 
 
+def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", random_array((4096, 128), np.float32))
+    if isinstance(_native.direct_io_alignment(str(tmp_path / "x.npy")), str):
+        pytest.skip("the file system of the test directory has no direct I/O")
+    index = np.random.default_rng(0).permutation(4096)
+    for direct in (False, True):
+        with fw.open(
+            tmp_path / "x.npy", device="cpu", line=512, cache="64 KiB", direct=direct
+        ) as x:
+            assert x._look_ahead() > 0, "nothing is known before the first rows"
+
+            x.gather(index)
+            assert (x._look_ahead() > 0) == direct
+            x.gather(index)
+            assert (x._look_ahead() > 0) == direct
+
+
 def test_prefetched_rows_come_without_another_call(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", random_array((64, 128), np.float32))
     with fw.open(tmp_path / "x.npy", device="cpu", line=512, cache="256 KiB") as x:

@@ -45,6 +45,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _LBA_BYTES = 512
+
+# Waking a thread of the CPU device takes 50 us, as long as copying this much.
+_BYTES_WORTH_A_THREAD = 128 << 10
 _FLUSH = 0x00
 _TIMED_OUT = 0x7FF
 _CAPACITY_EXCEEDED = 0x081
@@ -683,13 +686,17 @@ class Array:
         """Rows in flight ahead of the one being copied; only storage that waits needs them."""
         if not isinstance(self.device, CpuDevice) or self._controller.path == "mapped":
             return 0
+        if not self._controller.worth_looking_ahead():
+            return 0
         queues = self._controller.queues
         lines = self.cache.set_count * self.cache.ways
         slots = queues.count * (queues.depth - 1)
         return min(config.current().look_ahead, min(lines // 4, slots) // self.device.threads)
 
     def _warps(self, items: int, batch: int = 32) -> int:
-        return items if self.device.kind == "cpu" else -(-items // batch)
+        if self.device.kind == "cpu":
+            batch = max(1, _BYTES_WORTH_A_THREAD // self.cache.line_bytes)
+        return -(-items // batch)
 
     def _launch_rows(self, verb: str, index: _Index, buffer: int, stream: Any) -> None:
         params = self._row_params(index, buffer)

@@ -151,24 +151,23 @@ FW_DEVICE void for_each_segment(const row_params& p) {
   cache::page_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint32_t mask = warp::kFullMask;
-  const uint64_t count = segment_count(p);
   const uint32_t batch = p.batch < warp::kWarpWidth ? p.batch : warp::kWarpWidth;
   const bool in_batch = warp::lane() < batch;
-  const uint64_t stride = uint64_t(warp::count()) * batch;
+  const warp::share mine = warp::share_of(segment_count(p), batch);
   cache::tally tally;
   cache::tally ahead;
-  for (uint64_t first = uint64_t(warp::index()) * batch; first < count; first += stride) {
+  for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
-    if (in_batch && item < count) piece = segment_at(p, item);
+    if (in_batch && item < mine.end) piece = segment_at(p, item);
     const bool wants = piece.bytes != 0;
     if constexpr (kAction == row_action::kPrefetch) {
       cache::prefetch<policy>(c, v, mask, wants, piece.line, tally);
     } else {
       if (p.look_ahead != 0) {
-        const uint64_t later = item + p.look_ahead * stride;
+        const uint64_t later = item + p.look_ahead * mine.stride;
         segment next = {0, 0, 0, 0};
-        if (in_batch && later < count) next = segment_at(p, later);
+        if (in_batch && later < mine.end) next = segment_at(p, later);
         base::opaque (&cache::prefetch<policy>)(c, v, mask, next.bytes != 0, next.line, ahead);
       }
       const bool whole = kAction == row_action::kScatter && wants &&
@@ -195,24 +194,22 @@ FW_DEVICE void for_each_element(const row_params& p) {
   cache::volume& v = *p.volume;
   const uint32_t mask = warp::kFullMask;
   const uint64_t parts = p.row_bytes / kBytes;
-  const uint64_t count = p.index_count * parts;
-  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  const warp::share share = warp::share_of(p.index_count * parts, warp::kWarpWidth);
   cache::tally tally;
   cache::tally ahead;
-  for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < count;
-       first += stride) {
+  for (uint64_t first = share.begin; first < share.end; first += share.stride) {
     const uint64_t item = first + warp::lane();
     const uint64_t k = parts == 1 ? item : item / parts;
-    const uint64_t row = item < count ? row_of(p, k) : p.row_count;
+    const uint64_t row = item < share.end ? row_of(p, k) : p.row_count;
     const bool wants = row < p.row_count;
     const uint64_t byte = row * p.row_bytes + (item - k * parts) * kBytes;
     const uint64_t line = v.line_begin + (byte >> p.shape.line_shift);
     const uint64_t offset = byte & (cache::line_bytes(p.shape) - 1);
     char* mine = p.rows + item * kBytes;
     if (p.look_ahead != 0) {
-      const uint64_t later = first + warp::lane() + p.look_ahead * stride;
+      const uint64_t later = first + warp::lane() + p.look_ahead * share.stride;
       const uint64_t there =
-          later < count ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
+          later < share.end ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
       base::opaque (&cache::prefetch<policy>)(
           c, v, mask, there < p.row_count,
           v.line_begin + ((there * p.row_bytes) >> p.shape.line_shift), ahead);

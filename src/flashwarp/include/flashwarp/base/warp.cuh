@@ -14,6 +14,11 @@ namespace fw::warp {
 
 using base::kWarpWidth;
 
+// The items of a loop that a warp takes: begin, begin + stride and so on, below end.
+struct share {
+  uint64_t begin, end, stride;
+};
+
 #if FW_ON_GPU
 
 FW_DEVICE uint32_t lane() {
@@ -52,6 +57,10 @@ FW_DEVICE uint32_t index() { return base::thread_index() / 32; }
 FW_DEVICE uint32_t count() { return base::thread_count() / 32; }
 // All lanes of a warp, as a mask.
 inline constexpr uint32_t kFullMask = 0xffffffffu;
+// The warps of a launch pass over the items side by side, `batch` each.
+FW_DEVICE share share_of(uint64_t count, uint32_t batch) {
+  return {uint64_t(index()) * batch, count, uint64_t(warp::count()) * batch};
+}
 
 #elif !defined(FW_SIMULATOR)
 
@@ -71,6 +80,13 @@ inline T take(uint32_t, T value, uint32_t) {
 inline uint32_t index() { return base::thread_index(); }
 inline uint32_t count() { return base::thread_count(); }
 inline constexpr uint32_t kFullMask = 1u;
+// Each thread has a part of its own, so that no two store to one page of the caller's buffer: both
+// would fault on a new page, and the kernel clear it twice.
+inline share share_of(uint64_t items, uint32_t batch) {
+  const uint64_t part = (items + count() - 1) / count();
+  const uint64_t begin = part * index();
+  return {begin, begin + part < items ? begin + part : items, batch};
+}
 
 #endif
 
