@@ -57,10 +57,6 @@ FW_DEVICE uint32_t index() { return base::thread_index() / 32; }
 FW_DEVICE uint32_t count() { return base::thread_count() / 32; }
 // All lanes of a warp, as a mask.
 inline constexpr uint32_t kFullMask = 0xffffffffu;
-// The warps of a launch pass over the items side by side, `batch` each.
-FW_DEVICE share share_of(uint64_t count, uint32_t batch) {
-  return {uint64_t(index()) * batch, count, uint64_t(warp::count()) * batch};
-}
 
 #elif !defined(FW_SIMULATOR)
 
@@ -80,13 +76,6 @@ inline T take(uint32_t, T value, uint32_t) {
 inline uint32_t index() { return base::thread_index(); }
 inline uint32_t count() { return base::thread_count(); }
 inline constexpr uint32_t kFullMask = 1u;
-// Each thread has a part of its own, so that no two store to one page of the caller's buffer: both
-// would fault on a new page, and the kernel clear it twice.
-inline share share_of(uint64_t items, uint32_t batch) {
-  const uint64_t part = (items + count() - 1) / count();
-  const uint64_t begin = part * index();
-  return {begin, begin + part < items ? begin + part : items, batch};
-}
 
 #endif
 
@@ -94,6 +83,19 @@ inline share share_of(uint64_t items, uint32_t batch) {
 FW_DEVICE bool any(uint32_t mask, bool predicate) { return ballot(mask, predicate) != 0; }
 FW_DEVICE bool all(uint32_t mask, bool predicate) { return ballot(mask, predicate) == mask; }
 #endif
+
+// What this warp takes of `items`, `batch` at a time. Wide warps pass over them side by side. A
+// thread that is a warp of its own has a part of its own, so that no two store to one page of the
+// caller's buffer: both would fault on a new page, and the kernel would clear it twice.
+FW_DEVICE share share_of(uint64_t items, uint32_t batch) {
+  if constexpr (kWarpWidth > 1) {
+    return {uint64_t(index()) * batch, items, uint64_t(count()) * batch};
+  } else {
+    const uint64_t part = (items + count() - 1) / count();
+    const uint64_t begin = part * index();
+    return {begin, begin + part < items ? begin + part : items, batch};
+  }
+}
 
 // The rank of this lane among the set bits of `members` (lanes below it).
 FW_DEVICE uint32_t rank_in(uint32_t members) {
