@@ -14,11 +14,6 @@ namespace fw::warp {
 
 using base::kWarpWidth;
 
-// The items of a loop that a warp takes: begin, begin + stride and so on, below end.
-struct share {
-  uint64_t begin, end, stride;
-};
-
 #if FW_ON_GPU
 
 FW_DEVICE uint32_t lane() {
@@ -83,6 +78,11 @@ inline constexpr uint32_t kFullMask = 1u;
 FW_DEVICE bool any(uint32_t mask, bool predicate) { return ballot(mask, predicate) != 0; }
 FW_DEVICE bool all(uint32_t mask, bool predicate) { return ballot(mask, predicate) == mask; }
 #endif
+
+// The items of a loop that a warp takes: begin, begin + stride and so on, below end.
+struct share {
+  uint64_t begin, end, stride;
+};
 
 // What this warp takes of `items`, `batch` at a time. Wide warps pass over them side by side. A
 // thread that is a warp of its own has a part of its own, so that no two store to one page of the
