@@ -80,6 +80,15 @@ MUTANTS = {
             strategy="round-robin",
         ),
         Mutant(
+            "late-fill-frees-frame",
+            "flashwarp/cache/access.cuh",
+            "if (!outstanding) abandon_fill",
+            "if (status != 0) abandon_fill",
+            "a fill that ran out of time writes over the line that got its frame",
+            "faults",
+            strategy="priority",
+        ),
+        Mutant(
             "no-rescan",
             _SETS,
             "if (!present) claim_victim<Policy>",

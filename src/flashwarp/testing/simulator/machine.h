@@ -51,10 +51,9 @@ struct Shape {
   }
 };
 
-// Faults that a waiting reader can still expect an answer from, or a controller that stops. It does
-// not stop on the direct path: what it moves when it goes on again would go to a frame that has
-// been given up, which only a reset of the controller prevents.
-inline Faults draw_faults(Run& run, const Shape& shape) {
+// Faults that a waiting reader can still expect an answer from, or a controller that stops, for a
+// while or for good. What it moves when it goes on again must not meet anybody else's line.
+inline Faults draw_faults(Run& run) {
   if (run.faults_given) return run.faults;
   Random& random = run.random;
   Faults f;
@@ -64,7 +63,7 @@ inline Faults draw_faults(Run& run, const Shape& shape) {
   f.wait = random.chance(70) ? 60 : 0;
   f.delay = random.chance(70) ? 1 + random.below(30) : 0;
   f.coalesce = random.chance(30) ? 1 + random.below(8) : 0;
-  if (shape.path != nvme::kDirect && random.chance(15)) {
+  if (random.chance(15)) {
     f.stop_after = 1 + random.below(60);
     f.stop_for = random.chance(50) ? 0 : 1 + random.below(200);
   }

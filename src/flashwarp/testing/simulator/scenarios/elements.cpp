@@ -73,7 +73,7 @@ FW_SCENARIO(elements, "loads, stores, prefetches and cursors on a cache of a few
 
 FW_SCENARIO(faults, "the same over disks that fail, wait, tear and stop") {
   const Shape shape = Shape::draw(run.random);
-  draw_faults(run, shape);
+  draw_faults(run);
   use_elements(run, shape, kWidth == 1 ? 1 + run.random.below(4) : 1);
 }
 
