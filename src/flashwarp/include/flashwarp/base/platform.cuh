@@ -2,8 +2,8 @@
 //
 // Everything above this file is the same text for the GPU, the CPU device and the simulator. On the
 // GPU a warp has 32 lanes; on the CPU it has one, and a waiting thread lends its time to the
-// software controller through `serve_hook` instead of sleeping. In the simulator (FW_SIMULATOR) it
-// has FW_WARP_WIDTH, and a seed decides who runs: see base/simulator/hooks.cuh.
+// software controller (`thread_context::serve`) before it yields or sleeps. In the simulator
+// (FW_SIMULATOR) it has FW_WARP_WIDTH, and a seed decides who runs: see base/simulator/hooks.cuh.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
