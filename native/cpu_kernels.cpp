@@ -88,6 +88,7 @@ std::vector<MemberLayout> make_layouts() {
       FW_MEMBER("volume", cache::volume, errors),
       FW_MEMBER("volume", cache::volume, path),
       FW_MEMBER("volume", cache::volume, error_lock),
+      FW_MEMBER("volume", cache::volume, index_errors),
       FW_SIZE("page_cache", cache::page_cache),
       FW_MEMBER("page_cache", cache::page_cache, set_control),
       FW_SIZE("geometry", cache::geometry),

@@ -65,7 +65,7 @@ class VolumeStruct(ctypes.Structure):
         ("queue_count", ctypes.c_uint32),
         ("path", ctypes.c_uint32),
         ("error_lock", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("index_errors", ctypes.c_uint32),
     )
 
 
@@ -122,7 +122,7 @@ class Volume:
         """Make room for the next note."""
         ctypes.memset(self.errors.address, 0, ctypes.sizeof(ErrorRecordStruct))
         lock = self.address + VolumeStruct.error_lock.offset
-        self.cache.device.fill(lock, 0, 4)
+        self.cache.device.fill(lock, 0, 8)  # and index_errors, which follows it
 
     def counters(self) -> dict[str, int]:
         """Read the sums over all shards."""

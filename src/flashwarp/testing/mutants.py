@@ -40,7 +40,7 @@ class Mutant:
     strategy: str = "any"
 
 
-_ARRAY = "flashwarp/array.cuh"
+_ARRAY = "flashwarp/array/view.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
@@ -64,8 +64,8 @@ MUTANTS = {
         Mutant(
             "load-without-acquire",
             _ARRAY,
-            "load_acquire(frame + offset_of(i))",
-            "load(frame + offset_of(i))",
+            "const word value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));",
+            "const word value = atomic::raw<kAccessBytes>::load(frame + offset_of(i));",
             "the second look at the tag overtakes the load, and a refill goes unnoticed",
             "evict",
             "weak",
@@ -73,8 +73,10 @@ MUTANTS = {
         Mutant(
             "no-second-look",
             _ARRAY,
-            "if (fw::cache::still_holds(shape, at.way, at.word)) {",
-            "if (true) {",
+            "      if (fw::cache::still_holds(shape, at.way, at.word)) {\n"
+            "        policy::on_hit(&shape.tags[at.way], at.word);\n"
+            "        return detail::bit_cast",
+            "      if (true) {\n        return detail::bit_cast",
             "a frame refilled during the load yields another line's bytes",
             "elements",
             strategy="round-robin",

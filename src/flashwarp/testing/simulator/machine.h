@@ -507,12 +507,19 @@ class Elements {
   }
   // Returns the value stored.
   T store(uint32_t i) {
-    note("store", i);
+    // As array::store, which leaves the status to the host.
+    return store_by(i, "store", [&](uint32_t j, T value) {
+      detail::store_element<sizeof(T)> op = {array_.offset_of(j), value};
+      return detail::access_slow(array_.cache, array_.volume, array_.line_of(j), op);
+    });
+  }
+  // Through any writer of one element, which returns its status. Returns the value stored.
+  template <typename Write>
+  T store_by(uint32_t i, const char* verb, Write write) {
+    note(verb, i);
     const T value = next_value(i);
     const uint32_t operation = history_.begin(i, true, value, value_of(i, 0));
-    // As array::store, which leaves the status to the host.
-    detail::store_element<sizeof(T)> op = {array_.offset_of(i), value};
-    const uint32_t status = detail::access_slow(array_.cache, array_.volume, array_.line_of(i), op);
+    const uint32_t status = write(i, value);
     if (status != nvme::kSuccess && !machine_.faulty()) {
       scheduler.fail("a store failed without a fault");
     }

@@ -66,6 +66,22 @@ FW_DEFINE_ATOMICS(uint64_t, "u64", "l")
 #undef FW_BITS_uint64_t
 #undef FW_DEFINE_ATOMICS
 
+FW_DEVICE float add_relaxed(float* p, float v) {
+  float old;
+  asm volatile("atom.relaxed.gpu.global.add.f32 %0, [%1], %2;"
+               : "=f"(old)
+               : "l"(p), "f"(v)
+               : "memory");
+  return old;
+}
+FW_DEVICE double add_relaxed(double* p, double v) {
+  double old;
+  asm volatile("atom.relaxed.gpu.global.add.f64 %0, [%1], %2;"
+               : "=d"(old)
+               : "l"(p), "d"(v)
+               : "memory");
+  return old;
+}
 FW_DEVICE pair64 load_acquire_pair(const uint64_t* p) {
   pair64 v;
   asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];"
@@ -111,39 +127,39 @@ FW_DEVICE void store_plain(T* p, T v) {
 }
 
 // Frame contents are read while another warp may refill the frame, so these accesses are relaxed
-// atomics of the width of the element; the tag's generation tells whether the value counts.
+// atomics of the width of the element; the tag's generation tells whether the value counts. The
+// `_plain` ones are for memory that nobody else uses meanwhile, of any kind: global, shared, local.
 template <uint32_t kBytes>
 struct raw;
-#define FW_DEFINE_RAW(BYTES, TYPE, PTX, REG)                                                    \
-  template <>                                                                                   \
-  struct raw<BYTES> {                                                                           \
-    using type = TYPE;                                                                          \
-    FW_DEVICE static TYPE load(const void* p) {                                                 \
-      TYPE v;                                                                                   \
-      asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
-      return v;                                                                                 \
-    }                                                                                           \
-    FW_DEVICE static TYPE load_acquire(const void* p) {                                         \
-      TYPE v;                                                                                   \
-      asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
-      return v;                                                                                 \
-    }                                                                                           \
-    FW_DEVICE static void store(void* p, TYPE v) {                                              \
-      asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
-    }                                                                                           \
-    FW_DEVICE static void store_plain(void* p, TYPE v) {                                        \
-      asm volatile("st.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");                  \
-    }                                                                                           \
-    FW_DEVICE static TYPE load_stream(const void* p) {                                          \
-      TYPE v;                                                                                   \
-      asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");          \
-      return v;                                                                                 \
-    }                                                                                           \
+#define FW_DEFINE_RAW(BYTES, TYPE, MEMORY, PTX, REG)                                             \
+  template <>                                                                                    \
+  struct raw<BYTES> {                                                                            \
+    using type = TYPE;                                                                           \
+    FW_DEVICE static TYPE load(const void* p) {                                                  \
+      TYPE v;                                                                                    \
+      asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");  \
+      return v;                                                                                  \
+    }                                                                                            \
+    FW_DEVICE static TYPE load_acquire(const void* p) {                                          \
+      TYPE v;                                                                                    \
+      asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");  \
+      return v;                                                                                  \
+    }                                                                                            \
+    FW_DEVICE static void store(void* p, TYPE v) {                                               \
+      asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");       \
+    }                                                                                            \
+    FW_DEVICE static TYPE load_plain(const void* p) { return *static_cast<const MEMORY*>(p); }   \
+    FW_DEVICE static void store_plain(void* p, TYPE v) { *static_cast<MEMORY*>(p) = MEMORY(v); } \
+    FW_DEVICE static TYPE load_stream(const void* p) {                                           \
+      TYPE v;                                                                                    \
+      asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");           \
+      return v;                                                                                  \
+    }                                                                                            \
   };
-FW_DEFINE_RAW(1, uint16_t, "u8", "h")
-FW_DEFINE_RAW(2, uint16_t, "u16", "h")
-FW_DEFINE_RAW(4, uint32_t, "u32", "r")
-FW_DEFINE_RAW(8, uint64_t, "u64", "l")
+FW_DEFINE_RAW(1, uint16_t, uint8_t, "u8", "h")
+FW_DEFINE_RAW(2, uint16_t, uint16_t, "u16", "h")
+FW_DEFINE_RAW(4, uint32_t, uint32_t, "u32", "r")
+FW_DEFINE_RAW(8, uint64_t, uint64_t, "u64", "l")
 #undef FW_DEFINE_RAW
 template <>
 struct raw<16> {
@@ -169,7 +185,7 @@ struct raw<16> {
                  "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
   }
-  // To memory that nobody else uses meanwhile.
+  FW_DEVICE static word16 load_plain(const void* p) { return *static_cast<const word16*>(p); }
   FW_DEVICE static void store_plain(void* p, word16 v) { *static_cast<word16*>(p) = v; }
   // Evict-first: host memory is read once.
   FW_DEVICE static word16 load_stream(const void* p) {
@@ -269,6 +285,7 @@ struct raw;
     static void store(void* p, TYPE v) {                                     \
       __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
     }                                                                        \
+    static TYPE load_plain(const void* p) { return load(p); }                \
     static void store_plain(void* p, TYPE v) { store(p, v); }                \
     static TYPE load_stream(const void* p) { return load(p); }               \
   };
@@ -312,6 +329,7 @@ struct raw<16> {
     *static_cast<volatile vector*>(p) = vector{v.x, v.y, v.z, v.w};
   }
 #endif
+  static word16 load_plain(const void* p) { return load(p); }
   static void store_plain(void* p, word16 v) { store(p, v); }
   static word16 load_stream(const void* p) { return load(p); }
 };
@@ -332,5 +350,36 @@ FW_DEVICE bool try_lock(uint32_t* lock) {
   return load_relaxed(lock) == 0 && cas_acq_rel(lock, uint32_t(0), uint32_t(1));
 }
 FW_DEVICE void unlock(uint32_t* lock) { store_release(lock, uint32_t(0)); }
+
+#if !FW_ON_GPU
+// Hosts add floating-point numbers by compare-and-swap. Bounded by the other adders: one of them
+// succeeds in each round.
+template <typename Number, typename Bits>
+inline Number add_number(Number* p, Number v) {
+  static_assert(sizeof(Number) == sizeof(Bits));
+  Bits* word = reinterpret_cast<Bits*>(p);
+  Bits old = load_relaxed(word);
+  while (true) {
+    const Number before = __builtin_bit_cast(Number, old);
+    if (cas_acq_rel(word, old, __builtin_bit_cast(Bits, Number(before + v)))) return before;
+    old = load_relaxed(word);
+  }
+}
+inline float add_relaxed(float* p, float v) { return add_number<float, uint32_t>(p, v); }
+inline double add_relaxed(double* p, double v) { return add_number<double, uint64_t>(p, v); }
+#endif
+
+// Adds to a number of a kernel author's type. Returns what was there.
+template <typename T>
+FW_DEVICE T add(T* p, T v) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomic additions are of 32 or 64 bits");
+  if constexpr (T(0.5f) != T(0)) {
+    return add_relaxed(p, v);
+  } else if constexpr (sizeof(T) == 4) {
+    return T(add_relaxed(reinterpret_cast<uint32_t*>(p), uint32_t(v)));
+  } else {
+    return T(add_relaxed(reinterpret_cast<uint64_t*>(p), uint64_t(v)));
+  }
+}
 
 }  // namespace fw::atomic

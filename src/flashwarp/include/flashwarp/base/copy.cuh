@@ -9,8 +9,9 @@
 
 namespace fw::warp {
 
-// How the source may be read: `kFrame` can change under us, `kStream` is read once and stays put.
-enum class source { kFrame, kStream };
+// How the source may be read: `kFrame` can change under us; `kStream` is global memory that is read
+// once and stays put; `kOwn` is memory of the caller's, of any kind.
+enum class source { kFrame, kStream, kOwn };
 
 // Independent accesses that one lane keeps in flight.
 inline constexpr uint32_t kCopyUnroll = 8;
@@ -18,10 +19,12 @@ inline constexpr uint32_t kCopyUnroll = 8;
 template <uint32_t kBytes, source kSource>
 FW_DEVICE typename atomic::raw<kBytes>::type load_word(const char* from) {
   using word = atomic::raw<kBytes>;
-  return kSource == source::kFrame ? word::load(from) : word::load_stream(from);
+  if constexpr (kSource == source::kFrame) return word::load(from);
+  if constexpr (kSource == source::kStream) return word::load_stream(from);
+  if constexpr (kSource == source::kOwn) return word::load_plain(from);
 }
 
-// A stream ends in a frame, which others may be reading; a frame ends in memory of one's own.
+// What comes from a frame ends in memory of one's own; all else in a frame that others may read.
 template <uint32_t kBytes, source kSource>
 FW_DEVICE void store_word(char* to, typename atomic::raw<kBytes>::type value) {
   using word = atomic::raw<kBytes>;

@@ -106,6 +106,16 @@ FW_DEVICE Function* opaque(Function* function) {
   return function;
 }
 
+// Whether only the thread itself can reach an address: its stack, to which others have no way.
+FW_DEVICE bool is_private(uint64_t address) { return __isLocal(reinterpret_cast<void*>(address)); }
+
+// Ends the launch where FW_DEBUG is defined.
+FW_DEVICE void trap_in_debug() {
+#if defined(FW_DEBUG)
+  __trap();
+#endif
+}
+
 FW_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
 FW_DEVICE uint32_t popcount(uint32_t bits) { return __popc(bits); }
 // Index of the lowest set bit; `bits` must not be zero.
@@ -122,6 +132,10 @@ FW_DEVICE uint32_t spread_index() {
 }
 
 #else
+
+inline bool is_private(uint64_t) { return false; }
+// A process is not ours to end: on the CPU the host raises what kernels met, as ever.
+inline void trap_in_debug() {}
 
 inline uint64_t multiply_high(uint64_t a, uint64_t b) {
   return uint64_t((static_cast<unsigned __int128>(a) * b) >> 64);

@@ -53,7 +53,7 @@ struct alignas(64) volume {
   uint32_t queue_count;
   uint32_t path;  // nvme::data_path
   uint32_t error_lock;
-  uint32_t reserved;
+  uint32_t index_errors;  // indices out of bounds that kernels met
 };
 static_assert(sizeof(volume) == 64);
 

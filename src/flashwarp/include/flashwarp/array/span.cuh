@@ -1,0 +1,93 @@
+// Many elements at once, between an array and memory of one's own: by the lanes of a warp
+// (`fw::warp::`), or by all threads of a block (`fw::block::`), together.
+//
+// The lines of the span are dealt to the lanes, fetched with one batch of commands, and each is
+// copied by all lanes. The buffer lies in global or shared memory; it is the callers' until they
+// return, and complete for all of them then. Returns the NVMe status: kSuccess, or the first
+// failure of this lane's lines, which the host raises after the launch.
+#pragma once
+
+#include "flashwarp/array/view.cuh"
+#include "flashwarp/base/block.cuh"
+
+namespace fw {
+
+namespace detail {
+
+// The part of a span that falls to this lane of the `rank`-th of `ranks` groups, each of which
+// deals its lines to its lanes.
+FW_DEVICE span dealt(const cache::volume* v, span s, uint32_t rank, uint32_t ranks) {
+  const uint32_t mask = active_on(v);
+  const uint32_t lanes = base::popcount(mask);
+  s.first = rank * lanes + warp::rank_in(mask);
+  s.stride = ranks * lanes;
+  return s;
+}
+
+// Moves a span that the lanes which are here share. Returns the first failure of any of them.
+template <bool kToFrame>
+FW_DEVICE_NOINLINE uint32_t move_shared(cache::page_cache* c, cache::volume* v, const span& s) {
+  const uint32_t mask = active_on(v);
+  const uint32_t status = move_span<kToFrame>(c, v, mask, s, lines::kAll);
+  warp::sync(mask);
+  const uint32_t failed = warp::ballot(mask, status != nvme::kSuccess);
+  return failed == 0 ? 0 : warp::broadcast(mask, status, base::lowest_bit(failed));
+}
+
+// What warp:: and block:: have in common.
+template <bool kToFrame, typename T>
+FW_DEVICE uint32_t move_together(const array<T>& a, uint64_t i, uint64_t n, const void* buffer,
+                                 uint32_t rank, uint32_t ranks) {
+  if (!a.holds(i, n)) return nvme::kLbaOutOfRange;
+  const span s = dealt(a.volume, a.span_of(i, n, buffer), rank, ranks);
+  return base::opaque(&move_shared<kToFrame>)(a.cache, a.volume, s);
+}
+
+}  // namespace detail
+
+namespace warp {
+
+// Copies the elements i .. i + n - 1 of `a` to `to`. All lanes that are active together call with
+// the same arguments.
+template <typename T>
+FW_DEVICE uint32_t read(const array<T>& a, uint64_t i, uint64_t n,
+                        typename array<T>::value_type* to) {
+  return detail::move_together<false>(a, i, n, to, 0, 1);
+}
+
+// Stores `from` to the elements i .. i + n - 1. Lines that it covers are not read first.
+template <typename T>
+FW_DEVICE uint32_t write(const array<T>& a, uint64_t i, uint64_t n,
+                         const typename array<T>::value_type* from) {
+  static_assert(!array<T>::kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
+  return detail::move_together<true>(a, i, n, from, 0, 1);
+}
+
+}  // namespace warp
+
+namespace block {
+
+// As in fw::warp, by all threads of the block, with a barrier of the block before and after. Each
+// warp returns the status of its own lines.
+template <typename T>
+FW_DEVICE uint32_t read(const array<T>& a, uint64_t i, uint64_t n,
+                        typename array<T>::value_type* to) {
+  sync();
+  const uint32_t status = detail::move_together<false>(a, i, n, to, warp_rank(), warp_count());
+  sync();
+  return status;
+}
+
+template <typename T>
+FW_DEVICE uint32_t write(const array<T>& a, uint64_t i, uint64_t n,
+                         const typename array<T>::value_type* from) {
+  static_assert(!array<T>::kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
+  sync();
+  const uint32_t status = detail::move_together<true>(a, i, n, from, warp_rank(), warp_count());
+  sync();
+  return status;
+}
+
+}  // namespace block
+
+}  // namespace fw
