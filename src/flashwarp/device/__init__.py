@@ -1,0 +1,81 @@
+"""Where kernels run: `CpuDevice` and `CudaDevice`, their memory, launches and streams.
+
+A device owns what it allocates: closing it frees all of it, in reverse. Waits have a time limit.
+Arrays of other libraries are looked at through `view` and never imported; importing this package
+imports neither CUDA nor any array library but numpy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from flashwarp._foreign import ArrayView, empty_like_library, stream_handle, view
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
+from flashwarp.device.cpu import CpuDevice
+from flashwarp.device.cuda import CudaDevice
+from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, Registration
+from flashwarp.errors import ArgumentError, DeviceError
+
+__all__ = [
+    "TIMEOUT_S",
+    "ArrayView",
+    "CpuDevice",
+    "CudaDevice",
+    "Device",
+    "DeviceArray",
+    "DeviceMemory",
+    "Event",
+    "MemoryInfo",
+    "Registration",
+    "Stream",
+    "empty_like_library",
+    "resolve",
+    "stream_handle",
+    "view",
+]
+
+_log = logging.getLogger(__name__)
+
+_opened: dict[str, Device] = {}
+_opened_lock = threading.Lock()
+
+
+def resolve(device: object = None) -> Device:
+    """Return the device that a user means; one object for each, shared by the process.
+
+    Parameters
+    ----------
+    device : Device, str or torch.device, optional
+        "cpu", "cuda", "cuda:N". Default: "cuda:0" where a GPU works, else "cpu".
+
+    Returns
+    -------
+    Device
+        Lives until the process ends unless closed.
+    """
+    if isinstance(device, Device):
+        device._check_open()
+        return device
+    if device is not None:
+        return _open(str(device))
+    try:
+        return _open("cuda:0")
+    except DeviceError as error:
+        _log.info("no GPU, running on the CPU: %s", error)
+        return _open("cpu")
+
+
+def _open(name: str) -> Device:
+    kind, _, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or not (number.isdecimal() or name == kind):
+        raise ArgumentError(f"device {name!r} is neither 'cpu' nor 'cuda:N'")
+    ordinal = int(number or 0)
+    key = f"{kind}:{ordinal}:{os.getpid()}"
+    with _opened_lock:
+        found = _opened.get(key)
+        if found is None or found._closed:
+            found = CpuDevice() if kind == "cpu" else CudaDevice(ordinal)
+            _opened[key] = found
+        return found

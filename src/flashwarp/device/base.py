@@ -1,0 +1,265 @@
+"""`Device`: what every place where kernels run can do, and the order of its work.
+
+A device owns what it allocates: closing it frees all of it, in reverse. Waits have a time limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp._foreign import ArrayView, view
+from flashwarp._jit import driver
+from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, Owned, Registration
+from flashwarp.errors import ArgumentError, ClosedError, DeviceError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+_log = logging.getLogger(__name__)
+
+TIMEOUT_S = 60.0
+"""Default limit of a wait for a stream. An honest launch moves at most one cache-full of data:
+100 GiB at 3 GB/s take 36 s."""
+
+
+# The order of work.
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An order of work on a device. Streams of torch, cupy and cuda.core are taken in its place."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Serve the protocol by which other libraries take this stream: version and handle."""
+        return 0, self.handle
+
+
+class Event(ABC):
+    """A point in a stream, to wait for or to measure between."""
+
+    @abstractmethod
+    def record(self, stream: object = None) -> None:
+        """Move the event to the present end of the stream."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Tell whether the work before the event has ended."""
+
+    @abstractmethod
+    def elapsed_ms(self, start: Self) -> float:
+        """Return the milliseconds from `start` to this event, both done."""
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Block until done; raises DeviceTimeout."""
+        driver.wait_until(self.done, timeout_s, "the event")
+
+
+# The device.
+
+
+class Device(ABC):
+    """A place where kernels run. Use as a context manager, or close it; any thread may call.
+
+    Attributes
+    ----------
+    name : str
+        "cpu" or "cuda:N".
+    kind : str
+        "cpu" or "cuda".
+    ordinal : int or None
+        The GPU's number.
+    """
+
+    name: str
+    kind: str
+    ordinal: int | None = None
+
+    def __init__(self) -> None:
+        self._owned: dict[int, weakref.finalize[Any, Any]] = {}
+        self._owned_next = 0
+        self._lock = threading.RLock()
+        self._closed = False
+
+    # Memory.
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        """Allocate device memory, zero-filled, aligned to at least 256 bytes.
+
+        Raises DeviceOutOfMemory. Not during the capture of a CUDA graph.
+        """
+
+    @abstractmethod
+    def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
+        """Allocate host memory that kernels reach at the same address; pinned, zero-filled."""
+
+    @abstractmethod
+    def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
+        """Make existing host memory reachable by kernels at its own address.
+
+        The memory must stay mapped until the registration is closed.
+        """
+
+    @abstractmethod
+    def upload(self, address: int, data: ReadableBuffer | npt.NDArray[Any]) -> None:
+        """Copy contiguous host data to device memory; returns when `data` may be changed."""
+
+    @abstractmethod
+    def download_into(self, address: int, target: WriteableBuffer | npt.NDArray[Any]) -> None:
+        """Copy device memory into a contiguous host buffer; returns when it is there."""
+
+    @abstractmethod
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        """Set every byte; returns when done."""
+
+    @abstractmethod
+    def memory_info(self) -> MemoryInfo:
+        """Return what can be allocated."""
+
+    def download(self, address: int, nbytes: int) -> bytes:
+        """Return a copy of device memory."""
+        target = bytearray(nbytes)
+        self.download_into(address, target)
+        return bytes(target)
+
+    def empty_array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
+        """Allocate a zero-filled array in device memory."""
+        shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
+        if min(shape, default=0) < 0:
+            raise ArgumentError(f"shape {shape} has a negative length")
+        nbytes = math.prod(shape) * dtype.itemsize
+        return DeviceArray(self.allocate(nbytes) if nbytes else None, shape, dtype, self)
+
+    # Kernels and streams.
+
+    @abstractmethod
+    def launch(
+        self,
+        name: str,
+        params: ctypes.Structure | bytes,
+        *,
+        warps: int,
+        block_threads: int = 256,
+        max_blocks: int | None = None,
+        stream: object = None,
+        serve: Sequence[int] = (),
+    ) -> None:
+        """Launch the built-in kernel `fw_<name>`, whose one parameter is a struct by value.
+
+        Parameters
+        ----------
+        name : str
+            Without the prefix.
+        params : ctypes.Structure or bytes
+            The struct, copied before this returns.
+        warps : int
+            How many warps have something to do. The launch is never larger than what the device
+            runs at a time, so kernels loop. None or fewer: nothing is launched.
+        block_threads : int
+            Threads of a block, a multiple of 32.
+        max_blocks : int, optional
+            A smaller limit on the blocks.
+        stream : object, optional
+            Where it is queued; see `stream_handle`. Default: the library's own stream.
+        serve : sequence of int
+            Addresses of software controllers whose work waiting CPU threads do.
+
+        Notes
+        -----
+        Returns at once on a GPU, when done on the CPU.
+        """
+
+    @abstractmethod
+    def default_stream(self) -> Stream:
+        """Return the library's own stream, which does not wait for the legacy default stream."""
+
+    @abstractmethod
+    def current_stream(self, library: str) -> Stream:
+        """Return the stream that a library ("torch", "cupy", ...) uses on this device now."""
+
+    @abstractmethod
+    def order(self, before: object, after: object) -> None:
+        """Make what is queued on stream `after` from now on wait for what `before` has queued."""
+
+    @abstractmethod
+    def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+        """Block until one stream is done, and waits for no other; raises DeviceTimeout."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """Create an event that can measure time."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Describe the device in one line for people: name, model, size."""
+
+    def view(self, array: object) -> ArrayView:
+        """Tell what `array` is and where; a DLPack producer is made to finish for our stream."""
+        return view(array, stream=self.default_stream())
+
+    # The end.
+
+    def _own(self, thing: Owned, release: Callable[[], None]) -> weakref.finalize[Any, Any]:
+        with self._lock:
+            self._check_open()
+            key = self._owned_next
+            self._owned_next += 1
+            finalizer = weakref.finalize(thing, _release, self._owned, key, release)
+            # When the process ends, the system takes everything back, and a wait for a kernel that
+            # never ends would keep it from ending.
+            finalizer.atexit = False
+            self._owned[key] = finalizer
+        return finalizer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} is closed")
+
+    def close(self) -> None:
+        """Release everything the device has handed out. May be called twice."""
+        with self._lock:
+            for finalizer in reversed(list(self._owned.values())):
+                finalizer()
+            self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+
+def _release(owned: dict[int, Any], key: int, release: Callable[[], None]) -> None:
+    owned.pop(key, None)
+    quietly(release)
+
+
+def quietly(release: Callable[[], None]) -> None:
+    """Release something, and only log what the driver has against it."""
+    try:
+        release()
+    except DeviceError as error:
+        # After a kernel's fault every call fails; the fault itself was raised where it was found.
+        _log.warning("release failed: %s", error)

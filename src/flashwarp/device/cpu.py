@@ -1,0 +1,173 @@
+"""`CpuDevice`: the CPU as a device, a warp being one thread of a pool."""
+
+# The methods of a device are documented in `Device`, and some devices need not all their arguments.
+# ruff: noqa: ARG002, D102
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
+from flashwarp.device.memory import (
+    DeviceMemory,
+    MemoryInfo,
+    Registration,
+    align_up,
+    check_alignment,
+    host_bytes,
+    positive,
+)
+from flashwarp.errors import ArgumentError, DeviceError, DeviceOutOfMemory, ForkError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+# Transparent huge pages come in this size, and so do the largest alignments anybody asks for.
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class CpuDevice(Device):
+    """Runs the same kernels on host threads, a warp being one thread.
+
+    Parameters
+    ----------
+    threads : int, optional
+        Default: every core this process may use.
+    """
+
+    name = "cpu"
+    kind = "cpu"
+
+    def __init__(self, threads: int | None = None) -> None:
+        super().__init__()
+        self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        if self.threads < 1:
+            raise ArgumentError(f"a CPU device needs at least one thread, not {threads}")
+        self._pid = os.getpid()
+
+    @functools.cached_property
+    def _pool(self) -> Any:
+        try:
+            native = importlib.import_module("flashwarp._native")
+        except ImportError as error:
+            raise DeviceError(
+                f"flashwarp's native part cannot be imported ({error}): install the wheel again"
+            ) from error
+        return native.CpuPool(self.threads)
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        return self.allocate_host(nbytes, _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 4096)
+
+    def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
+        check_alignment(alignment)
+        slack = alignment if alignment > mmap.PAGESIZE else 0
+        try:
+            mapping = mmap.mmap(
+                -1, positive(nbytes) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except (OSError, OverflowError) as error:
+            raise DeviceOutOfMemory(f"allocating {nbytes} bytes of host memory: {error}") from error
+        if nbytes >= _HUGE_PAGE_BYTES:
+            # Random lines of a large cache miss the TLB on almost every access with 4 KiB pages.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        return DeviceMemory(self, align_up(base, alignment), nbytes, mapping.close, on_host=True)
+
+    def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
+        return Registration(self, address, positive(nbytes), lambda: None)
+
+    def upload(self, address: int, data: ReadableBuffer | npt.NDArray[Any]) -> None:
+        source = host_bytes(data, writable=False)
+        ctypes.memmove(address, source.ctypes.data, source.nbytes)
+
+    def download_into(self, address: int, target: WriteableBuffer | npt.NDArray[Any]) -> None:
+        destination = host_bytes(target, writable=True)
+        ctypes.memmove(destination.ctypes.data, address, destination.nbytes)
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        ctypes.memset(address, byte, nbytes)
+
+    def memory_info(self) -> MemoryInfo:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        with Path("/proc/meminfo").open() as file:
+            fields = dict(line.split(":", 1) for line in file)
+        # "MemAvailable:   123456 kB": what could be used without swapping, page cache included.
+        available = int(fields["MemAvailable"].split()[0]) << 10
+        return MemoryInfo(available, total)
+
+    def launch(
+        self,
+        name: str,
+        params: ctypes.Structure | bytes,
+        *,
+        warps: int,
+        block_threads: int = 256,
+        max_blocks: int | None = None,
+        stream: object = None,
+        serve: Sequence[int] = (),
+    ) -> None:
+        self._check_open()
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"this CPU device belongs to process {self._pid}: a forked child must open its own"
+            )
+        if warps <= 0:
+            return
+        try:
+            self._pool.launch(f"fw_{name}", bytes(params), min(warps, self.threads), list(serve))
+        except (KeyError, ValueError) as error:
+            raise ArgumentError(f"launch of {name} on the CPU: {error.args[0]}") from error
+
+    def close(self) -> None:
+        """Ends the threads and releases everything. May be called twice."""
+        with self._lock:
+            # Waits for a running launch. A forked child has none of its parent's threads.
+            if "_pool" in self.__dict__ and os.getpid() == self._pid:
+                self._pool.close()
+            super().close()
+
+    def default_stream(self) -> Stream:
+        return Stream(0)
+
+    def current_stream(self, library: str) -> Stream:
+        return Stream(0)
+
+    def order(self, before: object, after: object) -> None:
+        pass
+
+    def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+        pass
+
+    def event(self) -> Event:
+        return _CpuEvent()
+
+    def describe(self) -> str:
+        return f"cpu ({self.threads} threads)"
+
+
+class _CpuEvent(Event):
+    """Launches on the CPU end before they return, so an event is the time of its record."""
+
+    def __init__(self) -> None:
+        self._recorded_ns = 0
+
+    def record(self, stream: object = None) -> None:
+        self._recorded_ns = time.perf_counter_ns()
+
+    def done(self) -> bool:
+        return True
+
+    def elapsed_ms(self, start: Event) -> float:
+        if not isinstance(start, _CpuEvent):
+            raise ArgumentError("both events must come from one device")
+        return (self._recorded_ns - start._recorded_ns) * 1e-6

@@ -1,0 +1,288 @@
+"""`CudaDevice`: a GPU, its memory, kernels and streams, through the calls of `_jit/driver.py`."""
+
+# The methods of a device are documented in `Device`, and some devices need not all their arguments.
+# ruff: noqa: ARG002, D102
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from flashwarp._foreign import stream_handle
+from flashwarp._jit import compiler, driver
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream, quietly
+from flashwarp.device.memory import (
+    DeviceMemory,
+    MemoryInfo,
+    Owned,
+    Registration,
+    align_up,
+    check_alignment,
+    host_bytes,
+    positive,
+)
+from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+_log = logging.getLogger(__name__)
+
+_WARP_THREADS = 32
+
+
+class CudaDevice(Device):
+    """A GPU, in the primary context that it shares with torch and others.
+
+    Parameters
+    ----------
+    ordinal : int
+        Its number among the GPUs that CUDA_VISIBLE_DEVICES leaves.
+
+    Notes
+    -----
+    Kernels are compiled, or found on disk, and loaded completely when the first is launched.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, ordinal: int = 0) -> None:
+        super().__init__()
+        self.ordinal = ordinal
+        self.name = f"cuda:{ordinal}"
+        self.context = driver.Context(ordinal)
+        self._stream = Stream(self.context.create_stream())
+
+    @functools.cached_property
+    def arch(self) -> str:
+        """The architecture that kernels are compiled for, such as "sm_90"."""
+        return compiler.architecture(self.context.compute_capability)
+
+    # Memory.
+
+    def allocate(self, nbytes: int) -> DeviceMemory:
+        address = self.context.allocate(positive(nbytes))
+        release = functools.partial(_if_usable, self.context, self.context.free, address)
+        memory = DeviceMemory(self, address, nbytes, release, on_host=False)
+        self.fill(address, 0, nbytes)
+        return memory
+
+    def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
+        check_alignment(alignment)
+        # The driver cuts small allocations out of one page, so none of them is aligned by itself.
+        slack = alignment
+        base = self.context.allocate_host(positive(nbytes) + slack)
+        release = functools.partial(_if_usable, self.context, self.context.free_host, base)
+        ctypes.memset(base, 0, nbytes + slack)
+        return DeviceMemory(self, align_up(base, alignment), nbytes, release, on_host=True)
+
+    def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
+        self.context.register_host(address, positive(nbytes), read_only)
+        release = functools.partial(_if_usable, self.context, self.context.unregister_host, address)
+        return Registration(self, address, nbytes, release)
+
+    def upload(self, address: int, data: ReadableBuffer | npt.NDArray[Any]) -> None:
+        source = host_bytes(data, writable=False)
+        if source.nbytes:
+            # A copy of pageable memory blocks in the driver until the work before it is done,
+            # without a time limit; so that work is waited for here, with one.
+            self.synchronize()
+            self.context.copy_to_device(
+                address, source.ctypes.data, source.nbytes, self._stream.handle
+            )
+            self.synchronize()
+
+    def download_into(self, address: int, target: WriteableBuffer | npt.NDArray[Any]) -> None:
+        destination = host_bytes(target, writable=True)
+        if destination.nbytes:
+            # A copy of pageable memory blocks in the driver until the work before it is done,
+            # without a time limit; so that work is waited for here, with one.
+            self.synchronize()
+            self.context.copy_to_host(
+                destination.ctypes.data, address, destination.nbytes, self._stream.handle
+            )
+            self.synchronize()
+
+    def fill(self, address: int, byte: int, nbytes: int) -> None:
+        if nbytes:
+            self.context.fill(address, byte, nbytes, self._stream.handle)
+            self.synchronize()
+
+    def memory_info(self) -> MemoryInfo:
+        return MemoryInfo(*self.context.memory_info())
+
+    # Kernels.
+
+    @functools.cached_property
+    def artifact(self) -> compiler.Artifact:
+        """The compiled built-in kernels with their resources."""
+        return compiler.compile_module(self.arch)
+
+    @functools.cached_property
+    def _module(self) -> driver.Module:
+        return driver.Module(self.context, self.artifact.cubin, tuple(self.artifact.kernels))
+
+    def load(self) -> None:
+        """Compile and load all built-in kernels, which the first launch does otherwise."""
+        with self._lock:
+            self._check_open()
+            _ = self._module
+
+    def grid(
+        self, name: str, *, warps: int, block_threads: int = 256, max_blocks: int | None = None
+    ) -> int:
+        """How many blocks `launch` uses for this kernel with these arguments."""
+        if block_threads <= 0 or block_threads % _WARP_THREADS:
+            raise ArgumentError(f"block_threads={block_threads} is not a positive multiple of 32")
+        useful = -(-warps * _WARP_THREADS // block_threads)
+        resident = self._resident_blocks(name, block_threads)
+        return max(0, min(useful, resident, resident if max_blocks is None else max_blocks))
+
+    def _resident_blocks(self, name: str, block_threads: int) -> int:
+        """How many blocks of a kernel the whole GPU holds at a time."""
+        kernel = self._kernel(name)
+        blocks = self._module.resident_blocks(kernel, block_threads)
+        if blocks == 0:
+            raise DeviceError(
+                f"kernel {kernel.name} cannot run with {block_threads} threads a block: it uses "
+                f"{kernel.registers} registers and allows {kernel.threads_max} threads"
+            )
+        return blocks * self.context.multiprocessors
+
+    def _kernel(self, name: str) -> driver.Kernel:
+        self.load()
+        kernel = self._module.kernels.get(f"fw_{name}")
+        if kernel is None:
+            known = ", ".join(sorted(self._module.kernels))
+            raise ArgumentError(f"there is no kernel fw_{name}; the module has: {known}")
+        return kernel
+
+    def launch(
+        self,
+        name: str,
+        params: ctypes.Structure | bytes,
+        *,
+        warps: int,
+        block_threads: int = 256,
+        max_blocks: int | None = None,
+        stream: object = None,
+        serve: Sequence[int] = (),
+    ) -> None:
+        blocks = self.grid(name, warps=warps, block_threads=block_threads, max_blocks=max_blocks)
+        kernel = self._kernel(name)
+        struct = bytes(params)
+        expected = self.artifact.kernels[kernel.name].param_bytes
+        if len(struct) != expected:
+            raise DeviceError(
+                f"kernel {kernel.name} takes a struct of {expected} bytes, but the host's has "
+                f"{len(struct)}: their layouts differ"
+            )
+        if blocks:
+            self.context.launch(kernel, blocks, block_threads, struct, self._handle(stream))
+
+    # Streams.
+
+    def _handle(self, stream: object) -> int:
+        return self._stream.handle if stream is None else stream_handle(stream)
+
+    def default_stream(self) -> Stream:
+        return self._stream
+
+    def current_stream(self, library: str) -> Stream:
+        module = sys.modules.get(library)
+        if library == "torch" and module is not None:
+            return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
+        if library == "cupy" and module is not None:
+            with module.cuda.Device(self.ordinal):
+                return Stream(int(module.cuda.get_current_stream().ptr))
+        return self._stream
+
+    def order(self, before: object, after: object) -> None:
+        first, second = self._handle(before), self._handle(after)
+        if first == second:
+            return
+        event = self.context.create_event(timing=False)
+        try:
+            self.context.record_event(event, first)
+            self.context.stream_wait_event(second, event)
+        finally:
+            # The driver keeps a destroyed event until the streams have passed it.
+            self.context.destroy_event(event)
+
+    def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
+        handle = self._handle(stream)
+        done = functools.partial(self.context.stream_done, handle)
+        driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
+
+    def event(self) -> Event:
+        return _CudaEvent(self)
+
+    def describe(self) -> str:
+        major, minor = self.context.compute_capability
+        gib = self.memory_info().total_bytes / (1 << 30)
+        return (
+            f"{self.name} ({self.context.model}, compute capability {major}.{minor}, "
+            f"{self.context.multiprocessors} multiprocessors, {gib:.0f} GiB)"
+        )
+
+    def close(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait for the library's stream, then release everything. May be called twice.
+
+        When the stream does not end in time, nothing is released and DeviceTimeout is raised:
+        freeing memory under a running kernel would wait without a limit.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if self.context.usable:
+                self._wait_before_close(timeout_s)
+            super().close()
+            if self.context.usable:
+                self._close_context()
+
+    def _wait_before_close(self, timeout_s: float) -> None:
+        try:
+            self.synchronize(timeout_s=timeout_s)
+        except DeviceTimeout:
+            raise
+        except DeviceError as error:
+            _log.warning("closing %s after a fault: %s", self.name, error)
+
+    def _close_context(self) -> None:
+        if "_module" in self.__dict__:
+            quietly(self._module.close)
+        quietly(functools.partial(self.context.destroy_stream, self._stream.handle))
+        quietly(self.context.close)
+
+
+def _if_usable(context: driver.Context, call: Callable[..., None], *arguments: int) -> None:
+    """In a forked child the parent's memory is not ours to free."""
+    if context.usable:
+        call(*arguments)
+
+
+class _CudaEvent(Event, Owned):
+    def __init__(self, device: CudaDevice) -> None:
+        self._context = device.context
+        self._cuda = device
+        self._event = self._context.create_event(timing=True)
+        release = functools.partial(
+            _if_usable, self._context, self._context.destroy_event, self._event
+        )
+        Owned.__init__(self, device, release)
+
+    def record(self, stream: object = None) -> None:
+        self._context.record_event(self._event, self._cuda._handle(stream))
+
+    def done(self) -> bool:
+        return self._context.event_done(self._event)
+
+    def elapsed_ms(self, start: Event) -> float:
+        if not isinstance(start, _CudaEvent) or start.device is not self.device:
+            raise ArgumentError("both events must come from one device")
+        return self._context.elapsed_ms(start._event, self._event)

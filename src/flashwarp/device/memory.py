@@ -1,0 +1,270 @@
+"""What a device hands out: memory, registrations and dense arrays, each released once.
+
+Closing a handle releases it; so does closing its device, or losing the handle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp._foreign import ArrayView
+from flashwarp.errors import ArgumentError, ClosedError, DeviceError
+
+if TYPE_CHECKING:
+    from flashwarp.device.base import Device
+
+
+@dataclass(frozen=True)
+class MemoryInfo:
+    """A device's memory in bytes: what can be allocated now, and all of it."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Owned:
+    """Something of a device to be released once: by `close`, by its device, or when lost."""
+
+    def __init__(self, device: Device, release: Callable[[], None]) -> None:
+        self.device = device
+        self._finalizer = device._own(self, release)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was released."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Release it. May be called twice; may wait for running kernels."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class DeviceMemory(Owned):
+    """Owner of one allocation; frees it when closed or lost.
+
+    Attributes
+    ----------
+    address : int
+        Where kernels, and for host memory also the host, find it.
+    nbytes : int
+        Its size.
+    on_host : bool
+        Whether the host can touch it; then `as_numpy` works.
+    """
+
+    def __init__(
+        self, device: Device, address: int, nbytes: int, release: Callable[[], None], on_host: bool
+    ) -> None:
+        super().__init__(device, release)
+        self.address = address
+        self.nbytes = nbytes
+        self.on_host = on_host
+
+    def as_numpy(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes themselves, not a copy.
+
+        The result keeps the memory from being lost, but not from `close`.
+        """
+        if not self.on_host:
+            raise DeviceError(f"the host cannot touch memory of {self.device.name}: download it")
+        return np.asarray(_HostBytes(self))
+
+    def __repr__(self) -> str:
+        where = "host" if self.on_host else self.device.name
+        return f"DeviceMemory({self.nbytes} bytes at {self.address:#x}, {where})"
+
+
+class _HostBytes:
+    """What numpy takes host memory from; numpy keeps it, and it keeps the memory."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+        }
+
+
+class Registration(Owned):
+    """Host memory of somebody else, pinned and reachable by kernels until closed."""
+
+    def __init__(
+        self, device: Device, address: int, nbytes: int, release: Callable[[], None]
+    ) -> None:
+        super().__init__(device, release)
+        self.address = address
+        self.nbytes = nbytes
+
+
+class DeviceArray:
+    """A dense array in a device's memory, for callers whose library cannot hold the result.
+
+    Any library that knows `__cuda_array_interface__` takes it without a copy; `numpy.asarray`
+    copies.
+
+    Examples
+    --------
+    >>> import flashwarp.device
+    >>> device = flashwarp.device.CpuDevice()
+    >>> array = device.empty_array((2, 3), "float32")
+    >>> array.copy_to_host().shape
+    (2, 3)
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        device: Device,
+    ) -> None:
+        self.device = device
+        self.shape = shape
+        self.dtype = dtype
+        # The stream whose work fills the array; libraries that take it order themselves after it.
+        self.stream = device.default_stream().handle
+        self._memory = memory
+
+    @property
+    def address(self) -> int:
+        """Where the data is; 0 for an array without elements."""
+        if self._memory is None:
+            return 0
+        if self._memory.closed:
+            raise ClosedError("the array was closed")
+        return self._memory.address
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("an array without dimensions has no length")
+        return self.shape[0]
+
+    def copy_to_host(self) -> npt.NDArray[Any]:
+        """Make a numpy array with the same content. Waits for the array's stream first."""
+        result = np.empty(self.shape, self.dtype)
+        if self.size:
+            self.device.synchronize(self.stream)
+            self.device.download_into(self.address, result)
+        return result
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("an array in device memory becomes a numpy array only by a copy")
+        return self.copy_to_host().astype(dtype or self.dtype, copy=False)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.device.kind != "cuda":
+            raise AttributeError("only arrays on a GPU have __cuda_array_interface__")
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "descr": self.dtype.descr,
+            "data": (self.address, False),
+            "strides": None,
+            "stream": self.stream or 1,
+        }
+
+    def __flashwarp_view__(self) -> ArrayView:
+        return ArrayView(
+            address=self.address,
+            shape=self.shape,
+            dtype=self.dtype,
+            contiguous=True,
+            device_kind=self.device.kind,
+            ordinal=self.device.ordinal,
+            library="other",
+            owner=self,
+            stream=self.stream if self.device.kind == "cuda" else None,
+        )
+
+    def close(self) -> None:
+        """Free the memory. May be called twice."""
+        if self._memory is not None:
+            self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
+
+
+# Checks and views that devices share.
+
+
+def positive(nbytes: int) -> int:
+    """Check the size of an allocation."""
+    if nbytes <= 0:
+        raise ArgumentError(f"cannot allocate {nbytes} bytes")
+    return nbytes
+
+
+def check_alignment(alignment: int) -> None:
+    """Refuse what is not a power of two."""
+    if alignment <= 0 or alignment & (alignment - 1):
+        raise ArgumentError(f"alignment {alignment} is not a power of two")
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Round up to a multiple of a power of two."""
+    return (value + alignment - 1) & ~(alignment - 1)
+
+
+def host_bytes(data: Any, *, writable: bool) -> npt.NDArray[np.uint8]:
+    """View the bytes of a contiguous host buffer, not a copy."""
+    with memoryview(data) as buffer:
+        if not buffer.c_contiguous:
+            raise ArgumentError("the host buffer is not contiguous: copy it first")
+        if writable and buffer.readonly:
+            raise ArgumentError("the host buffer is read-only")
+        if buffer.nbytes == 0:
+            return np.empty(0, np.uint8)
+    result: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8)
+    return result
