@@ -355,12 +355,12 @@ def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) 
         with fw.open(
             tmp_path / "x.npy", device="cpu", line=512, cache="64 KiB", direct=direct
         ) as x:
-            assert x._look_ahead() > 0, "nothing is known before the first rows"
+            assert x._launcher.look_ahead() > 0, "nothing is known before the first rows"
 
             x.gather(index)
-            assert (x._look_ahead() > 0) == direct
+            assert (x._launcher.look_ahead() > 0) == direct
             x.gather(index)
-            assert (x._look_ahead() > 0) == direct
+            assert (x._launcher.look_ahead() > 0) == direct
 
 
 def test_prefetched_rows_come_without_another_call(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ LAYERS = [
     ["controller"],
     ["cache"],
     ["rows"],
+    ["operands", "failures"],
+    ["launcher"],
     ["array"],
     ["opening"],
     ["flashwarp"],

@@ -1,8 +1,8 @@
 """`Array`: an array larger than memory, gathered and scattered by device threads.
 
-What a user holds. Turns calls into launches of the row kernels, and what went wrong below into
-typed errors. Everything under it, the cache, the queue pairs, the controller and the storage, is
-released by `close`, in reverse.
+What a user holds. Its calls become launches of the row kernels (`launcher`) on what the caller
+brings (`operands`), and what went wrong below becomes typed errors (`failures`). Everything under
+it, the cache, the queue pairs, the controller and the storage, is released by `close`, in reverse.
 """
 
 from __future__ import annotations
@@ -20,22 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import config, rows
-from flashwarp.cache import Cache, Volume
+from flashwarp.cache import Cache
 from flashwarp.controller import SoftwareController
-from flashwarp.device import ArrayView, CpuDevice, Device, empty_like_library, stream_handle
-from flashwarp.errors import (
-    ArgumentError,
-    BoundsError,
-    ClosedError,
-    ControllerError,
-    ControllerTimeout,
-    DtypeError,
-    ForkError,
-    IndexDtypeError,
-    ReadOnlyError,
-    StorageError,
-)
-from flashwarp.rows import ArrayStruct, MaintenanceParams, RowParams
+from flashwarp.device import Device, stream_handle
+from flashwarp.errors import BoundsError, ClosedError, ForkError, ReadOnlyError, StorageError
+from flashwarp.failures import raise_failure
+from flashwarp.launcher import Launcher
+from flashwarp.operands import Index, Operands, is_foreign
+from flashwarp.rows import ArrayStruct
 from flashwarp.stats import Stats
 from flashwarp.storage import Storage
 
@@ -44,17 +36,8 @@ __all__ = ["Array", "Explanation"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LBA_BYTES = 512
-
-# Waking a thread of the CPU device takes 50 us, as long as copying this much.
-_BYTES_WORTH_A_THREAD = 128 << 10
 _FLUSH = 0x00
-_TIMED_OUT = 0x7FF
-_CAPACITY_EXCEEDED = 0x081
-_WRITE_FAULT = 0x280
-_UNRECOVERED_READ = 0x281
 _DROP_ALL = 2
-_OPERATIONS = {0x00: "flush", 0x01: "write", 0x02: "read"}
 
 # What open arrays need to close. An array that is lost as a part of a cycle is closed by the
 # garbage collector, which would otherwise have freed their memory first: it runs the callbacks of
@@ -156,7 +139,6 @@ class Array:
         self._pid = os.getpid()
         self._closed = False
         self._streams: set[int] = set()
-        self._volume: Volume | None = None
         self._flush_failure: StorageError | None = None
         queues = controller.attach(storage, self.device, cache.line_bytes, cache.frames)
         try:
@@ -164,6 +146,8 @@ class Array:
         except BaseException:
             controller.close()
             raise
+        self._operands = Operands(self.device, dtype, self._row_shape, self._row_count)
+        self._launcher = Launcher(cache, self._volume, controller, self._row_bytes, self._row_count)
         _kept[id(self)] = (cache, controller, self._volume, storage, release)
 
     # What it is.
@@ -252,14 +236,13 @@ class Array:
         """
         self._need_axis()
         index = self._index(idx, stream)
-        shape = index.shape + self._row_shape
-        target = self._target(out, shape, index.library)
+        target = self._operands.target(out, index.shape, index.library)
         if index.size and self._row_bytes:
-            self._launch_rows("gather", index, target.address, stream)
+            self._move_rows("gather", index, target.address, stream)
         return target.finish(stream)
 
     def __getitem__(self, key: Any) -> Any:
-        if self._is_foreign_index(key):
+        if is_foreign(key):
             return self.gather(key)
         with self._lock:
             self._check_usable()
@@ -296,9 +279,7 @@ class Array:
         index = self._index(idx_or_slice, stream)
         if not index.size or not self._row_bytes:
             return
-        params = self._row_params(index, 0)
-        params.segments = rows.segments_per_row(self._row_bytes, self.cache.line_bytes)
-        self._launch("prefetch_rows", params, index.size * params.segments, stream)
+        self._launcher.prefetch_rows(index, stream)
         self._finish("prefetch", stream)
 
     # Writing.
@@ -330,15 +311,14 @@ class Array:
         self._need_writable()
         self._need_axis()
         index = self._index(idx, stream)
-        shape = index.shape + self._row_shape
-        source = self._source(values, shape)
+        source = self._operands.source(values, index.shape)
         if index.size and self._row_bytes:
-            self._launch_rows("scatter", index, source.address, stream)
+            self._move_rows("scatter", index, source.address, stream)
         source.release()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._need_writable()
-        if self._is_foreign_index(key):
+        if is_foreign(key):
             self.scatter(key, value)
             return
         with self._lock:
@@ -350,7 +330,7 @@ class Array:
                 held = self._read_selection(chosen).reshape(shape)
                 held[(slice(None),) * len(lead) + chosen.rest] = np.asarray(value)
                 value = held
-            block = self._host_values(value, shape)
+            block = self._operands.host_values(value, shape)
             if isinstance(chosen.rows, range) and (chosen.rows.step == 1 or len(chosen.rows) < 2):
                 if block.nbytes:
                     self._move_range("scatter", chosen.rows, block)
@@ -380,7 +360,7 @@ class Array:
         """A snapshot of the counters; waits for the array's other calls."""
         with self._lock:
             self._check_usable()
-            events = self._volume_().counters()
+            events = self._volume.counters()
             queues = self._controller.queues.counters()
             return Stats(
                 **events,
@@ -409,7 +389,7 @@ class Array:
         Valid until `close`. After launches that use it, call `synchronize`.
         """
         self._check_usable()
-        volume = self._volume_()
+        volume = self._volume
         return ArrayStruct(
             shape=self.cache.geometry,
             cache=self.cache.address,
@@ -467,10 +447,9 @@ class Array:
                 failure = error
             self._closed = True
             self._controller.close()
-            if self._volume is not None:
-                if failure is not None and not self._owns_cache:
-                    failure = self._forget_lines(failure)
-                self.cache.detach(self._volume)
+            if failure is not None and not self._owns_cache:
+                failure = self._forget_lines(failure)
+            self.cache.detach(self._volume)
             if self._owns_cache:
                 self.cache.close()
             self._release()
@@ -480,10 +459,8 @@ class Array:
 
     def _forget_lines(self, failure: Exception) -> Exception:
         """Give frames back that commands without an answer held, now that none can come."""
-        lines = self.cache.set_count * self.cache.ways
-        params = self._maintenance(drop=_DROP_ALL)
         try:
-            self.device.launch("invalidate_lines", params, warps=self._warps(lines))
+            self._launcher.forget_lines(_DROP_ALL)
             self.device.synchronize()
         except Exception as error:  # the first failure is what the caller must know
             failure.add_note(f"then, in giving up the array's lines: {error}")
@@ -518,8 +495,7 @@ class Array:
         """
         if self.writable and not drop_dirty:
             self._flush()
-        lines = self.cache.set_count * self.cache.ways
-        self._maintain("invalidate_lines", warps=self._warps(lines), drop=int(drop_dirty))
+        self._maintain("invalidate_lines", drop=int(drop_dirty))
 
     def __enter__(self) -> Self:
         return self
@@ -528,7 +504,7 @@ class Array:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_volume", None) is None or self._closed or os.getpid() != self._pid:
+        if not hasattr(self, "_launcher") or self._closed or os.getpid() != self._pid:
             return
         try:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
@@ -554,163 +530,32 @@ class Array:
         if not self.shape:
             raise BoundsError("an array without axes has no rows: use x[...]")
 
-    def _volume_(self) -> Volume:
-        if self._volume is None:
-            raise ClosedError("the array is closed")
-        return self._volume
+    # Launches.
 
-    # Indices, targets and sources.
+    def _index(self, idx: Any, stream: Any) -> Index:
+        index = self._operands.index(idx)
+        if not index.checked and index.size:
+            self._check_indices(index, stream or self.device.current_stream(index.library))
+        return index
 
-    def _is_foreign_index(self, key: Any) -> bool:
-        return hasattr(key, "__cuda_array_interface__") or (
-            hasattr(key, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)
-        )
-
-    def _index(self, idx: Any, stream: Any) -> _Index:
-        if self._is_foreign_index(idx):
-            view = self.device.view(idx)
-            if view.dtype not in (np.dtype(np.int64), np.dtype(np.int32)):
-                raise IndexDtypeError(f"indices of dtype {view.dtype}: use int64 or int32")
-            if view.device_kind == self.device.kind and not view.contiguous:
-                raise ArgumentError("the indices are not contiguous: copy them first")
-            if view.device_kind == "cuda" and self.device.kind == "cuda":
-                index = _Index(view.address, view.shape, view.dtype.itemsize, view.library, idx)
-                self._check_device_indices(index, stream or self._stream_of(view))
-                return index
-            if view.device_kind == "cuda":
-                raise ArgumentError("the indices are on a GPU, the array is on the CPU device")
-            idx = np.from_dlpack(idx)
-            host = rows.host_indices(idx, self._row_count)
-            return self._host_index(host, view.library)
-        return self._host_index(rows.host_indices(idx, self._row_count), "numpy")
-
-    def _host_index(self, host: npt.NDArray[np.int64], library: str) -> _Index:
-        if self.device.kind == "cpu" or host.size == 0:
-            return _Index(host.ctypes.data, host.shape, 8, library, host)
-        copy = self.device.empty_array(host.shape, np.int64)
-        self.device.upload(copy.address, np.ascontiguousarray(host))
-        return _Index(copy.address, host.shape, 8, library, copy)
-
-    def _stream_of(self, view: ArrayView) -> Any:
-        return self.device.current_stream(view.library)
-
-    def _check_device_indices(self, index: _Index, stream: Any) -> None:
-        if index.size == 0:
-            return
-        params = self._row_params(index, 0)
-        self._launch("check_indices", params, index.size, stream)
+    def _check_indices(self, index: Index, stream: Any) -> None:
+        self._launcher.check_indices(index, stream)
         self.device.synchronize(stream)
-        volume = self._volume_()
-        record = volume.error_record()
+        record = self._volume.error_record()
         if not record.index_count:
             return
         position = int(record.index)
-        volume.clear_errors()
+        self._volume.clear_errors()
         raw = self.device.download(index.address + position * index.itemsize, index.itemsize)
         value = int.from_bytes(raw, "little", signed=True)
         raise BoundsError(f"index {value} is out of bounds for an axis of length {self._row_count}")
 
-    def _target(self, out: Any, shape: tuple[int, ...], library: str) -> _Target:
-        on_gpu = self.device.kind == "cuda"
-        if out is None:
-            if not on_gpu and library in ("numpy", "other"):
-                out = np.empty(shape, self.dtype)
-                return _Target(out.ctypes.data, out, None)
-            if on_gpu and library == "numpy":
-                held = self.device.empty_array(shape, self.dtype)
-                return _Target(held.address, None, held)
-            out = empty_like_library(library, shape, self.dtype, self.device)
-        view = self.device.view(out)
-        if view.shape != shape:
-            raise ArgumentError(f"out has shape {view.shape}, the rows have {shape}")
-        if view.dtype != self.dtype:
-            raise DtypeError(f"out has dtype {view.dtype}, the array {self.dtype}")
-        if not view.contiguous or view.read_only:
-            raise ArgumentError("out must be contiguous and writable")
-        if view.device_kind == "cpu" and on_gpu:
-            held = self.device.empty_array(shape, self.dtype)
-            return _Target(held.address, out, held)
-        if view.device_kind == "cuda" and not on_gpu:
-            raise ArgumentError("out is on a GPU, the array is on the CPU device")
-        return _Target(view.address, out, None)
-
-    def _host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        try:
-            given = np.asarray(values, self.dtype)
-            # As numpy's assignment does: leading axes of one are dropped, but not for a scalar.
-            while given.ndim > len(shape) >= 1 and given.shape[0] == 1:
-                given = given[0]
-            host = np.broadcast_to(given, shape)
-        except ValueError as error:
-            raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
-        return np.ascontiguousarray(host)
-
-    def _source(self, values: Any, shape: tuple[int, ...]) -> _Source:
-        if hasattr(values, "__cuda_array_interface__"):
-            view = self.device.view(values)
-            if self.device.kind != "cuda":
-                raise ArgumentError("the values are on a GPU, the array is on the CPU device")
-            if view.shape != shape or view.dtype != self.dtype or not view.contiguous:
-                raise ArgumentError(
-                    f"values of shape {view.shape} and dtype {view.dtype} must be a contiguous "
-                    f"array of shape {shape} and dtype {self.dtype}"
-                )
-            self.device.order(self._stream_of(view), None)
-            return _Source(view.address, values, None)
-        host = self._host_values(values, shape)
-        if self.device.kind == "cpu" or host.nbytes == 0:
-            return _Source(host.ctypes.data, host, None)
-        held = self.device.empty_array(shape, self.dtype)
-        self.device.upload(held.address, host)
-        return _Source(held.address, host, held)
-
-    # Launches.
-
-    def _row_params(self, index: _Index, buffer: int) -> RowParams:
-        return RowParams(
-            shape=self.cache.geometry,
-            cache=self.cache.address,
-            volume=self._volume_().address,
-            indices=index.address,
-            index_count=index.size,
-            rows=buffer,
-            row_bytes=self._row_bytes,
-            row_count=self._row_count,
-            look_ahead=self._look_ahead(),
-            index_bytes=index.itemsize,
-            segments=1,
-            batch=rows.segments_per_batch(self.cache.line_bytes),
-        )
-
-    def _look_ahead(self) -> int:
-        """Rows in flight ahead of the one being copied; only storage that waits needs them."""
-        if not isinstance(self.device, CpuDevice) or self._controller.path == "mapped":
-            return 0
-        if not self._controller.worth_looking_ahead():
-            return 0
-        queues = self._controller.queues
-        lines = self.cache.set_count * self.cache.ways
-        slots = queues.count * (queues.depth - 1)
-        return min(config.current().look_ahead, min(lines // 4, slots) // self.device.threads)
-
-    def _warps(self, items: int, batch: int = 32) -> int:
-        if self.device.kind == "cpu":
-            batch = max(1, _BYTES_WORTH_A_THREAD // self.cache.line_bytes)
-        return -(-items // batch)
-
-    def _launch_rows(self, verb: str, index: _Index, buffer: int, stream: Any) -> None:
-        params = self._row_params(index, buffer)
-        width = rows.element_bytes(self._row_bytes, buffer)
-        if width is not None:
-            name, items = f"{verb}_elements_{width}", index.size * (self._row_bytes // width)
-        else:
-            params.segments = rows.segments_per_row(self._row_bytes, self.cache.line_bytes)
-            name, items = f"{verb}_rows", index.size * params.segments
+    def _move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
         run = stream if stream is not None else self._default_stream(index.library)
         if run is not None:
             # What uploads and other calls queued on the library's own stream comes first.
             self.device.order(None, run)
-        self._launch(name, params, items, run)
+        self._launcher.move_rows(verb, index, buffer, run)
         if stream is None:
             self._finish(verb, run)
         else:
@@ -730,60 +575,22 @@ class Array:
             address = held.address
             if verb == "scatter":
                 self.device.upload(address, block)
-        start = chosen.start * self._row_bytes
-        params = RowParams(
-            shape=self.cache.geometry,
-            cache=self.cache.address,
-            volume=self._volume_().address,
-            index_count=block.nbytes,
-            rows=address,
-            row_bytes=start,
-            row_count=self._row_count,
-            look_ahead=self._look_ahead(),
-            index_bytes=8,
-            segments=1,
-            batch=rows.segments_per_batch(self.cache.line_bytes),
-        )
-        line = self.cache.line_bytes
-        items = (start + block.nbytes - 1) // line - start // line + 1
-        self._launch(f"{verb}_rows", params, items, None)
+        self._launcher.move_range(verb, chosen.start, address, block.nbytes)
         self._finish(verb, None)
         if held is not None:
             if verb == "gather":
                 self.device.download_into(address, block)
             held.close()
 
-    def _launch(self, name: str, params: RowParams, items: int, stream: Any) -> None:
-        self._controller.wake()
-        serve = (self._controller.address,) if self.device.kind == "cpu" else ()
-        batch = params.batch if name.endswith("_rows") else 32
-        self.device.launch(
-            name, params, warps=self._warps(items, batch), stream=stream, serve=serve
-        )
-
-    def _maintenance(self, **fields: int) -> MaintenanceParams:
-        volume = self._volume_()
-        return MaintenanceParams(
-            cache=self.cache.address,
-            volume=volume.address,
-            line_begin=volume.line_begin,
-            line_end=volume.line_begin + volume.line_count,
-            **fields,
-        )
-
-    def _maintain(self, name: str, *, warps: int, **fields: int) -> None:
-        params = self._maintenance(**fields)
-        self._controller.wake()
-        serve = (self._controller.address,) if self.device.kind == "cpu" else ()
-        self.device.launch(name, params, warps=warps, serve=serve)
+    def _maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
+        self._launcher.maintain(name, warps=warps, **fields)
         self._finish(name, None)
 
     def _flush(self) -> None:
         self._wait_streams()
         if not self.writable:
             return
-        lines = self.cache.set_count * self.cache.ways
-        self._maintain("flush_lines", warps=self._warps(lines))
+        self._maintain("flush_lines")
         if self._flush_failure is not None:
             raise _again(self._flush_failure)
         try:
@@ -803,7 +610,7 @@ class Array:
         """Wait for the calls that were given a stream, and raise what they met."""
         while self._streams:
             self.device.synchronize(self._streams.pop())
-        self._raise_errors("a call on a stream")
+        self._raise_failure("a call on a stream")
 
     def _wait_neighbours(self) -> None:
         """Wait for kernels of other arrays on the cache, which may be helping our queues."""
@@ -813,101 +620,10 @@ class Array:
     def _finish(self, what: str, stream: Any) -> None:
         limit = 2 * config.current().timeout_s
         self.device.synchronize(stream, timeout_s=max(limit, 60.0))
-        self._raise_errors(what)
+        self._raise_failure(what)
 
-    def _raise_errors(self, what: str) -> None:
-        volume = self._volume_()
-        record = volume.error_record()
-        if not record.count:
-            return
-        status, line, opcode = int(record.status), int(record.line), int(record.opcode)
-        volume.clear_errors()
-        failures = self._controller.take_errors()
-        offset = line * self.cache.line_bytes
-        if status == _TIMED_OUT:
-            raise ControllerTimeout(
-                f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
-                f"{offset}.. of the array, and gave up: the storage does not answer"
-            )
-        # The controller's log also holds failed prefetches, which nobody asked about: prefer the
-        # entry of the very blocks that this record is about.
-        operation = _OPERATIONS.get(opcode)
-        failures = [e for e in failures if e.get("errno") and operation in (None, e.get("op"))]
-        exact = [e for e in failures if e.get("lba") == offset // _LBA_BYTES]
-        chosen = next(iter(exact + failures), None)
-        if chosen is None:
-            if status in (_CAPACITY_EXCEEDED, _WRITE_FAULT, _UNRECOVERED_READ):
-                number = errno.ENOSPC if status == _CAPACITY_EXCEEDED else errno.EIO
-                # A write of ours would be in the log: this one made room by a neighbour's line.
-                why = ": another array's line could not be written back" if opcode == 1 else ""
-                raise StorageError(
-                    number,
-                    f"{what} failed at byte {offset} of the array{why} (NVMe status {status:#05x})",
-                    self._storage.path,
-                    offset=offset,
-                    status=status,
-                )
-            raise ControllerError(
-                f"{what} failed at byte {offset} of the array with NVMe status {status:#05x}"
-            )
-        number = int(chosen["errno"])
-        raise StorageError(
-            number,
-            f"{what}: {chosen['op']} of {chosen['nbytes']} bytes at offset {chosen['offset']} "
-            f"failed: {chosen.get('reason') or os.strerror(number)} (NVMe status {status:#05x})",
-            str(chosen.get("path") or self._storage.path or "") or None,
-            offset=int(chosen["offset"]),
-            status=status,
-        )
-
-
-@dataclass
-class _Index:
-    """Row indices where the kernel reads them."""
-
-    address: int
-    shape: tuple[int, ...]
-    itemsize: int
-    library: str
-    owner: Any
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass
-class _Target:
-    """Where rows go: `held` is device memory that a host array receives its copy from."""
-
-    address: int
-    out: Any
-    held: Any
-
-    def finish(self, stream: Any) -> Any:
-        if self.held is None:
-            return self.out
-        if stream is not None:
-            self.held.stream = stream
-        copy = self.held.copy_to_host()
-        self.held.close()
-        if self.out is None:
-            return copy
-        np.copyto(self.out if isinstance(self.out, np.ndarray) else np.from_dlpack(self.out), copy)
-        return self.out
-
-
-@dataclass
-class _Source:
-    """Where rows come from."""
-
-    address: int
-    owner: Any
-    held: Any
-
-    def release(self) -> None:
-        if self.held is not None:
-            self.held.close()
+    def _raise_failure(self, what: str) -> None:
+        raise_failure(what, self._volume, self._controller, self._storage.path)
 
 
 def _again(failure: StorageError) -> StorageError:

@@ -1,0 +1,155 @@
+"""Launches of the built-in kernels on one array: rows by index, rows in a range, maintenance.
+
+Knows the kernels' parameters and how many warps they are worth; waits for nothing. Whoever
+launches waits, and asks `failures` what went wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashwarp import config, rows
+from flashwarp.cache import Cache, Volume
+from flashwarp.controller import SoftwareController
+from flashwarp.device import CpuDevice, Device
+from flashwarp.operands import Index
+from flashwarp.rows import MaintenanceParams, RowParams
+
+__all__ = ["Launcher"]
+
+# Waking a thread of the CPU device takes 50 us, as long as copying this much.
+_BYTES_WORTH_A_THREAD = 128 << 10
+
+
+class Launcher:
+    """What the kernels of one array need to know, and their launches."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        volume: Volume,
+        controller: SoftwareController,
+        row_bytes: int,
+        row_count: int,
+    ) -> None:
+        self.cache = cache
+        self.volume = volume
+        self.controller = controller
+        self.row_bytes = row_bytes
+        self.row_count = row_count
+
+    @property
+    def device(self) -> Device:
+        """Where the kernels run."""
+        return self.cache.device
+
+    # Rows.
+
+    def row_params(self, index: Index, buffer: int) -> RowParams:
+        """Return the parameters for rows at `index`, to or from `buffer`."""
+        return RowParams(
+            shape=self.cache.geometry,
+            cache=self.cache.address,
+            volume=self.volume.address,
+            indices=index.address,
+            index_count=index.size,
+            rows=buffer,
+            row_bytes=self.row_bytes,
+            row_count=self.row_count,
+            look_ahead=self.look_ahead(),
+            index_bytes=index.itemsize,
+            segments=1,
+            batch=rows.segments_per_batch(self.cache.line_bytes),
+        )
+
+    def look_ahead(self) -> int:
+        """Rows in flight ahead of the one being copied; only storage that waits needs them."""
+        if not isinstance(self.device, CpuDevice) or self.controller.path == "mapped":
+            return 0
+        if not self.controller.worth_looking_ahead():
+            return 0
+        queues = self.controller.queues
+        lines = self.cache.set_count * self.cache.ways
+        slots = queues.count * (queues.depth - 1)
+        return min(config.current().look_ahead, min(lines // 4, slots) // self.device.threads)
+
+    def move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
+        """Launch "gather" or "scatter" of the rows at `index`."""
+        params = self.row_params(index, buffer)
+        width = rows.element_bytes(self.row_bytes, buffer)
+        if width is not None:
+            name, items = f"{verb}_elements_{width}", index.size * (self.row_bytes // width)
+        else:
+            params.segments = rows.segments_per_row(self.row_bytes, self.cache.line_bytes)
+            name, items = f"{verb}_rows", index.size * params.segments
+        self._launch(name, params, items, stream)
+
+    def move_range(
+        self, verb: str, first_row: int, buffer: int, nbytes: int, stream: Any = None
+    ) -> None:
+        """Launch "gather" or "scatter" of rows that lie back to back from `first_row` on."""
+        start = first_row * self.row_bytes
+        params = RowParams(
+            shape=self.cache.geometry,
+            cache=self.cache.address,
+            volume=self.volume.address,
+            index_count=nbytes,
+            rows=buffer,
+            row_bytes=start,
+            row_count=self.row_count,
+            look_ahead=self.look_ahead(),
+            index_bytes=8,
+            segments=1,
+            batch=rows.segments_per_batch(self.cache.line_bytes),
+        )
+        line = self.cache.line_bytes
+        items = (start + nbytes - 1) // line - start // line + 1
+        self._launch(f"{verb}_rows", params, items, stream)
+
+    def prefetch_rows(self, index: Index, stream: Any) -> None:
+        """Launch the prefetch of the rows at `index`."""
+        params = self.row_params(index, 0)
+        params.segments = rows.segments_per_row(self.row_bytes, self.cache.line_bytes)
+        self._launch("prefetch_rows", params, index.size * params.segments, stream)
+
+    def check_indices(self, index: Index, stream: Any) -> None:
+        """Launch the check of indices; the volume's error record tells the first bad one."""
+        self._launch("check_indices", self.row_params(index, 0), index.size, stream)
+
+    def _launch(self, name: str, params: RowParams, items: int, stream: Any) -> None:
+        batch = params.batch if name.endswith("_rows") else 32
+        self._start(name, params, self._warps(items, batch), stream)
+
+    def _warps(self, items: int, batch: int = 32) -> int:
+        if self.device.kind == "cpu":
+            batch = max(1, _BYTES_WORTH_A_THREAD // self.cache.line_bytes)
+        return -(-items // batch)
+
+    # Maintenance.
+
+    def maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
+        """Launch a maintenance kernel over the array's lines; default: warps for all frames."""
+        if warps is None:
+            warps = self._warps(self.cache.set_count * self.cache.ways)
+        self._start(name, self._maintenance(**fields), warps, None)
+
+    def forget_lines(self, drop: int) -> None:
+        """Launch the dropping of the array's lines, whose controller has stopped."""
+        warps = self._warps(self.cache.set_count * self.cache.ways)
+        self.device.launch("invalidate_lines", self._maintenance(drop=drop), warps=warps)
+
+    def _maintenance(self, **fields: int) -> MaintenanceParams:
+        return MaintenanceParams(
+            cache=self.cache.address,
+            volume=self.volume.address,
+            line_begin=self.volume.line_begin,
+            line_end=self.volume.line_begin + self.volume.line_count,
+            **fields,
+        )
+
+    def _start(
+        self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: Any
+    ) -> None:
+        self.controller.wake()
+        serve = (self.controller.address,) if self.device.kind == "cpu" else ()
+        self.device.launch(name, params, warps=warps, stream=stream, serve=serve)

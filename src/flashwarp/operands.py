@@ -1,0 +1,175 @@
+"""What the caller of an array brings: row indices, places for rows, and rows to store.
+
+`Operands` takes arrays of any library and of the host, checks them, and puts what the device
+cannot reach where it can. Nothing here launches; indices that lie on a GPU are checked by a kernel,
+which the array launches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import rows
+from flashwarp.device import Device, empty_like_library
+from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
+
+__all__ = ["Index", "Operands", "Source", "Target", "is_foreign"]
+
+
+@dataclass
+class Index:
+    """Row indices where the kernel reads them."""
+
+    address: int
+    shape: tuple[int, ...]
+    itemsize: int
+    library: str
+    owner: Any
+    checked: bool = True
+    """False on a GPU: their values are not known to the host."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class Target:
+    """Where rows go: `held` is device memory that a host array receives its copy from."""
+
+    address: int
+    out: Any
+    held: Any
+
+    def finish(self, stream: Any) -> Any:
+        """Return the rows where the caller wants them; waits for `stream` if they are copied."""
+        if self.held is None:
+            return self.out
+        if stream is not None:
+            self.held.stream = stream
+        copy = self.held.copy_to_host()
+        self.held.close()
+        if self.out is None:
+            return copy
+        np.copyto(self.out if isinstance(self.out, np.ndarray) else np.from_dlpack(self.out), copy)
+        return self.out
+
+
+@dataclass
+class Source:
+    """Where rows come from; `held` is their copy in device memory."""
+
+    address: int
+    owner: Any
+    held: Any
+
+    def release(self) -> None:
+        """Free the copy, once no kernel reads it."""
+        if self.held is not None:
+            self.held.close()
+
+
+def is_foreign(key: Any) -> bool:
+    """Tell an array of another library, whose elements the host may not reach."""
+    return hasattr(key, "__cuda_array_interface__") or (
+        hasattr(key, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)
+    )
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Checks and places the operands of one array, whose rows have this dtype and shape."""
+
+    device: Device
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+    row_count: int
+
+    def index(self, idx: Any) -> Index:
+        """Place row indices. Those of the host are checked, those on a GPU are not yet."""
+        if not is_foreign(idx):
+            return self._host_index(rows.host_indices(idx, self.row_count), "numpy")
+        view = self.device.view(idx)
+        if view.dtype not in (np.dtype(np.int64), np.dtype(np.int32)):
+            raise IndexDtypeError(f"indices of dtype {view.dtype}: use int64 or int32")
+        if view.device_kind == self.device.kind and not view.contiguous:
+            raise ArgumentError("the indices are not contiguous: copy them first")
+        if view.device_kind == "cuda" and self.device.kind == "cuda":
+            itemsize = view.dtype.itemsize
+            return Index(view.address, view.shape, itemsize, view.library, idx, checked=False)
+        if view.device_kind == "cuda":
+            raise ArgumentError("the indices are on a GPU, the array is on the CPU device")
+        host = rows.host_indices(np.from_dlpack(idx), self.row_count)
+        return self._host_index(host, view.library)
+
+    def _host_index(self, host: npt.NDArray[np.int64], library: str) -> Index:
+        if self.device.kind == "cpu" or host.size == 0:
+            return Index(host.ctypes.data, host.shape, 8, library, host)
+        copy = self.device.empty_array(host.shape, np.int64)
+        self.device.upload(copy.address, np.ascontiguousarray(host))
+        return Index(copy.address, host.shape, 8, library, copy)
+
+    def target(self, out: Any, lead: tuple[int, ...], library: str) -> Target:
+        """Place the rows that a read returns: in `out`, or in a new array of `library`."""
+        shape = lead + self.row_shape
+        on_gpu = self.device.kind == "cuda"
+        if out is None:
+            if not on_gpu and library in ("numpy", "other"):
+                out = np.empty(shape, self.dtype)
+                return Target(out.ctypes.data, out, None)
+            if on_gpu and library == "numpy":
+                held = self.device.empty_array(shape, self.dtype)
+                return Target(held.address, None, held)
+            out = empty_like_library(library, shape, self.dtype, self.device)
+        view = self.device.view(out)
+        if view.shape != shape:
+            raise ArgumentError(f"out has shape {view.shape}, the rows have {shape}")
+        if view.dtype != self.dtype:
+            raise DtypeError(f"out has dtype {view.dtype}, the array {self.dtype}")
+        if not view.contiguous or view.read_only:
+            raise ArgumentError("out must be contiguous and writable")
+        if view.device_kind == "cpu" and on_gpu:
+            held = self.device.empty_array(shape, self.dtype)
+            return Target(held.address, out, held)
+        if view.device_kind == "cuda" and not on_gpu:
+            raise ArgumentError("out is on a GPU, the array is on the CPU device")
+        return Target(view.address, out, None)
+
+    def host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Broadcast values of the host to a dense array of `shape`."""
+        try:
+            given = np.asarray(values, self.dtype)
+            # As numpy's assignment does: leading axes of one are dropped, but not for a scalar.
+            while given.ndim > len(shape) >= 1 and given.shape[0] == 1:
+                given = given[0]
+            host = np.broadcast_to(given, shape)
+        except ValueError as error:
+            raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
+        return np.ascontiguousarray(host)
+
+    def source(self, values: Any, lead: tuple[int, ...]) -> Source:
+        """Place rows to store; those on a GPU are waited for by what the library queues."""
+        shape = lead + self.row_shape
+        if hasattr(values, "__cuda_array_interface__"):
+            view = self.device.view(values)
+            if self.device.kind != "cuda":
+                raise ArgumentError("the values are on a GPU, the array is on the CPU device")
+            if view.shape != shape or view.dtype != self.dtype or not view.contiguous:
+                raise ArgumentError(
+                    f"values of shape {view.shape} and dtype {view.dtype} must be a contiguous "
+                    f"array of shape {shape} and dtype {self.dtype}"
+                )
+            self.device.order(self.device.current_stream(view.library), None)
+            return Source(view.address, values, None)
+        host = self.host_values(values, shape)
+        if self.device.kind == "cpu" or host.nbytes == 0:
+            return Source(host.ctypes.data, host, None)
+        held = self.device.empty_array(shape, self.dtype)
+        self.device.upload(held.address, host)
+        return Source(held.address, host, held)
