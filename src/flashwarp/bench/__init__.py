@@ -1,1 +1,18 @@
-"""Benchmarks that run from the installed package; each prints its ceiling and its alternatives."""
+"""Benchmarks that run from the installed package; each prints its ceiling and its alternatives.
+
+One file each: a benchmark is a module here with `run(...) -> Report`, and its line in `BENCHES`.
+`run` takes `device` (text or None) and `folder` (a Path for its files) if it needs them; its other
+parameters have defaults and become options of `flashwarp bench NAME`, with the text in their
+`Annotated` as help.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BENCHES", "DEFAULT"]
+
+DEFAULT = "first_light"
+
+BENCHES = {
+    "first_light": "Rows, elements and files against the ceilings of this machine.",
+}
+"""What each module of this folder measures, in a line."""

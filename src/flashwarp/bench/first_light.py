@@ -12,18 +12,18 @@ import gc
 import importlib
 import itertools
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
-from flashwarp.bench.report import Report, Row, machine_facts, median_of
+from flashwarp.bench.report import Report, Row, machine_facts
+from flashwarp.bench.timing import device_seconds, in_turns, median_of, wall_seconds
 from flashwarp.demo.disk import measure_ceiling
 from flashwarp.device import CudaDevice, Device, resolve
 from flashwarp.npy import read_layout
@@ -83,7 +83,12 @@ def _expected(index: npt.NDArray[np.int64], words: int) -> npt.NDArray[np.uint32
     return (index[:, None] * words + np.arange(words)).astype(np.uint32)
 
 
-def run(device: str | None, folder: Path, gib: float, seed: int = 1) -> Report:
+def run(
+    device: str | None,
+    folder: Path,
+    gib: Annotated[float, "Size of the file in GiB."] = 1.0,
+    seed: Annotated[int, "Of the random rows."] = 1,
+) -> Report:
     """Measure everything that `device` can; needs `gib` GiB of disk in `folder` and of memory."""
     where = resolve(device)
     report = Report(
@@ -104,23 +109,6 @@ def run(device: str | None, folder: Path, gib: float, seed: int = 1) -> Report:
     return report
 
 
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _alternating(
-    amount: float, ours: Callable[[], object], theirs: Callable[[], object], runs: int = 7
-) -> tuple[float, float]:
-    """Median rates of two ways that take turns: what slows the machine down meets both."""
-    rates: tuple[list[float], list[float]] = ([], [])
-    for _ in range(runs + 1):
-        for call, seen in zip((ours, theirs), rates, strict=True):
-            seen.append(amount / _timed(call))
-    return median(rates[0][1:]), median(rates[1][1:])
-
-
 def _cpu(device: Device, report: Report, path: Path, rows: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = min(rows, 65536)
@@ -137,11 +125,21 @@ def _cpu(device: Device, report: Report, path: Path, rows: int, seed: int) -> No
     # Like against like: both allocate their result, then both are given it.
     with fw.open(path, device=device, cache=out.nbytes // 4) as x:
         checked = bool((x[batches[0]] == _expected(batches[0], _ROW_WORDS)).all())
-        new = _alternating(gb, lambda: x[next(turn)], lambda: plain[next(turn)])
-        given = _alternating(gb, lambda: x.gather(next(turn), out=out), take)
+        seconds = in_turns(
+            {
+                "new": partial(wall_seconds, lambda: x[next(turn)]),
+                "numpy new": partial(wall_seconds, lambda: plain[next(turn)]),
+                "given": partial(wall_seconds, lambda: x.gather(next(turn), out=out)),
+                "numpy given": partial(wall_seconds, take),
+            },
+            runs=7,
+        )
     name = "page-cached file, 4 KiB rows"
-    report.add(Row(name, new[0], "GB/s", "memmap[idx]", new[1], 1.0, checked))
-    report.add(Row(f"{name} into out=", given[0], "GB/s", "np.take(out=)", given[1]))
+    speed = {way: gb / taken for way, taken in seconds.items()}
+    report.add(Row(name, speed["new"], "GB/s", "memmap[idx]", speed["numpy new"], 1.0, checked))
+    report.add(
+        Row(f"{name} into out=", speed["given"], "GB/s", "np.take(out=)", speed["numpy given"])
+    )
     _direct(device, report, path, rows, rng)
 
 
@@ -173,11 +171,12 @@ def _direct(
             ceilings.append(measure_ceiling(path, 4096, 1.0))
             index = rng.permutation(rows)[:count]
             there = _on(device, index)
-            random.append(count / 1e3 / _timed(partial(narrow.gather, there)))
+            random.append(count / 1e3 / wall_seconds(partial(narrow.gather, there)))
             # A part of the file in order, as rows of one line each.
             first = wide_rows // _TURNS * turn
             order = _on(device, np.arange(first, first + wide_rows // _TURNS))
-            sequential.append(len(order) * (1 << 20) / 1e9 / _timed(partial(wide.gather, order)))
+            seconds = wall_seconds(partial(wide.gather, order))
+            sequential.append(len(order) * (1 << 20) / 1e9 / seconds)
         checked = bool((narrow.gather(index[:64]) == _expected(index[:64], _ROW_WORDS)).all())
         last = np.asarray(wide[first : first + 1])
         checked_wide = bool((last == _expected(np.array([first]), wide_words)).all())
@@ -244,14 +243,6 @@ class _Gpu:
         self.file_bounce(path, rows)
         _direct(self.device, self.report, path, rows, self.rng)
 
-    def kernel_seconds(self, launch: Callable[[], None]) -> float:
-        start, end = self.device.event(), self.device.event()
-        start.record()
-        launch()
-        end.record()
-        self.device.synchronize()
-        return end.elapsed_ms(start) / 1e3
-
     def mapped(self, memory: Any, nbytes: int, line: int) -> float:
         """Cold rows and raw queues over pinned memory. Returns the pull ceiling in GB/s."""
         torch = self.torch
@@ -276,10 +267,11 @@ class _Gpu:
 
             def rate(kernel: str, max_blocks: int | None = None) -> float:
                 x.controller.wake()
-                seconds = self.kernel_seconds(
+                seconds = device_seconds(
+                    self.device,
                     lambda: self.device.launch(
                         kernel, params, warps=-(-count // 32), max_blocks=max_blocks
-                    )
+                    ),
                 )
                 return count / seconds
 
@@ -311,7 +303,7 @@ class _Gpu:
             def cold() -> float:
                 x.drop_cache()
                 torch.cuda.synchronize()
-                return float(out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out)))
+                return float(out.nbytes / 1e9 / wall_seconds(lambda: x.gather(index, out=out)))
 
             ours = median_of(cold)
             some = torch.randint(0, count, (2000,))
@@ -356,8 +348,9 @@ class _Gpu:
             def ours() -> float:
                 return float(
                     moved
-                    / self.kernel_seconds(
-                        lambda: self.device.launch("gather_rows", params, warps=len(index) // 32)
+                    / device_seconds(
+                        self.device,
+                        lambda: self.device.launch("gather_rows", params, warps=len(index) // 32),
                     )
                 )
 
@@ -406,8 +399,8 @@ class _Gpu:
                 def rate(kernel: str = kernel, params: ReduceParams = params) -> float:
                     total.zero_()
                     self.torch.cuda.synchronize()
-                    seconds = self.kernel_seconds(
-                        lambda: self.device.launch(kernel, params, warps=1 << 20)
+                    seconds = device_seconds(
+                        self.device, lambda: self.device.launch(kernel, params, warps=1 << 20)
                     )
                     return float(params.count / seconds / 1e9)
 
@@ -438,7 +431,8 @@ class _Gpu:
             def cold() -> float:
                 x.drop_cache()
                 torch.cuda.synchronize()
-                return float(out.nbytes / 1e9 / _timed(lambda: x.gather(device_index, out=out)))
+                seconds = wall_seconds(lambda: x.gather(device_index, out=out))
+                return float(out.nbytes / 1e9 / seconds)
 
             ours = median_of(cold)
             checked = bool((out[:500].cpu().numpy() == _expected(index[:500], _ROW_WORDS)).all())
@@ -479,14 +473,13 @@ class _Gpu:
             torch.cuda.synchronize()
 
         ways = {"ours": ours, "memmap[idx].cuda()": indexing, "index_select to pinned": selecting}
-        speeds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(6):
-            for name, way in ways.items():
-                x.drop_cache()
-                torch.cuda.synchronize()
-                speeds[name].append(gb / _timed(way))
-        # The first round warms up.
-        speed = {name: median(values[1:]) for name, values in speeds.items()}
+
+        def cold(way: Callable[[], None]) -> float:
+            x.drop_cache()
+            torch.cuda.synchronize()
+            return float(gb / wall_seconds(way))
+
+        speed = in_turns({name: partial(cold, way) for name, way in ways.items()})
         for name, target in (("memmap[idx].cuda()", 12.0), ("index_select to pinned", 1.8)):
             self.report.add(
                 Row(
@@ -517,7 +510,7 @@ class _Gpu:
             def cold() -> float:
                 x.drop_cache()
                 torch.cuda.synchronize()
-                return float(out.nbytes / 1e9 / _timed(lambda: x.gather(index, out=out)))
+                return float(out.nbytes / 1e9 / wall_seconds(lambda: x.gather(index, out=out)))
 
             ours = median_of(cold, 3)
             host = index[:500].cpu().numpy()

@@ -6,18 +6,16 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["Report", "Row", "median_of"]
+__all__ = ["Report", "Row", "machine_facts"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,10 @@ class Row:
     """Least ratio that we ask of ourselves; 0: none."""
     checked: bool | None = None
     """Whether the data was what it must be; None where there is none to compare."""
+    paper: str = ""
+    """The figure of the paper that this one stands beside, with its place."""
+    note: str = ""
+    """What a reader must know to read the figure right."""
 
     @property
     def ratio(self) -> float:
@@ -63,8 +65,11 @@ class Report:
     def show(self, console: Console) -> None:
         """Print all rows as a table."""
         table = Table(title=self.title)
+        optional = [name for name in ("paper", "note") if any(getattr(r, name) for r in self.rows)]
         for heading in ("measurement", "value", "against", "ratio", "target", "checked"):
-            table.add_column(heading, justify="left" if heading in ("measurement",) else "right")
+            table.add_column(heading, justify="left" if heading == "measurement" else "right")
+        for heading in optional:
+            table.add_column(heading)
         for row in self.rows:
             table.add_row(
                 escape(row.name),
@@ -73,6 +78,7 @@ class Report:
                 f"{row.ratio:.2f}" if row.reference else "",
                 f"{row.target:g}" if row.target else "",
                 {None: "", True: "yes", False: "WRONG"}[row.checked],
+                *(escape(getattr(row, name)) for name in optional),
             )
         console.print(table)
 
@@ -107,9 +113,3 @@ def machine_facts(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
     }
-
-
-def median_of(measure: Callable[[], float], runs: int = 5) -> float:
-    """Return the median of several runs after one that does not count."""
-    measure()
-    return median(measure() for _ in range(runs))

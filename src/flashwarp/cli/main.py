@@ -23,7 +23,7 @@ from flashwarp.errors import FlashwarpError
 __all__ = ["app", "main"]
 
 _COMMANDS = ("doctor", "demo", "bench", "simulate")
-"""Each is the function of that name in the module of that name."""
+"""Each is the function, or the group of commands, of that name in the module of that name."""
 
 
 class _LazyGroup(TyperGroup):
@@ -36,9 +36,11 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 (typer's signature)
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"flashwarp.cli.{cmd_name}")
+        found = getattr(importlib.import_module(f"flashwarp.cli.{cmd_name}"), cmd_name)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_command(found)
         single = typer.Typer(add_completion=False)
-        single.command(cmd_name)(getattr(module, cmd_name))
+        single.command(cmd_name)(found)
         return typer.main.get_command(single)
 
 

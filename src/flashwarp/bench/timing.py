@@ -1,0 +1,52 @@
+"""How benchmarks take time: device events around launches, medians, ways that take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import TypeVar
+
+from flashwarp.device import Device
+
+__all__ = ["device_seconds", "in_turns", "median_of", "wall_seconds"]
+
+Way = TypeVar("Way", bound=str)
+
+
+def wall_seconds(call: Callable[[], object]) -> float:
+    """How long a call takes that returns when its work is done."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def device_seconds(device: Device, launch: Callable[[], object], stream: object = None) -> float:
+    """How long the device works on what `launch` queues on `stream`, between two events."""
+    start, end = device.event(), device.event()
+    start.record(stream)
+    launch()
+    end.record(stream)
+    device.synchronize(stream)
+    return end.elapsed_ms(start) / 1e3
+
+
+def median_of(measure: Callable[[], float], runs: int = 5) -> float:
+    """Return the median of several runs after one that does not count."""
+    measure()
+    return median(measure() for _ in range(runs))
+
+
+def in_turns(ways: Mapping[Way, Callable[[], float]], runs: int = 5) -> dict[Way, float]:
+    """Return the median of what each way returns, when all take turns.
+
+    What slows the machine down for a while then meets all of them. The first round is for warming
+    up.
+    """
+    seen: dict[Way, list[float]] = {name: [] for name in ways}
+    for turn in range(runs + 1):
+        for name, measure in ways.items():
+            value = measure()
+            if turn > 0:
+                seen[name].append(value)
+    return {name: median(values) for name, values in seen.items()}
