@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import flashwarp as fw
+from flashwarp import graphs
 from flashwarp.cli.main import main
 from flashwarp.demo import features, graph, table
 from flashwarp.demo.check import CheckFailed, check_equal
@@ -51,98 +52,12 @@ def plain_search(offsets, neighbours, source):
     return distances
 
 
-# The graph generator.
-
-
-def test_rmat_bits_have_the_quadrant_chances_of_the_gap_suite():
-    scale, edges = 12, 200_000
-
-    source, target = graph.rmat(scale, edges, seed=3)
-
-    for level in range(scale):
-        quadrant = 2 * ((source >> level) & 1) + ((target >> level) & 1)
-        share = np.bincount(quadrant, minlength=4) / edges
-        # Four standard deviations of 200,000 draws are below 0.005.
-        np.testing.assert_allclose(share, [0.57, 0.19, 0.19, 0.05], atol=0.005)
-
-
-def test_rmat_levels_are_independent():
-    source, _ = graph.rmat(2, 200_000, seed=4)
-
-    high, low = source >> 1, source & 1
-
-    both = (high & low).mean()
-    assert both == pytest.approx(high.mean() * low.mean(), abs=0.005)
-
-
-def test_rmat_repeats_with_its_seed_and_not_with_another():
-    first, again, other = (graph.rmat(10, 5000, seed) for seed in (1, 1, 2))
-
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
-
-
-def test_degrees_of_the_kronecker_graph_are_skewed_and_a_third_of_vertices_isolated():
-    offsets, neighbours = graph.build_csr(16, seed=1)
-
-    degree = np.diff(offsets)
-
-    # Known of Graph500 graphs at this scale: about 29 % isolated, hubs a thousand times the mean
-    # at large scale, and a fifth of the 2 x 16 entries a vertex lost to duplicates.
-    assert 0.24 < (degree == 0).mean() < 0.34
-    assert degree.max() > 100 * degree.mean()
-    assert 0.7 < len(neighbours) / (2 * 16 * 65536) < 0.95
-
-
-def test_csr_is_symmetric_sorted_and_without_loops_or_duplicates():
-    offsets, neighbours = graph.build_csr(10, seed=5)
-    vertices = len(offsets) - 1
-
-    owner = np.repeat(np.arange(vertices), np.diff(offsets).astype(np.int64))
-    pairs = owner.astype(np.int64) * vertices + neighbours
-    reverse = neighbours.astype(np.int64) * vertices + owner
-
-    assert (offsets[0], offsets[-1]) == (0, len(neighbours))
-    assert neighbours.min() >= 0
-    assert neighbours.max() < vertices
-    assert (np.diff(pairs) > 0).all()
-    np.testing.assert_array_equal(np.sort(reverse), pairs)
-    assert (owner != neighbours).all()
-
-
-def test_vertex_names_are_permuted():
-    offsets, _ = graph.build_csr(12, seed=6)
-
-    degree = np.diff(offsets).astype(np.float64)
-
-    # Without the permutation the first quarter of the names would hold most of the edges.
-    assert degree[:1024].sum() / degree.sum() == pytest.approx(0.25, abs=0.1)
-
-
-def test_sources_have_more_than_two_neighbours():
-    offsets, _ = graph.build_csr(10, seed=7)
-
-    sources = graph.pick_sources(offsets, 32, seed=1)
-
-    assert len(set(sources)) == 32
-    assert (np.diff(offsets)[sources] > 2).all()
-
-
-def test_reference_of_scipy_agrees_with_a_plain_search():
-    offsets, neighbours = graph.build_csr(9, seed=8)
-    source = graph.pick_sources(offsets, 1, seed=1)[0]
-
-    distances = graph.reference_distances(graph.as_matrix(offsets, neighbours), source)
-
-    np.testing.assert_array_equal(distances, plain_search(offsets, neighbours, source))
-
-
 # Breadth-first search on the device.
 
 
 def save_and_search(tmp_path, cpu, offsets, neighbours, source, cache):
     path = tmp_path / "neighbours.npy"
-    graph._write_neighbours(path, neighbours)
+    np.save(path, neighbours)
     with (
         fw.open(path, device=cpu, cache=cache, line="4 KiB") as array,
         graph.BreadthFirstSearch(array, offsets) as search,
@@ -152,8 +67,9 @@ def save_and_search(tmp_path, cpu, offsets, neighbours, source, cache):
 
 
 def test_search_from_file_finds_the_distances_of_a_plain_search(tmp_path, cpu):
-    offsets, neighbours = graph.build_csr(11, seed=9)
-    for source in graph.pick_sources(offsets, 3, seed=2):
+    made = graphs.load("kron:11", tmp_path, seed=9)
+    offsets, neighbours = made.offsets.view(np.uint64), made.in_memory()
+    for source in made.pick_sources(3, seed=2):
         distances, levels = save_and_search(
             tmp_path, cpu, offsets, neighbours, source, cache="64 KiB"
         )

@@ -47,7 +47,17 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "storage", "testing.crash", "testing.faults", "testing.recording"]
+    "module",
+    [
+        "config",
+        "storage",
+        "testing.crash",
+        "testing.faults",
+        "testing.recording",
+        "graphs.csr",
+        "graphs.generate",
+        "graphs.inputs",
+    ],
 )
 def test_examples_of_docstrings_run(module: str) -> None:
     found = doctest.testmod(importlib.import_module(f"flashwarp.{module}"))

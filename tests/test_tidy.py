@@ -37,6 +37,7 @@ LAYERS = [
     ["array"],
     ["opening"],
     ["flashwarp"],
+    ["graphs"],
     ["demo", "bench", "testing", "cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

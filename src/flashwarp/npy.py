@@ -15,10 +15,10 @@ from numpy.lib import format as npy_format
 
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
 
-__all__ = ["Layout", "check_dtype", "read_layout", "write_empty"]
+__all__ = ["DATA_OFFSET", "Layout", "check_dtype", "header", "read_layout", "write_empty"]
 
-_DATA_OFFSET = 4096
-"""Where `write_empty` puts the data: page-aligned, so that O_DIRECT transfers need no shifting."""
+DATA_OFFSET = 4096
+"""Where `header` puts the data: page-aligned, so that O_DIRECT transfers need no shifting."""
 
 # A header says shape and dtype; numpy itself refuses longer ones unless told that the file is safe.
 _HEADER_BYTES_MAX = 10_000
@@ -119,20 +119,27 @@ def _read_header(file: BinaryIO) -> tuple[tuple[Any, ...], bool, np.dtype[Any]]:
     return npy_format.read_array_header_2_0(escaped, max_header_size=10 * _HEADER_BYTES_MAX)
 
 
+def header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
+    """Make the first page of a .npy file, after which its data begins."""
+    dtype = check_dtype(dtype)
+    text = repr({"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+    # Version 2: its header length has four bytes, so padding to a page is as valid as any.
+    prefix = npy_format.magic(2, 0)
+    room = DATA_OFFSET - len(prefix) - 4
+    if len(text) + 1 > room:
+        raise DtypeError(f"the description of dtype {dtype} is longer than {room} characters")
+    padded = text.encode("latin1") + b" " * (room - len(text) - 1) + b"\n"
+    return prefix + len(padded).to_bytes(4, "little") + padded
+
+
 def write_empty(path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:
     """Create a .npy file of zeros, sparse where the file system can. Replaces an existing file."""
     dtype = check_dtype(dtype)
     if any(n < 0 for n in shape):
         raise ArgumentError(f"shape {shape} has a negative length")
-    text = repr({"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
-    # Version 2: its header length has four bytes, so padding to a page is as valid as any.
-    prefix = npy_format.magic(2, 0)
-    room = _DATA_OFFSET - len(prefix) - 4
-    if len(text) + 1 > room:
-        raise DtypeError(f"the description of dtype {dtype} is longer than {room} characters")
-    header = text.encode("latin1") + b" " * (room - len(text) - 1) + b"\n"
-    layout = Layout(dtype, shape, _DATA_OFFSET)
+    layout = Layout(dtype, shape, DATA_OFFSET)
+    first_page = header(shape, dtype)
     with Path(path).open("wb") as file:
-        file.write(prefix + len(header).to_bytes(4, "little") + header)
-        file.truncate(_DATA_OFFSET + layout.nbytes)
+        file.write(first_page)
+        file.truncate(DATA_OFFSET + layout.nbytes)
     return layout

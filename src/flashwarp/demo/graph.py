@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from flashwarp import graphs
 from flashwarp.demo.check import check_equal
-from flashwarp.demo.disk import create_npy, direct_reads_work, drop_page_cache
+from flashwarp.demo.disk import direct_reads_work, drop_page_cache
 from flashwarp.demo.kernels import data_path_of, launch
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError
+from flashwarp.graphs.reference import UNREACHED, reference_distances
 from flashwarp.rows import ArrayStruct
 
 __all__ = [
-    "EDGE_FACTOR",
     "SIZES",
     "UNREACHED",
     "BreadthFirstSearch",
@@ -36,23 +36,8 @@ __all__ = [
     "GraphSize",
     "Level",
     "Search",
-    "as_matrix",
-    "build_csr",
-    "pick_sources",
-    "reference_distances",
-    "rmat",
     "run",
 ]
-
-EDGE_FACTOR = 16
-# Chances of the four quadrants (top left, top right, bottom left) at each level, as 16-bit
-# thresholds: the rounding moves a chance by less than 1e-5.
-_A, _AB, _ABC = (round(65536 * p) for p in (0.57, 0.57 + 0.19, 0.57 + 0.19 + 0.19))
-# Edges made at a time: the seven scratch arrays of a chunk stay in a core's caches.
-_CHUNK_EDGES = 1 << 18
-
-UNREACHED = 0xFFFFFFFF
-"""Distance of a vertex that the search has not reached."""
 
 _LINE_BYTES = 4096
 # Vertices a warp takes at a time. On a GPU one for each lane; on the CPU enough that the lists of a
@@ -136,105 +121,6 @@ class GraphResult:
     reference_seconds: float
     """One search of scipy.sparse.csgraph on the graph in memory; the mean."""
     path: str
-
-
-def rmat(scale: int, edges: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Draw `edges` directed edges among 2**scale vertices, before vertices are permuted."""
-    random = np.random.default_rng(seed)
-    source = np.empty(edges, dtype=np.uint32)
-    target = np.empty(edges, dtype=np.uint32)
-    for start in range(0, edges, _CHUNK_EDGES):
-        chunk = slice(start, min(start + _CHUNK_EDGES, edges))
-        source[chunk], target[chunk] = _rmat_chunk(random, scale, chunk.stop - chunk.start)
-    return source, target
-
-
-def _rmat_chunk(
-    random: np.random.Generator, scale: int, count: int
-) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    source = np.zeros(count, dtype=np.uint32)
-    target = np.zeros(count, dtype=np.uint32)
-    for _ in range(scale):
-        draw = np.frombuffer(random.bytes(2 * count), dtype="<u2")
-        bottom = draw >= _AB
-        right = ((draw >= _A) & ~bottom) | (draw >= _ABC)
-        source += source
-        source += bottom
-        target += target
-        target += right
-    return source, target
-
-
-def build_csr(
-    scale: int, seed: int, edge_factor: int = EDGE_FACTOR
-) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
-    """Make the symmetric graph: offsets and neighbours, sorted, without loops and duplicates.
-
-    Vertices are renamed by a random permutation, so that a hub's neighbours are not neighbours
-    in the file.
-    """
-    vertices = 1 << scale
-    source, target = rmat(scale, edge_factor * vertices, seed)
-    names = np.random.default_rng(seed + 1).permutation(vertices).astype(np.uint64)
-    a, b = names[source], names[target]
-    del source, target
-    # One 64-bit key an entry sorts by vertex, then neighbour, in a single pass without indirection.
-    shift = np.uint64(scale)
-    keys = np.concatenate([(a << shift) | b, (b << shift) | a])
-    del a, b
-    keys.sort()
-    keep = np.empty(len(keys), dtype=bool)
-    keep[:1] = True
-    np.not_equal(keys[1:], keys[:-1], out=keep[1:])
-    keep &= (keys >> shift) != (keys & np.uint64(vertices - 1))
-    keys = keys[keep]
-    offsets = np.zeros(vertices + 1, dtype=np.uint64)
-    degree = np.bincount((keys >> shift).astype(np.int64), minlength=vertices)
-    np.cumsum(degree, out=offsets[1:])
-    return offsets, (keys & np.uint64(vertices - 1)).astype(np.int32)
-
-
-def pick_sources(
-    offsets: NDArray[np.uint64], count: int, seed: int, degree_min: int = 3
-) -> list[int]:
-    """Pick start vertices with more than two neighbours, as the BaM paper does."""
-    degree = np.diff(offsets)
-    eligible = np.flatnonzero(degree >= degree_min)
-    picked = np.random.default_rng(seed).choice(eligible, size=count, replace=False)
-    return [int(vertex) for vertex in picked]
-
-
-def as_matrix(offsets: NDArray[np.uint64], neighbours: NDArray[np.int32]) -> Any:
-    """Make the scipy matrix of a graph in memory."""
-    from scipy.sparse import csr_matrix
-
-    vertices = len(offsets) - 1
-    # csgraph converts anything else to float64 at every call.
-    ones = np.ones(len(neighbours), dtype=np.float64)
-    return csr_matrix((ones, neighbours, offsets.astype(np.int64)), shape=(vertices, vertices))
-
-
-def reference_distances(matrix: Any, source: int) -> NDArray[np.uint32]:
-    """Search with scipy.sparse.csgraph, the whole graph in memory."""
-    from scipy.sparse.csgraph import breadth_first_order
-
-    order, parent = breadth_first_order(matrix, source, directed=True)
-    return _distances_of_tree(order, parent, matrix.shape[0])
-
-
-def _distances_of_tree(
-    order: NDArray[np.int32], parent: NDArray[np.int32], vertices: int
-) -> NDArray[np.uint32]:
-    distances = np.full(vertices, UNREACHED, dtype=np.uint32)
-    distances[order[0]] = 0
-    rest, level = order[1:], 0
-    while len(rest):
-        # Breadth-first order: the children of a level come before those of the next.
-        at_level = distances[parent[rest]] == level
-        distances[rest[at_level]] = level + 1
-        rest = rest[~at_level]
-        level += 1
-    return distances
 
 
 # The search on the device.
@@ -367,17 +253,12 @@ def _check_graph(neighbours: fw.Array, offsets: NDArray[np.uint64]) -> None:
 
 def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> GraphResult:
     """Make the graph, search it on the device from its files, check against scipy."""
-    path = directory / "neighbours.npy"
     start = time.perf_counter()
     with steps.step(f"graph: make a Kronecker graph of scale {size.scale}"):
-        offsets, neighbours = build_csr(size.scale, seed=1)
-        np.save(directory / "offsets.npy", offsets)
-        _write_neighbours(path, neighbours)
+        graph = graphs.load(f"kron:{size.scale}", directory / "graph")
     build_seconds = time.perf_counter() - start
-    entries, vertices = len(neighbours), len(offsets) - 1
-    sources = pick_sources(offsets, size.searches, seed=2)
-    # From here on the neighbours are in the file alone.
-    del neighbours
+    path, offsets = graph.neighbours_path, graph.offsets.view(np.uint64)
+    sources = graph.pick_sources(size.searches, seed=2)
     drop_page_cache(path)
     searches, found, explained = [], [], ""
     for source in steps.track(sources, "graph: search from the file"):
@@ -397,9 +278,9 @@ def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> Graph
         searches.append(_search(source, levels, found[-1], offsets))
     drop_page_cache(path)
     start = time.perf_counter()
-    neighbours = np.load(path)
+    graph.in_memory()
     load_seconds = time.perf_counter() - start
-    matrix = as_matrix(offsets, neighbours)
+    matrix = graph.matrix()
     reference_seconds = 0.0
     for source, distances in zip(
         steps.track(sources, "graph: check with scipy"), found, strict=True
@@ -410,9 +291,9 @@ def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> Graph
         check_equal(f"graph: distances from vertex {source}", distances, expected)
     return GraphResult(
         scale=size.scale,
-        vertices=vertices,
-        entries=entries,
-        file_bytes=4 * entries,
+        vertices=graph.vertices,
+        entries=graph.entries,
+        file_bytes=4 * graph.entries,
         cache_bytes=size.cache_bytes,
         build_seconds=build_seconds,
         searches=tuple(searches),
@@ -420,13 +301,6 @@ def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> Graph
         reference_seconds=reference_seconds / len(sources),
         path=explained,
     )
-
-
-def _write_neighbours(path: Path, neighbours: NDArray[np.int32]) -> None:
-    offset = create_npy(path, neighbours.shape, neighbours.dtype)
-    with path.open("r+b") as file:
-        file.seek(offset)
-        neighbours.tofile(file)
 
 
 def _search(

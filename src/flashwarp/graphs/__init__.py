@@ -1,0 +1,25 @@
+"""Graphs larger than memory: compressed sparse rows in .npy files, made from many inputs.
+
+`load` takes what a user has (a Matrix Market file, an edge list, a `.npz` of scipy, a folder made
+before) or what a benchmark wants (`kron:SCALE` and `urand:SCALE`, the generated graphs of the GAP
+benchmark suite). Device code for such graphs is in `flashwarp/graph.cuh`.
+"""
+
+from __future__ import annotations
+
+from flashwarp.graphs.build import write_csr
+from flashwarp.graphs.csr import CsrGraph
+from flashwarp.graphs.edges import Edges, EdgeSource
+from flashwarp.graphs.generate import kronecker, uniform
+from flashwarp.graphs.inputs import load, source_of
+
+__all__ = [
+    "CsrGraph",
+    "EdgeSource",
+    "Edges",
+    "kronecker",
+    "load",
+    "source_of",
+    "uniform",
+    "write_csr",
+]

@@ -1,0 +1,171 @@
+"""A graph on disk: a folder with `offsets.npy`, `neighbours.npy` and perhaps `weights.npy`.
+
+The list of vertex v is neighbours[offsets[v]:offsets[v + 1]]. Offsets are int64, neighbours uint32,
+weights float32. Offsets live in memory, 8 bytes a vertex; the rest is opened as an `Array`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwarp.array import Array
+from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.npy import read_layout
+from flashwarp.opening import open as open_array
+
+__all__ = ["NEIGHBOURS", "OFFSETS", "WEIGHTS", "CsrGraph"]
+
+OFFSETS, NEIGHBOURS, WEIGHTS = "offsets.npy", "neighbours.npy", "weights.npy"
+
+# What `check` looks at a time.
+_CHECK_ENTRIES = 1 << 24
+
+
+@dataclass(frozen=True)
+class CsrGraph:
+    """A graph in a folder, whose offsets are sound.
+
+    Attributes
+    ----------
+    folder : Path
+        Where the files are.
+    offsets : ndarray of int64
+        One more than vertices, in memory.
+    weighted : bool
+        Whether there is a weight for each entry.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from flashwarp import graphs
+    >>> graph = graphs.load("kron:6", tempfile.mkdtemp())
+    >>> graph.vertices, len(graph.in_memory()) == graph.entries
+    (64, True)
+    """
+
+    folder: Path
+    offsets: NDArray[np.int64]
+    weighted: bool
+
+    @classmethod
+    def open(cls, folder: str | Path) -> CsrGraph:
+        """Open a folder.
+
+        Raises
+        ------
+        MissingFileError
+            When a file is not there.
+        FileFormatError
+            When the files do not fit together. What a neighbour is, only `check` looks at.
+        """
+        folder = Path(folder)
+        offsets = _load_offsets(folder / OFFSETS)
+        entries = _entries_of(folder / NEIGHBOURS, np.dtype(np.uint32))
+        weighted = (folder / WEIGHTS).exists()
+        if offsets[-1] != entries:
+            raise FileFormatError(
+                f"{folder}: the offsets end at {offsets[-1]}, and there are {entries} neighbours"
+            )
+        if weighted and _entries_of(folder / WEIGHTS, np.dtype(np.float32)) != entries:
+            raise FileFormatError(f"{folder}: there is not one weight for each neighbour")
+        return cls(folder, offsets, weighted)
+
+    @property
+    def vertices(self) -> int:
+        """Number of vertices."""
+        return len(self.offsets) - 1
+
+    @property
+    def entries(self) -> int:
+        """Length of all lists together: an undirected edge counts twice."""
+        return int(self.offsets[-1])
+
+    @functools.cached_property
+    def degrees(self) -> NDArray[np.int64]:
+        """Length of each list."""
+        return np.diff(self.offsets)
+
+    @property
+    def neighbours_path(self) -> Path:
+        """The file with the lists."""
+        return self.folder / NEIGHBOURS
+
+    @property
+    def weights_path(self) -> Path:
+        """The file with the weights."""
+        return self.folder / WEIGHTS
+
+    def neighbours(self, **options: Any) -> Array:
+        """Open the lists as an array; options are those of `flashwarp.open`."""
+        return open_array(self.neighbours_path, **options)
+
+    def weights(self, **options: Any) -> Array:
+        """Open the weights as an array; options are those of `flashwarp.open`."""
+        if not self.weighted:
+            raise ArgumentError(f"the graph in {self.folder} has no weights")
+        return open_array(self.weights_path, **options)
+
+    def in_memory(self) -> NDArray[np.uint32]:
+        """Read all lists, as far as memory goes."""
+        lists: NDArray[np.uint32] = np.load(self.neighbours_path)
+        return lists
+
+    def matrix(self) -> Any:
+        """Make the scipy matrix of the whole graph, in memory; weights of one if it has none."""
+        from scipy.sparse import csr_matrix
+
+        # csgraph converts anything but float64 at every call.
+        if self.weighted:
+            values = np.load(self.weights_path).astype(np.float64)
+        else:
+            values = np.ones(self.entries, np.float64)
+        shape = (self.vertices, self.vertices)
+        return csr_matrix((values, self.in_memory(), self.offsets), shape=shape)
+
+    def pick_sources(self, count: int, seed: int, degree_min: int = 3) -> list[int]:
+        """Pick start vertices with more than two neighbours, as the BaM paper does."""
+        eligible = np.flatnonzero(self.degrees >= degree_min)
+        if len(eligible) < count:
+            raise ArgumentError(
+                f"{len(eligible)} vertices have {degree_min} neighbours or more, not {count}"
+            )
+        picked = np.random.default_rng(seed).choice(eligible, size=count, replace=False)
+        return [int(vertex) for vertex in picked]
+
+    def check(self) -> None:
+        """Read all lists and raise FileFormatError for a neighbour that is no vertex."""
+        lists = np.load(self.neighbours_path, mmap_mode="r")
+        for first in range(0, self.entries, _CHECK_ENTRIES):
+            wrong = np.flatnonzero(lists[first : first + _CHECK_ENTRIES] >= self.vertices)
+            if len(wrong):
+                at = first + int(wrong[0])
+                raise FileFormatError(
+                    f"{self.neighbours_path}: entry {at} is {lists[at]}, and there are "
+                    f"{self.vertices} vertices"
+                )
+
+
+def _load_offsets(path: Path) -> NDArray[np.int64]:
+    _entries_of(path, np.dtype(np.int64))
+    offsets: NDArray[np.int64] = np.load(path)
+    if len(offsets) == 0 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
+        raise FileFormatError(f"{path}: offsets begin with 0 and never fall")
+    return offsets
+
+
+def _entries_of(path: Path, dtype: np.dtype[Any]) -> int:
+    """Return the length of a file with one axis of this dtype, or raise."""
+    if not path.exists():
+        raise MissingFileError(f"{path} is missing: a graph is a folder with {OFFSETS} and more")
+    layout = read_layout(str(path))
+    if layout.dtype != dtype or len(layout.shape) != 1:
+        raise FileFormatError(
+            f"{path} holds {layout.dtype} of shape {layout.shape}, not one axis of {dtype}"
+        )
+    return layout.shape[0]

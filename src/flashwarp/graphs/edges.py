@@ -1,0 +1,60 @@
+"""Edges on their way into a graph: arrays of bounded size, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["VERTICES_MAX", "EdgeSource", "Edges", "parallel_map"]
+
+VERTICES_MAX = 1 << 32
+"""A vertex is 4 bytes in a file."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Some edges: all arrays have one length."""
+
+    source: NDArray[np.uint32]
+    target: NDArray[np.uint32]
+    weight: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class EdgeSource:
+    """All edges of a graph, to be read once."""
+
+    vertices: int
+    edges: Iterable[Edges]
+    symmetric: bool
+    """Whether each edge is to be stored in both directions."""
+    weighted: bool = False
+
+
+def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield the results in order, computed by a thread a core, with a bounded number in flight."""
+    threads = len(os.sched_getaffinity(0))
+    waiting: deque[Future[Result]] = deque()
+    source = iter(items)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in itertools.islice(source, 2 * threads):
+                waiting.append(pool.submit(function, item))
+            while waiting:
+                yield waiting.popleft().result()
+                for item in itertools.islice(source, 1):
+                    waiting.append(pool.submit(function, item))
+        finally:
+            for future in waiting:
+                future.cancel()
