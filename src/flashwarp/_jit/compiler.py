@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashwarp._jit import driver
+from flashwarp._jit import driver, elf
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
 from flashwarp.errors import CompileError
 
@@ -30,18 +30,43 @@ MODULE = _PACKAGE / "kernels" / "module.cuh"
 OPTIONS = ("--std=c++20", "--ptxas-options=-v", "--split-compile=0")
 
 # Bumped when a cubin of the same inputs has to be built again.
-_KEY_VERSION = b"1"
+_KEY_VERSION = "2"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One translation unit.
+
+    Attributes
+    ----------
+    name : str
+        What the compiler's messages call it.
+    text : bytes
+        The code.
+    folder : Path or None
+        Where headers that it includes with quotes may lie.
+    """
+
+    name: str
+    text: bytes
+    folder: Path | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        """Read a file."""
+        return cls(path.name, _read(path), path.parent)
 
 
 @dataclass(frozen=True)
 class KernelResources:
     """What one kernel uses, without the functions it calls; None where the log does not say.
 
-    The size of the parameters comes from the code itself and is always known.
+    The sizes of the parameters come from the code itself and are always known.
     """
 
     name: str
     param_bytes: int
+    each_param_bytes: tuple[int, ...]
     registers: int | None
     stack_bytes: int | None
     spill_store_bytes: int | None
@@ -56,6 +81,8 @@ class Artifact:
     ----------
     arch : str
         The architecture, such as "sm_90".
+    key : str
+        What it is found by: the same for the same inputs.
     cubin : bytes
         What the driver loads.
     log : str
@@ -67,6 +94,7 @@ class Artifact:
     """
 
     arch: str
+    key: str
     cubin: bytes
     log: str
     kernels: dict[str, KernelResources]
@@ -96,14 +124,28 @@ def compile_module(
     options: Sequence[str] = (),
     cache: ArtifactCache | None = None,
 ) -> Artifact:
+    """Compiles a file to a cubin as `compile_source` does; default: all built-in kernels."""
+    return compile_source(
+        arch, Source.read(path), include_dirs=include_dirs, options=options, cache=cache
+    )
+
+
+def compile_source(
+    arch: str,
+    source: Source,
+    *,
+    include_dirs: Sequence[Path] = (INCLUDE_DIR,),
+    options: Sequence[str] = (),
+    cache: ArtifactCache | None = None,
+) -> Artifact:
     """Compiles one translation unit to a cubin, or finds it on disk.
 
     Parameters
     ----------
     arch : str
         Target, such as "sm_90"; see `architecture`.
-    path : Path
-        The source file. Default: all built-in kernels.
+    source : Source
+        The code.
     include_dirs : sequence of Path
         Where its own headers are; headers elsewhere are not found.
     options : sequence of str
@@ -117,28 +159,37 @@ def compile_module(
         Blocks for one to some seconds when it has to compile.
     """
     cache = ArtifactCache() if cache is None else cache
-    source = _read(path)
-    headers = own_headers(path, include_dirs)
+    headers = own_headers(source, include_dirs)
     arguments = (f"--gpu-architecture={arch}", *OPTIONS, *options)
-    key = _key(path.name, source, headers, arguments)
+    version = "{}.{}".format(*driver.nvrtc_version())
+    key = source_key(source, headers, (_KEY_VERSION, version, *arguments))
 
     entry = cache.load(key)
     from_cache = entry is not None
     if entry is None:
-        entry = Entry(*driver.nvrtc_compile(source, path.name, headers, arguments))
+        entry = Entry(*driver.nvrtc_compile(source.text, source.name, headers, arguments))
         cache.publish(key, entry)
     return Artifact(
-        arch, entry.cubin, entry.log, kernel_resources(entry.cubin, entry.log), from_cache
+        arch, key, entry.cubin, entry.log, kernel_resources(entry.cubin, entry.log), from_cache
     )
 
 
-def _key(name: str, source: bytes, headers: dict[str, bytes], arguments: Iterable[str]) -> str:
-    version = "{}.{}".format(*driver.nvrtc_version())
+def source_key(source: Source, headers: dict[str, bytes], how: Iterable[str]) -> str:
+    """Make the key of a source and its headers, compiled as `how` says: never from a path."""
     contents = (
         part for spelling in sorted(headers) for part in (spelling.encode(), headers[spelling])
     )
-    options = "\0".join(arguments).encode()
-    return content_key(_KEY_VERSION, version.encode(), options, name.encode(), source, *contents)
+    return content_key("\0".join(how).encode(), source.name.encode(), source.text, *contents)
+
+
+def parameters_at(signature: str) -> int:
+    """Find the parenthesis that opens the parameters of a function, in its C++ spelling."""
+    depth = 0
+    for position in range(len(signature) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(signature[position], 0)
+        if depth == 0:
+            return position
+    raise CompileError(f"{signature} is no signature of a kernel")
 
 
 # Headers.
@@ -146,7 +197,7 @@ def _key(name: str, source: bytes, headers: dict[str, bytes], arguments: Iterabl
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
 
 
-def own_headers(path: Path, include_dirs: Sequence[Path]) -> dict[str, bytes]:
+def own_headers(source: Source, include_dirs: Sequence[Path]) -> dict[str, bytes]:
     """Read every own header that a source can reach, by the name that includes it.
 
     A name found nowhere is left out: it belongs to a host compiler's branch of the code, or else
@@ -154,17 +205,18 @@ def own_headers(path: Path, include_dirs: Sequence[Path]) -> dict[str, bytes]:
     """
     found: dict[str, Path] = {}
     contents: dict[str, bytes] = {}
-    waiting = [path]
+    waiting = [(source.text, source.folder, source.name)]
     while waiting:
-        includer = waiting.pop()
-        for quoted, name in _includes(_read(includer)):
-            header = _find(name, ([includer.parent] if quoted else []), include_dirs)
+        text, folder, includer = waiting.pop()
+        for quoted, name in _includes(text):
+            beside = [folder] if quoted and folder is not None else []
+            header = _find(name, beside, include_dirs)
             if header is None:
                 continue
             if name not in found:
                 found[name] = header
                 contents[name] = _read(header)
-                waiting.append(header)
+                waiting.append((contents[name], header.parent, str(header)))
             elif found[name] != header:
                 raise CompileError(
                     f'#include "{name}" means {found[name]} in one file, {header} in {includer}: '
@@ -209,17 +261,18 @@ def kernel_resources(cubin: bytes, log: str) -> dict[str, KernelResources]:
     _, *parts = _LOG_KERNEL.split(log)
     reports = dict(zip(parts[::2], parts[1::2], strict=True))
     return {
-        name: _resources(name, param_bytes, reports.get(name, ""))
-        for name, param_bytes in _kernel_params(cubin).items()
+        name: _resources(name, params, reports.get(name, ""))
+        for name, params in _kernel_params(cubin).items()
     }
 
 
-def _resources(name: str, param_bytes: int, report: str) -> KernelResources:
+def _resources(name: str, params: _Params, report: str) -> KernelResources:
     stack = _LOG_STACK.search(report)
     registers = _LOG_REGISTERS.search(report)
     return KernelResources(
         name=name,
-        param_bytes=param_bytes,
+        param_bytes=params.total_bytes,
+        each_param_bytes=params.each_bytes,
         registers=int(registers["registers"]) if registers else None,
         stack_bytes=int(stack["stack"]) if stack else None,
         spill_store_bytes=int(stack["stores"]) if stack else None,
@@ -227,45 +280,51 @@ def _resources(name: str, param_bytes: int, report: str) -> KernelResources:
     )
 
 
-_ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_ELF_SECTION = struct.Struct("<IIQQQQIIQQ")
-_ATTRIBUTE = struct.Struct("<BBH")
 # In a section .nv.info.KERNEL each attribute is a format byte, a code byte and 16 bits: a value, or
-# with format 4 the length of what follows. Code 0x19 holds the size of the kernel's parameters.
+# with format 4 the length of what follows. Code 0x19 holds the size of the kernel's parameters,
+# and a code 0x17 for each of them its number, its place, and its size above 18 other bits.
+_ATTRIBUTE = struct.Struct("<BBH")
+_PARAM = struct.Struct("<IHHI")
 _FORMAT_SIZED = 4
 _CODE_PARAM_BYTES = 0x19
+_CODE_PARAM = 0x17
+_PARAM_SIZE_SHIFT = 18
 _KERNEL_INFO = ".nv.info."
 
 
-def _kernel_params(cubin: bytes) -> dict[str, int]:
-    """Find the size of the parameters of every kernel in the cubin's own tables."""
+@dataclass(frozen=True)
+class _Params:
+    total_bytes: int
+    each_bytes: tuple[int, ...]
+
+
+def _kernel_params(cubin: bytes) -> dict[str, _Params]:
+    """Find the sizes of the parameters of every kernel in the cubin's own tables."""
     try:
-        sizes = {
-            name.removeprefix(_KERNEL_INFO): _param_bytes(content)
-            for name, content in _sections(cubin)
+        params = {
+            name.removeprefix(_KERNEL_INFO): _params_of(content)
+            for name, content in elf.sections(cubin)
             if name.startswith(_KERNEL_INFO)
         }
-    except (struct.error, IndexError, UnicodeDecodeError) as error:
-        raise CompileError(f"the compiled code is not a readable ELF file: {error}") from error
-    return {name: size for name, size in sizes.items() if size is not None}
+    except struct.error as error:
+        raise CompileError(f"the compiled code is damaged: {error}") from error
+    return {name: found for name, found in params.items() if found is not None}
 
 
-def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
-    header = _ELF_HEADER.unpack_from(elf)
-    table, entry_bytes, count, names_index = header[6], header[11], header[12], header[13]
-    sections = [_ELF_SECTION.unpack_from(elf, table + i * entry_bytes) for i in range(count)]
-    names = elf[sections[names_index][4] :]
-    for section in sections:
-        name, offset, nbytes = section[0], section[4], section[5]
-        yield names[name : names.index(b"\0", name)].decode(), elf[offset : offset + nbytes]
-
-
-def _param_bytes(info: bytes) -> int | None:
+def _params_of(info: bytes) -> _Params | None:
     """None for a device function that is no kernel."""
     position = 0
+    total = None
+    each: dict[int, int] = {}
     while position + _ATTRIBUTE.size <= len(info):
         form, code, value = _ATTRIBUTE.unpack_from(info, position)
+        position += _ATTRIBUTE.size
         if code == _CODE_PARAM_BYTES:
-            return int(value)
-        position += _ATTRIBUTE.size + (value if form == _FORMAT_SIZED else 0)
-    return None
+            total = int(value)
+        elif code == _CODE_PARAM:
+            _, ordinal, _, packed = _PARAM.unpack_from(info, position)
+            each[ordinal] = packed >> _PARAM_SIZE_SHIFT
+        position += value if form == _FORMAT_SIZED else 0
+    if total is None:
+        return None
+    return _Params(total, tuple(each[ordinal] for ordinal in sorted(each)))
