@@ -41,7 +41,7 @@ void CpuPool::run(const Job& job, uint32_t index) {
   // thread's would take the lock, and the data's core, from the thread that waits for them.
   ServeList list{job.controllers, index, 2 * index};
   base::this_thread = {index, job.count, job.controllers->empty() ? nullptr : &serve_next, &list};
-  job.kernel->run(job.params);
+  job.task.run(job.task.data);
   base::this_thread = {};
 }
 
@@ -62,11 +62,10 @@ void CpuPool::work(uint32_t index) {
   }
 }
 
-void CpuPool::launch(const CpuKernel& kernel, const void* params, uint32_t threads,
-                     std::vector<void*> controllers) {
+void CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers) {
   std::lock_guard one_launch(launch_mutex_);
   const uint32_t count = threads == 0 || threads > thread_count_ ? thread_count_ : threads;
-  Job job{&kernel, params, count, &controllers};
+  Job job{task, count, &controllers};
   for (void* controller : controllers) fw_visitor_comes(controller);
   if (count > 1) {
     std::lock_guard lock(mutex_);

@@ -12,9 +12,13 @@
 #include <thread>
 #include <vector>
 
-#include "cpu_kernels.h"
-
 namespace fw::native {
+
+// What every thread of a launch runs; base::this_thread says which thread it is.
+struct CpuTask {
+  void (*run)(const void* data);
+  const void* data;
+};
 
 class CpuPool {
  public:
@@ -23,17 +27,15 @@ class CpuPool {
   CpuPool(const CpuPool&) = delete;
   CpuPool& operator=(const CpuPool&) = delete;
 
-  // Runs `kernel` on up to `threads` threads (0: all) and returns when all are done.
-  void launch(const CpuKernel& kernel, const void* params, uint32_t threads,
-              std::vector<void*> controllers);
+  // Runs `task` on up to `threads` threads (0: all) and returns when all are done.
+  void launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers);
   // Joins the threads. Idempotent.
   void close();
   uint32_t threads() const { return thread_count_; }
 
  private:
   struct Job {
-    const CpuKernel* kernel;
-    const void* params;
+    CpuTask task;
     uint32_t count;
     std::vector<void*>* controllers;
   };

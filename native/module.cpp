@@ -7,14 +7,23 @@
 #include <vector>
 
 #include "cpu_device.h"
+#include "cpu_kernels.h"
+#include "cpu_program.h"
 
 namespace nb = nanobind;
 using fw::native::CpuPool;
+using fw::native::CpuProgram;
 
 void bind_engine(nb::module_& m);
 void bind_testing(nb::module_& m);
 
 namespace {
+
+std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
+  std::vector<void*> result;
+  for (uintptr_t address : addresses) result.push_back(reinterpret_cast<void*>(address));
+  return result;
+}
 
 void cpu_launch(CpuPool& pool, const std::string& name, nb::bytes params, uint32_t threads,
                 const std::vector<uintptr_t>& controllers) {
@@ -29,10 +38,50 @@ void cpu_launch(CpuPool& pool, const std::string& name, nb::bytes params, uint32
   alignas(64) char copy[1024];
   if (params.size() > sizeof copy) throw nb::value_error("kernel parameters exceed 1024 bytes");
   memcpy(copy, params.c_str(), params.size());
-  std::vector<void*> served;
-  for (uintptr_t address : controllers) served.push_back(reinterpret_cast<void*>(address));
   nb::gil_scoped_release release;
-  pool.launch(*kernel, copy, threads, std::move(served));
+  pool.launch({kernel->run, copy}, threads, pointers(controllers));
+}
+
+const fw::entry& program_kernel(const CpuProgram& program, uint32_t index) {
+  if (index >= program.kernel_count()) throw nb::index_error("the program has no such kernel");
+  return program.kernel(index);
+}
+
+void cpu_launch_program(CpuPool& pool, const CpuProgram& program, uint32_t index,
+                        const std::vector<nb::bytes>& arguments, uint32_t threads,
+                        const std::vector<uintptr_t>& controllers) {
+  const fw::entry& kernel = program_kernel(program, index);
+  if (arguments.size() != kernel.param_count) {
+    throw nb::value_error(("the kernel takes " + std::to_string(kernel.param_count) +
+                           " arguments, not " + std::to_string(arguments.size()))
+                              .c_str());
+  }
+  std::vector<const void*> addresses;
+  for (uint32_t i = 0; i < kernel.param_count; i++) {
+    if (arguments[i].size() != kernel.params[i].bytes) {
+      throw nb::value_error(("argument " + std::to_string(i) + " has " +
+                             std::to_string(arguments[i].size()) + " bytes, not " +
+                             std::to_string(kernel.params[i].bytes))
+                                .c_str());
+    }
+    addresses.push_back(arguments[i].c_str());
+  }
+  nb::gil_scoped_release release;
+  fw::native::launch_program(pool, kernel, addresses.data(), threads, pointers(controllers));
+}
+
+// For each kernel its mangled name, and for each parameter its size and that of its elements.
+nb::list program_kernels(const CpuProgram& program) {
+  nb::list kernels;
+  for (uint32_t i = 0; i < program.kernel_count(); i++) {
+    const fw::entry& kernel = program.kernel(i);
+    nb::list params;
+    for (uint32_t k = 0; k < kernel.param_count; k++) {
+      params.append(nb::make_tuple(kernel.params[k].bytes, kernel.params[k].element_bytes));
+    }
+    kernels.append(nb::make_tuple(kernel.name, params));
+  }
+  return kernels;
 }
 
 nb::dict layouts() {
@@ -53,8 +102,20 @@ NB_MODULE(_native, m) {
       .def(nb::init<uint32_t>(), nb::arg("threads"))
       .def("launch", &cpu_launch, nb::arg("name"), nb::arg("params"), nb::arg("threads") = 0,
            nb::arg("controllers") = std::vector<uintptr_t>())
+      .def("launch_program", &cpu_launch_program, nb::arg("program"), nb::arg("index"),
+           nb::arg("arguments"), nb::arg("threads") = 0,
+           nb::arg("controllers") = std::vector<uintptr_t>())
       .def("close", &CpuPool::close, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("threads", &CpuPool::threads);
+  nb::class_<CpuProgram>(m, "CpuProgram")
+      .def(
+          "__init__",
+          [](CpuProgram* self, nb::bytes code) {
+            new (self) CpuProgram(std::string_view(code.c_str(), code.size()));
+          },
+          nb::arg("code"))
+      .def_prop_ro("kernels", &program_kernels);
+  m.def("demangle", &fw::native::demangle, nb::arg("name"));
   m.def("cpu_kernels", [] {
     std::vector<std::string> names;
     for (std::string_view name : fw::native::cpu_kernel_names()) names.emplace_back(name);

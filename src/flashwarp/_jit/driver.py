@@ -378,13 +378,18 @@ class Context:
     # Launches.
 
     def launch(
-        self, kernel: Kernel, blocks: int, block_threads: int, params: bytes, stream: int
+        self,
+        kernel: Kernel,
+        blocks: int,
+        block_threads: int,
+        params: Sequence[bytes],
+        stream: int,
     ) -> None:
-        """Launch a kernel whose one parameter is a struct by value, `params` its bytes."""
-        struct = ctypes.create_string_buffer(params, len(params))
+        """Launch a kernel; `params` are the bytes of its parameters, one by one."""
+        copies = [ctypes.create_string_buffer(param, len(param)) for param in params]
         # The driver wants an array with one pointer per parameter, and copies what they point to
-        # before the call returns; both buffers live until then because these names do.
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+        # before the call returns; the buffers live until then because these names do.
+        pointers = (ctypes.c_void_p * len(copies))(*map(ctypes.addressof, copies))
         with self:
             _call(
                 "cuLaunchKernel",

@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp._foreign import ArrayView, view
-from flashwarp._jit import driver
+from flashwarp._jit import compiler, driver
+from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, Owned, Registration
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 
@@ -181,6 +183,37 @@ class Device(ABC):
         Notes
         -----
         Returns at once on a GPU, when done on the CPU.
+        """
+
+    @abstractmethod
+    def load_program(
+        self,
+        source: compiler.Source,
+        *,
+        include_dirs: Sequence[Path] = (),
+        options: Sequence[str] = (),
+        debug: bool = False,
+    ) -> LoadedProgram:
+        """Compile a program for this device, or find it compiled, and load its kernels.
+
+        The library's own headers are found after those in `include_dirs`. The program stays loaded
+        until the device is closed: unloading would wait for running kernels.
+        """
+
+    @abstractmethod
+    def run_kernel(
+        self,
+        kernel: LoadedKernel,
+        arguments: Sequence[bytes],
+        *,
+        warps: int | None = None,
+        block_threads: int = 256,
+        stream: object = None,
+        serve: Sequence[int] = (),
+    ) -> None:
+        """Launch a kernel of a loaded program as `launch` does the built-in ones.
+
+        `arguments` are the bytes of its parameters; `warps` None: as many as run at a time.
         """
 
     @abstractmethod

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from flashwarp._jit import compiler, host_compiler
+from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
 from flashwarp.device.memory import (
     DeviceMemory,
@@ -53,16 +55,11 @@ class CpuDevice(Device):
         if self.threads < 1:
             raise ArgumentError(f"a CPU device needs at least one thread, not {threads}")
         self._pid = os.getpid()
+        self._programs: dict[str, LoadedProgram] = {}
 
     @functools.cached_property
     def _pool(self) -> Any:
-        try:
-            native = importlib.import_module("flashwarp._native")
-        except ImportError as error:
-            raise DeviceError(
-                f"flashwarp's native part cannot be imported ({error}): install the wheel again"
-            ) from error
-        return native.CpuPool(self.threads)
+        return _native().CpuPool(self.threads)
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         return self.allocate_host(nbytes, _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 4096)
@@ -116,11 +113,7 @@ class CpuDevice(Device):
         stream: object = None,
         serve: Sequence[int] = (),
     ) -> None:
-        self._check_open()
-        if os.getpid() != self._pid:
-            raise ForkError(
-                f"this CPU device belongs to process {self._pid}: a forked child must open its own"
-            )
+        self._check_usable()
         if warps <= 0:
             return
         try:
@@ -128,12 +121,60 @@ class CpuDevice(Device):
         except (KeyError, ValueError) as error:
             raise ArgumentError(f"launch of {name} on the CPU: {error.args[0]}") from error
 
+    def _check_usable(self) -> None:
+        self._check_open()
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"this CPU device belongs to process {self._pid}: a forked child must open its own"
+            )
+
+    def load_program(
+        self,
+        source: compiler.Source,
+        *,
+        include_dirs: Sequence[Path] = (),
+        options: Sequence[str] = (),
+        debug: bool = False,
+    ) -> LoadedProgram:
+        self._check_usable()
+        native = _native()
+        artifact = host_compiler.compile_host(
+            source,
+            native.demangle,
+            include_dirs=(*include_dirs, compiler.INCLUDE_DIR),
+            options=options,
+            debug=debug,
+        )
+        with self._lock:
+            self._check_open()
+            if artifact.key not in self._programs:
+                self._programs[artifact.key] = _load_host_program(native, artifact)
+            return self._programs[artifact.key]
+
+    def run_kernel(
+        self,
+        kernel: LoadedKernel,
+        arguments: Sequence[bytes],
+        *,
+        warps: int | None = None,
+        block_threads: int = 256,
+        stream: object = None,
+        serve: Sequence[int] = (),
+    ) -> None:
+        self._check_usable()
+        threads = self.threads if warps is None else min(warps, self.threads)
+        if threads <= 0:
+            return
+        program, index = kernel.handle
+        self._pool.launch_program(program, index, list(arguments), threads, list(serve))
+
     def close(self) -> None:
         """Ends the threads and releases everything. May be called twice."""
         with self._lock:
             # Waits for a running launch. A forked child has none of its parent's threads.
             if "_pool" in self.__dict__ and os.getpid() == self._pid:
                 self._pool.close()
+            self._programs.clear()
             super().close()
 
     def default_stream(self) -> Stream:
@@ -171,3 +212,30 @@ class _CpuEvent(Event):
         if not isinstance(start, _CpuEvent):
             raise ArgumentError("both events must come from one device")
         return (self._recorded_ns - start._recorded_ns) * 1e-6
+
+
+def _native() -> Any:
+    try:
+        return importlib.import_module("flashwarp._native")
+    except ImportError as error:
+        raise DeviceError(
+            f"flashwarp's native part cannot be imported ({error}): install the wheel again"
+        ) from error
+
+
+def _load_host_program(native: Any, artifact: host_compiler.HostArtifact) -> LoadedProgram:
+    try:
+        program = native.CpuProgram(artifact.library)
+    except RuntimeError as error:
+        raise DeviceError(f"the compiled program cannot be loaded: {error}") from error
+    kernels = tuple(
+        LoadedKernel(
+            symbol=symbol,
+            param_bytes=tuple(nbytes for nbytes, _ in params),
+            element_bytes=tuple(element for _, element in params),
+            resources=None,
+            handle=(program, index),
+        )
+        for index, (symbol, params) in enumerate(program.kernels)
+    )
+    return LoadedProgram(kernels, artifact.log, artifact.from_cache, program)

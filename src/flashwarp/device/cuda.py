@@ -9,12 +9,14 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from flashwarp._foreign import stream_handle
 from flashwarp._jit import compiler, driver
+from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream, quietly
 from flashwarp.device.memory import (
     DeviceMemory,
@@ -57,6 +59,7 @@ class CudaDevice(Device):
         self.name = f"cuda:{ordinal}"
         self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
+        self._programs: dict[str, LoadedProgram] = {}
 
     @functools.cached_property
     def arch(self) -> str:
@@ -137,16 +140,29 @@ class CudaDevice(Device):
         self, name: str, *, warps: int, block_threads: int = 256, max_blocks: int | None = None
     ) -> int:
         """How many blocks `launch` uses for this kernel with these arguments."""
+        kernel = self._kernel(name)
+        return self._blocks(self._module, kernel, warps, block_threads, max_blocks)
+
+    def _blocks(
+        self,
+        module: driver.Module,
+        kernel: driver.Kernel,
+        warps: int | None,
+        block_threads: int,
+        max_blocks: int | None = None,
+    ) -> int:
+        """How many blocks have something to do and run at a time."""
         if block_threads <= 0 or block_threads % _WARP_THREADS:
             raise ArgumentError(f"block_threads={block_threads} is not a positive multiple of 32")
-        useful = -(-warps * _WARP_THREADS // block_threads)
-        resident = self._resident_blocks(name, block_threads)
+        resident = self._resident_blocks(module, kernel, block_threads)
+        useful = resident if warps is None else -(-warps * _WARP_THREADS // block_threads)
         return max(0, min(useful, resident, resident if max_blocks is None else max_blocks))
 
-    def _resident_blocks(self, name: str, block_threads: int) -> int:
+    def _resident_blocks(
+        self, module: driver.Module, kernel: driver.Kernel, block_threads: int
+    ) -> int:
         """How many blocks of a kernel the whole GPU holds at a time."""
-        kernel = self._kernel(name)
-        blocks = self._module.resident_blocks(kernel, block_threads)
+        blocks = module.resident_blocks(kernel, block_threads)
         if blocks == 0:
             raise DeviceError(
                 f"kernel {kernel.name} cannot run with {block_threads} threads a block: it uses "
@@ -183,7 +199,59 @@ class CudaDevice(Device):
                 f"{len(struct)}: their layouts differ"
             )
         if blocks:
-            self.context.launch(kernel, blocks, block_threads, struct, self._handle(stream))
+            self.context.launch(kernel, blocks, block_threads, (struct,), self._handle(stream))
+
+    def load_program(
+        self,
+        source: compiler.Source,
+        *,
+        include_dirs: Sequence[Path] = (),
+        options: Sequence[str] = (),
+        debug: bool = False,
+    ) -> LoadedProgram:
+        self._check_open()
+        debugged = ("-lineinfo", "-DFW_DEBUG=1") if debug else ()
+        artifact = compiler.compile_source(
+            self.arch,
+            source,
+            include_dirs=(*include_dirs, compiler.INCLUDE_DIR),
+            options=("-DFW_PROGRAM=1", *debugged, *options),
+        )
+        with self._lock:
+            self._check_open()
+            if artifact.key not in self._programs:
+                self._programs[artifact.key] = self._load_artifact(artifact)
+            return self._programs[artifact.key]
+
+    def _load_artifact(self, artifact: compiler.Artifact) -> LoadedProgram:
+        module = driver.Module(self.context, artifact.cubin, tuple(artifact.kernels))
+        kernels = tuple(
+            LoadedKernel(
+                symbol=symbol,
+                param_bytes=resources.each_param_bytes,
+                element_bytes=(0,) * len(resources.each_param_bytes),
+                resources=resources,
+                handle=(module, module.kernels[symbol]),
+            )
+            for symbol, resources in artifact.kernels.items()
+        )
+        return LoadedProgram(kernels, artifact.log, artifact.from_cache, module)
+
+    def run_kernel(
+        self,
+        kernel: LoadedKernel,
+        arguments: Sequence[bytes],
+        *,
+        warps: int | None = None,
+        block_threads: int = 256,
+        stream: object = None,
+        serve: Sequence[int] = (),
+    ) -> None:
+        self._check_open()
+        module, function = kernel.handle
+        blocks = self._blocks(module, function, warps, block_threads)
+        if blocks:
+            self.context.launch(function, blocks, block_threads, arguments, self._handle(stream))
 
     # Streams.
 
@@ -254,6 +322,9 @@ class CudaDevice(Device):
             _log.warning("closing %s after a fault: %s", self.name, error)
 
     def _close_context(self) -> None:
+        for program in self._programs.values():
+            quietly(program.owner.close)
+        self._programs.clear()
         if "_module" in self.__dict__:
             quietly(self._module.close)
         quietly(functools.partial(self.context.destroy_stream, self._stream.handle))

@@ -31,6 +31,7 @@ typedef unsigned long long uintptr_t;
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #endif
 
@@ -41,8 +42,8 @@ typedef unsigned long long uintptr_t;
 #define FW_HOST_DEVICE __host__ __device__ __forceinline__
 // Kernels run in blocks of at most 256 threads. FW_KERNEL_RESIDENT(n) asks that n blocks fit on a
 // multiprocessor: it caps registers at 65536 / 256 / n, for kernels that live by many warps.
-#define FW_KERNEL extern "C" __global__ void __launch_bounds__(256)
-#define FW_KERNEL_RESIDENT(n) extern "C" __global__ void __launch_bounds__(256, n)
+#define FW_KERNEL FW_KERNEL_LINKAGE __global__ void __launch_bounds__(256)
+#define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE __global__ void __launch_bounds__(256, n)
 #define FW_GRID_CONSTANT __grid_constant__
 #define FW_RESTRICT __restrict__
 #define FW_UNROLL _Pragma("unroll")
@@ -51,11 +52,24 @@ typedef unsigned long long uintptr_t;
 #define FW_DEVICE inline __attribute__((always_inline))
 #define FW_DEVICE_NOINLINE inline __attribute__((noinline))
 #define FW_HOST_DEVICE inline
-#define FW_KERNEL inline void
-#define FW_KERNEL_RESIDENT(n) inline void
+#define FW_KERNEL FW_KERNEL_LINKAGE void
+#define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE void
 #define FW_GRID_CONSTANT
 #define FW_RESTRICT __restrict__
 #define FW_UNROLL
+#endif
+
+// In a program of its own (FW_PROGRAM, set by flashwarp.compile) a kernel's name is mangled, so
+// that it tells the types of its parameters. On the CPU a section of their own sets kernels apart
+// from what else the program defines.
+#if FW_ON_GPU && defined(FW_PROGRAM)
+#define FW_KERNEL_LINKAGE
+#elif FW_ON_GPU
+#define FW_KERNEL_LINKAGE extern "C"
+#elif defined(FW_PROGRAM)
+#define FW_KERNEL_LINKAGE __attribute__((section("fw_kernels")))
+#else
+#define FW_KERNEL_LINKAGE inline
 #endif
 
 // Checks a member's place in a structure that host and device share. NVRTC has no offsetof; it sees

@@ -1,0 +1,85 @@
+// How the CPU device enters the kernels of a program that was compiled apart from it.
+//
+// The program exports a table, `fw_entries`, with an entry a kernel: the mangled name, the sizes of
+// the parameters, and a function that any thread of the device calls with pointers to the
+// arguments. The program has a `base::this_thread` of its own, so each call brings the caller's.
+#pragma once
+
+#include "flashwarp/array.cuh"
+
+namespace fw {
+
+struct entry_param {
+  uint32_t bytes;          // of the parameter
+  uint32_t element_bytes;  // of what an array or a pointer leads to; 0 where nobody knows
+};
+
+struct entry {
+  const char* name;
+  void (*run)(const void* const* arguments, const base::thread_context* here);
+  const entry_param* params;
+  uint32_t param_count;
+  uint32_t context_bytes;  // of `base::thread_context`, as the program knows it
+};
+
+struct entry_table {
+  const entry* entries;
+  uint32_t count;
+};
+
+namespace detail {
+
+template <typename T>
+concept complete = requires { sizeof(T); };
+
+// What a parameter leads to.
+template <typename T>
+inline constexpr uint32_t kElementBytes = 0;
+template <complete T>
+inline constexpr uint32_t kElementBytes<T*> = sizeof(T);
+template <typename T, uint32_t kRank>
+inline constexpr uint32_t kElementBytes<array<T, kRank>> = sizeof(T);
+template <>
+inline constexpr uint32_t kElementBytes<void*> = 0;
+template <>
+inline constexpr uint32_t kElementBytes<const void*> = 0;
+
+template <typename T>
+T load_argument(const void* from) {
+  static_assert(__is_trivially_copyable(T), "the arguments of a kernel are copied byte by byte");
+  // The host's copy may be less aligned than the type.
+  struct image {
+    unsigned char bytes[sizeof(T)];
+  };
+  return __builtin_bit_cast(T, *static_cast<const image*>(from));
+}
+
+template <auto kKernel>
+struct entry_for;
+template <typename... Params, void (*kKernel)(Params...)>
+struct entry_for<kKernel> {
+  static constexpr entry_param kParams[sizeof...(Params) + 1] = {
+      {sizeof(Params), kElementBytes<Params>}..., {}};
+
+  template <std::size_t... kIndex>
+  static void call(const void* const* arguments, std::index_sequence<kIndex...>) {
+    kKernel(load_argument<Params>(arguments[kIndex])...);
+  }
+
+  static void run(const void* const* arguments, const base::thread_context* here) {
+    base::this_thread = *here;
+    call(arguments, std::index_sequence_for<Params...>());
+    base::this_thread = {};
+  }
+};
+
+}  // namespace detail
+
+template <auto kKernel>
+constexpr entry make_entry(const char* name) {
+  using maker = detail::entry_for<kKernel>;
+  return {name, &maker::run, maker::kParams, sizeof(maker::kParams) / sizeof(entry_param) - 1,
+          sizeof(base::thread_context)};
+}
+
+}  // namespace fw
