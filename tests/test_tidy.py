@@ -35,6 +35,8 @@ LAYERS = [
     ["operands", "failures"],
     ["launcher"],
     ["array"],
+    ["arguments"],
+    ["compiling"],
     ["opening"],
     ["flashwarp"],
     ["graphs"],

@@ -7,6 +7,7 @@ pairs that a software controller serves. See `open` to begin.
 from flashwarp import errors, storage
 from flashwarp.array import Array, Explanation
 from flashwarp.cache import Cache
+from flashwarp.compiling import Kernel, Program, compile  # noqa: A004
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.opening import create, from_storage, open  # noqa: A004
@@ -20,8 +21,11 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Explanation",
+    "Kernel",
+    "Program",
     "SoftwareController",
     "Stats",
+    "compile",
     "create",
     "errors",
     "from_storage",

@@ -602,6 +602,13 @@ class Array:
 
     # Errors.
 
+    def _join_launch(self, stream: Any) -> tuple[int, ...]:
+        """Take part in a launch of somebody's own kernel, in the cache's turn; whom it serves."""
+        self._check_usable()
+        if stream is not None:
+            self._note_stream(stream)
+        return self._launcher.wake()
+
     def _note_stream(self, stream: Any) -> None:
         self._streams.add(stream_handle(stream))
         self.cache.streams.add(stream_handle(stream))

@@ -150,6 +150,9 @@ class Launcher:
     def _start(
         self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: Any
     ) -> None:
+        self.device.launch(name, params, warps=warps, stream=stream, serve=self.wake())
+
+    def wake(self) -> tuple[int, ...]:
+        """Wake what serves the array; returns whom the waiting threads of a launch serve."""
         self.controller.wake()
-        serve = (self.controller.address,) if self.device.kind == "cpu" else ()
-        self.device.launch(name, params, warps=warps, stream=stream, serve=serve)
+        return (self.controller.address,) if self.device.kind == "cpu" else ()

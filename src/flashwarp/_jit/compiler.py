@@ -182,14 +182,41 @@ def source_key(source: Source, headers: dict[str, bytes], how: Iterable[str]) ->
     return content_key("\0".join(how).encode(), source.name.encode(), source.text, *contents)
 
 
-def parameters_at(signature: str) -> int:
-    """Find the parenthesis that opens the parameters of a function, in its C++ spelling."""
+def split_signature(signature: str) -> tuple[str, list[str]]:
+    """Split the C++ spelling of a kernel into its name and the types of its parameters."""
+    opens = _opening(signature)
+    types = _split(signature[opens + 1 : -1])
+    for text in types:
+        if text.endswith("&"):
+            raise CompileError(
+                f"{signature} has a parameter that is a reference: kernels take values and pointers"
+            )
+    return signature[:opens].removeprefix("void "), types
+
+
+def _opening(signature: str) -> int:
+    """Find the parenthesis that opens the parameters."""
     depth = 0
     for position in range(len(signature) - 1, -1, -1):
         depth += {")": 1, "(": -1}.get(signature[position], 0)
         if depth == 0:
             return position
     raise CompileError(f"{signature} is no signature of a kernel")
+
+
+def _split(types: str) -> list[str]:
+    """Split at the commas outside of all brackets."""
+    parts, depth, start = [], 0, 0
+    for position, sign in enumerate(types):
+        if sign in "<([":
+            depth += 1
+        elif sign in ">)]":
+            depth -= 1
+        elif sign == "," and depth == 0:
+            parts.append(types[start:position].strip())
+            start = position + 1
+    last = types[start:].strip()
+    return [*parts, last] if last or parts else []
 
 
 # Headers.

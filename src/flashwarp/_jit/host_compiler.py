@@ -168,8 +168,8 @@ class _Build:
             self._folder = Path(folder)
             self._compile(b"", "kernels.o", "-O0", "-c")
             symbols = elf.functions((self._folder / "kernels.o").read_bytes(), _KERNEL_SECTION)
-            kernels = {symbol: _kernel_name(symbol, demangle) for symbol in symbols}
-            log = self._compile(_entries(kernels), "program.so", "-shared")
+            entries = _entries([(_kernel_name(symbol, demangle), symbol) for symbol in symbols])
+            log = self._compile(entries, "program.so", "-shared")
             return Entry((self._folder / "program.so").read_bytes(), log)
 
     def _compile(self, appended: bytes, output: str, *flags: str) -> str:
@@ -208,13 +208,16 @@ def _kernel_name(symbol: str, demangle: Callable[[str], str]) -> str:
     signature = demangle(symbol)
     if not signature:
         raise CompileError(f'kernel {symbol} is extern "C", so its name tells no parameter types')
-    return signature[: compiler.parameters_at(signature)]
+    return compiler.split_signature(signature)[0]
 
 
-def _entries(kernels: dict[str, str]) -> bytes:
-    rows = "".join(
-        f'    fw::make_entry<&::{name}>("{symbol}"),\n' for symbol, name in kernels.items()
-    )
+def _entries(kernels: list[tuple[str, str]]) -> bytes:
+    """Write an entry for each kernel, given by name and symbol."""
+    names = [name for name, _ in kernels]
+    for name in names:
+        if names.count(name) > 1:
+            raise CompileError(f"two kernels are named {name}: rename one")
+    rows = "".join(f'    fw::make_entry<&::{name}>("{symbol}"),\n' for name, symbol in kernels)
     return (
         '#line 1 "flashwarp/entries"\n'
         '#include "flashwarp/entry.cuh"\n'

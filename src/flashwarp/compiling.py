@@ -1,0 +1,280 @@
+"""`compile`: kernels of one's own, in CUDA C++, for a GPU or the CPU device.
+
+The same text runs on both. A kernel's mangled name tells the types of its parameters, so arguments
+are checked before anything is launched, and `flashwarp.Array`s become `fw::array<T>` by value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashwarp import device as devices
+from flashwarp._jit.compiler import KernelResources, Source
+from flashwarp._jit.program import LoadedKernel, LoadedProgram
+from flashwarp.arguments import Launch, parse_signature
+from flashwarp.array import Array
+from flashwarp.device import Device
+from flashwarp.errors import ArgumentError, CompileError
+
+__all__ = ["Kernel", "KernelResources", "Program", "compile"]
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
+
+Define = str | int | float | bool | None
+
+
+def compile(  # noqa: A001 - the module's one verb
+    source: str | Path,
+    device: object = None,
+    *,
+    options: Sequence[str] = (),
+    defines: Mapping[str, Define] | None = None,
+    include_dirs: Sequence[str | Path] = (),
+    debug: bool = False,
+) -> Program:
+    """Compile kernels written in CUDA C++ for a device, and load them.
+
+    Parameters
+    ----------
+    source : str or Path
+        The text, or the file that holds it. A file may include headers that lie beside it.
+    device : Device or str, optional
+        "cpu", "cuda", "cuda:N". Default: "cuda:0" where a GPU works, else "cpu".
+    options : sequence of str
+        More options for the compiler: NVRTC's on a GPU, those of g++ or clang++ on the CPU device.
+    defines : mapping, optional
+        Macros and their values; None defines a macro without a value.
+    include_dirs : sequence of str or Path
+        Where more headers are. flashwarp's own need no mention.
+    debug : bool
+        Check assertions in kernels, and keep line numbers.
+
+    Returns
+    -------
+    Program
+        Its kernels, loaded. They stay loaded until the device is closed.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's message, which names lines of `source`; or where there is no compiler.
+        The CPU device needs g++ or clang++, or what `CXX` names; a GPU needs no CUDA toolkit.
+
+    Notes
+    -----
+    Blocks for some seconds the first time. Compiled code is kept on disk under a key of everything
+    that went into it, headers and compiler version included.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> program = fw.compile('''
+    ... #include "flashwarp/array.cuh"
+    ... FW_KERNEL halve(fw::array<float> x, uint64_t n) {
+    ...   const uint64_t step = fw::base::thread_count();
+    ...   for (uint64_t i = fw::base::thread_index(); i < n; i += step) x.store(i, x[i] / 2);
+    ... }
+    ... ''', device="cpu")
+    >>> with fw.create("numbers.npy", 1000, "float32", device="cpu") as x:
+    ...     x[:] = 3
+    ...     program["halve"](x, 10)
+    ...     x.synchronize()
+    ...     x[8:12].tolist()
+    [1.5, 1.5, 3.0, 3.0]
+    """
+    where = devices.resolve(device)
+    loaded = where.load_program(
+        _source(source),
+        include_dirs=[Path(folder) for folder in include_dirs],
+        options=(*_define_options(defines or {}), *_strings("options", options)),
+        debug=debug,
+    )
+    return Program(where, loaded)
+
+
+def _source(source: str | Path) -> Source:
+    if isinstance(source, Path):
+        return Source.read(source)
+    if not isinstance(source, str):
+        raise ArgumentError(
+            f"the source is a str with the code or a pathlib.Path, not {type(source).__name__}"
+        )
+    return Source("program.cu", source.encode())
+
+
+def _strings(what: str, values: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise ArgumentError(f"{what} is a sequence of strings, not {values!r}")
+    return tuple(values)
+
+
+def _define_options(defines: Mapping[str, Define]) -> list[str]:
+    options = []
+    for name, value in defines.items():
+        if not _IDENTIFIER.match(name):
+            raise ArgumentError(f"a macro cannot be named {name!r}")
+        if value is None:
+            options.append(f"-D{name}")
+        elif isinstance(value, bool):
+            options.append(f"-D{name}={int(value)}")
+        else:
+            options.append(f"-D{name}={value}")
+    return options
+
+
+class Program:
+    """Compiled kernels of one source. Made by `compile`.
+
+    Attributes
+    ----------
+    device : Device
+        Where they run.
+    log : str
+        What the compiler said.
+    from_cache : bool
+        Whether they were found compiled on disk.
+    """
+
+    def __init__(self, device: Device, loaded: LoadedProgram) -> None:
+        self.device = device
+        self.log = loaded.log
+        self.from_cache = loaded.from_cache
+        self._kernels: dict[str, Kernel] = {}
+        for kernel in loaded.kernels:
+            made = Kernel(device, kernel)
+            if made.name in self._kernels:
+                raise CompileError(f"two kernels are named {made.name}: rename one")
+            self._kernels[made.name] = made
+        if not self._kernels:
+            raise CompileError(
+                "the source defines no kernel: FW_KERNEL name(fw::array<float> x, ...) { ... }",
+                self.log,
+            )
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Their names, with their namespaces."""
+        return tuple(self._kernels)
+
+    def kernel(self, name: str) -> Kernel:
+        """Return a kernel by its name, with its namespaces; raises ArgumentError."""
+        try:
+            return self._kernels[name]
+        except KeyError:
+            known = ", ".join(self._kernels)
+            raise ArgumentError(f"there is no kernel {name!r}; the program has: {known}") from None
+
+    def __getitem__(self, name: str) -> Kernel:
+        return self.kernel(name)
+
+    def __repr__(self) -> str:
+        return f"<Program of {', '.join(self._kernels)} on {self.device.name!r}>"
+
+
+class Kernel:
+    """A kernel of a `Program`; call it to launch it.
+
+    Attributes
+    ----------
+    name : str
+        With its namespaces.
+    signature : str
+        As C++ spells it.
+    """
+
+    def __init__(self, device: Device, loaded: LoadedKernel) -> None:
+        self._device = device
+        self._loaded = loaded
+        self.signature = _demangle(loaded.symbol)
+        self.name, self._params = parse_signature(self.signature, loaded)
+
+    @property
+    def resources(self) -> KernelResources | None:
+        """Registers, stack and spills as the assembler reports them; None on the CPU device."""
+        return self._loaded.resources
+
+    def __call__(
+        self,
+        *arguments: Any,
+        warps: int | None = None,
+        block_threads: int = 256,
+        stream: Any = None,
+    ) -> None:
+        """Launch the kernel.
+
+        Parameters
+        ----------
+        *arguments
+            One for each parameter: a `flashwarp.Array` for `fw::array<T>`; for a pointer an array
+            in the device's memory of any library (numpy on the CPU device), `DeviceMemory`, or
+            None; a Python or numpy number for a number; and for any other type its bytes, as
+            `bytes`, a ctypes structure or a numpy record.
+        warps : int, optional
+            How many warps have something to do. The launch is never larger than what the device
+            runs at a time, so kernels loop. Default: as many as run at a time. On the CPU device a
+            warp is one thread.
+        block_threads : int
+            Threads of a block on a GPU, a multiple of 32 and at most 256.
+        stream : optional
+            Where a GPU queues it. Default: the library's own stream, after what the streams of
+            torch and cupy now hold where arrays of these are among the arguments, and before what
+            they get next.
+
+        Notes
+        -----
+        Returns at once on a GPU, when done on the CPU device. Keep the arguments until it is done.
+        What went wrong in reading or writing an array is raised by `Array.synchronize`, or by the
+        array's next call.
+
+        Raises
+        ------
+        ArgumentError, DtypeError, ReadOnlyError
+            For arguments that do not fit the parameters; nothing is launched.
+        ClosedError
+            When an array or the device was closed.
+        """
+        if len(arguments) != len(self._params):
+            raise ArgumentError(
+                f"{self.signature} takes {len(self._params)} arguments, not {len(arguments)}"
+            )
+        arrays = [argument for argument in arguments if isinstance(argument, Array)]
+        with contextlib.ExitStack() as turns:
+            # In one order everywhere, so that two launches never wait for each other.
+            for cache in sorted({array.cache for array in arrays}, key=id):
+                turns.enter_context(cache.turn)
+            launch = Launch(self._device, stream)
+            packed = [
+                param.pack(argument, launch)
+                for param, argument in zip(self._params, arguments, strict=True)
+            ]
+            serve = {address: None for array in arrays for address in array._join_launch(stream)}
+            launch.begin()
+            self._device.run_kernel(
+                self._loaded,
+                packed,
+                warps=warps,
+                block_threads=block_threads,
+                stream=stream,
+                serve=list(serve),
+            )
+            launch.end()
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.signature} on {self._device.name!r}>"
+
+
+@functools.cache
+def _demangle(symbol: str) -> str:
+    text: str = importlib.import_module("flashwarp._native").demangle(symbol)
+    if not text:
+        raise CompileError(
+            f'kernel {symbol} is extern "C", so its name does not tell its parameters: '
+            f"write FW_KERNEL {symbol}(...)"
+        )
+    return text
