@@ -13,6 +13,8 @@ __all__ = ["BENCHES", "DEFAULT"]
 DEFAULT = "first_light"
 
 BENCHES = {
+    "asynchronous": "How many warps fill the link, waiting for each block or reading ahead.",
     "first_light": "Rows, elements and files against the ceilings of this machine.",
+    "hits": "Loads of resident elements against reference counts and plain memory.",
 }
 """What each module of this folder measures, in a line."""

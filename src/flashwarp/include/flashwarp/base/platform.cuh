@@ -46,6 +46,8 @@ typedef unsigned long long uintptr_t;
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE __global__ void __launch_bounds__(256, n)
 #define FW_GRID_CONSTANT __grid_constant__
 #define FW_RESTRICT __restrict__
+// Memory of a block, as an uninitialised variable of a kernel. A block of the CPU is one thread.
+#define FW_SHARED __shared__
 #define FW_UNROLL _Pragma("unroll")
 #else
 #define FW_ON_GPU 0
@@ -56,6 +58,7 @@ typedef unsigned long long uintptr_t;
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE void
 #define FW_GRID_CONSTANT
 #define FW_RESTRICT __restrict__
+#define FW_SHARED static thread_local
 #define FW_UNROLL
 #endif
 
@@ -108,8 +111,12 @@ FW_DEVICE uint64_t clock_ns() {
   return t;
 }
 
-// Gives the core to others for about `ns` nanoseconds: the body of every wait loop.
-FW_DEVICE void pause(uint32_t ns) { __nanosleep(ns); }
+// Gives the core to others for about `ns` nanoseconds: the body of every wait loop. Returns whether
+// it has moved commands meanwhile, which only threads of a CPU do.
+FW_DEVICE bool pause(uint32_t ns) {
+  __nanosleep(ns);
+  return false;
+}
 
 // A function pointer that the compiler cannot see through. A call through it keeps to the calling
 // convention, by which the callee preserves registers; after a direct call to a function that needs
@@ -168,7 +175,10 @@ inline Function* opaque(Function* function) {
 constexpr uint32_t kWarpWidth = FW_WARP_WIDTH;
 
 inline uint64_t clock_ns() { return simulator::clock_ns(); }
-inline void pause(uint32_t ns) { simulator::pause(ns); }
+inline bool pause(uint32_t ns) {
+  simulator::pause(ns);
+  return false;
+}
 inline uint32_t thread_index() { return simulator::here->index; }
 inline uint32_t thread_count() { return simulator::here->count; }
 inline uint32_t spread_index() { return simulator::here->spread; }
@@ -201,15 +211,18 @@ constexpr uint32_t kYieldsMax = 256;
 constexpr auto kSleep = std::chrono::microseconds(20);
 
 // A waiting CPU thread does the controller's work; only when there is none does it let others run.
-inline void pause(uint32_t) {
+inline bool pause(uint32_t) {
   if (this_thread.serve != nullptr && this_thread.serve(this_thread.serve_argument) > 0) {
     this_thread.yields = 0;
-  } else if (this_thread.yields < kYieldsMax) {
+    return true;
+  }
+  if (this_thread.yields < kYieldsMax) {
     this_thread.yields++;
     std::this_thread::yield();
   } else {
     std::this_thread::sleep_for(kSleep);
   }
+  return false;
 }
 
 inline uint32_t thread_index() { return this_thread.index; }

@@ -98,10 +98,11 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
   return count;
 }
 
-// One step of any wait: drain, publish, or else back off.
+// One step of any wait: drain, publish, or else back off. Where that has moved commands, they are
+// most likely this queue's.
 template <typename Finisher>
 FW_DEVICE void help(queue_pair& q, uint32_t mask, Finisher& finisher) {
-  if (drain(q, mask, finisher) == 0) base::pause(kBackOffNs);
+  if (drain(q, mask, finisher) == 0 && base::pause(kBackOffNs)) drain(q, mask, finisher);
 }
 
 // Waits until each lane of `members` can use the slot of its ticket. False when time ran out.

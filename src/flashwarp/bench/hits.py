@@ -1,0 +1,166 @@
+"""What a hit costs: through `fw::array`, with a reference count for each line, and plain.
+
+Everything is resident. The reference-counting design is BaM's, written anew in `hits.cuh` and given
+its best case; all ways read the same elements in the same order and must find the same sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+import flashwarp as fw
+from flashwarp.bench.report import Report, Row, machine_facts
+from flashwarp.bench.timing import device_seconds, in_turns
+from flashwarp.config import parse_bytes
+from flashwarp.device import Device, DeviceArray, resolve
+
+__all__ = ["run"]
+
+_VALID = np.uint32(1 << 31)
+_WORD = 4
+# Elements that a warp reads in a row: four lines of 4 KiB.
+_SPAN = 4096
+
+
+def run(
+    device: str | None,
+    size: Annotated[str, "Bytes of the data, all of them resident."] = "4 GiB",
+    loads: Annotated[int, "Random loads of a measurement."] = 1 << 28,
+    seed: Annotated[int, "Of the random elements."] = 1,
+) -> Report:
+    """Compare loads of resident 4-byte elements, random and in order, at two line sizes."""
+    where = resolve(device)
+    # Whole rounds of whole spans, so that no way has a rest of its own to handle.
+    elements = parse_bytes(size) // _WORD // _SPAN * _SPAN
+    report = Report(
+        title="Hits",
+        settings={"bytes": elements * _WORD, "random_loads": loads, "seed": seed},
+        machine=machine_facts(where.describe()),
+    )
+    program = fw.compile(Path(__file__).with_suffix(".cuh"), where)
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 1 << 32, elements, np.uint32)
+    for line in (4096, 512):
+        _compare(where, program, report, data, line, loads, seed)
+    return report
+
+
+def _compare(
+    device: Device,
+    program: fw.Program,
+    report: Report,
+    data: np.ndarray[Any, np.dtype[np.uint32]],
+    line: int,
+    loads: int,
+    seed: int,
+) -> None:
+    lines = -(-data.nbytes // line)
+    rng = np.random.default_rng(seed + 1)
+    with (
+        fw.from_storage(
+            fw.storage.Memory(data, writable=False),
+            data.dtype,
+            data.shape,
+            device=device,
+            line=line,
+        ) as array,
+        _uploaded(device, np.full(lines, _VALID)) as states,
+        _uploaded(device, rng.permutation(lines).astype(np.uint32)) as frames,
+        device.empty_array((lines * line // _WORD,), np.uint32) as framed,
+        _uploaded(device, data) as plain,
+    ):
+        _fill_frames(device, framed, data, frames.copy_to_host(), line)
+        array.prefetch(slice(None))
+        shift = line.bit_length() - 1
+        table = (states, frames, framed, shift, data.size)
+        warps = 1 << 20
+
+        def way(name: str, amount: float, *arguments: Any) -> Callable[[], tuple[float, int]]:
+            def measure() -> tuple[float, int]:
+                with device.empty_array((1,), np.uint64) as total:
+                    seconds = device_seconds(
+                        device, lambda: program[name](*arguments, total, warps=warps)
+                    )
+                    return amount / seconds / 1e9, int(total.copy_to_host()[0])
+
+            return measure
+
+        random = {
+            "array": way("random_array", loads, array, loads, seed),
+            "counted": way("random_counted", loads, *table, loads, seed),
+            "plain": way("random_plain", loads, plain, data.size, loads, seed),
+        }
+        ordered = {
+            "array": way("ordered_array", data.size, array, _SPAN),
+            "counted": way("ordered_counted", data.size, *table, _SPAN),
+            "reused": way("ordered_counted_reused", data.size, *table, _SPAN),
+            "plain": way("ordered_plain", data.size, plain, data.size, _SPAN),
+        }
+        _report(report, f"random, {line} B lines", random, 1.5 if line == 4096 else 2.0)
+        _report(report, f"in order, {line} B lines", ordered, 1.0)
+        array.synchronize()
+        misses = array.stats.misses
+        if misses > lines:
+            raise AssertionError(f"{misses} misses for {lines} lines: the data was not resident")
+
+
+def _report(
+    report: Report,
+    name: str,
+    ways: dict[str, Callable[[], tuple[float, int]]],
+    target: float,
+) -> None:
+    sums: dict[str, set[int]] = {way: set() for way in ways}
+
+    def timed(way: str) -> float:
+        rate, total = ways[way]()
+        sums[way].add(total)
+        return rate
+
+    rates = in_turns({way: partial(timed, way) for way in ways})
+    checked = len(set().union(*sums.values())) == 1
+    others = {
+        "counted": "reference counts, lanes find each other",
+        "reused": "reference counts, each thread keeps its line",
+        "plain": "plain loads",
+    }
+    for other, text in others.items():
+        if other in rates:
+            report.add(
+                Row(
+                    f"{name}: fw::array against {text}",
+                    rates["array"],
+                    "G/s",
+                    text,
+                    rates[other],
+                    target if other != "plain" else 0.0,
+                    checked,
+                    paper="BaM section 3.4, without its statistics" if other != "plain" else "",
+                )
+            )
+
+
+def _uploaded(device: Device, values: np.ndarray[Any, Any]) -> DeviceArray:
+    array = device.empty_array(values.shape, values.dtype)
+    device.upload(array.address, values)
+    return array
+
+
+def _fill_frames(
+    device: Device,
+    framed: DeviceArray,
+    data: np.ndarray[Any, np.dtype[np.uint32]],
+    frames: np.ndarray[Any, np.dtype[np.uint32]],
+    line: int,
+) -> None:
+    """Put each line where its frame number says."""
+    padded = np.zeros((len(frames), line // _WORD), np.uint32)
+    padded.reshape(-1)[: data.size] = data
+    placed = np.empty_like(padded)
+    placed[frames] = padded
+    device.upload(framed.address, placed)
