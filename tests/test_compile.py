@@ -60,7 +60,19 @@ FW_KERNEL scale(fw::array<float> x, float factor) {
 }
 }  // namespace mine
 
-FW_KERNEL add(fw::array<double> a, fw::array<double> b, fw::array<double> sum) {
+FW_KERNEL transpose(fw::array<const int32_t, 2> from, fw::array<int32_t, 2> to) {
+  const uint64_t step = fw::base::thread_count();
+  for (uint64_t i = fw::base::thread_index(); i < from.extent(0); i += step) {
+    for (uint64_t j = 0; j < from.extent(1); j++) to.store_at(from(i, j), j, i);
+  }
+}
+
+FW_KERNEL sum_pairs(fw::array<const pair> pairs, double* out) {
+  if (fw::base::thread_index() != 0) return;
+  for (uint64_t i = 0; i < pairs.size(); i++) *out += pairs[i].value;
+}
+
+FW_KERNEL add(fw::array<const double> a, fw::array<const double> b, fw::array<double> sum) {
   for (uint64_t i = fw::base::thread_index(); i < sum.size(); i += fw::base::thread_count()) {
     sum.store(i, a[i] + b[i]);
   }
@@ -162,6 +174,41 @@ def test_arrays_on_caches_of_their_own_and_on_one(
             array.synchronize()
 
         assert (total[:] == values[0] + values[1]).all()
+
+
+def test_axes_and_read_only_arrays(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
+    values = np.arange(300 * 70, dtype=np.int32).reshape(300, 70)
+    np.save(tmp_path / "x.npy", values)
+    with (
+        fw.open(tmp_path / "x.npy", device=device) as x,
+        fw.create(tmp_path / "y.npy", (70, 300), "i4", device=device, cache="64 KiB") as y,
+    ):
+        assert not x.writable
+        program["transpose"](x, y)
+        y.synchronize()
+
+        assert (y[:] == values.T).all()
+
+
+def test_number_of_axes_is_checked(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
+    with (
+        fw.create(tmp_path / "x.npy", (30,), "i4", device=device) as x,
+        pytest.raises(ArgumentError, match="wants 2 axes, the array has shape"),
+    ):
+        program["transpose"](x, x)
+
+
+def test_arrays_of_records(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
+    records = np.zeros(5000, PAIR)
+    records["value"] = 0.5
+    np.save(tmp_path / "x.npy", records)
+    out = np.zeros(1)
+
+    with fw.open(tmp_path / "x.npy", device=device) as x:
+        program["sum_pairs"](x, out)
+        x.synchronize()
+
+    assert out[0] == 2500
 
 
 def test_numbers_and_structures_arrive_as_they_are(program: fw.Program) -> None:
@@ -771,6 +818,8 @@ def test_the_same_source_compiles_for_gpus(arch: str, tmp_path: Path) -> None:
     assert set(kernels) == {
         "gather",
         "mine::scale",
+        "transpose",
+        "sum_pairs",
         "add",
         "keep",
         "sum_values",

@@ -38,7 +38,14 @@ FW_KERNEL scale(fw::array<float> x, float factor) {
 }
 }  // namespace mine
 
-FW_KERNEL add(fw::array<double> a, fw::array<double> b, fw::array<double> sum) {
+FW_KERNEL transpose(fw::array<const int32_t, 2> from, fw::array<int32_t, 2> to) {
+  const uint64_t step = fw::base::thread_count();
+  for (uint64_t i = fw::base::thread_index(); i < from.extent(0); i += step) {
+    for (uint64_t j = 0; j < from.extent(1); j++) to.store_at(from(i, j), j, i);
+  }
+}
+
+FW_KERNEL add(fw::array<const double> a, fw::array<const double> b, fw::array<double> sum) {
   for (uint64_t i = fw::base::thread_index(); i < sum.size(); i += fw::base::thread_count()) {
     sum.store(i, a[i] + b[i]);
   }
@@ -125,6 +132,19 @@ def test_arrays_on_caches_of_their_own_and_on_one(
             array.synchronize()
 
         assert (total[:] == values[0] + values[1]).all()
+
+
+def test_axes_and_read_only_arrays(program: fw.Program, tmp_path: Path, device: CudaDevice) -> None:
+    values = np.arange(300 * 700, dtype=np.int32).reshape(300, 700)
+    np.save(tmp_path / "x.npy", values)
+    with (
+        fw.open(tmp_path / "x.npy", device=device) as x,
+        fw.create(tmp_path / "y.npy", (700, 300), "i4", device=device, cache="64 KiB") as y,
+    ):
+        program["transpose"](x, y)
+        y.synchronize()
+
+        assert (y[:] == values.T).all()
 
 
 def test_numbers_and_structures_arrive_as_they_are(program: fw.Program, device: CudaDevice) -> None:
