@@ -104,8 +104,9 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   if (dirty != 0) {
     failure = write_back(c, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
     failure = cleans ? failure : 0;
-    // The victim's volume knows already. Where it is another, ours must: our access fails for it.
-    if (failure != nvme::kSuccess && tag::line_of(mine.word) - v.line_begin >= v.line_count) {
+    // The victim's volume knows already. Where ours is another, or a copy of it with a record of
+    // its own, it must know too: our access fails for it.
+    if (failure != nvme::kSuccess && &volume_of(c, tag::line_of(mine.word)) != &v) {
       record_error(v, failure, nvme::kWrite, line);
     }
   }
