@@ -63,8 +63,10 @@ void CpuPool::work(uint32_t index) {
 }
 
 void CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers) {
-  std::lock_guard one_launch(launch_mutex_);
   const uint32_t count = threads == 0 || threads > thread_count_ ? thread_count_ : threads;
+  std::shared_lock open(open_);
+  std::unique_lock one_launch(launch_mutex_, std::defer_lock);
+  if (count > 1) one_launch.lock();
   Job job{task, count, &controllers};
   for (void* controller : controllers) fw_visitor_comes(controller);
   if (count > 1) {
@@ -83,7 +85,7 @@ void CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<void*> c
 }
 
 void CpuPool::close() {
-  std::lock_guard one_launch(launch_mutex_);
+  std::unique_lock no_launch(open_);
   {
     std::lock_guard lock(mutex_);
     closing_ = true;

@@ -1,13 +1,15 @@
 // The CPU device: a pool of threads that run kernels compiled by the host compiler.
 //
-// One launch at a time; the launching thread works along. Each thread is a warp of one lane. While
-// a thread waits for I/O it serves the software controllers that it was given, so that a wait turns
-// into work instead of a context switch.
+// The launching thread works along, so a launch of one thread runs beside others; of those with
+// more there is one at a time. Each thread is a warp of one lane. While a thread waits for I/O it
+// serves the software controllers that it was given, so that a wait turns into work instead of a
+// context switch.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -43,7 +45,8 @@ class CpuPool {
   static void run(const Job& job, uint32_t index);
 
   uint32_t thread_count_;
-  std::mutex launch_mutex_;  // one launch at a time
+  std::shared_mutex open_;   // shared by launches, so that `close` waits for them
+  std::mutex launch_mutex_;  // one launch of the workers at a time
   std::mutex mutex_;
   std::condition_variable start_;
   std::condition_variable done_;
