@@ -293,7 +293,7 @@ def check_close_releases_everything_in_any_order() -> None:
     device.close()
 
     assert host.closed
-    event.close()  # type: ignore[attr-defined]
+    event.close()
     assert fake().fake_live_allocations() == 0
     assert fake().fake_context_depth() == 0
     assert fake().fake_count(b"cuDevicePrimaryCtxRelease") == 1

@@ -6,6 +6,7 @@ caller uses, `stream_handle` takes a stream in any common form. Nothing here cop
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -255,7 +256,11 @@ def _view_dlpack(array: Any, library: str, stream: object) -> ArrayView:
 
 
 def empty_like_library(
-    library: str, shape: Sequence[int], dtype: npt.DTypeLike, device: Device
+    library: str,
+    shape: Sequence[int],
+    dtype: npt.DTypeLike,
+    device: Device,
+    stream: object = None,
 ) -> Any:
     """Allocate a result in the library that the caller uses, in the device's memory.
 
@@ -267,6 +272,9 @@ def empty_like_library(
         Of the result.
     device : Device
         Where the result is computed.
+    stream : optional
+        The stream that writes it first, where that is not the library's current one: the library
+        may lend memory that another of its streams still uses.
 
     Returns
     -------
@@ -275,11 +283,18 @@ def empty_like_library(
     """
     shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
     module = sys.modules.get(library)
+    handle = None if stream is None or device.kind != "cuda" else stream_handle(stream)
     if library == "torch" and module is not None:
-        return module.empty(shape, dtype=_dtype_for_torch(module, dtype), device=device.name)
+        kind = _dtype_for_torch(module, dtype)
+        if handle is None:
+            return module.empty(shape, dtype=kind, device=device.name)
+        with module.cuda.stream(module.cuda.ExternalStream(handle, device=device.name)):
+            return module.empty(shape, dtype=kind, device=device.name)
     if library == "cupy" and module is not None and device.kind == "cuda":
-        ordinal = int(device.name.partition(":")[2])
-        with module.cuda.Device(ordinal):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(module.cuda.Device(device.ordinal))
+            if handle is not None:
+                stack.enter_context(module.cuda.ExternalStream(handle, device.ordinal))
             return module.empty(shape, dtype)
     if device.kind == "cpu":
         return np.empty(shape, dtype)

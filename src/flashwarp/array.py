@@ -19,12 +19,14 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import config, rows
+from flashwarp import rows
 from flashwarp.cache import Cache
+from flashwarp.calls import Calls, time_limit_s
 from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, stream_handle
 from flashwarp.errors import BoundsError, ClosedError, ForkError, ReadOnlyError, StorageError
-from flashwarp.failures import raise_failure
+from flashwarp.failures import Failures, bad_index
+from flashwarp.futures import Future
 from flashwarp.launcher import Launcher
 from flashwarp.operands import Index, Operands, is_foreign
 from flashwarp.rows import ArrayStruct
@@ -79,7 +81,7 @@ def _locked(
     @functools.wraps(method)
     def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
-            self._check_usable()
+            self._begin()
             return method(self, *args, **kwargs)
 
     return call
@@ -146,9 +148,11 @@ class Array:
         except BaseException:
             controller.close()
             raise
-        self._operands = Operands(self.device, dtype, self._row_shape, self._row_count)
+        self._operands = Operands(self.device, dtype, self._row_shape, self._row_count, self.device)
+        self._failures = Failures(controller, cache.line_bytes, storage.path)
         self._launcher = Launcher(cache, self._volume, controller, self._row_bytes, self._row_count)
-        _kept[id(self)] = (cache, controller, self._volume, storage, release)
+        self._calls = Calls(self._launcher, self._operands, self._failures)
+        _kept[id(self)] = (cache, controller, self._volume, storage, release, self._calls)
 
     # What it is.
 
@@ -245,7 +249,7 @@ class Array:
         if is_foreign(key):
             return self.gather(key)
         with self._lock:
-            self._check_usable()
+            self._begin()
             chosen = rows.select(key, self.shape)
             result = self._read_selection(chosen)
         if chosen.scalar:
@@ -263,6 +267,53 @@ class Array:
             return result
         index = np.asarray(chosen.rows, np.int64)
         return np.asarray(self.gather(index))
+
+    def read_async(self, idx: Any, out: Any = None, stream: Any = None) -> Future[Any]:
+        """Start copying rows ``self[idx]``, and return a future of them.
+
+        Parameters
+        ----------
+        idx : slice, or array of int
+            Rows of the first axis; arrays as for `gather`. Checked before this returns, which
+            waits for indices that are on a GPU.
+        out : array, optional
+            As for `gather`. Leave it and `idx` unchanged until the future is done.
+        stream : optional
+            GPU only: the read comes after what this stream has queued. Default: after what the
+            caller's library has queued on its current stream. Either way it runs on a stream of
+            its own, and nothing waits for it but what `Future.wait_on` is told of.
+
+        Returns
+        -------
+        Future
+            Of `out`, or of a new array as `gather` returns it.
+
+        Raises
+        ------
+        BoundsError, IndexDtypeError, ArgumentError, DtypeError
+            As `gather` raises them, here and not in the future.
+        DeviceTimeout
+            When `config.async_calls` are in flight and none of them ends.
+
+        Notes
+        -----
+        Calls in flight run in any order, and so do calls of `gather` and `scatter` beside them: a
+        read that needs a write waits for it, by `result` or `wait_on`. `flush`, `drop_cache` and
+        `close` wait for all calls made before. On the CPU device they run one after the other in
+        the background, and the lines of the next ones are fetched meanwhile.
+
+        Examples
+        --------
+        >>> import flashwarp as fw, numpy as np
+        >>> with fw.create("rows.npy", (1000, 64), "float32", device="cpu") as x:
+        ...     written = x.write_async(slice(10, 12), 1.5)
+        ...     written.result()  # and meanwhile, something else
+        ...     x.read_async(np.array([11, 3])).result()[:, 0].tolist()
+        [1.5, 0.0]
+        """
+        self._begin()
+        self._need_axis()
+        return self._calls.read(idx, out, stream)
 
     @_locked
     def prefetch(self, idx_or_slice: Any, stream: Any = None) -> None:
@@ -312,9 +363,41 @@ class Array:
         self._need_axis()
         index = self._index(idx, stream)
         source = self._operands.source(values, index.shape)
+        if source.library != "numpy":
+            # What was computing the values comes before what is queued from now on.
+            self.device.order(self.device.current_stream(source.library), None)
         if index.size and self._row_bytes:
             self._move_rows("scatter", index, source.address, stream)
         source.release()
+
+    def write_async(self, idx: Any, values: Any, stream: Any = None) -> Future[None]:
+        """Start storing rows, ``self[idx] = values``, and return a future.
+
+        Parameters
+        ----------
+        idx : slice, or array of int
+            As for `read_async`. Where an index repeats, one of its rows wins.
+        values : array
+            As for `scatter`. Leave it unchanged until the future is done.
+        stream : optional
+            As for `read_async`.
+
+        Returns
+        -------
+        Future
+            Of None. When it is done the rows are in the cache; `flush` makes them durable.
+
+        Raises
+        ------
+        ReadOnlyError
+            When the array was opened with ``mode="r"``.
+        BoundsError, IndexDtypeError, ArgumentError, DtypeError, DeviceTimeout
+            As for `read_async`.
+        """
+        self._need_writable()
+        self._begin()
+        self._need_axis()
+        return self._calls.write(idx, values, stream)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._need_writable()
@@ -322,7 +405,7 @@ class Array:
             self.scatter(key, value)
             return
         with self._lock:
-            self._check_usable()
+            self._begin()
             chosen = rows.select(key, self.shape)
             lead = () if chosen.scalar else _row_lead(chosen)
             shape = lead + self._row_shape
@@ -342,16 +425,20 @@ class Array:
                 index, block = index[last], np.ascontiguousarray(block[last])
             self.scatter(index, block)
 
-    @_locked
     def flush(self) -> None:
         """Write dirty lines back and make them durable: after it, a crash loses nothing stored.
 
-        Blocks. Raises StorageError when a line could not be written; the line stays dirty in the
+        Blocks, and waits for asynchronous calls made before; what they met stays with their
+        futures. Raises StorageError when a line could not be written; the line stays dirty in the
         cache, so a later flush tries again. When the storage itself could not flush, what was
         written since the flush before may be lost, and nobody can tell what: every later flush and
         `close` raise this error again. Open the array anew and store again.
         """
-        self._flush()
+        self._begin()
+        self._calls.wait()
+        with self._lock:
+            self._check_usable()
+            self._flush()
 
     # What can be told about it.
 
@@ -431,31 +518,45 @@ class Array:
         """Flush, wait for what is in flight, and release everything. May be called twice.
 
         Blocks. When the flush fails, everything is released all the same and the error raised:
-        what could not be written is lost then, and the error says what.
+        what could not be written is lost then, and the error says what. So is the failure of an
+        asynchronous call that nobody has looked at.
         """
-        with self._lock:
-            if self._closed:
-                return
-            if os.getpid() != self._pid:
-                self._closed = True
-                _kept.pop(id(self), None)
-                return
-            failure: Exception | None = None
-            try:
-                self._settle()
-            except Exception as error:  # raised below, after the release
-                failure = error
+        if os.getpid() != self._pid:
             self._closed = True
+            _kept.pop(id(self), None)
+            return
+        # Not under the lock: callbacks of the calls may need it.
+        unseen = self._calls.close()
+        with self._lock:
+            failure = None if self._closed else self._tear_down()
+        if failure is not None and unseen is not None:
+            failure.add_note(f"and before, {type(unseen).__name__}: {unseen}")
+        if failure is not None or unseen is not None:
+            raise failure or unseen  # type: ignore[misc]
+
+    def _tear_down(self) -> Exception | None:
+        """Release everything, and return what could not be done."""
+        failure: Exception | None = None
+        try:
+            self._settle()
+        except Exception as error:  # raised by `close`, after the release
+            failure = error
+        self._closed = True
+        with self.cache.gate.shut():
+            try:
+                if not self._owns_cache:
+                    self._wait_neighbours()
+            except Exception as error:  # as above
+                failure = failure or error
             self._controller.close()
             if failure is not None and not self._owns_cache:
                 failure = self._forget_lines(failure)
             self.cache.detach(self._volume)
-            if self._owns_cache:
-                self.cache.close()
-            self._release()
-            _kept.pop(id(self), None)
-        if failure is not None:
-            raise failure
+        if self._owns_cache:
+            self.cache.close()
+        self._release()
+        _kept.pop(id(self), None)
+        return failure
 
     def _forget_lines(self, failure: Exception) -> Exception:
         """Give frames back that commands without an answer held, now that none can come."""
@@ -474,8 +575,7 @@ class Array:
             steps.append(self._flush)
         steps.append(lambda: self._maintain("quiesce", warps=self._controller.queues.count))
         if not self._owns_cache:
-            steps.append(lambda: self.drop_cache(drop_dirty=True))
-            steps.append(self._wait_neighbours)
+            steps.append(lambda: self._drop_cache(drop_dirty=True))
         for step in steps:
             try:
                 step()
@@ -484,7 +584,6 @@ class Array:
         if failure is not None:
             raise failure
 
-    @_locked
     def drop_cache(self, drop_dirty: bool = False) -> None:
         """Empty the cache of this array's lines, as a cold start has it. Dirty lines are flushed.
 
@@ -493,6 +592,13 @@ class Array:
         drop_dirty : bool
             Give up lines that cannot be written, instead of raising.
         """
+        self._begin()
+        self._calls.wait()
+        with self._lock:
+            self._check_usable()
+            self._drop_cache(drop_dirty)
+
+    def _drop_cache(self, drop_dirty: bool) -> None:
         if self.writable and not drop_dirty:
             self._flush()
         self._maintain("invalidate_lines", drop=int(drop_dirty))
@@ -504,7 +610,7 @@ class Array:
         self.close()
 
     def __del__(self) -> None:
-        if not hasattr(self, "_launcher") or self._closed or os.getpid() != self._pid:
+        if not hasattr(self, "_calls") or self._closed or os.getpid() != self._pid:
             return
         try:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
@@ -522,6 +628,11 @@ class Array:
                 "forked child: open it again there, or start children with 'spawn'"
             )
 
+    def _begin(self) -> None:
+        """Check that a call can be made, and raise what an earlier one has left to be raised."""
+        self._check_usable()
+        self._calls.raise_lost()
+
     def _need_writable(self) -> None:
         if not self.writable:
             raise ReadOnlyError('the array is read-only: open it with mode="r+"')
@@ -535,20 +646,16 @@ class Array:
     def _index(self, idx: Any, stream: Any) -> Index:
         index = self._operands.index(idx)
         if not index.checked and index.size:
-            self._check_indices(index, stream or self.device.current_stream(index.library))
+            here = self.device.current_stream(index.library) if stream is None else stream
+            self._check_indices(index, here)
         return index
 
     def _check_indices(self, index: Index, stream: Any) -> None:
         self._launcher.check_indices(index, stream)
         self.device.synchronize(stream)
-        record = self._volume.error_record()
-        if not record.index_count:
-            return
-        position = int(record.index)
-        self._volume.clear_errors()
-        raw = self.device.download(index.address + position * index.itemsize, index.itemsize)
-        value = int.from_bytes(raw, "little", signed=True)
-        raise BoundsError(f"index {value} is out of bounds for an axis of length {self._row_count}")
+        failure = bad_index(self._volume, index, self._row_count)
+        if failure is not None:
+            raise failure
 
     def _move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
         run = stream if stream is not None else self._default_stream(index.library)
@@ -625,12 +732,13 @@ class Array:
             self.device.synchronize(self.cache.streams.pop())
 
     def _finish(self, what: str, stream: Any) -> None:
-        limit = 2 * config.current().timeout_s
-        self.device.synchronize(stream, timeout_s=max(limit, 60.0))
+        self.device.synchronize(stream, timeout_s=time_limit_s())
         self._raise_failure(what)
 
     def _raise_failure(self, what: str) -> None:
-        raise_failure(what, self._volume, self._controller, self._storage.path)
+        failure = self._failures.take(what, self._volume, alone=not self._calls.busy)
+        if failure is not None:
+            raise failure
 
 
 def _again(failure: StorageError) -> StorageError:

@@ -6,9 +6,11 @@ Metadata is eight bytes a line plus four a set, whatever the size of the data.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashwarp import config
@@ -113,6 +115,8 @@ class Volume:
     address: int
     events: DeviceMemory
     errors: DeviceMemory
+    entry: DeviceMemory | None = None
+    """Of a copy: where its struct lies. Others lie in the cache's table."""
 
     def error_record(self) -> ErrorRecordStruct:
         """Read what kernels noted; host memory, so no transfer."""
@@ -124,6 +128,26 @@ class Volume:
         lock = self.address + VolumeStruct.error_lock.offset
         self.cache.device.fill(lock, 0, 8)  # and index_errors, which follows it
 
+    def with_own_errors(self) -> Volume:
+        """Copy the entry, so that what its kernels meet is noted apart; to be released.
+
+        Lines, queues and counters stay those of the array.
+        """
+        device = self.cache.device
+        errors = device.allocate_host(ctypes.sizeof(ErrorRecordStruct))
+        entry = device.allocate(ctypes.sizeof(VolumeStruct))
+        struct = VolumeStruct.from_buffer_copy(device.download(self.address, entry.nbytes))
+        struct.errors = errors.address
+        struct.error_lock = 0
+        device.upload(entry.address, bytes(struct))
+        return replace(self, address=entry.address, errors=errors, entry=entry)
+
+    def release(self) -> None:
+        """Free what a copy has of its own."""
+        if self.entry is not None:
+            self.entry.close()
+            self.errors.close()
+
     def counters(self) -> dict[str, int]:
         """Read the sums over all shards."""
         data = self.cache.device.download(self.events.address, self.events.nbytes)
@@ -132,6 +156,42 @@ class Volume:
             field[0]: sum(int(getattr(shard, field[0])) for shard in shards)
             for field in CountersStruct._fields_
         }
+
+
+class Gate:
+    """Many may be inside at a time, or one who shuts it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._shut = False
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Be inside; waits while it is shut."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._shut)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def shut(self) -> Iterator[None]:
+        """Keep everybody out; waits until all have left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._shut)
+            self._shut = True
+            self._changed.wait_for(lambda: self._inside == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._shut = False
+                self._changed.notify_all()
 
 
 class Cache:
@@ -217,6 +277,9 @@ class Cache:
         # none may close while one runs. Streams are those with calls that nobody has waited for.
         self.turn = threading.RLock()
         self.streams: set[int] = set()
+        # Asynchronous launches take no turns, so that none waits for another thread's call. This
+        # keeps them out while an array frees its queues, which they might write lines back through.
+        self.gate = Gate()
         self._volumes: dict[int, Volume] = {}
         self._closed = False
 

@@ -77,6 +77,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "mapped_residency": (0, 1e9),
     "cache_share": (0, 1),
     "look_ahead": (0, 1 << 20),
+    "async_calls": (1, 4096),
+    "async_streams": (1, 128),
 }
 
 
@@ -118,6 +120,12 @@ class Config:
 
     look_ahead: int = 64
     """Rows that a CPU thread has in flight ahead of the one it copies, for storage that waits."""
+
+    async_calls: int = 64
+    """Most asynchronous calls of one array in flight; one more waits until one has ended."""
+
+    async_streams: int = 8
+    """Streams of a GPU that an array's asynchronous calls take turns on."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():

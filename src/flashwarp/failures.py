@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections import deque
+from typing import Any
 
 from flashwarp import config
 from flashwarp.cache import ErrorRecordStruct, Volume
 from flashwarp.controller import SoftwareController
-from flashwarp.errors import ControllerError, ControllerTimeout, FlashwarpError, StorageError
+from flashwarp.errors import (
+    BoundsError,
+    ControllerError,
+    ControllerTimeout,
+    FlashwarpError,
+    StorageError,
+)
+from flashwarp.operands import Index
 
-__all__ = ["raise_failure"]
+__all__ = ["Failures", "bad_index"]
 
 _LBA_BYTES = 512
+
+# As many as the controller's own log holds.
+_LOG_ENTRIES_MAX = 64
 
 # NVMe status fields, and the one of ours for a wait that ran out of time.
 _TIMED_OUT = 0x7FF
@@ -27,53 +40,88 @@ _WRITE = 0x01
 _OPERATIONS = {0x00: "flush", _WRITE: "write", 0x02: "read"}
 
 
-def raise_failure(
-    what: str, volume: Volume, controller: SoftwareController, path: str | None
-) -> None:
-    """Raise what kernels noted since the last call, if they did; the notes are forgotten then.
+class Failures:
+    """Turns the notes about one array's launches into exceptions. Any thread may ask.
 
-    `what` is the operation for people, `path` the storage's.
+    Parameters
+    ----------
+    controller : SoftwareController
+        Whose log tells the rest.
+    line_bytes : int
+    path : str, optional
+        The storage's, for failures that no log entry explains.
     """
-    record = volume.error_record()
-    if not record.count:
-        return
-    noted = ErrorRecordStruct.from_buffer_copy(record)
-    volume.clear_errors()
-    raise _failure(what, noted, volume.cache.line_bytes, controller, path)
 
+    def __init__(self, controller: SoftwareController, line_bytes: int, path: str | None) -> None:
+        self._controller = controller
+        self._line_bytes = line_bytes
+        self._path = path
+        self._lock = threading.Lock()
+        # Entries of the controller's log that were taken for another call's failure.
+        self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_ENTRIES_MAX)
 
-def _failure(
-    what: str,
-    record: ErrorRecordStruct,
-    line_bytes: int,
-    controller: SoftwareController,
-    path: str | None,
-) -> FlashwarpError:
-    status, opcode = int(record.status), int(record.opcode)
-    failures = controller.take_errors()
-    offset = int(record.line) * line_bytes
-    if status == _TIMED_OUT:
-        return ControllerTimeout(
-            f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
-            f"{offset}.. of the array, and gave up: the storage does not answer"
+    def take(self, what: str, volume: Volume, *, alone: bool) -> FlashwarpError | None:
+        """Return what kernels noted in `volume` since the last call, and forget it.
+
+        `what` is the operation for people. `alone` tells that no other call of the array is in
+        flight, so that the controller's log is about this one.
+        """
+        record = volume.error_record()
+        if not record.count:
+            return None
+        noted = ErrorRecordStruct.from_buffer_copy(record)
+        volume.clear_errors()
+        return self._failure(what, noted, alone)
+
+    def _failure(self, what: str, record: ErrorRecordStruct, alone: bool) -> FlashwarpError:
+        status, opcode = int(record.status), int(record.opcode)
+        offset = int(record.line) * self._line_bytes
+        logged = self._logged(offset // _LBA_BYTES, _OPERATIONS.get(opcode), alone)
+        if status == _TIMED_OUT:
+            return ControllerTimeout(
+                f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
+                f"{offset}.. of the array, and gave up: the storage does not answer"
+            )
+        if logged is None:
+            return _failure_without_log(what, status, opcode, offset, self._path)
+        number = int(logged["errno"])
+        return StorageError(
+            number,
+            f"{what}: {logged['op']} of {logged['nbytes']} bytes at offset {logged['offset']} "
+            f"failed: {logged.get('reason') or os.strerror(number)} (NVMe status {status:#05x})",
+            str(logged.get("path") or self._path or "") or None,
+            offset=int(logged["offset"]),
+            status=status,
         )
-    # The controller's log also holds failed prefetches, which nobody asked about: prefer the
-    # entry of the very blocks that this record is about.
-    operation = _OPERATIONS.get(opcode)
-    failures = [e for e in failures if e.get("errno") and operation in (None, e.get("op"))]
-    exact = [e for e in failures if e.get("lba") == offset // _LBA_BYTES]
-    chosen = next(iter(exact + failures), None)
-    if chosen is None:
-        return _failure_without_log(what, status, opcode, offset, path)
-    number = int(chosen["errno"])
-    return StorageError(
-        number,
-        f"{what}: {chosen['op']} of {chosen['nbytes']} bytes at offset {chosen['offset']} "
-        f"failed: {chosen.get('reason') or os.strerror(number)} (NVMe status {status:#05x})",
-        str(chosen.get("path") or path or "") or None,
-        offset=int(chosen["offset"]),
-        status=status,
-    )
+
+    def _logged(self, lba: int, operation: str | None, alone: bool) -> dict[str, Any] | None:
+        """Find the controller's entry for a failure on these blocks."""
+        with self._lock:
+            fresh = [e for e in self._controller.take_errors() if e.get("errno")]
+            # The log also holds failed prefetches, which nobody asked about: prefer the entry of
+            # the very blocks. While other calls are in flight, no other entry will do.
+            fitting = [e for e in fresh if operation in (None, e.get("op"))]
+            kept = [e for e in self._log if operation in (None, e.get("op"))]
+            exact = [e for e in fitting if e.get("lba") == lba]
+            earlier = [e for e in reversed(kept) if e.get("lba") == lba]
+            if alone:
+                self._log.clear()
+            else:
+                self._log.extend(fresh)
+            return next(iter(exact + earlier + (fitting if alone else [])), None)
+
+
+def bad_index(volume: Volume, index: Index, row_count: int) -> BoundsError | None:
+    """Return the error of the first index that a check on the device found, and forget it."""
+    record = volume.error_record()
+    if not record.index_count:
+        return None
+    position = int(record.index)
+    volume.clear_errors()
+    device = volume.cache.device
+    raw = device.download(index.address + position * index.itemsize, index.itemsize)
+    value = int.from_bytes(raw, "little", signed=True)
+    return BoundsError(f"index {value} is out of bounds for an axis of length {row_count}")
 
 
 def _failure_without_log(

@@ -38,6 +38,10 @@ class Launcher:
         self.row_bytes = row_bytes
         self.row_count = row_count
 
+    def on(self, volume: Volume) -> Launcher:
+        """Return the same launches with another entry for the array, whose errors are its own."""
+        return Launcher(self.cache, volume, self.controller, self.row_bytes, self.row_count)
+
     @property
     def device(self) -> Device:
         """Where the kernels run."""
@@ -62,16 +66,40 @@ class Launcher:
             batch=rows.segments_per_batch(self.cache.line_bytes),
         )
 
+    def lines_ahead(self) -> int:
+        """Lines that one thread may ask for before they are needed; 0 where nothing waits.
+
+        Half a ring, so that it finds room in it, and a quarter of the cache.
+        """
+        if not self._waits_for_storage():
+            return 0
+        return min(self._lines // 4, self.controller.queues.depth // 2)
+
     def look_ahead(self) -> int:
         """Rows in flight ahead of the one being copied; only storage that waits needs them."""
-        if not isinstance(self.device, CpuDevice) or self.controller.path == "mapped":
-            return 0
-        if not self.controller.worth_looking_ahead():
+        if not isinstance(self.device, CpuDevice) or not self._waits_for_storage():
             return 0
         queues = self.controller.queues
-        lines = self.cache.set_count * self.cache.ways
         slots = queues.count * (queues.depth - 1)
-        return min(config.current().look_ahead, min(lines // 4, slots) // self.device.threads)
+        return min(config.current().look_ahead, min(self._lines // 4, slots) // self.device.threads)
+
+    def _waits_for_storage(self) -> bool:
+        if self.device.kind != "cpu" or self.controller.path == "mapped":
+            return False
+        return self.controller.worth_looking_ahead()
+
+    @property
+    def _lines(self) -> int:
+        return self.cache.set_count * self.cache.ways
+
+    def lines_of(self, first_row: int, last_row: int, count: int) -> int:
+        """Most lines that so many rows touch, the first and the last of which are these."""
+        if not count or not self.row_bytes:
+            return 0
+        line = self.cache.line_bytes
+        end = (last_row + 1) * self.row_bytes - 1
+        span = end // line - first_row * self.row_bytes // line + 1
+        return min(span, count * rows.segments_per_row(self.row_bytes, line))
 
     def move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
         """Launch "gather" or "scatter" of the rows at `index`."""
@@ -88,29 +116,38 @@ class Launcher:
         self, verb: str, first_row: int, buffer: int, nbytes: int, stream: Any = None
     ) -> None:
         """Launch "gather" or "scatter" of rows that lie back to back from `first_row` on."""
-        start = first_row * self.row_bytes
-        params = RowParams(
+        params = self._range_params(first_row, buffer, nbytes)
+        self._launch(f"{verb}_rows", params, self._lines_in_range(params), stream)
+
+    def prefetch_range(self, first_row: int, nbytes: int) -> None:
+        """Launch the prefetch of rows that lie back to back, by one warp."""
+        self._start("prefetch_rows", self._range_params(first_row, 0, nbytes), 1, None)
+
+    def _range_params(self, first_row: int, buffer: int, nbytes: int) -> RowParams:
+        return RowParams(
             shape=self.cache.geometry,
             cache=self.cache.address,
             volume=self.volume.address,
             index_count=nbytes,
             rows=buffer,
-            row_bytes=start,
+            row_bytes=first_row * self.row_bytes,
             row_count=self.row_count,
             look_ahead=self.look_ahead(),
             index_bytes=8,
             segments=1,
             batch=rows.segments_per_batch(self.cache.line_bytes),
         )
-        line = self.cache.line_bytes
-        items = (start + nbytes - 1) // line - start // line + 1
-        self._launch(f"{verb}_rows", params, items, stream)
 
-    def prefetch_rows(self, index: Index, stream: Any) -> None:
-        """Launch the prefetch of the rows at `index`."""
+    def _lines_in_range(self, params: RowParams) -> int:
+        first, line = int(params.row_bytes), self.cache.line_bytes
+        return (first + int(params.index_count) - 1) // line - first // line + 1
+
+    def prefetch_rows(self, index: Index, stream: Any, warps: int | None = None) -> None:
+        """Launch the prefetch of the rows at `index`; default: warps for all of them."""
         params = self.row_params(index, 0)
         params.segments = rows.segments_per_row(self.row_bytes, self.cache.line_bytes)
-        self._launch("prefetch_rows", params, index.size * params.segments, stream)
+        useful = self._warps(index.size * params.segments, params.batch)
+        self._start("prefetch_rows", params, useful if warps is None else warps, stream)
 
     def check_indices(self, index: Index, stream: Any) -> None:
         """Launch the check of indices; the volume's error record tells the first bad one."""
@@ -130,12 +167,12 @@ class Launcher:
     def maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
         """Launch a maintenance kernel over the array's lines; default: warps for all frames."""
         if warps is None:
-            warps = self._warps(self.cache.set_count * self.cache.ways)
+            warps = self._warps(self._lines)
         self._start(name, self._maintenance(**fields), warps, None)
 
     def forget_lines(self, drop: int) -> None:
         """Launch the dropping of the array's lines, whose controller has stopped."""
-        warps = self._warps(self.cache.set_count * self.cache.ways)
+        warps = self._warps(self._lines)
         self.device.launch("invalidate_lines", self._maintenance(drop=drop), warps=warps)
 
     def _maintenance(self, **fields: int) -> MaintenanceParams:

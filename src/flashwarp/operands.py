@@ -8,15 +8,16 @@ which the array launches.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp import rows
-from flashwarp.device import Device, empty_like_library
+from flashwarp.device import Device, DeviceArray, empty_like_library, stream_handle
 from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
+from flashwarp.scratch import Scratch
 
 __all__ = ["Index", "Operands", "Source", "Target", "is_foreign"]
 
@@ -32,11 +33,18 @@ class Index:
     owner: Any
     checked: bool = True
     """False on a GPU: their values are not known to the host."""
+    held: DeviceArray | None = None
+    """The copy in device memory of indices that the host brought."""
 
     @property
     def size(self) -> int:
         """How many there are."""
         return math.prod(self.shape)
+
+    def release(self) -> None:
+        """Free the copy, once no kernel reads it."""
+        if self.held is not None:
+            self.held.close()
 
 
 @dataclass
@@ -45,14 +53,15 @@ class Target:
 
     address: int
     out: Any
-    held: Any
+    held: DeviceArray | None
+    library: str = "numpy"
 
     def finish(self, stream: Any) -> Any:
         """Return the rows where the caller wants them; waits for `stream` if they are copied."""
         if self.held is None:
             return self.out
         if stream is not None:
-            self.held.stream = stream
+            self.held.stream = stream_handle(stream)
         copy = self.held.copy_to_host()
         self.held.close()
         if self.out is None:
@@ -67,7 +76,8 @@ class Source:
 
     address: int
     owner: Any
-    held: Any
+    held: DeviceArray | None
+    library: str = "numpy"
 
     def release(self) -> None:
         """Free the copy, once no kernel reads it."""
@@ -90,6 +100,12 @@ class Operands:
     dtype: np.dtype[Any]
     row_shape: tuple[int, ...]
     row_count: int
+    memory: Device | Scratch
+    """Where copies of what the host brings are allocated."""
+
+    def allocating_from(self, memory: Device | Scratch) -> Operands:
+        """Return the same with copies allocated elsewhere."""
+        return replace(self, memory=memory)
 
     def index(self, idx: Any) -> Index:
         """Place row indices. Those of the host are checked, those on a GPU are not yet."""
@@ -111,12 +127,17 @@ class Operands:
     def _host_index(self, host: npt.NDArray[np.int64], library: str) -> Index:
         if self.device.kind == "cpu" or host.size == 0:
             return Index(host.ctypes.data, host.shape, 8, library, host)
-        copy = self.device.empty_array(host.shape, np.int64)
+        copy = self.memory.empty_array(host.shape, np.int64)
         self.device.upload(copy.address, np.ascontiguousarray(host))
-        return Index(copy.address, host.shape, 8, library, copy)
+        return Index(copy.address, host.shape, 8, library, copy, held=copy)
 
-    def target(self, out: Any, lead: tuple[int, ...], library: str) -> Target:
-        """Place the rows that a read returns: in `out`, or in a new array of `library`."""
+    def target(
+        self, out: Any, lead: tuple[int, ...], library: str, stream: object = None
+    ) -> Target:
+        """Place the rows that a read returns: in `out`, or in a new array of `library`.
+
+        The new array is allocated in the order of `stream`; default: the library's present one.
+        """
         shape = lead + self.row_shape
         on_gpu = self.device.kind == "cuda"
         if out is None:
@@ -124,9 +145,9 @@ class Operands:
                 out = np.empty(shape, self.dtype)
                 return Target(out.ctypes.data, out, None)
             if on_gpu and library == "numpy":
-                held = self.device.empty_array(shape, self.dtype)
+                held = self.memory.empty_array(shape, self.dtype)
                 return Target(held.address, None, held)
-            out = empty_like_library(library, shape, self.dtype, self.device)
+            out = empty_like_library(library, shape, self.dtype, self.device, stream)
         view = self.device.view(out)
         if view.shape != shape:
             raise ArgumentError(f"out has shape {view.shape}, the rows have {shape}")
@@ -135,11 +156,11 @@ class Operands:
         if not view.contiguous or view.read_only:
             raise ArgumentError("out must be contiguous and writable")
         if view.device_kind == "cpu" and on_gpu:
-            held = self.device.empty_array(shape, self.dtype)
+            held = self.memory.empty_array(shape, self.dtype)
             return Target(held.address, out, held)
         if view.device_kind == "cuda" and not on_gpu:
             raise ArgumentError("out is on a GPU, the array is on the CPU device")
-        return Target(view.address, out, None)
+        return Target(view.address, out, None, view.library)
 
     def host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Broadcast values of the host to a dense array of `shape`."""
@@ -154,7 +175,7 @@ class Operands:
         return np.ascontiguousarray(host)
 
     def source(self, values: Any, lead: tuple[int, ...]) -> Source:
-        """Place rows to store; those on a GPU are waited for by what the library queues."""
+        """Place rows to store. What a GPU's library has queued on them is not waited for."""
         shape = lead + self.row_shape
         if hasattr(values, "__cuda_array_interface__"):
             view = self.device.view(values)
@@ -165,11 +186,10 @@ class Operands:
                     f"values of shape {view.shape} and dtype {view.dtype} must be a contiguous "
                     f"array of shape {shape} and dtype {self.dtype}"
                 )
-            self.device.order(self.device.current_stream(view.library), None)
-            return Source(view.address, values, None)
+            return Source(view.address, values, None, view.library)
         host = self.host_values(values, shape)
         if self.device.kind == "cpu" or host.nbytes == 0:
             return Source(host.ctypes.data, host, None)
-        held = self.device.empty_array(shape, self.dtype)
+        held = self.memory.empty_array(shape, self.dtype)
         self.device.upload(held.address, host)
         return Source(held.address, host, held)

@@ -15,7 +15,7 @@ from flashwarp._foreign import ArrayView, empty_like_library, stream_handle, vie
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
-from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, Registration
+from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, OwnedStream, Registration
 from flashwarp.errors import ArgumentError, DeviceError
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "DeviceMemory",
     "Event",
     "MemoryInfo",
+    "OwnedStream",
     "Registration",
     "Stream",
     "empty_like_library",

@@ -23,7 +23,14 @@ import numpy.typing as npt
 from flashwarp._foreign import ArrayView, view
 from flashwarp._jit import compiler, driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
-from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, Owned, Registration
+from flashwarp.device.memory import (
+    DeviceArray,
+    DeviceMemory,
+    MemoryInfo,
+    Owned,
+    OwnedStream,
+    Registration,
+)
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 
 if TYPE_CHECKING:
@@ -62,8 +69,15 @@ class Event(ABC):
         """Tell whether the work before the event has ended."""
 
     @abstractmethod
+    def wait_on(self, stream: object) -> None:
+        """Make what is queued on the stream from now on wait for the event, without blocking."""
+
+    @abstractmethod
     def elapsed_ms(self, start: Self) -> float:
         """Return the milliseconds from `start` to this event, both done."""
+
+    def close(self) -> None:  # noqa: B027 - not every event holds something
+        """Release it. May be called twice."""
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until done; raises DeviceTimeout."""
@@ -121,8 +135,13 @@ class Device(ABC):
         """Copy contiguous host data to device memory; returns when `data` may be changed."""
 
     @abstractmethod
-    def download_into(self, address: int, target: WriteableBuffer | npt.NDArray[Any]) -> None:
-        """Copy device memory into a contiguous host buffer; returns when it is there."""
+    def download_into(
+        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
+    ) -> None:
+        """Copy device memory into a contiguous host buffer; returns when it is there.
+
+        The copy comes after what `stream` has queued; default: the library's own stream.
+        """
 
     @abstractmethod
     def fill(self, address: int, byte: int, nbytes: int) -> None:
@@ -219,6 +238,10 @@ class Device(ABC):
     @abstractmethod
     def default_stream(self) -> Stream:
         """Return the library's own stream, which does not wait for the legacy default stream."""
+
+    @abstractmethod
+    def create_stream(self) -> OwnedStream:
+        """Create a stream that waits for no other, for work beside the library's own stream."""
 
     @abstractmethod
     def current_stream(self, library: str) -> Stream:

@@ -22,6 +22,7 @@ from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
 from flashwarp.device.memory import (
     DeviceMemory,
     MemoryInfo,
+    OwnedStream,
     Registration,
     align_up,
     check_alignment,
@@ -86,7 +87,9 @@ class CpuDevice(Device):
         source = host_bytes(data, writable=False)
         ctypes.memmove(address, source.ctypes.data, source.nbytes)
 
-    def download_into(self, address: int, target: WriteableBuffer | npt.NDArray[Any]) -> None:
+    def download_into(
+        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
+    ) -> None:
         destination = host_bytes(target, writable=True)
         ctypes.memmove(destination.ctypes.data, address, destination.nbytes)
 
@@ -180,6 +183,9 @@ class CpuDevice(Device):
     def default_stream(self) -> Stream:
         return Stream(0)
 
+    def create_stream(self) -> OwnedStream:
+        return OwnedStream(self, 0, lambda: None)
+
     def current_stream(self, library: str) -> Stream:
         return Stream(0)
 
@@ -207,6 +213,9 @@ class _CpuEvent(Event):
 
     def done(self) -> bool:
         return True
+
+    def wait_on(self, stream: object) -> None:
+        pass
 
     def elapsed_ms(self, start: Event) -> float:
         if not isinstance(start, _CpuEvent):

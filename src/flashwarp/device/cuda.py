@@ -22,6 +22,7 @@ from flashwarp.device.memory import (
     DeviceMemory,
     MemoryInfo,
     Owned,
+    OwnedStream,
     Registration,
     align_up,
     check_alignment,
@@ -100,16 +101,18 @@ class CudaDevice(Device):
             )
             self.synchronize()
 
-    def download_into(self, address: int, target: WriteableBuffer | npt.NDArray[Any]) -> None:
+    def download_into(
+        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
+    ) -> None:
         destination = host_bytes(target, writable=True)
         if destination.nbytes:
             # A copy of pageable memory blocks in the driver until the work before it is done,
             # without a time limit; so that work is waited for here, with one.
-            self.synchronize()
+            self.synchronize(stream)
             self.context.copy_to_host(
-                destination.ctypes.data, address, destination.nbytes, self._stream.handle
+                destination.ctypes.data, address, destination.nbytes, self._handle(stream)
             )
-            self.synchronize()
+            self.synchronize(stream)
 
     def fill(self, address: int, byte: int, nbytes: int) -> None:
         if nbytes:
@@ -261,6 +264,11 @@ class CudaDevice(Device):
     def default_stream(self) -> Stream:
         return self._stream
 
+    def create_stream(self) -> OwnedStream:
+        handle = self.context.create_stream()
+        release = functools.partial(_if_usable, self.context, self.context.destroy_stream, handle)
+        return OwnedStream(self, handle, release)
+
     def current_stream(self, library: str) -> Stream:
         module = sys.modules.get(library)
         if library == "torch" and module is not None:
@@ -337,7 +345,7 @@ def _if_usable(context: driver.Context, call: Callable[..., None], *arguments: i
         call(*arguments)
 
 
-class _CudaEvent(Event, Owned):
+class _CudaEvent(Owned, Event):
     def __init__(self, device: CudaDevice) -> None:
         self._context = device.context
         self._cuda = device
@@ -352,6 +360,9 @@ class _CudaEvent(Event, Owned):
 
     def done(self) -> bool:
         return self._context.event_done(self._event)
+
+    def wait_on(self, stream: object) -> None:
+        self._context.stream_wait_event(self._cuda._handle(stream), self._event)
 
     def elapsed_ms(self, start: Event) -> float:
         if not isinstance(start, _CudaEvent) or start.device is not self.device:

@@ -116,6 +116,18 @@ class Registration(Owned):
         self.nbytes = nbytes
 
 
+class OwnedStream(Owned):
+    """A stream made for one owner, who closes it; a CPU device's is the one that it has."""
+
+    def __init__(self, device: Device, handle: int, release: Callable[[], None]) -> None:
+        super().__init__(device, release)
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Serve the protocol by which other libraries take this stream: version and handle."""
+        return 0, self.handle
+
+
 class DeviceArray:
     """A dense array in a device's memory, for callers whose library cannot hold the result.
 
@@ -178,8 +190,7 @@ class DeviceArray:
         """Make a numpy array with the same content. Waits for the array's stream first."""
         result = np.empty(self.shape, self.dtype)
         if self.size:
-            self.device.synchronize(self.stream)
-            self.device.download_into(self.address, result)
+            self.device.download_into(self.address, result, self.stream)
         return result
 
     def __array__(

@@ -1,0 +1,77 @@
+"""Device memory that is lent to one call after another.
+
+Freeing device memory waits for every kernel of the GPU, which would make asynchronous calls wait
+for each other. So what they need for a while comes from here and goes back.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp.device import Device, DeviceArray, DeviceMemory
+
+__all__ = ["Scratch"]
+
+_BLOCK_BYTES_MIN = 64 << 10
+
+# What is kept between calls at most: two rounds of the largest built-in batch of a loader.
+_KEPT_BYTES_MAX = 256 << 20
+
+
+class Scratch:
+    """Lends arrays in blocks of powers of two. Any thread may use it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._free: list[DeviceMemory] = []
+        self._closed = False
+
+    def empty_array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
+        """Lend an array, not zero-filled; its `close` gives it back."""
+        shape, kind = tuple(shape), np.dtype(dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        return _Lent(self, self._take(nbytes) if nbytes else None, shape, kind, self._device)
+
+    def _take(self, nbytes: int) -> DeviceMemory:
+        wanted = max(_BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
+        with self._lock:
+            for i, block in enumerate(self._free):
+                if block.nbytes == wanted:
+                    return self._free.pop(i)
+        return self._device.allocate(wanted)
+
+    def give(self, block: DeviceMemory) -> None:
+        """Take a block back, and free it where enough is kept."""
+        with self._lock:
+            kept = sum(b.nbytes for b in self._free)
+            if not self._closed and kept + block.nbytes <= _KEPT_BYTES_MAX:
+                self._free.append(block)
+                return
+        block.close()
+
+    def close(self) -> None:
+        """Free what is not lent; the rest is freed when it comes back. May be called twice."""
+        with self._lock:
+            self._closed = True
+            blocks, self._free = self._free, []
+        for block in blocks:
+            block.close()
+
+
+class _Lent(DeviceArray):
+    def __init__(self, scratch: Scratch, memory: DeviceMemory | None, *what: Any) -> None:
+        super().__init__(memory, *what)
+        self._scratch = scratch
+
+    def close(self) -> None:
+        """Give the memory back. May be called twice."""
+        block, self._memory = self._memory, None
+        if block is not None:
+            self._scratch.give(block)
