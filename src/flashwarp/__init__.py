@@ -10,6 +10,7 @@ from flashwarp.cache import Cache
 from flashwarp.compiling import Kernel, Program, compile  # noqa: A004
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, CudaDevice
+from flashwarp.futures import Future
 from flashwarp.opening import create, from_storage, open  # noqa: A004
 from flashwarp.stats import Stats
 
@@ -21,6 +22,7 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Explanation",
+    "Future",
     "Kernel",
     "Program",
     "SoftwareController",
