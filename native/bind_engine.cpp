@@ -4,6 +4,7 @@
 // attribute `offset`; use in a forked child raises RuntimeError, since the threads that would do
 // the work stayed in the parent.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -20,6 +21,7 @@
 #include "identify.h"
 #include "io_uring.h"
 #include "software_controller.h"
+#include "ssd_model.h"
 #include "storage.h"
 
 namespace nb = nanobind;
@@ -207,6 +209,7 @@ nb::dict stats_of(SoftwareController& controller) {
   result["engine_operations"] = counters.engine_operations;
   result["engine_fallbacks"] = counters.engine_fallbacks;
   result["io_uring_enters"] = counters.kernel_enters;
+  result["held"] = counters.held;
   return result;
 }
 
@@ -251,6 +254,27 @@ void require_parent(const SoftwareController& controller) {
   if (controller.in_forked_child()) throw std::runtime_error(kForkMessage);
 }
 
+void bind_ssd_model(nb::module_& m) {
+  using Ceilings = std::vector<std::pair<uint32_t, double>>;
+  nb::class_<SsdDirection>(m, "SsdDirection")
+      .def(
+          "__init__",
+          [](SsdDirection* self, Ceilings ceilings, double bytes_per_s,
+             std::vector<float> service_ns) {
+            new (self) SsdDirection{std::move(ceilings), bytes_per_s, std::move(service_ns)};
+          },
+          nb::arg("ceilings"), nb::arg("bytes_per_s"), nb::arg("service_ns"));
+  nb::class_<SsdParameters>(m, "SsdParameters")
+      .def(
+          "__init__",
+          [](SsdParameters* self, const SsdDirection& read, const SsdDirection& write,
+             uint32_t units, uint64_t seed) { new (self) SsdParameters{read, write, units, seed}; },
+          nb::arg("read"), nb::arg("write"), nb::arg("units"), nb::arg("seed"));
+  nb::class_<SsdModel>(m, "SsdModel")
+      .def(nb::init<const SsdParameters&>(), nb::arg("parameters"))
+      .def("admit", &SsdModel::admit, nb::arg("now_ns"), nb::arg("is_write"), nb::arg("blocks"));
+}
+
 void bind_controller(nb::module_& m) {
   nb::class_<QueuePairAddresses>(m, "QueuePair")
       .def(
@@ -274,9 +298,10 @@ void bind_controller(nb::module_& m) {
           "__init__",
           [](SoftwareController* self, std::shared_ptr<Storage> storage,
              std::vector<QueuePairAddresses> queue_pairs, Regions dma_regions, uint32_t threads,
-             uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields) {
-            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes, spin_ns,
-                                               yields};
+             uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields,
+             std::optional<SsdParameters> model) {
+            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes,
+                                               spin_ns, yields,     std::move(model)};
             nb::gil_scoped_release release;
             new (self) SoftwareController(std::move(storage), std::move(queue_pairs),
                                           std::move(dma_regions), options);
@@ -284,7 +309,7 @@ void bind_controller(nb::module_& m) {
           nb::arg("storage"), nb::arg("queue_pairs"), nb::arg("dma_regions") = Regions(),
           nb::arg("threads") = 1, nb::arg("page_bytes") = uint64_t(2) << 20,
           nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000,
-          nb::arg("yields") = false)
+          nb::arg("yields") = false, nb::arg("model") = nb::none())
       .def("start",
            [](SoftwareController& c) {
              require_parent(c);
@@ -308,7 +333,7 @@ void bind_controller(nb::module_& m) {
              const ControllerCounters counters = c.counters();
              uint64_t commands = 0;
              for (uint64_t count : counters.commands) commands += count;
-             return std::pair(commands, counters.engine_operations);
+             return std::pair(commands, counters.engine_operations + counters.held);
            })
       .def("stats", &stats_of)
       .def("take_errors", &take_errors)
@@ -373,6 +398,7 @@ void bind_engine(nb::module_& m) {
     }
   });
   bind_storage(m);
+  bind_ssd_model(m);
   bind_controller(m);
   bind_host_memory(m);
 }

@@ -51,12 +51,19 @@ QueueServer::QueueServer(const QueuePairAddresses& addresses, ControllerContext&
       id_(addresses.id),
       refreshes_backing_(context.storage->mapping_can_shrink()),
       context_(context),
+      drive_(context.drive.get()),
       storage_(*context.storage),
       mapped_base_(context.storage->mapped_base()),
       lbas_((context.storage->nbytes() + nvme::kLbaBytes - 1) / nvme::kLbaBytes),
       engine_(std::move(engine)) {
   segments_.reserve(context.max_transfer_bytes / context.page_bytes + 2);
   if (engine_ != nullptr) allocate_in_flight();
+  if (drive_ != nullptr) {
+    held_ = std::make_unique<HeldCompletions>(depth_ - 1, monotonic_ns());
+    arrivals_.reserve(kBatchMax);
+    arrival_cids_.reserve(kBatchMax);
+    arrival_dues_.resize(kBatchMax);
+  }
 }
 
 // Acquire and release: the ring state of the last server is seen.
@@ -72,9 +79,11 @@ uint32_t QueueServer::serve() {
   if (!try_lock()) return 0;
   uint32_t moved = 0;
   if (open_.load(std::memory_order_relaxed)) {
+    if (drive_ != nullptr) moved += post_due();
     if (has_in_flight()) moved += reap();
     moved += fetch();
     if (engine_ != nullptr) kick_engine();
+    if (drive_ != nullptr) next_due_ns_.store(held_->next_ns(), std::memory_order_relaxed);
   }
   unlock();
   return moved;
@@ -105,7 +114,8 @@ uint32_t QueueServer::fetchable(uint32_t tail) {
   const auto room = [this] {
     const uint32_t unconsumed =
         cq_tail_ >= cq_head_seen_ ? cq_tail_ - cq_head_seen_ : cq_tail_ + depth_ - cq_head_seen_;
-    return depth_ - 1 - unconsumed - in_flight_.load(std::memory_order_relaxed);
+    const uint32_t held = held_ == nullptr ? 0 : held_->size();
+    return depth_ - 1 - unconsumed - held - in_flight_.load(std::memory_order_relaxed);
   };
   if (room() >= rung) return rung;
   if (!read_cq_doorbell()) return 0;
@@ -161,7 +171,11 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
         atomic::load_plain(&entry.prp1) == base + (lba << nvme::kLbaShift);
     if (is_mapped_read) {
       advance_head();
-      post(uint16_t(word >> 16), nvme::kSuccess);
+      if (drive_ != nullptr) {
+        arrive(uint16_t(word >> 16), uint32_t(blocks));
+      } else {
+        post(uint16_t(word >> 16), nvme::kSuccess);
+      }
       ++mapped_commands;
       mapped_lbas += blocks;
       continue;
@@ -170,8 +184,11 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
     // A copy: the other side may rewrite the ring while we look at it.
     const nvme::command copy = atomic::load_plain(&entry);
     advance_head();
+    admit_arrivals();
+    due_ns_ = 0;
     execute(copy);
   }
+  admit_arrivals();
   counters_.commands[size_t(CommandKind::kRead)].add(mapped_commands);
   counters_.bytes_read.add(mapped_lbas << nvme::kLbaShift);
   return fetched;
@@ -184,6 +201,42 @@ uint64_t QueueServer::whole_backed_lbas() const {
 }
 
 void QueueServer::advance_head() { head_ = head_ + 1 == depth_ ? 0 : head_ + 1; }
+
+// Leaves a plain read to `admit_arrivals`, which takes the drive's lock once for many.
+void QueueServer::arrive(uint16_t cid, uint32_t blocks) {
+  arrivals_.push_back({blocks, false});
+  arrival_cids_.push_back(cid);
+}
+
+void QueueServer::admit_arrivals() {
+  if (arrivals_.empty()) return;
+  drive_->admit(now_ns_, arrivals_, arrival_dues_.data());
+  for (size_t i = 0; i < arrivals_.size(); ++i) {
+    complete(arrival_cids_[i], nvme::kSuccess, arrival_dues_[i]);
+  }
+  arrivals_.clear();
+  arrival_cids_.clear();
+}
+
+// The command at hand is one that the drive carries out. Flush and its like move no blocks.
+void QueueServer::admit(bool is_write, uint32_t blocks) {
+  if (drive_ == nullptr) return;
+  const ModelledDrive::Arrival arrival = {blocks, is_write};
+  drive_->admit(now_ns_, {&arrival, 1}, &due_ns_);
+}
+
+// Begins a visit: reads the clock and posts what is due.
+uint32_t QueueServer::post_due() {
+  now_ns_ = monotonic_ns();
+  return held_->release_until(now_ns_,
+                              [this](uint16_t cid, uint16_t status) { post(cid, status); });
+}
+
+void QueueServer::complete(uint16_t cid, uint16_t status, int64_t due_ns) {
+  if (due_ns <= now_ns_) return post(cid, status);
+  held_->hold(due_ns, cid, status);
+  counters_.held.add(1);
+}
 
 void QueueServer::post(uint16_t cid, uint16_t status) {
   auto* entry = reinterpret_cast<uint64_t*>(&cq_[cq_tail_]);
@@ -278,6 +331,7 @@ bool QueueServer::is_identity(const nvme::command& entry, uint64_t offset) const
 void QueueServer::execute_read(const nvme::command& entry) {
   Range range;
   if (uint16_t status = block_range(entry, true, range)) return reject_range(entry, status);
+  admit(false, lba_count(entry));
   IoFailure failure;
   if (is_identity(entry, range.offset)) {
     const bool backed = range.offset + range.take <= storage_.backed_nbytes();
@@ -321,6 +375,7 @@ void QueueServer::execute_write(const nvme::command& entry) {
   if (!storage_.writable()) {
     return reject(entry, nvme::kNamespaceWriteProtected, "the namespace is read-only");
   }
+  admit(true, lba_count(entry));
   IoFailure failure;
   if (is_identity(entry, range.offset)) return finish_io(entry, range, true, 0, failure);
   if (uint16_t status = walk(entry, range.total)) return reject_prp(entry, status);
@@ -349,6 +404,7 @@ void QueueServer::execute_write_zeroes(const nvme::command& entry) {
   if (!storage_.writable()) {
     return reject(entry, nvme::kNamespaceWriteProtected, "the namespace is read-only");
   }
+  admit(true, 0);
   IoFailure failure;
   const int error = storage_.write_zeroes(range.offset, range.take, &failure);
   finish_io(entry, range, true, error, failure);
@@ -370,6 +426,7 @@ void QueueServer::execute_dataset_management(const nvme::command& entry) {
       return reject_range(entry, nvme::kLbaOutOfRange);
     }
   }
+  admit(true, 0);
   IoFailure failure;
   int error = 0;
   for (size_t i = 0; i < count && error == 0; ++i) {
@@ -381,6 +438,7 @@ void QueueServer::execute_dataset_management(const nvme::command& entry) {
 }
 
 void QueueServer::execute_flush(const nvme::command& entry) {
+  admit(true, 0);
   if (engine_ != nullptr) return start_flush(entry);
   IoFailure failure;
   finish_io(entry, Range{}, true, storage_.flush(&failure), failure);
@@ -446,7 +504,7 @@ const char* command_name(CommandKind kind) {
 void QueueServer::finish(const nvme::command& entry, uint16_t status) {
   counters_.commands[size_t(kind_of(entry))].add(1);
   if (status != nvme::kSuccess) counters_.errors.add(1);
-  post(cid_of(entry), status);
+  complete(cid_of(entry), status, due_ns_);
 }
 
 void QueueServer::finish_io(const nvme::command& entry, const Range& range, bool is_write,
@@ -488,7 +546,13 @@ void QueueServer::record(const nvme::command& entry, uint16_t status, int error,
 void QueueServer::close() {
   lock();
   closing_ = true;
+  // A drive that is taken away owes nobody its latency: from here on everything is due.
+  now_ns_ = HeldCompletions::kNever;
   drain_engine();
+  if (held_ != nullptr) {
+    held_->release_all([this](uint16_t cid, uint16_t status) { post(cid, status); });
+    next_due_ns_.store(HeldCompletions::kNever, std::memory_order_relaxed);
+  }
   if (!failed_) abort_rung();
   open_.store(false, std::memory_order_relaxed);
   closing_ = false;

@@ -4,7 +4,8 @@
 // fetched command is completed exactly once: a command is fetched only when its completion has a
 // reserved place in the CQ, so unconsumed entries are never overwritten. Commands that move no
 // data, or only memory and page-cache data, complete inside `serve`; the others go through an
-// IoEngine.
+// IoEngine. Where the controller models a drive, a completion that is known before the drive would
+// have it is held, and posted by whoever serves when its time has come.
 #pragma once
 
 #include <array>
@@ -17,8 +18,10 @@
 #include "error_log.h"
 #include "flashwarp/base/atomic.cuh"
 #include "flashwarp/nvme/command.cuh"
+#include "held_completions.h"
 #include "io_engine.h"
 #include "prp_walk.h"
+#include "ssd_model.h"
 #include "storage.h"
 
 namespace fw::native {
@@ -33,13 +36,15 @@ struct QueuePairAddresses {
   uint16_t id = 0;  // 0 is the admin queue
 };
 
-// What all queue pairs of a controller share. Read-only but for the log.
+// What all queue pairs of a controller share. Read-only but for the log and the modelled drive.
 struct ControllerContext {
   std::shared_ptr<Storage> storage;
   DmaRegions regions;
   uint64_t page_bytes;
   uint64_t max_transfer_bytes;
   ErrorLog errors;
+  std::unique_ptr<ModelledDrive> drive =
+      nullptr;  // null: completions are posted when they are known
 };
 
 // Counts commands by what they asked for.
@@ -70,7 +75,7 @@ class Counter {
 struct QueueCounters {
   std::array<Counter, kCommandKinds> commands;
   Counter bytes_read, bytes_written, errors, doorbell_reads, engine_operations, kernel_enters,
-      engine_fallbacks;
+      engine_fallbacks, held;
 };
 
 inline uint8_t opcode_of(const nvme::command& entry) { return uint8_t(entry.opcode_cid); }
@@ -93,20 +98,25 @@ class alignas(128) QueueServer {
   QueueServer(const QueueServer&) = delete;
   QueueServer& operator=(const QueueServer&) = delete;
 
-  // Cheap and lock-free: whether `serve` could move something.
-  bool has_work() const {
+  // Cheap and lock-free: whether `serve` could move something. The time matters only to held
+  // completions.
+  bool has_work(int64_t now_ns) const {
     // Relaxed: serve() looks again under the lock. A stale answer costs one more look.
     if (!open_.load(std::memory_order_relaxed)) return false;
     return atomic::load_relaxed(sq_doorbell_) != published_head_.load(std::memory_order_relaxed) ||
-           has_in_flight();
+           has_in_flight() || next_due_ns() <= now_ns;
   }
   bool has_in_flight() const { return in_flight_.load(std::memory_order_relaxed) != 0; }
+
+  // No held completion is due before this; HeldCompletions::kNever when none is held.
+  int64_t next_due_ns() const { return next_due_ns_.load(std::memory_order_relaxed); }
 
   // Moves what can be moved now; returns how many commands were fetched or completed.
   uint32_t serve();
 
-  // Ends service: no new command is executed, those in flight finish or are cancelled, rung but
-  // unfetched ones complete as aborted where the CQ has room. Bounded by a few seconds.
+  // Ends service: no new command is executed, those in flight finish or are cancelled, held
+  // completions are posted ahead of their time, rung but unfetched ones complete as aborted where
+  // the CQ has room. Bounded by a few seconds.
   void close();
 
   // Serves again after `close`, from where the rings stand.
@@ -136,6 +146,12 @@ class alignas(128) QueueServer {
   uint32_t execute_batch(uint32_t count);
   uint64_t whole_backed_lbas() const;
   void advance_head();
+
+  // The modelled drive.
+  void arrive(uint16_t cid, uint32_t blocks);
+  void admit_arrivals();
+  void admit(bool is_write, uint32_t blocks);
+  uint32_t post_due();
   void abort_rung();
 
   // The commands.
@@ -181,6 +197,7 @@ class alignas(128) QueueServer {
 
   // The completions.
   CommandKind kind_of(const nvme::command& entry) const;
+  void complete(uint16_t cid, uint16_t status, int64_t due_ns);
   void post(uint16_t cid, uint16_t status);
   void finish(const nvme::command& entry, uint16_t status);
   void finish_io(const nvme::command& entry, const Range& range, bool is_write, int error,
@@ -201,6 +218,7 @@ class alignas(128) QueueServer {
   const uint16_t id_;
   const bool refreshes_backing_;
   ControllerContext& context_;
+  ModelledDrive* const drive_;
   Storage& storage_;
   std::byte* const mapped_base_;
   const uint64_t lbas_;
@@ -213,6 +231,15 @@ class alignas(128) QueueServer {
   bool closing_ = false;
   bool failed_ = false;  // a doorbell was invalid: nothing is fetched from these rings any more
   std::vector<Segment> segments_;  // of the command at hand
+
+  // With a modelled drive: the time of this visit, when the command at hand is due, and plain reads
+  // of this visit that the drive has not taken in yet.
+  int64_t now_ns_ = 0;
+  int64_t due_ns_ = 0;
+  std::unique_ptr<HeldCompletions> held_;
+  std::vector<ModelledDrive::Arrival> arrivals_;
+  std::vector<uint16_t> arrival_cids_;
+  std::vector<int64_t> arrival_dues_;
 
   // Commands in the engine. A context is built when it is first used, and the most recently used
   // one is reused first, so contexts and scratch that a load does not need cost no memory.
@@ -230,6 +257,7 @@ class alignas(128) QueueServer {
   alignas(128) uint32_t lock_ = 0;
   std::atomic<bool> open_{true};
   std::atomic<uint32_t> in_flight_{0};
+  std::atomic<int64_t> next_due_ns_{HeldCompletions::kNever};
   std::atomic<uint32_t> published_head_{0};
 };
 

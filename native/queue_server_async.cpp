@@ -42,6 +42,7 @@ struct QueueServer::InFlight {
   Range range;
   uint32_t index = 0;
   uint32_t turn = 0;
+  int64_t due_ns = 0;  // when the modelled drive has it
   uint32_t attempt = 0;
   uint32_t remaining = 0;  // pieces without a result
   int error = 0;
@@ -94,6 +95,7 @@ QueueServer::InFlight& QueueServer::acquire(const nvme::command& entry, const Ra
   command->range = range;
   command->index = index;
   command->turn = turn_++;
+  command->due_ns = due_ns_;
   in_flight_.store(in_flight_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   return *command;
 }
@@ -284,6 +286,7 @@ bool QueueServer::command_done(InFlight& command) {
   const int error = command.cancelled ? ECANCELED : command.error;
   const bool is_write = command.is_write;
   const IoFailure failure = std::move(command.failure);
+  due_ns_ = command.due_ns;
   release(command);
   finish_io(entry, range, is_write, error, failure);
   return true;
@@ -310,6 +313,7 @@ void QueueServer::run_blocking(InFlight& command) {
   const nvme::command entry = command.entry;
   const Range range = command.range;
   const bool is_write = command.is_write;
+  due_ns_ = command.due_ns;
   IoFailure failure;
   int error = 0;
   if (command.is_flush) {

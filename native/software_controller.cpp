@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <ctime>
 #include <stdexcept>
@@ -20,6 +21,7 @@ constexpr uint32_t kSweepsPerClock = 16;
 // takes for a block), while idle, and after a long idle time. One look costs a timer interrupt, up
 // to 16 us in a virtual machine: 1.6 % of a core each 1 ms, 0.4 % each 4 ms.
 constexpr int64_t kInFlightNs = 50'000;
+constexpr int64_t kSleepMinNs = 1'000;
 constexpr int64_t kSentinelNs = 1'000'000;
 constexpr int64_t kLongIdleNs = 100'000'000;
 constexpr int64_t kLongIdleSentinelNs = 4'000'000;
@@ -85,7 +87,8 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
                DmaRegions(std::move(dma_regions)),
                options.page_bytes,
                options.max_transfer_bytes,
-               {}},
+               {},
+               options.model ? std::make_unique<ModelledDrive>(*options.model) : nullptr},
       spin_ns_(options.spin_ns),
       yields_(options.yields),
       thread_count_(options.threads) {
@@ -151,15 +154,17 @@ void SoftwareController::wake() {
 void SoftwareController::visitor_comes() { visitors_.fetch_add(1, std::memory_order_relaxed); }
 
 void SoftwareController::visitor_leaves() {
-  if (visitors_.fetch_sub(1, std::memory_order_relaxed) == 1 && yields_ && has_work()) wake();
+  if (visitors_.fetch_sub(1, std::memory_order_relaxed) != 1 || !yields_) return;
+  if (has_unfinished()) wake();
 }
 
 int SoftwareController::serve_some(uint32_t first_queue) {
   if (in_forked_child() || !serving()) return -1;
   const uint32_t count = uint32_t(servers_.size());
+  const int64_t now_ns = time_of_sweep();
   uint32_t index = first_queue % count;
   for (uint32_t i = 0; i < count; ++i) {
-    if (servers_[index]->has_work()) {
+    if (servers_[index]->has_work(now_ns)) {
       if (uint32_t moved = servers_[index]->serve()) return int(moved);
     }
     index = index + 1 == count ? 0 : index + 1;
@@ -172,9 +177,10 @@ int SoftwareController::serve_some(uint32_t first_queue) {
 uint32_t SoftwareController::sweep(uint32_t thread) {
   const bool alone = thread_count_ == 1 || sleepers_.load(std::memory_order_relaxed) != 0;
   const size_t step = alone ? 1 : thread_count_;
+  const int64_t now_ns = time_of_sweep();
   uint32_t moved = 0;
   for (size_t i = alone ? 0 : thread; i < servers_.size(); i += step) {
-    if (servers_[i]->has_work()) moved += servers_[i]->serve();
+    if (servers_[i]->has_work(now_ns)) moved += servers_[i]->serve();
   }
   if (alone && thread_count_ != 1 && moved >= kWakeOthersCommands) wake();
   return moved;
@@ -199,7 +205,7 @@ void SoftwareController::run(uint32_t thread) {
     if (++idle_sweeps % kSweepsPerClock != 0) continue;
     const int64_t now = monotonic_ns();
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since < spin_ns_) continue;
+    if (now - idle_since < spin_ns_ || next_due_ns() - now < kInFlightNs) continue;
     // After a sleep that nobody ended, one fruitless sweep is enough to sleep again.
     const bool woken = sleep(thread, now - idle_since);
     if (woken) idle_since = 0;
@@ -207,11 +213,25 @@ void SoftwareController::run(uint32_t thread) {
   }
 }
 
-bool SoftwareController::has_work() const {
+// Whether anything is rung, in flight or held.
+bool SoftwareController::has_unfinished() const {
   for (const auto& server : servers_) {
-    if (server->has_work()) return true;
+    if (server->has_work(HeldCompletions::kNever - 1)) return true;
   }
   return false;
+}
+
+// When the first held completion is due; HeldCompletions::kNever where none is.
+int64_t SoftwareController::next_due_ns() const {
+  int64_t first = HeldCompletions::kNever;
+  if (context_.drive == nullptr) return first;
+  for (const auto& server : servers_) first = std::min(first, server->next_due_ns());
+  return first;
+}
+
+// Only held completions ask for the time, so that without a model no sweep reads the clock.
+int64_t SoftwareController::time_of_sweep() const {
+  return context_.drive == nullptr ? 0 : monotonic_ns();
 }
 
 bool SoftwareController::has_in_flight() const {
@@ -228,7 +248,14 @@ bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   // Relaxed doorbells: one that is missed here is seen by the sentinel at its next look.
   int64_t limit_ns = idle_ns < kLongIdleNs ? kSentinelNs : kLongIdleSentinelNs;
-  if (has_in_flight() && !leaves_it_to_visitors()) limit_ns = kInFlightNs;
+  if (!leaves_it_to_visitors()) {
+    if (has_in_flight()) limit_ns = kInFlightNs;
+    // The clock is read where something is held only. Up early, because a sleep ends late.
+    const int64_t due_ns = next_due_ns();
+    if (due_ns != HeldCompletions::kNever) {
+      limit_ns = std::clamp(due_ns - monotonic_ns() - kInFlightNs, kSleepMinNs, limit_ns);
+    }
+  }
   if (!stopping_.load(std::memory_order_acquire)) {
     sleeps_.fetch_add(1, std::memory_order_relaxed);
     futex_wait(epoch_, seen, thread == 0 ? limit_ns : 0);
@@ -261,6 +288,7 @@ ControllerCounters SoftwareController::counters() const {
     sum.engine_operations += from.engine_operations.get();
     sum.engine_fallbacks += from.engine_fallbacks.get();
     sum.kernel_enters += from.kernel_enters.get();
+    sum.held += from.held.get();
     sum.queues.emplace_back(server->id(), commands);
   }
   sum.sleeps = sleeps_.load(std::memory_order_relaxed);

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,12 +28,15 @@ struct ControllerOptions {
   uint64_t max_transfer_bytes = 2 << 20;  // MDTS: a power of two, page-sized at least
   int64_t spin_ns = 100'000;  // how long a thread without work looks on before it sleeps
   bool yields = false;        // threads sleep while visitors serve: they would take their cores
+  std::optional<SsdParameters> model =
+      {};  // a drive whose latency and ceilings completions keep to
 };
 
 struct ControllerCounters {
   std::array<uint64_t, kCommandKinds> commands = {};
   uint64_t bytes_read = 0, bytes_written = 0, errors = 0, doorbell_reads = 0;
-  uint64_t engine_operations = 0, engine_fallbacks = 0, kernel_enters = 0, sleeps = 0, wakes = 0;
+  uint64_t engine_operations = 0, engine_fallbacks = 0, kernel_enters = 0, held = 0;
+  uint64_t sleeps = 0, wakes = 0;
   std::vector<std::pair<uint16_t, uint64_t>> queues;  // id, commands
 };
 
@@ -80,8 +84,10 @@ class SoftwareController {
  private:
   void run(uint32_t thread);
   uint32_t sweep(uint32_t thread);
-  bool has_work() const;
+  bool has_unfinished() const;
   bool has_in_flight() const;
+  int64_t next_due_ns() const;
+  int64_t time_of_sweep() const;
   bool sleep(uint32_t thread, int64_t idle_ns);
   // Relaxed: a thread that is late to see a visitor serves once more, and one that is late to see
   // it leave looks again within a sentinel's turn.

@@ -28,7 +28,7 @@ LAYERS = [
     ["_foreign"],
     ["device"],
     ["storage"],
-    ["queue_pair"],
+    ["queue_pair", "ssd_model"],
     ["controller"],
     ["cache"],
     ["rows"],

@@ -12,6 +12,7 @@ from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.futures import Future
 from flashwarp.opening import create, from_storage, open  # noqa: A004
+from flashwarp.ssd_model import SSDModel
 from flashwarp.stats import Stats
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "Future",
     "Kernel",
     "Program",
+    "SSDModel",
     "SoftwareController",
     "Stats",
     "compile",

@@ -105,6 +105,21 @@ class QueuePair:
     @property
     def id(self) -> int: ...
 
+class SsdDirection:
+    def __init__(
+        self,
+        ceilings: Sequence[tuple[int, float]],
+        bytes_per_s: float,
+        service_ns: Sequence[float],
+    ) -> None: ...
+
+class SsdParameters:
+    def __init__(self, read: SsdDirection, write: SsdDirection, units: int, seed: int) -> None: ...
+
+class SsdModel:
+    def __init__(self, parameters: SsdParameters) -> None: ...
+    def admit(self, now_ns: int, is_write: bool, blocks: int) -> int: ...
+
 class SoftwareController:
     def __init__(
         self,
@@ -116,6 +131,7 @@ class SoftwareController:
         max_transfer_bytes: int = ...,
         spin_ns: int = ...,
         yields: bool = ...,
+        model: SsdParameters | None = ...,
     ) -> None: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...

@@ -15,6 +15,7 @@ from flashwarp import _native, config
 from flashwarp.device import CpuDevice, Device, Registration
 from flashwarp.errors import ArgumentError, ClosedError, ControllerError
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
+from flashwarp.ssd_model import SSDModel
 from flashwarp.storage import File, Memory, Storage
 
 __all__ = ["PAGE_BYTES", "SoftwareController"]
@@ -52,6 +53,9 @@ class SoftwareController:
         How data moves. "mapped": the device reads the namespace's own memory. "bounce": through
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow, as `Array.explain` tells.
+    model : SSDModel or str, optional
+        A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
+        to. Data moves as it does without. Default: none, as fast as the host is.
 
     Notes
     -----
@@ -66,6 +70,7 @@ class SoftwareController:
         threads: int | None = None,
         *,
         data_path: str | None = None,
+        model: SSDModel | str | None = None,
     ) -> None:
         if queue_pairs is not None and not 1 <= queue_pairs <= 1024:
             raise ArgumentError(f"queue_pairs={queue_pairs} is not between 1 and 1024")
@@ -76,6 +81,11 @@ class SoftwareController:
         if data_path is not None and data_path not in DATA_PATHS:
             raise ArgumentError(f"data_path={data_path!r} is none of {', '.join(DATA_PATHS)}")
         self.storage = storage
+        if isinstance(model, str):
+            model = SSDModel.named(model)
+        if model is not None and not isinstance(model, SSDModel):
+            raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
+        self.model = model
         self._wanted = (queue_pairs, depth, threads, data_path)
         self._queues: QueuePairs | None = None
         self._native: Any = None
@@ -99,6 +109,8 @@ class SoftwareController:
         self.storage = storage
         defaults = config.current()
         path, self.reason = self._choose_path(storage, device)
+        if self.model is not None:
+            self.reason += f"; {self.model}"
         count, depth, threads = self._geometry(path, device, line_bytes, defaults)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. Threads that somebody asked for work all the same.
@@ -130,6 +142,7 @@ class SoftwareController:
                 PAGE_BYTES,
                 _SPIN_NS[device.kind],
                 yields,
+                None if self.model is None else self.model.native_parameters(),
             )
             self._native.start()
         except BaseException:
@@ -247,8 +260,11 @@ class SoftwareController:
         return [dict(e) for e in self._native.take_errors() if not e.get("recovered")]
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people: engine, threads, queue pairs."""
-        return {} if self._native is None else dict(self._native.describe())
+        """Return facts for people: engine, threads, queue pairs, modelled drive."""
+        facts = {} if self._native is None else dict(self._native.describe())
+        if self.model is not None:
+            facts["model"] = str(self.model)
+        return facts
 
     def stats(self) -> dict[str, Any]:
         """Return the controller's own counters."""

@@ -2,9 +2,10 @@
 //
 // Each submitter owns some rings and a part of the namespace, writes patterns that carry their
 // place and version, reads them back and checks every byte. While it waits it serves the
-// controller, as waiting device threads do. Every kind of storage and both I/O engines get a turn;
-// the controller is stopped and started again in between. FLASHWARP_STRESS_SECONDS is shared out
-// among them. Prints the seed; the first argument replays one.
+// controller, as waiting device threads do. Every kind of storage, both I/O engines and modelled
+// drives get a turn; the controller is stopped and started again in between.
+// FLASHWARP_STRESS_SECONDS is shared out among them. Prints the seed; the first argument replays
+// one.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -40,7 +41,7 @@ constexpr uint64_t kPartBytes = uint64_t(kChunks) * kChunkBytes;
 constexpr uint64_t kNamespaceBytes = kSubmitters * kPartBytes;
 constexpr uint32_t kRoundsMin = 8;  // however slow the machine
 constexpr uint32_t kLives = 2;      // starts of one controller
-constexpr uint32_t kCases = 24;     // calls of `stress`
+constexpr uint32_t kCases = 29;     // calls of `stress`
 constexpr uint64_t kPageBytes = 4096;
 
 void require(bool condition, const char* what) {
@@ -184,7 +185,14 @@ double stress_seconds() {
   return text == nullptr ? 3.0 : std::atof(text);
 }
 
-void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads, uint32_t seed) {
+// A drive of some microseconds, whose completions overtake each other.
+SsdParameters drive(uint32_t seed) {
+  const SsdDirection direction = {{{512, 1e6}}, 1e10, {1'000, 5'000, 20'000, 60'000}};
+  return {direction, direction, 8, seed};
+}
+
+void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads, uint32_t seed,
+            bool modelled = false) {
   std::vector<std::unique_ptr<Submitter>> submitters;
   std::vector<QueuePairAddresses> pairs;
   std::vector<std::pair<uint64_t, uint64_t>> regions;
@@ -196,10 +204,12 @@ void stress(const char* name, std::shared_ptr<Storage> storage, uint32_t threads
   ControllerOptions options;
   options.threads = threads;
   options.page_bytes = kPageBytes;
+  if (modelled) options.model = drive(seed);
   SoftwareController controller(std::move(storage), pairs, regions, options);
   const std::chrono::duration<double> share(stress_seconds() / (kCases * kLives));
   std::atomic<uint64_t> rounds = 0;
-  std::printf("%s, %s, %u threads\n", name, controller.engine_description().c_str(), threads);
+  std::printf("%s, %s, %u threads%s\n", name, controller.engine_description().c_str(), threads,
+              modelled ? ", modelled drive" : "");
   for (uint32_t life = 0; life < kLives; ++life) {
     controller.start();
     const auto end = std::chrono::steady_clock::now() + share;
@@ -255,6 +265,7 @@ std::shared_ptr<Storage> with_faults(std::shared_ptr<Storage> storage, uint32_t 
 }
 
 void stress_files(uint32_t seed) {
+  stress("buffered file", open_file(false, 0), 2, seed, true);
   for (const bool direct : {false, true}) {
     if (auto file = open_file(direct, 128)) stress("faulty file", with_faults(file, seed), 2, seed);
     for (const uint64_t offset : {uint64_t(0), uint64_t(128)}) {
@@ -279,7 +290,9 @@ int main(int count, char** arguments) {
   std::printf("seed %u\n", seed);
   void* memory = allocate_aligned(kNamespaceBytes, 4096);
   for (const uint32_t threads : {0u, 1u, 3u}) {
-    stress("memory", std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true), threads, seed);
+    auto storage = std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true);
+    stress("memory", storage, threads, seed);
+    stress("memory", storage, threads, seed, true);
   }
   auto plain = std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true);
   stress("faulty memory", with_faults(plain, seed), 2, seed);

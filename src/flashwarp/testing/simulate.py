@@ -36,6 +36,7 @@ _RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
 _CONTROLLER = (
     "queue_server",
     "queue_server_async",
+    "ssd_model",
     "storage",
     "prp_walk",
     "identify",

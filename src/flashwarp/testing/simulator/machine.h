@@ -306,7 +306,7 @@ class Machine {
         const uint32_t first = random.below(uint32_t(v.servers.size()));
         for (uint32_t i = 0; i < v.servers.size() && !looks_away; ++i) {
           native::QueueServer& server = *v.servers[(first + i) % v.servers.size()];
-          if (server.has_work()) moved += server.serve();
+          if (server.has_work(0)) moved += server.serve();
           in_flight = in_flight || server.has_in_flight();
         }
       }
