@@ -60,6 +60,16 @@ FW_KERNEL sum_range(fw::array<const uint32_t> data, uint64_t* sum) {
   fw::atomic::add(sum, total);
 }
 
+FW_KERNEL sum_each(fw::array<const uint32_t> data, uint64_t* sum) {
+  const uint64_t part = (data.size() + fw::warp::count() - 1) / fw::warp::count();
+  const uint64_t begin = part * fw::warp::index();
+  const uint64_t end = begin + part < data.size() ? begin + part : data.size();
+  uint64_t total = 0;
+  fw::range<const uint32_t>(data, begin + fw::warp::lane(), end, kWarpWidth)
+      .each([&](uint64_t i, uint32_t v) { total += v + i * 3; });
+  fw::atomic::add(sum, total);
+}
+
 FW_KERNEL copy_by_warps(fw::array<const uint32_t> from, fw::array<uint32_t> to, uint32_t* buffer,
                         const uint64_t* starts, const uint64_t* counts, uint64_t spans) {
   for (uint64_t k = fw::warp::index(); k < spans; k += fw::warp::count()) {
@@ -270,6 +280,18 @@ def test_a_range_meets_every_element_once(tmp_path, device, program, direct):
         a.synchronize()
 
     assert total.copy_to_host()[0] == data.sum(dtype=np.uint64)
+
+
+def test_a_range_visits_every_element_with_its_index(tmp_path, device, program, direct):
+    data = np.random.default_rng(4).integers(0, 1 << 32, 100_003).astype(np.uint32)
+    total = on_device(device, np.zeros(1, np.uint64))
+
+    with opened(tmp_path / "a.npy", device, data, direct=direct) as a:
+        program["sum_each"](a, total, warps=8)
+        a.synchronize()
+
+    expected = data.astype(np.uint64) + 3 * np.arange(data.size, dtype=np.uint64)
+    assert total.copy_to_host()[0] == expected.sum()
 
 
 def test_warps_move_spans_of_any_alignment(tmp_path, device, program, direct):

@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
+from flashwarp import graphs
 from flashwarp.bench.first_light import ReduceParams
-from flashwarp.demo.graph import (
-    BreadthFirstSearch,
-    as_matrix,
-    build_csr,
-    pick_sources,
-    reference_distances,
-)
+from flashwarp.demo.graph import BreadthFirstSearch
 from flashwarp.demo.table import filtered_sums, reference_sums
+from flashwarp.graphs.reference import reference_distances
 
 pytestmark = pytest.mark.gpu
 
@@ -32,11 +28,10 @@ def device():
 @pytest.fixture(scope="module", params=[12, 17])
 def graph(request, tmp_path_factory):
     pytest.importorskip("scipy")
-    offsets, neighbours = build_csr(request.param, seed=1)
-    path = tmp_path_factory.mktemp("graph") / "neighbours.npy"
-    np.save(path, neighbours)
-    source = pick_sources(offsets, 1, seed=2)[0]
-    return path, offsets, source, reference_distances(as_matrix(offsets, neighbours), source)
+    made = graphs.load(f"kron:{request.param}", tmp_path_factory.mktemp("graph"), seed=1)
+    source = made.pick_sources(1, seed=2)[0]
+    expected = reference_distances(made.matrix(), source)
+    return made.neighbours_path, made.offsets.view(np.uint64), source, expected
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -3,8 +3,9 @@
 // The reference-counting design is BaM's (section 3.4), written anew: a state word and a frame
 // number for every line of the data; lanes that want one line find each other, the first adds
 // their number to the line's count, all load, the first takes it off again. Its statistics are left
-// out, and its atomics are relaxed where BaM's are acquire and release: what is compared is the
-// best case of that design.
+// out. The count is added to with acquire, for the fill that came before, and taken from with
+// release, for the eviction that may come after; where kOrdered is false with neither, which is no
+// cache any more, but shows what the counting alone costs.
 #include "flashwarp/array.cuh"
 
 namespace {
@@ -19,18 +20,29 @@ FW_DEVICE uint64_t mixed(uint64_t x) {
 }
 
 // Every line has a state word and a frame, wherever the line is: what BaM pays by the data.
+template <bool kOrdered>
 struct counted {
   uint32_t* states;
   const uint32_t* frames;
   const char* base;
   uint32_t line_shift;
 
+  FW_DEVICE uint32_t enter(uint64_t line, uint32_t users) const {
+    return kOrdered ? fw::atomic::add_acquire(&states[line], users)
+                    : fw::atomic::add_relaxed(&states[line], users);
+  }
+  FW_DEVICE void leave(uint64_t line, uint32_t users) const {
+    const uint32_t less = uint32_t(0) - users;
+    kOrdered ? fw::atomic::add_release(&states[line], less)
+             : fw::atomic::add_relaxed(&states[line], less);
+  }
+
   FW_DEVICE const char* acquire(uint64_t line, uint32_t& group, uint32_t& leader) const {
     group = fw::warp::match(fw::warp::active(), line);
     leader = fw::base::lowest_bit(group);
     uint32_t frame = 0;
     if (fw::warp::lane() == leader) {
-      const uint32_t state = fw::atomic::add_relaxed(&states[line], fw::base::popcount(group));
+      const uint32_t state = enter(line, fw::base::popcount(group));
       frame = (state & kValid) != 0 ? frames[line] : 0;
     }
     frame = fw::warp::broadcast(group, frame, leader);
@@ -39,7 +51,7 @@ struct counted {
   FW_DEVICE void release(uint64_t line, uint32_t group, uint32_t leader) const {
     fw::warp::sync(group);
     if (fw::warp::lane() == leader) {
-      fw::atomic::add_relaxed(&states[line], uint32_t(0) - fw::base::popcount(group));
+      leave(line, fw::base::popcount(group));
     }
   }
   FW_DEVICE uint32_t load(uint64_t i) const {
@@ -54,8 +66,9 @@ struct counted {
 };
 
 // A thread's own count on the line that it stays on: BaM's reference reuse.
+template <bool kOrdered>
 struct counted_cursor {
-  const counted& table;
+  const counted<kOrdered>& table;
   uint64_t line = ~uint64_t(0);
   const char* frame = nullptr;
 
@@ -64,14 +77,14 @@ struct counted_cursor {
     const uint64_t wanted = byte >> table.line_shift;
     if (wanted != line) {
       leave();
-      fw::atomic::add_relaxed(&table.states[wanted], 1u);
+      table.enter(wanted, 1);
       frame = table.base + (uint64_t(table.frames[wanted]) << table.line_shift);
       line = wanted;
     }
     return fw::atomic::raw<4>::load(frame + (byte & ((1u << table.line_shift) - 1)));
   }
   FW_DEVICE void leave() {
-    if (frame != nullptr) fw::atomic::add_relaxed(&table.states[line], ~0u);
+    if (frame != nullptr) table.leave(line, 1);
   }
 };
 
@@ -112,7 +125,7 @@ random_array(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t cou
 FW_KERNEL_RESIDENT(8)
 random_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
                uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
-  const counted table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
+  const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
   sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
 FW_KERNEL_RESIDENT(8)
@@ -130,7 +143,7 @@ ordered_array(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t sp
 FW_KERNEL_RESIDENT(8)
 ordered_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
                 uint64_t length, uint64_t span, uint64_t* sum) {
-  const counted table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
+  const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
   sum_in_order(length, span, sum, [&](uint64_t i, uint32_t (&values)[kUnroll]) {
     FW_UNROLL
     for (uint32_t k = 0; k < kUnroll; k++) values[k] = table.load(i + k * fw::base::kWarpWidth);
@@ -139,8 +152,8 @@ ordered_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, 
 FW_KERNEL_RESIDENT(8)
 ordered_counted_reused(uint32_t* states, const uint32_t* frames, const uint32_t* base,
                        uint32_t line_shift, uint64_t length, uint64_t span, uint64_t* sum) {
-  const counted table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
-  counted_cursor line{table};
+  const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
+  counted_cursor<true> line{table};
   sum_in_order(length, span, sum, [&](uint64_t i, uint32_t (&values)[kUnroll]) {
     FW_UNROLL
     for (uint32_t k = 0; k < kUnroll; k++) values[k] = line.load(i + k * fw::base::kWarpWidth);

@@ -242,7 +242,7 @@ FW_KERNEL_RESIDENT(2) fw_gather_rows(const FW_GRID_CONSTANT fw::kernels::row_par
 FW_KERNEL_RESIDENT(2) fw_scatter_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_segment<fw::kernels::row_action::kScatter>(p);
 }
-FW_KERNEL fw_prefetch_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+FW_KERNEL_RESIDENT(2) fw_prefetch_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_segment<fw::kernels::row_action::kPrefetch>(p);
 }
 FW_KERNEL_RESIDENT(4) fw_gather_elements_1(const FW_GRID_CONSTANT fw::kernels::row_params p) {

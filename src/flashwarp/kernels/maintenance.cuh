@@ -26,7 +26,7 @@ enum drop_mode : uint32_t { kKeepDirty = 0, kDropDirty = 1, kDropAll = 2 };
 }  // namespace fw::kernels
 
 // Writes the dirty lines of a range back to the namespace.
-FW_KERNEL fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+FW_KERNEL_RESIDENT(2) fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   const uint64_t ways = p.cache->shape.set_count * p.cache->shape.ways;
   const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
@@ -54,7 +54,7 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
 }
 
 // Waits until no command of the volume is outstanding: one warp a queue pair.
-FW_KERNEL fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   fw::cache::line_finisher finisher{*p.cache};
   fw::cache::volume& v = *p.volume;
   for (uint32_t i = fw::warp::index(); i < v.queue_count; i += fw::warp::count()) {

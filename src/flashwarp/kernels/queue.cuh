@@ -43,7 +43,7 @@ FW_KERNEL fw_pull_blocks(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
   }
 }
 
-FW_KERNEL fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
+FW_KERNEL_RESIDENT(2) fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
   using namespace fw;
   const uint32_t mask = warp::kFullMask;
   cache::volume& v = *p.volume;

@@ -136,6 +136,8 @@ class cursor {
 // Lines that a range keeps on their way ahead of the one that it reads: eight 4 KiB lines hide a
 // disk's 100 us behind 8192 words.
 inline constexpr uint32_t kRangeLinesAhead = 8;
+// Elements that `range::each` loads together.
+inline constexpr uint32_t kRangeBatch = 8;
 
 // The elements begin, begin + stride, .. below `end`, in order, for a range-based `for`. The lanes
 // of a warp that read side by side begin at their lane and pass the warp's width as `stride`; a
@@ -172,14 +174,35 @@ class range {
   FW_DEVICE iterator begin() { return iterator(*this); }
   FW_DEVICE sentinel end() const { return {}; }
 
+  // Calls visit(index, value) for each element in order: kRangeBatch of them travel together, which
+  // a `for` that stops anywhere cannot ask for. Several times as fast where lines are resident.
+  template <typename Visit>
+  FW_DEVICE void each(Visit visit) {
+    uint64_t i = begin_;
+    if constexpr (array<T>::kWord) {
+      for (; i + (kRangeBatch - 1) * stride_ < end_; i += kRangeBatch * stride_) {
+        look_ahead(i);
+        value_type values[kRangeBatch];
+        cursor_.load(i, stride_, values);
+        FW_UNROLL
+        for (uint32_t k = 0; k < kRangeBatch; k++) visit(i + k * stride_, values[k]);
+      }
+    }
+    for (; i < end_; i += stride_) visit(i, load(i));
+  }
+
  private:
   FW_DEVICE value_type load(uint64_t i) {
-    // One more line for each that we leave behind; at first, all of them.
+    look_ahead(i);
+    return cursor_[i];
+  }
+
+  // One more line for each that we leave behind; at first, all of them.
+  FW_DEVICE void look_ahead(uint64_t i) {
     while (ahead_ < end_ && ahead_ < i + kRangeLinesAhead * line_elements_) {
       array_.prefetch(ahead_);
       ahead_ += line_elements_;
     }
-    return cursor_[i];
   }
 
   array<T> array_;

@@ -50,6 +50,22 @@ struct pair64 {
                  : "memory");                                                                 \
     return old;                                                                               \
   }                                                                                           \
+  FW_DEVICE TYPE add_acquire(TYPE* p, TYPE v) {                                               \
+    TYPE old;                                                                                 \
+    asm volatile("atom.acquire.gpu.global.add." PTX " %0, [%1], %2;"                          \
+                 : "=" REG(old)                                                               \
+                 : "l"(p), REG(v)                                                             \
+                 : "memory");                                                                 \
+    return old;                                                                               \
+  }                                                                                           \
+  FW_DEVICE TYPE add_release(TYPE* p, TYPE v) {                                               \
+    TYPE old;                                                                                 \
+    asm volatile("atom.release.gpu.global.add." PTX " %0, [%1], %2;"                          \
+                 : "=" REG(old)                                                               \
+                 : "l"(p), REG(v)                                                             \
+                 : "memory");                                                                 \
+    return old;                                                                               \
+  }                                                                                           \
   FW_DEVICE bool cas_acq_rel(TYPE* p, TYPE expected, TYPE desired) {                          \
     TYPE old;                                                                                 \
     asm volatile("atom.acq_rel.gpu.global.cas.b" FW_BITS_##TYPE " %0, [%1], %2, %3;"          \
@@ -224,6 +240,14 @@ inline void store_relaxed_system(T* p, T v) {
 template <typename T>
 inline T add_relaxed(T* p, T v) {
   return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+template <typename T>
+inline T add_acquire(T* p, T v) {
+  return __atomic_fetch_add(p, v, __ATOMIC_ACQUIRE);
+}
+template <typename T>
+inline T add_release(T* p, T v) {
+  return __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
 }
 template <typename T>
 inline bool cas_acq_rel(T* p, T expected, T desired) {

@@ -41,8 +41,9 @@ typedef unsigned long long uintptr_t;
 #define FW_DEVICE_NOINLINE __device__ __noinline__
 #define FW_HOST_DEVICE __host__ __device__ __forceinline__
 // Kernels run in blocks of at most 256 threads. FW_KERNEL_RESIDENT(n) asks that n blocks fit on a
-// multiprocessor: it caps registers at 65536 / 256 / n, for kernels that live by many warps.
-#define FW_KERNEL FW_KERNEL_LINKAGE __global__ void __launch_bounds__(256)
+// multiprocessor: it caps registers at 65536 / 256 / n. What waits for memory lives by many warps,
+// and the miss path, which needs the most registers, is called seldom: so 64 of them by default.
+#define FW_KERNEL FW_KERNEL_RESIDENT(4)
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE __global__ void __launch_bounds__(256, n)
 #define FW_GRID_CONSTANT __grid_constant__
 #define FW_RESTRICT __restrict__

@@ -34,6 +34,14 @@ inline T add_relaxed(T* p, T v, FW_SITE) {
   return T(simulator::add(p, v, sizeof(T), order::kRelaxed, at));
 }
 template <typename T>
+inline T add_acquire(T* p, T v, FW_SITE) {
+  return T(simulator::add(p, v, sizeof(T), order::kAcquire, at));
+}
+template <typename T>
+inline T add_release(T* p, T v, FW_SITE) {
+  return T(simulator::add(p, v, sizeof(T), order::kRelease, at));
+}
+template <typename T>
 inline bool cas_acq_rel(T* p, T expected, T desired, FW_SITE) {
   return simulator::compare_and_swap(p, expected, desired, sizeof(T), at);
 }
