@@ -8,19 +8,62 @@ from pathlib import Path
 import numpy as np
 
 import flashwarp as fw
-from flashwarp.demo.graph import BreadthFirstSearch, build_csr, pick_sources
+from flashwarp import graphs
+from flashwarp.demo.graph import BreadthFirstSearch
 
 
-def search(device: fw.CudaDevice, path: Path) -> None:
+KERNELS = """
+#include "flashwarp/array.cuh"
+
+struct record { float x, y, z; };
+
+FW_KERNEL use(fw::array<float> data, fw::array<const record> records, float* buffer) {
+  const uint64_t i = fw::base::thread_index() * 7 % data.size();
+  float value = data[i];
+  fw::token t = data.read_async(i / 2, 3, buffer + fw::base::thread_index() * 4);
+  data.prefetch(i, 400);
+  if (i % 3 == 0) value += records[i % records.size()].y;
+  if (i % 5 == 0) data.store(i, value);
+  t.wait();
+  fw::token back = data.write_back(i, 1);
+  data.atomic_add(i, 1.0f);
+  back.wait();
+  fw::block::read(data, 0, 700, buffer + 4096);
+  fw::warp::write(data, 1000, 300, buffer + 4096);
+  fw::range<float>(data, i, i + 40 < data.size() ? i + 40 : data.size()).each(
+      [&](uint64_t, float v) { value += v; });
+  buffer[fw::base::thread_index() * 4 + 3] = value;
+}
+"""
+
+
+def use_arrays(device: fw.CudaDevice, path: Path) -> None:
+    """Everything that a kernel does with an array, in small."""
+    np.save(path, np.zeros(9000, np.float32))
+    program = fw.compile(KERNELS, device)
+    records = np.zeros(500, [("x", "f4"), ("y", "f4"), ("z", "f4")])
+    np.save(path.with_name("records.npy"), records)
+    with (
+        fw.open(path, "r+", device=device, cache="16 KiB", line=512) as data,
+        fw.open(
+            path.with_name("records.npy"), device=device, cache="8 KiB", line=512, direct=True
+        ) as held,
+        device.empty_array((8192,), np.float32) as buffer,
+    ):
+        program["use"](data, held, buffer, warps=16)
+        data.synchronize()
+        held.synchronize()
+
+
+def search(device: fw.CudaDevice, folder: Path) -> None:
     """Index an array in divergent code: lanes part, prefetch, miss and meet again."""
-    offsets, neighbours = build_csr(8, seed=1)
-    np.save(path, neighbours)
+    graph = graphs.load("kron:8", folder, seed=1)
     for direct in (True, False):
         with (
-            fw.open(path, device=device, cache="8 KiB", line=512, direct=direct) as array,
-            BreadthFirstSearch(array, offsets) as levels,
+            graph.neighbours(device=device, cache="8 KiB", line=512, direct=direct) as array,
+            BreadthFirstSearch(array, graph.offsets.view(np.uint64)) as levels,
         ):
-            reached = sum(1 for _ in levels.levels(pick_sources(offsets, 1, seed=2)[0]))
+            reached = sum(1 for _ in levels.levels(graph.pick_sources(1, seed=2)[0]))
             assert reached > 2
 
 
@@ -50,7 +93,8 @@ def main() -> None:
             index = rng.integers(0, 5000, 600)
             assert (x.gather(index) == column[index]).all()
             x.scatter(np.arange(100), np.arange(100, dtype=np.int32))
-        search(device, Path(folder) / "graph.npy")
+        search(device, Path(folder) / "graph")
+        use_arrays(device, Path(folder) / "data.npy")
     device.close()
 
 

@@ -1,7 +1,7 @@
 """What a hit costs: through `fw::array`, with a reference count for each line, and plain.
 
-Everything is resident. The reference-counting design is BaM's, written anew in `hits.cuh` and its statistics left
-out; all ways read the same elements in the same order and must find the same sum.
+Everything is resident. The reference-counting design is BaM's without its statistics, written anew
+in `hits.cuh`; all ways read the same elements in the same order and must find the same sum.
 """
 
 from __future__ import annotations
