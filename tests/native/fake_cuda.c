@@ -11,7 +11,7 @@
 
 typedef int CUresult;
 enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotReady = 600 };
-enum { kCallsMax = 64, kFunctionsMax = 64 };
+enum { kCallsMax = 64, kFunctionsMax = 64, kWaitsMax = 256, kEventMagic = 0xE0E0 };
 
 static struct {
   const char* name;
@@ -225,8 +225,29 @@ CUresult cuMemHostUnregister(void* pointer) {
   return kSuccess;
 }
 
+// Streams are 0x57, 0x157, 0x257, ... in the order of their making, and 1, the legacy default.
+static intptr_t streams;
+static intptr_t held_stream;
 static CUresult check_stream(void* stream) {
-  return stream == (void*)0x57 || stream == (void*)1 ? kSuccess : 400;
+  const intptr_t handle = (intptr_t)stream;
+  const int known = handle == 1 || (handle % 256 == 0x57 && handle / 256 < streams);
+  return known ? kSuccess : 400;
+}
+static int is_busy(const void* stream) { return busy || held_stream == (intptr_t)stream; }
+// One stream alone stays busy; 0: none does.
+void fake_hold(intptr_t stream) { held_stream = stream; }
+
+// How often one stream was made to wait for an event of another.
+static struct {
+  const void* waiting;
+  const void* awaited;
+} waits[kWaitsMax];
+static int wait_count;
+int fake_waits(intptr_t waiting, intptr_t awaited) {
+  int count = 0;
+  for (int i = 0; i < wait_count; ++i)
+    count += waits[i].waiting == (void*)waiting && waits[i].awaited == (void*)awaited;
+  return count;
 }
 CUresult cuMemcpyHtoDAsync(uint64_t target, const void* source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
@@ -247,7 +268,7 @@ CUresult cuMemsetD8Async(uint64_t address, unsigned char byte, size_t nbytes, vo
 CUresult cuStreamCreate(void** stream, unsigned flags) {
   ENTER_CONTEXT;
   if (flags != 1) return kInvalidValue;  // NON_BLOCKING
-  *stream = (void*)0x57;
+  *stream = (void*)(0x57 + 256 * streams++);
   return kSuccess;
 }
 CUresult cuStreamDestroy(void* stream) {
@@ -256,37 +277,55 @@ CUresult cuStreamDestroy(void* stream) {
 }
 CUresult cuStreamQuery(void* stream) {
   ENTER_CONTEXT;
-  return busy ? kNotReady : check_stream(stream);
+  return is_busy(stream) ? kNotReady : check_stream(stream);
 }
-CUresult cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
+
+struct event {
+  int magic;  // kEventMagic while it exists
+  void* stream;
+};
+static int is_event(const struct event* event) {
+  return event != NULL && event->magic == kEventMagic;
+}
+CUresult cuStreamWaitEvent(void* stream, struct event* event, unsigned flags) {
   ENTER_CONTEXT;
-  if (event != (void*)0xE0 || flags != 0) return kInvalidValue;
+  if (!is_event(event) || flags != 0) return kInvalidValue;
+  if (wait_count == kWaitsMax) abort();
+  waits[wait_count].waiting = stream;
+  waits[wait_count++].awaited = event->stream;
   return check_stream(stream);
 }
-CUresult cuEventCreate(void** event, unsigned flags) {
+CUresult cuEventCreate(struct event** event, unsigned flags) {
   ENTER_CONTEXT;
   if (flags != 0 && flags != 2) return kInvalidValue;  // DEFAULT or DISABLE_TIMING
-  *event = (void*)0xE0;
+  *event = calloc(1, sizeof **event);
+  if (*event == NULL) return kOutOfMemory;
+  (*event)->magic = kEventMagic;
   ++live_allocations;
   return kSuccess;
 }
-CUresult cuEventDestroy(void* event) {
+CUresult cuEventDestroy(struct event* event) {
   ENTER_CONTEXT;
+  if (!is_event(event)) return kInvalidValue;
+  event->magic = 0;
+  free(event);
   --live_allocations;
-  return event == (void*)0xE0 ? kSuccess : kInvalidValue;
+  return kSuccess;
 }
-CUresult cuEventRecord(void* event, void* stream) {
+CUresult cuEventRecord(struct event* event, void* stream) {
   ENTER_CONTEXT;
-  return event == (void*)0xE0 ? check_stream(stream) : kInvalidValue;
+  if (!is_event(event)) return kInvalidValue;
+  event->stream = stream;
+  return check_stream(stream);
 }
-CUresult cuEventQuery(void* event) {
+CUresult cuEventQuery(struct event* event) {
   ENTER_CONTEXT;
-  if (event != (void*)0xE0) return kInvalidValue;
-  return busy ? kNotReady : kSuccess;
+  if (!is_event(event)) return kInvalidValue;
+  return is_busy(event->stream) ? kNotReady : kSuccess;
 }
-CUresult cuEventElapsedTime(float* milliseconds, void* start, void* end) {
+CUresult cuEventElapsedTime(float* milliseconds, struct event* start, struct event* end) {
   ENTER_CONTEXT;
-  if (start != (void*)0xE0 || end != (void*)0xE0) return kInvalidValue;
+  if (!is_event(start) || !is_event(end)) return kInvalidValue;
   *milliseconds = 1.5f;
   return kSuccess;
 }
