@@ -11,7 +11,6 @@ import flashwarp as fw
 from flashwarp import graphs
 from flashwarp.demo.graph import BreadthFirstSearch
 
-
 KERNELS = """
 #include "flashwarp/array.cuh"
 
