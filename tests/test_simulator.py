@@ -37,7 +37,9 @@ def programs() -> None:
     with ThreadPoolExecutor(max_workers=2) as pool:
         jobs = [pool.submit(build_program, None, width=width) for width in (4, 32)]
         jobs += [
-            pool.submit(build_program, None, width=mutant.width, mutant=mutant)
+            pool.submit(
+                build_program, None, width=mutant.width, mutant=mutant, policy=mutant.policy
+            )
             for mutant in MUTANTS.values()
         ]
         for job in jobs:
@@ -51,6 +53,19 @@ def test_every_promise_holds_in_every_schedule_of_the_budget(width: int, mode: s
 
     assert result.failure == ""
     assert result.schedules > 0
+
+
+# What the policy has to do with: lines that come and go, and write-backs that fail.
+@pytest.mark.parametrize("scenario", ["elements", "evict", "rows", "faults"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "sieve", "s3_fifo", "random", "hostile"])
+def test_every_promise_holds_under_every_policy(policy: str, scenario: str) -> None:
+    for width in (1, 4):
+        result = simulate(
+            scenario=scenario, policy=policy, width=width, seeds=ALL_SEEDS, seconds=SECONDS / 4
+        )
+
+        assert result.failure == ""
+        assert result.schedules > 0
 
 
 @pytest.mark.parametrize("scenario", ["pair", "ring"])
@@ -74,6 +89,7 @@ def test_mistake_is_found(name: str) -> None:
         mode=mutant.mode,
         width=mutant.width,
         strategy=mutant.strategy,
+        policy=mutant.policy,
         mutant=name,
         seeds=ALL_SEEDS,
         seconds=MUTANT_SECONDS,

@@ -34,6 +34,9 @@ def simulate(
     time: Annotated[float, typer.Option(help="Budget in seconds.")] = 10.0,
     faults: Annotated[str, typer.Option(help="As errors=5,delay=20; default by the seed.")] = "",
     preemptions: Annotated[int, typer.Option(help="Bound of the exhaustive strategy.")] = 2,
+    policy: Annotated[
+        str, typer.Option(help="Replacement: a policy's name, or hostile, which breaks every rule.")
+    ] = "clock",
     mutant: Annotated[str, typer.Option(help="Compile a deliberate mistake in.")] = "",
     source: Annotated[
         Path | None, typer.Option(help="A C++ file with scenarios of your own.")
@@ -61,6 +64,7 @@ def simulate(
         seconds=time,
         faults=faults,
         preemptions=preemptions,
+        policy=policy,
         mutant=mutant,
         trace=trace,
     )

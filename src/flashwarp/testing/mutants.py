@@ -25,7 +25,7 @@ class Mutant:
         The passage, which occurs exactly once, and what takes its place.
     why : str
         What goes wrong, in a sentence.
-    scenario, mode, width, strategy
+    scenario, mode, width, strategy, policy
         Where the simulator finds it.
     """
 
@@ -38,6 +38,7 @@ class Mutant:
     mode: str = "sc"
     width: int = 1
     strategy: str = "any"
+    policy: str = "clock"
 
 
 _ARRAY = "flashwarp/array/view.cuh"
@@ -93,10 +94,28 @@ MUTANTS = {
         Mutant(
             "no-rescan",
             _SETS,
-            "if (!present) claim_victim<Policy>",
-            "claim_victim<Policy>",
+            "if (present == claim_result::kBlocked) {",
+            "if (true) {",
             "a line that was filled before the lock was taken is filled again in another way",
             "elements",
+        ),
+        Mutant(
+            "policy-obeyed",
+            _SETS,
+            "if (way < c.shape.ways && set_view::has(allowed, way)) return way;",
+            "if (way < 2 * c.shape.ways) return way;",
+            "a policy gets a frame of another set, and its line is never found there",
+            "elements",
+            policy="hostile",
+        ),
+        Mutant(
+            "policy-keeps-lock",
+            _SETS,
+            "s.hand & ~kSetLocked);",
+            "s.hand);",
+            "what a policy leaves in the control word locks the set for ever",
+            "elements",
+            policy="hostile",
         ),
         Mutant(
             "pins-ignored",
@@ -117,8 +136,8 @@ MUTANTS = {
         Mutant(
             "store-not-dirty",
             _LINE,
-            "(dirty ? tag::kDirty | tag::kReferenced : 0)",
-            "(dirty ? tag::kReferenced : 0)",
+            "(w - tag::kPinOne) | (dirty ? tag::kDirty : 0)",
+            "(void(dirty), w - tag::kPinOne)",
             "a store is never written back",
             "elements",
         ),

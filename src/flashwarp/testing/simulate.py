@@ -22,6 +22,7 @@ from pathlib import Path
 
 from flashwarp._jit.artifact_cache import content_key, default_directory
 from flashwarp.errors import ArgumentError, CompileError
+from flashwarp.policy import POLICIES
 from flashwarp.testing.mutants import MUTANTS, Mutant
 
 __all__ = ["Simulation", "simulate"]
@@ -31,6 +32,10 @@ _SIMULATOR = _PACKAGE / "testing" / "simulator"
 _WIDTHS = (1, 4, 32)
 _MODES = ("any", "sc", "weak")
 _STRATEGIES = ("any", "random", "priority", "round-robin", "rival", "exhaustive")
+
+# The compiler's option for each.
+_POLICIES = {name: policy.define for name, policy in POLICIES.items()}
+_POLICIES["hostile"] = "-DFW_POLICY=::fw::simulator::hostile_policy"
 
 _RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
 _CONTROLLER = (
@@ -101,6 +106,7 @@ def simulate(
     seconds: float | None = None,
     faults: str = "",
     preemptions: int = 2,
+    policy: str = "clock",
     mutant: str = "",
     trace: bool = False,
 ) -> Simulation:
@@ -129,6 +135,9 @@ def simulate(
         What fails, as ``"errors=5,delay=20"``; default as the scenario and the seed have it.
     preemptions : int
         Bound of the exhaustive strategy.
+    policy : str
+        The replacement policy of every cache: one of those in docs/policies.md, or ``"hostile"``,
+        which breaks every rule it can.
     mutant : str
         A deliberate mistake from `flashwarp.testing.mutants` to compile in.
     trace : bool
@@ -155,10 +164,14 @@ def simulate(
     _check("width", width, _WIDTHS)
     _check("mode", mode, _MODES)
     _check("strategy", strategy, _STRATEGIES)
+    _check("policy", policy, sorted(_POLICIES))
     if mutant:
         _check("mutant", mutant, sorted(MUTANTS))
     program = build_program(
-        None if source is None else Path(source), width=width, mutant=MUTANTS.get(mutant)
+        None if source is None else Path(source),
+        width=width,
+        mutant=MUTANTS.get(mutant),
+        policy=policy,
     )
     command = [str(program), "--mode", mode, "--strategy", strategy]
     command += ["--seeds", f"{seeds[0]}:{seeds[1]}", "--preemptions", str(preemptions)]
@@ -179,7 +192,7 @@ def simulate(
             f"the simulator ended with {done.returncode}: {shlex.join(command)}\n"
             f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
-    return _result(done.stdout, source, mutant, trace)
+    return _result(done.stdout, source, policy, mutant, trace)
 
 
 def scenarios(source: str | os.PathLike[str] | None = None) -> str:
@@ -196,7 +209,7 @@ def _check(name: str, value: object, known: Sequence[object]) -> None:
 
 
 def _result(
-    output: str, source: str | os.PathLike[str] | None, mutant: str, trace: bool
+    output: str, source: str | os.PathLike[str] | None, policy: str, mutant: str, trace: bool
 ) -> Simulation:
     *report, last = output.splitlines()
     if trace:
@@ -209,6 +222,8 @@ def _result(
         replay = f"flashwarp simulate {options}"
         if source is not None:
             replay += f" --source {shlex.quote(str(source))}"
+        if policy != "clock":
+            replay += f" --policy {policy}"
         if mutant:
             replay += f" --mutant {mutant}"
         failure = "\n".join([*report[start:-1], f"replay: {replay}"])
@@ -229,7 +244,12 @@ def _result(
 
 
 def build_program(
-    source: Path | None, *, width: int, mutant: Mutant | None = None, flags: Sequence[str] = ()
+    source: Path | None,
+    *,
+    width: int,
+    mutant: Mutant | None = None,
+    policy: str = "clock",
+    flags: Sequence[str] = (),
 ) -> Path:
     """Compile and link a program, or find it in the cache. Any number of callers at a time."""
     if source is not None:
@@ -246,7 +266,7 @@ def build_program(
         _compiler().encode(),
         headers,
         *(path.read_bytes() for path in sources),
-        f"{width} {flags} {changed}".encode(),
+        f"{width} {flags} {policy} {changed}".encode(),
     )
     program = _directory() / f"program-{key[:32]}"
     if program.exists():
@@ -257,6 +277,7 @@ def build_program(
         if mutant is not None:
             includes = [_copy_with(mutant, changed, Path(folder)), *includes]
         options = [*_FLAGS, _SCENARIO_LEVEL, *flags, f"-DFW_WARP_WIDTH={width}"]
+        options.append(_POLICIES[policy])
         built = [Path(folder) / f"{path.stem}.o" for path in sources]
         _compile_all(zip(sources, built, strict=True), [*options, *includes])
         linked = Path(folder) / "program"

@@ -11,6 +11,8 @@
 #include <vector>
 
 #include "disk.h"
+#include "hostile.h"
+// FW_POLICY may be the hostile one: it comes first.
 #include "flashwarp/kernels/gather.cuh"
 #include "flashwarp/kernels/maintenance.cuh"
 #include "history.h"
@@ -95,6 +97,11 @@ class Machine {
     tags.owner = this;
     cache_ = {};
     cache_.shape.tags = reinterpret_cast<uint64_t*>(memory.allocate(tags));
+    // Behind the tags, where the geometry has them.
+    uint32_t* words = nullptr;
+    if (cache::keeps_words<policy>()) {
+      words = allocate<uint32_t>(ways, "policy_words", Sharing::kAtomic);
+    }
     cache_.set_control = allocate<uint32_t>(shape.sets, "set_control", Sharing::kAtomic);
     cache_.shape.frames = allocate<char>(ways * kLineBytes, "frames", Sharing::kRacy);
     cache_.volumes = allocate<cache::volume>(cache::kVolumesMax, "volumes", Sharing::kAtomic, 4);
@@ -103,6 +110,7 @@ class Machine {
     cache_.shape.ways = shape.ways;
     cache_.shape.line_shift = kLineShift;
     cache_.page_bytes = 2 << 20;
+    require(words == nullptr || words == cache::policy_word(cache_.shape, 0), "words elsewhere");
     uint64_t begin = 0;
     for (uint32_t v = 0; v < shape.volumes; ++v) begin = attach(v, begin);
     if (run.faults.stop_after != 0) {
@@ -333,6 +341,11 @@ class Machine {
 
   void check_rest() {
     for (uint64_t way = 0; way < cache_.shape.set_count * cache_.shape.ways; ++way) check_way(way);
+    for (uint64_t set = 0; set < cache_.shape.set_count; ++set) {
+      require((cache_.set_control[set] & cache::kSetLocked) == 0, "a set is locked");
+    }
+    require(cache_.refusals == 0 || std::is_same_v<policy, hostile_policy>,
+            "a policy chose a line that it may not have");
     for (uint32_t v = 0; v < shape_.volumes; ++v) {
       const Volume& volume = volumes_[v];
       if (!faulty()) require(volume.entry->errors->count == 0, "an error record without a fault");

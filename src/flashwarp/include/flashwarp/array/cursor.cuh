@@ -71,7 +71,7 @@ class cursor {
     if (line == line_) return true;
     const cache::place at = cache::probe(array_.shape, line);
     if (!at.found) return false;
-    policy::on_hit(&array_.shape.tags[at.way], at.word);
+    policy::on_hit(array_.shape, at.way, at.word);
     line_ = line;
     word_ = at.word;
     tag_ = &array_.shape.tags[at.way];

@@ -13,7 +13,7 @@
 
 namespace fw {
 
-using policy = cache::clock_policy;
+using policy = FW_POLICY;
 
 template <typename T, uint32_t kRank = 1>
 struct array;
@@ -405,7 +405,7 @@ struct array<T, 1> {
       // Acquire: our load before the second look at the tag.
       const word value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));
       if (fw::cache::still_holds(shape, at.way, at.word)) {
-        policy::on_hit(&shape.tags[at.way], at.word);
+        policy::on_hit(shape, at.way, at.word);
         return detail::bit_cast<value_type>(value);
       }
     }
@@ -432,7 +432,7 @@ struct array<T, 1> {
         // Our loads before the second look at the tag.
         atomic::fence();
         if (fw::cache::still_holds(shape, at.way, at.word)) {
-          policy::on_hit(&shape.tags[at.way], at.word);
+          policy::on_hit(shape, at.way, at.word);
           return both.value;
         }
       }

@@ -23,7 +23,10 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
   op.visit(mask, hits, reinterpret_cast<uint64_t>(frame_of(g, at.way)));
   if constexpr (Op::kStores) {
     warp::sync(mask);
-    if (usable) unpin(word, true);
+    if (usable) {
+      unpin(word, true);
+      Policy::on_hit(g, at.way, at.word);
+    }
     return hits;
   } else {
     // Our loads of the frame, and those that other lanes did for us, before the second look at the
@@ -31,7 +34,7 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
     atomic::fence();
     warp::sync(mask);
     const bool served = usable && still_holds(g, at.way, at.word);
-    if (served) Policy::on_hit(word, at.word);
+    if (served) Policy::on_hit(g, at.way, at.word);
     return warp::ballot(mask, served);
   }
 }
@@ -57,7 +60,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   const uint32_t wholes = warp::ballot(mask, misses && whole);
   const bool overwrite = Op::kStores && (wholes & group) == group;
   claim mine = {claim_result::kBusy, 0, 0, false, false, 0, 0};
-  if (misses && leader == lane) mine = claim_frame<Policy>(c, line);
+  if (misses && leader == lane) mine = claim_frame<Policy>(c, line, false);
 
   const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
   if (ahead != 0) {
@@ -174,7 +177,7 @@ FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool w
   if (missing == 0) return;
   claim mine = {claim_result::kBusy, 0, 0, false, false, 0, 0};
   if (absent && base::lowest_bit(warp::match(missing, line)) == warp::lane()) {
-    mine = claim_frame<Policy>(c, line);
+    mine = claim_frame<Policy>(c, line, true);
   }
   // A dirty victim is cleaned now; the line itself waits for a later call.
   const bool victim = mine.result == claim_result::kDirty;

@@ -5,7 +5,7 @@
 // state      INVALID -> BUSY (a fill owns the frame) -> VALID -> BUSY (refilled) ...
 // writing    a write-back of this line is in flight; the line stays readable and writable
 // dirty      the frame holds stores that no write-back has taken yet
-// referenced set by a hit, cleared by the clock hand
+// referenced set by a hit, cleared by the policy; in a BUSY word: how the line shall be born
 // pins       users of the frame that outlive a load; a pinned line is never evicted
 // generation counts fills of the frame: a reader that finds line and generation unchanged after its
 //            loads knows that the frame was not refilled under it
@@ -58,9 +58,10 @@ FW_HOST_DEVICE bool is_cleanable(uint64_t word) {
 FW_HOST_DEVICE uint64_t busy(uint64_t previous, uint64_t line) {
   return kBusy | ((previous + kGenerationOne) & kGenerationMask) | line;
 }
-// The word of a filled frame. Born referenced, so that the hand does not take it at once.
+// The word of a filled frame.
 FW_HOST_DEVICE uint64_t filled(uint64_t busy_word, bool dirty) {
-  return kValid | (busy_word & (kGenerationMask | kLineMask)) | kReferenced | (dirty ? kDirty : 0);
+  const uint64_t kept = kReferenced | kGenerationMask | kLineMask;
+  return kValid | (busy_word & kept) | (dirty ? kDirty : 0);
 }
 FW_HOST_DEVICE uint64_t emptied(uint64_t busy_word) { return busy_word & kGenerationMask; }
 
@@ -92,9 +93,7 @@ FW_DEVICE bool try_pin(uint64_t* word, uint64_t identity) {
 FW_DEVICE void unpin(uint64_t* word, bool dirty) {
   update(
       word, [](uint64_t) { return true; },
-      [=](uint64_t w) {
-        return (w - tag::kPinOne) | (dirty ? tag::kDirty | tag::kReferenced : 0);
-      });
+      [=](uint64_t w) { return (w - tag::kPinOne) | (dirty ? tag::kDirty : 0); });
 }
 
 // Takes a dirty line for write-back: dirty becomes writing, so that later stores are not lost.

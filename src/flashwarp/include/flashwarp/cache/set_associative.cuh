@@ -8,6 +8,7 @@
 
 #include "flashwarp/base/assert.cuh"
 #include "flashwarp/base/copy.cuh"
+#include "flashwarp/cache/geometry.cuh"
 #include "flashwarp/cache/policy.cuh"
 #include "flashwarp/nvme/completion_queue.cuh"
 
@@ -59,39 +60,19 @@ static_assert(sizeof(volume) == 64);
 
 inline constexpr uint32_t kVolumesMax = 64;
 
-// What a hit must know of the cache. Never changes, so kernels carry it by value: as part of their
-// parameters it lies in constant memory, and a hit touches nothing but tags and data.
-struct geometry {
-  uint64_t* tags;  // set_count * ways
-  char* frames;    // set_count * ways * line_bytes
-  uint64_t set_count;
-  uint64_t set_reciprocal;  // ceil(2^64 / set_count)
-  uint32_t ways;
-  uint32_t line_shift;
-};
-static_assert(sizeof(geometry) == 40);
-
 struct alignas(64) page_cache {
   geometry shape;
-  uint32_t* set_control;  // set_count: lock in bit 31, clock hand below
+  uint32_t* set_control;  // set_count: lock in bit 31, the policy's hand below
   volume* volumes;        // kVolumesMax
   uint32_t page_bytes;    // CC.MPS of the controllers, for PRP entries
-  uint32_t reserved;
+  uint32_t refusals;      // victims that a policy chose and could not have
 };
 static_assert(sizeof(page_cache) == 64);
 FW_CHECK_OFFSET(page_cache, set_control, 40);
+FW_CHECK_OFFSET(page_cache, refusals, 60);
 
 inline constexpr uint32_t kSetLocked = 1u << 31;
 
-// Line modulo set count by multiplication: exact while line * set_count < 2^64.
-FW_HOST_DEVICE uint64_t set_of(const geometry& g, uint64_t line) {
-  if (g.set_count == 1) return 0;
-  return line - base::multiply_high(line, g.set_reciprocal) * g.set_count;
-}
-FW_HOST_DEVICE uint64_t line_bytes(const geometry& g) { return uint64_t(1) << g.line_shift; }
-FW_HOST_DEVICE char* frame_of(const geometry& g, uint64_t way_index) {
-  return g.frames + (way_index << g.line_shift);
-}
 // Bytes of the namespace that `line` covers: all but the last line are whole.
 FW_HOST_DEVICE uint64_t bytes_of_line(const page_cache& c, const volume& v, uint64_t line) {
   const uint64_t begin = (line - v.line_begin) << c.shape.line_shift;
@@ -141,46 +122,81 @@ struct claim {
   uint64_t way;
   uint64_t word;   // kClaimed: the BUSY word. kDirty: the victim's word before
   bool evicted;    // a valid line made room
-  bool has_dirty;  // kClaimed: the next line under the hand is ours to clean ahead of it
+  bool has_dirty;  // kClaimed: the line that goes next is dirty, and ours to clean ahead of it
   uint64_t dirty_way;
   uint64_t dirty_word;
 };
 
-// Starts cleaning the line under the hand, so that the fill after this one finds a clean victim.
-FW_DEVICE void clean_ahead(page_cache& c, uint64_t first, uint32_t hand, claim& out) {
-  const uint64_t way = first + hand;
+// Looks at all ways of the set whose lock we hold. Tells whether one of them has `s.line`.
+FW_DEVICE claim_result look_at_set(const geometry& g, set_view& s) {
+  claim_result result = claim_result::kBlocked;
+  s.resident = s.candidates = s.referenced = s.dirty = 0;
+  s.next = kNoWay;
+  for (uint32_t way = 0; way < g.ways; way++) {
+    const uint64_t word = atomic::load_relaxed(&g.tags[s.first + way]);
+    if (tag::state_of(word) == tag::kInvalid) continue;
+    const uint32_t bit = 1u << way;
+    s.resident |= bit;
+    if (tag::is_replaceable(word)) s.candidates |= bit;
+    if (tag::is_cleanable(word)) s.dirty |= bit;
+    if ((word & tag::kReferenced) != 0) s.referenced |= bit;
+    if (tag::line_of(word) != s.line) continue;
+    result = tag::state_of(word) == tag::kValid ? claim_result::kHit : claim_result::kBusy;
+  }
+  return result;
+}
+
+// Asks the policy for one of the candidates. What it may not have is refused and counted, and the
+// lowest candidate goes in its place.
+template <typename Policy>
+FW_DEVICE uint32_t choose_way(page_cache& c, set_view& s) {
+  const uint32_t allowed = s.candidates;
+  const uint32_t way = Policy::choose_victim(s);
+  if (way < c.shape.ways && set_view::has(allowed, way)) return way;
+  atomic::add_relaxed(&c.refusals, 1u);
+  s.next = kNoWay;
+  return base::lowest_bit(allowed);
+}
+
+// Starts cleaning the line that the policy expects to choose next.
+FW_DEVICE void clean_ahead(page_cache& c, const set_view& s, claim& out) {
+  if (s.next >= c.shape.ways) return;
+  const uint64_t way = s.first + s.next;
   const uint64_t word = atomic::load_relaxed(&c.shape.tags[way]);
-  if (!tag::is_cleanable(word) || (word & tag::kReferenced) != 0) return;
-  if (!begin_write(&c.shape.tags[way], tag::line_of(word))) return;
+  if (!tag::is_cleanable(word) || !begin_write(&c.shape.tags[way], tag::line_of(word))) return;
   out.has_dirty = true;
   out.dirty_way = way;
   out.dirty_word = word;
 }
 
-// Takes the victim that the policy chose, in the set whose lock we hold.
+// Takes an empty way, or the victim that the policy chose, in the set whose lock we hold.
 template <typename Policy>
-FW_DEVICE void claim_victim(page_cache& c, uint64_t first, uint32_t& hand, uint64_t line,
-                            claim& out) {
-  // A pin or a store can beat us to the victim; then choose again. One try a way is plenty: the
-  // caller comes back.
+FW_DEVICE void claim_victim(page_cache& c, set_view& s, claim& out) {
+  // A pin or a store can beat us to the victim; then look and choose again. One try a way is
+  // plenty: the caller comes back.
   for (uint32_t attempt = 0; attempt < c.shape.ways; attempt++) {
-    const victim v = Policy::choose(&c.shape.tags[first], c.shape.ways, hand);
-    const uint64_t way = first + v.way;
-    if (v.found) {
+    if (attempt != 0) look_at_set(c.shape, s);
+    const uint32_t empty = ((1u << c.shape.ways) - 1) & ~s.resident;
+    if ((empty | s.candidates) != 0) {
+      const uint32_t way = empty != 0 ? base::lowest_bit(empty) : choose_way<Policy>(c, s);
+      uint64_t* word = &c.shape.tags[s.first + way];
       const uint64_t old = update(
-          &c.shape.tags[way], [](uint64_t w) { return tag::is_replaceable(w); },
-          [=](uint64_t w) { return tag::busy(w, line); });
-      const uint64_t now = atomic::load_relaxed(&c.shape.tags[way]);
-      if (tag::state_of(now) != tag::kBusy || tag::line_of(now) != line) continue;
-      hand = v.way + 1 < c.shape.ways ? v.way + 1 : 0;
+          word, [](uint64_t w) { return tag::is_replaceable(w); },
+          [&](uint64_t w) { return tag::busy(w, s.line) | mark_at_birth<Policy>(); });
+      const uint64_t now = atomic::load_relaxed(word);
+      if (tag::state_of(now) != tag::kBusy || tag::line_of(now) != s.line) continue;
+      s.resident |= 1u << way;
+      Policy::on_fill(s, way);
       out.result = claim_result::kClaimed;
-      out.way = way;
+      out.way = s.first + way;
       out.word = now;
       out.evicted = tag::state_of(old) == tag::kValid;
-      clean_ahead(c, first, hand, out);
+      clean_ahead(c, s, out);
       return;
     }
-    if (!v.dirty) break;
+    if (s.dirty == 0) break;
+    s.candidates = s.dirty;
+    const uint64_t way = s.first + choose_way<Policy>(c, s);
     const uint64_t word = atomic::load_relaxed(&c.shape.tags[way]);
     if (tag::is_cleanable(word) && begin_write(&c.shape.tags[way], tag::line_of(word))) {
       out.result = claim_result::kDirty;
@@ -192,9 +208,9 @@ FW_DEVICE void claim_victim(page_cache& c, uint64_t first, uint32_t& hand, uint6
   out.result = claim_result::kBlocked;
 }
 
-// Asks for a frame for `line`. One lane; never waits.
+// Asks for a frame for `line`. One lane; never waits. `prefetched` tells that its use comes later.
 template <typename Policy>
-FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line) {
+FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line, bool prefetched) {
   claim out = {claim_result::kBusy, 0, 0, false, false, 0, 0};
   const uint64_t set = set_of(c.shape, line);
   uint32_t* control = &c.set_control[set];
@@ -202,18 +218,15 @@ FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line) {
   if ((seen & kSetLocked) != 0 || !atomic::cas_acq_rel(control, seen, seen | kSetLocked)) {
     return out;
   }
-  const uint64_t first = set * c.shape.ways;
-  uint32_t hand = seen;
-  bool present = false;
-  for (uint32_t way = 0; way < c.shape.ways; way++) {
-    const uint64_t word = atomic::load_relaxed(&c.shape.tags[first + way]);
-    if (tag::state_of(word) == tag::kInvalid || tag::line_of(word) != line) continue;
-    present = true;
-    out.result = tag::state_of(word) == tag::kValid ? claim_result::kHit : claim_result::kBusy;
+  set_view s = {c.shape, set * c.shape.ways, line, 0, 0, 0, 0, seen, kNoWay, prefetched};
+  const claim_result present = look_at_set(c.shape, s);
+  if (present == claim_result::kBlocked) {
+    claim_victim<Policy>(c, s, out);
+  } else {
+    out.result = present;
   }
-  if (!present) claim_victim<Policy>(c, first, hand, line, out);
   // Release: the tag changes become visible before the set can be locked again.
-  atomic::store_release(control, hand);
+  atomic::store_release(control, s.hand & ~kSetLocked);
   return out;
 }
 

@@ -1,0 +1,42 @@
+// A replacement policy that breaks every rule it can: what a user's mistake may do at worst.
+//
+// It names ways that are pinned, busy, dirty, empty or not there, leaves rubbish in its words and
+// in the set's control word, and wants lines cleaned that may not be. The cache must stay as it
+// was.
+#pragma once
+
+#include "flashwarp/cache/policy.cuh"
+
+namespace fw::simulator {
+
+struct hostile_policy {
+  static constexpr bool kKeepsWords = true;
+
+  static void on_hit(const cache::geometry& g, uint64_t way, uint64_t seen) {
+    atomic::store_relaxed(cache::policy_word(g, way), uint32_t(seen));
+  }
+  static void on_fill(cache::set_view& s, uint32_t way) {
+    s.hand = ~s.hand;
+    s.next = way;
+  }
+  static uint32_t choose_victim(cache::set_view& s) {
+    // Its state is what it is given, so that a seed gives the same run again.
+    const uint32_t dice = uint32_t((s.hand + s.line) * 0x9E3779B1u);
+    s.hand = 0x80000000u | dice;
+    s.next = dice >> 27;
+    switch ((dice >> 8) % 4) {
+      case 0:
+        return cache::kNoWay;
+      case 1:
+        return s.ways() + (dice >> 30);
+      case 2:
+        s.candidates = ~s.candidates;
+        s.dirty = ~s.dirty;
+        return base::lowest_bit(s.candidates);
+      default:
+        return (dice >> 16) % s.ways();
+    }
+  }
+};
+
+}  // namespace fw::simulator
