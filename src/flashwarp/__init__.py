@@ -12,6 +12,7 @@ from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.futures import Future
 from flashwarp.opening import create, from_storage, open  # noqa: A004
+from flashwarp.policy import Policy
 from flashwarp.ssd_model import SSDModel
 from flashwarp.stats import Stats
 
@@ -25,6 +26,7 @@ __all__ = [
     "Explanation",
     "Future",
     "Kernel",
+    "Policy",
     "Program",
     "SSDModel",
     "SoftwareController",

@@ -7,12 +7,13 @@ it, the cache, the queue pairs, the controller and the storage, is released by `
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -27,7 +28,7 @@ from flashwarp.device import Device, stream_handle
 from flashwarp.errors import BoundsError, ClosedError, ForkError, ReadOnlyError, StorageError
 from flashwarp.failures import Failures, bad_index
 from flashwarp.futures import Future
-from flashwarp.launcher import Launcher
+from flashwarp.launcher import Launcher, Watcher
 from flashwarp.operands import Index, Operands, is_foreign
 from flashwarp.rows import ArrayStruct
 from flashwarp.stats import Stats
@@ -455,6 +456,18 @@ class Array:
                 doorbells=queues.doorbells,
                 helps=queues.helps,
             )
+
+    @contextlib.contextmanager
+    def _watched(self, watcher: Watcher) -> Iterator[None]:
+        """Show a watcher what calls are about to move: byte offsets in the array, and bytes."""
+        with self._lock:
+            self._check_usable()
+            self._launcher.watchers.append(watcher)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._launcher.watchers.remove(watcher)
 
     @_locked
     def explain(self) -> Explanation:

@@ -1,7 +1,8 @@
 """The page cache that kernels look lines up in; mirrors `cache/set_associative.cuh`.
 
 One cache may carry several arrays: each attaches as a volume with its own range of line numbers.
-Metadata is eight bytes a line plus four a set, whatever the size of the data.
+Metadata is eight bytes a line, four more where the policy keeps words, and four a set, whatever the
+size of the data.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from flashwarp import config
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceMemory, resolve
 from flashwarp.errors import CacheError, ClosedError
+from flashwarp.policy import Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
 
 __all__ = ["Cache", "Volume"]
 
 LINE_BYTES_MIN = 512
 LINE_BYTES_MAX = 2 << 20
-POLICIES = ("clock",)
 _VOLUMES_MAX = 64
 _LINES_MAX = 1 << 38
 _COUNTER_SHARDS = 64
+# `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
+_POLICY_WORDS_ALIGNMENT = 128
 
 
 class GeometryStruct(ctypes.Structure):
@@ -50,7 +53,7 @@ class PageCacheStruct(ctypes.Structure):
         ("set_control", ctypes.c_uint64),
         ("volumes", ctypes.c_uint64),
         ("page_bytes", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("refusals", ctypes.c_uint32),
     )
 
 
@@ -205,8 +208,9 @@ class Cache:
         Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer and eviction.
     ways : int
         Frames of a set: 4, 8 or 16.
-    policy : str
-        Replacement; "clock".
+    policy : str or Policy
+        Which line makes room: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or a `Policy`
+        of one's own. Arrays that share the cache share it; docs/policies.md tells which to choose.
     device : Device or str, optional
         Where it lies.
 
@@ -221,17 +225,15 @@ class Cache:
         capacity: int | str,
         line: int | str = "4 KiB",
         ways: int = 4,
-        policy: str = "clock",
+        policy: str | Policy = "clock",
         device: Any = None,
     ) -> None:
         self.device: Device = resolve(device)
         self.line_bytes = _check_line(line)
         if ways not in (4, 8, 16):
             raise CacheError(f"ways={ways} is none of 4, 8, 16")
-        if policy not in POLICIES:
-            raise CacheError(f"policy={policy!r} is none of {', '.join(POLICIES)}")
         self.ways = ways
-        self.policy = policy
+        self.policy = resolve_policy(policy)
         wanted = parse_bytes(capacity)
         set_bytes = ways * self.line_bytes
         if wanted < set_bytes:
@@ -246,7 +248,11 @@ class Cache:
         self.capacity = lines * self.line_bytes
         struct_bytes = ctypes.sizeof(PageCacheStruct)
         volume_bytes = _VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
-        self.metadata_bytes = lines * 8 + self.set_count * 4
+        tag_bytes, word_bytes = lines * 8, 0
+        if self.policy.keeps_words:
+            tag_bytes = -(-tag_bytes // _POLICY_WORDS_ALIGNMENT) * _POLICY_WORDS_ALIGNMENT
+            word_bytes = lines * 4
+        self.metadata_bytes = tag_bytes + word_bytes + self.set_count * 4
         self._frames = self.device.allocate(self.capacity)
         try:
             self._metadata = self.device.allocate(struct_bytes + volume_bytes + self.metadata_bytes)
@@ -267,7 +273,7 @@ class Cache:
         )
         struct = PageCacheStruct(
             shape=self.geometry,
-            set_control=tags + lines * 8,
+            set_control=tags + tag_bytes + word_bytes,
             volumes=self._volumes_address,
             page_bytes=2 << 20,
         )
@@ -292,6 +298,14 @@ class Cache:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def refusals(self) -> int:
+        """Victims that the policy chose and could not have: 0, unless a policy of yours errs."""
+        if self._closed:
+            raise ClosedError("the cache is closed")
+        place = self.address + PageCacheStruct.refusals.offset
+        return int.from_bytes(self.device.download(place, 4), "little")
 
     def attach(self, nbytes: int, queues: QueuePairs) -> Volume:
         """Give an array of `nbytes` a range of line numbers and an entry of the volume table.
@@ -376,7 +390,7 @@ class Cache:
     def __repr__(self) -> str:
         return (
             f"Cache({self.capacity} bytes, line={self.line_bytes}, ways={self.ways}, "
-            f"device={self.device.name!r})"
+            f"policy={self.policy.name!r}, device={self.device.name!r})"
         )
 
 

@@ -21,6 +21,7 @@ from flashwarp.arguments import Launch, parse_signature
 from flashwarp.array import Array
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
+from flashwarp.policy import CLOCK, Policy, resolve_policy
 
 __all__ = ["Kernel", "KernelResources", "Program", "compile"]
 
@@ -36,6 +37,7 @@ def compile(  # noqa: A001 - the module's one verb
     options: Sequence[str] = (),
     defines: Mapping[str, Define] | None = None,
     include_dirs: Sequence[str | Path] = (),
+    policy: str | Policy = CLOCK,
     debug: bool = False,
 ) -> Program:
     """Compile kernels written in CUDA C++ for a device, and load them.
@@ -52,6 +54,8 @@ def compile(  # noqa: A001 - the module's one verb
         Macros and their values; None defines a macro without a value.
     include_dirs : sequence of str or Path
         Where more headers are. flashwarp's own need no mention.
+    policy : str or Policy
+        The replacement policy of the caches whose arrays the kernels will get; see `Cache`.
     debug : bool
         Check assertions in kernels, and keep line numbers.
 
@@ -89,13 +93,14 @@ def compile(  # noqa: A001 - the module's one verb
     [1.5, 1.5, 3.0, 3.0]
     """
     where = devices.resolve(device)
+    chosen = resolve_policy(policy)
     loaded = where.load_program(
-        _source(source),
+        _source(source).behind(chosen),
         include_dirs=[Path(folder) for folder in include_dirs],
-        options=(*_define_options(defines or {}), *_strings("options", options)),
+        options=(*chosen.options, *_define_options(defines or {}), *_strings("options", options)),
         debug=debug,
     )
-    return Program(where, loaded)
+    return Program(where, loaded, chosen)
 
 
 def _source(source: str | Path) -> Source:
@@ -135,19 +140,22 @@ class Program:
     ----------
     device : Device
         Where they run.
+    policy : Policy
+        Of the caches whose arrays they take.
     log : str
         What the compiler said.
     from_cache : bool
         Whether they were found compiled on disk.
     """
 
-    def __init__(self, device: Device, loaded: LoadedProgram) -> None:
+    def __init__(self, device: Device, loaded: LoadedProgram, policy: Policy) -> None:
         self.device = device
+        self.policy = policy
         self.log = loaded.log
         self.from_cache = loaded.from_cache
         self._kernels: dict[str, Kernel] = {}
         for kernel in loaded.kernels:
-            made = Kernel(device, kernel)
+            made = Kernel(device, kernel, policy)
             if made.name in self._kernels:
                 raise CompileError(f"two kernels are named {made.name}: rename one")
             self._kernels[made.name] = made
@@ -188,8 +196,9 @@ class Kernel:
         As C++ spells it.
     """
 
-    def __init__(self, device: Device, loaded: LoadedKernel) -> None:
+    def __init__(self, device: Device, loaded: LoadedKernel, policy: Policy) -> None:
         self._device = device
+        self._policy = policy
         self._loaded = loaded
         self.signature = _demangle(loaded.symbol)
         self.name, self._params = parse_signature(self.signature, loaded)
@@ -244,6 +253,7 @@ class Kernel:
                 f"{self.signature} takes {len(self._params)} arguments, not {len(arguments)}"
             )
         arrays = [argument for argument in arguments if isinstance(argument, Array)]
+        self._check_policies(arrays)
         with contextlib.ExitStack() as turns:
             # In one order everywhere, so that two launches never wait for each other.
             for cache in sorted({array.cache for array in arrays}, key=id):
@@ -264,6 +274,16 @@ class Kernel:
                 serve=list(serve),
             )
             launch.end()
+
+    def _check_policies(self, arrays: Sequence[Array]) -> None:
+        # The policy is in the code: with another one it would mark what the cache does not have.
+        for array in arrays:
+            wanted = array.cache.policy
+            if wanted != self._policy:
+                raise ArgumentError(
+                    f"{self.name} was compiled for caches with policy {self._policy.name!r}, and "
+                    f"an array's cache has {wanted.name!r}: compile it with policy={wanted.name!r}"
+                )
 
     def __repr__(self) -> str:
         return f"<Kernel {self.signature} on {self._device.name!r}>"

@@ -6,7 +6,11 @@ launches waits, and asks `failures` what went wrong.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from flashwarp import config, rows
 from flashwarp.cache import Cache, Volume
@@ -15,7 +19,9 @@ from flashwarp.device import CpuDevice, Device
 from flashwarp.operands import Index
 from flashwarp.rows import MaintenanceParams, RowParams
 
-__all__ = ["Launcher"]
+__all__ = ["Launcher", "Watcher"]
+
+Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
 _BYTES_WORTH_A_THREAD = 128 << 10
@@ -37,10 +43,14 @@ class Launcher:
         self.controller = controller
         self.row_bytes = row_bytes
         self.row_count = row_count
+        # Each sees what is about to be moved: byte offsets in the array, and bytes at each.
+        self.watchers: list[Watcher] = []
 
     def on(self, volume: Volume) -> Launcher:
         """Return the same launches with another entry for the array, whose errors are its own."""
-        return Launcher(self.cache, volume, self.controller, self.row_bytes, self.row_count)
+        made = Launcher(self.cache, volume, self.controller, self.row_bytes, self.row_count)
+        made.watchers = self.watchers
+        return made
 
     @property
     def device(self) -> Device:
@@ -103,6 +113,8 @@ class Launcher:
 
     def move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
         """Launch "gather" or "scatter" of the rows at `index`."""
+        if self.watchers:
+            self._tell(self._rows_of(index) * self.row_bytes, self.row_bytes)
         params = self.row_params(index, buffer)
         width = rows.element_bytes(self.row_bytes, buffer)
         if width is not None:
@@ -116,6 +128,8 @@ class Launcher:
         self, verb: str, first_row: int, buffer: int, nbytes: int, stream: Any = None
     ) -> None:
         """Launch "gather" or "scatter" of rows that lie back to back from `first_row` on."""
+        if self.watchers:
+            self._tell(np.array([first_row * self.row_bytes]), nbytes)
         params = self._range_params(first_row, buffer, nbytes)
         self._launch(f"{verb}_rows", params, self._lines_in_range(params), stream)
 
@@ -141,6 +155,17 @@ class Launcher:
     def _lines_in_range(self, params: RowParams) -> int:
         first, line = int(params.row_bytes), self.cache.line_bytes
         return (first + int(params.index_count) - 1) // line - first // line + 1
+
+    def _tell(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
+        for watcher in self.watchers:
+            watcher(starts, nbytes)
+
+    def _rows_of(self, index: Index) -> npt.NDArray[np.int64]:
+        """Copy indices to the host, counted from the front."""
+        kind = np.int32 if index.itemsize == 4 else np.int64
+        raw = self.device.download(index.address, index.size * index.itemsize)
+        found = np.frombuffer(raw, kind).astype(np.int64)
+        return np.where(found < 0, found + self.row_count, found)
 
     def prefetch_rows(self, index: Index, stream: Any, warps: int | None = None) -> None:
         """Launch the prefetch of the rows at `index`; default: warps for all of them."""
@@ -173,7 +198,9 @@ class Launcher:
     def forget_lines(self, drop: int) -> None:
         """Launch the dropping of the array's lines, whose controller has stopped."""
         warps = self._warps(self._lines)
-        self.device.launch("invalidate_lines", self._maintenance(drop=drop), warps=warps)
+        self.device.launch(
+            "invalidate_lines", self._maintenance(drop=drop), warps=warps, policy=self.cache.policy
+        )
 
     def _maintenance(self, **fields: int) -> MaintenanceParams:
         return MaintenanceParams(
@@ -187,7 +214,9 @@ class Launcher:
     def _start(
         self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: Any
     ) -> None:
-        self.device.launch(name, params, warps=warps, stream=stream, serve=self.wake())
+        self.device.launch(
+            name, params, warps=warps, stream=stream, serve=self.wake(), policy=self.cache.policy
+        )
 
     def wake(self) -> tuple[int, ...]:
         """Wake what serves the array; returns whom the waiting threads of a launch serve."""

@@ -18,6 +18,7 @@ from flashwarp.config import parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
+from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.storage import File, Mapping, Memory, Storage, _check_file
 
@@ -39,6 +40,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     controller: SoftwareController | None = None,
     strict: str | None = None,
     direct: bool | None = None,
+    policy: str | Policy | None = None,
 ) -> Array:
     """Open a .npy or raw file as an array that device threads read on demand.
 
@@ -64,6 +66,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     direct : bool, optional
         Read and write past the page cache (O_DIRECT), or through it. Default: by how much of the
         file is in the page cache.
+    policy : str or Policy, optional
+        Which line makes room for another; see `Cache`. Default "clock". A `Cache` has its own.
 
     Returns
     -------
@@ -99,7 +103,16 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         storage, why, release = _file_storage(name, layout, writable, direct, where)
     try:
         return _make(
-            storage, layout, where, cache, line, controller, strict, why=why, release=release
+            storage,
+            layout,
+            where,
+            cache,
+            line,
+            controller,
+            strict,
+            policy,
+            why=why,
+            release=release,
         )
     except BaseException:
         release()
@@ -144,6 +157,7 @@ def from_storage(
     line: int | str = "4 KiB",
     controller: SoftwareController | None = None,
     strict: str | None = None,
+    policy: str | Policy | None = None,
 ) -> Array:
     """Open an array over any storage: memory, a block device, stripes, replicas.
 
@@ -157,7 +171,7 @@ def from_storage(
             f"shape {size} of {kind} needs {layout.nbytes} bytes, the storage has {storage.nbytes}"
         )
     where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
-    return _make(storage, layout, where, cache, line, controller, strict)
+    return _make(storage, layout, where, cache, line, controller, strict, policy)
 
 
 def _nothing() -> None:
@@ -266,6 +280,7 @@ def _make(
     line: int | str,
     controller: SoftwareController | None,
     strict: str | None,
+    policy: str | Policy | None,
     *,
     why: str = "",
     release: Callable[[], None] = _nothing,
@@ -278,15 +293,21 @@ def _make(
             f"{storage.nbytes}"
         )
     owns = not isinstance(cache, Cache)
+    chosen = CLOCK if policy is None else resolve_policy(policy)
     if isinstance(cache, Cache):
         held = cache
+        if policy is not None and chosen != held.policy:
+            raise ArgumentError(
+                f"the cache has policy {held.policy.name!r}, the array shall have {chosen.name!r}: "
+                "all arrays on a cache share its policy"
+            )
     else:
         capacity = (
             automatic_capacity(storage.nbytes, line, device)
             if cache == "auto"
             else parse_bytes(cache)
         )
-        held = Cache(capacity, line, device=device)
+        held = Cache(capacity, line, policy=chosen, device=device)
     try:
         array = Array(
             storage,

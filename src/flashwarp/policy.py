@@ -1,4 +1,4 @@
-"""Replacement policies by name; mirrors `cache/policy.cuh`.
+"""Replacement policies by name, and a user's own; mirrors `cache/policy.cuh`.
 
 A policy decides which line of a set makes room. It is compiled into device code, so a cache says
 which one it has, and code that uses the cache is compiled with the same.
@@ -6,63 +6,120 @@ which one it has, and code that uses the cache is compiled with the same.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import CacheError
 
-__all__ = ["POLICIES", "Policy", "resolve_policy"]
+__all__ = ["CLOCK", "POLICIES", "Policy", "resolve_policy"]
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A replacement policy: what device code calls it, and what a cache keeps for it.
+    """A replacement policy of one's own, in C++.
 
-    Attributes
+    Parameters
     ----------
     name : str
-        What ``Cache(policy=...)`` takes.
-    struct : str
-        The C++ struct with `on_hit`, `on_fill` and `choose_victim`, with its namespaces.
+        The struct that `source` defines, in no namespace.
+    source : str
+        Device code, which runs on GPUs and on the CPU alike: a struct with the static functions
+        `on_hit`, `on_fill` and `choose_victim`, as ``flashwarp/cache/policy.cuh`` describes them.
+        That header is included before it.
     keeps_words : bool
-        Whether it needs a 32-bit word for each line.
+        Whether it uses the 32-bit word of each line that `fw::cache::policy_word` finds.
+
+    Notes
+    -----
+    It is compiled when the first kernel runs: with NVRTC for a GPU, with g++ or clang++ for the
+    CPU device. Nothing that it answers can break the cache: a way that it may not have is refused,
+    counted in `Cache.refusals`, and another one is taken. It must come to an end, and its memory
+    accesses are its own affair.
+
+    Examples
+    --------
+    The most recently filled way goes first:
+
+    >>> import flashwarp as fw
+    >>> newest = fw.Policy("newest", '''
+    ... struct newest {
+    ...   FW_DEVICE static void on_hit(const fw::cache::geometry&, uint64_t, uint64_t) {}
+    ...   FW_DEVICE static void on_fill(fw::cache::set_view& s, uint32_t way) { s.hand = way; }
+    ...   FW_DEVICE static uint32_t choose_victim(fw::cache::set_view& s) { return s.hand; }
+    ... };
+    ... ''', keeps_words=False)
+    >>> newest.name
+    'newest'
     """
 
     name: str
-    struct: str
-    keeps_words: bool
+    source: str
+    keeps_words: bool = True
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise CacheError(
+                f"a policy's name is that of its struct, which {self.name!r} cannot be"
+            )
+        if self.name in _BUILT_IN and self.source:
+            raise CacheError(f"flashwarp brings a policy {self.name!r}: give yours another name")
+        if not self.source and self.name not in _BUILT_IN:
+            raise CacheError(f"policy {self.name!r} has no source")
 
     @property
-    def define(self) -> str:
-        """The compiler's option that chooses it."""
-        return f"-DFW_POLICY={self.struct}"
+    def built_in(self) -> bool:
+        """Whether flashwarp brings it."""
+        return not self.source
+
+    @property
+    def struct(self) -> str:
+        """The C++ name of its struct."""
+        return f"::fw::cache::{self.name}_policy" if self.built_in else f"::{self.name}"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The compiler's options that choose it; none for the default."""
+        return () if self.name == "clock" else (f"-DFW_POLICY={self.struct}",)
+
+    @property
+    def prelude(self) -> str:
+        """The text that comes before all other device code."""
+        if self.built_in:
+            return ""
+        header = "flashwarp/cache/policy.cuh"
+        return f'#include "{header}"\n#line 1 "policy {self.name}"\n{self.source}\n'
+
+    def __repr__(self) -> str:
+        return f"Policy({self.name!r})"
 
 
-def _built_in(name: str, keeps_words: bool) -> Policy:
-    return Policy(name, f"::fw::cache::{name}_policy", keeps_words)
-
-
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        _built_in("clock", False),
-        _built_in("lru", True),
-        _built_in("fifo", True),
-        _built_in("sieve", True),
-        _built_in("s3_fifo", True),
-        _built_in("random", False),
-    )
+# By name: whether it keeps words.
+_BUILT_IN = {
+    "clock": False,
+    "lru": True,
+    "fifo": True,
+    "sieve": True,
+    "s3_fifo": True,
+    "random": False,
 }
+
+POLICIES = {name: Policy(name, "", keeps) for name, keeps in _BUILT_IN.items()}
 """Those that flashwarp brings, by name."""
+
+CLOCK = POLICIES["clock"]
+"""The default."""
 
 
 def resolve_policy(policy: str | Policy) -> Policy:
     """Return the policy that a user means.
 
-    Raises ArgumentError for a name that does not exist.
+    Raises CacheError for a name that does not exist.
     """
     if isinstance(policy, Policy):
         return policy
     found = POLICIES.get(policy)
     if found is None:
-        raise ArgumentError(f"policy={policy!r} is none of {', '.join(POLICIES)}, nor a Policy")
+        raise CacheError(f"policy={policy!r} is none of {', '.join(POLICIES)}, nor a Policy")
     return found

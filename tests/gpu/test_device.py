@@ -223,7 +223,7 @@ def test_large_launch_has_the_blocks_that_run_at_a_time(device: CudaDevice) -> N
 def test_all_kernels_load_and_know_their_resources(device: CudaDevice) -> None:
     device.load()
 
-    for name, kernel in device._module.kernels.items():
+    for name, kernel in device.load().kernels.items():
         assert kernel.registers == device.artifact.kernels[name].registers
         assert kernel.threads_max >= 256
 
@@ -237,11 +237,11 @@ def test_built_in_kernels_load() -> None:
         start = time.perf_counter()
         device.load()
 
-        assert "fw_gather_rows" in device._module.kernels
+        assert "fw_gather_rows" in device.load().kernels
         print(f"\n{device.describe()}: compiled or found, and loaded, in ", end="")
         print(f"{time.perf_counter() - start:.2f} s (found: {device.artifact.from_cache})")
-        for name, kernel in device._module.kernels.items():
-            blocks = device._module.resident_blocks(kernel, 256)
+        for name, kernel in device.load().kernels.items():
+            blocks = device.load().resident_blocks(kernel, 256)
             print(f"  {name:26} {kernel.registers:4} registers, {blocks} blocks of 256 a processor")
 
 

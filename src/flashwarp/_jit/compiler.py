@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashwarp._jit import driver, elf
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
 from flashwarp.errors import CompileError
+from flashwarp.policy import Policy
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -55,6 +56,13 @@ class Source:
     def read(cls, path: Path) -> Source:
         """Read a file."""
         return cls(path.name, _read(path), path.parent)
+
+    def behind(self, policy: Policy) -> Source:
+        """Return it with the text of a replacement policy before it."""
+        if not policy.prelude:
+            return self
+        before = f'{policy.prelude}#line 1 "{self.name}"\n'.encode()
+        return replace(self, text=before + self.text)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def launch(name: str, params: ctypes.Structure, arrays: Sequence[fw.Array], warp
         array.controller.wake()
     # CPU threads that wait for a line do the controllers' work meanwhile.
     serve = [array.controller.address for array in arrays] if device.kind == "cpu" else ()
-    device.launch(name, params, warps=warps, serve=serve)
+    device.launch(name, params, warps=warps, serve=serve, policy=arrays[0].cache.policy)
     for array in arrays:
         array.synchronize()
 

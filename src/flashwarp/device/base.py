@@ -32,6 +32,7 @@ from flashwarp.device.memory import (
     Registration,
 )
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
+from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -178,6 +179,7 @@ class Device(ABC):
         max_blocks: int | None = None,
         stream: object = None,
         serve: Sequence[int] = (),
+        policy: Policy = CLOCK,
     ) -> None:
         """Launch the built-in kernel `fw_<name>`, whose one parameter is a struct by value.
 
@@ -198,6 +200,8 @@ class Device(ABC):
             Where it is queued; see `stream_handle`. Default: the library's own stream.
         serve : sequence of int
             Addresses of software controllers whose work waiting CPU threads do.
+        policy : Policy
+            That of the cache which the parameters name: the kernel is compiled with it.
 
         Notes
         -----

@@ -30,6 +30,7 @@ from flashwarp.device.memory import (
     positive,
 )
 from flashwarp.errors import ArgumentError, DeviceError, DeviceOutOfMemory, ForkError
+from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -57,6 +58,7 @@ class CpuDevice(Device):
             raise ArgumentError(f"a CPU device needs at least one thread, not {threads}")
         self._pid = os.getpid()
         self._programs: dict[str, LoadedProgram] = {}
+        self._kernels_by_policy: dict[Policy, dict[str, LoadedKernel]] = {}
 
     @functools.cached_property
     def _pool(self) -> Any:
@@ -115,14 +117,50 @@ class CpuDevice(Device):
         max_blocks: int | None = None,
         stream: object = None,
         serve: Sequence[int] = (),
+        policy: Policy = CLOCK,
     ) -> None:
         self._check_usable()
         if warps <= 0:
             return
+        struct, threads = bytes(params), min(warps, self.threads)
         try:
-            self._pool.launch(f"fw_{name}", bytes(params), min(warps, self.threads), list(serve))
+            if policy == CLOCK:
+                self._pool.launch(f"fw_{name}", struct, threads, list(serve))
+            else:
+                program, index = self._policy_kernels(policy)[f"fw_{name}"].handle
+                self._pool.launch_program(program, index, [struct], threads, list(serve))
         except (KeyError, ValueError) as error:
             raise ArgumentError(f"launch of {name} on the CPU: {error.args[0]}") from error
+
+    def _policy_kernels(self, policy: Policy) -> dict[str, LoadedKernel]:
+        """Find the built-in kernels with another policy: in the wheel, or compiled now."""
+        with self._lock:
+            found = self._kernels_by_policy.get(policy)
+            if found is None:
+                program = self._load_policy(policy)
+                # A compiled program's names are mangled, those of the wheel's are not.
+                demangle = _native().demangle
+                found = {
+                    (demangle(kernel.symbol) or kernel.symbol).partition("(")[0]: kernel
+                    for kernel in program.kernels
+                }
+                self._kernels_by_policy[policy] = found
+        return found
+
+    def _load_policy(self, policy: Policy) -> LoadedProgram:
+        if not policy.built_in:
+            source = compiler.Source.read(compiler.MODULE).behind(policy)
+            return self.load_program(source, options=policy.options)
+        native = _native()
+        path = Path(native.__file__).parent / "policies" / f"{policy.name}.so"
+        try:
+            library = path.read_bytes()
+        except OSError as error:
+            raise DeviceError(
+                f"the kernels of policy {policy.name!r} cannot be read ({error}): install the "
+                "wheel again"
+            ) from error
+        return _load_host_program(native, library)
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -151,7 +189,9 @@ class CpuDevice(Device):
         with self._lock:
             self._check_open()
             if artifact.key not in self._programs:
-                self._programs[artifact.key] = _load_host_program(native, artifact)
+                self._programs[artifact.key] = _load_host_program(
+                    native, artifact.library, artifact.log, artifact.from_cache
+                )
             return self._programs[artifact.key]
 
     def run_kernel(
@@ -178,6 +218,7 @@ class CpuDevice(Device):
             if "_pool" in self.__dict__ and os.getpid() == self._pid:
                 self._pool.close()
             self._programs.clear()
+            self._kernels_by_policy.clear()
             super().close()
 
     def default_stream(self) -> Stream:
@@ -232,9 +273,11 @@ def _native() -> Any:
         ) from error
 
 
-def _load_host_program(native: Any, artifact: host_compiler.HostArtifact) -> LoadedProgram:
+def _load_host_program(
+    native: Any, library: bytes, log: str = "", from_cache: bool = True
+) -> LoadedProgram:
     try:
-        program = native.CpuProgram(artifact.library)
+        program = native.CpuProgram(library)
     except RuntimeError as error:
         raise DeviceError(f"the compiled program cannot be loaded: {error}") from error
     kernels = tuple(
@@ -247,4 +290,4 @@ def _load_host_program(native: Any, artifact: host_compiler.HostArtifact) -> Loa
         )
         for index, (symbol, params) in enumerate(program.kernels)
     )
-    return LoadedProgram(kernels, artifact.log, artifact.from_cache, program)
+    return LoadedProgram(kernels, log, from_cache, program)

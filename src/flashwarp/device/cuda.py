@@ -30,6 +30,7 @@ from flashwarp.device.memory import (
     positive,
 )
 from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout
+from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -61,6 +62,7 @@ class CudaDevice(Device):
         self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
         self._programs: dict[str, LoadedProgram] = {}
+        self._modules: dict[Policy, driver.Module] = {}
 
     @functools.cached_property
     def arch(self) -> str:
@@ -129,22 +131,36 @@ class CudaDevice(Device):
         """The compiled built-in kernels with their resources."""
         return compiler.compile_module(self.arch)
 
-    @functools.cached_property
-    def _module(self) -> driver.Module:
-        return driver.Module(self.context, self.artifact.cubin, tuple(self.artifact.kernels))
+    def load(self, policy: Policy = CLOCK) -> driver.Module:
+        """Compile and load all built-in kernels, which the first launch does otherwise.
 
-    def load(self) -> None:
-        """Compile and load all built-in kernels, which the first launch does otherwise."""
+        One module for each replacement policy that a cache on this device has.
+        """
         with self._lock:
             self._check_open()
-            _ = self._module
+            module = self._modules.get(policy)
+            if module is None:
+                artifact = self.artifact if policy == CLOCK else self._compile(policy)
+                module = driver.Module(self.context, artifact.cubin, tuple(artifact.kernels))
+                self._modules[policy] = module
+        return module
+
+    def _compile(self, policy: Policy) -> compiler.Artifact:
+        source = compiler.Source.read(compiler.MODULE).behind(policy)
+        return compiler.compile_source(self.arch, source, options=policy.options)
 
     def grid(
-        self, name: str, *, warps: int, block_threads: int = 256, max_blocks: int | None = None
+        self,
+        name: str,
+        *,
+        warps: int,
+        block_threads: int = 256,
+        max_blocks: int | None = None,
+        policy: Policy = CLOCK,
     ) -> int:
         """How many blocks `launch` uses for this kernel with these arguments."""
-        kernel = self._kernel(name)
-        return self._blocks(self._module, kernel, warps, block_threads, max_blocks)
+        kernel = self._kernel(name, policy)
+        return self._blocks(self.load(policy), kernel, warps, block_threads, max_blocks)
 
     def _blocks(
         self,
@@ -173,11 +189,11 @@ class CudaDevice(Device):
             )
         return blocks * self.context.multiprocessors
 
-    def _kernel(self, name: str) -> driver.Kernel:
-        self.load()
-        kernel = self._module.kernels.get(f"fw_{name}")
+    def _kernel(self, name: str, policy: Policy) -> driver.Kernel:
+        module = self.load(policy)
+        kernel = module.kernels.get(f"fw_{name}")
         if kernel is None:
-            known = ", ".join(sorted(self._module.kernels))
+            known = ", ".join(sorted(module.kernels))
             raise ArgumentError(f"there is no kernel fw_{name}; the module has: {known}")
         return kernel
 
@@ -191,9 +207,12 @@ class CudaDevice(Device):
         max_blocks: int | None = None,
         stream: object = None,
         serve: Sequence[int] = (),
+        policy: Policy = CLOCK,
     ) -> None:
-        blocks = self.grid(name, warps=warps, block_threads=block_threads, max_blocks=max_blocks)
-        kernel = self._kernel(name)
+        blocks = self.grid(
+            name, warps=warps, block_threads=block_threads, max_blocks=max_blocks, policy=policy
+        )
+        kernel = self._kernel(name, policy)
         struct = bytes(params)
         expected = self.artifact.kernels[kernel.name].param_bytes
         if len(struct) != expected:
@@ -333,8 +352,9 @@ class CudaDevice(Device):
         for program in self._programs.values():
             quietly(program.owner.close)
         self._programs.clear()
-        if "_module" in self.__dict__:
-            quietly(self._module.close)
+        for module in self._modules.values():
+            quietly(module.close)
+        self._modules.clear()
         quietly(functools.partial(self.context.destroy_stream, self._stream.handle))
         quietly(self.context.close)
 

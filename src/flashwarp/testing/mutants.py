@@ -75,7 +75,7 @@ MUTANTS = {
             "no-second-look",
             _ARRAY,
             "      if (fw::cache::still_holds(shape, at.way, at.word)) {\n"
-            "        policy::on_hit(&shape.tags[at.way], at.word);\n"
+            "        policy::on_hit(shape, at.way, at.word);\n"
             "        return detail::bit_cast",
             "      if (true) {\n        return detail::bit_cast",
             "a frame refilled during the load yields another line's bytes",

@@ -34,8 +34,8 @@ _MODES = ("any", "sc", "weak")
 _STRATEGIES = ("any", "random", "priority", "round-robin", "rival", "exhaustive")
 
 # The compiler's option for each.
-_POLICIES = {name: policy.define for name, policy in POLICIES.items()}
-_POLICIES["hostile"] = "-DFW_POLICY=::fw::simulator::hostile_policy"
+_POLICIES = {name: policy.options for name, policy in POLICIES.items()}
+_POLICIES["hostile"] = ("-DFW_POLICY=::fw::simulator::hostile_policy",)
 
 _RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
 _CONTROLLER = (
@@ -277,7 +277,7 @@ def build_program(
         if mutant is not None:
             includes = [_copy_with(mutant, changed, Path(folder)), *includes]
         options = [*_FLAGS, _SCENARIO_LEVEL, *flags, f"-DFW_WARP_WIDTH={width}"]
-        options.append(_POLICIES[policy])
+        options += _POLICIES[policy]
         built = [Path(folder) / f"{path.stem}.o" for path in sources]
         _compile_all(zip(sources, built, strict=True), [*options, *includes])
         linked = Path(folder) / "program"

@@ -84,8 +84,8 @@ typedef unsigned long long uintptr_t;
 #define FW_CHECK_OFFSET(type, member, bytes) static_assert(offsetof(type, member) == (bytes))
 #endif
 
-// The replacement policy that device code is compiled with: one of those in cache/policy.cuh, or the
-// user's own.
+// The replacement policy that device code is compiled with: one of those in cache/policy.cuh, or
+// the user's own.
 #if !defined(FW_POLICY)
 #define FW_POLICY ::fw::cache::clock_policy
 #endif
