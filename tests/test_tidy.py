@@ -43,6 +43,7 @@ LAYERS = [
     ["opening"],
     ["flashwarp"],
     ["graphs"],
+    ["trace"],
     ["demo", "bench", "testing", "cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,110 @@
+"""`Trace`: line numbers in the order of their accesses, and the file that keeps them."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+
+__all__ = ["Trace"]
+
+_VERSION = 1
+# What the device code can number: see `tag::kLineBits`.
+_LINES_MAX = 1 << 38
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Accesses to lines of one array, in order.
+
+    Attributes
+    ----------
+    lines : numpy.ndarray of int64
+        The line of each access, counted from the start of the array.
+    line_bytes : int
+        What a line is.
+    name : str
+        For people.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashwarp.trace import Trace
+    >>> Trace(np.array([3, 1, 3]), 4096, "three").footprint
+    2
+    """
+
+    lines: npt.NDArray[np.int64]
+    line_bytes: int
+    name: str
+
+    def __post_init__(self) -> None:
+        lines = np.asarray(self.lines)
+        if lines.ndim != 1 or not np.issubdtype(lines.dtype, np.integer):
+            raise ArgumentError(
+                f"a trace is one axis of line numbers, not {lines.dtype} of shape {lines.shape}"
+            )
+        if lines.size and (lines.min() < 0 or lines.max() >= _LINES_MAX):
+            raise ArgumentError(
+                f"line numbers from {lines.min()} to {lines.max()} leave 0 to {_LINES_MAX - 1}"
+            )
+        object.__setattr__(self, "lines", np.ascontiguousarray(lines, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    @property
+    def footprint(self) -> int:
+        """How many different lines it touches."""
+        return len(np.unique(self.lines))
+
+    def numbered_densely(self) -> Trace:
+        """Number the lines that occur from 0 on, in their order.
+
+        Neighbours stay in neighbouring sets, and the array that a replay needs is no larger than
+        what the trace touches.
+        """
+        return Trace(np.unique(self.lines, return_inverse=True)[1], self.line_bytes, self.name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to an ``.npz`` file."""
+        with Path(path).open("wb") as file:
+            np.savez_compressed(
+                file,
+                version=_VERSION,
+                lines=self.lines,
+                line_bytes=self.line_bytes,
+                name=self.name,
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        MissingFileError
+            When there is no such file.
+        FileFormatError
+            When it is something else.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                return cls(*_fields(file))
+        except FileNotFoundError as error:
+            raise MissingFileError(f"{os.fspath(path)} does not exist") from error
+        except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise FileFormatError(f"{os.fspath(path)} is no trace: {error}") from error
+
+
+def _fields(file: Any) -> tuple[npt.NDArray[np.int64], int, str]:
+    if int(file["version"]) != _VERSION:
+        raise ValueError(f"it has version {int(file['version'])}, not {_VERSION}")
+    return file["lines"], int(file["line_bytes"]), str(file["name"])
