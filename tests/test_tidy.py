@@ -211,7 +211,7 @@ def test_every_error_is_public_and_one_of_ours() -> None:
 
 
 def room_of(path: Path) -> str:
-    if PACKAGE / "kernels" in path.parents:
+    if HEADERS not in path.parents:
         return "kernels"
     inside = path.relative_to(HEADERS).parts
     return inside[0] if len(inside) > 1 else ""

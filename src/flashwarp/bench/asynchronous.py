@@ -38,7 +38,7 @@ def run(
         settings={"bytes": blocks * line_bytes, "cache": cache, "line": line_bytes, "seed": seed},
         machine=machine_facts(where.describe()),
     )
-    program = fw.compile(Path(__file__).with_suffix(".cuh"), where)
+    program = fw.compile(Path(__file__).with_suffix(".cu"), where)
     data = np.arange(blocks * words, dtype=np.uint32)
     most = 4096 if where.kind == "cuda" else 4
     with (

@@ -1,7 +1,7 @@
 """What a hit costs: through `fw::array`, with a reference count for each line, and plain.
 
 Everything is resident. The reference-counting design is BaM's without its statistics, written anew
-in `hits.cuh`; all ways read the same elements in the same order and must find the same sum.
+in `hits.cu`; all ways read the same elements in the same order and must find the same sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def run(
         settings={"bytes": elements * _WORD, "random_loads": loads, "seed": seed},
         machine=machine_facts(where.describe()),
     )
-    program = fw.compile(Path(__file__).with_suffix(".cuh"), where)
+    program = fw.compile(Path(__file__).with_suffix(".cu"), where)
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 1 << 32, elements, np.uint32)
     for line in (4096, 512):
