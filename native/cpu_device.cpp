@@ -37,7 +37,7 @@ CpuPool::~CpuPool() { close(); }
 
 void CpuPool::run(const Job& job, uint32_t index) {
   if (index >= job.count) return;
-  // Its own queue pair first, the one that `queue_of` in transfer.cuh chooses: serving another
+  // Its own queue pair first, the one that `queue_of` in spread.cuh chooses: serving another
   // thread's would take the lock, and the data's core, from the thread that waits for them.
   ServeList list{job.controllers, index, 2 * index};
   base::this_thread = {index, job.count, job.controllers->empty() ? nullptr : &serve_next, &list};

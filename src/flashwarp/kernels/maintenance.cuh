@@ -75,34 +75,38 @@ FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance
   }
 }
 
-// Submits one command (Flush, Write Zeroes, Dataset Management, ...) and waits for it. The first
-// warp does it; the others have nothing to do.
+// Submits one command (Flush, Write Zeroes, Dataset Management, ...) on each namespace and waits: a
+// warp a namespace. What names blocks is for volumes of one namespace.
 FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  if (fw::warp::index() != 0) return;
   const uint32_t mask = fw::warp::kFullMask;
   fw::cache::line_finisher finisher{*p.cache};
   fw::cache::volume& v = *p.volume;
-  fw::nvme::queue_pair& q = v.queues[0];
-  const uint32_t ticket = fw::nvme::take_tickets(q, mask, 1);
-  uint32_t status = fw::nvme::kTimedOut;
-  if (fw::nvme::wait_for_slots(q, mask, 1, ticket, finisher)) {
-    if (fw::warp::lane() == 0) {
-      fw::nvme::command entry =
-          fw::nvme::block_command(uint8_t(p.opcode), uint16_t(fw::nvme::entry_of(q, ticket)), p.lba,
-                                  p.lba_count == 0 ? 1 : p.lba_count, p.prp1, 0);
-      if (p.opcode == fw::nvme::kDatasetManagement) {
-        entry.cdw10 = p.cdw10;
-        entry.cdw11 = fw::nvme::kAttributeDeallocate;
-        entry.cdw12 = 0;
+  const uint32_t namespaces = v.spread == fw::cache::kOneNamespace ? 1 : v.namespace_count;
+  for (uint32_t n = fw::warp::index(); n < namespaces; n += fw::warp::count()) {
+    fw::nvme::queue_pair& q = v.queues[namespaces == 1 ? 0 : v.spans[n].first];
+    const uint32_t ticket = fw::nvme::take_tickets(q, mask, 1);
+    uint32_t status = fw::nvme::kTimedOut;
+    if (fw::nvme::wait_for_slots(q, mask, 1, ticket, finisher)) {
+      if (fw::warp::lane() == 0) {
+        fw::nvme::command entry =
+            fw::nvme::block_command(uint8_t(p.opcode), uint16_t(fw::nvme::entry_of(q, ticket)),
+                                    p.lba, p.lba_count == 0 ? 1 : p.lba_count, p.prp1, 0);
+        if (p.opcode == fw::nvme::kDatasetManagement) {
+          entry.cdw10 = p.cdw10;
+          entry.cdw11 = fw::nvme::kAttributeDeallocate;
+          entry.cdw12 = 0;
+        }
+        fw::nvme::write_entry(q, ticket, entry, 0);
       }
-      fw::nvme::write_entry(q, ticket, entry, 0);
+      fw::warp::sync(mask);
+      fw::nvme::publish(q, mask);
+      status = fw::nvme::wait_for_completions(q, mask, 1, ticket, finisher);
+      if (fw::warp::lane() == 0 && status != fw::nvme::kTimedOut) {
+        fw::nvme::release_slot(q, ticket);
+      }
     }
-    fw::warp::sync(mask);
-    fw::nvme::publish(q, mask);
-    status = fw::nvme::wait_for_completions(q, mask, 1, ticket, finisher);
-    if (fw::warp::lane() == 0 && status != fw::nvme::kTimedOut) fw::nvme::release_slot(q, ticket);
-  }
-  if (fw::warp::lane() == 0 && status != fw::nvme::kSuccess) {
-    fw::cache::record_error(v, status, p.opcode, v.line_begin);
+    if (fw::warp::lane() == 0 && status != fw::nvme::kSuccess) {
+      fw::cache::record_error(v, status, p.opcode, v.line_begin);
+    }
   }
 }

@@ -35,6 +35,10 @@ struct Shape {
   nvme::data_path path = nvme::kMapped;
   uint32_t controllers = 1;
   uint32_t warps = 2;
+  cache::spread spread = cache::kOneNamespace;
+  uint32_t namespaces = 1;  // of each volume, each with `queues` queues
+  uint32_t stripe_lines = 1;
+  int bad = -1;  // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {
     Shape s;
@@ -116,7 +120,9 @@ class Machine {
     if (run.faults.stop_after != 0) {
       scheduler.let_time_pass(true);
       for (Volume& v : volumes_) {
-        for (uint32_t q = 0; q < shape.queues; ++q) v.entry->queues[q].data.timeout_ns = 20'000;
+        for (uint32_t q = 0; q < v.entry->queue_count; ++q) {
+          v.entry->queues[q].data.timeout_ns = 20'000;
+        }
       }
     }
   }
@@ -126,7 +132,20 @@ class Machine {
   const Shape& shape() const { return shape_; }
   cache::page_cache& page_cache() { return cache_; }
   cache::volume& volume(uint32_t v = 0) { return *volumes_[v].entry; }
-  char* storage(uint32_t v = 0) { return volumes_[v].data; }
+  char* storage(uint32_t v = 0) { return volumes_[v].namespaces[0].data; }
+  // Where a namespace holds a byte of the volume. Of stripes only one does; of replicas each.
+  char* stored(uint32_t v, uint64_t byte, uint32_t replica = 0) {
+    const uint64_t line = byte >> kLineShift;
+    uint64_t there = line;
+    uint32_t n = replica;
+    if (shape_.spread == cache::kStriped) {
+      const uint64_t stripe = line / shape_.stripe_lines;
+      n = uint32_t(stripe % shape_.namespaces);
+      there = stripe / shape_.namespaces * shape_.stripe_lines + line % shape_.stripe_lines;
+    }
+    return volumes_[v].namespaces[n].data + (there << kLineShift) + byte % kLineBytes;
+  }
+  uint32_t replicas() const { return shape_.spread == cache::kReplicated ? shape_.namespaces : 1; }
   uint64_t storage_bytes() const {
     return uint64_t(shape_.lines - 1) * kLineBytes + kLineBytes / 2;
   }
@@ -135,12 +154,16 @@ class Machine {
     return {cache_.shape, &cache_, volumes_[v].entry, volumes_[v].entry->line_begin,
             storage_bytes() / sizeof(T)};
   }
-  // Whether commands may fail in this run.
-  bool faulty() const { return run_.faults.errors != 0 || run_.faults.stop_after != 0; }
+  // Whether accesses may fail in this run.
+  bool faulty() const {
+    return !spared_ && (run_.faults.errors != 0 || run_.faults.stop_after != 0);
+  }
+  // What fails are commands that another replica answers: no access may.
+  void spare_accesses() { spared_ = true; }
   // Whether a controller was given up: nothing on its queues can be expected any more.
   bool timed_out() const {
     for (const Volume& v : volumes_) {
-      for (uint32_t q = 0; q < shape_.queues; ++q) {
+      for (uint32_t q = 0; q < v.entry->queue_count; ++q) {
         if (v.entry->queues[q].failed != 0) return true;
       }
     }
@@ -179,7 +202,9 @@ class Machine {
   // Flushes, waits for silence, and checks the machine.
   void settle() {
     scheduler.calm(true);
-    for (Volume& v : volumes_) v.disk->heal();
+    for (Volume& v : volumes_) {
+      for (Namespace& n : v.namespaces) n.disk->heal();
+    }
     healed_ = true;
     if (timed_out()) return check_timeouts();
     for (uint32_t v = 0; v < shape_.volumes; ++v) {
@@ -215,12 +240,15 @@ class Machine {
   }
 
  private:
-  struct Volume {
+  struct Namespace {
     char* data = nullptr;
-    cache::volume* entry = nullptr;
     std::shared_ptr<Disk> disk;
     std::unique_ptr<native::ControllerContext> context;
     std::vector<std::unique_ptr<native::QueueServer>> servers;
+  };
+  struct Volume {
+    cache::volume* entry = nullptr;
+    std::vector<Namespace> namespaces;
   };
 
   template <typename T>
@@ -231,12 +259,53 @@ class Machine {
   uint64_t attach(uint32_t number, uint64_t line_begin) {
     Volume& v = volumes_.emplace_back();
     attaching_ = int(number);
-    const uint64_t bytes = storage_bytes();
+    const bool several = shape_.spread != cache::kOneNamespace;
+    const uint32_t namespaces = several ? shape_.namespaces : 1;
+    const uint32_t queue_count = namespaces * shape_.queues;
+    auto* queues = allocate<nvme::queue_pair>(queue_count, "queue", Sharing::kChecked, 4);
+    v.entry = &cache_.volumes[number];
+    *v.entry = {};
+    for (uint32_t n = 0; n < namespaces; ++n) {
+      attach_namespace(number, n, queues + n * shape_.queues);
+      if (several) v.entry->spans[n] = {n * shape_.queues, shape_.queues};
+    }
+    v.entry->line_begin = line_begin;
+    v.entry->line_count = shape_.lines;
+    v.entry->bytes = storage_bytes();
+    v.entry->queues = queues;
+    v.entry->events =
+        allocate<cache::counters>(cache::kCounterShards, "counters", Sharing::kAtomic);
+    v.entry->errors = allocate<cache::error_record>(1, "errors");
+    v.entry->queue_count = queue_count;
+    v.entry->path = shape_.path;
+    v.entry->spread = shape_.spread;
+    if (several) {
+      v.entry->stripe_lines = shape_.stripe_lines;
+      v.entry->namespace_count = namespaces;
+      v.entry->replica_writes = allocate<uint32_t>(uint64_t(shape_.sets) * shape_.ways,
+                                                   "replica_writes", Sharing::kAtomic);
+    }
+    attaching_ = -1;
+    return line_begin + shape_.lines;
+  }
+
+  // Bytes of each namespace: a volume of stripes fills the last ones in part.
+  uint64_t namespace_bytes() const {
+    if (shape_.spread != cache::kStriped) return storage_bytes();
+    const uint64_t stripes = (shape_.lines + shape_.stripe_lines - 1) / shape_.stripe_lines;
+    const uint64_t rows = (stripes + shape_.namespaces - 1) / shape_.namespaces;
+    return rows * shape_.stripe_lines * kLineBytes;
+  }
+
+  void attach_namespace(uint32_t number, uint32_t index, nvme::queue_pair* queues) {
+    Namespace& ns = volumes_[number].namespaces.emplace_back();
+    const uint64_t bytes = namespace_bytes();
     const uint32_t depth = 1u << shape_.depth_log2;
-    v.data = allocate<char>(bytes, "storage");
-    v.disk = std::make_shared<Disk>(v.data, bytes, shape_.path == nvme::kMapped, run_.faults,
-                                    run_.seed + number);
-    auto* queues = allocate<nvme::queue_pair>(shape_.queues, "queue", Sharing::kChecked, 4);
+    const bool good = shape_.bad >= 0 && uint32_t(shape_.bad) != index;
+    const Faults faults = good ? Faults{} : run_.faults;
+    ns.data = allocate<char>(bytes, "storage");
+    ns.disk = std::make_shared<Disk>(ns.data, bytes, shape_.path == nvme::kMapped, faults,
+                                     run_.seed + number + 10 * index);
     std::vector<std::pair<uint64_t, uint64_t>> regions;
     if (shape_.path == nvme::kDirect) {
       regions.emplace_back(address(cache_.shape.frames),
@@ -258,7 +327,7 @@ class Machine {
       q.slots = reinterpret_cast<uint64_t*>(memory.allocate(slots));
       q.detached = allocate<nvme::detached_command>(depth, "detached");
       // A wait is bounded by a time that no run reaches unless a controller stops.
-      q.data = {address(v.data), 0, kLineBytes, uint64_t(1) << 60, shape_.path, 0};
+      q.data = {address(ns.data), 0, kLineBytes, uint64_t(1) << 60, shape_.path, 0};
       if (shape_.path == nvme::kBounce) {
         const uint64_t size = uint64_t(depth) * kLineBytes;
         q.data.buffers = address(allocate<char>(size, "buffers"));
@@ -269,26 +338,13 @@ class Machine {
       pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),
                        depth, uint16_t(i + 1)});
     }
-    v.context.reset(new native::ControllerContext{
-        v.disk, native::DmaRegions(regions), 2 << 20, uint64_t(64) << 10, {}});
+    ns.context.reset(new native::ControllerContext{
+        ns.disk, native::DmaRegions(regions), 2 << 20, uint64_t(64) << 10, {}});
     const bool waits = run_.faults.wait != 0;
     for (const auto& pair : pairs) {
-      v.servers.push_back(std::make_unique<native::QueueServer>(
-          pair, *v.context, waits ? std::make_unique<DiskEngine>(*v.disk) : nullptr));
+      ns.servers.push_back(std::make_unique<native::QueueServer>(
+          pair, *ns.context, waits ? std::make_unique<DiskEngine>(*ns.disk) : nullptr));
     }
-    v.entry = &cache_.volumes[number];
-    *v.entry = {line_begin,
-                shape_.lines,
-                bytes,
-                queues,
-                allocate<cache::counters>(cache::kCounterShards, "counters", Sharing::kAtomic),
-                allocate<cache::error_record>(1, "errors"),
-                shape_.queues,
-                shape_.path,
-                0,
-                0};
-    attaching_ = -1;
-    return line_begin + shape_.lines;
   }
 
   // A controller thread.
@@ -299,7 +355,7 @@ class Machine {
       ++sweeps_;
       const bool stopped = faults.stop_after != 0 && !healed_ && sweeps_ > faults.stop_after &&
                            (faults.stop_for == 0 || sweeps_ < faults.stop_after + faults.stop_for);
-      if (stopped) {
+      if (stopped && shape_.bad < 0) {
         if (faults.stop_for == 0) {
           scheduler.pause(0);
         } else {
@@ -311,11 +367,15 @@ class Machine {
       uint32_t moved = 0;
       bool in_flight = false;
       for (Volume& v : volumes_) {
-        const uint32_t first = random.below(uint32_t(v.servers.size()));
-        for (uint32_t i = 0; i < v.servers.size() && !looks_away; ++i) {
-          native::QueueServer& server = *v.servers[(first + i) % v.servers.size()];
-          if (server.has_work(0)) moved += server.serve();
-          in_flight = in_flight || server.has_in_flight();
+        for (uint32_t n = 0; n < v.namespaces.size(); ++n) {
+          if (stopped && n == uint32_t(shape_.bad)) continue;
+          auto& servers = v.namespaces[n].servers;
+          const uint32_t first = random.below(uint32_t(servers.size()));
+          for (uint32_t i = 0; i < servers.size() && !looks_away; ++i) {
+            native::QueueServer& server = *servers[(first + i) % servers.size()];
+            if (server.has_work(0)) moved += server.serve();
+            in_flight = in_flight || server.has_in_flight();
+          }
         }
       }
       if (moved != 0) continue;
@@ -334,7 +394,8 @@ class Machine {
   }
 
   void check_timeouts() {
-    bool recorded = false;
+    // Another replica may have had what one did not answer.
+    bool recorded = replicas() > 1;
     for (const Volume& v : volumes_) recorded = recorded || v.entry->errors->count != 0;
     require(recorded, "a wait ran out of time and no error record says so");
   }
@@ -349,7 +410,7 @@ class Machine {
     for (uint32_t v = 0; v < shape_.volumes; ++v) {
       const Volume& volume = volumes_[v];
       if (!faulty()) require(volume.entry->errors->count == 0, "an error record without a fault");
-      for (uint32_t i = 0; i < shape_.queues; ++i) check_queue(v, i);
+      for (uint32_t i = 0; i < volume.entry->queue_count; ++i) check_queue(v, i);
     }
   }
 
@@ -363,11 +424,13 @@ class Machine {
     require(cache::set_of(cache_.shape, line) == way / cache_.shape.ways,
             name + " is in another line's set");
     const cache::volume& owner = cache::volume_of(cache_, line);
-    const char* stored =
-        volumes_[size_t(&owner - cache_.volumes)].data + ((line - owner.line_begin) << kLineShift);
     const uint64_t bytes = cache::bytes_of_line(cache_, owner, line);
-    require(std::memcmp(cache::frame_of(cache_.shape, way), stored, bytes) == 0,
-            name + " differs from the storage");
+    for (uint32_t r = 0; r < replicas(); ++r) {
+      const char* there =
+          stored(uint32_t(&owner - cache_.volumes), (line - owner.line_begin) << kLineShift, r);
+      require(std::memcmp(cache::frame_of(cache_.shape, way), there, bytes) == 0,
+              name + " differs from the storage");
+    }
   }
 
   void check_queue(uint32_t v, uint32_t number) {
@@ -377,7 +440,8 @@ class Machine {
     const std::string name =
         "volume " + std::to_string(v) + " queue " + std::to_string(number) + ": ";
     uint64_t completed = 0;
-    for (const auto& counter : volume.servers[number]->counters().commands) {
+    const Namespace& ns = volume.namespaces[number / shape_.queues];
+    for (const auto& counter : ns.servers[number % shape_.queues]->counters().commands) {
       completed += counter.get();
     }
     require(completed == q.ticket, name + std::to_string(q.ticket) + " submitted, " +
@@ -471,6 +535,7 @@ class Machine {
   uint32_t sweeps_ = 0;
   bool healed_ = false;
   bool may_drop_ = false;
+  bool spared_ = false;
 };
 
 // The elements of one volume, with a history: every value names its place and its version.
@@ -485,8 +550,9 @@ class Elements {
         array_(machine.array<T>(volume)),
         history_("volume " + std::to_string(volume)),
         versions_(array_.length, 0) {
-    T* stored = reinterpret_cast<T*>(machine.storage(volume));
-    for (uint32_t i = 0; i < array_.length; ++i) stored[i] = value_of(i, 0);
+    for (uint32_t r = 0; r < machine.replicas(); ++r) {
+      for (uint32_t i = 0; i < array_.length; ++i) *stored(i, r) = value_of(i, 0);
+    }
     machine.at_rest([this] { check_storage(); });
   }
   Elements(const Elements&) = delete;
@@ -574,10 +640,17 @@ class Elements {
     scheduler.current()->doing =
         std::string(verb) + " " + std::to_string(volume_) + "[" + std::to_string(i) + "]";
   }
+  T* stored(uint32_t i, uint32_t replica) const {
+    return reinterpret_cast<T*>(machine_.stored(volume_, i * sizeof(T), replica));
+  }
   void check_storage() {
-    const T* stored = reinterpret_cast<const T*>(machine_.storage(volume_));
-    for (uint32_t i : history_.touched()) history_.settle(i, stored[i]);
-    for (uint32_t i = 0; i < length(); ++i) check_owner(i, stored[i]);
+    for (uint32_t r = 0; r < machine_.replicas(); ++r) {
+      for (uint32_t i = 0; i < length(); ++i) {
+        if (*stored(i, r) != *stored(i, 0)) scheduler.fail("replicas differ");
+        check_owner(i, *stored(i, r));
+      }
+    }
+    for (uint32_t i : history_.touched()) history_.settle(i, *stored(i, 0));
   }
 
   Machine& machine_;

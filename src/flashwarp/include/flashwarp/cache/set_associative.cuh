@@ -43,20 +43,45 @@ static_assert(sizeof(error_record) == 64);
 FW_CHECK_OFFSET(error_record, line, 16);
 FW_CHECK_OFFSET(error_record, index_count, 32);
 
-// One open array: a namespace, the queue pairs that reach it, and its range of line numbers.
+// How the lines of a volume lie on its namespaces.
+enum spread : uint32_t {
+  kOneNamespace = 0,
+  kStriped = 1,     // stripe k is stripe k / n of namespace k mod n
+  kReplicated = 2,  // every namespace holds all lines
+};
+
+inline constexpr uint32_t kNamespacesMax = 16;
+
+// The queue pairs of one namespace, among those of its volume.
+struct queue_span {
+  uint32_t first;
+  uint32_t count;
+};
+
+// One open array: its namespaces, the queue pairs that reach them, and its range of line numbers.
 struct alignas(64) volume {
   uint64_t line_begin;  // first global line number
   uint64_t line_count;  // 0: the entry is free
-  uint64_t bytes;       // of the namespace
+  uint64_t bytes;       // of the namespace, or of all stripes together
   nvme::queue_pair* queues;
   counters* events;      // kCounterShards entries
   error_record* errors;  // host-visible
-  uint32_t queue_count;
-  uint32_t path;  // nvme::data_path
+  uint32_t queue_count;  // of all namespaces
+  uint32_t path;         // nvme::data_path
   uint32_t error_lock;
+  uint32_t spread;
+  // Looked at seldom: after errors, and where there are several namespaces.
+  uint64_t stripe_lines;
+  uint32_t* replica_writes;  // kReplicated: one word a frame, see finish_replica
+  uint32_t namespace_count;
+  uint32_t failed;        // kReplicated: see failure_mark
   uint32_t index_errors;  // indices out of bounds that kernels met
+  uint32_t reserved;
+  queue_span spans[kNamespacesMax];
 };
-static_assert(sizeof(volume) == 64);
+static_assert(sizeof(volume) == 256);
+FW_CHECK_OFFSET(volume, stripe_lines, 64);
+FW_CHECK_OFFSET(volume, spans, 96);
 
 inline constexpr uint32_t kVolumesMax = 64;
 
@@ -245,6 +270,12 @@ FW_DEVICE volume& volume_of(const page_cache& c, uint64_t line) {
   }
   FW_ASSERT(false);
   return c.volumes[0];
+}
+
+// Set when a wait for a line of the volume ran out of time: later ones do not wait again. A replica
+// that does not answer leaves the others usable, so replicated volumes have a word of their own.
+FW_DEVICE uint32_t& failure_mark(volume& v) {
+  return v.spread == kReplicated ? v.failed : v.queues[0].failed;
 }
 
 FW_DEVICE counters& shard_of(const volume& v) {

@@ -3,10 +3,11 @@
 // A waited-for transfer submits one command a lane, waits, moves the data of each lane with the
 // whole warp, and frees the slots. A detached one returns at once; whoever drains its completion
 // finishes it through `line_finisher`. Between taking a slot and freeing it a warp waits for
-// completions only, never for lines, so slots always come free.
+// completions and, where a volume has several namespaces, for slots of later rings (spread.cuh):
+// never for lines, so slots always come free.
 #pragma once
 
-#include "flashwarp/cache/set_associative.cuh"
+#include "flashwarp/cache/spread.cuh"
 #include "flashwarp/nvme/prp.cuh"
 
 namespace fw::cache {
@@ -72,6 +73,9 @@ struct line_finisher {
             word, status == nvme::kSuccess ? tag::filled(busy, false) : tag::emptied(busy));
       }
     } else if (leads) {
+      // The last replica's completion ends the write-back, for better or worse.
+      uint32_t* count = reinterpret_cast<uint32_t*>(what.source);
+      if (count != nullptr && !finish_replica(count, status)) return;
       const uint64_t line = tag::line_of(atomic::load_relaxed(word));
       if (status != nvme::kSuccess) record_error(volume_of(cache, line), status, what.opcode, line);
       end_write(word, status == nvme::kSuccess);
@@ -106,15 +110,11 @@ FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32
   nvme::help(target->queues[queue % target->queue_count], mask, finisher);
 }
 
-FW_DEVICE nvme::queue_pair& queue_of(const volume& v) {
-  return v.queues[(warp::index() + base::spread_index()) % v.queue_count];
-}
-
 // Where the device finds (or leaves) the data of a command: the command's PRP1.
 FW_DEVICE uint64_t data_address(const page_cache& c, const volume& v, const nvme::queue_pair& q,
                                 uint32_t ticket, const transfer& t) {
   if (q.data.path == nvme::kMapped) {
-    return q.data.mapped_base + ((t.line - v.line_begin) << c.shape.line_shift);
+    return q.data.mapped_base + (line_in_namespace(v, t.line) << c.shape.line_shift);
   }
   if (q.data.path == nvme::kBounce) return nvme::buffer_of(q, ticket);
   return reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
@@ -123,7 +123,7 @@ FW_DEVICE uint64_t data_address(const page_cache& c, const volume& v, const nvme
 FW_DEVICE nvme::command line_command(const page_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint8_t opcode, uint32_t ticket,
                                      const transfer& t, uint64_t address) {
-  const uint64_t lba = (t.line - v.line_begin) << (c.shape.line_shift - nvme::kLbaShift);
+  const uint64_t lba = line_in_namespace(v, t.line) << (c.shape.line_shift - nvme::kLbaShift);
   const uint64_t bytes = bytes_of_line(c, v, t.line);
   const uint32_t blocks = uint32_t((bytes + nvme::kLbaBytes - 1) >> nvme::kLbaShift);
   const nvme::prp_pair prp = nvme::prp_entries(address, bytes, c.page_bytes, 0);
@@ -194,9 +194,11 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
   if (mine) {
     if (detached) {
-      const nvme::detached_command what = {reinterpret_cast<uint64_t>(&c.shape.tags[t.way]),
-                                           reinterpret_cast<uint64_t>(frame_of(c.shape, t.way)),
-                                           address, opcode, uint32_t(bytes_of_line(c, v, t.line))};
+      const nvme::detached_command what = {
+          reinterpret_cast<uint64_t>(&c.shape.tags[t.way]),
+          reinterpret_cast<uint64_t>(frame_of(c.shape, t.way)),
+          opcode == nvme::kWrite ? replica_count(v, t.way) : address, opcode,
+          uint32_t(bytes_of_line(c, v, t.line))};
       atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
     }
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
@@ -207,9 +209,145 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   return true;
 }
 
+// What a lane has in flight: the namespaces, as bits, and its ticket on each.
+struct flights {
+  uint32_t on;
+  uint32_t tickets[kNamespacesMax];
+};
+
+// Submits each lane's commands to the namespaces of `targets`, to each no more than its ring has
+// slots, and takes what it submitted out of `targets`. In the order of the rings: see spread.cuh.
+// Returns the status of commands for which no slot came free.
+FW_DEVICE_NOINLINE uint32_t submit_spread(page_cache& c, volume& v, uint32_t mask,
+                                          uint32_t& targets, uint8_t opcode, const transfer& t,
+                                          flights& f) {
+  uint32_t status = nvme::kSuccess;
+  f.on = 0;
+  for (uint32_t n = 0; n < v.namespace_count; n++) {
+    const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
+    if (members == 0) continue;
+    nvme::queue_pair& q = queue_on(v, n);
+    const uint32_t batch = first_batch(q, members);
+    const bool mine = (batch >> warp::lane()) & 1;
+    if (mine) targets &= ~(1u << n);
+    uint32_t ticket;
+    uint64_t address;
+    const bool sent = submit_lines(c, v, q, mask, batch, opcode, t, false, ticket, address);
+    f.tickets[n] = ticket;
+    if (mine && sent) f.on |= 1u << n;
+    if (mine && !sent) status = nvme::kTimedOut;
+  }
+  return status;
+}
+
+// Which of the lane's commands in flight are done, as bits. Each lane looks at its own slots, all
+// lanes at a time.
+FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
+  uint32_t done = 0;
+  for (uint32_t rest = f.on; rest != 0; rest &= rest - 1) {
+    const uint32_t n = base::lowest_bit(rest);
+    const nvme::queue_pair& q = queue_on(v, n);
+    // Acquire: pairs with the drainer's release, behind which the controller's data lies.
+    const uint64_t word = atomic::load_acquire(&q.slots[nvme::entry_of(q, f.tickets[n])]);
+    if (nvme::slot::phase_of(word) == nvme::slot::kDone) done |= 1u << n;
+  }
+  return done;
+}
+
+// Ends the commands of `batch` on one namespace, all done or given up: lands what reads brought,
+// frees the slots. Returns the lane's status field.
+FW_DEVICE_NOINLINE uint32_t end_flight(page_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+                                       uint32_t batch, uint8_t opcode, const transfer& t,
+                                       uint32_t ticket, bool done) {
+  const bool mine = (batch >> warp::lane()) & 1;
+  uint32_t status = nvme::kSuccess;
+  if (mine) {
+    const uint64_t word = atomic::load_relaxed(&q.slots[nvme::entry_of(q, ticket)]);
+    status = done ? nvme::slot::status_of(word) : nvme::kTimedOut;
+  }
+  if (opcode == nvme::kRead) {
+    const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
+    const uint64_t address = mine ? data_address(c, v, q, ticket, t) : 0;
+    land_reads(c, v, q, mask, arrived, t, address);
+  }
+  // A slot whose command never came back stays taken: the drive may still write its buffer.
+  if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+  return status;
+}
+
+// Waits for what is in flight, on all namespaces at a time. Each ring's slots are freed as soon as
+// its own commands are done, whatever the others do: another warp may wait for them with slots of
+// theirs.
+FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t mask,
+                                             uint8_t opcode, const transfer& t, flights& f) {
+  line_finisher finisher{c};
+  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  uint32_t status = nvme::kSuccess;
+  while (warp::any(mask, f.on != 0)) {
+    const uint32_t done = done_flights(v, f);
+    const bool late = warp::any(mask, limit.passed());
+    bool moved = false;
+    for (uint32_t n = 0; n < v.namespace_count; n++) {
+      const bool mine = (f.on >> n) & 1;
+      const uint32_t batch = warp::ballot(mask, mine);
+      if (batch == 0) continue;
+      nvme::queue_pair& q = queue_on(v, n);
+      if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {
+        const bool dead = warp::any(mask, late || atomic::load_relaxed(&q.failed) != 0);
+        if (!dead) {
+          moved = nvme::drain(q, mask, finisher) != 0 || moved;
+          continue;
+        }
+        atomic::store_relaxed(&q.failed, 1u);
+      }
+      const uint32_t got =
+          end_flight(c, v, q, mask, batch, opcode, t, f.tickets[n], ((done >> n) & 1) != 0);
+      if (mine) status = worse_of(status, got);
+      if (mine) f.on &= ~(1u << n);
+      moved = true;
+    }
+    if (!moved) base::pause(nvme::kBackOffNs);
+  }
+  return status;
+}
+
+// One command for each namespace in the lane's `targets`: submitted to all before any is waited
+// for. Returns the worst status of the lane's commands.
+FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t mask, uint32_t targets,
+                           uint8_t opcode, const transfer& t) {
+  uint32_t status = nvme::kSuccess;
+  while (warp::any(mask, targets != 0)) {
+    flights f;
+    status = worse_of(status, submit_spread(c, v, mask, targets, opcode, t, f));
+    status = worse_of(status, wait_for_flights(c, v, mask, opcode, t, f));
+  }
+  return status;
+}
+
+// `move_lines` for a volume of several namespaces. A read that fails on one replica asks the next.
+FW_DEVICE_NOINLINE uint32_t move_lines_spread(page_cache& c, volume& v, uint32_t mask,
+                                              uint32_t members, uint8_t opcode, const transfer& t) {
+  uint32_t status = nvme::kSuccess;
+  uint32_t tried = 0;
+  while (members != 0) {
+    const bool mine = (members >> warp::lane()) & 1;
+    const uint32_t targets = mine ? targets_of(v, opcode, t.line, tried) : 0;
+    const uint32_t got = move_to(c, v, mask, targets, opcode, t);
+    if (mine) status = got;
+    tried |= targets;
+    // On the direct path a command that has not come back may still write the frame.
+    const bool lost = got == nvme::kTimedOut && v.path == nvme::kDirect;
+    const bool again =
+        mine && got != nvme::kSuccess && !lost && targets_of(v, opcode, t.line, tried) != 0;
+    members = warp::ballot(mask, again);
+  }
+  return status;
+}
+
 // Transfers one line for each lane of `members` and waits. Returns the lane's status field.
 FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, uint32_t members,
                                        uint8_t opcode, const transfer& t) {
+  if (v.spread != kOneNamespace) return move_lines_spread(c, v, mask, members, opcode, t);
   nvme::queue_pair& q = queue_of(v);
   line_finisher finisher{c};
   uint32_t status = 0;
@@ -235,24 +373,46 @@ FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, 
   return status;
 }
 
-// Starts one transfer for each lane of `members` that nobody will wait for.
-FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t mask,
-                                            uint32_t members, uint8_t opcode, const transfer& t) {
-  nvme::queue_pair& q = queue_of(v);
+// Ends a detached transfer for which no slot came free.
+FW_DEVICE void give_up_detached(page_cache& c, volume& v, uint8_t opcode, const transfer& t) {
+  if (opcode != nvme::kWrite) {
+    abandon_fill(c, t.way, atomic::load_relaxed(&c.shape.tags[t.way]));
+    return;
+  }
+  record_error(v, nvme::kTimedOut, opcode, t.line);
+  uint32_t status = nvme::kTimedOut;
+  uint32_t* count = reinterpret_cast<uint32_t*>(replica_count(v, t.way));
+  if (count == nullptr || finish_replica(count, status)) end_write(&c.shape.tags[t.way], false);
+}
+
+FW_DEVICE void move_detached_on(page_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+                                uint32_t members, uint8_t opcode, const transfer& t) {
   while (members != 0) {
     const uint32_t batch = first_batch(q, members);
     members &= ~batch;
     uint32_t ticket;
     uint64_t address;
     if (submit_lines(c, v, q, mask, batch, opcode, t, true, ticket, address)) continue;
-    if (((batch >> warp::lane()) & 1) == 0) continue;
-    if (opcode == nvme::kWrite) {
-      end_write(&c.shape.tags[t.way], false);
-      record_error(v, nvme::kTimedOut, opcode, t.line);
-    } else {
-      abandon_fill(c, t.way, atomic::load_relaxed(&c.shape.tags[t.way]));
-    }
+    if ((batch >> warp::lane()) & 1) give_up_detached(c, v, opcode, t);
   }
+}
+
+FW_DEVICE_NOINLINE void move_detached_spread(page_cache& c, volume& v, uint32_t mask,
+                                             uint32_t members, uint8_t opcode, const transfer& t) {
+  const bool mine = (members >> warp::lane()) & 1;
+  const uint32_t targets = mine ? targets_of(v, opcode, t.line, 0) : 0;
+  if (mine && opcode == nvme::kWrite) begin_replicas(v, t.way);
+  for (uint32_t n = 0; n < v.namespace_count; n++) {
+    const uint32_t on = warp::ballot(mask, ((targets >> n) & 1) != 0);
+    if (on != 0) move_detached_on(c, v, queue_on(v, n), mask, on, opcode, t);
+  }
+}
+
+// Starts one transfer for each lane of `members` that nobody will wait for.
+FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t mask,
+                                            uint32_t members, uint8_t opcode, const transfer& t) {
+  if (v.spread != kOneNamespace) return move_detached_spread(c, v, mask, members, opcode, t);
+  move_detached_on(c, v, queue_of(v), mask, members, opcode, t);
 }
 
 }  // namespace fw::cache

@@ -37,15 +37,17 @@ FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t me
     if (got != nvme::kSuccess) record_error(*v, got, nvme::kWrite, t.line);
     // A command that has not come back may still read the frame, and write these blocks after a
     // newer one: the line stays WRITING, so that neither is given away.
-    if (got != nvme::kTimedOut) end_write(&c.shape.tags[t.way], got == nvme::kSuccess);
+    if (got != nvme::kTimedOut) {
+      end_write(&c.shape.tags[t.way], got == nvme::kSuccess);
+    } else if (v->spread == kReplicated) {
+      atomic::store_relaxed(&v->failed, 1u);
+    }
   }
   return status;
 }
 
 // Whether a command of the volume ran out of time: what it holds will not come free.
-FW_DEVICE bool has_failed(const volume& v) {
-  return atomic::load_relaxed(&v.queues[0].failed) != 0;
-}
+FW_DEVICE bool has_failed(volume& v) { return atomic::load_relaxed(&failure_mark(v)) != 0; }
 
 // Writes back one way a lane if it holds a dirty line of [line_begin, line_end), and waits until no
 // write of such a line, ours or another's, is in flight. Failures are recorded and end the wait.
