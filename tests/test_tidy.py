@@ -30,6 +30,7 @@ LAYERS = [
     ["storage"],
     ["queue_pair", "ssd_model"],
     ["controller"],
+    ["spread"],
     ["cache"],
     ["rows"],
     ["scratch"],

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from flashwarp import rows
 from flashwarp.cache import Cache
 from flashwarp.calls import Calls, time_limit_s
-from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, stream_handle
 from flashwarp.errors import BoundsError, ClosedError, ForkError, ReadOnlyError, StorageError
 from flashwarp.failures import Failures, bad_index
@@ -31,6 +30,7 @@ from flashwarp.futures import Future
 from flashwarp.launcher import Launcher, Watcher
 from flashwarp.operands import Index, Operands, is_foreign
 from flashwarp.rows import ArrayStruct
+from flashwarp.spread import AnyController
 from flashwarp.stats import Stats
 from flashwarp.storage import Storage
 
@@ -126,7 +126,7 @@ class Array:
         *,
         cache: Cache,
         owns_cache: bool,
-        controller: SoftwareController,
+        controller: AnyController,
         release: Callable[[], None] = lambda: None,
         why: str = "",
     ) -> None:
@@ -521,7 +521,7 @@ class Array:
         self._finish("a kernel", stream)
 
     @property
-    def controller(self) -> SoftwareController:
+    def controller(self) -> AnyController:
         """The controller that serves it; CPU launches name it so that their waits serve it too."""
         return self._controller
 
@@ -714,7 +714,8 @@ class Array:
         if self._flush_failure is not None:
             raise _again(self._flush_failure)
         try:
-            self._maintain("submit_command", warps=1, opcode=_FLUSH)
+            warps = len(self._controller.addresses)
+            self._maintain("submit_command", warps=warps, opcode=_FLUSH)
         except StorageError as error:
             # The kernel reports lost writes once: a second flush would succeed without them.
             self._flush_failure = error

@@ -19,7 +19,8 @@ from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceMemory, resolve
 from flashwarp.errors import CacheError, ClosedError
 from flashwarp.policy import Policy, resolve_policy
-from flashwarp.queue_pair import DATA_PATHS, QueuePairs
+from flashwarp.queue_pair import DATA_PATHS, QueuePairs, QueueTable
+from flashwarp.spread import NAMESPACES_MAX
 
 __all__ = ["Cache", "Volume"]
 
@@ -57,6 +58,12 @@ class PageCacheStruct(ctypes.Structure):
     )
 
 
+class QueueSpanStruct(ctypes.Structure):
+    """Mirror of `cache::queue_span`."""
+
+    _fields_ = (("first", ctypes.c_uint32), ("count", ctypes.c_uint32))
+
+
 class VolumeStruct(ctypes.Structure):
     """Mirror of `cache::volume`."""
 
@@ -70,7 +77,15 @@ class VolumeStruct(ctypes.Structure):
         ("queue_count", ctypes.c_uint32),
         ("path", ctypes.c_uint32),
         ("error_lock", ctypes.c_uint32),
+        ("spread", ctypes.c_uint32),
+        ("stripe_lines", ctypes.c_uint64),
+        ("replica_writes", ctypes.c_uint64),
+        ("namespace_count", ctypes.c_uint32),
+        ("failed", ctypes.c_uint32),
         ("index_errors", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("spans", QueueSpanStruct * NAMESPACES_MAX),
+        ("_pad", ctypes.c_uint8 * 32),
     )
 
 
@@ -129,7 +144,8 @@ class Volume:
         """Make room for the next note."""
         ctypes.memset(self.errors.address, 0, ctypes.sizeof(ErrorRecordStruct))
         lock = self.address + VolumeStruct.error_lock.offset
-        self.cache.device.fill(lock, 0, 8)  # and index_errors, which follows it
+        self.cache.device.fill(lock, 0, 4)
+        self.cache.device.fill(self.address + VolumeStruct.index_errors.offset, 0, 4)
 
     def with_own_errors(self) -> Volume:
         """Copy the entry, so that what its kernels meet is noted apart; to be released.
@@ -307,7 +323,7 @@ class Cache:
         place = self.address + PageCacheStruct.refusals.offset
         return int.from_bytes(self.device.download(place, 4), "little")
 
-    def attach(self, nbytes: int, queues: QueuePairs) -> Volume:
+    def attach(self, nbytes: int, queues: QueuePairs | QueueTable) -> Volume:
         """Give an array of `nbytes` a range of line numbers and an entry of the volume table.
 
         Raises CacheError when 64 arrays are attached, or no range of numbers is free.
@@ -339,6 +355,7 @@ class Cache:
                 errors=volume.errors.address,
                 queue_count=queues.count,
                 path=DATA_PATHS.index(queues.path),
+                **queues.volume_fields(),
             )
             self.device.upload(address, bytes(struct))
             self._volumes[slot] = volume

@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -93,6 +94,14 @@ class SoftwareController:
         self._waits = True
         self._registration: Registration | None = None
         self.reason = ""
+
+    def like(self) -> SoftwareController:
+        """Return another plan with the same settings, which serves nothing yet."""
+        other = copy.copy(self)
+        other.storage = None
+        other._queues = other._native = other._registration = None
+        other._progress, other._waits, other.reason = (0, 0), True, ""
+        return other
 
     # What an array does with it.
 
@@ -226,9 +235,23 @@ class SoftwareController:
         return self._queues
 
     @property
+    def serving(self) -> bool:
+        """Whether an array is attached."""
+        return self._native is not None
+
+    @property
     def address(self) -> int:
         """Address of the native controller, for threads that serve it while they wait."""
         return int(self._native.address)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all native controllers of the array: this one."""
+        return (self.address,)
+
+    def silent(self) -> str:
+        """Name the storage that did not answer in time."""
+        return "the storage"
 
     def wake(self) -> None:
         """Wake the threads now: work is about to be submitted. Costs a microsecond.

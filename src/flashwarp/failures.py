@@ -14,7 +14,6 @@ from typing import Any
 
 from flashwarp import config
 from flashwarp.cache import ErrorRecordStruct, Volume
-from flashwarp.controller import SoftwareController
 from flashwarp.errors import (
     BoundsError,
     ControllerError,
@@ -23,6 +22,7 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.operands import Index
+from flashwarp.spread import AnyController
 
 __all__ = ["Failures", "bad_index"]
 
@@ -45,14 +45,14 @@ class Failures:
 
     Parameters
     ----------
-    controller : SoftwareController
+    controller : SoftwareController or ControllerGroup
         Whose log tells the rest.
     line_bytes : int
     path : str, optional
         The storage's, for failures that no log entry explains.
     """
 
-    def __init__(self, controller: SoftwareController, line_bytes: int, path: str | None) -> None:
+    def __init__(self, controller: AnyController, line_bytes: int, path: str | None) -> None:
         self._controller = controller
         self._line_bytes = line_bytes
         self._path = path
@@ -80,7 +80,7 @@ class Failures:
         if status == _TIMED_OUT:
             return ControllerTimeout(
                 f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
-                f"{offset}.. of the array, and gave up: the storage does not answer"
+                f"{offset}.. of the array, and gave up: {self._controller.silent()} does not answer"
             )
         if logged is None:
             return _failure_without_log(what, status, opcode, offset, self._path)

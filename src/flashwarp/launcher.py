@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from flashwarp import config, rows
 from flashwarp.cache import Cache, Volume
-from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device
 from flashwarp.operands import Index
 from flashwarp.rows import MaintenanceParams, RowParams
+from flashwarp.spread import AnyController
 
 __all__ = ["Launcher", "Watcher"]
 
@@ -34,7 +34,7 @@ class Launcher:
         self,
         cache: Cache,
         volume: Volume,
-        controller: SoftwareController,
+        controller: AnyController,
         row_bytes: int,
         row_count: int,
     ) -> None:
@@ -221,4 +221,4 @@ class Launcher:
     def wake(self) -> tuple[int, ...]:
         """Wake what serves the array; returns whom the waiting threads of a launch serve."""
         self.controller.wake()
-        return (self.controller.address,) if self.device.kind == "cpu" else ()
+        return self.controller.addresses if self.device.kind == "cpu" else ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -13,13 +14,14 @@ import numpy.typing as npt
 
 from flashwarp import _native, config, npy
 from flashwarp.array import Array
-from flashwarp.cache import Cache, automatic_capacity
+from flashwarp.cache import Cache, _check_line, automatic_capacity
 from flashwarp.config import parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
+from flashwarp.spread import ControllerGroup, Spread, spread_storage
 from flashwarp.storage import File, Mapping, Memory, Storage, _check_file
 
 __all__ = ["create", "from_storage", "open"]
@@ -27,27 +29,32 @@ __all__ = ["create", "from_storage", "open"]
 _log = logging.getLogger(__name__)
 
 CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
+PathLike: TypeAlias = str | os.PathLike[str]
 
 
 def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
-    path: str | os.PathLike[str],
+    path: PathLike | Sequence[PathLike],
     mode: Literal["r", "r+"] = "r",
     dtype: npt.DTypeLike | None = None,
     shape: int | Sequence[int] | None = None,
     device: Any = None,
     cache: CacheLike = "auto",
     line: int | str = "4 KiB",
-    controller: SoftwareController | None = None,
+    controller: SoftwareController | Sequence[SoftwareController] | None = None,
     strict: str | None = None,
     direct: bool | None = None,
     policy: str | Policy | None = None,
+    *,
+    layout: Spread | None = None,
+    stripe_bytes: int | str | None = None,
 ) -> Array:
     """Open a .npy or raw file as an array that device threads read on demand.
 
     Parameters
     ----------
-    path : path-like
-        A ``.npy`` file, or any file together with `dtype`.
+    path : path-like, or a sequence of these
+        A ``.npy`` file, or any file together with `dtype`. Several files with `layout`: raw files
+        in stripes, or replicas of one file.
     mode : {"r", "r+"}
         Read, or read and write.
     dtype, shape : optional
@@ -59,8 +66,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         Bytes of device memory to cache lines in ("2 GiB"), or a `Cache` to share.
     line : int or str
         Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer.
-    controller : SoftwareController, optional
-        With settings of one's own; a storage it brings takes the place of the file's.
+    controller : SoftwareController, or one for each of several files, optional
+        With settings of one's own; a storage it brings takes the place of the file's. One for
+        several files is a plan: each file gets a controller with its settings.
     strict : {"mapped", "bounce", "direct"}, optional
         Raise DataPathError unless the data goes this way.
     direct : bool, optional
@@ -68,6 +76,12 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         file is in the page cache.
     policy : str or Policy, optional
         Which line makes room for another; see `Cache`. Default "clock". A `Cache` has its own.
+    layout : {"stripe", "replicate"}, optional
+        How the array lies on several files; device code goes to each without the host. "stripe":
+        dealt round robin. "replicate": each holds all of it; reads are shared among them and try
+        the next one after an error, writes go to all.
+    stripe_bytes : int or str, optional
+        Bytes of a stripe, a multiple of `line` and of 4 KiB; default 128 KiB or a longer line.
 
     Returns
     -------
@@ -92,28 +106,51 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     """
     if mode not in ("r", "r+"):
         raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
-    name = os.fspath(path)
     writable = mode == "r+"
+    plan = _Plan.of(device, cache, line, policy, strict)
+    if not isinstance(path, str | os.PathLike):
+        names = [os.fspath(each) for each in path]
+        _check_spread(layout, stripe_bytes, len(names))
+        for each in names:
+            _check_file(each, writable)
+        several = _form_of_several(names, layout, dtype, shape)
+        files, why, release = _several_files(names, several, writable, direct, plan.device)
+        spread = (layout, stripe_bytes)
+        try:
+            return _make_several(
+                files,
+                several.dtype,
+                several.shape,
+                plan,
+                controller,
+                *spread,
+                why=why,
+                release=release,
+            )
+        except BaseException:
+            release()
+            raise
+    one = _one(layout, stripe_bytes, controller)
+    name = os.fspath(path)
     _check_file(name, writable)
-    layout = _layout_of(name, dtype, shape)
-    where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
+    form = _layout_of(name, dtype, shape)
+    return _open_one(name, form, plan, one, writable, direct)
+
+
+def _open_one(
+    name: str,
+    form: npy.Layout,
+    plan: _Plan,
+    controller: SoftwareController | None,
+    writable: bool,
+    direct: bool | None,
+) -> Array:
     if controller is not None and controller.storage is not None:
         storage, why, release = controller.storage, "the controller's own storage", _nothing
     else:
-        storage, why, release = _file_storage(name, layout, writable, direct, where)
+        storage, why, release = _file_storage(name, form, writable, direct, plan.device)
     try:
-        return _make(
-            storage,
-            layout,
-            where,
-            cache,
-            line,
-            controller,
-            strict,
-            policy,
-            why=why,
-            release=release,
-        )
+        return _make(storage, form, plan, controller, why=why, release=release)
     except BaseException:
         release()
         raise
@@ -148,34 +185,82 @@ def create(
 
 
 def from_storage(
-    storage: Storage,
+    storage: Storage | Sequence[Storage],
     dtype: npt.DTypeLike,
     shape: int | Sequence[int] | None = None,
     *,
     device: Any = None,
     cache: CacheLike = "auto",
     line: int | str = "4 KiB",
-    controller: SoftwareController | None = None,
+    controller: SoftwareController | Sequence[SoftwareController] | None = None,
     strict: str | None = None,
     policy: str | Policy | None = None,
+    layout: Spread | None = None,
+    stripe_bytes: int | str | None = None,
 ) -> Array:
-    """Open an array over any storage: memory, a block device, stripes, replicas.
+    """Open an array over any storage, or over several with a controller each.
 
-    Parameters are those of `open`. The storage stays the caller's.
+    Parameters are those of `open`. The storages stay the caller's. A `Striped` or `Replicated`
+    storage is one storage, behind one controller; a sequence of storages with `layout` has as many
+    controllers, and device code chooses among them. The bytes lie the same way in both.
+
+    Examples
+    --------
+    >>> import numpy as np, flashwarp as fw
+    >>> drives = [fw.storage.Memory("1 MiB") for _ in range(4)]
+    >>> with fw.from_storage(drives, "int64", layout="stripe", device="cpu") as x:
+    ...     x[:3] = [7, 8, 9]
+    ...     x.gather(np.array([2, 0])).tolist(), len(x.explain().controller["controllers"])
+    ([9, 7], 4)
     """
     kind = npy.check_dtype(dtype)
+    plan = _Plan.of(device, cache, line, policy, strict)
+    if not isinstance(storage, Storage):
+        members = list(storage)
+        _check_spread(layout, stripe_bytes, len(members))
+        given = None if shape is None else _shape(shape)
+        return _make_several(members, kind, given, plan, controller, layout, stripe_bytes)
+    one = _one(layout, stripe_bytes, controller)
     size = _shape(shape) if shape is not None else (storage.nbytes // kind.itemsize,)
-    layout = npy.Layout(kind, size, 0)
-    if layout.nbytes > storage.nbytes:
+    form = npy.Layout(kind, size, 0)
+    if form.nbytes > storage.nbytes:
         raise ArgumentError(
-            f"shape {size} of {kind} needs {layout.nbytes} bytes, the storage has {storage.nbytes}"
+            f"shape {size} of {kind} needs {form.nbytes} bytes, the storage has {storage.nbytes}"
         )
-    where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
-    return _make(storage, layout, where, cache, line, controller, strict, policy)
+    return _make(storage, form, plan, one)
 
 
 def _nothing() -> None:
     pass
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What an array gets besides its storage and controllers."""
+
+    device: Device
+    cache: CacheLike
+    line: int | str
+    policy: str | Policy | None
+    strict: str | None
+
+    @classmethod
+    def of(
+        cls,
+        device: Any,
+        cache: CacheLike,
+        line: int | str,
+        policy: str | Policy | None,
+        strict: str | None,
+    ) -> _Plan:
+        """Resolve the device, which a cache of one's own has already."""
+        where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
+        return cls(where, cache, line, policy, strict)
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of a line of the cache."""
+        return self.cache.line_bytes if isinstance(self.cache, Cache) else _check_line(self.line)
 
 
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -222,8 +307,130 @@ def _layout_of(
     return layout
 
 
+# Several storages.
+
+
+def _check_spread(layout: str | None, stripe_bytes: int | str | None, count: int) -> None:
+    """Check what needs no storage; `spread_storage` checks the rest."""
+    if layout not in ("stripe", "replicate"):
+        raise ArgumentError(
+            f"layout={layout!r}: say how the array lies on {count} storages, 'stripe' or "
+            "'replicate'"
+        )
+    if count == 0:
+        raise ArgumentError("no storage is given")
+    if layout == "replicate" and stripe_bytes is not None:
+        raise ArgumentError("stripe_bytes is for layout='stripe'")
+
+
+def _one(
+    layout: str | None,
+    stripe_bytes: int | str | None,
+    controller: SoftwareController | Sequence[SoftwareController] | None,
+) -> SoftwareController | None:
+    """Refuse what only several storages have; return the controller."""
+    if layout is not None or stripe_bytes is not None:
+        raise ArgumentError("layout and stripe_bytes are for several storages: give a list")
+    if controller is not None and not isinstance(controller, SoftwareController):
+        raise ArgumentError("several controllers are for several storages: give a list of these")
+    return controller
+
+
+def _form_of_several(
+    paths: Sequence[str],
+    layout: str | None,
+    dtype: npt.DTypeLike | None,
+    shape: int | Sequence[int] | None,
+) -> _Several:
+    if layout == "stripe":
+        if dtype is None:
+            raise ArgumentError("stripes are raw files: say the dtype of the array")
+        kind = npy.check_dtype(dtype)
+        raw = [npy.Layout(np.dtype(np.uint8), (Path(p).stat().st_size,), 0) for p in paths]
+        return _Several(kind, None if shape is None else _shape(shape), raw)
+    forms = [_layout_of(path, dtype, shape) for path in paths]
+    for path, form in zip(paths, forms, strict=True):
+        if (form.dtype, form.shape) != (forms[0].dtype, forms[0].shape):
+            raise FileFormatError(
+                f"{path} holds {form.shape} of {form.dtype}, {paths[0]} {forms[0].shape} of "
+                f"{forms[0].dtype}: they are no replicas"
+            )
+    if forms[0].nbytes == 0:
+        raise ArgumentError("an empty array has nothing to replicate: open one of its files")
+    return _Several(forms[0].dtype, forms[0].shape, forms)
+
+
+@dataclass(frozen=True)
+class _Several:
+    """The array that lies on several files, and the part of each file that it takes."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None
+    parts: list[npy.Layout]
+
+
+def _several_files(
+    paths: Sequence[str],
+    form: _Several,
+    writable: bool,
+    direct: bool | None,
+    device: Device,
+) -> tuple[list[Storage], str, Callable[[], None]]:
+    """Choose how the files are reached: all in place, or none."""
+    releases: list[Callable[[], None]] = []
+
+    def release() -> None:
+        while releases:
+            releases.pop()()
+
+    def reach(in_place: bool) -> tuple[list[Storage], list[str]]:
+        files, reasons = [], []
+        for path, part in zip(paths, form.parts, strict=True):
+            file, why, undo = _file_storage(path, part, writable, direct, device, in_place)
+            releases.append(undo)
+            files.append(file)
+            reasons.append(f"{path}: {why}")
+        return files, reasons
+
+    try:
+        files, reasons = reach(True)
+        mapped = [isinstance(file, File) and file.mapping is not None for file in files]
+        if any(mapped) and not all(mapped):
+            release()
+            files, reasons = reach(False)
+    except BaseException:
+        release()
+        raise
+    return files, "; ".join(reasons), release
+
+
+def _make_several(
+    members: Sequence[Storage],
+    kind: np.dtype[Any],
+    shape: tuple[int, ...] | None,
+    plan: _Plan,
+    controller: SoftwareController | Sequence[SoftwareController] | None,
+    layout: str | None,
+    stripe_bytes: int | str | None,
+    *,
+    why: str = "",
+    release: Callable[[], None] = _nothing,
+) -> Array:
+    stripe = None if stripe_bytes is None else parse_bytes(stripe_bytes)
+    storage = spread_storage(members, layout, stripe, plan.line_bytes)
+    size = (storage.nbytes // kind.itemsize,) if shape is None else shape
+    form = npy.Layout(kind, size, 0)
+    group = ControllerGroup(controller, len(members))
+    return _make(storage, form, plan, group, why=why, release=release)
+
+
 def _file_storage(
-    path: str, layout: npy.Layout, writable: bool, direct: bool | None, device: Device
+    path: str,
+    layout: npy.Layout,
+    writable: bool,
+    direct: bool | None,
+    device: Device,
+    in_place: bool = True,
 ) -> tuple[Storage, str, Callable[[], None]]:
     """Choose how the file is reached: in place, through the page cache, or past it."""
     if layout.nbytes == 0:
@@ -236,7 +443,8 @@ def _file_storage(
     share = f"{resident:.0%} of the file is in the page cache"
     if direct is None:
         direct = not warm and resident < 0.5 and _accepts_direct(path)
-    if device.kind == "cuda" and not writable and not direct and mapping is not None and warm:
+    may_map = in_place and device.kind == "cuda" and not writable and not direct
+    if may_map and mapping is not None and warm:
         budget = int(CpuDevice(1).memory_info().free_bytes * defaults.mapped_budget)
         if end <= budget:
             storage = File(
@@ -274,45 +482,28 @@ def _accepts_direct(path: str) -> bool:
 
 def _make(
     storage: Storage,
-    layout: npy.Layout,
-    device: Device,
-    cache: CacheLike,
-    line: int | str,
-    controller: SoftwareController | None,
-    strict: str | None,
-    policy: str | Policy | None,
+    form: npy.Layout,
+    plan: _Plan,
+    controller: SoftwareController | ControllerGroup | None,
     *,
     why: str = "",
     release: Callable[[], None] = _nothing,
 ) -> Array:
+    strict = plan.strict
     if strict is not None and strict not in DATA_PATHS:
         raise ArgumentError(f"strict={strict!r} is none of {', '.join(DATA_PATHS)}")
-    if storage.nbytes < layout.nbytes:
+    if storage.nbytes < form.nbytes:
         raise ArgumentError(
-            f"shape {layout.shape} of {layout.dtype} needs {layout.nbytes} bytes, the storage has "
+            f"shape {form.shape} of {form.dtype} needs {form.nbytes} bytes, the storage has "
             f"{storage.nbytes}"
         )
-    owns = not isinstance(cache, Cache)
-    chosen = CLOCK if policy is None else resolve_policy(policy)
-    if isinstance(cache, Cache):
-        held = cache
-        if policy is not None and chosen != held.policy:
-            raise ArgumentError(
-                f"the cache has policy {held.policy.name!r}, the array shall have {chosen.name!r}: "
-                "all arrays on a cache share its policy"
-            )
-    else:
-        capacity = (
-            automatic_capacity(storage.nbytes, line, device)
-            if cache == "auto"
-            else parse_bytes(cache)
-        )
-        held = Cache(capacity, line, policy=chosen, device=device)
+    owns = not isinstance(plan.cache, Cache)
+    held = _cache_of(plan, storage.nbytes)
     try:
         array = Array(
             storage,
-            layout.dtype,
-            layout.shape,
+            form.dtype,
+            form.shape,
             cache=held,
             owns_cache=owns,
             controller=controller or SoftwareController(),
@@ -329,3 +520,21 @@ def _make(
         array.close()
         raise DataPathError(f"strict={strict!r}, but the data would go {path}:\n{reason}")
     return array
+
+
+def _cache_of(plan: _Plan, nbytes: int) -> Cache:
+    """Return the cache that is given, or make one for a storage of so many bytes."""
+    chosen = CLOCK if plan.policy is None else resolve_policy(plan.policy)
+    if isinstance(plan.cache, Cache):
+        if plan.policy is not None and chosen != plan.cache.policy:
+            raise ArgumentError(
+                f"the cache has policy {plan.cache.policy.name!r}, the array shall have "
+                f"{chosen.name!r}: all arrays on a cache share its policy"
+            )
+        return plan.cache
+    capacity = (
+        automatic_capacity(nbytes, plan.line, plan.device)
+        if plan.cache == "auto"
+        else parse_bytes(plan.cache)
+    )
+    return Cache(capacity, plan.line, policy=chosen, device=plan.device)

@@ -7,12 +7,14 @@ has stopped.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashwarp import _native
 from flashwarp.device import Device
 
-__all__ = ["DATA_PATHS", "QueueCounters", "QueuePairs"]
+__all__ = ["DATA_PATHS", "QueueCounters", "QueuePairs", "QueueTable"]
 
 DATA_PATHS = ("mapped", "bounce", "direct")
 """Names of `nvme::data_path`, by value."""
@@ -125,8 +127,8 @@ class QueuePairs:
         detached = self.address + count * pair_bytes
         slots = detached + count * depth * _DETACHED_BYTES
         self.native = []
-        structs = (QueuePairStruct * count)()
-        for i, pair in enumerate(structs):
+        self._structs = (QueuePairStruct * count)()
+        for i, pair in enumerate(self._structs):
             pair.sq = sq + i * depth * _SQE_BYTES
             pair.cq = cq + i * depth * _CQE_BYTES
             pair.sq_doorbell = doorbells + 2 * i * _DOORBELL_STRIDE
@@ -151,7 +153,21 @@ class QueuePairs:
                     id=i + 1,
                 )
             )
-        device.upload(self.address, bytes(structs))
+        device.upload(self.address, bytes(self._structs))
+
+    def move_to(self, address: int) -> None:
+        """Put what kernels see of the pairs elsewhere; before any kernel has seen them."""
+        self.address = address
+        self.device.upload(address, bytes(self._structs))
+
+    def volume_fields(self) -> dict[str, Any]:
+        """Return what a volume must know beyond `address`, `count` and `path`: nothing."""
+        return {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a wait for one of the pairs ran out of time."""
+        return any(pair.failed for pair in self._download())
 
     @property
     def buffer_region(self) -> tuple[int, int] | None:
@@ -160,9 +176,7 @@ class QueuePairs:
 
     def counters(self) -> QueueCounters:
         """Read the counters; the snapshot is not atomic over the pairs."""
-        nbytes = self.count * ctypes.sizeof(QueuePairStruct)
-        data = self.device.download(self.address, nbytes)
-        structs = (QueuePairStruct * self.count).from_buffer_copy(data)
+        structs = self._download()
         return QueueCounters(
             commands=sum(int(pair.ticket) for pair in structs),
             doorbells=sum(int(pair.doorbells) for pair in structs),
@@ -175,3 +189,57 @@ class QueuePairs:
         self._rings.close()
         if self._buffers is not None:
             self._buffers.close()
+
+    def _download(self) -> list[QueuePairStruct]:
+        nbytes = self.count * ctypes.sizeof(QueuePairStruct)
+        data = self.device.download(self.address, nbytes)
+        return list((QueuePairStruct * self.count).from_buffer_copy(data))
+
+
+class QueueTable:
+    """The queue pairs of several controllers as one table, which is what a volume has.
+
+    Parameters
+    ----------
+    device : Device
+        Where the table lies.
+    members : sequence of QueuePairs
+        Of each controller, in the order of the namespaces. They stay the controllers'.
+    fields : dict
+        What the volume must know of how its lines lie on the namespaces.
+    """
+
+    def __init__(
+        self, device: Device, members: Sequence[QueuePairs], fields: dict[str, Any]
+    ) -> None:
+        self.members = tuple(members)
+        self.count = sum(pairs.count for pairs in members)
+        self.depth = min(pairs.depth for pairs in members)
+        self.path = members[0].path
+        self._fields = fields
+        pair_bytes = ctypes.sizeof(QueuePairStruct)
+        self._memory = device.allocate(self.count * pair_bytes)
+        self.address = self._memory.address
+        self.spans = []
+        first = 0
+        for pairs in members:
+            pairs.move_to(self.address + first * pair_bytes)
+            self.spans.append((first, pairs.count))
+            first += pairs.count
+
+    def volume_fields(self) -> dict[str, Any]:
+        """Return what a volume must know beyond `address`, `count` and `path`."""
+        return {**self._fields, "namespace_count": len(self.members), "spans": tuple(self.spans)}
+
+    def counters(self) -> QueueCounters:
+        """Read the sums over all members; the snapshot is not atomic."""
+        each = [pairs.counters() for pairs in self.members]
+        return QueueCounters(
+            commands=sum(c.commands for c in each),
+            doorbells=sum(c.doorbells for c in each),
+            helps=sum(c.helps for c in each),
+        )
+
+    def close(self) -> None:
+        """Free the table; the controllers must have stopped. May be called twice."""
+        self._memory.close()

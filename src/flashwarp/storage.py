@@ -326,10 +326,10 @@ class Striped(Storage):
         self, members: Sequence[Storage], stripe: int | str = "128 KiB", nbytes: int | None = None
     ) -> None:
         self.members = tuple(members)
-        stripe_bytes = parse_bytes(stripe)
+        self.stripe_bytes = parse_bytes(stripe)
         try:
             native = _native.StripedStorage(
-                [member.native for member in self.members], stripe_bytes, nbytes or 0
+                [member.native for member in self.members], self.stripe_bytes, nbytes or 0
             )
         except ValueError as error:
             raise ArgumentError(str(error)) from error
