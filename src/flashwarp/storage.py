@@ -327,10 +327,9 @@ class Striped(Storage):
     ) -> None:
         self.members = tuple(members)
         self.stripe_bytes = parse_bytes(stripe)
+        natives = [member.native for member in self.members]
         try:
-            native = _native.StripedStorage(
-                [member.native for member in self.members], self.stripe_bytes, nbytes or 0
-            )
+            native = _native.StripedStorage(natives, self.stripe_bytes, nbytes or 0)
         except ValueError as error:
             raise ArgumentError(str(error)) from error
         super().__init__(native)
@@ -344,8 +343,9 @@ class Replicated(Storage):
 
     def __init__(self, members: Sequence[Storage]) -> None:
         self.members = tuple(members)
+        natives = [member.native for member in self.members]
         try:
-            native = _native.ReplicatedStorage([member.native for member in self.members])
+            native = _native.ReplicatedStorage(natives)
         except ValueError as error:
             raise ArgumentError(str(error)) from error
         super().__init__(native)

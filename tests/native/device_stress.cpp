@@ -43,12 +43,18 @@ struct Geometry {
   uint32_t controller_threads;
   uint32_t elements;  // of each array
   bool controllers_yield;
+  cache::spread spread = cache::kOneNamespace;
+  uint32_t namespaces = 1;
+  uint32_t stripe_lines = 1;
 };
 
 void print(FILE* to, const Geometry& g) {
-  std::fprintf(to, "line %u, %u sets of %u, %u queues of %u, path %u, %u threads%s, %u elements\n",
+  std::fprintf(to,
+               "line %u, %u sets of %u, %u queues of %u, path %u, %u threads%s, %u elements, "
+               "spread %u over %u, stripes of %u\n",
                g.line_bytes, g.sets, g.ways, g.queues, 1u << g.depth_log2, g.path,
-               g.controller_threads, g.controllers_yield ? " that yield" : "", g.elements);
+               g.controller_threads, g.controllers_yield ? " that yield" : "", g.elements, g.spread,
+               g.namespaces, g.stripe_lines);
 }
 
 const Geometry* running = nullptr;
@@ -81,10 +87,10 @@ uint64_t address(const T* p) {
   return reinterpret_cast<uint64_t>(p);
 }
 
-// One array: its namespace, its controller, its volume of the cache.
+// One array: its namespaces, their controllers, its volume of the cache.
 struct Volume {
-  uint64_t* data = nullptr;
-  std::unique_ptr<SoftwareController> controller;
+  std::vector<uint64_t*> data;
+  std::vector<std::unique_ptr<SoftwareController>> controllers;
   cache::volume* entry = nullptr;
   fw::array<uint64_t> array = {};
   // Versions that the writer of an element has finished storing.
@@ -144,13 +150,17 @@ class Rig {
   }
 
   ~Rig() {
-    for (Volume& v : volumes_) v.controller->stop();
+    for (Volume& v : volumes_) {
+      for (auto& controller : v.controllers) controller->stop();
+    }
   }
 
   // All threads at once, each with the context of a device thread.
   void launch(const std::function<void(uint32_t)>& work) {
     std::vector<std::thread> threads;
-    for (Volume& v : volumes_) fw_visitor_comes(v.controller.get());
+    for (Volume& v : volumes_) {
+      for (auto& controller : v.controllers) fw_visitor_comes(controller.get());
+    }
     for (uint32_t i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         fw::base::this_thread = {i, kThreads, &serve, this};
@@ -158,7 +168,9 @@ class Rig {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    for (Volume& v : volumes_) fw_visitor_leaves(v.controller.get());
+    for (Volume& v : volumes_) {
+      for (auto& controller : v.controllers) fw_visitor_leaves(controller.get());
+    }
   }
 
   // One thread's part of a round. `seen` holds what this thread has met of each element.
@@ -230,7 +242,10 @@ class Rig {
       Volume& v = volumes_[which];
       for (uint32_t i = 0; i < g_.elements; ++i) {
         const uint64_t expected = value_of(which, i, v.finished[i]);
-        if (v.data[i] != expected) fail("storage after flush", i, v.data[i], expected);
+        for (uint32_t r = 0; r < replicas(); ++r) {
+          const uint64_t got = *stored(which, i, r);
+          if (got != expected) fail("storage after flush", i, got, expected);
+        }
       }
     }
     const uint64_t lines = uint64_t(g_.sets) * g_.ways;
@@ -256,7 +271,9 @@ class Rig {
  private:
   static int serve(void* self) {
     int moved = 0;
-    for (Volume& v : static_cast<Rig*>(self)->volumes_) moved += fw_serve(v.controller.get(), 0);
+    for (Volume& v : static_cast<Rig*>(self)->volumes_) {
+      for (auto& controller : v.controllers) moved += fw_serve(controller.get(), 0);
+    }
     return moved;
   }
 
@@ -271,15 +288,66 @@ class Rig {
     seen[element] = version;
   }
 
+  uint32_t replicas() const { return g_.spread == cache::kReplicated ? g_.namespaces : 1; }
+
+  // Where a namespace holds an element. Of stripes only one does; of replicas each.
+  uint64_t* stored(uint32_t number, uint64_t element, uint32_t replica) {
+    const uint64_t per_line = g_.line_bytes / 8;
+    const uint64_t line = element / per_line;
+    uint64_t there = line;
+    uint32_t n = replica;
+    if (g_.spread == cache::kStriped) {
+      const uint64_t stripe = line / g_.stripe_lines;
+      n = uint32_t(stripe % g_.namespaces);
+      there = stripe / g_.namespaces * g_.stripe_lines + line % g_.stripe_lines;
+    }
+    return volumes_[number].data[n] + there * per_line + element % per_line;
+  }
+
   uint64_t attach(uint32_t number, uint64_t line_begin) {
     Volume& v = volumes_[number];
     const uint64_t bytes = uint64_t(g_.elements) * 8;
-    v.data = arena_.allocate<uint64_t>(g_.elements);
+    const uint64_t lines = (bytes + g_.line_bytes - 1) / g_.line_bytes;
+    const bool several = g_.spread != cache::kOneNamespace;
+    auto* queues = arena_.allocate<nvme::queue_pair>(uint64_t(g_.namespaces) * g_.queues);
     v.finished = std::make_unique<std::atomic<uint32_t>[]>(g_.elements);
-    for (uint32_t i = 0; i < g_.elements; ++i) v.data[i] = value_of(number, i, 0);
+    v.entry = &cache_->volumes[number];
+    *v.entry = {line_begin,
+                lines,
+                bytes,
+                queues,
+                arena_.allocate<cache::counters>(cache::kCounterShards),
+                arena_.allocate<cache::error_record>(1),
+                g_.namespaces * g_.queues,
+                g_.path,
+                0,
+                g_.spread,
+                g_.stripe_lines,
+                several ? arena_.allocate<uint32_t>(uint64_t(g_.sets) * g_.ways) : nullptr,
+                g_.namespaces,
+                0,
+                {}};
+    // Stripes of whole lines; else the last line is as partial as the array's.
+    const uint64_t rows = lines / g_.stripe_lines / g_.namespaces + 1;
+    const uint64_t part =
+        g_.spread == cache::kStriped ? rows * g_.stripe_lines * g_.line_bytes : bytes;
+    for (uint32_t n = 0; n < g_.namespaces; ++n) {
+      v.data.push_back(arena_.allocate<uint64_t>(part / 8));
+      v.entry->spans[n] = {n * g_.queues, g_.queues};
+    }
+    for (uint32_t i = 0; i < g_.elements; ++i) {
+      for (uint32_t r = 0; r < replicas(); ++r) *stored(number, i, r) = value_of(number, i, 0);
+    }
+    for (uint32_t n = 0; n < g_.namespaces; ++n) {
+      serve_namespace(v, v.data[n], part, queues + n * g_.queues);
+    }
+    v.array = {cache_->shape, cache_, v.entry, line_begin, g_.elements};
+    return line_begin + lines;
+  }
 
+  // Queue pairs and a controller for one namespace.
+  void serve_namespace(Volume& v, uint64_t* data, uint64_t bytes, nvme::queue_pair* queues) {
     const uint32_t depth = 1u << g_.depth_log2;
-    auto* queues = arena_.allocate<nvme::queue_pair>(g_.queues);
     std::vector<QueuePairAddresses> pairs;
     std::vector<std::pair<uint64_t, uint64_t>> regions;
     if (g_.path == nvme::kDirect) {
@@ -295,7 +363,7 @@ class Rig {
       q.cq_doorbell = bells + 16;
       q.slots = arena_.allocate<uint64_t>(depth);
       q.detached = arena_.allocate<nvme::detached_command>(depth);
-      q.data = {address(v.data), 0, g_.line_bytes, kTimeoutNs, g_.path, 0};
+      q.data = {address(data), 0, g_.line_bytes, kTimeoutNs, g_.path, 0};
       if (g_.path == nvme::kBounce) {
         const uint64_t size = uint64_t(depth) * g_.line_bytes;
         q.data.buffers = address(arena_.allocate<char>(size));
@@ -309,24 +377,9 @@ class Rig {
     ControllerOptions options;
     options.threads = g_.controller_threads;
     options.yields = g_.controllers_yield;
-    v.controller = std::make_unique<SoftwareController>(
-        std::make_shared<MemoryStorage>(v.data, bytes, true), pairs, regions, options);
-    v.controller->start();
-
-    v.entry = &cache_->volumes[number];
-    const uint64_t lines = (bytes + g_.line_bytes - 1) / g_.line_bytes;
-    *v.entry = {line_begin,
-                lines,
-                bytes,
-                queues,
-                arena_.allocate<cache::counters>(cache::kCounterShards),
-                arena_.allocate<cache::error_record>(1),
-                g_.queues,
-                g_.path,
-                0,
-                0};
-    v.array = {cache_->shape, cache_, v.entry, line_begin, g_.elements};
-    return line_begin + lines;
+    v.controllers.push_back(std::make_unique<SoftwareController>(
+        std::make_shared<MemoryStorage>(data, bytes, true), pairs, regions, options));
+    v.controllers.back()->start();
   }
 
   const Geometry g_;
@@ -335,6 +388,13 @@ class Rig {
   Volume volumes_[kArrays];
 };
 
+// Stripes or replicas, two times of three.
+void choose_spread(Geometry& g, uint32_t turn, std::mt19937& random) {
+  g.spread = cache::spread(turn % 3);
+  g.namespaces = g.spread == cache::kOneNamespace ? 1 : 2 + random() % 2;
+  g.stripe_lines = 1 + random() % 3;
+}
+
 // The hardest first: one set of four ways, rings of two entries.
 Geometry choose(uint32_t turn, std::mt19937& random) {
   // On the direct path the controller stores to frames while readers look at them, which is what
@@ -342,6 +402,10 @@ Geometry choose(uint32_t turn, std::mt19937& random) {
   const uint32_t paths = FW_TSAN ? 2 : 3;
   Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000, random() % 2 == 1};
   if (turn < 3 * paths) return g;
+  if (turn < 6 * paths) {
+    choose_spread(g, 1 + random() % 2, random);
+    return g;
+  }
   g.line_bytes = 512u << random() % 4;
   g.sets = 1 + random() % 5;
   g.ways = 4u << random() % 3;
@@ -349,6 +413,7 @@ Geometry choose(uint32_t turn, std::mt19937& random) {
   g.depth_log2 = 1 + random() % 3;
   // Not a whole number of lines: the last one is partial.
   g.elements = 100 + random() % (g.line_bytes / 8 * g.sets * g.ways * 3);
+  choose_spread(g, turn, random);
   return g;
 }
 

@@ -45,6 +45,7 @@ _ARRAY = "flashwarp/array/view.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
+_SPREAD = "flashwarp/cache/spread.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 
@@ -217,6 +218,49 @@ MUTANTS = {
             "a reader sees the tag before the data",
             "elements",
             "weak",
+        ),
+        Mutant(
+            "rings-freed-together",
+            _MOVE,
+            "if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {",
+            "if (warp::any(mask, f.on != done)) {",
+            "warps hold slots of one ring while they wait for another, and these for the first",
+            "two_rings",
+            strategy="random",
+        ),
+        Mutant(
+            "rings-in-any-order",
+            _MOVE,
+            "  for (uint32_t n = 0; n < v.namespace_count; n++) {\n    const uint32_t members =",
+            "  for (uint32_t k = 0; k < v.namespace_count; k++) {\n"
+            "    const uint32_t n = (k + warp::index()) % v.namespace_count;\n"
+            "    const uint32_t members =",
+            "two warps wait for slots of each other's rings for ever",
+            "two_rings",
+        ),
+        Mutant(
+            "first-replica-ends",
+            _MOVE,
+            "      if (count != nullptr && !finish_replica(count, status)) return;\n",
+            "      (void)count;\n",
+            "a line counts as written when the first replica has it",
+            "replicate",
+        ),
+        Mutant(
+            "replica-failure-forgotten",
+            _SPREAD,
+            "const uint32_t all = worse_of(seen >> 16, status);",
+            "const uint32_t all = status;",
+            "a write-back that failed on one replica leaves the line clean",
+            "replicate_faults",
+        ),
+        Mutant(
+            "one-replica-asked",
+            _SPREAD,
+            "  const uint32_t n = choose_replica(v, line, tried);\n",
+            "  const uint32_t n = tried != 0 ? kNamespacesMax : choose_replica(v, line, 0);\n",
+            "a read that failed on one replica fails",
+            "replica_lost",
         ),
         Mutant(
             "own-volume-only",

@@ -38,7 +38,8 @@ struct Shape {
   cache::spread spread = cache::kOneNamespace;
   uint32_t namespaces = 1;  // of each volume, each with `queues` queues
   uint32_t stripe_lines = 1;
-  int bad = -1;  // the one namespace that faults are for; -1: all
+  uint32_t first_deeper = 0;  // the rings of namespace 0 have this many times two as many entries
+  int bad = -1;               // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {
     Shape s;
@@ -300,7 +301,8 @@ class Machine {
   void attach_namespace(uint32_t number, uint32_t index, nvme::queue_pair* queues) {
     Namespace& ns = volumes_[number].namespaces.emplace_back();
     const uint64_t bytes = namespace_bytes();
-    const uint32_t depth = 1u << shape_.depth_log2;
+    const uint32_t depth_log2 = shape_.depth_log2 + (index == 0 ? shape_.first_deeper : 0);
+    const uint32_t depth = 1u << depth_log2;
     const bool good = shape_.bad >= 0 && uint32_t(shape_.bad) != index;
     const Faults faults = good ? Faults{} : run_.faults;
     ns.data = allocate<char>(bytes, "storage");
@@ -333,7 +335,7 @@ class Machine {
         q.data.buffers = address(allocate<char>(size, "buffers"));
         regions.emplace_back(q.data.buffers, size);
       }
-      q.depth_log2 = shape_.depth_log2;
+      q.depth_log2 = depth_log2;
       q.id = i + 1;
       pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),
                        depth, uint16_t(i + 1)});

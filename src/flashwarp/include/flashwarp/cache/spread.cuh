@@ -47,7 +47,9 @@ FW_DEVICE uint64_t line_in_namespace(const volume& v, uint64_t line) {
 // part; replicas that have stopped answering come last.
 FW_DEVICE uint32_t choose_replica(const volume& v, uint64_t line, uint32_t tried) {
   // Fibonacci hashing: a stride that the count divides must not end on one replica.
-  const uint32_t favourite = uint32_t((line * 0x9E3779B97F4A7C15ull) >> 32) % v.namespace_count;
+  // The high bits count: they are what a product of a multiple of a power of two has.
+  const uint64_t hash = (line * 0x9E3779B97F4A7C15ull) >> 32;
+  const uint32_t favourite = uint32_t((hash * v.namespace_count) >> 32);
   uint32_t silent = kNamespacesMax;
   for (uint32_t i = 0; i < v.namespace_count; i++) {
     const uint32_t n = (favourite + i) % v.namespace_count;

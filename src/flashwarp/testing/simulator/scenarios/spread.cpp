@@ -11,6 +11,7 @@ Shape draw_spread(Random& random, fw::cache::spread spread) {
   shape.namespaces = 2 + random.below(2);
   shape.stripe_lines = 1 + random.below(3);
   shape.volumes = 1 + random.chance(30);
+  shape.first_deeper = random.below(2);
   return shape;
 }
 
@@ -91,4 +92,30 @@ FW_SCENARIO(replica_lost, "one replica fails every command: all loads succeed") 
   Machine machine(run, shape);
   machine.spare_accesses();
   use_spread(run, machine, 0);
+}
+
+FW_SCENARIO(two_rings, "write-backs that need slots of a ring of four and of one of two entries") {
+  Shape shape;
+  shape.spread = fw::cache::kReplicated;
+  shape.namespaces = 2;
+  shape.sets = 2;
+  shape.first_deeper = 1;
+  shape.lines = 8;
+  shape.path = fw::nvme::kBounce;
+  shape.warps = kWidth == 32 ? 3 : 6;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  const fw::kernels::maintenance_params p = machine.maintenance(0);
+  machine.launch([&](Thread& t) {
+    const uint32_t line = t.warp;
+    for (uint32_t n = 0; n < 4; ++n) {
+      if (t.lane == 0) data.store(line * 64);
+      fw::warp::sync(fw::warp::kFullMask);
+      const fw::cache::place at = fw::cache::probe(p.cache->shape, line);
+      fw::cache::flush_ways(*p.cache, *p.volume, fw::warp::kFullMask, at.found && t.lane == 0,
+                            at.way, line, line + 1);
+    }
+  });
+  data.check();
+  machine.settle();
 }

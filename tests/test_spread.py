@@ -1,0 +1,551 @@
+"""Arrays over several storages with a controller each: against numpy, with faults, and refused."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashwarp as fw
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    ControllerError,
+    ControllerTimeout,
+    FileFormatError,
+    MissingFileError,
+    ReadOnlyError,
+    StorageError,
+)
+from flashwarp.spread import NAMESPACES_MAX
+from flashwarp.storage import File, Memory, Replicated, Striped
+from flashwarp.testing import Faulty
+
+PATHS = ("mapped", "bounce", "direct")
+LAYOUTS = ("stripe", "replicate")
+
+
+def plan(path: str = "bounce", queue_pairs: int = 2, depth: int = 4) -> fw.SoftwareController:
+    return fw.SoftwareController(queue_pairs=queue_pairs, depth=depth, data_path=path)
+
+
+def combined(members: Sequence[Any], layout: str, stripe: int) -> Striped | Replicated:
+    """What the host sees of the storages; knows nothing of the device code's arithmetic."""
+    return Striped(members, stripe) if layout == "stripe" else Replicated(members)
+
+
+def churn(x: fw.Array, held: np.ndarray[Any, Any], rounds: int, seed: int) -> None:
+    """Stores, loads and prefetches, each checked against `held`, which follows."""
+    random = np.random.default_rng(seed)
+    for _ in range(rounds):
+        where = random.permutation(len(held))[: int(random.integers(1, 200))]
+        values = random.integers(1, 1 << 60, len(where))
+        x[where] = values
+        held[where] = values
+        x.prefetch(random.integers(0, len(held), 20))
+        some = random.integers(0, len(held), 200)
+        np.testing.assert_array_equal(x.gather(some), held[some])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("count", [1, 2, 3, NAMESPACES_MAX])
+def test_arrays_over_several_storages_are_as_numpy_has_them(
+    path: str, layout: Any, count: int
+) -> None:
+    drives = [Memory(40_960) for _ in range(count)]
+    with (
+        fw.from_storage(
+            drives,
+            "<i8",
+            layout=layout,
+            device="cpu",
+            cache="8 KiB",
+            line=512,
+            controller=plan(path),
+        )
+        if layout == "replicate"
+        else fw.from_storage(
+            drives,
+            "<i8",
+            layout=layout,
+            stripe_bytes=4096,
+            device="cpu",
+            cache="8 KiB",
+            line=512,
+            controller=plan(path),
+        ) as x
+    ):
+        held = np.zeros(x.shape, np.int64)
+        churn(x, held, 12, count)
+        x.flush()
+
+        assert combined(drives, layout, 4096).read(0, held.nbytes) == held.tobytes()
+        assert x.explain().path == path
+        for served in x.controller.stats()["controllers"]:
+            assert served["commands"]["read"] > 0
+            assert served["commands"]["flush"] == 1
+    if layout == "replicate":
+        assert len({drive.read(0, drive.nbytes) for drive in drives}) == 1
+
+
+def test_replicas_share_the_reads_of_any_stride() -> None:
+    drives = [Memory(np.zeros(1 << 20, np.uint8)) for _ in range(4)]
+    for stride in (1, 2, 4, 8, 16):
+        with fw.from_storage(
+            drives, "u1", layout="replicate", device="cpu", line=512, controller=plan()
+        ) as x:
+            x.gather(np.arange(0, 1 << 20, 512 * stride))
+            reads = [c["commands"]["read"] for c in x.controller.stats()["controllers"]]
+
+        assert sum(reads) == 2048 // stride
+        # 128 lines at the least; a stride that ends on some of the replicas gives twice the share.
+        assert max(reads) < 1.5 * min(reads), (stride, reads)
+
+
+def test_a_partial_last_line_of_replicas_is_written_in_full() -> None:
+    drives = [Memory(1000) for _ in range(2)]
+    with fw.from_storage(
+        drives, "u1", layout="replicate", device="cpu", line=512, controller=plan()
+    ) as x:
+        x[...] = 7
+    for drive in drives:
+        assert drive.read(0, 1000) == bytes([7]) * 1000
+
+
+def test_each_controller_has_settings_of_its_own() -> None:
+    pairs, depths, threads = (1, 3), (2, 16), (1, 2)
+    every = list(itertools.product(pairs, depths, threads))
+    drives = [Memory(1 << 14) for _ in every]
+    controllers = [
+        fw.SoftwareController(queue_pairs=p, depth=d, threads=t, data_path="bounce")
+        for p, d, t in every
+    ]
+    with fw.from_storage(
+        drives,
+        "<i8",
+        layout="stripe",
+        stripe_bytes=4096,
+        device="cpu",
+        cache="8 KiB",
+        line=512,
+        controller=controllers,
+    ) as x:
+        held = np.zeros(x.shape, np.int64)
+        churn(x, held, 10, 3)
+
+        queues = [controller.queues for controller in controllers]
+        assert [(q.count, q.depth) for q in queues] == [(p, d) for p, d, _ in every]
+        assert [c.threads for c in controllers] == [t for _, _, t in every]
+        assert x.stats.commands == sum(q.counters().commands for q in queues)
+
+
+def test_one_plan_serves_all_and_stays_a_plan() -> None:
+    settings_ = plan(queue_pairs=3)
+    with fw.from_storage(
+        [Memory(8192), Memory(8192)], "i4", layout="replicate", device="cpu", controller=settings_
+    ) as x:
+        assert [c.queues.count for c in x.controller.controllers] == [3, 3]  # type: ignore[union-attr]
+    assert not settings_.serving
+    assert settings_.storage is None
+
+
+def test_arrays_over_several_storages_share_a_cache() -> None:
+    with fw.Cache("8 KiB", line=512, device="cpu") as cache:
+        striped = [Memory(1 << 14) for _ in range(2)]
+        copied = [Memory(1 << 14) for _ in range(3)]
+        x = fw.from_storage(
+            striped, "<i8", layout="stripe", stripe_bytes=4096, cache=cache, controller=plan()
+        )
+        y = fw.from_storage(copied, "<i8", layout="replicate", cache=cache, controller=plan())
+        z = fw.from_storage(Memory(1 << 14), "<i8", cache=cache, controller=plan())
+        held = [np.zeros(a.shape, np.int64) for a in (x, y, z)]
+        for turn in range(6):
+            for array, content in zip((x, y, z), held, strict=True):
+                churn(array, content, 2, turn)
+        y.close()
+        churn(x, held[0], 3, 9)
+        x.close()
+        churn(z, held[2], 3, 10)
+        z.close()
+    assert Striped(striped, 4096).read(0, held[0].nbytes) == held[0].tobytes()
+    assert {drive.read(0, drive.nbytes) for drive in copied} == {held[1].tobytes()}
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_operations_in_any_layout(data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    count = data.draw(st.integers(1, 4))
+    line = data.draw(st.sampled_from([512, 1024, 4096]))
+    stripe = max(4096, line) * data.draw(st.integers(1, 3))
+    path = data.draw(st.sampled_from(PATHS))
+    sizes = [stripe * 2] * count if layout == "stripe" else [8190] * count
+    drives = [Memory(size) for size in sizes]
+    controllers = [
+        plan(path, data.draw(st.integers(1, 3)), 1 << data.draw(st.integers(1, 3))) for _ in drives
+    ]
+    options: dict[str, Any] = {"stripe_bytes": stripe} if layout == "stripe" else {}
+    with fw.from_storage(
+        drives,
+        "u1",
+        layout=layout,
+        device="cpu",
+        cache=4 * line,
+        line=line,
+        controller=controllers,
+        **options,
+    ) as x:
+        held = np.zeros(x.shape, np.uint8)
+        for _ in range(data.draw(st.integers(1, 12))):
+            begin = data.draw(st.integers(0, len(held) - 1))
+            end = data.draw(st.integers(begin + 1, min(len(held), begin + 9000)))
+            match data.draw(st.sampled_from(["store", "load", "prefetch", "flush", "drop"])):
+                case "store":
+                    value = data.draw(st.integers(0, 255))
+                    x[begin:end] = value
+                    held[begin:end] = value
+                case "load":
+                    np.testing.assert_array_equal(x[begin:end], held[begin:end])
+                case "prefetch":
+                    x.prefetch(slice(begin, end))
+                case "flush":
+                    x.flush()
+                case "drop":
+                    x.drop_cache()
+        np.testing.assert_array_equal(x[:], held)
+    assert combined(drives, layout, stripe).read(0, held.nbytes) == held.tobytes()
+
+
+# Files.
+
+
+def test_raw_files_open_in_stripes(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).integers(0, 255, 6 * 8192, dtype=np.uint8)
+    for n in range(3):
+        content.reshape(2, 3, 8192)[:, n].tofile(tmp_path / f"{n}.raw")
+    paths = [tmp_path / f"{n}.raw" for n in range(3)]
+
+    with fw.open(paths, dtype="u1", layout="stripe", stripe_bytes=8192, device="cpu") as x:
+        np.testing.assert_array_equal(x[:], content)
+        assert not x.writable
+    with fw.open(
+        paths, "r+", dtype="<u4", shape=(10, 7), layout="stripe", stripe_bytes=8192, device="cpu"
+    ) as y:
+        y[3] = 5
+    assert (np.fromfile(paths[0], "<u4")[21:28] == 5).all()
+
+
+def test_copies_of_a_npy_file_open_as_replicas(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).random((100, 33))
+    paths = [tmp_path / f"{n}.npy" for n in range(2)]
+    for path in paths:
+        np.save(path, content)
+
+    with fw.open(paths, "r+", layout="replicate", device="cpu", cache="32 KiB") as x:
+        np.testing.assert_array_equal(x[:], content)
+        x[5] = 1
+    content[5] = 1
+    for path in paths:
+        np.testing.assert_array_equal(np.load(path), content)
+
+
+def test_files_that_are_no_replicas_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    np.save(tmp_path / "b.npy", np.zeros(4))
+    with pytest.raises(FileFormatError, match="no replicas"):
+        fw.open([tmp_path / "a.npy", tmp_path / "b.npy"], layout="replicate", device="cpu")
+    with pytest.raises(MissingFileError):
+        fw.open([tmp_path / "a.npy", tmp_path / "c.npy"], layout="replicate", device="cpu")
+    with pytest.raises(ArgumentError, match="dtype"):
+        fw.open([tmp_path / "a.npy", tmp_path / "b.npy"], layout="stripe", device="cpu")
+
+
+# Faults.
+
+
+def test_a_stripe_that_fails_is_named_with_its_own_offset(tmp_path: Path) -> None:
+    for n in range(3):
+        (tmp_path / f"{n}.raw").write_bytes(bytes(64 << 10))
+    files = [File(tmp_path / f"{n}.raw", writable=True) for n in range(3)]
+    bad = Faulty(files[1], "read eio bytes=8192-12288")
+    with fw.from_storage(
+        [files[0], bad, files[2]],
+        "u1",
+        layout="stripe",
+        stripe_bytes=4096,
+        line=4096,
+        device="cpu",
+    ) as x:
+        # Row 2 of stripes, the one of the second file.
+        position = (2 * 3 + 1) * 4096
+        with pytest.raises(StorageError) as error:
+            x[position : position + 10]
+        assert error.value.errno == errno.EIO
+        assert error.value.filename == str(tmp_path / "1.raw")
+        assert error.value.offset == 8192
+        # The others are read.
+        assert x[position - 4096] == 0
+        assert x[position + 4096] == 0
+        bad.heal()
+        assert x[position] == 0
+
+
+@pytest.mark.parametrize("path", ["bounce", "direct"])
+def test_a_read_that_fails_on_one_replica_is_answered_by_another(path: str) -> None:
+    content = np.random.default_rng(1).integers(0, 255, 1 << 16, dtype=np.uint8)
+    drives = [Faulty(Memory(content.copy()), "read eio p=0.5; any delay=20us p=0.1") for _ in "ab"]
+    good = Memory(content.copy())
+    with fw.from_storage(
+        [drives[0], good, drives[1]],
+        "u1",
+        layout="replicate",
+        device="cpu",
+        cache="8 KiB",
+        line=512,
+        controller=plan(path),
+    ) as x:
+        for seed in range(5):
+            some = np.random.default_rng(seed).integers(0, len(content), 500)
+            np.testing.assert_array_equal(x.gather(some), content[some])
+        assert x.stats.errors == 0
+    assert all(drive.hits()[0] > 0 for drive in drives)
+
+
+def test_a_read_that_fails_on_all_replicas_raises_and_can_be_tried_again() -> None:
+    drives = [Faulty(Memory(8192), "read eio") for _ in range(3)]
+    with fw.from_storage(
+        drives, "u1", layout="replicate", device="cpu", line=512, controller=plan()
+    ) as x:
+        with pytest.raises(StorageError) as error:
+            x[700]
+        assert error.value.errno == errno.EIO
+        assert error.value.offset == 512
+        assert [drive.hits() for drive in drives] == [(1,), (1,), (1,)]
+        drives[2].heal()
+        assert x[700] == 0
+
+
+def test_a_write_that_fails_on_one_replica_stays_dirty_until_all_have_it() -> None:
+    inner = [Memory(8192) for _ in range(3)]
+    bad = Faulty(inner[1], "write enospc n=1,2")
+    with fw.from_storage(
+        [inner[0], bad, inner[2]],
+        "u1",
+        layout="replicate",
+        device="cpu",
+        line=512,
+        controller=plan(),
+    ) as x:
+        x[:512] = 9
+        with pytest.raises(StorageError) as error:
+            x.flush()
+        assert error.value.errno == errno.ENOSPC
+        assert x[5] == 9
+        with pytest.raises(StorageError):
+            x.flush()
+        x.flush()
+    for drive in inner:
+        assert drive.read(0, 512) == bytes([9]) * 512
+
+
+def test_detached_write_backs_to_replicas_end_after_the_last() -> None:
+    """Dirty lines leave ahead of fills; a failure on one replica never loses a store."""
+    inner = [Memory(1 << 15) for _ in range(3)]
+    drives = [inner[0], Faulty(inner[1], "write eio p=0.2"), inner[2]]
+    held = np.zeros(1 << 15, np.uint8)
+    random = np.random.default_rng(4)
+    with fw.from_storage(
+        drives,
+        "u1",
+        layout="replicate",
+        device="cpu",
+        cache="4 KiB",
+        line=512,
+        controller=plan(),
+    ) as x:
+        for _ in range(300):
+            i, value = int(random.integers(0, len(held))), int(random.integers(1, 255))
+            try:
+                x[i] = value
+                held[i] = value
+            except StorageError:
+                got = None
+                while got is None:
+                    try:
+                        got = int(x[i])
+                    except StorageError:
+                        continue
+                assert got in (held[i], value)
+                held[i] = got
+        drives[1].heal()  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(x[:], held)
+    for drive in inner:
+        assert drive.read(0, len(held)) == held.tobytes()
+
+
+def test_a_flush_reaches_every_storage_and_names_the_one_that_failed(tmp_path: Path) -> None:
+    for n in range(3):
+        (tmp_path / f"{n}.raw").write_bytes(bytes(8192))
+    files = [Faulty(File(tmp_path / f"{n}.raw", writable=True)) for n in range(3)]
+    x = fw.from_storage(files, "u1", layout="stripe", stripe_bytes=4096, line=512, device="cpu")
+    x.flush()
+    assert [file.operations()["flush"] for file in files] == [1, 1, 1]
+    files[2].inject("flush eio")
+    with pytest.raises(StorageError) as error:
+        x.flush()
+    assert error.value.filename == str(tmp_path / "2.raw")
+    with pytest.raises(StorageError, match="earlier flush"):
+        x.close()
+    x.close()
+
+
+def hanging(tmp_path: Path, count: int, bad: int) -> list[Faulty]:
+    """Files of which one does not answer reads until its controller stops."""
+    for n in range(count):
+        (tmp_path / f"{n}.raw").write_bytes(bytes([n + 1]) * (64 << 10))
+    return [
+        Faulty(File(tmp_path / f"{n}.raw"), "read hang" if n == bad else "") for n in range(count)
+    ]
+
+
+def test_a_stripe_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    files = hanging(tmp_path, 3, 1)
+    x = fw.from_storage(
+        files,
+        "u1",
+        layout="stripe",
+        stripe_bytes=4096,
+        line=4096,
+        device="cpu",
+        controller=plan(queue_pairs=1),
+    )
+    with pytest.raises(ControllerTimeout, match=r"storage 1 \(.*1\.raw\) does not answer"):
+        x[4096]
+    assert x[0] == 1
+    assert x[8192] == 3
+    with pytest.raises(ControllerTimeout):
+        x.close()
+
+
+def test_a_replica_that_does_not_answer_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    # A prefetch that never comes back keeps its line.
+    monkeypatch.setenv("FLASHWARP_LOOK_AHEAD", "0")
+    for n in range(2):
+        (tmp_path / f"{n}.raw").write_bytes(bytes(range(256)) * 256)
+    files = [File(tmp_path / "0.raw"), Faulty(File(tmp_path / "1.raw"), "read hang")]
+    x = fw.from_storage(
+        files,
+        "u1",
+        layout="replicate",
+        line=512,
+        device=fw.CpuDevice(1),
+        controller=plan(queue_pairs=1),
+    )
+    expected = np.arange(1 << 16, dtype=np.uint8)
+    # The first read that the silent one was to answer waits for it; then nobody asks it again.
+    np.testing.assert_array_equal(x[:], expected)
+    assert files[1].operations()["read"] <= 4  # type: ignore[attr-defined]
+    assert x.stats.errors == 0
+    assert x.controller.silent() == f"storage 1 ({tmp_path / '1.raw'})"
+    with pytest.raises(ControllerTimeout, match=r"storage 1 .* does not answer"):
+        x.close()
+    x.close()
+
+
+# The end, and bad input.
+
+
+def test_controllers_stop_with_the_array_and_serve_the_next() -> None:
+    drives = [Memory(8192), Memory(8192)]
+    controllers = [plan(), plan()]
+    for _ in range(2):
+        x = fw.from_storage(drives, "i4", layout="replicate", device="cpu", controller=controllers)
+        with pytest.raises(ControllerError, match="another array"):
+            fw.from_storage(drives, "i4", layout="replicate", device="cpu", controller=controllers)
+        x[3] = 4
+        x.close()
+        x.close()
+        assert not any(controller.serving for controller in controllers)
+        with pytest.raises(ClosedError):
+            _ = x.stats
+        with pytest.raises(ClosedError):
+            _ = x.controller.queues
+    assert drives[1].read(12, 4) == b"\x04\0\0\0"
+
+
+def test_one_read_only_member_makes_the_array_read_only() -> None:
+    drives = [Memory(8192), Memory(np.zeros(8192, np.uint8), writable=False)]
+    with (
+        fw.from_storage(drives, "i4", layout="replicate", device="cpu") as x,
+        pytest.raises(ReadOnlyError),
+    ):
+        x[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "layout=None"),
+        ({"layout": "mirror"}, "layout='mirror'"),
+        ({"layout": "stripe", "stripe_bytes": 4000}, "multiple"),
+        ({"layout": "stripe", "stripe_bytes": 2048, "line": 4096}, "multiple of a line"),
+        ({"layout": "stripe", "stripe_bytes": 512, "line": 512}, "4096"),
+        ({"layout": "stripe", "stripe_bytes": "0 KiB"}, "multiple"),
+        ({"layout": "stripe", "stripe_bytes": -4096}, "negative"),
+        ({"layout": "replicate", "stripe_bytes": 4096}, "stripe_bytes"),
+        ({"layout": "stripe", "controller": [plan()]}, "1 controllers for 2"),
+        ({"layout": "stripe", "controller": [plan()] * 3}, "3 controllers for 2"),
+        ({"layout": "stripe", "controller": [plan()] * 2}, "named twice"),
+        (
+            {"layout": "stripe", "controller": fw.SoftwareController(Memory(4096))},
+            "storage of its own",
+        ),
+        (
+            {"layout": "stripe", "controller": [plan(), fw.SoftwareController(Memory(4096))]},
+            "another storage",
+        ),
+        ({"layout": "stripe", "controller": [plan("direct"), plan("mapped")]}, "different ways"),
+        ({"layout": "stripe", "shape": 1 << 40}, "needs"),
+        ({"layout": "stripe", "strict": "fast"}, "strict"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
+    drives = [Memory(1 << 18), Memory(1 << 18)]
+    with pytest.raises(ArgumentError, match=words):
+        fw.from_storage(drives, "i4", device="cpu", **options)
+    # Nothing is left behind that would keep a storage or a controller.
+    fw.from_storage(drives, "i4", layout="stripe", device="cpu").close()
+
+
+def test_numbers_and_kinds_of_storages_are_checked() -> None:
+    drive = Memory(1 << 18)
+    with pytest.raises(ArgumentError, match="no storage"):
+        fw.from_storage([], "i4", layout="stripe", device="cpu")
+    with pytest.raises(ArgumentError, match="1 to 16"):
+        fw.from_storage([Memory(4096) for _ in range(17)], "i4", layout="replicate", device="cpu")
+    with pytest.raises(ArgumentError, match="twice"):
+        fw.from_storage([drive, drive], "i4", layout="stripe", device="cpu")
+    with pytest.raises(ArgumentError, match="differ in size"):
+        fw.from_storage([drive, Memory(4096)], "i4", layout="replicate", device="cpu")
+    with pytest.raises(ArgumentError, match="several storages"):
+        fw.from_storage(drive, "i4", layout="stripe", device="cpu")
+    with pytest.raises(ArgumentError, match="several storages"):
+        fw.from_storage(drive, "i4", controller=[plan()], device="cpu")
+    closed = Memory(4096)
+    closed.close()
+    with pytest.raises(ClosedError):
+        fw.from_storage([Memory(4096), closed], "i4", layout="replicate", device="cpu")
