@@ -152,7 +152,9 @@ def test_one_plan_serves_all_and_stays_a_plan() -> None:
     with fw.from_storage(
         [Memory(8192), Memory(8192)], "i4", layout="replicate", device="cpu", controller=settings_
     ) as x:
-        assert [c.queues.count for c in x.controller.controllers] == [3, 3]  # type: ignore[union-attr]
+        served = x.controller.stats()["controllers"]
+        assert len(served) == 2
+        assert x.controller.queues.count == 6
     assert not settings_.serving
     assert settings_.storage is None
 
