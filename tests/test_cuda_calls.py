@@ -34,6 +34,7 @@ from flashwarp._jit import compiler
 from flashwarp.device import CudaDevice, Device, DeviceArray, resolve, view
 from flashwarp.errors import (
     ArgumentError,
+    BoundsError,
     ClosedError,
     DeviceError,
     DeviceOutOfMemory,
@@ -288,7 +289,6 @@ def open_array() -> Iterator[fw.Array]:
         fake().fake_hold(LANE)
         yield x
         fake().fake_hold(0)
-    assert fake().fake_live_allocations() == 0
 
 
 def calls_of(x: fw.Array) -> list[Any]:
@@ -343,6 +343,7 @@ def check_temporary_memory_is_lent_again() -> None:
             x.write_async([1, 2], [3, 4]).result()
 
         assert (fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")) == before
+    assert fake().fake_live_allocations() == 0
 
 
 def check_calls_overtake_each_other() -> None:
@@ -432,6 +433,7 @@ def check_close_and_limit_wait_for_calls() -> None:
         fake().fake_hold(LANE + 256)
         threading.Timer(0.05, lambda: fake().fake_hold(0)).start()
     assert second.done()
+    assert fake().fake_live_allocations() == 0
     assert fake().fake_count(b"cuStreamDestroy") == fake().fake_count(b"cuStreamCreate")
 
 
@@ -442,6 +444,70 @@ def check_close_beside_a_stuck_kernel_fails_its_calls() -> None:
         with pytest.raises(DeviceTimeout, match="asynchronous calls"):
             x.close()
         assert isinstance(read.exception(), DeviceTimeout)
+
+
+# Kernels that the driver stops.
+
+LAUNCH_FAILED = 719
+
+
+def check_index_that_stopped_a_kernel_is_told() -> None:
+    """As a kernel built for debugging leaves it: the record, then a trap."""
+    with open_array() as x:
+        fake().fake_hold(0)
+        record = x._volume.error_record()
+        record.index, record.index_count = 64, 1
+        fake().fake_fault(LAUNCH_FAILED)
+
+        told = (
+            r"index 64,.* in memory of shape \(64,\), 64 elements, where it was stopped.*LAUNCH_F"
+        )
+        with pytest.raises(IndexError, match=told) as caught:
+            x.synchronize()
+
+        assert isinstance(caught.value, BoundsError)
+        assert isinstance(caught.value.__cause__, DeviceError)
+        assert any("since its last flush is lost" in note for note in caught.value.__notes__)
+        with pytest.raises(IndexError, match="index 64"):
+            x.gather(np.array([1]))
+        x.close()  # it has been told
+        fake().fake_fault(0)
+
+
+def check_fault_without_a_record_stays_what_it_is() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        fake().fake_fault(LAUNCH_FAILED)
+
+        with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
+            x.synchronize()
+        x.close()
+        fake().fake_fault(0)
+
+
+def check_fault_that_nobody_was_told_of_is_raised_by_close() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        record = x._volume.error_record()
+        record.index, record.index_count = (1 << 64) - 3, 1
+        fake().fake_fault(LAUNCH_FAILED)
+
+        with pytest.raises(BoundsError, match="index -3,"):
+            x.close()
+        x.close()
+        fake().fake_fault(0)
+
+
+def check_calls_in_flight_end_with_a_fault() -> None:
+    with open_array() as x:
+        read = x.read_async([1])
+        fake().fake_fault(LAUNCH_FAILED)
+
+        assert isinstance(read.exception(), DeviceError)
+        with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
+            x.read_async([1])
+        fake().fake_fault(0)
+        fake().fake_hold(0)
 
 
 # Results.

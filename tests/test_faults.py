@@ -278,7 +278,7 @@ def test_store_that_found_no_frame_because_of_a_neighbour_is_raised(blocking: bo
         neighbour[:256] = 7  # every frame is dirty with what cannot be written
         with fw.from_storage(Memory(4096), "i8", cache=cache) as x:
             for use in (lambda: x.scatter([3], [9]), lambda: x[3], lambda: x.gather([70])):
-                with pytest.raises(StorageError, match="another array's line"):
+                with pytest.raises(StorageError, match="a line in its way"):
                     use()
             bad.heal()
             x[3] = 9

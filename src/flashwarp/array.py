@@ -24,8 +24,16 @@ from flashwarp import rows
 from flashwarp.cache import Cache
 from flashwarp.calls import Calls, time_limit_s
 from flashwarp.device import Device, stream_handle
-from flashwarp.errors import BoundsError, ClosedError, ForkError, ReadOnlyError, StorageError
-from flashwarp.failures import Failures, bad_index
+from flashwarp.errors import (
+    BoundsError,
+    ClosedError,
+    DeviceError,
+    FlashwarpError,
+    ForkError,
+    ReadOnlyError,
+    StorageError,
+)
+from flashwarp.failures import Failures
 from flashwarp.futures import Future
 from flashwarp.launcher import Launcher, Watcher
 from flashwarp.operands import Index, Operands, is_foreign
@@ -83,7 +91,13 @@ def _locked(
     def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
             self._begin()
-            return method(self, *args, **kwargs)
+            try:
+                return method(self, *args, **kwargs)
+            except DeviceError as error:
+                reason = self._reason_of(error)
+                if reason is error:
+                    raise
+                raise reason from error
 
     return call
 
@@ -141,6 +155,7 @@ class Array:
         self._lock = cache.turn
         self._pid = os.getpid()
         self._closed = False
+        self._fault_told = False
         self._streams: set[int] = set()
         self._flush_failure: StorageError | None = None
         queues = controller.attach(storage, self.device, cache.line_bytes, cache.frames)
@@ -150,7 +165,7 @@ class Array:
             controller.close()
             raise
         self._operands = Operands(self.device, dtype, self._row_shape, self._row_count, self.device)
-        self._failures = Failures(controller, cache.line_bytes, storage.path)
+        self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
         self._launcher = Launcher(cache, self._volume, controller, self._row_bytes, self._row_count)
         self._calls = Calls(self._launcher, self._operands, self._failures)
         _kept[id(self)] = (cache, controller, self._volume, storage, release, self._calls)
@@ -246,13 +261,12 @@ class Array:
             self._move_rows("gather", index, target.address, stream)
         return target.finish(stream)
 
+    @_locked
     def __getitem__(self, key: Any) -> Any:
         if is_foreign(key):
             return self.gather(key)
-        with self._lock:
-            self._begin()
-            chosen = rows.select(key, self.shape)
-            result = self._read_selection(chosen)
+        chosen = rows.select(key, self.shape)
+        result = self._read_selection(chosen)
         if chosen.scalar:
             result = result.reshape(self._row_shape)
         if chosen.rest:
@@ -400,31 +414,30 @@ class Array:
         self._need_axis()
         return self._calls.write(idx, values, stream)
 
+    @_locked
     def __setitem__(self, key: Any, value: Any) -> None:
         self._need_writable()
         if is_foreign(key):
             self.scatter(key, value)
             return
-        with self._lock:
-            self._begin()
-            chosen = rows.select(key, self.shape)
-            lead = () if chosen.scalar else _row_lead(chosen)
-            shape = lead + self._row_shape
-            if chosen.rest:
-                held = self._read_selection(chosen).reshape(shape)
-                held[(slice(None),) * len(lead) + chosen.rest] = np.asarray(value)
-                value = held
-            block = self._operands.host_values(value, shape)
-            if isinstance(chosen.rows, range) and (chosen.rows.step == 1 or len(chosen.rows) < 2):
-                if block.nbytes:
-                    self._move_range("scatter", chosen.rows, block)
-                return
-            index = np.asarray(chosen.rows, np.int64).reshape(-1)
-            block = block.reshape(-1, *self._row_shape)
-            last = _last_of_each(index)
-            if last is not None:
-                index, block = index[last], np.ascontiguousarray(block[last])
-            self.scatter(index, block)
+        chosen = rows.select(key, self.shape)
+        lead = () if chosen.scalar else _row_lead(chosen)
+        shape = lead + self._row_shape
+        if chosen.rest:
+            held = self._read_selection(chosen).reshape(shape)
+            held[(slice(None),) * len(lead) + chosen.rest] = np.asarray(value)
+            value = held
+        block = self._operands.host_values(value, shape)
+        if isinstance(chosen.rows, range) and (chosen.rows.step == 1 or len(chosen.rows) < 2):
+            if block.nbytes:
+                self._move_range("scatter", chosen.rows, block)
+            return
+        index = np.asarray(chosen.rows, np.int64).reshape(-1)
+        block = block.reshape(-1, *self._row_shape)
+        last = _last_of_each(index)
+        if last is not None:
+            index, block = index[last], np.ascontiguousarray(block[last])
+        self.scatter(index, block)
 
     def flush(self) -> None:
         """Write dirty lines back and make them durable: after it, a crash loses nothing stored.
@@ -437,9 +450,11 @@ class Array:
         """
         self._begin()
         self._calls.wait()
-        with self._lock:
-            self._check_usable()
-            self._flush()
+        self._flush_in_turn()
+
+    @_locked
+    def _flush_in_turn(self) -> None:
+        self._flush()
 
     # What can be told about it.
 
@@ -515,6 +530,10 @@ class Array:
         ------
         StorageError
             When a transfer failed: what the kernels computed from this array is void then.
+        BoundsError
+            When they used an index out of bounds. Such a load gives zero and such a store does
+            nothing. Kernels compiled with ``debug=True`` are stopped by it, and the process cannot
+            use the GPU any more.
         DeviceTimeout
             When the stream did not become idle in time.
         """
@@ -554,15 +573,17 @@ class Array:
             self._settle()
         except Exception as error:  # raised by `close`, after the release
             failure = error
+        # Nothing can be saved from a device whose kernel has faulted; it is only let go.
+        alive = self.device.alive()
         self._closed = True
         with self.cache.gate.shut():
             try:
-                if not self._owns_cache:
+                if not self._owns_cache and alive:
                     self._wait_neighbours()
             except Exception as error:  # as above
                 failure = failure or error
             self._controller.close()
-            if failure is not None and not self._owns_cache:
+            if failure is not None and not self._owns_cache and alive:
                 failure = self._forget_lines(failure)
             self.cache.detach(self._volume)
         if self._owns_cache:
@@ -583,6 +604,8 @@ class Array:
     def _settle(self) -> None:
         """Bring everything to rest: no dirty line, no command, and no line of ours in the cache."""
         failure: Exception | None = None
+        if self._fault_told and not self.device.alive():
+            return
         steps: list[Callable[[], None]] = [self._wait_streams]
         if self.writable:
             steps.append(self._flush)
@@ -592,8 +615,12 @@ class Array:
         for step in steps:
             try:
                 step()
+            except DeviceError as error:
+                failure = failure or self._reason_of(error)
             except Exception as error:  # the first one counts; later steps still run
                 failure = failure or error
+            if not self.device.alive():
+                break
         if failure is not None:
             raise failure
 
@@ -607,9 +634,11 @@ class Array:
         """
         self._begin()
         self._calls.wait()
-        with self._lock:
-            self._check_usable()
-            self._drop_cache(drop_dirty)
+        self._drop_cache_in_turn(drop_dirty)
+
+    @_locked
+    def _drop_cache_in_turn(self, drop_dirty: bool) -> None:
+        self._drop_cache(drop_dirty)
 
     def _drop_cache(self, drop_dirty: bool) -> None:
         if self.writable and not drop_dirty:
@@ -660,15 +689,8 @@ class Array:
         index = self._operands.index(idx)
         if not index.checked and index.size:
             here = self.device.current_stream(index.library) if stream is None else stream
-            self._check_indices(index, here)
+            self._calls.check(index, here)
         return index
-
-    def _check_indices(self, index: Index, stream: Any) -> None:
-        self._launcher.check_indices(index, stream)
-        self.device.synchronize(stream)
-        failure = bad_index(self._volume, index, self._row_count)
-        if failure is not None:
-            raise failure
 
     def _move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
         run = stream if stream is not None else self._default_stream(index.library)
@@ -737,7 +759,7 @@ class Array:
     def _wait_streams(self) -> None:
         """Wait for the calls that were given a stream, and raise what they met."""
         while self._streams:
-            self.device.synchronize(self._streams.pop())
+            self.device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
         self._raise_failure("a call on a stream")
 
     def _wait_neighbours(self) -> None:
@@ -748,6 +770,16 @@ class Array:
     def _finish(self, what: str, stream: Any) -> None:
         self.device.synchronize(stream, timeout_s=time_limit_s())
         self._raise_failure(what)
+
+    def _reason_of(self, error: DeviceError) -> FlashwarpError:
+        """Tell why a kernel was stopped, where that is what a call has met."""
+        if self.device.alive():
+            return error
+        reason = self._failures.after_fault(self._volume, error)
+        if self.writable and not self._fault_told:
+            reason.add_note("what was stored in the array since its last flush is lost")
+        self._fault_told = True
+        return reason
 
     def _raise_failure(self, what: str) -> None:
         failure = self._failures.take(what, self._volume, alone=not self._calls.busy)

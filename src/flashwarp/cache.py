@@ -147,6 +147,11 @@ class Volume:
         self.cache.device.fill(lock, 0, 4)
         self.cache.device.fill(self.address + VolumeStruct.index_errors.offset, 0, 4)
 
+    def index_errors(self) -> int:
+        """Read how many indices out of bounds kernels met."""
+        word = self.address + VolumeStruct.index_errors.offset
+        return int.from_bytes(self.cache.device.download(word, 4), "little")
+
     def with_own_errors(self) -> Volume:
         """Copy the entry, so that what its kernels meet is noted apart; to be released.
 
@@ -157,7 +162,7 @@ class Volume:
         entry = device.allocate(ctypes.sizeof(VolumeStruct))
         struct = VolumeStruct.from_buffer_copy(device.download(self.address, entry.nbytes))
         struct.errors = errors.address
-        struct.error_lock = 0
+        struct.error_lock = struct.index_errors = 0
         device.upload(entry.address, bytes(struct))
         return replace(self, address=entry.address, errors=errors, entry=entry)
 
@@ -379,7 +384,7 @@ class Cache:
         with self._lock:
             if self._volumes.pop(volume.slot, None) is None:
                 return
-            if not self._closed:
+            if not self._closed and self.device.alive():
                 self.device.fill(volume.address, 0, ctypes.sizeof(VolumeStruct))
             volume.events.close()
             volume.errors.close()

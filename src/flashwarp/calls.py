@@ -161,11 +161,14 @@ class Calls:
             idx = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64)
         index = self._operands.index(idx)
         if not index.checked and index.size:
-            self._check(index, *self._streams_before(stream, index.library))
+            self.check(index, *self._streams_before(stream, index.library))
         return index
 
-    def _check(self, index: Index, stream: Any) -> None:
-        """Check indices that lie on the GPU; waits for them."""
+    def check(self, index: Index, stream: Any) -> None:
+        """Check indices that lie on the GPU, after what `stream` has queued; waits for them.
+
+        What kernels note meanwhile in the array's own record is not touched.
+        """
         with self._checking:
             if self._checker is None:
                 self._checker = _Lane(self._launcher), self._device.create_stream()

@@ -7,6 +7,7 @@ controller's log, which knows path and errno.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections import deque
@@ -18,6 +19,7 @@ from flashwarp.errors import (
     BoundsError,
     ControllerError,
     ControllerTimeout,
+    DeviceError,
     FlashwarpError,
     StorageError,
 )
@@ -50,12 +52,21 @@ class Failures:
     line_bytes : int
     path : str, optional
         The storage's, for failures that no log entry explains.
+    shape : tuple of int
+        The array's.
     """
 
-    def __init__(self, controller: AnyController, line_bytes: int, path: str | None) -> None:
+    def __init__(
+        self,
+        controller: AnyController,
+        line_bytes: int,
+        path: str | None,
+        shape: tuple[int, ...],
+    ) -> None:
         self._controller = controller
         self._line_bytes = line_bytes
         self._path = path
+        self._shape = shape
         self._lock = threading.Lock()
         # Entries of the controller's log that were taken for another call's failure.
         self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_ENTRIES_MAX)
@@ -67,11 +78,34 @@ class Failures:
         flight, so that the controller's log is about this one.
         """
         record = volume.error_record()
-        if not record.count:
+        if not record.count and not record.index_count:
             return None
         noted = ErrorRecordStruct.from_buffer_copy(record)
+        strays = volume.index_errors() if noted.index_count else 0
         volume.clear_errors()
-        return self._failure(what, noted, alone)
+        stray = self._stray(int(noted.index), f", the first of {strays} such") if strays else None
+        if not noted.count:
+            return stray
+        failure = self._failure(what, noted, alone)
+        if stray is not None:
+            failure.add_note(f"and {stray}")
+        return failure
+
+    def after_fault(self, volume: Volume, fault: DeviceError) -> FlashwarpError:
+        """Return why a kernel was stopped, as far as it could note it; the device is dead then."""
+        record = volume.error_record()
+        if not record.index_count:
+            return fault
+        return self._stray(int(record.index), f", where it was stopped ({fault})")
+
+    def _stray(self, index: int, how: str) -> BoundsError:
+        # A negative index comes as one beyond 2^63.
+        index -= (index >> 63) << 64
+        return BoundsError(
+            f"a kernel used index {index}, which is out of bounds for the array "
+            f"{self._path or 'in memory'} of shape {self._shape}, {math.prod(self._shape)} "
+            f"elements{how}"
+        )
 
     def _failure(self, what: str, record: ErrorRecordStruct, alone: bool) -> FlashwarpError:
         status, opcode = int(record.status), int(record.opcode)
@@ -132,8 +166,8 @@ def _failure_without_log(
             f"{what} failed at byte {offset} of the array with NVMe status {status:#05x}"
         )
     number = errno.ENOSPC if status == _CAPACITY_EXCEEDED else errno.EIO
-    # A write of ours would be in the log: this one made room by a neighbour's line.
-    why = ": another array's line could not be written back" if opcode == _WRITE else ""
+    # The log tells of that line, which is another's, or not the one that was to be read.
+    why = ": a line in its way could not be written back" if opcode == _WRITE else ""
     return StorageError(
         number,
         f"{what} failed at byte {offset} of the array{why} (NVMe status {status:#05x})",

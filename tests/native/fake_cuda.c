@@ -22,6 +22,7 @@ static struct {
 static int busy;
 static int context_depth;
 static int live_allocations;
+static CUresult fault;
 
 static int call_index(const char* name) {
   for (int i = 0; i < kCallsMax; ++i) {
@@ -35,6 +36,8 @@ static int call_index(const char* name) {
 void fake_fail(const char* name, CUresult code) { calls[call_index(name)].fail = code; }
 int fake_count(const char* name) { return calls[call_index(name)].count; }
 void fake_busy(int on) { busy = on; }
+// A kernel has faulted: from now on every call in the context fails.
+void fake_fault(CUresult code) { fault = code; }
 int fake_context_depth(void) { return context_depth; }
 int fake_live_allocations(void) { return live_allocations; }
 
@@ -51,6 +54,7 @@ int fake_live_allocations(void) { return live_allocations; }
   do {                                  \
     ENTER;                              \
     if (context_depth == 0) return 201; \
+    if (fault != 0) return fault;       \
   } while (0)
 
 CUresult cuInit(unsigned flags) {
@@ -81,6 +85,9 @@ CUresult cuGetErrorName(CUresult code, const char** name) {
       return kSuccess;
     case 700:
       *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      return kSuccess;
+    case 719:
+      *name = "CUDA_ERROR_LAUNCH_FAILED";
       return kSuccess;
     case 801:
       *name = "CUDA_ERROR_NOT_SUPPORTED";

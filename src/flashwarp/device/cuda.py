@@ -29,7 +29,7 @@ from flashwarp.device.memory import (
     host_bytes,
     positive,
 )
-from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout
+from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceTimeout
 from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
@@ -313,6 +313,13 @@ class CudaDevice(Device):
         handle = self._handle(stream)
         done = functools.partial(self.context.stream_done, handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
+
+    def alive(self) -> bool:
+        try:
+            self.context.stream_done(self._stream.handle)
+        except (DeviceError, ClosedError):
+            return False
+        return True
 
     def event(self) -> Event:
         return _CudaEvent(self)

@@ -1,0 +1,124 @@
+"""Indices out of bounds in kernels of one's own: never followed, and raised after the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.errors import BoundsError, StorageError
+from flashwarp.storage import File
+from flashwarp.testing import Faulty
+
+SOURCE = """
+#include "flashwarp/array.cuh"
+FW_KERNEL add_up(fw::array<const int64_t> data, const int64_t* idx, uint64_t n, int64_t* sum) {
+  for (uint64_t i = fw::base::thread_index(); i < n; i += fw::base::thread_count()) {
+    fw::atomic::add(reinterpret_cast<uint64_t*>(sum), uint64_t(data[idx[i]]));
+  }
+}
+FW_KERNEL put(fw::array<int64_t> data, const int64_t* idx, uint64_t n, int64_t value) {
+  for (uint64_t i = fw::base::thread_index(); i < n; i += fw::base::thread_count()) {
+    data.store(idx[i], value);
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program() -> fw.Program:
+    return fw.compile(SOURCE, device="cpu")
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Faulty:
+    np.arange(1000).tofile(tmp_path / "f")
+    return Faulty(File(tmp_path / "f", writable=True))
+
+
+@pytest.fixture
+def x(storage: Faulty) -> Iterator[fw.Array]:
+    with fw.from_storage(storage, "i8", (100, 10), device="cpu", line=512, cache=4096) as opened:
+        yield opened
+
+
+def add_up(program: fw.Program, x: fw.Array, idx: list[int]) -> int:
+    total = np.zeros(1, np.int64)
+    program["add_up"](x, np.array(idx, np.int64), len(idx), total, warps=1)
+    return int(total[0])
+
+
+def test_stray_loads_read_zero_and_are_raised_with_their_number(
+    program: fw.Program, x: fw.Array, storage: Faulty
+) -> None:
+    assert add_up(program, x, [5, 1000, 7, 1 << 40, -1]) == 12
+
+    with pytest.raises(BoundsError) as caught:
+        x.synchronize()
+
+    told = str(caught.value)
+    assert f"index 1000, which is out of bounds for the array {storage.path}" in told
+    assert "shape (100, 10), 1000 elements, the first of 3 such" in told
+    x.synchronize()  # once
+    assert add_up(program, x, [-2]) == 0
+    with pytest.raises(BoundsError, match=r"index -2,.*the first of 1 such"):
+        x.synchronize()
+
+
+def test_stray_stores_change_nothing(program: fw.Program, x: fw.Array) -> None:
+    program["put"](x, np.array([3, 1000, -1]), 3, 77, warps=1)
+
+    with pytest.raises(IndexError, match="first of 2 such"):
+        x.gather([0])
+
+    expected = np.arange(1000).reshape(100, 10)
+    expected[0, 3] = 77
+    assert (x[...] == expected).all()
+
+
+def test_stray_index_that_nobody_waited_for_is_raised_by_close(
+    program: fw.Program, storage: Faulty
+) -> None:
+    x = fw.from_storage(storage, "i8", device="cpu")
+    add_up(program, x, [2000])
+
+    with pytest.raises(BoundsError, match="index 2000"):
+        x.close()
+
+    assert x.closed
+
+
+def test_stray_index_beside_a_failed_transfer(
+    program: fw.Program, x: fw.Array, storage: Faulty
+) -> None:
+    storage.inject("read eio")
+
+    add_up(program, x, [1, 5000])
+
+    with pytest.raises(StorageError) as caught:
+        x.synchronize()
+    assert "index 5000" in caught.value.__notes__[0]
+    storage.heal()
+    assert add_up(program, x, [1]) == 1
+    x.synchronize()
+
+
+def test_stray_index_is_of_its_array(program: fw.Program, x: fw.Array, tmp_path: Path) -> None:
+    np.arange(10).tofile(tmp_path / "g")
+    with fw.open(tmp_path / "g", dtype="i8", cache=x.cache) as y:
+        add_up(program, y, [10])
+
+        x.synchronize()
+        with pytest.raises(BoundsError, match=r"/g of shape \(10,\)"):
+            y.synchronize()
+
+
+def test_stray_index_is_not_of_an_asynchronous_call(program: fw.Program, x: fw.Array) -> None:
+    add_up(program, x, [1000])
+
+    assert (x.read_async([1]).result() == np.arange(10, 20)).all()
+    with pytest.raises(BoundsError, match="index 1000"):
+        x.synchronize()
