@@ -14,6 +14,7 @@ void run_kernel(const void* params) {
   CpuKernel { #NAME, sizeof(PARAMS), &run_kernel<PARAMS, NAME> }
 
 using kernels::bfs_params;
+using kernels::drives_params;
 using kernels::maintenance_params;
 using kernels::query_params;
 using kernels::queue_params;
@@ -39,6 +40,8 @@ const CpuKernel kKernels[] = {
     FW_CPU_KERNEL(fw_invalidate_lines, maintenance_params),
     FW_CPU_KERNEL(fw_quiesce, maintenance_params),
     FW_CPU_KERNEL(fw_submit_command, maintenance_params),
+    FW_CPU_KERNEL(fw_drive_blocks, drives_params),
+    FW_CPU_KERNEL(fw_link_blocks, drives_params),
     FW_CPU_KERNEL(fw_queue_read, queue_params),
     FW_CPU_KERNEL(fw_pull_blocks, queue_params),
     FW_CPU_KERNEL(fw_reduce_array, reduce_params),
@@ -112,6 +115,9 @@ std::vector<MemberLayout> make_layouts() {
       FW_SIZE("maintenance_params", maintenance_params),
       FW_MEMBER("maintenance_params", maintenance_params, opcode),
       FW_MEMBER("maintenance_params", maintenance_params, drop),
+      FW_SIZE("drives_params", drives_params),
+      FW_MEMBER("drives_params", drives_params, opcode),
+      FW_SIZE("drive", kernels::drive),
       FW_SIZE("queue_params", queue_params),
       FW_MEMBER("queue_params", queue_params, data),
       FW_SIZE("reduce_params", reduce_params),

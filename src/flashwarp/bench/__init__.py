@@ -16,5 +16,6 @@ BENCHES = {
     "asynchronous": "How many warps fill the link, waiting for each block or reading ahead.",
     "first_light": "Rows, elements and files against the ceilings of this machine.",
     "hits": "Loads of resident elements against reference counts and plain memory.",
+    "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
 }
 """What each module of this folder measures, in a line."""

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bfs.cuh"
+#include "drives.cuh"
 #include "gather.cuh"
 #include "maintenance.cuh"
 #include "query.cuh"
