@@ -41,6 +41,7 @@ LAYERS = [
     ["array"],
     ["arguments"],
     ["compiling"],
+    ["interop"],
     ["opening"],
     ["flashwarp"],
     ["graphs"],

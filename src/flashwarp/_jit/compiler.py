@@ -182,6 +182,32 @@ def compile_source(
     )
 
 
+def compile_lto(
+    source: Source,
+    *,
+    include_dirs: Sequence[Path] = (INCLUDE_DIR,),
+    options: Sequence[str] = (),
+    cache: ArtifactCache | None = None,
+) -> bytes:
+    """Compiles one translation unit to LTO-IR, or finds it on disk.
+
+    It holds no kernels but functions, which nvJitLink puts into kernels of other compilers. Made
+    for the oldest architecture that NVRTC knows, it serves all others.
+    """
+    cache = ArtifactCache() if cache is None else cache
+    headers = own_headers(source, include_dirs)
+    arch = f"--gpu-architecture=compute_{driver.nvrtc_architectures()[0]}"
+    arguments = (arch, "--std=c++20", "-dlto", *options)
+    version = "{}.{}".format(*driver.nvrtc_version())
+    key = source_key(source, headers, (_KEY_VERSION, version, *arguments))
+    entry = cache.load(key)
+    if entry is None:
+        code, log = driver.nvrtc_compile(source.text, source.name, headers, arguments, "LTOIR")
+        entry = Entry(code, log)
+        cache.publish(key, entry)
+    return entry.cubin
+
+
 def source_key(source: Source, headers: dict[str, bytes], how: Iterable[str]) -> str:
     """Make the key of a source and its headers, compiled as `how` says: never from a path."""
     contents = (

@@ -523,9 +523,16 @@ def nvrtc_architectures() -> tuple[int, ...]:
 
 
 def nvrtc_compile(
-    source: bytes, name: str, headers: dict[str, bytes], options: Sequence[str]
+    source: bytes,
+    name: str,
+    headers: dict[str, bytes],
+    options: Sequence[str],
+    form: str = "CUBIN",
 ) -> tuple[bytes, str]:
-    """Compiles to a cubin. Returns it and the compiler's log; raises CompileError with the log."""
+    """Compiles to a cubin, or with form "LTOIR" to what a linker optimizes with other code.
+
+    Returns it and the compiler's log; raises CompileError with the log.
+    """
     program = _nvrtc_call(
         "nvrtcCreateProgram",
         source,
@@ -548,8 +555,8 @@ def nvrtc_compile(
             raise CompileError(
                 f"{name} ({' '.join(options)}): {failure}\n{text}", text
             ) from failure
-        cubin = bytes(_nvrtc_call("nvrtcGetCUBINSize", program))
-        _nvrtc_call("nvrtcGetCUBIN", program, cubin)
-        return cubin, text
+        code = bytes(_nvrtc_call(f"nvrtcGet{form}Size", program))
+        _nvrtc_call(f"nvrtcGet{form}", program, code)
+        return code, text
     finally:
         _nvrtc_call("nvrtcDestroyProgram", program)

@@ -39,6 +39,7 @@ typedef unsigned long long uintptr_t;
 #define FW_ON_GPU 1
 #define FW_DEVICE __device__ __forceinline__
 #define FW_DEVICE_NOINLINE __device__ __noinline__
+#define FW_DEVICE_C extern "C" __device__
 #define FW_HOST_DEVICE __host__ __device__ __forceinline__
 // Kernels run in blocks of at most 256 threads. FW_KERNEL_RESIDENT(n) asks that n blocks fit on a
 // multiprocessor: it caps registers at 65536 / 256 / n. What waits for memory lives by many warps,
@@ -54,6 +55,7 @@ typedef unsigned long long uintptr_t;
 #define FW_ON_GPU 0
 #define FW_DEVICE inline __attribute__((always_inline))
 #define FW_DEVICE_NOINLINE inline __attribute__((noinline))
+#define FW_DEVICE_C extern "C" inline
 #define FW_HOST_DEVICE inline
 #define FW_KERNEL FW_KERNEL_LINKAGE void
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE void

@@ -1,0 +1,152 @@
+// Arrays in kernels that other compilers make: functions of C linkage, linked as LTO-IR.
+//
+// An array is named by the address of its struct, wherever the other compiler keeps it; elements go
+// to and from memory as bytes, so one function serves all types of a size. Optimization across the
+// link leaves of a load what `fw::array` makes of it: no call, no memory for the struct.
+#pragma once
+
+#include "flashwarp/array.cuh"
+
+namespace fw::c_abi {
+
+template <uint32_t kBytes>
+struct element;
+template <>
+struct element<1> {
+  using word = uint8_t;
+};
+template <>
+struct element<2> {
+  using word = uint16_t;
+};
+template <>
+struct element<4> {
+  using word = uint32_t;
+};
+template <>
+struct element<8> {
+  using word = uint64_t;
+};
+template <>
+struct element<16> {
+  using word = typename atomic::raw<16>::type;
+};
+template <uint32_t kBytes>
+using word = typename element<kBytes>::word;
+static_assert(sizeof(word<1>) == 1 && sizeof(word<16>) == 16);
+
+template <typename T>
+FW_DEVICE const array<T>& array_at(const void* address) {
+  return *static_cast<const array<T>*>(address);
+}
+
+// Where a token's later state is: its own copies are values that nobody can change. Of the tokens
+// that one place of a kernel starts, the last `kTracked` are known here; an older one is waited for
+// when it is asked about, and where it is asked twice, twice.
+inline constexpr uint32_t kTracked = 8;
+
+struct token_site {
+  uint64_t started;
+  struct {
+    uint64_t number;
+    token state;
+  } last[kTracked];
+};
+
+struct started_token {
+  token first;  // as it was started
+  token_site* site;
+  uint64_t number;
+};
+static_assert(sizeof(token) == 64);
+static_assert(sizeof(token_site) == 8 + kTracked * 72);
+static_assert(sizeof(started_token) == 80);
+
+FW_DEVICE void start(started_token* to, token_site* site, const token& t) {
+  const uint64_t number = ++site->started;
+  site->last[number % kTracked] = {number, t};
+  *to = {t, site, number};
+}
+
+// Calls `what` with the token's state, kept where it is still known.
+template <typename What>
+FW_DEVICE auto with(const started_token* t, What what) {
+  auto& last = t->site->last[t->number % kTracked];
+  if (last.number == t->number) return what(last.state, true);
+  token state = t->first;
+  return what(state, false);
+}
+
+}  // namespace fw::c_abi
+
+#define FW_ELEMENT_FUNCTIONS(BYTES)                                                            \
+  FW_DEVICE_C void fw_load_##BYTES(const void* a, uint64_t i, void* to) {                      \
+    using word = fw::c_abi::word<BYTES>;                                                       \
+    *static_cast<word*>(to) = fw::c_abi::array_at<const word>(a)[i];                           \
+  }                                                                                            \
+  FW_DEVICE_C void fw_store_##BYTES(const void* a, uint64_t i, const void* from) {             \
+    using word = fw::c_abi::word<BYTES>;                                                       \
+    fw::c_abi::array_at<word>(a).store(i, *static_cast<const word*>(from));                    \
+  }                                                                                            \
+  FW_DEVICE_C void fw_prefetch_##BYTES(const void* a, uint64_t i) {                            \
+    fw::c_abi::array_at<const fw::c_abi::word<BYTES>>(a).prefetch(i);                          \
+  }                                                                                            \
+  FW_DEVICE_C void fw_fetch_async_##BYTES(const void* a, uint64_t i, uint64_t n, void* site,   \
+                                          void* to) {                                          \
+    using word = fw::c_abi::word<BYTES>;                                                       \
+    fw::c_abi::start(static_cast<fw::c_abi::started_token*>(to),                               \
+                     static_cast<fw::c_abi::token_site*>(site),                                \
+                     fw::c_abi::array_at<const word>(a).prefetch(i, n));                       \
+  }                                                                                            \
+  FW_DEVICE_C void fw_read_async_##BYTES(const void* a, uint64_t i, uint64_t n, void* buffer,  \
+                                         void* site, void* to) {                               \
+    using word = fw::c_abi::word<BYTES>;                                                       \
+    fw::c_abi::start(                                                                          \
+        static_cast<fw::c_abi::started_token*>(to), static_cast<fw::c_abi::token_site*>(site), \
+        fw::c_abi::array_at<const word>(a).read_async(i, n, static_cast<word*>(buffer)));      \
+  }                                                                                            \
+  FW_DEVICE_C void fw_write_async_##BYTES(const void* a, uint64_t i, uint64_t n,               \
+                                          const void* buffer, void* site, void* to) {          \
+    using word = fw::c_abi::word<BYTES>;                                                       \
+    fw::c_abi::start(                                                                          \
+        static_cast<fw::c_abi::started_token*>(to), static_cast<fw::c_abi::token_site*>(site), \
+        fw::c_abi::array_at<word>(a).write_async(i, n, static_cast<const word*>(buffer)));     \
+  }
+
+FW_ELEMENT_FUNCTIONS(1)
+FW_ELEMENT_FUNCTIONS(2)
+FW_ELEMENT_FUNCTIONS(4)
+FW_ELEMENT_FUNCTIONS(8)
+FW_ELEMENT_FUNCTIONS(16)
+
+#define FW_ATOMIC_FUNCTION(NAME, TYPE)                                                \
+  FW_DEVICE_C void fw_atomic_add_##NAME(const void* a, uint64_t i, const void* value, \
+                                        void* before) {                               \
+    *static_cast<TYPE*>(before) =                                                     \
+        fw::c_abi::array_at<TYPE>(a).atomic_add(i, *static_cast<const TYPE*>(value)); \
+  }
+
+FW_ATOMIC_FUNCTION(int32, int32_t)
+FW_ATOMIC_FUNCTION(uint32, uint32_t)
+FW_ATOMIC_FUNCTION(int64, int64_t)
+FW_ATOMIC_FUNCTION(uint64, uint64_t)
+FW_ATOMIC_FUNCTION(float32, float)
+FW_ATOMIC_FUNCTION(float64, double)
+
+// Tokens: as the methods of fw::token.
+FW_DEVICE_C bool fw_token_done(const void* t) {
+  return fw::c_abi::with(static_cast<const fw::c_abi::started_token*>(t),
+                         [](fw::token& state, bool known) {
+                           // Nobody would remember how often it was asked.
+                           if (!known) state.wait();
+                           return state.done();
+                         });
+}
+FW_DEVICE_C uint32_t fw_token_wait(const void* t) {
+  return fw::c_abi::with(static_cast<const fw::c_abi::started_token*>(t),
+                         [](fw::token& state, bool) { return state.wait(); });
+}
+FW_DEVICE_C uint32_t fw_token_status(const void* t) {
+  return fw::c_abi::with(static_cast<const fw::c_abi::started_token*>(t),
+                         [](fw::token& state, bool) { return state.status(); });
+}

@@ -1,0 +1,304 @@
+"""Python kernels on a GPU: every dtype, axes, bounds, transfers, streams, errors."""
+
+# Imports come after the shim that they need.
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+# numba of today asks numpy for a name that numpy 2.5 has dropped.
+if not hasattr(np, "row_stack"):
+    np.vstack = np.vstack  # type: ignore[attr-defined]
+
+pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+
+from numba import cuda
+from numba.core.errors import NumbaError
+
+import flashwarp as fw
+from flashwarp.device import CudaDevice, resolve
+from flashwarp.errors import ArgumentError, BoundsError, ClosedError, StorageError
+from flashwarp.interop.numba import atomic_add, jit, prefetch, read_async, write_async
+from flashwarp.testing.faults import Faulty
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::Warning:numba")]
+
+DTYPES = [
+    "bool",
+    *(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("int", "uint")),
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+
+
+@pytest.fixture(scope="module")
+def device() -> CudaDevice:
+    made = resolve("cuda:0")
+    assert isinstance(made, CudaDevice)
+    return made
+
+
+@jit
+def gather(out: Any, data: Any, indices: Any) -> None:
+    for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        out[i] = data[indices[i]]
+
+
+@jit
+def scatter(data: Any, indices: Any, values: Any) -> None:
+    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
+        data[indices[i]] = values[i]
+
+
+def random_values(dtype: str, count: int) -> np.ndarray[Any, Any]:
+    raw = np.random.default_rng(3).integers(0, 256, count * 16, dtype=np.uint8)
+    kind = np.dtype(dtype).kind
+    if kind == "b":
+        return raw[:count] > 127
+    if kind in "iu":
+        return raw.view(dtype)[:count].copy()
+    real = raw.view(np.int64)[: 2 * count].astype(np.float64) / (1 << 60)
+    if kind == "c":
+        return (real[:count] + 1j * real[count:]).astype(dtype)
+    return real[:count].astype(dtype)
+
+
+@pytest.fixture
+def floats(tmp_path: Path, device: CudaDevice) -> Iterator[fw.Array]:
+    """Sixteen times the size of its cache."""
+    with fw.create(tmp_path / "x.npy", (1 << 22,), "f4", device=device, cache="1 MiB") as x:
+        x[:] = np.arange(1 << 22)
+        yield x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_loaded_and_stored(dtype: str, tmp_path: Path, device: CudaDevice) -> None:
+    values = random_values(dtype, 50_000)
+    np.save(tmp_path / "x.npy", values)
+    order = np.random.default_rng(4).permutation(len(values))
+    out = cuda.device_array(len(values), values.dtype)
+    with (
+        fw.open(tmp_path / "x.npy", device=device, cache="64 KiB") as x,
+        fw.create(
+            tmp_path / "y.npy", values.shape, values.dtype, device=device, cache="64 KiB"
+        ) as y,
+    ):
+        # From the end, as negative indices count.
+        gather[64, 128](out, x, cuda.to_device(order - len(values)))
+        scatter[64, 128](y, cuda.to_device(order.astype(np.uint32)), out)
+        x.synchronize(0)
+        y.synchronize(0)
+
+        assert (out.copy_to_host() == values[order]).all()
+        assert (y[:] == values).all()
+
+
+def test_axes_lengths_and_sizes(tmp_path: Path, device: CudaDevice) -> None:
+    @jit
+    def row_sums(out: Any, data: Any) -> None:
+        i = cuda.grid(1)
+        if i < data.shape[0]:
+            total = 0
+            for j in range(data.shape[1]):
+                total += data[i, -1 - j]
+            out[i] = total
+            if i == 0:
+                out[len(data)] = len(data)
+                out[len(data) + 1] = data.size
+                out[len(data) + 2] = data.ndim
+
+    values = np.random.default_rng(5).integers(0, 1000, (500, 300))
+    np.save(tmp_path / "x.npy", values)
+    out = cuda.device_array(503, np.int64)
+    with fw.open(tmp_path / "x.npy", device=device, cache="64 KiB") as x:
+        row_sums[4, 128](out, x)
+        x.synchronize(0)
+
+    assert out.copy_to_host()[:500].tolist() == values.sum(1).tolist()
+    assert out.copy_to_host()[500:].tolist() == [500, 150_000, 2]
+
+
+@pytest.mark.parametrize("place", [(3, 5), (-4, 0), (0, -6), (1 << 40, 0)])
+def test_index_out_of_bounds_is_raised(
+    place: tuple[int, int], tmp_path: Path, device: CudaDevice
+) -> None:
+    @jit
+    def read(out: Any, data: Any, i: Any, j: Any) -> None:
+        out[0] = data[i, j]
+
+    out = cuda.to_device(np.ones(1, np.float32))
+    np.save(tmp_path / "x.npy", np.ones((3, 5), np.float32))
+    with fw.open(tmp_path / "x.npy", device=device) as x:
+        read[1, 1](out, x, *place)
+
+        with pytest.raises(BoundsError):
+            x.synchronize(0)
+        assert out.copy_to_host()[0] == 0
+
+
+def test_transfers_of_ones_own_buffers(floats: fw.Array) -> None:
+    @jit
+    def double(data: Any, polls: Any) -> None:
+        buffer = cuda.local.array(64, np.float32)
+        for start in range(cuda.grid(1) * 64, data.size, cuda.gridsize(1) * 64):
+            prefetch(data, start)
+            token = read_async(data, start, 64, buffer)
+            while not token.done():
+                polls[cuda.grid(1)] += 1
+            if token.wait() == 0 and token.wait() == 0 and token.status() == 0:
+                for i in range(64):
+                    buffer[i] *= 2
+                token.wait()  # what was waited for is not read again
+                write_async(data, start, 64, buffer).wait()
+
+    polls = cuda.to_device(np.zeros(16 * 64, np.uint32))
+    double[16, 64](floats, polls)
+    floats.synchronize(0)
+
+    assert (floats[:] == 2 * np.arange(floats.size, dtype=np.float32)).all()
+
+
+def test_more_tokens_than_one_place_remembers(floats: fw.Array) -> None:
+    @jit
+    def kernel(out: Any, data: Any) -> None:
+        base = cuda.grid(1) * 4096
+        first = read_async(data, base, 1, out[cuda.grid(1) * 2 :])
+        for i in range(20):
+            ahead = prefetch(data, base + 100 * i, 100)
+            if i == 0:
+                oldest = ahead
+        out[cuda.grid(1) * 2 + 1] = oldest.wait() + ahead.wait() + first.wait()
+
+    out = cuda.to_device(np.full(256, -1, np.float32))
+    kernel[1, 128](out, floats)
+    floats.synchronize(0)
+
+    assert out.copy_to_host()[::2].tolist() == list(range(0, 128 * 4096, 4096))
+    assert (out.copy_to_host()[1::2] == 0).all()
+
+
+def test_transfer_that_does_not_fit_its_buffer_is_refused(floats: fw.Array) -> None:
+    @jit
+    def kernel(out: Any, data: Any) -> None:
+        read_async(data, 0, out.size + 1, out).wait()
+
+    out = cuda.to_device(np.full(10, 7, np.float32))
+    kernel[1, 1](out, floats)
+
+    with pytest.raises(BoundsError):
+        floats.synchronize(0)
+    assert (out.copy_to_host() == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64", "float32", "float64"])
+def test_numbers_are_added_to_in_one_step(dtype: str, tmp_path: Path, device: CudaDevice) -> None:
+    @jit
+    def count(data: Any) -> None:
+        atomic_add(data, cuda.grid(1) % data.size - data.size, 1)
+
+    with fw.create(tmp_path / "x.npy", (100,), dtype, device=device) as x:
+        count[100, 100](x)
+        x.synchronize(0)
+
+        assert (x[:] == 100).all()
+
+
+def test_device_functions_take_arrays_and_tokens(floats: fw.Array) -> None:
+    @jit(device=True)
+    def pick(data: Any, i: Any) -> Any:
+        return data[i] + 1
+
+    @jit(device=True)
+    def finish(token: Any) -> Any:
+        return token.wait()
+
+    @jit
+    def kernel(out: Any, data: Any) -> None:
+        out[0] = pick(data, 41)
+        out[1] = 5
+        out[2] = finish(read_async(data, 100, 1, out[1:2]))
+
+    out = cuda.device_array(3, np.float32)
+    kernel[1, 1](out, floats)
+    floats.synchronize(0)
+
+    assert out.copy_to_host().tolist() == [42, 100, 0]
+
+
+def test_token_is_not_returned_by_a_function(floats: fw.Array) -> None:
+    @jit(device=True)
+    def start(data: Any, buffer: Any) -> Any:
+        return read_async(data, 0, 1, buffer)
+
+    @jit
+    def kernel(out: Any, data: Any) -> None:
+        start(data, out).wait()
+
+    with pytest.raises(Exception, match="cannot return a token"):
+        kernel[1, 1](cuda.device_array(1, np.float32), floats)
+
+
+def test_launch_on_a_stream_is_waited_for_by_close(tmp_path: Path, device: CudaDevice) -> None:
+    @jit
+    def fill(data: Any) -> None:
+        for i in range(cuda.grid(1), data.size, cuda.gridsize(1)):
+            data[i] = i
+
+    stream = cuda.stream()
+    with fw.create(tmp_path / "x.npy", (1 << 20,), "i4", device=device, cache="1 MiB") as x:
+        fill[64, 256, stream](x)
+    with fw.create(tmp_path / "y.npy", (1 << 20,), "i4", device=device, cache="1 MiB") as y:
+        fill.forall(1 << 16)(y)
+
+    for name in ("x.npy", "y.npy"):
+        assert (np.load(tmp_path / name) == np.arange(1 << 20)).all()
+
+
+def test_store_to_a_read_only_array_is_refused(tmp_path: Path, device: CudaDevice) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(10, np.float32))
+    with fw.open(tmp_path / "x.npy", device=device) as x:
+        index, value = cuda.to_device(np.zeros(1, np.int64)), cuda.to_device(np.ones(1, np.float32))
+
+        with pytest.raises(NumbaError, match="cannot be stored to"):
+            scatter[1, 1](x, index, value)
+
+
+def test_failed_transfers_are_raised_by_synchronize(tmp_path: Path, device: CudaDevice) -> None:
+    (tmp_path / "x.bin").write_bytes(bytes(4096))
+    storage = Faulty(fw.storage.File(tmp_path / "x.bin", writable=True), "read eio")
+    with fw.from_storage(storage, "f4", (1000,), device=device) as x:
+        out = cuda.device_array(1, np.float32)
+        gather[1, 1](out, x, cuda.to_device(np.zeros(1, np.int64)))
+
+        with pytest.raises(StorageError, match="a kernel"):
+            x.synchronize(0)
+
+
+def test_closed_arrays_and_arrays_on_the_cpu_are_refused(floats: fw.Array, tmp_path: Path) -> None:
+    out, index = cuda.device_array(1, np.float32), cuda.to_device(np.zeros(1, np.int64))
+    floats.close()
+
+    with pytest.raises(ClosedError):
+        gather[1, 1](out, floats, index)
+    with (
+        fw.create(tmp_path / "y.npy", (10,), "f4", device="cpu") as elsewhere,
+        pytest.raises(ArgumentError, match=r"flashwarp\.compile"),
+    ):
+        gather[1, 1](out, elsewhere, index)
+
+
+def test_registers_leave_room_for_many_warps(floats: fw.Array) -> None:
+    out, index = cuda.device_array(1, np.float32), cuda.to_device(np.zeros(1, np.int64))
+    gather[1, 1](out, floats, index)
+    floats.synchronize(0)
+
+    registers = gather.get_regs_per_thread()
+
+    assert all(count <= 64 for count in registers.values())

@@ -1,0 +1,313 @@
+"""Python kernels with arrays, compiled and linked for GPUs without one."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba.cuda", reason="numba-cuda is not installed")
+pytest.importorskip("cuda.bindings.nvjitlink", reason="nvJitLink is not installed")
+
+from cuda.core import Linker, LinkerOptions, ObjectCode
+from numba import cuda
+from numba.core.errors import NumbaError
+from numba.cuda import types
+from numba.cuda.core.errors import NumbaError as CudaNumbaError
+from numba.cuda.datamodel import default_manager
+from numba.cuda.models import cuda_data_manager
+from numba.cuda.np import numpy_support
+from numba.cuda.typing.typeof import typeof
+
+import flashwarp as fw
+from flashwarp.errors import ArgumentError, DtypeError
+from flashwarp.interop import c_abi
+from flashwarp.interop.numba import (
+    Kernel,
+    TokenType,
+    array_type,
+    atomic_add,
+    extension,
+    jit,
+    prefetch,
+    read_async,
+    write_async,
+)
+
+DTYPES = [
+    "bool",
+    *(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("int", "uint")),
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield
+
+
+def link(function: Callable[..., Any], *kinds: Any, arch: str = "sm_90") -> str:
+    """Return the PTX of a kernel after it was linked with the device headers."""
+    cc = (int(arch[3:]) // 10, int(arch[3:]) % 10)
+    codes, _ = cuda.compile_all(
+        function, types.void(*kinds), device=False, abi="numba", output="ltoir", cc=cc
+    )
+    objects = [
+        ObjectCode.from_ltoir(code if isinstance(code, bytes) else code.data) for code in codes
+    ]
+    options = LinkerOptions(arch=arch, link_time_optimization=True, ptx=True)
+    return Linker(*objects, options=options).link("ptx").code.decode()
+
+
+def entry_of(ptx: str) -> str:
+    """The text of the kernel itself, without functions that it calls."""
+    start = ptx.index(".entry")
+    return ptx[start : ptx.index("\n}", start)]
+
+
+def direct_calls(ptx: str) -> list[str]:
+    """What the kernel calls by name; the slow path is called through pointers."""
+    return re.findall(r"call(?:\.uni)?\s+(?:\([^)]*\),\s*)?([A-Za-z_]\w*)", entry_of(ptx))
+
+
+def array(dtype: Any, ndim: int = 1) -> Any:
+    return types.Array(numpy_support.from_dtype(np.dtype(dtype)), ndim, "C")
+
+
+def gather(out: Any, data: Any, indices: Any) -> None:
+    for i in range(cuda.grid(1), out.size, cuda.gridsize(1)):
+        out[i] = data[indices[i]]
+
+
+def scatter(data: Any, indices: Any, values: Any) -> None:
+    for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
+        data[indices[i]] = values[i]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_loads_are_part_of_the_kernel(arch: str) -> None:
+    ptx = link(gather, array("f4"), array_type("f4"), array("i8"), arch=arch)
+
+    assert direct_calls(ptx) == []
+    assert "fw_load_4" not in entry_of(ptx)
+    # The look at the tags, the element itself, and the second look.
+    assert re.search(r"ld\.acquire\.gpu\.global\.v2\.u64", entry_of(ptx))
+    assert re.search(r"ld\.acquire\.gpu\.global\.u32", entry_of(ptx))
+    assert re.search(r"ld\.relaxed\.gpu\.global\.u64", entry_of(ptx))
+    # The array's struct stays in the parameters: what lives in memory is what the slow path fills.
+    (local,) = re.findall(r"__local_depot\d+\[(\d+)\];", entry_of(ptx))
+    assert int(local) <= 16
+
+
+def test_linked_code_keeps_no_call_of_the_functions_by_name() -> None:
+    """The check above can fail: before the link there are calls."""
+    ptx, _ = cuda.compile_ptx(
+        gather, types.void(array("f4"), array_type("f4"), array("i8")), cc=(9, 0)
+    )
+
+    assert set(direct_calls(ptx)) == {"fw_load_4"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_loaded_and_stored(dtype: str) -> None:
+    loaded = link(gather, array(dtype), array_type(dtype), array("i4"))
+    stored = link(scatter, array_type(dtype), array("u4"), array(dtype))
+
+    assert direct_calls(loaded) == direct_calls(stored) == []
+    width = np.dtype(dtype).itemsize
+    element = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: r"v4\.u32"}[width]
+    assert re.search(rf"ld\.acquire\.gpu\.global\.{element}", entry_of(loaded))
+
+
+def test_axes_lengths_and_sizes() -> None:
+    def kernel(out: Any, data: Any) -> None:
+        rows, columns = data.shape
+        i = cuda.grid(1)
+        if i < rows:
+            total = 0.0
+            for j in range(columns):
+                total += data[i, -1 - j]
+            data[i, 0] = total
+            out[i] = total + len(data) + data.size + data.ndim
+
+    ptx = link(kernel, array("f8"), array_type("f8", 2))
+
+    assert direct_calls(ptx) == []
+
+
+def test_transfers_of_ones_own_buffers() -> None:
+    def kernel(out: Any, data: Any) -> None:
+        buffer = cuda.local.array(64, types.float32)
+        start = cuda.grid(1) * 64
+        prefetch(data, start + 64)
+        ahead = prefetch(data, start + 128, 64)
+        token = read_async(data, start, 64, buffer)
+        while not token.done():
+            out[1] += 1
+        if token.wait() == 0 and token.status() == 0 and ahead.wait() == 0:
+            for i in range(64):
+                buffer[i] *= 2
+            write_async(data, start, 64, buffer).wait()
+
+    assert direct_calls(link(kernel, array("f4"), array_type("f4"))) == []
+
+
+@pytest.mark.parametrize("dtype", c_abi.ATOMIC_ADD_DTYPES)
+def test_numbers_are_added_to_in_one_step(dtype: str) -> None:
+    def kernel(out: Any, data: Any) -> None:
+        out[0] = atomic_add(data, 3, 2)
+
+    assert direct_calls(link(kernel, array(dtype), array_type(dtype))) == []
+
+
+def test_read_only_arrays_are_loaded() -> None:
+    link(gather, array("f4"), array_type("f4", readonly=True), array("i8"))
+
+
+# What is refused when it is compiled.
+
+
+def refused(function: Callable[..., Any], *kinds: Any) -> str:
+    with pytest.raises((NumbaError, CudaNumbaError)) as caught:
+        cuda.compile_ptx(function, types.void(*kinds), cc=(9, 0))
+    return str(caught.value)
+
+
+def test_store_to_a_read_only_array_is_refused() -> None:
+    read_only = array_type("f4", readonly=True)
+
+    assert 'mode="r+"' in refused(scatter, read_only, array("i8"), array("f4"))
+
+
+def test_values_of_a_wrong_type_are_refused() -> None:
+    assert "cannot be stored" in refused(scatter, array_type("f4"), array("i8"), array("c8"))
+
+
+def test_index_that_is_no_integer_is_refused() -> None:
+    assert "indexed by integers" in refused(gather, array("f4"), array_type("f4"), array("f4"))
+
+
+def test_index_of_some_axes_is_refused() -> None:
+    assert "data[i, j]" in refused(gather, array("f4"), array_type("f4", 2), array("i8"))
+
+    def three(out: Any, data: Any) -> None:
+        out[0] = data[1, 2, 3]
+
+    assert "3 indices" in refused(three, array("f4"), array_type("f4", 2))
+
+
+def test_buffer_of_another_dtype_or_with_gaps_is_refused() -> None:
+    def kernel(buffer: Any, data: Any) -> None:
+        read_async(data, 0, 10, buffer).wait()
+
+    assert "contiguous" in refused(kernel, array("f8"), array_type("f4"))
+    gaps = types.Array(types.float32, 1, "A")
+    assert "contiguous" in refused(kernel, gaps, array_type("f4"))
+    constant = types.Array(types.float32, 1, "C", readonly=True)
+    assert "contiguous" in refused(kernel, constant, array_type("f4"))
+
+
+def test_write_async_to_a_read_only_array_is_refused() -> None:
+    def kernel(buffer: Any, data: Any) -> None:
+        write_async(data, 0, 10, buffer).wait()
+
+    assert 'mode="r+"' in refused(kernel, array("f4"), array_type("f4", readonly=True))
+
+
+def test_atomic_add_of_small_numbers_is_refused() -> None:
+    def kernel(out: Any, data: Any) -> None:
+        out[0] = atomic_add(data, 0, 1)
+
+    assert "atomic_add works on" in refused(kernel, array("i2"), array_type("i2"))
+
+
+def test_token_is_not_returned_by_a_function() -> None:
+    model = cuda_data_manager.chain(default_manager)[TokenType()]
+
+    with pytest.raises(CudaNumbaError, match="cannot return a token"):
+        model.as_return(None, None)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "U3", "f16", [("a", "i4")], "M8[s]"])
+def test_dtypes_that_are_no_numbers_are_refused(dtype: Any) -> None:
+    with pytest.raises(DtypeError, match=r"flashwarp\.compile"):
+        array_type(dtype)
+
+
+# Launches, as far as they go without a GPU.
+
+
+def test_array_on_the_cpu_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with fw.create(tmp_path / "x.npy", (10,), "f4", device="cpu") as x:
+        kind = typeof(x)
+
+        assert kind == array_type("f4")
+        with pytest.raises(ArgumentError, match=r"flashwarp\.compile, which runs on both"):
+            extension.prepare_args(kind, x, 0, [])
+
+
+def test_type_of_a_read_only_array_is_read_only(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 4), np.complex64))
+    with fw.open(tmp_path / "x.npy", device="cpu") as x:
+        assert typeof(x) == array_type("c8", 2, readonly=True)
+
+
+def test_words_of_an_array_are_its_struct_and_its_shape(tmp_path: Path) -> None:
+    with fw.create(tmp_path / "x.npy", (3, 5), "f4", device="cpu") as x:
+        words = c_abi.array_words(x)
+
+        assert len(words) == c_abi.word_count(2)
+        assert words[-3:] == (15, 3, 5)
+
+
+def test_functions_for_kernels_say_so_elsewhere() -> None:
+    calls = (
+        functools.partial(prefetch, None, 0),
+        functools.partial(read_async, None, 0, 1, None),
+        functools.partial(write_async, None, 0, 1, None),
+        functools.partial(atomic_add, None, 0, 1),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match="works in kernels"):
+            call()
+
+
+def test_jit_takes_a_function_or_options() -> None:
+    assert isinstance(jit(gather), Kernel)
+    assert isinstance(jit(fastmath=True)(gather), Kernel)
+    assert jit(gather).py_func is gather
+    assert not isinstance(jit(device=True)(gather), Kernel)
+
+
+def test_numba_that_cannot_be_imported_is_an_error_with_the_way_out() -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        sys.modules["numba"] = None
+        import flashwarp.errors
+        try:
+            import flashwarp.interop.numba
+        except flashwarp.errors.DeviceError as error:
+            print(error)
+        """
+    )
+
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert "flashwarp[numba]" in result.stdout
