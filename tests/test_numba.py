@@ -53,6 +53,19 @@ DTYPES = [
 ]
 
 
+NEWEST = fw.Policy(
+    "newest",
+    """
+    struct newest {
+      FW_DEVICE static void on_hit(const fw::cache::geometry&, uint64_t, uint64_t) {}
+      FW_DEVICE static void on_fill(fw::cache::set_view& s, uint32_t way) { s.hand = way; }
+      FW_DEVICE static uint32_t choose_victim(fw::cache::set_view& s) { return s.hand; }
+    };
+    """,
+    keeps_words=False,
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -176,6 +189,16 @@ def test_numbers_are_added_to_in_one_step(dtype: str) -> None:
 
 def test_read_only_arrays_are_loaded() -> None:
     link(gather, array("f4"), array_type("f4", readonly=True), array("i8"))
+
+
+@pytest.mark.parametrize("policy", ["lru", NEWEST], ids=str)
+def test_policy_of_the_cache_is_part_of_the_kernel(policy: str | fw.Policy) -> None:
+    ptx = link(gather, array("f4"), array_type("f4", policy=policy), array("i8"))
+
+    functions = re.findall(r"\.func\s+(?:\([^)]*\)\s*)?(\w+)", ptx)
+    assert direct_calls(ptx) == []
+    assert any(getattr(policy, "name", policy) in function for function in functions)
+    assert not any("clock_policy" in function for function in functions)
 
 
 # What is refused when it is compiled.

@@ -16,6 +16,7 @@ import numpy as np
 from flashwarp._jit import compiler
 from flashwarp.array import Array
 from flashwarp.errors import DtypeError
+from flashwarp.policy import Policy
 from flashwarp.rows import ArrayStruct
 
 __all__ = [
@@ -46,9 +47,13 @@ _DTYPES = frozenset(
 
 
 @functools.cache
-def lto_ir() -> bytes:
-    """Return the functions as LTO-IR, compiled or found on disk. Needs NVRTC, but no GPU."""
-    return compiler.compile_lto(compiler.Source("c_abi.cu", b'#include "flashwarp/c_abi.cuh"\n'))
+def lto_ir(policy: Policy) -> bytes:
+    """Return the functions as LTO-IR, compiled or found on disk. Needs NVRTC, but no GPU.
+
+    A kernel links those of one policy: that of its arrays' caches.
+    """
+    source = compiler.Source("c_abi.cu", b'#include "flashwarp/c_abi.cuh"\n').behind(policy)
+    return compiler.compile_lto(source, options=policy.options)
 
 
 def check_dtype(dtype: np.dtype[np.generic]) -> None:

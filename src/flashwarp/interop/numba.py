@@ -18,6 +18,7 @@ instructions of the kernel itself. Kernels compile without a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from flashwarp.array import Array
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError, DeviceError
 from flashwarp.interop import c_abi
+from flashwarp.policy import CLOCK, Policy, resolve_policy
 
 try:
     from llvmlite import ir
@@ -113,12 +115,19 @@ def _outside(name: str) -> Exception:
 class ArrayType(types.Type):  # type: ignore[misc]
     """A `flashwarp.Array` in a kernel."""
 
-    def __init__(self, dtype: Any, ndim: int, readonly: bool) -> None:
+    def __init__(self, dtype: Any, ndim: int, readonly: bool, policy: Policy) -> None:
         self.dtype = dtype
         self.ndim = ndim
         self.readonly = readonly
+        self.policy = policy
         kind = "read-only, " if readonly else ""
-        super().__init__(name=f"flashwarp.Array({kind}{dtype}, {ndim}d)")
+        chosen = "" if policy == CLOCK else f", {policy.name}"
+        super().__init__(name=f"flashwarp.Array({kind}{dtype}, {ndim}d{chosen})")
+
+    @property
+    def key(self) -> Any:
+        """What makes it differ from others."""
+        return self.dtype, self.ndim, self.readonly, self.policy
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
@@ -137,8 +146,12 @@ class TokenType(types.Type):  # type: ignore[misc]
 _token = TokenType()
 
 
-def array_type(dtype: Any, ndim: int = 1, *, readonly: bool = False) -> ArrayType:
+def array_type(
+    dtype: Any, ndim: int = 1, *, readonly: bool = False, policy: str | Policy = CLOCK
+) -> ArrayType:
     """Return the type of arrays, to compile kernels for before there is one.
+
+    `policy` is the replacement policy of the array's cache.
 
     Examples
     --------
@@ -148,12 +161,13 @@ def array_type(dtype: Any, ndim: int = 1, *, readonly: bool = False) -> ArrayTyp
     """
     dtype = np.dtype(dtype)
     c_abi.check_dtype(dtype)
-    return ArrayType(numpy_support.from_dtype(dtype), ndim, readonly)
+    return ArrayType(numpy_support.from_dtype(dtype), ndim, readonly, resolve_policy(policy))
 
 
 @typeof_impl.register(Array)
 def _typeof_array(array: Array, _context: Any) -> ArrayType:
-    return array_type(array.dtype, array.ndim, readonly=not array.writable)
+    policy = array.cache.policy
+    return array_type(array.dtype, array.ndim, readonly=not array.writable, policy=policy)
 
 
 @register_model(ArrayType)
@@ -350,20 +364,15 @@ _ALIGNMENT_MAX = 16
 
 
 def _call(context: Any, builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    context.active_code_library.add_linking_file(_linkable())
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, arguments)
 
 
-_linked: list[Any] = []
-
-
-def _linkable() -> Any:
+@functools.cache
+def _linkable(policy: Policy) -> Any:
     """Return the same object each time: numba links a set of them."""
-    if not _linked:
-        _linked.append(cuda.LTOIR(c_abi.lto_ir(), name="flashwarp.ltoir"))
-    return _linked[0]
+    return cuda.LTOIR(c_abi.lto_ir(policy), name=f"flashwarp-{policy.name}.ltoir")
 
 
 class _Lowered:
@@ -437,6 +446,7 @@ class _Lowered:
     def call(self, verb: str, *arguments: Any) -> None:
         name = c_abi.function(verb, self.kind.numpy_dtype)
         void = ir.VoidType()
+        self.context.active_code_library.add_linking_file(_linkable(self.kind.policy))
         _call(self.context, self.builder, name, void, self.address(), *arguments)
 
     def pointer(self, place: Any) -> Any:
@@ -637,6 +647,12 @@ class _Launcher:
 
     def __call__(self, *args: Any) -> None:
         caches = {arg.cache for arg in args if isinstance(arg, Array)}
+        policies = {cache.policy.name for cache in caches}
+        if len(policies) > 1:
+            raise ArgumentError(
+                "the caches of a kernel's arrays have one replacement policy, not "
+                f"{', '.join(sorted(policies))}"
+            )
         with contextlib.ExitStack() as turns:
             # In one order everywhere, so that two launches never wait for each other.
             for cache in sorted(caches, key=id):
