@@ -46,6 +46,8 @@ _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
+_SHARE = "flashwarp/cache/share_table.cuh"
+_VIEW = "flashwarp/array/shared.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 
@@ -261,6 +263,126 @@ MUTANTS = {
             "  const uint32_t n = tried != 0 ? kNamespacesMax : choose_replica(v, line, 0);\n",
             "a read that failed on one replica fails",
             "replica_lost",
+        ),
+        Mutant(
+            "share-two-owners",
+            _SHARE,
+            "if (share_find(t, line).entry == kShareNowhere) {",
+            "if (true) {",
+            "two threads make their buffers the copy of one line",
+            "share",
+        ),
+        Mutant(
+            "share-closing-joined",
+            _SHARE,
+            "return share::state_of(w) == share::kShared && share::line_of(w) == line &&",
+            "return share::state_of(w) >= share::kShared && share::line_of(w) == line &&",
+            "a user joins a copy that its owner is taking back",
+            "share",
+        ),
+        Mutant(
+            "share-users-forgotten",
+            _VIEW,
+            "held.owner && cache::share::references(word) == 0;",
+            "held.owner;",
+            "an owner takes its buffer back while others store to it",
+            "share",
+        ),
+        Mutant(
+            "share-stores-forgotten",
+            _SHARE,
+            "| (stored ? share::kModified : 0);\n      });\n}\n\n// Makes the owner's",
+            ";\n      });\n}\n\n// Makes the owner's",
+            "what users stored to an owner's buffer never reaches the cache",
+            "share",
+        ),
+        Mutant(
+            "share-closing-missed",
+            _VIEW,
+            "cache::share::state_of(at.word) == cache::share::kFilling) {",
+            "cache::share::state_of(at.word) != cache::share::kShared) {",
+            "a reader takes the cache's old bytes while a copy is being written back",
+            "share",
+        ),
+        Mutant(
+            "share-block-forgotten",
+            _VIEW,
+            "if (scope == 0 || scope == base::own_scope()) return {share_result::kJoined",
+            "if (scope != ~0u) return {share_result::kJoined",
+            "a thread takes an address in another block's shared memory for its own",
+            "share",
+        ),
+        Mutant(
+            "share-overflow-missed",
+            _SHARE,
+            "    if (atomic::load_acquire(&t.overflows[bucket]) == 0) break;\n",
+            "    break;\n",
+            "a look ends at a full bucket, and misses the copy that lies in the next",
+            "share_full",
+        ),
+        Mutant(
+            "share-store-unguarded",
+            _VIEW,
+            """\
+  if (warp::any(mask, claimed)) {
+    store_element<kBytes> op = element;
+""",
+            """\
+  if (claimed) cache::share_end(t, mine.entry, line);
+  if (warp::any(mask, claimed)) {
+    store_element<kBytes> op = element;
+""",
+            "a line is brought to a buffer while its cached bytes are stored to",
+            "share",
+        ),
+        Mutant(
+            "share-open-relaxed",
+            _SHARE,
+            "atomic::store_release(&t.words[entry], share::kShared | line",
+            "atomic::store_relaxed(&t.words[entry], share::kShared | line",
+            "a user finds a buffer before its bytes",
+            "share",
+            "weak",
+        ),
+        Mutant(
+            "share-end-relaxed",
+            _SHARE,
+            "atomic::store_release(&t.words[entry], share::kFree);",
+            "atomic::store_relaxed(&t.words[entry], share::kFree);",
+            "a reader finds no copy, and the cache as it was before the copy was written back",
+            "share",
+            "weak",
+        ),
+        Mutant(
+            "share-uncount-unfenced",
+            _SHARE,
+            "  // The same for who finds that nothing lies behind a bucket any more.\n"
+            "  atomic::fence();\n",
+            "",
+            "a reader whose look ends at a bucket has not seen what was behind it written back",
+            "share_full",
+            "weak",
+        ),
+        Mutant(
+            "share-users-unsynchronised",
+            _VIEW,
+            "  // All lanes' loads and stores before the one that lets go for them.\n"
+            "  warp::sync(mask);\n",
+            "",
+            "a lane lets go of a copy for lanes whose stores are still on their way",
+            "share",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "share-help-by-lane",
+            _VIEW,
+            "warp::broadcast(mask, step, base::lowest_bit(mask))",
+            "step",
+            "lanes that have waited for different times help different queues as one",
+            "share",
+            "sc",
+            4,
         ),
         Mutant(
             "own-volume-only",

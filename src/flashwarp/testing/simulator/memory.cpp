@@ -426,6 +426,8 @@ bool running() { return scheduler.current() != nullptr; }
 
 }  // namespace
 
+bool is_of_block(const void* p) { return memory.of_block(p); }
+
 uint64_t load(const void* p, uint32_t bytes, order o, scope s, site at) {
   if (!running()) return peek(p, bytes);
   scheduler.point(Event::kLoad, p);

@@ -54,6 +54,7 @@ struct Region {
   // Called at every change of a cell, with its index: invariants that hold at all times.
   void (*check)(void* owner, uint64_t index, uint64_t before, uint64_t after) = nullptr;
   void* owner = nullptr;
+  bool of_block = false;  // stands for a GPU's shared memory: base::scope_of
 };
 
 class Memory {
@@ -72,6 +73,7 @@ class Memory {
   bool contains(const void* p) const {
     return uint64_t(static_cast<const char*>(p) - arena_) < used_;
   }
+  bool of_block(const void* p) const { return contains(p) && region_of(offset(p)).of_block; }
   uint64_t offset_of(const void* p) const { return contains(p) ? offset(p) + 1 : 0; }
   std::string describe(const void* p, uint64_t value) const;
   bool weak() const { return weak_; }

@@ -145,6 +145,7 @@ FW_DEVICE void store_plain(T* p, T v) {
 // Frame contents are read while another warp may refill the frame, so these accesses are relaxed
 // atomics of the width of the element; the tag's generation tells whether the value counts. The
 // `_plain` ones are for memory that nobody else uses meanwhile, of any kind: global, shared, local.
+// The `_any` ones are relaxed too, for buffers that threads share: global or shared memory.
 template <uint32_t kBytes>
 struct raw;
 #define FW_DEFINE_RAW(BYTES, TYPE, MEMORY, PTX, REG)                                             \
@@ -163,6 +164,14 @@ struct raw;
     }                                                                                            \
     FW_DEVICE static void store(void* p, TYPE v) {                                               \
       asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");       \
+    }                                                                                            \
+    FW_DEVICE static TYPE load_any(const void* p) {                                              \
+      TYPE v;                                                                                    \
+      asm volatile("ld.relaxed.gpu." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");         \
+      return v;                                                                                  \
+    }                                                                                            \
+    FW_DEVICE static void store_any(void* p, TYPE v) {                                           \
+      asm volatile("st.relaxed.gpu." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");              \
     }                                                                                            \
     FW_DEVICE static TYPE load_plain(const void* p) { return *static_cast<const MEMORY*>(p); }   \
     FW_DEVICE static void store_plain(void* p, TYPE v) { *static_cast<MEMORY*>(p) = MEMORY(v); } \
@@ -199,6 +208,19 @@ struct raw<16> {
   FW_DEVICE static void store(void* p, word16 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x),
                  "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+  }
+  FW_DEVICE static word16 load_any(const void* p) {
+    word16 v;
+    asm volatile("ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+  }
+  FW_DEVICE static void store_any(void* p, word16 v) {
+    asm volatile("st.relaxed.gpu.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
                  : "memory");
   }
   FW_DEVICE static word16 load_plain(const void* p) { return *static_cast<const word16*>(p); }
@@ -309,6 +331,8 @@ struct raw;
     static void store(void* p, TYPE v) {                                     \
       __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
     }                                                                        \
+    static TYPE load_any(const void* p) { return load(p); }                  \
+    static void store_any(void* p, TYPE v) { store(p, v); }                  \
     static TYPE load_plain(const void* p) { return load(p); }                \
     static void store_plain(void* p, TYPE v) { store(p, v); }                \
     static TYPE load_stream(const void* p) { return load(p); }               \
@@ -353,6 +377,8 @@ struct raw<16> {
     *static_cast<volatile vector*>(p) = vector{v.x, v.y, v.z, v.w};
   }
 #endif
+  static word16 load_any(const void* p) { return load(p); }
+  static void store_any(void* p, word16 v) { store(p, v); }
   static word16 load_plain(const void* p) { return load(p); }
   static void store_plain(void* p, word16 v) { store(p, v); }
   static word16 load_stream(const void* p) { return load(p); }

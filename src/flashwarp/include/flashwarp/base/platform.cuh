@@ -139,6 +139,14 @@ FW_DEVICE Function* opaque(Function* function) {
 // Whether only the thread itself can reach an address: its stack, to which others have no way.
 FW_DEVICE bool is_private(uint64_t address) { return __isLocal(reinterpret_cast<void*>(address)); }
 
+// Which threads an address means the same memory to: 0 for all of them, or one block's number plus
+// one. A block's shared memory lies at the same addresses as every other's.
+FW_DEVICE uint32_t scope_of(uint64_t address) {
+  return __isShared(reinterpret_cast<void*>(address)) ? blockIdx.x + 1 : 0;
+}
+// The scope of the calling thread's own block.
+FW_DEVICE uint32_t own_scope() { return blockIdx.x + 1; }
+
 // Ends the launch where FW_DEBUG is defined.
 FW_DEVICE void trap_in_debug() {
 #if defined(FW_DEBUG)
@@ -180,6 +188,12 @@ inline Function* opaque(Function* function) {
 
 #if defined(FW_SIMULATOR)
 
+// A block is a warp there. Never a symbol of its own, as for the width below.
+FW_DEVICE uint32_t own_scope() { return simulator::here->index / FW_WARP_WIDTH + 1; }
+FW_DEVICE uint32_t scope_of(uint64_t address) {
+  return simulator::is_of_block(reinterpret_cast<const void*>(address)) ? own_scope() : 0;
+}
+
 // Not inline: controller and device code of one program may differ in it.
 constexpr uint32_t kWarpWidth = FW_WARP_WIDTH;
 
@@ -193,6 +207,10 @@ inline uint32_t thread_count() { return simulator::here->count; }
 inline uint32_t spread_index() { return simulator::here->spread; }
 
 #else
+
+// Threads of a process share all of its memory.
+inline uint32_t scope_of(uint64_t) { return 0; }
+inline uint32_t own_scope() { return 0; }
 
 inline constexpr uint32_t kWarpWidth = 1;
 

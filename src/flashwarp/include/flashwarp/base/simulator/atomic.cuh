@@ -112,6 +112,8 @@ struct raw;
     static void store(void* p, TYPE v, FW_SITE) {                              \
       simulator::store_data(p, v, sizeof(TYPE), order::kRelaxed, at);          \
     }                                                                          \
+    static TYPE load_any(const void* p, FW_SITE) { return load(p, at); }       \
+    static void store_any(void* p, TYPE v, FW_SITE) { store(p, v, at); }       \
     static TYPE load_plain(const void* p, FW_SITE) {                           \
       return TYPE(simulator::load_data(p, sizeof(TYPE), order::kPlain, at));   \
     }                                                                          \
@@ -133,6 +135,8 @@ struct raw<16> {
   static word16 load(const void* p, FW_SITE) { return load_halves(p, order::kRelaxed, at); }
   static word16 load_acquire(const void* p, FW_SITE) { return load_halves(p, order::kAcquire, at); }
   static void store(void* p, word16 v, FW_SITE) { store_halves(p, v, order::kRelaxed, at); }
+  static word16 load_any(const void* p, FW_SITE) { return load(p, at); }
+  static void store_any(void* p, word16 v, FW_SITE) { store(p, v, at); }
   static word16 load_plain(const void* p, FW_SITE) { return load_halves(p, order::kPlain, at); }
   static void store_plain(void* p, word16 v, FW_SITE) { store_halves(p, v, order::kPlain, at); }
   static word16 load_stream(const void* p, FW_SITE) { return load_halves(p, order::kPlain, at); }

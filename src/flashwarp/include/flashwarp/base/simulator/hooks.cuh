@@ -38,6 +38,9 @@ uint64_t take(uint32_t mask, uint64_t value, uint32_t source, site at);
 void sync(uint32_t mask, site at);
 uint32_t active(site at);
 
+// Whether an address stands for memory of the caller's block, as a GPU's shared memory does.
+bool is_of_block(const void* p);
+
 uint64_t clock_ns();
 void pause(uint32_t ns);
 [[noreturn]] void fail_assertion(const char* condition, site at);
