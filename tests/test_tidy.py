@@ -54,7 +54,15 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "array": 3, "": 4, "kernels": 5}
 
 # Where the compilers differ, and nowhere else.
-MAY_BRANCH_ON_COMPILER = {"platform.cuh", "atomic.cuh", "warp.cuh", "block.cuh", "assert.cuh"}
+# And where a feature is switched at compile time: shared.cuh.
+MAY_BRANCH_ON_COMPILER = {
+    "shared.cuh",
+    "platform.cuh",
+    "atomic.cuh",
+    "warp.cuh",
+    "block.cuh",
+    "assert.cuh",
+}
 MAY_USE_ASSEMBLY = {"platform.cuh", "atomic.cuh", "warp.cuh"}
 MAY_INCLUDE_STANDARD_HEADERS = {"platform.cuh", "assert.cuh"}
 
