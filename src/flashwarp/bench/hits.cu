@@ -129,6 +129,13 @@ random_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, u
   sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
 FW_KERNEL_RESIDENT(8)
+random_unordered(uint32_t* states, const uint32_t* frames, const uint32_t* base,
+                 uint32_t line_shift, uint64_t length, uint64_t count, uint64_t seed,
+                 uint64_t* sum) {
+  const counted<false> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
+  sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
+}
+FW_KERNEL_RESIDENT(8)
 random_plain(const uint32_t* data, uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
   sum_random(length, count, seed, sum, [&](uint64_t i) { return data[i]; });
 }
