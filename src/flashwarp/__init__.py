@@ -7,7 +7,7 @@ pairs that a software controller serves. See `open` to begin.
 from flashwarp import errors, storage
 from flashwarp.array import Array, Explanation
 from flashwarp.cache import Cache
-from flashwarp.compiling import Kernel, Program, compile  # noqa: A004
+from flashwarp.compiling import Kernel, Program, compile, get_include  # noqa: A004
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.futures import Future
@@ -35,6 +35,7 @@ __all__ = [
     "create",
     "errors",
     "from_storage",
+    "get_include",
     "open",
     "storage",
 ]

@@ -520,7 +520,8 @@ class Array:
         Parameters
         ----------
         stream : optional
-            The stream of the launches; default: the library's own.
+            The stream of the launches. Default: the library's own, and each that was given to a
+            launch or call since the last wait.
 
         Notes
         -----
@@ -537,6 +538,8 @@ class Array:
         DeviceTimeout
             When the stream did not become idle in time.
         """
+        while stream is None and self._streams:
+            self.device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
         self._finish("a kernel", stream)
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashwarp import device as devices
-from flashwarp._jit.compiler import KernelResources, Source
+from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.arguments import Launch, parse_signature
 from flashwarp.array import Array
@@ -23,7 +23,7 @@ from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 
-__all__ = ["Kernel", "KernelResources", "Program", "compile"]
+__all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
 
@@ -101,6 +101,18 @@ def compile(  # noqa: A001 - the module's one verb
         debug=debug,
     )
     return Program(where, loaded, chosen)
+
+
+def get_include() -> str:
+    """Return the folder of the device headers, for compilers other than `compile`.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, pathlib
+    >>> (pathlib.Path(fw.get_include()) / "flashwarp" / "array.cuh").exists()
+    True
+    """
+    return str(INCLUDE_DIR)
 
 
 def _source(source: str | Path) -> Source:
