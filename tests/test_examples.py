@@ -1,16 +1,18 @@
-"""Examples run as a user starts them, on the CPU device, and check their own results."""
+"""Examples, and those of the documentation, run as a user starts them, on the CPU device."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.mark.parametrize(("name", "needs"), [("kernel.py", None), ("torch_custom_op.py", "torch")])
@@ -30,3 +32,20 @@ def test_example_runs(name: str, needs: str | None, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("cpu: ")
     assert not list(tmp_path.glob("tmp*")), "what it made is gone"
+
+
+def test_first_kernel_of_the_documentation_prints_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (said,) = re.findall(r"print\(.*\)  # (.*)", code)
+
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+    assert result.stdout.strip() == said, result.stderr
