@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from numba.cuda.np import numpy_support
 from numba.cuda.typing.typeof import typeof
 
 import flashwarp as fw
-from flashwarp.errors import ArgumentError, DtypeError
+import host_numba
+from flashwarp.errors import ArgumentError, BoundsError, DtypeError
 from flashwarp.interop import c_abi
 from flashwarp.interop.numba import (
     Kernel,
@@ -199,6 +200,183 @@ def test_policy_of_the_cache_is_part_of_the_kernel(policy: str | fw.Policy) -> N
     assert direct_calls(ptx) == []
     assert any(getattr(policy, "name", policy) in function for function in functions)
     assert not any("clock_policy" in function for function in functions)
+
+
+# What kernels do, run by one thread of the host.
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[fw.CpuDevice]:
+    with fw.CpuDevice(1) as made:
+        host_numba.link_headers(made)
+        yield made
+
+
+def opened(path: Path, values: np.ndarray[Any, Any], device: fw.CpuDevice) -> fw.Array:
+    """A writable array with these values, larger than its cache."""
+    np.save(path, values)
+    # The host's thread is none of the device's, so it does not serve the controller itself.
+    controller = fw.SoftwareController(threads=1)
+    return fw.open(path, "r+", device=device, cache="64 KiB", line=512, controller=controller)
+
+
+def values_of(dtype: str, count: int) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng(3)
+    kind = np.dtype(dtype).kind
+    if kind == "b":
+        return random.integers(0, 2, count).astype(dtype)
+    if kind in "iu":
+        limits = np.iinfo(dtype)
+        return random.integers(limits.min, limits.max, count, dtype, endpoint=True)
+    real = random.random(count) * 100 - 50
+    return (real + 1j * random.random(count) if kind == "c" else real).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elements_arrive_as_they_are(dtype: str, tmp_path: Path, device: fw.CpuDevice) -> None:
+    values = values_of(dtype, 20_000)
+    order = np.random.default_rng(4).permutation(len(values))
+    out = np.zeros_like(values)
+    with (
+        opened(tmp_path / "x.npy", values, device) as x,
+        opened(tmp_path / "y.npy", np.zeros_like(values), device) as y,
+    ):
+        # From the end, as negative indices count.
+        host_numba.run(gather, out, x, order - len(values))
+        host_numba.run(scatter, y, order.astype(np.uint32), out)
+        x.synchronize()
+        y.synchronize()
+
+        assert (out == values[order]).all()
+        assert (y[:] == values).all()
+
+
+def test_axes_are_those_of_numpy(tmp_path: Path, device: fw.CpuDevice) -> None:
+    def kernel(out: Any, data: Any) -> None:
+        rows, columns = data.shape
+        for i in range(rows):
+            total = 0
+            for j in range(columns):
+                total += data[i, -1 - j] * (j + 1)
+            out[i] = total
+            data[-1 - i, 0] = i
+        out[rows] = len(data)
+        out[rows + 1] = data.size
+        out[rows + 2] = data.ndim
+
+    values = np.random.default_rng(5).integers(0, 1000, (300, 70))
+    out = np.zeros(303, np.int64)
+    with opened(tmp_path / "x.npy", values, device) as x:
+        host_numba.run(kernel, out, x)
+        x.synchronize()
+        stored = x[:, 0]
+
+    # The second half is read after its first column was stored to.
+    values[150:, 0] = np.arange(149, -1, -1)
+    assert out[:300].tolist() == (values * np.arange(70, 0, -1)).sum(1).tolist()
+    assert out[300:].tolist() == [300, 21_000, 2]
+    assert stored.tolist() == list(range(299, -1, -1))
+
+
+@pytest.mark.parametrize("place", [(3, 5), (3, 0), (-4, 0), (0, -6), (1 << 40, 0), (0, 1 << 62)])
+def test_index_out_of_bounds_reads_zero_and_is_raised(
+    place: tuple[int, int], tmp_path: Path, device: fw.CpuDevice
+) -> None:
+    def kernel(out: Any, data: Any, i: Any, j: Any) -> None:
+        out[0] = data[i, j]
+        data[i, j] = 7
+
+    out = np.ones(1, np.float32)
+    with opened(tmp_path / "x.npy", np.ones((3, 5), np.float32), device) as x:
+        host_numba.run(kernel, out, x, *place)
+
+        with pytest.raises(BoundsError):
+            x.synchronize()
+        assert out[0] == 0
+        assert (x[:] == 1).all()
+
+
+def test_transfers_and_tokens_that_are_asked_twice(tmp_path: Path, device: fw.CpuDevice) -> None:
+    def kernel(data: Any, buffer: Any, seen: Any) -> None:
+        for start in range(0, data.size, 100):
+            ahead = prefetch(data, start, 100)
+            prefetch(data, start - data.size)
+            token = read_async(data, start, 100, buffer)
+            polls = 0
+            while not token.done():
+                polls += 1
+            seen[0] += token.wait() + token.wait() + token.status() + ahead.wait()
+            for i in range(100):
+                buffer[i] *= 2
+            token.wait()  # what was waited for is not read again
+            write_async(data, start, 100, buffer).wait()
+            seen[1] += 1
+
+    values = np.random.default_rng(6).random(50_000)
+    seen = np.zeros(2, np.int64)
+    with opened(tmp_path / "x.npy", values, device) as x:
+        host_numba.run(kernel, x, np.zeros(100), seen)
+        x.synchronize()
+
+        assert (x[:] == 2 * values).all()
+    assert seen.tolist() == [0, 500]
+
+
+def test_tokens_from_one_place_are_told_apart(tmp_path: Path, device: fw.CpuDevice) -> None:
+    """More of them are outstanding than the place remembers."""
+
+    def kernel(data: Any, out: Any, seen: Any) -> None:
+        first = read_async(data, 0, 1, out[0:])
+        previous = first
+        for i in range(1, 20):
+            token = read_async(data, 500 * i, 1, out[i:])
+            seen[i] = previous.wait()
+            previous = token
+        oldest = prefetch(data, 0, 1)
+        for i in range(20):
+            latest = prefetch(data, 500 * i, 1)
+        seen[0] = previous.wait() + oldest.wait() + latest.wait() + first.wait()
+        if not (oldest.done() and latest.done()):
+            seen[0] = 1
+
+    out, seen = np.zeros(20), np.ones(20, np.int64)
+    with opened(tmp_path / "x.npy", np.arange(10_000.0), device) as x:
+        host_numba.run(kernel, x, out, seen)
+        x.synchronize()
+
+    assert out.tolist() == list(range(0, 10_000, 500))
+    assert (seen == 0).all()
+
+
+def test_transfer_that_does_not_fit_its_buffer_moves_nothing(
+    tmp_path: Path, device: fw.CpuDevice
+) -> None:
+    def kernel(data: Any, buffer: Any, seen: Any) -> None:
+        seen[0] = read_async(data, 0, buffer.size + 1, buffer).wait()
+
+    buffer, seen = np.full(10, 7.0), np.zeros(1, np.int64)
+    with opened(tmp_path / "x.npy", np.arange(100.0), device) as x:
+        host_numba.run(kernel, x, buffer, seen)
+
+        with pytest.raises(BoundsError):
+            x.synchronize()
+    assert (buffer == 7).all()
+    assert seen[0] != 0
+
+
+@pytest.mark.parametrize("dtype", c_abi.ATOMIC_ADD_DTYPES)
+def test_what_was_there_is_returned(dtype: str, tmp_path: Path, device: fw.CpuDevice) -> None:
+    def kernel(data: Any, before: Any) -> None:
+        before[0] = atomic_add(data, 3, 5)
+        before[1] = atomic_add(data, -7, 6)
+
+    before = np.zeros(2, dtype)
+    with opened(tmp_path / "x.npy", np.arange(10).astype(dtype), device) as x:
+        host_numba.run(kernel, x, before)
+        x.synchronize()
+
+        assert x[3] == 14
+    assert before.tolist() == [3, 8]
 
 
 # What is refused when it is compiled.
