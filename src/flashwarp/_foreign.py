@@ -294,11 +294,28 @@ def empty_like_library(
         with contextlib.ExitStack() as stack:
             stack.enter_context(module.cuda.Device(device.ordinal))
             if handle is not None:
-                stack.enter_context(module.cuda.ExternalStream(handle, device.ordinal))
+                stack.enter_context(_cupy_stream(module, handle, device))
             return module.empty(shape, dtype)
     if device.kind == "cpu":
         return np.empty(shape, dtype)
     return device.empty_array(shape, dtype)
+
+
+def _cupy_stream(cupy: Any, handle: int, device: Device) -> Any:
+    """Show cupy a stream of ours, in the way that its version wants."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_ForeignStream(handle))
+    return cupy.cuda.ExternalStream(handle, device.ordinal)
+
+
+class _ForeignStream:
+    """The protocol by which libraries take each other's streams: version and handle."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
 
 
 def _dtype_for_torch(torch: Any, dtype: np.dtype[Any]) -> Any:

@@ -18,11 +18,20 @@ struct geometry {
 };
 static_assert(sizeof(geometry) == 40);
 
-// Line modulo set count by multiplication: exact while line * set_count < 2^64.
-FW_HOST_DEVICE uint64_t set_of(const geometry& g, uint64_t line) {
-  if (g.set_count == 1) return 0;
-  return line - base::multiply_high(line, g.set_reciprocal) * g.set_count;
+// Where a line may be.
+struct home {
+  uint64_t set;
+  uint32_t likely;  // the even way of the pair that is looked at first
+};
+
+// Line modulo set count by multiplication: exact while line * set_count < 2^64. The quotient deals
+// the lines of a set to its pairs of ways: a line goes to its likely pair while that has room, so
+// what fits the cache is found at the first look.
+FW_HOST_DEVICE home home_of(const geometry& g, uint64_t line) {
+  const uint64_t quotient = g.set_count == 1 ? line : base::multiply_high(line, g.set_reciprocal);
+  return {line - quotient * g.set_count, uint32_t(quotient * 2) & (g.ways - 1)};
 }
+FW_HOST_DEVICE uint64_t set_of(const geometry& g, uint64_t line) { return home_of(g, line).set; }
 FW_HOST_DEVICE uint64_t line_bytes(const geometry& g) { return uint64_t(1) << g.line_shift; }
 FW_HOST_DEVICE char* frame_of(const geometry& g, uint64_t way_index) {
   return g.frames + (way_index << g.line_shift);

@@ -114,15 +114,14 @@ struct place {
 
 // Looks for a readable copy of `line`. One or two 32-byte sectors; no atomics.
 FW_DEVICE place probe(const geometry& g, uint64_t line) {
-  const uint64_t first = set_of(g, line) * g.ways;
-  for (uint32_t way = 0; way < g.ways; way += 4) {
+  const home at = home_of(g, line);
+  const uint64_t first = at.set * g.ways;
+  for (uint32_t k = 0; k < g.ways; k += 2) {
+    const uint64_t way = first + ((at.likely + k) & (g.ways - 1));
     // Acquire: pairs with the release that published the fill, behind which the data lies.
-    const atomic::pair64 a = atomic::load_acquire_pair(&g.tags[first + way]);
-    const atomic::pair64 b = atomic::load_acquire_pair(&g.tags[first + way + 2]);
-    if (tag::holds(a.first, line)) return {first + way, a.first, true};
-    if (tag::holds(a.second, line)) return {first + way + 1, a.second, true};
-    if (tag::holds(b.first, line)) return {first + way + 2, b.first, true};
-    if (tag::holds(b.second, line)) return {first + way + 3, b.second, true};
+    const atomic::pair64 words = atomic::load_acquire_pair(&g.tags[way]);
+    if (tag::holds(words.first, line)) return {way, words.first, true};
+    if (tag::holds(words.second, line)) return {way + 1, words.second, true};
   }
   return {0, 0, false};
 }
@@ -203,7 +202,10 @@ FW_DEVICE void claim_victim(page_cache& c, set_view& s, claim& out) {
     if (attempt != 0) look_at_set(c.shape, s);
     const uint32_t empty = ((1u << c.shape.ways) - 1) & ~s.resident;
     if ((empty | s.candidates) != 0) {
-      const uint32_t way = empty != 0 ? base::lowest_bit(empty) : choose_way<Policy>(c, s);
+      const uint32_t likely = empty & (3u << home_of(c.shape, s.line).likely);
+      const uint32_t way = likely != 0  ? base::lowest_bit(likely)
+                           : empty != 0 ? base::lowest_bit(empty)
+                                        : choose_way<Policy>(c, s);
       uint64_t* word = &c.shape.tags[s.first + way];
       const uint64_t old = update(
           word, [](uint64_t w) { return tag::is_replaceable(w); },
