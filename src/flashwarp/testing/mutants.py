@@ -20,7 +20,7 @@ class Mutant:
     name : str
         What `flashwarp simulate --mutant` calls it.
     header : str
-        Path from the package's `include` folder, or from the package for kernels.
+        As it is included: ``flashwarp/cache/...``, or ``flashwarp/kernels/...``.
     old, new : str
         The passage, which occurs exactly once, and what takes its place.
     why : str
@@ -455,6 +455,14 @@ MUTANTS = {
             "queue",
             "weak",
             4,
+        ),
+        Mutant(
+            "window-keeps-slots",
+            "flashwarp/kernels/drives.cuh",
+            "      while (outstanding_ != 0) {\n",
+            "      while (outstanding_ != 0 && p_.window == 1) {\n",
+            "warps wait for slots that each other holds",
+            "drives",
         ),
     )
 }

@@ -288,8 +288,9 @@ def build_program(
 
 def mutated_text(mutant: Mutant) -> str:
     """Give the mutant's header with its passage replaced, which must occur exactly once."""
+    # Kernels are included as flashwarp/kernels/..., from the folder above the package.
     path = _PACKAGE / "include" / mutant.header
-    text = _text(path)
+    text = _text(path if path.exists() else _PACKAGE.parent / mutant.header)
     count = text.count(mutant.old)
     if count != 1:
         raise ArgumentError(
@@ -303,6 +304,7 @@ def _copy_with(mutant: Mutant, text: str, folder: Path) -> Path:
     """Copy the include folder, with the mutant's header in place of ours."""
     copy = folder / "include"
     shutil.copytree(_PACKAGE / "include", copy)
+    (copy / mutant.header).parent.mkdir(exist_ok=True)
     (copy / mutant.header).write_text(text, encoding="utf-8")
     return copy
 
