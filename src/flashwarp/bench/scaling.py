@@ -44,6 +44,21 @@ _BUFFER_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 _SOURCE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}
 _READ, _WRITE = 2, 1
 
+# What the papers have: by drive, block size, drives and whether they are written.
+_PAPERS = {
+    ("P5800X", 512, 1, False): "5.1 M/s [BaM, Table 2]",
+    ("P5800X", 512, 1, True): "1.0 M/s [BaM, Table 2]",
+    ("P5800X", 512, 10, False): "45.8 M/s [BaM, Figure 4]",
+    ("P5800X", 512, 10, True): "10.6 M/s [BaM, Figure 4]",
+    ("AGILE", 4096, 1, False): "3.7 GB/s [AGILE, Figure 5]",
+    ("AGILE", 4096, 2, False): "7.4 GB/s [AGILE, Figure 5]",
+    ("AGILE", 4096, 3, False): "11.1 GB/s [AGILE, Figure 5]",
+    ("AGILE", 4096, 1, True): "2.2 GB/s [AGILE, Figure 6]",
+    ("AGILE", 4096, 2, True): "4.4 GB/s [AGILE, Figure 6]",
+    ("AGILE", 4096, 3, True): "6.7 GB/s [AGILE, Figure 6]",
+    ("P5510", 4096, 12, False): "20 GB/s, its link's limit [CAM, Figure 8]",
+}
+
 
 class DriveStruct(ctypes.Structure):
     """Mirror of `kernels::drive`."""
@@ -360,8 +375,6 @@ class Scaling:
         way: str,
         per_s: float,
         right: bool,
-        paper: str = "",
-        target: float = 0.0,
     ) -> None:
         """Report a rate beside the lower one of the ceilings, and how it stands to both."""
         model, link = drives.ceiling(load), self.link(drives, load)
@@ -374,9 +387,9 @@ class Scaling:
                 "M/s",
                 bound,
                 reference / 1e6,
-                target,
+                0.0,
                 right,
-                paper,
+                _PAPERS.get((drives.model.name, load.block_bytes, load.drives, load.write), ""),
                 f"{per_s * load.block_bytes / 1e9:.2f} GB/s; {per_s / model:.2f} of the model's "
                 f"{model / 1e6:.3g} M/s, {per_s / link:.2f} of the link's {link / 1e6:.3g} M/s",
             )
@@ -384,9 +397,7 @@ class Scaling:
 
     # The figures.
 
-    def bam_figure_4(
-        self, drives: Drives, block_bytes: int, paper: dict[tuple[int, bool], str]
-    ) -> None:
+    def bam_figure_4(self, drives: Drives, block_bytes: int) -> None:
         """Threads against drives, synchronous and asynchronous; then linearity."""
         most = len(drives.controllers)
         for write in (False, True):
@@ -397,12 +408,13 @@ class Scaling:
                 whole = count in (1, most)
                 waiting = self.sweep(drives, load, told, whole)
                 ahead = self.sweep(drives, replace(load, window=self.window()), told, whole)
-                figure = paper.get((count, write), "")
-                self.add(drives, load, load.way, waiting.best, waiting.right, figure)
-                self.add(drives, load, "asynchronous", ahead.best, ahead.right, figure)
+                self.add(drives, load, load.way, waiting.best, waiting.right)
+                self.add(drives, load, "asynchronous", ahead.best, ahead.right)
                 rates[count] = max(waiting.best, ahead.best)
                 if whole:
-                    self.saturation(told, waiting, ahead)
+                    self.saturation(
+                        told, waiting, ahead, "16 K to 64 K threads, 1 drive [BaM, 4.3]"
+                    )
             self.linearity(drives, rates, block_bytes, write)
 
     def window(self) -> int:
@@ -419,7 +431,7 @@ class Scaling:
         way = "synchronous" if load.window == 1 else "asynchronous"
         return self.curve(drives, f"{told}, {way}", "threads", points if whole else points[-1:])
 
-    def saturation(self, told: str, waiting: Curve, ahead: Curve) -> None:
+    def saturation(self, told: str, waiting: Curve, ahead: Curve, paper: str) -> None:
         """What it takes: on a GPU a block of 256 threads has a multiprocessor to itself first."""
         for way, found in (("synchronous", waiting), ("asynchronous", ahead)):
             blocks = -(-found.knee // _BLOCK_THREADS)
@@ -428,6 +440,7 @@ class Scaling:
                     f"{told}: to saturate, {way}",
                     blocks if self.on_gpu else found.knee,
                     "SMs" if self.on_gpu else "CPU threads",
+                    paper=paper,
                     note=f"{found.knee:.0f} threads reach {_SATURATED} of the curve's best",
                 )
             )
@@ -453,13 +466,9 @@ class Scaling:
 
     def agile_figures_5_and_6(self, drives: Drives) -> None:
         """Requests of each drive, all issued as soon as the rings take them."""
-        paper = {
-            (1, False): "3.7 GB/s", (2, False): "7.4 GB/s", (3, False): "11.1 GB/s",
-            (1, True): "2.2 GB/s", (2, True): "4.4 GB/s", (3, True): "6.7 GB/s",
-        }  # fmt: skip
         for write in (False, True):
             for count in range(1, len(drives.controllers) + 1):
-                load = Load(count, 4096, write, self.threads_max(), 8 if self.on_gpu else 64)
+                load = Load(count, 4096, write, self.threads_max(), self.window())
                 told = f"{_count(count, drives.model.name)}, 4096 B random {load.verb}"
                 found = Curve(f"{told}, asynchronous", "requests of each drive")
                 link = self.link(drives, load)
@@ -468,11 +477,13 @@ class Scaling:
                     most = min(most, max(256, drives.commands_for(load, self.seconds, link)))
                 for requests in (1 << k for k in range(0, 19, 2) if 1 << k <= most):
                     runs = 5 if requests < 4096 else 1
-                    taken = median(drives.seconds(load, requests) for _ in range(runs))
-                    found.add(requests, requests * count / taken, drives.right(load, requests))
+                    # No more warps than there are batches of requests.
+                    threads = min(load.threads, -(-requests // 32) * 32 * count)
+                    point = replace(load, threads=threads)
+                    taken = median(drives.seconds(point, requests) for _ in range(runs))
+                    found.add(requests, requests * count / taken, drives.right(point, requests))
                 self.keep(found)
-                figure = f"{paper[count, write]} [AGILE, Figure {6 if write else 5}]"
-                self.add(drives, load, load.way, found.best, found.right, figure)
+                self.add(drives, load, load.way, found.best, found.right)
                 self.report.add(
                     Row(
                         f"{told}: requests of each drive to saturate",
@@ -564,16 +575,9 @@ def run(
     )
     namespaces = Namespaces(drives, drive_mib << 20)
     scaling = Scaling(where, report, milliseconds / 1e3, drive_mib << 20)
-    bam_512 = {
-        (1, False): "5.1 M/s [BaM, Table 2]",
-        (1, True): "1.0 M/s [BaM, Table 2]",
-        (10, False): "45.8 M/s [BaM, Figure 4]",
-        (10, True): "10.6 M/s [BaM, Figure 4]",
-    }
     with Drives(where, namespaces, profile, drives, queue_pairs) as sweep:
-        known = bam_512 if profile.lower() == "p5800x" else {}
-        scaling.bam_figure_4(sweep, 512, known)
-        scaling.bam_figure_4(sweep, 4096, {})
+        scaling.bam_figure_4(sweep, 512)
+        scaling.bam_figure_4(sweep, 4096)
     with Drives(where, namespaces, "AGILE", min(3, drives), queue_pairs) as sweep:
         scaling.agile_figures_5_and_6(sweep)
     scaling.bam_figure_9(namespaces, min(4, drives), queue_pairs)
