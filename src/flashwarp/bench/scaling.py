@@ -15,6 +15,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from types import TracebackType
 from typing import Annotated, Self
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 import flashwarp as fw
 from flashwarp.bench.report import Report, Row, machine_facts
-from flashwarp.bench.timing import device_seconds
+from flashwarp.bench.timing import device_seconds, median_of
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError
 
@@ -336,7 +337,7 @@ class Scaling:
         if key not in self.links:
             most = Load(len(drives.controllers), load.block_bytes, load.write, self.threads_max())
             commands = drives.commands_max(most)
-            taken = median(drives.seconds(most, commands, "link_blocks") for _ in range(3))
+            taken = median_of(partial(drives.seconds, most, commands, "link_blocks"))
             self.links[key] = commands * most.drives / taken
         return self.links[key]
 
