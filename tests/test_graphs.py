@@ -12,7 +12,13 @@ from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.graphs import Edges, EdgeSource
 from flashwarp.graphs.generate import rmat_chunk
 from flashwarp.graphs.inputs import load
-from flashwarp.graphs.reference import UNREACHED, reference_components, reference_distances
+from flashwarp.graphs.reference import (
+    UNREACHED,
+    check_components,
+    check_distances,
+    reference_components,
+    reference_distances,
+)
 
 
 def rows_of(graph):
@@ -444,3 +450,32 @@ def test_command_says_what_is_wrong_with_a_graph(monkeypatch, tmp_path, capsys):
 
     assert ended.value.code == 1
     assert "entry 0 is 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["kron", "urand"])
+def test_rules_hold_for_the_right_distances_and_for_no_others(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("flashwarp.graphs.reference._PART_ENTRIES", 1000)
+    graph = load(f"{kind}:9", tmp_path)
+    source = graph.pick_sources(1, seed=1)[0]
+    right = reference_distances(graph.matrix(), source)
+    random = np.random.default_rng(3)
+
+    assert check_distances(graph, source, right)
+    for _ in range(50):
+        wrong = right.copy()
+        vertex = random.choice(np.flatnonzero(graph.degrees > 0))
+        wrong[vertex] = random.choice([d for d in range(6) if d != right[vertex]])
+        assert not check_distances(graph, source, wrong)
+    farther = np.where(right == UNREACHED, right, right * 2).astype(np.uint32)
+    assert not check_distances(graph, source, farther)
+    lost = np.full_like(right, UNREACHED)
+    lost[source] = 0
+    assert not check_distances(graph, source, lost)
+
+
+def test_rules_for_components_find_edges_between_them(tmp_path):
+    graph = text_graph(tmp_path, "0 1\n1 2\n3 4\n")
+
+    assert check_components(graph, np.array([0, 0, 0, 3, 3], np.uint32))
+    for wrong in ([0, 0, 2, 3, 3], [0, 0, 0, 4, 4], [1, 1, 1, 3, 3], [0, 0, 1, 3, 3]):
+        assert not check_components(graph, np.array(wrong, np.uint32))

@@ -12,11 +12,13 @@ from flashwarp.graphs.csr import CsrGraph
 from flashwarp.graphs.edges import Edges, EdgeSource
 from flashwarp.graphs.generate import kronecker, uniform
 from flashwarp.graphs.inputs import load, source_of
+from flashwarp.graphs.rows import Rows
 
 __all__ = [
     "CsrGraph",
     "EdgeSource",
     "Edges",
+    "Rows",
     "kronecker",
     "load",
     "source_of",

@@ -1,0 +1,203 @@
+// Graph kernels for the benchmarks: one text for each algorithm, and ways to read the lists.
+//
+// cached, in_place: as an application has it (flashwarp/graph.cuh). plain: the same kernel on
+// memory that the device reads in place. by_warp: a warp a vertex on such memory, as EMOGI reads
+// pinned memory. naive, uncached: a thread a vertex, with an access or a command for each entry, as
+// BaM's Figure 8 has them.
+#include "flashwarp/graph.cuh"
+
+namespace bench {
+
+using namespace fw;
+
+// The graph, and how to read it in place.
+struct input {
+  graph::rows rows;
+  const uint32_t* entries;  // the lists where the device reads them in place, or null
+  uint64_t fill_from;       // for `in_place`: entries wanted of a line that are worth a frame
+};
+static_assert(sizeof(input) == 64);
+
+constexpr uint32_t kUnreached = 0xffffffffu;
+
+// Breadth-first search: one level.
+struct level_of_search {
+  uint32_t* distances;
+  uint32_t* found;
+  uint64_t vertices;
+  uint64_t level;
+
+  FW_DEVICE bool wants(uint64_t v) const { return atomic::load_relaxed(&distances[v]) == level; }
+  // Several warps may meet a vertex at once: all store the same level.
+  FW_DEVICE void visit(uint64_t, uint32_t neighbour, bool& met) const {
+    if (neighbour >= vertices || atomic::load_relaxed(&distances[neighbour]) != kUnreached) return;
+    atomic::store_relaxed(&distances[neighbour], uint32_t(level) + 1);
+    met = true;
+  }
+  FW_DEVICE void finish(bool met) const {
+    if (met) atomic::store_relaxed(found, 1u);
+  }
+};
+
+// Connected components: trees over vertices, joined edge by edge. A root points to itself, every
+// other vertex to a smaller one, so the root of a finished tree is its smallest vertex.
+struct linking {
+  uint32_t* parents;
+  uint64_t vertices;
+
+  FW_DEVICE bool wants(uint64_t) const { return true; }
+  FW_DEVICE void visit(uint64_t v, uint32_t neighbour, bool&) const {
+    if (neighbour >= vertices) return;
+    uint32_t a = atomic::load_relaxed(&parents[v]);
+    uint32_t b = atomic::load_relaxed(&parents[neighbour]);
+    while (a != b) {
+      const uint32_t high = a > b ? a : b, low = a > b ? b : a;
+      const uint32_t above = atomic::load_relaxed(&parents[high]);
+      if (above == low) return;
+      if (above == high && atomic::cas_acq_rel(&parents[high], high, low)) return;
+      // Somebody joined `high` meanwhile, or it was no root: go on from higher up.
+      a = atomic::load_relaxed(&parents[atomic::load_relaxed(&parents[high])]);
+      b = atomic::load_relaxed(&parents[low]);
+    }
+  }
+  FW_DEVICE void finish(bool) const {}
+};
+
+// Loads an element by a command of its own, for the 512 bytes around it. On the direct path there
+// is no buffer to name in it: not for that.
+FW_DEVICE_NOINLINE uint32_t load_by_command(cache::page_cache* c, cache::volume* v, uint64_t byte) {
+  const uint32_t mask = fw::detail::active_on(v);
+  nvme::queue_pair& q = cache::queue_of(*v);
+  cache::line_finisher finisher{*c};
+  uint32_t value = 0;
+  for (uint32_t rest = mask; rest != 0;) {
+    const uint32_t batch = cache::first_batch(q, rest);
+    const bool mine = (batch >> warp::lane()) & 1;
+    rest &= ~batch;
+    const uint32_t ticket = nvme::take_tickets(q, mask, batch);
+    if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) return value;
+    const uint64_t block = byte >> nvme::kLbaShift;
+    const bool mapped = q.data.path == nvme::kMapped;
+    const uint64_t address =
+        mapped ? q.data.mapped_base + (block << nvme::kLbaShift) : nvme::buffer_of(q, ticket);
+    if (mine) {
+      const nvme::command read = nvme::block_command(
+          nvme::kRead, uint16_t(nvme::entry_of(q, ticket)), block, 1, address, 0);
+      nvme::write_entry(q, ticket, read, 0);
+    }
+    warp::sync(mask);
+    nvme::publish(q, mask);
+    const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
+    if (!mine) continue;
+    if (status == nvme::kSuccess) {
+      const char* at = reinterpret_cast<const char*>(address) + (byte & (nvme::kLbaBytes - 1));
+      value = atomic::raw<4>::load_stream(at);
+    } else {
+      cache::record_error(*v, status, nvme::kRead, v->line_begin);
+    }
+    if (status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+  }
+  return value;
+}
+
+template <typename Algorithm, typename Source>
+FW_DEVICE void by_chunk(const input& in, const Algorithm& a, Source source) {
+  bool met = false;
+  graph::for_each(
+      in.rows, source, [&](uint64_t v) { return a.wants(v); },
+      [&](uint64_t v, uint64_t, uint32_t neighbour) { a.visit(v, neighbour, met); });
+  a.finish(met);
+}
+
+template <typename Algorithm, typename Load>
+FW_DEVICE void by_thread(const graph::rows& r, const Algorithm& a, Load load) {
+  bool met = false;
+  for (uint64_t v = base::thread_index(); v < r.vertices; v += base::thread_count()) {
+    if (!a.wants(v)) continue;
+    for (uint64_t i = r.offsets[v]; i < r.offsets[v + 1]; i++) a.visit(v, load(i), met);
+  }
+  a.finish(met);
+}
+
+// The ways.
+
+template <typename Algorithm>
+FW_DEVICE void cached(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+  by_chunk(in, a, graph::cached(neighbours));
+}
+
+template <typename Algorithm>
+FW_DEVICE void in_place(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+  by_chunk(in, a, graph::cached_or_in_place(neighbours, in.entries, in.fill_from));
+}
+
+template <typename Algorithm>
+FW_DEVICE void plain(const input& in, const Algorithm& a) {
+  by_chunk(in, a, graph::plain(in.entries));
+}
+
+template <typename Algorithm>
+FW_DEVICE void by_warp(const input& in, const Algorithm& a) {
+  const graph::rows& r = in.rows;
+  bool met = false;
+  for (uint64_t v = warp::index(); v < r.vertices; v += warp::count()) {
+    if (!a.wants(v)) continue;
+    const uint64_t begin = r.offsets[v], end = r.offsets[v + 1];
+    // From a multiple of 128 bytes on, so that the requests of a warp are whole ones.
+    for (uint64_t i = begin / 32 * 32 + warp::lane(); i < end; i += warp::kWarpWidth) {
+      if (i >= begin) a.visit(v, in.entries[i], met);
+    }
+  }
+  a.finish(met);
+}
+
+template <typename Algorithm>
+FW_DEVICE void naive(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+  by_thread(in.rows, a, [&](uint64_t i) { return neighbours[i]; });
+}
+
+template <typename Algorithm>
+FW_DEVICE void uncached(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+  by_thread(in.rows, a, [&](uint64_t i) {
+    return load_by_command(neighbours.cache, neighbours.volume, i * sizeof(uint32_t));
+  });
+}
+
+}  // namespace bench
+
+#define FW_GRAPH_KERNEL(NAME, ALGORITHM)                                       \
+  FW_KERNEL_RESIDENT(4)                                                        \
+  NAME([[maybe_unused]] const FW_GRID_CONSTANT fw::array<uint32_t> neighbours, \
+       const FW_GRID_CONSTANT bench::input in, const FW_GRID_CONSTANT ALGORITHM a)
+
+FW_GRAPH_KERNEL(bfs_cached, bench::level_of_search) { bench::cached(neighbours, in, a); }
+FW_GRAPH_KERNEL(bfs_in_place, bench::level_of_search) { bench::in_place(neighbours, in, a); }
+FW_GRAPH_KERNEL(bfs_plain, bench::level_of_search) { bench::plain(in, a); }
+FW_GRAPH_KERNEL(bfs_by_warp, bench::level_of_search) { bench::by_warp(in, a); }
+FW_GRAPH_KERNEL(bfs_naive, bench::level_of_search) { bench::naive(neighbours, in, a); }
+FW_GRAPH_KERNEL(bfs_uncached, bench::level_of_search) { bench::uncached(neighbours, in, a); }
+
+FW_GRAPH_KERNEL(cc_cached, bench::linking) { bench::cached(neighbours, in, a); }
+FW_GRAPH_KERNEL(cc_in_place, bench::linking) { bench::in_place(neighbours, in, a); }
+FW_GRAPH_KERNEL(cc_plain, bench::linking) { bench::plain(in, a); }
+FW_GRAPH_KERNEL(cc_by_warp, bench::linking) { bench::by_warp(in, a); }
+FW_GRAPH_KERNEL(cc_naive, bench::linking) { bench::naive(neighbours, in, a); }
+FW_GRAPH_KERNEL(cc_uncached, bench::linking) { bench::uncached(neighbours, in, a); }
+
+// Every vertex is a tree of its own.
+FW_KERNEL cc_begin(uint32_t* parents, uint64_t vertices) {
+  using namespace fw;
+  for (uint64_t v = base::thread_index(); v < vertices; v += base::thread_count()) {
+    parents[v] = uint32_t(v);
+  }
+}
+
+// Points every vertex to its root.
+FW_KERNEL cc_compress(uint32_t* parents, uint64_t vertices) {
+  using namespace fw;
+  for (uint64_t v = base::thread_index(); v < vertices; v += base::thread_count()) {
+    uint32_t root = atomic::load_relaxed(&parents[v]);
+    for (uint32_t above; (above = atomic::load_relaxed(&parents[root])) != root;) root = above;
+    atomic::store_relaxed(&parents[v], root);
+  }
+}

@@ -1,0 +1,93 @@
+"""`Rows`: where a graph's lists lie, in device memory, for kernels that include `graph.cuh`."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack
+
+import numpy as np
+
+from flashwarp.device import Device
+from flashwarp.errors import ArgumentError
+from flashwarp.graphs.csr import CsrGraph
+
+__all__ = ["Rows", "RowsStruct"]
+
+_ENTRY_BYTES = 4
+# The work of one warp at a time: a line of 4 KiB. Of longer lines it is a part.
+_CHUNK_BYTES_MAX = 4096
+
+# Lines that a thread of the CPU device asks for ahead of the one it works on: a disk wants some
+# tens of requests, and there are as few threads as cores. On a GPU there are warps enough.
+_AHEAD = {"cpu": 32, "cuda": 0}
+
+
+class RowsStruct(ctypes.Structure):
+    """Mirror of `fw::graph::rows`."""
+
+    _fields_ = (
+        ("offsets", ctypes.c_uint64),
+        ("first", ctypes.c_uint64),
+        ("vertices", ctypes.c_uint64),
+        ("entries", ctypes.c_uint64),
+        ("chunks", ctypes.c_uint64),
+        ("chunk_log2", ctypes.c_uint32),
+        ("ahead", ctypes.c_uint32),
+    )
+
+
+class Rows:
+    """The offsets of a graph on a device: 8 bytes a vertex and 4 a chunk, until closed.
+
+    Parameters
+    ----------
+    graph : CsrGraph
+    device : Device
+    line_bytes : int
+        Of the cache that its lists are read through.
+    ahead : int, optional
+        How many lines a warp asks for before it needs them.
+
+    Attributes
+    ----------
+    handle : RowsStruct
+        The argument of a kernel for a parameter of type `fw::graph::rows`.
+    """
+
+    def __init__(
+        self, graph: CsrGraph, device: Device, line_bytes: int, ahead: int | None = None
+    ) -> None:
+        if graph.entries == 0:
+            raise ArgumentError("a graph without edges has no lists to visit")
+        chunk = min(line_bytes, _CHUNK_BYTES_MAX) // _ENTRY_BYTES
+        chunks = -(-graph.entries // chunk)
+        # The list with entry e is the last one that begins at e or before: lists without entries
+        # begin where the next one does.
+        starts = np.append(np.arange(chunks, dtype=np.int64) * chunk, graph.entries - 1)
+        first = (np.searchsorted(graph.offsets, starts, side="right") - 1).astype(np.uint32)
+        with ExitStack() as undo:
+            offsets = undo.enter_context(device.allocate(graph.offsets.nbytes))
+            device.upload(offsets.address, graph.offsets)
+            firsts = undo.enter_context(device.allocate(first.nbytes))
+            device.upload(firsts.address, first)
+            self._owned = undo.pop_all()
+        self.chunks = chunks
+        self.handle = RowsStruct(
+            offsets=offsets.address,
+            first=firsts.address,
+            vertices=graph.vertices,
+            entries=graph.entries,
+            chunks=chunks,
+            chunk_log2=chunk.bit_length() - 1,
+            ahead=_AHEAD[device.kind] if ahead is None else ahead,
+        )
+
+    def close(self) -> None:
+        """Free the memory. May be called twice."""
+        self._owned.close()
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

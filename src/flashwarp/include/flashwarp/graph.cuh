@@ -1,0 +1,220 @@
+// Lists of a graph whose entries do not fit in memory: compressed sparse rows in an fw::array.
+//
+//   fw::graph::cached neighbours(array);
+//   fw::graph::for_each(rows, neighbours, [&](uint64_t v) { return level_of[v] == level; },
+//                       [&](uint64_t v, uint64_t i, uint32_t neighbour) { .. });
+//
+// Work is dealt by entries, not by vertices: a warp takes a chunk of the array, which is never
+// longer than a line, and finds the lists in it. So a hub's list is the work of many warps, short
+// lists that share a line are the work of one, and each line is asked for by one warp only. All
+// lanes of a warp call `for_each` together; `visit` may diverge.
+#pragma once
+
+#include "flashwarp/array.cuh"
+
+namespace fw::graph {
+
+// Where the lists are, as the host sends it. Memory of the device but for the entries themselves.
+struct rows {
+  const uint64_t* offsets;  // vertices + 1: the list of v is [offsets[v], offsets[v + 1])
+  const uint32_t* first;    // chunks + 1: the vertex whose list has the first entry of each chunk
+  uint64_t vertices;
+  uint64_t entries;
+  uint64_t chunks;
+  uint32_t chunk_log2;  // entries of a chunk
+  uint32_t ahead;       // chunks that a warp asks for before it needs them
+};
+static_assert(sizeof(rows) == 48);
+FW_CHECK_OFFSET(rows, chunk_log2, 40);
+
+// Entries that a lane has in flight on a list that is long enough.
+inline constexpr uint32_t kUnroll = 4;
+
+// Sources of entries: how the array is read. `begin_chunk` is called by all lanes before they look
+// at the first list of a chunk, with how much is wanted of it, if the source asks for that
+// (kCounts).
+
+// Through the cache, line by line.
+class cached {
+ public:
+  static constexpr bool kCounts = false;
+
+  FW_DEVICE explicit cached(const array<uint32_t>& a) : array_(a), cursor_(a) {}
+
+  // Brings the line in with all lanes; a short list is read by a few, which would copy it alone.
+  FW_DEVICE void begin_chunk(uint64_t first, uint64_t) { cursor_[first]; }
+  FW_DEVICE uint32_t load(uint64_t i) { return cursor_[i]; }
+  FW_DEVICE void load_several(uint64_t i, uint32_t (&values)[kUnroll]) {
+    cursor_.load(i, warp::kWarpWidth, values);
+  }
+  FW_DEVICE void prefetch(uint64_t i) { array_.prefetch(i); }
+
+ private:
+  const array<uint32_t>& array_;
+  cursor<uint32_t> cursor_;
+};
+
+// From memory that the device reads in place: its own, or pinned memory of the host.
+class plain {
+ public:
+  static constexpr bool kCounts = false;
+
+  FW_DEVICE explicit plain(const uint32_t* entries) : entries_(entries) {}
+
+  FW_DEVICE void begin_chunk(uint64_t, uint64_t) {}
+  FW_DEVICE uint32_t load(uint64_t i) { return entries_[i]; }
+  FW_DEVICE void load_several(uint64_t i, uint32_t (&values)[kUnroll]) {
+    FW_UNROLL
+    for (uint32_t k = 0; k < kUnroll; k++) values[k] = entries_[i + k * warp::kWarpWidth];
+  }
+  FW_DEVICE void prefetch(uint64_t) {}
+
+ private:
+  const uint32_t* entries_;
+};
+
+// Through the cache where the line is there or much of it is wanted, else straight from the storage
+// in host memory. A whole line for a short list costs the link more than it gives, and evicts what
+// others come back for. For arrays that nobody writes, on the mapped path: `entries` is the
+// storage.
+class cached_or_in_place {
+ public:
+  static constexpr bool kCounts = true;
+
+  FW_DEVICE cached_or_in_place(const array<uint32_t>& a, const uint32_t* entries,
+                               uint64_t fill_from)
+      : cached_(a), in_place_(entries), array_(a), fill_from_(fill_from) {}
+
+  FW_DEVICE void begin_chunk(uint64_t first, uint64_t wanted) {
+    through_ = wanted >= fill_from_ || cache::probe(array_.shape, array_.line_of(first)).found;
+    if (through_) cached_.begin_chunk(first, wanted);
+  }
+  FW_DEVICE uint32_t load(uint64_t i) { return through_ ? cached_.load(i) : in_place_.load(i); }
+  FW_DEVICE void load_several(uint64_t i, uint32_t (&values)[kUnroll]) {
+    if (through_) {
+      cached_.load_several(i, values);
+    } else {
+      in_place_.load_several(i, values);
+    }
+  }
+  FW_DEVICE void prefetch(uint64_t) {}
+
+ private:
+  cached cached_;
+  plain in_place_;
+  const array<uint32_t>& array_;
+  uint64_t fill_from_;  // entries wanted of a chunk from which on its line is worth a frame
+  bool through_ = true;
+};
+
+namespace detail {
+
+template <typename T>
+FW_DEVICE T sum_of_lanes(T value) {
+  for (uint32_t step = warp::kWarpWidth / 2; step > 0; step /= 2) {
+    value += warp::take(warp::kFullMask, value, warp::lane() ^ step);
+  }
+  return value;
+}
+
+// The part of a list that lies in a chunk.
+struct piece {
+  uint64_t begin, end;
+};
+
+template <typename Wants>
+FW_DEVICE piece piece_of(const rows& r, uint64_t v, uint64_t last, uint64_t first_entry,
+                         uint64_t end_entry, Wants& wants) {
+  if (v > last || !wants(v)) return {0, 0};
+  const uint64_t begin = r.offsets[v], end = r.offsets[v + 1];
+  return {begin < first_entry ? first_entry : begin, end < end_entry ? end : end_entry};
+}
+
+FW_DEVICE uint64_t end_of(const rows& r, uint64_t chunk) {
+  const uint64_t end = (chunk + 1) << r.chunk_log2;
+  return end < r.entries ? end : r.entries;
+}
+
+// How many entries of a chunk are wanted; all lanes get the sum.
+template <typename Wants>
+FW_DEVICE uint64_t count_wanted(const rows& r, uint64_t chunk, Wants& wants) {
+  const uint64_t last = r.first[chunk + 1];
+  uint64_t count = 0;
+  for (uint64_t v = r.first[chunk] + warp::lane(); v <= last; v += warp::kWarpWidth) {
+    const piece p = piece_of(r, v, last, chunk << r.chunk_log2, end_of(r, chunk), wants);
+    if (p.begin < p.end) count += p.end - p.begin;
+  }
+  return sum_of_lanes(count);
+}
+
+// Shows a piece of the list of `v` to `visit`, with all lanes.
+template <typename Source, typename Visit>
+FW_DEVICE void visit_piece(Source& source, uint64_t v, piece p, Visit& visit) {
+  // From a multiple of the warp's width on: lanes that read side by side share sectors.
+  uint64_t i = p.begin / warp::kWarpWidth * warp::kWarpWidth + warp::lane();
+  if (i < p.end && i >= p.begin) visit(v, i, source.load(i));
+  i += warp::kWarpWidth;
+  constexpr uint64_t kRound = uint64_t(kUnroll) * warp::kWarpWidth;
+  for (; i - warp::lane() + kRound <= p.end; i += kRound) {
+    uint32_t values[kUnroll];
+    source.load_several(i, values);
+    FW_UNROLL
+    for (uint32_t k = 0; k < kUnroll; k++) visit(v, i + k * warp::kWarpWidth, values[k]);
+  }
+  for (; i < p.end; i += warp::kWarpWidth) visit(v, i, source.load(i));
+  if constexpr (requires { visit.finish(v); }) {
+    warp::sync(warp::kFullMask);
+    visit.finish(v);
+  }
+  warp::sync(warp::kFullMask);
+}
+
+template <typename Source, typename Wants, typename Visit>
+FW_DEVICE void visit_chunk(const rows& r, uint64_t chunk, Source& source, Wants& wants,
+                           Visit& visit) {
+  const uint32_t mask = warp::kFullMask;
+  const uint64_t last = r.first[chunk + 1];
+  uint64_t wanted = 0;
+  if constexpr (Source::kCounts) wanted = count_wanted(r, chunk, wants);
+  bool begun = false;
+  for (uint64_t base = r.first[chunk]; base <= last; base += warp::kWarpWidth) {
+    const uint64_t v = base + warp::lane();
+    const piece mine = piece_of(r, v, last, chunk << r.chunk_log2, end_of(r, chunk), wants);
+    uint32_t rest = warp::ballot(mask, mine.begin < mine.end);
+    if (rest != 0 && !begun) {
+      source.begin_chunk(chunk << r.chunk_log2, wanted);
+      begun = true;
+    }
+    for (; rest != 0; rest &= rest - 1) {
+      const uint32_t owner = base::lowest_bit(rest);
+      const piece p = {warp::broadcast(mask, mine.begin, owner),
+                       warp::broadcast(mask, mine.end, owner)};
+      visit_piece(source, base + owner, p, visit);
+    }
+  }
+}
+
+}  // namespace detail
+
+// Calls visit(v, i, entry) for each entry i of the list of each vertex v that wants(v), from all
+// lanes of all warps of the launch, once for each entry. If `visit` has finish(v), all lanes of a
+// warp call it together when they have seen a piece of the list of v. What wants(v) says must not
+// change from true to false meanwhile.
+template <typename Source, typename Wants, typename Visit>
+FW_DEVICE void for_each(const rows& r, Source& source, Wants wants, Visit&& visit) {
+  const uint64_t stride = warp::count();
+  uint64_t asked = warp::index();  // the next chunk to look at for reading ahead
+  for (uint64_t chunk = warp::index(); chunk < r.chunks; chunk += stride) {
+    if (r.ahead != 0) {
+      if (asked <= chunk) asked = chunk + stride;
+      for (; asked < r.chunks && asked <= chunk + r.ahead * stride; asked += stride) {
+        const bool wanted = detail::count_wanted(r, asked, wants) != 0;
+        if (wanted && warp::lane() == 0) source.prefetch(asked << r.chunk_log2);
+        warp::sync(warp::kFullMask);
+      }
+    }
+    detail::visit_chunk(r, chunk, source, wants, visit);
+  }
+}
+
+}  // namespace fw::graph
