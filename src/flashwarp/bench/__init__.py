@@ -17,5 +17,7 @@ BENCHES = {
     "first_light": "Rows, elements and files against the ceilings of this machine.",
     "hits": "Loads of resident elements against reference counts and plain memory.",
     "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
+    "bfs": "Breadth-first search on a graph larger than the cache (BaM figures 7, 8, 10).",
+    "cc": "Connected components of a graph larger than the cache (BaM figures 7, 8, 10).",
 }
 """What each module of this folder measures, in a line."""

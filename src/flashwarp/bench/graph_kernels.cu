@@ -122,12 +122,14 @@ FW_DEVICE void by_thread(const graph::rows& r, const Algorithm& a, Load load) {
 // The ways.
 
 template <typename Algorithm>
-FW_DEVICE void cached(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+FW_DEVICE void cached(const array<const uint32_t>& neighbours, const input& in,
+                      const Algorithm& a) {
   by_chunk(in, a, graph::cached(neighbours));
 }
 
 template <typename Algorithm>
-FW_DEVICE void in_place(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+FW_DEVICE void in_place(const array<const uint32_t>& neighbours, const input& in,
+                        const Algorithm& a) {
   by_chunk(in, a, graph::cached_or_in_place(neighbours, in.entries, in.fill_from));
 }
 
@@ -152,12 +154,13 @@ FW_DEVICE void by_warp(const input& in, const Algorithm& a) {
 }
 
 template <typename Algorithm>
-FW_DEVICE void naive(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+FW_DEVICE void naive(const array<const uint32_t>& neighbours, const input& in, const Algorithm& a) {
   by_thread(in.rows, a, [&](uint64_t i) { return neighbours[i]; });
 }
 
 template <typename Algorithm>
-FW_DEVICE void uncached(const array<uint32_t>& neighbours, const input& in, const Algorithm& a) {
+FW_DEVICE void uncached(const array<const uint32_t>& neighbours, const input& in,
+                        const Algorithm& a) {
   by_thread(in.rows, a, [&](uint64_t i) {
     return load_by_command(neighbours.cache, neighbours.volume, i * sizeof(uint32_t));
   });
@@ -165,9 +168,9 @@ FW_DEVICE void uncached(const array<uint32_t>& neighbours, const input& in, cons
 
 }  // namespace bench
 
-#define FW_GRAPH_KERNEL(NAME, ALGORITHM)                                       \
-  FW_KERNEL_RESIDENT(4)                                                        \
-  NAME([[maybe_unused]] const FW_GRID_CONSTANT fw::array<uint32_t> neighbours, \
+#define FW_GRAPH_KERNEL(NAME, ALGORITHM)                                             \
+  FW_KERNEL_RESIDENT(4)                                                              \
+  NAME([[maybe_unused]] const FW_GRID_CONSTANT fw::array<const uint32_t> neighbours, \
        const FW_GRID_CONSTANT bench::input in, const FW_GRID_CONSTANT ALGORITHM a)
 
 FW_GRAPH_KERNEL(bfs_cached, bench::level_of_search) { bench::cached(neighbours, in, a); }

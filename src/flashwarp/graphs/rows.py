@@ -7,7 +7,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from flashwarp.device import Device
+from flashwarp.array import Array
+from flashwarp.cache import Cache
+from flashwarp.device import CpuDevice, Device
 from flashwarp.errors import ArgumentError
 from flashwarp.graphs.csr import CsrGraph
 
@@ -18,8 +20,8 @@ _ENTRY_BYTES = 4
 _CHUNK_BYTES_MAX = 4096
 
 # Lines that a thread of the CPU device asks for ahead of the one it works on: a disk wants some
-# tens of requests, and there are as few threads as cores. On a GPU there are warps enough.
-_AHEAD = {"cpu": 32, "cuda": 0}
+# tens of requests, and there are as few threads as cores.
+_AHEAD_MAX = 32
 
 
 class RowsStruct(ctypes.Structure):
@@ -42,11 +44,11 @@ class Rows:
     Parameters
     ----------
     graph : CsrGraph
-    device : Device
-    line_bytes : int
-        Of the cache that its lists are read through.
+    neighbours : Array
+        Its lists, as `CsrGraph.neighbours` opens them.
     ahead : int, optional
-        How many lines a warp asks for before it needs them.
+        How many lines a warp asks for before it needs them. Default: enough for a disk on the CPU
+        device, where they fit the cache, and none on a GPU.
 
     Attributes
     ----------
@@ -54,12 +56,15 @@ class Rows:
         The argument of a kernel for a parameter of type `fw::graph::rows`.
     """
 
-    def __init__(
-        self, graph: CsrGraph, device: Device, line_bytes: int, ahead: int | None = None
-    ) -> None:
+    def __init__(self, graph: CsrGraph, neighbours: Array, ahead: int | None = None) -> None:
         if graph.entries == 0:
             raise ArgumentError("a graph without edges has no lists to visit")
-        chunk = min(line_bytes, _CHUNK_BYTES_MAX) // _ENTRY_BYTES
+        if neighbours.size != graph.entries:
+            raise ArgumentError(
+                f"the array has {neighbours.size} elements, the lists of the graph {graph.entries}"
+            )
+        device, cache = neighbours.device, neighbours.cache
+        chunk = min(cache.line_bytes, _CHUNK_BYTES_MAX) // _ENTRY_BYTES
         chunks = -(-graph.entries // chunk)
         # The list with entry e is the last one that begins at e or before: lists without entries
         # begin where the next one does.
@@ -79,7 +84,7 @@ class Rows:
             entries=graph.entries,
             chunks=chunks,
             chunk_log2=chunk.bit_length() - 1,
-            ahead=_AHEAD[device.kind] if ahead is None else ahead,
+            ahead=_lines_ahead(device, cache) if ahead is None else ahead,
         )
 
     def close(self) -> None:
@@ -91,3 +96,10 @@ class Rows:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _lines_ahead(device: Device, cache: Cache) -> int:
+    """How many lines each thread asks for ahead: a quarter of the cache may be on its way."""
+    if not isinstance(device, CpuDevice):
+        return 0  # there are warps enough
+    return min(_AHEAD_MAX, cache.set_count * cache.ways // 4 // device.threads)

@@ -39,7 +39,7 @@ class cached {
  public:
   static constexpr bool kCounts = false;
 
-  FW_DEVICE explicit cached(const array<uint32_t>& a) : array_(a), cursor_(a) {}
+  FW_DEVICE explicit cached(const array<const uint32_t>& a) : array_(a), cursor_(a) {}
 
   // Brings the line in with all lanes; a short list is read by a few, which would copy it alone.
   FW_DEVICE void begin_chunk(uint64_t first, uint64_t) { cursor_[first]; }
@@ -50,8 +50,8 @@ class cached {
   FW_DEVICE void prefetch(uint64_t i) { array_.prefetch(i); }
 
  private:
-  const array<uint32_t>& array_;
-  cursor<uint32_t> cursor_;
+  const array<const uint32_t>& array_;
+  cursor<const uint32_t> cursor_;
 };
 
 // From memory that the device reads in place: its own, or pinned memory of the host.
@@ -81,7 +81,7 @@ class cached_or_in_place {
  public:
   static constexpr bool kCounts = true;
 
-  FW_DEVICE cached_or_in_place(const array<uint32_t>& a, const uint32_t* entries,
+  FW_DEVICE cached_or_in_place(const array<const uint32_t>& a, const uint32_t* entries,
                                uint64_t fill_from)
       : cached_(a), in_place_(entries), array_(a), fill_from_(fill_from) {}
 
@@ -102,7 +102,7 @@ class cached_or_in_place {
  private:
   cached cached_;
   plain in_place_;
-  const array<uint32_t>& array_;
+  const array<const uint32_t>& array_;
   uint64_t fill_from_;  // entries wanted of a chunk from which on its line is worth a frame
   bool through_ = true;
 };

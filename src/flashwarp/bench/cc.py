@@ -1,0 +1,44 @@
+"""Connected components on graphs larger than the cache: BaM's figures 7, 8 and 10.
+
+One pass over all lists joins the trees of the vertices (the link and compress of Afforest), so
+every way reads each entry once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from flashwarp.bench import graph_ways
+from flashwarp.bench.graph_ways import PARTS, Components, Papers
+from flashwarp.bench.report import Report
+
+__all__ = ["run"]
+
+
+def run(
+    device: str | None,
+    folder: Path,
+    graph: Annotated[str, "kron:SCALE, urand:SCALE or a file; kron:24 on a GPU."] = "",
+    small: Annotated[str, "The graph of figure 8; kron:20 on a GPU."] = "",
+    parts: Annotated[str, "What to measure, with commas."] = PARTS,
+    line: Annotated[str, "Line of the cache."] = "4 KiB",
+    file_line: Annotated[str, "Line of the cache in front of the file."] = "64 KiB",
+    share: Annotated[float, "Size of the cache in sizes of the lists."] = 0.5,
+    runs: Annotated[int, "How often each way has its turn."] = 3,
+) -> Report:
+    """Find components through every way to read the lists."""
+    return graph_ways.run(
+        device,
+        folder,
+        "Connected components",
+        Components,
+        Papers("12.65 (BaM Fig. 8)", "11.24 (BaM Fig. 8)"),
+        graph,
+        small,
+        parts,
+        line,
+        file_line,
+        share,
+        runs,
+    )
