@@ -16,7 +16,7 @@ struct input {
   const uint32_t* entries;  // the lists where the device reads them in place, or null
   uint64_t fill_from;       // for `in_place`: entries wanted of a line that are worth a frame
 };
-static_assert(sizeof(input) == 64);
+static_assert(sizeof(input) == 72);
 
 constexpr uint32_t kUnreached = 0xffffffffu;
 

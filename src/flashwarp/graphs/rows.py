@@ -19,9 +19,9 @@ _ENTRY_BYTES = 4
 # The work of one warp at a time: a line of 4 KiB. Of longer lines it is a part.
 _CHUNK_BYTES_MAX = 4096
 
-# Lines that a thread of the CPU device asks for ahead of the one it works on: a disk wants some
-# tens of requests, and there are as few threads as cores.
-_AHEAD_MAX = 32
+# Lines that the threads of the CPU device together ask for ahead of those they work on: a disk
+# wants some tens of requests, and there are as few threads as cores.
+_AHEAD_MAX = 64
 
 
 class RowsStruct(ctypes.Structure):
@@ -35,6 +35,8 @@ class RowsStruct(ctypes.Structure):
         ("chunks", ctypes.c_uint64),
         ("chunk_log2", ctypes.c_uint32),
         ("ahead", ctypes.c_uint32),
+        ("backwards", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
 
 
@@ -47,13 +49,14 @@ class Rows:
     neighbours : Array
         Its lists, as `CsrGraph.neighbours` opens them.
     ahead : int, optional
-        How many lines a warp asks for before it needs them. Default: enough for a disk on the CPU
-        device, where they fit the cache, and none on a GPU.
+        How many chunks, of a line or 4 KiB of one, a warp asks for before it needs them. Default:
+        enough for a disk on the CPU device, as far as the cache has room, and none on a GPU.
 
     Attributes
     ----------
     handle : RowsStruct
-        The argument of a kernel for a parameter of type `fw::graph::rows`.
+        The argument of a kernel for a parameter of type `fw::graph::rows`. Set `backwards` to 1 in
+        every other pass: what the pass before left in the cache then comes first.
     """
 
     def __init__(self, graph: CsrGraph, neighbours: Array, ahead: int | None = None) -> None:
@@ -84,7 +87,7 @@ class Rows:
             entries=graph.entries,
             chunks=chunks,
             chunk_log2=chunk.bit_length() - 1,
-            ahead=_lines_ahead(device, cache) if ahead is None else ahead,
+            ahead=_chunks_ahead(device, cache, chunk) if ahead is None else ahead,
         )
 
     def close(self) -> None:
@@ -98,8 +101,9 @@ class Rows:
         self.close()
 
 
-def _lines_ahead(device: Device, cache: Cache) -> int:
-    """How many lines each thread asks for ahead: a quarter of the cache may be on its way."""
+def _chunks_ahead(device: Device, cache: Cache, chunk: int) -> int:
+    """How many chunks each thread asks for ahead: a quarter of the cache may be on its way."""
     if not isinstance(device, CpuDevice):
         return 0  # there are warps enough
-    return min(_AHEAD_MAX, cache.set_count * cache.ways // 4 // device.threads)
+    lines = min(_AHEAD_MAX, cache.set_count * cache.ways // 4)
+    return lines * (cache.line_bytes // _ENTRY_BYTES // chunk) // device.threads

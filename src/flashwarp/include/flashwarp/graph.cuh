@@ -23,8 +23,11 @@ struct rows {
   uint64_t chunks;
   uint32_t chunk_log2;  // entries of a chunk
   uint32_t ahead;       // chunks that a warp asks for before it needs them
+  uint32_t backwards;   // from the last chunk to the first: after a pass the other way, what that
+                        // one left in the cache comes first
+  uint32_t reserved;
 };
-static_assert(sizeof(rows) == 48);
+static_assert(sizeof(rows) == 56);
 FW_CHECK_OFFSET(rows, chunk_log2, 40);
 
 // Entries that a lane has in flight on a list that is long enough.
@@ -130,6 +133,11 @@ FW_DEVICE piece piece_of(const rows& r, uint64_t v, uint64_t last, uint64_t firs
   return {begin < first_entry ? first_entry : begin, end < end_entry ? end : end_entry};
 }
 
+// The chunk at a place in the order of the launch.
+FW_DEVICE uint64_t chunk_at(const rows& r, uint64_t place) {
+  return r.backwards != 0 ? r.chunks - 1 - place : place;
+}
+
 FW_DEVICE uint64_t end_of(const rows& r, uint64_t chunk) {
   const uint64_t end = (chunk + 1) << r.chunk_log2;
   return end < r.entries ? end : r.entries;
@@ -203,17 +211,18 @@ FW_DEVICE void visit_chunk(const rows& r, uint64_t chunk, Source& source, Wants&
 template <typename Source, typename Wants, typename Visit>
 FW_DEVICE void for_each(const rows& r, Source& source, Wants wants, Visit&& visit) {
   const uint64_t stride = warp::count();
-  uint64_t asked = warp::index();  // the next chunk to look at for reading ahead
-  for (uint64_t chunk = warp::index(); chunk < r.chunks; chunk += stride) {
+  uint64_t asked = warp::index();  // the next place to look at for reading ahead
+  for (uint64_t place = warp::index(); place < r.chunks; place += stride) {
     if (r.ahead != 0) {
-      if (asked <= chunk) asked = chunk + stride;
-      for (; asked < r.chunks && asked <= chunk + r.ahead * stride; asked += stride) {
-        const bool wanted = detail::count_wanted(r, asked, wants) != 0;
-        if (wanted && warp::lane() == 0) source.prefetch(asked << r.chunk_log2);
+      if (asked <= place) asked = place + stride;
+      for (; asked < r.chunks && asked <= place + r.ahead * stride; asked += stride) {
+        const uint64_t chunk = detail::chunk_at(r, asked);
+        const bool wanted = detail::count_wanted(r, chunk, wants) != 0;
+        if (wanted && warp::lane() == 0) source.prefetch(chunk << r.chunk_log2);
         warp::sync(warp::kFullMask);
       }
     }
-    detail::visit_chunk(r, chunk, source, wants, visit);
+    detail::visit_chunk(r, detail::chunk_at(r, place), source, wants, visit);
   }
 }
 
