@@ -19,5 +19,7 @@ BENCHES = {
     "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
     "bfs": "Breadth-first search on a graph larger than the cache (BaM figures 7, 8, 10).",
     "cc": "Connected components of a graph larger than the cache (BaM figures 7, 8, 10).",
+    "vectoradd": "Adding two vectors larger than memory, against tiles (BaM section 5.4).",
+    "ctc": "Computation against communication, waiting or reading ahead (AGILE section 4.2).",
 }
 """What each module of this folder measures, in a line."""

@@ -147,6 +147,8 @@ def measure_ceiling(path: Path, random_bytes: int, seconds: float = 1.0) -> Disk
     """Measure random reads of `random_bytes` and sequential reads of 1 MiB, `seconds` each."""
     if not direct_reads_work(path):
         return DiskCeiling(random_bytes, 0.0, 0.0, "not measured: no O_DIRECT on this file system")
+    if path.stat().st_size < max(random_bytes, SEQUENTIAL_BYTES):
+        return DiskCeiling(random_bytes, 0.0, 0.0, "not measured: the file is less than one read")
     try:
         random = _reads_per_s(path, random_bytes, RANDOM_DEPTH, seconds, sequential=False)
         sequential = _reads_per_s(

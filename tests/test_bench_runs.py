@@ -1,0 +1,40 @@
+"""Benchmarks of applications, small and on the CPU device: what they check is right."""
+
+import pytest
+
+from flashwarp._jit.compiler import Source, compile_source
+from flashwarp.bench import bfs, cc, ctc, vectoradd
+
+
+def right(report):
+    assert report.rows
+    assert report.wrong == []
+    return {row.name: row for row in report.rows}
+
+
+@pytest.mark.parametrize("bench", [bfs, cc])
+def test_every_part_of_the_graph_benchmarks(tmp_path, bench):
+    rows = right(bench.run("cpu", tmp_path, graph="kron:10", small="kron:8", runs=1))
+
+    assert all(
+        any(name.startswith(part) for name in rows)
+        for part in ("pinned memory", "file", "figure 8", "figure 10")
+    )
+
+
+@pytest.mark.parametrize("gib", [1 / 1024, 1.3 / 1000])
+def test_vectors_of_whole_lines_and_of_others(gib):
+    rows = right(vectoradd.run("cpu", gib=gib, cache="256 KiB", runs=1))
+
+    assert all(row.checked for row in rows.values())
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_sums_of_loads_that_run_ahead(ahead):
+    right(ctc.run("cpu", threads=3, blocks=5, ahead=ahead, model="none", runs=1))
+
+
+@pytest.mark.parametrize("kernels", [vectoradd.KERNELS, ctc.KERNELS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile_for_gpus(kernels, arch):
+    assert len(compile_source(arch, Source.read(kernels)).kernels) == 2
