@@ -3,7 +3,7 @@
 import pytest
 
 from flashwarp._jit.compiler import Source, compile_source
-from flashwarp.bench import bfs, cc, ctc, vectoradd
+from flashwarp.bench import bfs, cc, ctc, registers, vectoradd
 
 
 def right(report):
@@ -38,3 +38,15 @@ def test_sums_of_loads_that_run_ahead(ahead):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_kernels_compile_for_gpus(kernels, arch):
     assert len(compile_source(arch, Source.read(kernels)).kernels) == 2
+
+
+def test_kernels_take_at_most_20_registers_more_than_on_plain_memory():
+    rows = right(registers.run("sm_90"))
+
+    least = {}
+    for name, row in rows.items():
+        kernel = name.split(",")[0]
+        assert " 0 bytes of spills" in row.note
+        least[kernel] = min(least.get(kernel, 1e9), row.value - row.reference)
+    assert len(least) == 3
+    assert max(least.values()) <= 20

@@ -49,8 +49,9 @@ class Rows:
     neighbours : Array
         Its lists, as `CsrGraph.neighbours` opens them.
     ahead : int, optional
-        How many chunks, of a line or 4 KiB of one, a warp asks for before it needs them. Default:
-        enough for a disk on the CPU device, as far as the cache has room, and none on a GPU.
+        How many chunks, of a line or 4 KiB of one, a thread of the CPU device asks for before it
+        needs them. A GPU has warps enough to wait. Default:
+        enough for a disk, as far as the cache has room.
 
     Attributes
     ----------

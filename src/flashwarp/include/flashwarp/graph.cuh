@@ -22,7 +22,7 @@ struct rows {
   uint64_t entries;
   uint64_t chunks;
   uint32_t chunk_log2;  // entries of a chunk
-  uint32_t ahead;       // chunks that a warp asks for before it needs them
+  uint32_t ahead;       // chunks that a thread of the CPU device asks for before it needs them
   uint32_t backwards;   // from the last chunk to the first: after a pass the other way, what that
                         // one left in the cache comes first
   uint32_t reserved;
@@ -213,13 +213,14 @@ FW_DEVICE void for_each(const rows& r, Source& source, Wants wants, Visit&& visi
   const uint64_t stride = warp::count();
   uint64_t asked = warp::index();  // the next place to look at for reading ahead
   for (uint64_t place = warp::index(); place < r.chunks; place += stride) {
-    if (r.ahead != 0) {
+    // Where a warp is one thread, there are too few of them to keep a disk busy by waiting.
+    if constexpr (warp::kWarpWidth == 1) {
       if (asked <= place) asked = place + stride;
-      for (; asked < r.chunks && asked <= place + r.ahead * stride; asked += stride) {
+      for (; r.ahead != 0 && asked < r.chunks && asked <= place + r.ahead * stride;
+           asked += stride) {
         const uint64_t chunk = detail::chunk_at(r, asked);
         const bool wanted = detail::count_wanted(r, chunk, wants) != 0;
-        if (wanted && warp::lane() == 0) source.prefetch(chunk << r.chunk_log2);
-        warp::sync(warp::kFullMask);
+        if (wanted) source.prefetch(chunk << r.chunk_log2);
       }
     }
     detail::visit_chunk(r, detail::chunk_at(r, place), source, wants, visit);
