@@ -14,7 +14,7 @@ FW_DEVICE void mean_of_rows(uint64_t rows, uint64_t columns, Load load, float* m
     for (uint64_t k = warp::lane(); k < columns; k += warp::kWarpWidth) {
       sum += load(row * columns + k);
     }
-    sum = graph::detail::sum_of_lanes(sum);
+    sum = graph::sum_of_lanes(sum);
     if (warp::lane() == 0) means[row] = sum / float(columns);
   }
 }
@@ -47,7 +47,7 @@ FW_DEVICE void multiply(const uint64_t* offsets, uint64_t rows, Column column, V
     for (uint64_t i = offsets[row] + warp::lane(); i < end; i += warp::kWarpWidth) {
       sum += value(i) * x[column(i)];
     }
-    sum = graph::detail::sum_of_lanes(sum);
+    sum = graph::sum_of_lanes(sum);
     if (warp::lane() == 0) y[row] = sum;
   }
 }

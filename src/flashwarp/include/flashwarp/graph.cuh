@@ -110,8 +110,7 @@ class cached_or_in_place {
   bool through_ = true;
 };
 
-namespace detail {
-
+// The sum over all lanes of a warp, which call together and all get it.
 template <typename T>
 FW_DEVICE T sum_of_lanes(T value) {
   for (uint32_t step = warp::kWarpWidth / 2; step > 0; step /= 2) {
@@ -119,6 +118,8 @@ FW_DEVICE T sum_of_lanes(T value) {
   }
   return value;
 }
+
+namespace detail {
 
 // The part of a list that lies in a chunk.
 struct piece {

@@ -1,0 +1,85 @@
+"""The examples of applications run as they stand, and what they compute is right."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp import graphs
+from flashwarp.graphs.reference import reference_components, reference_distances
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PROGRAMS = {
+    "bfs": (),
+    "connected_components": (),
+    "spmv": (),
+    "vector_add": ("--elements", "100001"),
+}
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    return graphs.load("kron:11", tmp_path_factory.mktemp("graph"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_runs(name, tmp_path):
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", "--device", "cpu", *PROGRAMS[name]],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_every_program_is_in_the_list_of_examples():
+    page = (EXAMPLES / "README.md").read_text()
+
+    assert all(f"[{path.name}]({path.name})" in page for path in EXAMPLES.glob("*.py"))
+
+
+def test_search_finds_the_distances_of_scipy(graph):
+    source = graph.pick_sources(1, seed=1)[0]
+    with graph.neighbours(device="cpu", cache="32 KiB") as neighbours:
+        found = example("bfs").search(graph, neighbours, source)
+
+    np.testing.assert_array_equal(found, reference_distances(graph.matrix(), source))
+
+
+def test_components_are_those_of_scipy(graph):
+    with graph.neighbours(device="cpu", cache="32 KiB") as neighbours:
+        found = example("connected_components").components(graph, neighbours)
+
+    np.testing.assert_array_equal(found, reference_components(graph.matrix()))
+
+
+def test_product_is_that_of_scipy(tmp_path):
+    spmv = example("spmv")
+    matrix = spmv.with_weights(graphs.load("kron:10", tmp_path))
+    x = np.random.default_rng(2).random(matrix.vertices).astype(np.float32)
+    with (
+        fw.Cache("64 KiB", line=512, device="cpu") as cache,
+        matrix.neighbours(cache=cache) as columns,
+        matrix.weights(cache=cache) as values,
+    ):
+        y = spmv.multiply(matrix, columns, values, x)
+
+    np.testing.assert_allclose(y, matrix.matrix() @ x.astype(np.float64), rtol=1e-5)
