@@ -338,6 +338,181 @@ def test_policy_that_does_not_compile_says_where(one_thread: CpuDevice) -> None:
         x.gather(np.array([0]))
 
 
+# A user's own in Python: not called, but read and compiled.
+
+ALL = 0xFFFFFFFF
+NOT_THERE = 99
+
+
+def lru_hit(cache, way, seen):
+    first = way - way % cache.ways()
+    newest = 0
+    for other in range(first, first + cache.ways()):
+        if other != way and cache.word(other) > newest:
+            newest = cache.word(other)
+    if cache.word(way) <= newest:
+        cache.set_word(way, ALL, newest + 1)
+
+
+def lru_fill(lines, way):
+    """The last one."""
+    newest = 0
+    other = 0
+    while other < lines.ways():
+        if not (other == way or lines.word(other) <= newest):
+            newest = lines.word(other)
+        other += 1
+    lines.set_word(way, ALL, newest + 1)
+
+
+def lru_victim(lines):
+    best = NOT_THERE
+    for way in range(lines.ways()):
+        if not lines.has(lines.candidates, way):
+            continue
+        if best == NOT_THERE or lines.word(way) < lines.word(best):
+            best = way
+    return best
+
+
+@needs_compiler
+def test_policy_in_python_does_what_it_says() -> None:
+    trace = fw.trace.make("zipf", accesses=30_000)
+    ours = Policy.from_python(
+        "python_lru", on_hit=lru_hit, on_fill=lru_fill, choose_victim=lru_victim
+    )
+
+    results = [fw.trace.replay(trace, p, capacity_lines=500) for p in (ours, "lru")]
+
+    assert results[0].hits == results[1].hits
+    assert results[0].refusals == 0
+
+
+# Python's answer and the compiled one, for the expressions that a policy may have: each way in turn
+# is the answer, and the way that was filled last shows which it was.
+def arithmetic(lines):
+    a = lines.line * 7 + 3
+    b = (lines.line << 3) | 1
+    c = a // b + a % b - (b & 6) + (a ^ b) + (a >> 2)
+    c += 1 if 2 < a <= 90 or not (a > 9 and b < 50) else 0
+    c += (~a & 15) + popcount(b) + lowest_bit(a)  # noqa: F821
+    total: int = 0
+    for step in range(1, 9, 3):
+        if step == 7:
+            break
+        total += step * c
+    return total % 4
+
+
+class PythonLines:
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+
+@needs_compiler
+def test_numbers_in_a_python_policy_are_pythons(one_thread: CpuDevice) -> None:
+    policy = Policy.from_python("arithmetic", choose_victim=arithmetic, keeps_words=False)
+    names = {"popcount": int.bit_count, "lowest_bit": lambda n: (n & -n).bit_length() - 1}
+    same = type(arithmetic)(arithmetic.__code__, {**arithmetic.__globals__, **names})
+    frames = [0, 1, 2, 3]
+
+    with (
+        Cache(4 * LINE, LINE, 4, policy, one_thread) as cache,
+        array_of(60, cache) as x,
+    ):
+        x.gather(np.arange(4))
+        for line in range(4, 60):
+            expected = frames[same(PythonLines(line))]
+            frames[frames.index(expected)] = line
+            x.gather(np.array([line]))
+            before = x.stats.misses
+            x.gather(np.array(frames))
+
+            assert x.stats.misses == before, f"line {line} did not take the place of {expected}"
+
+
+@needs_compiler
+def test_division_by_zero_in_a_python_policy_is_zero(one_thread: CpuDevice) -> None:
+    def divides(lines):
+        return lines.line // lines.hand + lines.line % lines.hand + (1 << (lines.line + 70)) + 2
+
+    with (
+        Cache(
+            4 * LINE, LINE, 4, Policy.from_python("divides", choose_victim=divides), one_thread
+        ) as cache,
+        array_of(10, cache) as x,
+    ):
+        x.gather(np.arange(6))
+
+        assert cache.refusals == 0
+
+
+def uses_float(lines):
+    return lines.hand * 0.5
+
+
+def uses_list(lines):
+    best = [0]
+    return best[0]
+
+
+def uses_names(lines):
+    return np.argmax(lines.candidates)
+
+
+def writes_candidates(lines):
+    lines.candidates = 15
+    return 0
+
+
+def returns_nothing(lines):
+    return
+
+
+def divides_truly(lines):
+    return lines.hand / 2
+
+
+def loops_down(lines):
+    for way in range(3, 0, -1):
+        return way
+    return 0
+
+
+def is_negative(lines):
+    return -1
+
+
+def has_too_many(lines, way):
+    return way
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (uses_float, "this expression: 0.5"),
+        (uses_list, r"this expression: \[0\]"),
+        (uses_names, "this call: np.argmax"),
+        (writes_candidates, "an assignment to lines.candidates"),
+        (returns_nothing, "a return without a way"),
+        (divides_truly, "this operator: lines.hand / 2"),
+        (loops_down, "a range whose step is no positive constant"),
+        (is_negative, "this expression: -1"),
+        (has_too_many, r"takes 1 parameters: \(lines\)"),
+        (lambda lines: 0, "no function defined with def"),
+        (len, "cannot be read"),
+    ],
+)
+def test_python_without_translation_is_refused_with_its_line(function, why: str) -> None:
+    with pytest.raises(CompileError, match=why) as caught:
+        Policy.from_python("wrong", choose_victim=function)
+
+    code = getattr(function, "__code__", None)
+    if "a policy cannot have" in str(caught.value):
+        line = int(str(caught.value).split(":")[1])
+        assert code.co_firstlineno < line <= code.co_firstlineno + 3
+
+
 def test_policy_that_cannot_be_is_refused() -> None:
     with pytest.raises(CacheError, match="none of clock, lru, fifo, sieve, s3_fifo, random"):
         fw.Cache("1 MiB", policy="mru", device="cpu")

@@ -7,18 +7,23 @@ which one it has, and code that uses the cache is compiled with the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from flashwarp.errors import CacheError
 
-__all__ = ["CLOCK", "POLICIES", "Policy", "resolve_policy"]
+__all__ = ["CLOCK", "POLICIES", "REFERENCED", "Policy", "resolve_policy"]
+
+REFERENCED = 1 << 59
+"""The mark of a hit in a tag word: `tag::kReferenced`."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A replacement policy of one's own, in C++.
+    """A replacement policy of one's own, in C++; `from_python` makes one of Python functions.
 
     Parameters
     ----------
@@ -67,6 +72,53 @@ class Policy:
             raise CacheError(f"flashwarp brings a policy {self.name!r}: give yours another name")
         if not self.source and self.name not in _BUILT_IN:
             raise CacheError(f"policy {self.name!r} has no source")
+
+    @classmethod
+    def from_python(
+        cls,
+        name: str,
+        *,
+        choose_victim: Callable[..., Any],
+        on_fill: Callable[..., Any] | None = None,
+        on_hit: Callable[..., Any] | None = None,
+        keeps_words: bool = True,
+    ) -> Policy:
+        """Make a policy of Python functions, which are translated to C++ and compiled.
+
+        Parameters
+        ----------
+        name : str
+            An identifier.
+        choose_victim : function of (lines)
+            Returns one of the ways of a set whose bit is set in ``lines.candidates``.
+        on_fill : function of (lines, way), optional
+            Called when a fill has taken a way.
+        on_hit : function of (cache, way, seen), optional
+            Called when a line is used; `way` counts in the whole cache, `seen` is its tag word.
+        keeps_words : bool
+            As for `Policy`.
+
+        Notes
+        -----
+        docs/policies.md lists what the functions may use. Their numbers are unsigned and have 64
+        bits. They are read from their source now, and never called.
+
+        Raises
+        ------
+        CompileError
+            For what cannot be translated, with its line.
+
+        Examples
+        --------
+        >>> import flashwarp as fw
+        >>> def lowest(lines):
+        ...     return lowest_bit(lines.candidates)
+        >>> fw.Policy.from_python("lowest", choose_victim=lowest)  # doctest: +SKIP
+        Policy('lowest')
+        """
+        from flashwarp.policy_source import policy_source
+
+        return cls(name, policy_source(name, on_hit, on_fill, choose_victim), keeps_words)
 
     @property
     def built_in(self) -> bool:

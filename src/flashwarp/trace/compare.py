@@ -25,7 +25,7 @@ __all__ = ["Comparison", "compare", "plot", "save"]
 MIN = "MIN"
 MIN_IN_SETS = "MIN in sets"
 # Shares of the trace's different lines.
-SHARES = (0.01, 0.03, 0.1, 0.2, 0.4)
+SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def compare(
     ----------
     trace : Trace
     capacities : sequence of int, optional
-        Lines; default 1, 3, 10, 20 and 40 % of those that the trace touches.
+        Lines; default 1, 3, 10, 30 and 60 % of those that the trace touches.
     policies : sequence of str or Policy
         Default: all that flashwarp brings.
     ways : int

@@ -15,6 +15,9 @@ from flashwarp.trace.format import Trace
 __all__ = ["SYNTHETIC", "make"]
 
 _LINE_BYTES = 4096
+# 32 MiB of neighbours, in lines that random access is good for.
+_GRAPH = "kron:18"
+_GRAPH_LINE_BYTES = 512
 # Lines of the synthetic traces; a graph has its own.
 _LINES = 20_000
 
@@ -43,14 +46,14 @@ def _loop(accesses: int, random: np.random.Generator) -> npt.NDArray[np.int64]: 
 
 
 def _bfs(accesses: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Breadth-first searches of a Kronecker graph, by the lines of the neighbours that they read.
+    """Breadth-first searches of a Kronecker graph of 262,144 vertices, one source after another.
 
-    One million vertices, as many edges as make up 128 MiB; a search begins where the last ended.
+    Accesses are the lines of 512 bytes that hold the neighbours of each vertex visited.
     """
     from flashwarp.graphs import load
 
     with tempfile.TemporaryDirectory(prefix="flashwarp-") as folder:
-        graph = load("kron:16", Path(folder), seed=int(random.integers(1 << 31)))
+        graph = load(_GRAPH, Path(folder), seed=int(random.integers(1 << 31)))
         neighbours = graph.in_memory()
         offsets = np.asarray(graph.offsets)
         parts: list[npt.NDArray[np.int64]] = []
@@ -75,7 +78,7 @@ def _search(
     parts = []
     while frontier.size:
         positions = _positions(offsets, frontier)
-        lines = positions * neighbours.itemsize // _LINE_BYTES
+        lines = positions * neighbours.itemsize // _GRAPH_LINE_BYTES
         # A list reads a line once, however many of its entries are there.
         owner = np.repeat(frontier, offsets[frontier + 1] - offsets[frontier])
         first = np.ones(len(lines), bool)
@@ -121,4 +124,5 @@ def make(name: str, accesses: int = 200_000, seed: int = 1) -> Trace:
         raise ArgumentError(f"no trace is called {name!r}; there are {', '.join(SYNTHETIC)}")
     if accesses < 1:
         raise ArgumentError(f"a trace of {accesses} accesses says nothing")
-    return Trace(maker(accesses, np.random.default_rng(seed)), _LINE_BYTES, name)
+    line_bytes = _GRAPH_LINE_BYTES if name == "bfs" else _LINE_BYTES
+    return Trace(maker(accesses, np.random.default_rng(seed)), line_bytes, name)
