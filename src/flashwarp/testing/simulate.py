@@ -35,7 +35,11 @@ _STRATEGIES = ("any", "random", "priority", "round-robin", "rival", "exhaustive"
 
 # The compiler's option for each.
 _POLICIES = {name: policy.options for name, policy in POLICIES.items()}
-_POLICIES["hostile"] = ("-DFW_POLICY=::fw::simulator::hostile_policy",)
+_POLICIES["hostile"] = (
+    "-include",
+    str(_SIMULATOR / "hostile.h"),
+    "-DFW_POLICY=::fw::simulator::hostile_policy",
+)
 
 _RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
 _CONTROLLER = (

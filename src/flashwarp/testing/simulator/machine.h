@@ -11,11 +11,10 @@
 #include <vector>
 
 #include "disk.h"
-#include "hostile.h"
-// FW_POLICY may be the hostile one: it comes first.
 #include "flashwarp/kernels/gather.cuh"
 #include "flashwarp/kernels/maintenance.cuh"
 #include "history.h"
+#include "hostile.h"
 #include "queue_server.h"
 #include "run.h"
 

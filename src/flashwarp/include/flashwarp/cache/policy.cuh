@@ -276,9 +276,10 @@ struct sieve_policy {
 // once. The main queue gives lines as many more rounds as they had uses, up to three.
 //
 // What the set changes: the small queue has one line of 4 or 8, two of 16, so a line is there for
-// few fills of its set, and one use on the way is enough to move it (the paper asks for two, in a
-// queue of thousands). Ghosts are 16 bits of a hash of the line number, as many as ways: one in
-// 65536 / ways lines is taken for a ghost that it is not.
+// few fills of its set, and one use on the way is enough to move it. (The paper asks for two, in a
+// queue of thousands; here that costs up to a hundredth of the hits, and gains none.) Ghosts are 16
+// bits of a hash of the line number, as many as ways: one line in 65536 / ways is taken for
+// another.
 struct s3_fifo_policy {
   static constexpr bool kKeepsWords = true;
   // 31:16 a ghost of the set, 0 for none; 15 main queue; 14 unused; 13:12 frequency; 11:0 order
