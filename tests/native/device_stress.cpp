@@ -136,7 +136,8 @@ class Rig {
   explicit Rig(const Geometry& g) : g_(g) {
     const uint64_t lines = uint64_t(g.sets) * g.ways;
     cache_ = arena_.allocate<cache::page_cache>(1);
-    cache_->shape.tags = arena_.allocate<uint64_t>(lines);
+    // Policies' words follow the tags: half as long, after up to a memory line of nothing.
+    cache_->shape.tags = arena_.allocate<uint64_t>(lines + 16 + lines / 2);
     cache_->set_control = arena_.allocate<uint32_t>(g.sets);
     cache_->shape.frames = arena_.allocate<char>(lines * g.line_bytes);
     cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
