@@ -439,6 +439,25 @@ def test_two_failures_have_their_own_places(x: fw.Array, storage: Faulty) -> Non
     ]
 
 
+def test_failure_names_the_storage_of_several(tmp_path: Path) -> None:
+    members = []
+    for name in ("a", "b"):
+        np.arange(ROWS // 2).tofile(tmp_path / name)
+        members.append(Faulty(File(tmp_path / name)))
+    members[1].inject("read eio bytes=1024-1536")
+    with fw.from_storage(
+        members, "i8", layout="stripe", stripe_bytes=4096, device="cpu", line=512, cache="16 KiB"
+    ) as x:
+        reads = [x.read_async([64 * k]) for k in range(24)]  # eight to a stripe
+
+        failed = [k for k, read in enumerate(reads) if read.exception() is not None]
+
+        assert failed == [10]
+        failure = reads[10].exception()
+        assert isinstance(failure, StorageError)
+        assert (failure.filename, failure.offset) == (str(tmp_path / "b"), 1024)
+
+
 def test_failure_of_a_sync_call_stays_its_own(x: fw.Array, storage: Faulty) -> None:
     fail_at(storage, 256)
 
