@@ -155,9 +155,8 @@ FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t 
     }
     if (moved || !warp::any(mask, pending)) continue;
     // One wait that ran out is enough: later ones on the same volume do not wait again.
-    uint32_t& failed = failure_mark(v);
-    if (warp::any(mask, limit.passed() || atomic::load_relaxed(&failed) != 0)) {
-      atomic::store_relaxed(&failed, 1u);
+    if (warp::any(mask, limit.passed() || has_failed(v))) {
+      atomic::store_relaxed(&failure_mark(v), 1u);
       if (!pending) return status;
       record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return nvme::kTimedOut;

@@ -112,10 +112,13 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
 // Empties one way a lane if it holds a line of the volume, whatever its state. For a volume whose
 // controller is gone, so that nothing can come back any more; touches neither queues nor records.
 FW_DEVICE void forget_way(page_cache& c, const volume& v, uint64_t way) {
-  const uint64_t word = atomic::load_acquire(&c.shape.tags[way]);
-  const bool ours =
-      tag::state_of(word) != tag::kInvalid && tag::line_of(word) - v.line_begin < v.line_count;
-  if (ours) atomic::store_release(&c.shape.tags[way], tag::emptied(word));
+  // A neighbour's kernel may claim the frame meanwhile; what it made of the tag must not be undone.
+  update(
+      &c.shape.tags[way],
+      [&](uint64_t w) {
+        return tag::state_of(w) != tag::kInvalid && tag::line_of(w) - v.line_begin < v.line_count;
+      },
+      [](uint64_t w) { return tag::emptied(w); });
 }
 
 }  // namespace fw::cache
