@@ -39,7 +39,7 @@ LAYERS = [
     ["futures"],
     ["calls"],
     ["array"],
-    ["arguments"],
+    ["arguments", "share_table"],
     ["compiling"],
     ["interop"],
     ["opening"],

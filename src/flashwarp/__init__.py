@@ -13,6 +13,7 @@ from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.futures import Future
 from flashwarp.opening import create, from_storage, open  # noqa: A004
 from flashwarp.policy import Policy
+from flashwarp.share_table import ShareTable
 from flashwarp.ssd_model import SSDModel
 from flashwarp.stats import Stats
 
@@ -29,6 +30,7 @@ __all__ = [
     "Policy",
     "Program",
     "SSDModel",
+    "ShareTable",
     "SoftwareController",
     "Stats",
     "compile",

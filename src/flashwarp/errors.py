@@ -26,6 +26,7 @@ __all__ = [
     "MissingFileError",
     "PathError",
     "ReadOnlyError",
+    "ShareError",
     "StorageError",
 ]
 
@@ -93,6 +94,20 @@ class StorageError(FlashwarpError, OSError):
 
 class ReadOnlyError(FlashwarpError, ValueError):
     """A store to an array that was opened read-only."""
+
+
+class ShareError(FlashwarpError, RuntimeError):
+    """A kernel ended without releasing lines that it had acquired through a share table.
+
+    Attributes
+    ----------
+    lines : tuple of int
+        Their numbers in the cache.
+    """
+
+    def __init__(self, message: str, lines: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.lines = lines
 
 
 class ClosedError(FlashwarpError, ValueError):

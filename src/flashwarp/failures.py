@@ -21,6 +21,7 @@ from flashwarp.errors import (
     ControllerTimeout,
     DeviceError,
     FlashwarpError,
+    ShareError,
     StorageError,
 )
 from flashwarp.operands import Index
@@ -35,6 +36,7 @@ _LOG_ENTRIES_MAX = 64
 
 # NVMe status fields, and the one of ours for a wait that ran out of time.
 _TIMED_OUT = 0x7FF
+_SHARE_TIMED_OUT = 0x7F9  # the same for a wait for other users of a share table
 _CAPACITY_EXCEEDED = 0x081
 _WRITE_FAULT = 0x280
 _UNRECOVERED_READ = 0x281
@@ -115,6 +117,12 @@ class Failures:
             return ControllerTimeout(
                 f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
                 f"{offset}.. of the array, and gave up: {self._controller.silent()} does not answer"
+            )
+        if status == _SHARE_TIMED_OUT:
+            return ShareError(
+                f"{what} waited {config.current().timeout_s:g} s for others to release their copy "
+                f"of bytes {offset}.. of the array, and gave up: threads wait for each other, or "
+                "one has ended without release()"
             )
         if logged is None:
             return _failure_without_log(what, status, opcode, offset, self._path)

@@ -16,10 +16,11 @@
 //     stores to a line that has a copy are not seen there, and are lost if the copy is written
 //     back. Plain readers who must not wait for that construct a view and load through it.
 // A view belongs to one thread, any thread may have any number of them, and lanes may call in
-// divergent code. A view holds one line at most. A thread that acquires a line may have to wait
-// until an owner has its copy back from others: so either it holds no other line meanwhile, or all
-// threads acquire in ascending order; `try_acquire` does not wait. Of several views, release those
-// that are not owners first. Every wait drains completions and has the time limit of the array.
+// divergent code. A view holds one line at most. Who acquires a line, or loads or stores elements
+// of one that it does not hold, may have to wait until an owner has its copy back from others: so a
+// thread does so while it holds no other line, or all threads go through lines in ascending order;
+// `try_acquire` does not wait. Of several views, release those that are not owners first. Every
+// wait drains completions and has the time limit of the array.
 //
 // Where FW_SHARE_TABLE is 0, or kOn is false, the same source is plain accesses to the array.
 #pragma once
@@ -40,6 +41,7 @@ inline constexpr uint32_t kShareLater = 0x7FD;        // try_*: others come firs
 inline constexpr uint32_t kShareFull = 0x7FC;         // every entry of the table is taken
 inline constexpr uint32_t kShareMisaligned = 0x7FB;   // the buffer is not at kShareAlignment
 inline constexpr uint32_t kShareUnreachable = 0x7FA;  // it is memory of the thread's alone
+inline constexpr uint32_t kShareTimedOut = 0x7F9;     // others did not let go of the line in time
 
 // Of a buffer, in bytes: what a lane copies at a time.
 inline constexpr uint32_t kShareAlignment = 16;
@@ -218,7 +220,7 @@ class share_wait {
   // False when time has run out, which the host will raise for `line`.
   FW_DEVICE bool again(uint64_t line, uint32_t opcode) {
     if (limit_.passed()) {
-      cache::record_error(*volume_, nvme::kTimedOut, opcode, line);
+      cache::record_error(*volume_, kShareTimedOut, opcode, line);
       return false;
     }
     base::opaque (&help_share)(cache_, volume_, step_++);
@@ -323,7 +325,7 @@ class shared {
           table_, array_.cache, array_.volume, line, buffer, found);
       held_ = found;
       if (got != kShareLater || !waits) return got;
-      if (!wait.again(line, nvme::kRead)) return nvme::kTimedOut;
+      if (!wait.again(line, nvme::kRead)) return kShareTimedOut;
     }
   }
 
@@ -337,7 +339,7 @@ class shared {
       if (got != kShareLater || !waits) break;
       if (!wait.again(held_.line, nvme::kWrite)) {
         cache::share_reopen(table_, held_.entry, false);
-        return nvme::kTimedOut;
+        return kShareTimedOut;
       }
     }
     if (got == nvme::kSuccess) held_ = kNothing;
@@ -370,7 +372,7 @@ class shared {
       const uint32_t got = base::opaque(&detail::try_store_copy<sizeof(T)>)(
           table_, array_.cache, array_.volume, line, element);
       if (got != kShareLater) return got;
-      if (!wait.again(line, nvme::kWrite)) return nvme::kTimedOut;
+      if (!wait.again(line, nvme::kWrite)) return kShareTimedOut;
     }
   }
 
