@@ -275,9 +275,17 @@ MUTANTS = {
         Mutant(
             "share-closing-joined",
             _SHARE,
-            "return share::state_of(w) == share::kShared && share::line_of(w) == line &&",
-            "return share::state_of(w) >= share::kShared && share::line_of(w) == line &&",
-            "a user joins a copy that its owner is taking back",
+            "!patient && share::references(word) != 0 &&",
+            "!patient &&",
+            "a user joins a copy that its owner has taken back",
+            "share",
+        ),
+        Mutant(
+            "share-patience-endless",
+            _VIEW,
+            "return looks_ < kSharePatience;",
+            "return true;",
+            "threads that hold a line each wait for the owners of each other's",
             "share",
         ),
         Mutant(
@@ -338,8 +346,8 @@ MUTANTS = {
         Mutant(
             "share-open-relaxed",
             _SHARE,
-            "atomic::store_release(&t.words[entry], share::kShared | line",
-            "atomic::store_relaxed(&t.words[entry], share::kShared | line",
+            "atomic::store_release(&t.words[entry],\n                        share::kShared",
+            "atomic::store_relaxed(&t.words[entry],\n                        share::kShared",
             "a user finds a buffer before its bytes",
             "share",
             "weak",

@@ -43,6 +43,10 @@ inline constexpr uint32_t kShareMisaligned = 0x7FB;   // the buffer is not at kS
 inline constexpr uint32_t kShareUnreachable = 0x7FA;  // it is memory of the thread's alone
 inline constexpr uint32_t kShareTimedOut = 0x7F9;     // others did not let go of the line in time
 
+// Looks at a copy that its owner wants back, before a thread that needs it joins its other users
+// instead: about as long as a transfer takes, and more than the others are likely to need.
+inline constexpr uint32_t kSharePatience = 64;
+
 // Of a buffer, in bytes: what a lane copies at a time.
 inline constexpr uint32_t kShareAlignment = 16;
 
@@ -64,7 +68,7 @@ FW_DEVICE uint32_t active_on(const cache::volume* v, const cache::share_table& t
 
 // Joins the copy of `line` for `count` lanes, or claims its entry for a copy at `buffer`.
 FW_DEVICE cache::share_outcome join_or_claim(const cache::share_table& t, uint64_t line,
-                                             uint64_t buffer, uint32_t count) {
+                                             uint64_t buffer, uint32_t count, bool patient) {
   using cache::share_result;
   const cache::share_place at = cache::share_find(t, line);
   if (at.entry == cache::kShareNowhere) {
@@ -74,7 +78,9 @@ FW_DEVICE cache::share_outcome join_or_claim(const cache::share_table& t, uint64
     }
     return out;
   }
-  if (!cache::share_join(t, at.entry, line, count)) return {share_result::kWait, at.entry};
+  if (!cache::share_join(t, at.entry, line, count, patient)) {
+    return {share_result::kWait, at.entry};
+  }
   const uint32_t scope = atomic::load_plain(&t.copies[at.entry]).scope;
   if (scope == 0 || scope == base::own_scope()) return {share_result::kJoined, at.entry};
   // In another block's shared memory: the cache will have it when that block is done.
@@ -86,14 +92,14 @@ FW_DEVICE cache::share_outcome join_or_claim(const cache::share_table& t, uint64
 // that want one line count as one. Returns kShareLater where another try is due.
 FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::page_cache* c,
                                              cache::volume* v, uint64_t line, uint64_t buffer,
-                                             held_line& held) {
+                                             bool patient, held_line& held) {
   using cache::share_result;
   const uint32_t mask = active_on(v, t);
   const uint32_t group = warp::match(mask, line);
   const uint32_t leader = base::lowest_bit(group);
   const bool leads = warp::lane() == leader;
   cache::share_outcome mine = {share_result::kWait, cache::kShareNowhere};
-  if (leads) mine = join_or_claim(t, line, buffer, base::popcount(group));
+  if (leads) mine = join_or_claim(t, line, buffer, base::popcount(group), patient);
   const bool claimed = mine.result == share_result::kClaimed;
   uint32_t status = 0;
   if (warp::any(mask, claimed)) {
@@ -102,7 +108,8 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::page_c
     status = cache::access<policy>(c->shape, *c, *v, mask, claimed, line, false, op, count);
     count.add_to(*v, mask);
     if (claimed && status == nvme::kSuccess) {
-      cache::share_open(t, mine.entry, line, base::popcount(group) - 1);
+      cache::share_open(t, mine.entry, line, base::popcount(group) - 1,
+                        base::scope_of(buffer) != 0);
     } else if (claimed) {
       // Others that wait for the line will try themselves, and meet the error themselves.
       cache::share_end(t, mine.entry, line);
@@ -162,9 +169,9 @@ FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::page_c
 // One try of each lane to load from a copy that it has seen but does not hold.
 template <uint32_t kBytes>
 FW_DEVICE_NOINLINE uint32_t try_load_copy(cache::share_table t, uint32_t entry, uint64_t line,
-                                          uint64_t offset,
+                                          uint64_t offset, bool patient,
                                           typename atomic::raw<kBytes>::type& value) {
-  if (!cache::share_join(t, entry, line, 1)) return kShareLater;
+  if (!cache::share_join(t, entry, line, 1, patient)) return kShareLater;
   const cache::share_copy copy = atomic::load_plain(&t.copies[entry]);
   const bool reachable = copy.scope == 0 || copy.scope == base::own_scope();
   if (reachable) {
@@ -178,11 +185,11 @@ FW_DEVICE_NOINLINE uint32_t try_load_copy(cache::share_table t, uint32_t entry, 
 // an entry keeps others from bringing the line to a buffer.
 template <uint32_t kBytes>
 FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::page_cache* c,
-                                           cache::volume* v, uint64_t line,
+                                           cache::volume* v, uint64_t line, bool patient,
                                            const store_element<kBytes>& element) {
   using cache::share_result;
   const uint32_t mask = active_on(v, t);
-  const cache::share_outcome mine = join_or_claim(t, line, 0, 1);
+  const cache::share_outcome mine = join_or_claim(t, line, 0, 1, patient);
   if (mine.result == share_result::kJoined) {
     char* copy = reinterpret_cast<char*>(atomic::load_plain(&t.copies[mine.entry]).buffer);
     atomic::raw<kBytes>::store_any(copy + element.offset, element.value);
@@ -217,6 +224,9 @@ class share_wait {
   FW_DEVICE share_wait(cache::page_cache* c, cache::volume* v)
       : cache_(c), volume_(v), limit_(v->queues[0].data.timeout_ns) {}
 
+  // Whether to leave a copy to the owner that wants it back.
+  FW_DEVICE bool patient() const { return looks_ < kSharePatience; }
+
   // False when time has run out, which the host will raise for `line`.
   FW_DEVICE bool again(uint64_t line, uint32_t opcode) {
     if (limit_.passed()) {
@@ -224,6 +234,7 @@ class share_wait {
       return false;
     }
     base::opaque (&help_share)(cache_, volume_, step_++);
+    looks_++;
     return true;
   }
 
@@ -231,6 +242,7 @@ class share_wait {
   cache::page_cache* cache_;
   cache::volume* volume_;
   nvme::deadline limit_;
+  uint32_t looks_ = 0;
   uint32_t step_ = 2 * (warp::index() + base::spread_index());
 };
 
@@ -250,14 +262,14 @@ class shared {
   // Returns kSuccess, the status of a failed transfer, or one of kShareFull, kShareMisaligned and
   // kShareUnreachable; the line is not held then, and `load` and `store` go to where it is.
   FW_DEVICE uint32_t acquire(uint64_t i, value_type* own) { return acquire(i, own, true); }
-  // The same, but kShareLater where it would wait for other users of the line.
+  // The same, but kShareLater where it would wait for what others do with the line.
   FW_DEVICE uint32_t try_acquire(uint64_t i, value_type* own) { return acquire(i, own, false); }
 
   // Lets go of the line. An owner waits for the others, and then writes back what was stored.
   // Returns kSuccess; or why not, and then the line is still held, with everything stored to it,
   // and `release` may be called again. Without a line it does nothing.
   FW_DEVICE uint32_t release() { return release(true, true); }
-  // The same, but kShareLater where it would wait for other users; nobody joins them any more.
+  // The same, but kShareLater where it would wait for other users: fewer and fewer join them.
   FW_DEVICE uint32_t try_release() { return release(true, false); }
   // As `release`, but an owner gives up what was stored: the cache has the line as it was before.
   FW_DEVICE uint32_t discard() { return release(false, true); }
@@ -322,7 +334,7 @@ class shared {
       // A copy, whose address may be taken, so that `held_` stays in registers.
       detail::held_line found = kNothing;
       const uint32_t got = base::opaque(&detail::try_acquire_line)(
-          table_, array_.cache, array_.volume, line, buffer, found);
+          table_, array_.cache, array_.volume, line, buffer, waits && wait.patient(), found);
       held_ = found;
       if (got != kShareLater || !waits) return got;
       if (!wait.again(line, nvme::kRead)) return kShareTimedOut;
@@ -358,7 +370,7 @@ class shared {
       }
       word value;
       const uint32_t got = base::opaque(&detail::try_load_copy<sizeof(T)>)(
-          table_, at.entry, line, array_.offset_of(i), value);
+          table_, at.entry, line, array_.offset_of(i), wait.patient(), value);
       if (got == nvme::kSuccess) return detail::bit_cast<value_type>(value);
       if (!wait.again(line, nvme::kRead)) return value_type();
     }
@@ -370,7 +382,7 @@ class shared {
     detail::share_wait wait(array_.cache, array_.volume);
     while (true) {
       const uint32_t got = base::opaque(&detail::try_store_copy<sizeof(T)>)(
-          table_, array_.cache, array_.volume, line, element);
+          table_, array_.cache, array_.volume, line, wait.patient(), element);
       if (got != kShareLater) return got;
       if (!wait.again(line, nvme::kWrite)) return kShareTimedOut;
     }

@@ -4,11 +4,12 @@
 // Threads that look for the line later find the owner's buffer, not the cache's older bytes. One
 // word an entry says everything and changes by compare-and-swap:
 //
-//   63:62 state   61 modified   59:38 references   37:0 line
+//   63:62 state   61 modified   60 of block   59:38 references   37:0 line
 //
 // state       FREE -> FILLING (one thread decides what the line holds) -> SHARED (the copy is the
-//             line) -> CLOSING (its owner wants it back: nobody new) -> FREE, or SHARED again
+//             line) -> CLOSING (its owner wants it back) -> FREE, or SHARED again
 // modified    a user that has left stored to the copy
+// of block    it lies in the shared memory of one block, and threads of others cannot use it
 // references  users beside the owner; the copy lasts until they are gone
 //
 // A line has one entry: it is claimed under the lock of its bucket, which is held over nothing but
@@ -49,13 +50,15 @@ namespace share {
 
 inline constexpr uint64_t kReferenceOne = uint64_t(1) << tag::kLineBits;
 inline constexpr uint64_t kReferenceMask = uint64_t(0x3FFFFF) << tag::kLineBits;
+inline constexpr uint64_t kOfBlock = uint64_t(1) << 60;
 inline constexpr uint64_t kModified = uint64_t(1) << 61;
 inline constexpr uint64_t kStateMask = uint64_t(3) << 62;
 inline constexpr uint64_t kFree = 0;
 inline constexpr uint64_t kFilling = uint64_t(1) << 62;
 inline constexpr uint64_t kShared = uint64_t(2) << 62;
 inline constexpr uint64_t kClosing = uint64_t(3) << 62;
-static_assert((tag::kLineMask & kReferenceMask) == 0 && (kReferenceMask & kModified) == 0);
+static_assert((tag::kLineMask | kReferenceMask | kOfBlock | kModified | kStateMask) ==
+              ~uint64_t(0));
 
 FW_HOST_DEVICE uint64_t line_of(uint64_t word) { return word & tag::kLineMask; }
 FW_HOST_DEVICE uint64_t state_of(uint64_t word) { return word & kStateMask; }
@@ -156,13 +159,24 @@ FW_DEVICE_NOINLINE share_outcome share_claim(const share_table t, uint64_t line)
   return out;
 }
 
-// Counts `count` more users of a copy of `line`. False when it takes no more, or is none any more.
+// Whether a copy takes new users. While its owner wants it back, the patient wait, so that it gets
+// it; the others join as long as there are users anyway, so that no thread that holds a line ever
+// waits for those who hold another. Without users it is the owner's alone.
+FW_HOST_DEVICE bool share_takes(uint64_t word, bool patient) {
+  const uint64_t state = share::state_of(word);
+  if (state == share::kShared) return true;
+  return state == share::kClosing && !patient && share::references(word) != 0 &&
+         (word & share::kOfBlock) == 0;
+}
+
+// Counts `count` more users of a copy of `line`. False when it takes none, or is none any more.
 // Acquire: the buffer's address and its bytes come before.
-FW_DEVICE bool share_join(const share_table& t, uint32_t entry, uint64_t line, uint32_t count) {
+FW_DEVICE bool share_join(const share_table& t, uint32_t entry, uint64_t line, uint32_t count,
+                          bool patient) {
   return update(
              &t.words[entry],
              [=](uint64_t w) {
-               return share::state_of(w) == share::kShared && share::line_of(w) == line &&
+               return share_takes(w, patient) && share::line_of(w) == line &&
                       share::references(w) + count <= share::references(share::kReferenceMask);
              },
              [=](uint64_t w) { return w + count * share::kReferenceOne; }) != 0;
@@ -180,11 +194,14 @@ FW_DEVICE void share_drop(const share_table& t, uint32_t entry, uint32_t count, 
 
 // Makes the owner's filled buffer the line, with `users` beside the owner. Release: its bytes, and
 // where it is.
-FW_DEVICE void share_open(const share_table& t, uint32_t entry, uint64_t line, uint32_t users) {
-  atomic::store_release(&t.words[entry], share::kShared | line | users * share::kReferenceOne);
+FW_DEVICE void share_open(const share_table& t, uint32_t entry, uint64_t line, uint32_t users,
+                          bool of_block) {
+  const uint64_t scope = of_block ? share::kOfBlock : 0;
+  atomic::store_release(&t.words[entry],
+                        share::kShared | scope | line | users * share::kReferenceOne);
 }
 
-// The owner wants the copy back: nobody joins any more. Returns the word as it is then.
+// The owner wants the copy back. Returns the word as it is then.
 FW_DEVICE uint64_t share_close(const share_table& t, uint32_t entry) {
   update(
       &t.words[entry], [](uint64_t w) { return share::state_of(w) == share::kShared; },

@@ -56,6 +56,7 @@ class Table {
     }
   }
 
+  bool of_block() const { return of_block_; }
   bool is_empty() const {
     for (uint32_t e = 0; e < cache::kShareWays << table_.bucket_bits; ++e) {
       if (table_.words[e] != 0) return false;
@@ -97,8 +98,13 @@ class Table {
         (from == share::kFree && to == share::kFilling) ||
         (from == share::kFilling && (to == share::kShared || to == share::kFree)) ||
         (from == share::kShared && (to == share::kShared || to == share::kClosing)) ||
-        (from == share::kClosing && share::references(after) <= share::references(before));
+        (from == share::kClosing &&
+         (to == share::kClosing || to == share::kFree || to == share::kShared));
     if (!goes_on) wrong("no way for a copy to go");
+    if (from == share::kClosing && share::references(before) == 0 &&
+        share::references(after) != 0) {
+      wrong("a copy that is its owner's again is joined");
+    }
     if (to == share::kFree && share::references(before) != 0) wrong("a copy ends under its users");
     if (from != share::kFree) return;
     for (uint32_t e = 0; e < cache::kShareWays << table.bucket_bits; ++e) {
@@ -191,20 +197,24 @@ class Session {
   View view_;
 };
 
-// Two lines at a time, in ascending order; those that are not ours go first.
+// Two lines at a time, in any order; those that are not ours go first. In another block's memory a
+// copy cannot be joined: who may wait for one goes in ascending order.
 void use_two_lines(Machine& machine, Words& data, Table& table, Thread& t, uint32_t stores) {
   const uint32_t a = data.pick(t.random);
   const uint32_t b = data.pick(t.random);
   if (a / Table::kLineWords == b / Table::kLineWords) return;
-  Session low(machine, data, table, t, 0);
-  Session high(machine, data, table, t, 1);
-  const bool has_low = low.acquire(std::min(a, b));
-  const bool has_high = high.acquire(std::max(a, b));
-  if (has_low) low.use(std::min(a, b), 1, stores);
-  if (has_high) high.use(std::max(a, b), 1, stores);
-  if (has_low && !low.view().owns_line()) low.release();
-  if (has_high) high.release();
-  if (has_low) low.release();
+  const bool swaps = !table.of_block() && t.random.chance(50);
+  Session one(machine, data, table, t, 0);
+  Session two(machine, data, table, t, 1);
+  const uint32_t first = swaps ? std::max(a, b) : std::min(a, b);
+  const uint32_t second = a + b - first;
+  const bool has_first = one.acquire(first);
+  const bool has_second = two.acquire(second);
+  if (has_first) one.use(first, 1, stores);
+  if (has_second) two.use(second, 1, stores);
+  if (has_first && !one.view().owns_line()) one.release();
+  if (has_second) two.release();
+  if (has_first) one.release();
 }
 
 void use_views(Run& run, const Shape& shape, uint32_t operations) {
