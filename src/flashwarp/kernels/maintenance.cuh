@@ -53,6 +53,23 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
   }
 }
 
+// Drops the volume's lines from the host tier. After fw_invalidate_lines has ended: a frame that
+// still had a line would bring it back.
+FW_KERNEL fw_drop_tier(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+  fw::cache::page_cache& c = *p.cache;
+  const uint64_t places = c.shape.set_count * c.tier.subsets * c.tier_ways;
+  const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
+  for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < places;
+       first += stride) {
+    const uint64_t place = first + fw::warp::lane();
+    if (p.drop == fw::kernels::kDropAll) {
+      if (place < places) fw::cache::forget_in_tier(c, *p.volume, place);
+      continue;
+    }
+    fw::cache::drop_from_tier(c, *p.volume, fw::warp::kFullMask, place < places, place);
+  }
+}
+
 // Waits until no command of the volume is outstanding: one warp a queue pair.
 FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   fw::cache::line_finisher finisher{*p.cache};

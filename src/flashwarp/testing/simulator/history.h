@@ -30,6 +30,8 @@ class History {
   void check();
   // After a flush: `value` is what the storage holds, and where the next launch begins.
   void settle(uint32_t element, uint64_t value);
+  // Forgets all elements: what follows begins with other values.
+  void restart() { registers_.clear(); }
   std::vector<uint32_t> touched() const;
   uint64_t operations() const { return count_; }
 

@@ -37,6 +37,8 @@ struct Shape {
   cache::spread spread = cache::kOneNamespace;
   uint32_t namespaces = 1;  // of each volume, each with `queues` queues
   uint32_t stripe_lines = 1;
+  uint32_t tier_ways = 0;  // of each subset of the host tier
+  uint32_t tier_subsets = 1;
   uint32_t first_deeper = 0;  // the rings of namespace 0 have this many times two as many entries
   int bad = -1;               // the one namespace that faults are for; -1: all
 
@@ -115,6 +117,7 @@ class Machine {
     cache_.shape.line_shift = kLineShift;
     cache_.page_bytes = 2 << 20;
     require(words == nullptr || words == cache::policy_word(cache_.shape, 0), "words elsewhere");
+    attach_tier();
     uint64_t begin = 0;
     for (uint32_t v = 0; v < shape.volumes; ++v) begin = attach(v, begin);
     if (run.faults.stop_after != 0) {
@@ -225,6 +228,7 @@ class Machine {
     kernels::maintenance_params p = maintenance(v);
     p.drop = drop;
     launch([&](Thread&) { fw_invalidate_lines(p); }, 1);
+    if (shape_.tier_ways != 0) launch([&](Thread&) { fw_drop_tier(p); }, 1);
     may_drop_ = false;
     scheduler.calm(false);
   }
@@ -254,6 +258,23 @@ class Machine {
   template <typename T>
   static uint64_t address(const T* p) {
     return reinterpret_cast<uint64_t>(p);
+  }
+
+  uint64_t tier_places() const {
+    return uint64_t(shape_.sets) * shape_.tier_subsets * shape_.tier_ways;
+  }
+
+  void attach_tier() {
+    if (shape_.tier_ways == 0) return;
+    Region tags = {"tier", nullptr, tier_places() * 8};
+    tags.describe = &describe_place;
+    tags.check = &check_place;
+    tags.owner = this;
+    cache_.tier_ways = shape_.tier_ways;
+    cache_.tier.subsets = shape_.tier_subsets;
+    cache_.tier.tags = reinterpret_cast<uint64_t*>(memory.allocate(tags));
+    // Frames race with their readers; the tier's never do.
+    cache_.tier.frames = allocate<char>(tier_places() * kLineBytes, "tier frames");
   }
 
   uint64_t attach(uint32_t number, uint64_t line_begin) {
@@ -403,6 +424,7 @@ class Machine {
 
   void check_rest() {
     for (uint64_t way = 0; way < cache_.shape.set_count * cache_.shape.ways; ++way) check_way(way);
+    for (uint64_t place = 0; place < tier_places(); ++place) check_tier(place);
     for (uint64_t set = 0; set < cache_.shape.set_count; ++set) {
       require((cache_.set_control[set] & cache::kSetLocked) == 0, "a set is locked");
     }
@@ -425,13 +447,45 @@ class Machine {
     require(cache::set_of(cache_.shape, line) == way / cache_.shape.ways,
             name + " is in another line's set");
     const cache::volume& owner = cache::volume_of(cache_, line);
+    require_stored(owner, line, cache::frame_of(cache_.shape, way), name);
+  }
+
+  void require_stored(const cache::volume& owner, uint64_t line, const char* held,
+                      const std::string& name) {
     const uint64_t bytes = cache::bytes_of_line(cache_, owner, line);
     for (uint32_t r = 0; r < replicas(); ++r) {
       const char* there =
           stored(uint32_t(&owner - cache_.volumes), (line - owner.line_begin) << kLineShift, r);
-      require(std::memcmp(cache::frame_of(cache_.shape, way), there, bytes) == 0,
-              name + " differs from the storage");
+      require(std::memcmp(held, there, bytes) == 0, name + " differs from the storage");
     }
+  }
+
+  // A place in the tier: a line of the right subset, as the storage has it, and in no frame.
+  void check_tier(uint64_t place) {
+    namespace tier = cache::tier;
+    const uint64_t word = cache_.tier.tags[place];
+    const uint64_t state = tier::state_of(word);
+    const std::string name = "tier[" + std::to_string(place) + "] = " + describe_place(word);
+    require(state == tier::kEmpty || state == tier::kHeld, name);
+    if (state == tier::kEmpty) return;
+    const uint64_t line = tier::line_of(word);
+    const uint64_t set = cache::set_of(cache_.shape, line);
+    const uint64_t subset = line / shape_.sets % shape_.tier_subsets;
+    require(place / shape_.tier_ways == set * shape_.tier_subsets + subset,
+            name + " is in another line's subset");
+    for (uint32_t way = 0; way < shape_.ways; ++way) {
+      const uint64_t other = cache_.shape.tags[set * shape_.ways + way];
+      require(
+          cache::tag::state_of(other) == cache::tag::kInvalid || cache::tag::line_of(other) != line,
+          name + " is in a frame too");
+    }
+    for (uint64_t other = 0; other < place; ++other) {
+      const uint64_t earlier = cache_.tier.tags[other];
+      require(tier::state_of(earlier) == tier::kEmpty || tier::line_of(earlier) != line,
+              name + " is there twice");
+    }
+    require_stored(cache::volume_of(cache_, line), line,
+                   tier::frame_of(cache_.tier, kLineShift, uint32_t(place)), name);
   }
 
   void check_queue(uint32_t v, uint32_t number) {
@@ -511,6 +565,26 @@ class Machine {
     }
   }
 
+  static std::string describe_place(uint64_t word) {
+    constexpr const char* kStates[] = {"EMPTY", "ENTERING", "HELD", "LEAVING"};
+    return std::string(kStates[word >> 62]) + " line " +
+           std::to_string(cache::tier::line_of(word)) + " stamp " +
+           std::to_string(cache::tier::stamp_of(word));
+  }
+
+  static void check_place(void*, uint64_t place, uint64_t before, uint64_t after) {
+    namespace tier = cache::tier;
+    const uint64_t from = tier::state_of(before);
+    const uint64_t to = tier::state_of(after);
+    const bool goes_on = (from == tier::kEmpty && to == tier::kEntering) ||
+                         (from == tier::kEntering && to == tier::kHeld) ||
+                         (from == tier::kHeld && to != tier::kHeld) ||
+                         (from == tier::kLeaving && to == tier::kEmpty);
+    if (goes_on) return;
+    scheduler.fail("tier[" + std::to_string(place) + "] from " + describe_place(before) + " to " +
+                   describe_place(after));
+  }
+
   static void check_slot(void* owner, uint64_t entry, uint64_t before, uint64_t after) {
     using namespace nvme;
     const auto& q = *static_cast<const queue_pair*>(owner);
@@ -550,7 +624,8 @@ class Elements {
         volume_(volume),
         array_(machine.array<T>(volume)),
         history_("volume " + std::to_string(volume)),
-        versions_(array_.length, 0) {
+        versions_(array_.length, 0),
+        initial_(array_.length, 0) {
     for (uint32_t r = 0; r < machine.replicas(); ++r) {
       for (uint32_t i = 0; i < array_.length; ++i) *stored(i, r) = value_of(i, 0);
     }
@@ -578,7 +653,7 @@ class Elements {
   template <typename Read>
   void load_by(uint32_t i, const char* verb, Read read) {
     note(verb, i);
-    const uint32_t operation = history_.begin(i, false, 0, value_of(i, 0));
+    const uint32_t operation = history_.begin(i, false, 0, first_value(i));
     const T value = read(i);
     // A failed transfer yields T(), which is nobody's value.
     if (value == T() && !machine_.faulty()) scheduler.fail("a load failed without a fault");
@@ -598,7 +673,7 @@ class Elements {
   T store_by(uint32_t i, const char* verb, Write write) {
     note(verb, i);
     const T value = next_value(i);
-    const uint32_t operation = history_.begin(i, true, value, value_of(i, 0));
+    const uint32_t operation = history_.begin(i, true, value, first_value(i));
     const uint32_t status = write(i, value);
     if (status != nvme::kSuccess && !machine_.faulty()) {
       scheduler.fail("a store failed without a fault");
@@ -613,7 +688,7 @@ class Elements {
 
   // The caller's part of a kernel that moves many at once.
   uint32_t begin(uint32_t i, bool is_store, T value) {
-    return history_.begin(i, is_store, value, value_of(i, 0), true);
+    return history_.begin(i, is_store, value, first_value(i), true);
   }
   void end(uint32_t operation, uint32_t i, T value) {
     check_owner(i, value);
@@ -630,6 +705,17 @@ class Elements {
   // After each launch, before anything else.
   void check() { history_.check(); }
 
+  // Between launches, at rest and with no line of ours cached: somebody else changes the storage.
+  void restart() {
+    history_.restart();
+    for (uint32_t i = 0; i < length(); ++i) {
+      initial_[i] = ++versions_[i];
+      for (uint32_t r = 0; r < machine_.replicas(); ++r) {
+        *stored(i, r) = value_of(i, initial_[i]);
+      }
+    }
+  }
+
  private:
   static constexpr uint32_t kVersionBits = sizeof(T) == 8 ? 32 : 16;
 
@@ -637,6 +723,7 @@ class Elements {
     const uint64_t place = uint64_t(volume_ + 1) << (sizeof(T) == 8 ? 24 : 12) | i;
     return T(place << kVersionBits | version);
   }
+  T first_value(uint32_t i) const { return value_of(i, initial_[i]); }
   void note(const char* verb, uint32_t i) {
     scheduler.current()->doing =
         std::string(verb) + " " + std::to_string(volume_) + "[" + std::to_string(i) + "]";
@@ -659,6 +746,7 @@ class Elements {
   const fw::array<T> array_;
   History history_;
   std::vector<uint32_t> versions_;
+  std::vector<uint32_t> initial_;  // versions that were in the storage before anybody stored
 };
 
 }  // namespace fw::simulator

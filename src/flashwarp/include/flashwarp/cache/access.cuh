@@ -8,6 +8,7 @@
 //                                    own frame address is `frame`. May run again after a lost race.
 #pragma once
 
+#include "flashwarp/cache/tier_moves.cuh"
 #include "flashwarp/cache/write_back.cuh"
 
 namespace fw::cache {
@@ -59,8 +60,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   // The line may be overwritten whole, without reading it, only when all of the group do so.
   const uint32_t wholes = warp::ballot(mask, misses && whole);
   const bool overwrite = Op::kStores && (wholes & group) == group;
-  claim mine = {claim_result::kBusy, 0, 0, false, false, 0, 0};
-  if (misses && leader == lane) mine = claim_frame<Policy>(c, line, false);
+  const claim mine = claim_lines<Policy>(c, mask, misses && leader == lane, line, false);
 
   const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
   if (ahead != 0) {
@@ -68,11 +68,12 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   }
   const bool claimed = misses && leader == lane && mine.result == claim_result::kClaimed;
   const uint32_t claims = warp::ballot(mask, claimed);
-  const uint32_t fills = warp::ballot(mask, claimed && !overwrite);
+  const uint32_t kept = c.tier_ways != 0 ? promote_lines(c, mask, mine, !overwrite) : 0;
+  const uint32_t fills = warp::ballot(mask, claimed && !overwrite) & ~kept;
   uint32_t status = 0;
   if (fills != 0) {
     const uint32_t got = move_lines(c, v, mask, fills, nvme::kRead, {line, mine.way});
-    if (claimed && !overwrite) status = got;
+    if ((fills >> lane) & 1) status = got;
   }
   // Tags went BUSY, by any of our lanes, before the operation's stores to frames that no fill has
   // ordered.
@@ -118,6 +119,8 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   count.misses += base::popcount(warp::ballot(mask, led));
   count.evictions += base::popcount(warp::ballot(mask, claimed && mine.evicted));
   count.bytes_read += uint64_t(base::popcount(fills)) << c.shape.line_shift;
+  count.tier_hits += base::popcount(kept);
+  count.tier_lines += base::popcount(warp::ballot(mask, mine.tier_to != kNoTierWay));
   const bool found = warp::any(mask, misses && mine.result == claim_result::kHit);
   const uint32_t error = led ? outcome : (misses ? lost : 0);
   return {led || error != 0, (claims | dirty) != 0 || found, error};
@@ -174,10 +177,8 @@ FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool w
   const bool absent = wants && !probe(c.shape, line).found;
   const uint32_t missing = warp::ballot(mask, absent);
   if (missing == 0) return;
-  claim mine = {claim_result::kBusy, 0, 0, false, false, 0, 0};
-  if (absent && base::lowest_bit(warp::match(missing, line)) == warp::lane()) {
-    mine = claim_frame<Policy>(c, line, true);
-  }
+  const bool leads = absent && base::lowest_bit(warp::match(missing, line)) == warp::lane();
+  const claim mine = claim_lines<Policy>(c, mask, leads, line, true);
   // A dirty victim is cleaned now; the line itself waits for a later call.
   const bool victim = mine.result == claim_result::kDirty;
   const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
@@ -185,15 +186,20 @@ FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool w
     const uint64_t word = victim ? mine.word : mine.dirty_word;
     write_back(c, mask, dirty, {tag::line_of(word), victim ? mine.way : mine.dirty_way}, true);
   }
-  const uint32_t fills = warp::ballot(mask, mine.result == claim_result::kClaimed);
+  const uint32_t kept = c.tier_ways != 0 ? promote_lines(c, mask, mine, true) : 0;
+  if ((kept >> warp::lane()) & 1) publish_fill(c, mine.way, mine.word, false);
+  const uint32_t claims = warp::ballot(mask, mine.result == claim_result::kClaimed);
+  const uint32_t fills = claims & ~kept;
   if (fills != 0) {
     // Tags BUSY before anybody's stores to the frames.
     atomic::fence();
     move_lines_detached(c, v, mask, fills, nvme::kRead, {line, mine.way});
   }
-  count.misses += base::popcount(fills);
+  count.misses += base::popcount(claims);
   count.evictions += base::popcount(warp::ballot(mask, mine.evicted));
   count.bytes_read += uint64_t(base::popcount(fills)) << c.shape.line_shift;
+  count.tier_hits += base::popcount(kept);
+  count.tier_lines += base::popcount(warp::ballot(mask, mine.tier_to != kNoTierWay));
 }
 
 }  // namespace fw::cache

@@ -9,6 +9,7 @@
 #include "flashwarp/base/assert.cuh"
 #include "flashwarp/base/copy.cuh"
 #include "flashwarp/cache/geometry.cuh"
+#include "flashwarp/cache/host_tier.cuh"
 #include "flashwarp/cache/policy.cuh"
 #include "flashwarp/nvme/completion_queue.cuh"
 
@@ -24,8 +25,11 @@ struct alignas(64) counters {
   uint64_t bytes_written;  // to the storage
   uint64_t bytes_used;     // by the callers
   uint64_t errors;
+  uint64_t tier_hits;   // misses that the host tier answered
+  uint64_t tier_lines;  // lines that went there
+  uint64_t reserved[6];
 };
-static_assert(sizeof(counters) == 64);
+static_assert(sizeof(counters) == 128);
 inline constexpr uint32_t kCounterShards = 64;
 
 // What went wrong, for the host to raise; host-visible memory. `count` is stored last.
@@ -90,11 +94,15 @@ struct alignas(64) page_cache {
   uint32_t* set_control;  // set_count: lock in bit 31, the policy's hand below
   volume* volumes;        // kVolumesMax
   uint32_t page_bytes;    // CC.MPS of the controllers, for PRP entries
-  uint32_t refusals;      // victims that a policy chose and could not have
+  uint32_t tier_ways;     // of each subset of the host tier; 0: there is none
+  host_tier tier;
+  uint32_t refusals;  // victims that a policy chose and could not have
+  uint32_t reserved;
 };
-static_assert(sizeof(page_cache) == 64);
+static_assert(sizeof(page_cache) == 128);
 FW_CHECK_OFFSET(page_cache, set_control, 40);
-FW_CHECK_OFFSET(page_cache, refusals, 60);
+FW_CHECK_OFFSET(page_cache, tier, 64);
+FW_CHECK_OFFSET(page_cache, refusals, 88);
 
 inline constexpr uint32_t kSetLocked = 1u << 31;
 
@@ -142,13 +150,17 @@ enum class claim_result : uint32_t {
 };
 
 struct claim {
-  claim_result result;
-  uint64_t way;
-  uint64_t word;   // kClaimed: the BUSY word. kDirty: the victim's word before
-  bool evicted;    // a valid line made room
-  bool has_dirty;  // kClaimed: the line that goes next is dirty, and ours to clean ahead of it
-  uint64_t dirty_way;
-  uint64_t dirty_word;
+  claim_result result = claim_result::kBusy;
+  uint64_t way = 0;
+  uint64_t word = 0;       // kClaimed: the BUSY word. kDirty: the victim's word before
+  bool evicted = false;    // a valid line made room
+  bool has_dirty = false;  // kClaimed: the line that goes next is dirty, and ours to clean ahead
+  uint64_t dirty_way = 0;
+  uint64_t dirty_word = 0;
+  uint64_t victim = 0;  // kClaimed and evicted: the line that made room
+  // kClaimed, places in the host tier: where the line is, and where the victim goes.
+  uint32_t tier_from = kNoTierWay;
+  uint32_t tier_to = kNoTierWay;
 };
 
 // Looks at all ways of the set whose lock we hold. Tells whether one of them has `s.line`.
@@ -218,6 +230,7 @@ FW_DEVICE void claim_victim(page_cache& c, set_view& s, claim& out) {
       out.way = s.first + way;
       out.word = now;
       out.evicted = tag::state_of(old) == tag::kValid;
+      out.victim = tag::line_of(old);
       clean_ahead(c, s, out);
       return;
     }
@@ -235,10 +248,38 @@ FW_DEVICE void claim_victim(page_cache& c, set_view& s, claim& out) {
   out.result = claim_result::kBlocked;
 }
 
-// Asks for a frame for `line`. One lane; never waits. `prefetched` tells that its use comes later.
+// The part of the host tier that `line`, of set `set`, belongs to.
+FW_DEVICE uint64_t tier_first(const page_cache& c, uint64_t set, uint64_t line) {
+  const geometry& g = c.shape;
+  const uint64_t round = g.set_count == 1 ? line : base::multiply_high(line, g.set_reciprocal);
+  return tier::first_of(c.tier, c.tier_ways, set, round);
+}
+
+// As claim_victim, where there is a host tier: takes the line's copy out of it, and a place for the
+// victim. The data moves later, by the whole warp: claim_lines, promote_lines.
+template <typename Policy>
+FW_DEVICE_NOINLINE void claim_with_tier(page_cache& c, uint64_t set, set_view& s, claim& out) {
+  uint32_t place = kNoTierWay;
+  const uint64_t line = s.line;
+  const uint64_t found = tier::find(c.tier, c.tier_ways, tier_first(c, set, line), line, place);
+  // On its way in: whoever copies it waits for nothing, so it is there soon.
+  if (found == tier::kEntering) return;
+  claim_victim<Policy>(c, s, out);
+  if (out.result != claim_result::kClaimed) return;
+  if (found == tier::kHeld) {
+    tier::change(c.tier, place, tier::kLeaving);
+    out.tier_from = place;
+  }
+  // The victim is of this set, whose lock we hold: nobody can fill it before it is in the tier.
+  if (!out.evicted || out.victim >= kTierLines) return;
+  out.tier_to = tier::enter(c.tier, c.tier_ways, tier_first(c, set, out.victim), out.victim);
+}
+
+// Asks for a frame for `line`. One lane; never waits. Called by claim_lines, which moves what the
+// claim gives to the host tier. `prefetched` tells that its use comes later.
 template <typename Policy>
 FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line, bool prefetched) {
-  claim out = {claim_result::kBusy, 0, 0, false, false, 0, 0};
+  claim out;
   const uint64_t set = set_of(c.shape, line);
   uint32_t* control = &c.set_control[set];
   const uint32_t seen = atomic::load_relaxed(control);
@@ -247,10 +288,12 @@ FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line, bool prefetch
   }
   set_view s = {c.shape, set * c.shape.ways, line, 0, 0, 0, 0, seen, kNoWay, prefetched};
   const claim_result present = look_at_set(c.shape, s);
-  if (present == claim_result::kBlocked) {
-    claim_victim<Policy>(c, s, out);
-  } else {
+  if (present != claim_result::kBlocked) {
     out.result = present;
+  } else if (c.tier_ways != 0) {
+    claim_with_tier<Policy>(c, set, s, out);
+  } else {
+    claim_victim<Policy>(c, s, out);
   }
   // Release: the tag changes become visible before the set can be locked again.
   atomic::store_release(control, s.hand & ~kSetLocked);

@@ -19,6 +19,8 @@ struct tally {
   uint32_t evictions = 0;
   uint64_t bytes_read = 0;
   uint64_t bytes_used = 0;
+  uint32_t tier_hits = 0;
+  uint32_t tier_lines = 0;
 
   // Adds what prefetches of the same launch did. A line fetched ahead is met once more, as a hit;
   // the access that it was fetched for was a miss all the same.
@@ -27,6 +29,8 @@ struct tally {
     misses += ahead.misses;
     evictions += ahead.evictions;
     bytes_read += ahead.bytes_read;
+    tier_hits += ahead.tier_hits;
+    tier_lines += ahead.tier_lines;
   }
 
   FW_DEVICE void add(const tally& other) {
@@ -35,6 +39,8 @@ struct tally {
     evictions += other.evictions;
     bytes_read += other.bytes_read;
     bytes_used += other.bytes_used;
+    tier_hits += other.tier_hits;
+    tier_lines += other.tier_lines;
   }
 
   FW_DEVICE void add_to(const volume& v, uint32_t mask) {
@@ -45,6 +51,8 @@ struct tally {
       if (evictions != 0) atomic::add_relaxed(&shard.evictions, uint64_t(evictions));
       if (bytes_read != 0) atomic::add_relaxed(&shard.bytes_read, bytes_read);
       if (bytes_used != 0) atomic::add_relaxed(&shard.bytes_used, bytes_used);
+      if (tier_hits != 0) atomic::add_relaxed(&shard.tier_hits, uint64_t(tier_hits));
+      if (tier_lines != 0) atomic::add_relaxed(&shard.tier_lines, uint64_t(tier_lines));
     }
     *this = tally();
   }

@@ -109,6 +109,38 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
   }
 }
 
+// Drops one line a lane of the volume from the host tier, after its frames have been emptied. One
+// that is being copied is waited for: its copier waits for nothing, and then it is in the tier, or
+// in a frame that is not ours.
+FW_DEVICE void drop_from_tier(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t place) {
+  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  bool pending = wants;
+  while (warp::any(mask, pending)) {
+    const uint64_t word = pending ? atomic::load_acquire(&c.tier.tags[place]) : 0;
+    const bool ours =
+        tier::state_of(word) != tier::kEmpty && tier::line_of(word) - v.line_begin < v.line_count;
+    const bool held = tier::state_of(word) == tier::kHeld;
+    // A holder of the set's lock who takes the place meanwhile stores over what we do.
+    if (!ours || (held && atomic::cas_acq_rel(&c.tier.tags[place], word, uint64_t(tier::kEmpty)))) {
+      pending = false;
+    }
+    if (!warp::any(mask, pending)) return;
+    if (warp::any(mask, limit.passed() || has_failed(v))) {
+      if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, tier::line_of(word));
+      return;
+    }
+    base::pause(nvme::kBackOffNs);
+  }
+}
+
+// The same for a volume whose controller is gone; see forget_way.
+FW_DEVICE void forget_in_tier(page_cache& c, const volume& v, uint64_t place) {
+  const uint64_t word = atomic::load_acquire(&c.tier.tags[place]);
+  const bool ours =
+      tier::state_of(word) != tier::kEmpty && tier::line_of(word) - v.line_begin < v.line_count;
+  if (ours) atomic::store_release(&c.tier.tags[place], uint64_t(tier::kEmpty));
+}
+
 // Empties one way a lane if it holds a line of the volume, whatever its state. For a volume whose
 // controller is gone, so that nothing can come back any more; touches neither queues nor records.
 FW_DEVICE void forget_way(page_cache& c, const volume& v, uint64_t way) {

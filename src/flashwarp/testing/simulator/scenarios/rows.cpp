@@ -82,6 +82,7 @@ class RowJob {
 FW_SCENARIO(rows, "gather and scatter of rows and elements, side by side") {
   Shape shape = Shape::draw(run.random);
   shape.volumes = 1;
+  shape.tier_ways = run.random.below(3);
   Machine machine(run, shape);
   Elements<> data(machine, 0);
   constexpr uint32_t kRowWords[] = {1, 1, 3, 8, 64};
