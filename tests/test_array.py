@@ -566,6 +566,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "volume": cache.VolumeStruct,
     "geometry": cache.GeometryStruct,
     "page_cache": cache.PageCacheStruct,
+    "host_tier": cache.HostTierStruct,
     "array": rows.ArrayStruct,
     "row_params": rows.RowParams,
     "maintenance_params": rows.MaintenanceParams,

@@ -493,7 +493,7 @@ class Array:
             reason=reason,
             storage=self._storage.describe(),
             controller=self._controller.describe(),
-            cache=repr(self.cache),
+            cache=f"{self.cache!r}{self._volume.tier_note()}",
             device=self.device.describe(),
         )
 
@@ -647,6 +647,10 @@ class Array:
         if self.writable and not drop_dirty:
             self._flush()
         self._maintain("invalidate_lines", drop=int(drop_dirty))
+        if self._volume.in_host_tier:
+            # Afterwards: a line in a frame could enter the tier still.
+            self._launcher.drop_tier()
+            self._finish("drop_tier", None)
 
     def __enter__(self) -> Self:
         return self

@@ -28,6 +28,10 @@ LINE_BYTES_MIN = 512
 LINE_BYTES_MAX = 2 << 20
 _VOLUMES_MAX = 64
 _LINES_MAX = 1 << 38
+# Lines from here on do not enter the host tier: `kTierLines` of the headers.
+_TIER_LINES = 1 << 37
+_TIER_WAYS_MAX = 16
+_TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
 # `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
 _POLICY_WORDS_ALIGNMENT = 128
@@ -46,6 +50,17 @@ class GeometryStruct(ctypes.Structure):
     )
 
 
+class HostTierStruct(ctypes.Structure):
+    """Mirror of `cache::host_tier`."""
+
+    _fields_ = (
+        ("tags", ctypes.c_uint64),
+        ("frames", ctypes.c_uint64),
+        ("subsets", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
 class PageCacheStruct(ctypes.Structure):
     """Mirror of `cache::page_cache`."""
 
@@ -54,7 +69,11 @@ class PageCacheStruct(ctypes.Structure):
         ("set_control", ctypes.c_uint64),
         ("volumes", ctypes.c_uint64),
         ("page_bytes", ctypes.c_uint32),
+        ("tier_ways", ctypes.c_uint32),
+        ("tier", HostTierStruct),
         ("refusals", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("_pad", ctypes.c_uint8 * 32),
     )
 
 
@@ -89,6 +108,9 @@ class VolumeStruct(ctypes.Structure):
     )
 
 
+_RESERVED_COUNTERS = tuple(f"reserved{n}" for n in range(6))
+
+
 class CountersStruct(ctypes.Structure):
     """Mirror of `cache::counters`."""
 
@@ -103,6 +125,9 @@ class CountersStruct(ctypes.Structure):
             "bytes_written",
             "bytes_used",
             "errors",
+            "tier_hits",
+            "tier_lines",
+            *_RESERVED_COUNTERS,
         )
     )
 
@@ -135,6 +160,17 @@ class Volume:
     errors: DeviceMemory
     entry: DeviceMemory | None = None
     """Of a copy: where its struct lies. Others lie in the cache's table."""
+
+    @property
+    def in_host_tier(self) -> bool:
+        """Whether its lines enter the host tier of the cache."""
+        return self.cache.host_capacity != 0 and self.line_begin < _TIER_LINES
+
+    def tier_note(self) -> str:
+        """What to say of the host tier that the cache itself does not tell."""
+        if not self.cache.host_capacity or self.in_host_tier:
+            return ""
+        return "; this array's lines do not enter its host memory: their storage is memory already"
 
     def error_record(self) -> ErrorRecordStruct:
         """Read what kernels noted; host memory, so no transfer."""
@@ -179,6 +215,7 @@ class Volume:
         return {
             field[0]: sum(int(getattr(shard, field[0])) for shard in shards)
             for field in CountersStruct._fields_
+            if field[0] not in _RESERVED_COUNTERS
         }
 
 
@@ -234,6 +271,10 @@ class Cache:
         of one's own. Arrays that share the cache share it; docs/policies.md tells which to choose.
     device : Device or str, optional
         Where it lies.
+    host_capacity : int or str, optional
+        Bytes of pinned host memory below the frames: clean lines that make room go there, and come
+        back from there without the storage. At least a line for each set. Default none. Arrays
+        whose storage is memory already ("mapped") do without it.
 
     Notes
     -----
@@ -248,6 +289,7 @@ class Cache:
         ways: int = 4,
         policy: str | Policy = "clock",
         device: Any = None,
+        host_capacity: int | str | None = None,
     ) -> None:
         self.device: Device = resolve(device)
         self.line_bytes = _check_line(line)
@@ -273,12 +315,18 @@ class Cache:
         if self.policy.keeps_words:
             tag_bytes = -(-tag_bytes // _POLICY_WORDS_ALIGNMENT) * _POLICY_WORDS_ALIGNMENT
             word_bytes = lines * 4
-        self.metadata_bytes = tag_bytes + word_bytes + self.set_count * 4
+        self._tier = TierShape.of(host_capacity, self.set_count, self.line_bytes)
+        self.host_capacity = self._tier.places * self.line_bytes
+        own_bytes = tag_bytes + word_bytes + -(-self.set_count * 4 // 8) * 8
+        self.metadata_bytes = own_bytes + self._tier.places * 8
         self._frames = self.device.allocate(self.capacity)
+        self._tier_frames: DeviceMemory | None = None
         try:
+            if self.host_capacity:
+                self._tier_frames = self.device.allocate_host(self.host_capacity)
             self._metadata = self.device.allocate(struct_bytes + volume_bytes + self.metadata_bytes)
         except BaseException:
-            self._frames.close()
+            self._free_frames()
             raise
         self.address = self._metadata.address
         self._volumes_address = self.address + struct_bytes
@@ -298,6 +346,11 @@ class Cache:
             volumes=self._volumes_address,
             page_bytes=2 << 20,
         )
+        if self._tier_frames is not None:
+            struct.tier_ways = self._tier.ways
+            struct.tier.tags = tags + own_bytes
+            struct.tier.frames = self._tier_frames.address
+            struct.tier.subsets = self._tier.subsets
         self.device.upload(self.address, bytes(struct))
         self._lock = threading.Lock()
         # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
@@ -314,6 +367,11 @@ class Cache:
     def frames(self) -> tuple[int, int]:
         """Address and size of the frames."""
         return self._frames.address, self._frames.nbytes
+
+    @property
+    def host_lines(self) -> int:
+        """Lines that the host tier holds."""
+        return self._tier.places
 
     @property
     def closed(self) -> bool:
@@ -340,7 +398,7 @@ class Cache:
             slot = next((i for i in range(_VOLUMES_MAX) if i not in self._volumes), None)
             if slot is None:
                 raise CacheError(f"the cache carries {_VOLUMES_MAX} arrays already: close one")
-            begin = self._free_range(count)
+            begin = self._free_range(count, *self._lines_for(queues.path))
             address = self._volumes_address + slot * ctypes.sizeof(VolumeStruct)
             volume = Volume(
                 cache=self,
@@ -366,15 +424,23 @@ class Cache:
             self._volumes[slot] = volume
             return volume
 
-    def _free_range(self, count: int) -> int:
-        begin = 0
+    def _lines_for(self, path: str) -> tuple[int, int]:
+        """Line numbers that a volume may have: they tell whether its lines enter the host tier."""
+        if not self.host_capacity:
+            return 0, _LINES_MAX
+        return (_TIER_LINES, _LINES_MAX) if path == "mapped" else (0, _TIER_LINES)
+
+    def _free_range(self, count: int, first: int, last: int) -> int:
+        begin = first
         for volume in sorted(self._volumes.values(), key=lambda v: v.line_begin):
+            if not first <= volume.line_begin < last:
+                continue
             if volume.line_begin - begin >= count:
                 break
             begin = volume.line_begin + volume.line_count
-        if begin + count > _LINES_MAX:
+        if begin + count > last:
             raise CacheError(
-                f"{count} lines of {self.line_bytes} bytes exceed the {_LINES_MAX} line numbers "
+                f"{count} lines of {self.line_bytes} bytes exceed the {last - first} line numbers "
                 "of a cache: use longer lines"
             )
         return begin
@@ -401,7 +467,12 @@ class Cache:
                 raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
             self._closed = True
             self._metadata.close()
-            self._frames.close()
+            self._free_frames()
+
+    def _free_frames(self) -> None:
+        self._frames.close()
+        if self._tier_frames is not None:
+            self._tier_frames.close()
 
     def __enter__(self) -> Cache:
         return self
@@ -410,10 +481,50 @@ class Cache:
         self.close()
 
     def __repr__(self) -> str:
+        tier = f"host_capacity={self.host_capacity}, " if self.host_capacity else ""
         return (
             f"Cache({self.capacity} bytes, line={self.line_bytes}, ways={self.ways}, "
-            f"policy={self.policy.name!r}, device={self.device.name!r})"
+            f"policy={self.policy.name!r}, {tier}device={self.device.name!r})"
         )
+
+
+@dataclass(frozen=True)
+class TierShape:
+    """How the host tier is divided: places for lines in subsets, some for each set of the cache."""
+
+    sets: int
+    subsets: int
+    ways: int
+
+    @classmethod
+    def of(cls, capacity: int | str | None, sets: int, line_bytes: int) -> TierShape:
+        """Divide `capacity` bytes; nothing of it where it is None.
+
+        Raises CacheError when it holds less than a line for each set, or more than can be numbered.
+        """
+        if capacity is None:
+            return cls(sets, 1, 0)
+        wanted = parse_bytes(capacity)
+        each = wanted // (sets * line_bytes)
+        if each == 0:
+            raise CacheError(
+                f"a host tier of {wanted} bytes is smaller than a line for each of the {sets} sets "
+                f"of the cache: give it at least {sets * line_bytes} bytes"
+            )
+        # A miss looks at all ways of a subset.
+        subsets = -(-each // _TIER_WAYS_MAX)
+        shape = cls(sets, subsets, each // subsets)
+        if shape.places > _TIER_PLACES_MAX:
+            raise CacheError(
+                f"a host tier of {wanted} bytes has {shape.places} lines: at most "
+                f"{_TIER_PLACES_MAX}, so use longer ones"
+            )
+        return shape
+
+    @property
+    def places(self) -> int:
+        """Lines that it holds."""
+        return self.sets * self.subsets * self.ways
 
 
 def _check_line(line: int | str) -> int:

@@ -195,12 +195,18 @@ class Launcher:
             warps = self._warps(self._lines)
         self._start(name, self._maintenance(**fields), warps, None)
 
+    def drop_tier(self) -> None:
+        """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
+        self.maintain("drop_tier", warps=self._warps(self.cache.host_lines))
+
     def forget_lines(self, drop: int) -> None:
         """Launch the dropping of the array's lines, whose controller has stopped."""
-        warps = self._warps(self._lines)
-        self.device.launch(
-            "invalidate_lines", self._maintenance(drop=drop), warps=warps, policy=self.cache.policy
-        )
+        launches = {"invalidate_lines": self._lines}
+        if self.volume.in_host_tier:
+            launches["drop_tier"] = self.cache.host_lines
+        for name, lines in launches.items():
+            params, warps = self._maintenance(drop=drop), self._warps(lines)
+            self.device.launch(name, params, warps=warps, policy=self.cache.policy)
 
     def _maintenance(self, **fields: int) -> MaintenanceParams:
         return MaintenanceParams(

@@ -45,6 +45,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     direct: bool | None = None,
     policy: str | Policy | None = None,
     *,
+    host_cache: int | str | None = None,
     layout: Spread | None = None,
     stripe_bytes: int | str | None = None,
 ) -> Array:
@@ -76,6 +77,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         file is in the page cache.
     policy : str or Policy, optional
         Which line makes room for another; see `Cache`. Default "clock". A `Cache` has its own.
+    host_cache : int or str, optional
+        Bytes of pinned host memory for lines that leave the cache ("8 GiB"); see `Cache`.
     layout : {"stripe", "replicate"}, optional
         How the array lies on several files; device code goes to each without the host. "stripe":
         dealt round robin. "replicate": each holds all of it; reads are shared among them and try
@@ -107,7 +110,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     if mode not in ("r", "r+"):
         raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
     writable = mode == "r+"
-    plan = _Plan.of(device, cache, line, policy, strict)
+    plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(path, str | os.PathLike):
         names = [os.fspath(each) for each in path]
         _check_spread(layout, stripe_bytes, len(names))
@@ -195,6 +198,7 @@ def from_storage(
     controller: SoftwareController | Sequence[SoftwareController] | None = None,
     strict: str | None = None,
     policy: str | Policy | None = None,
+    host_cache: int | str | None = None,
     layout: Spread | None = None,
     stripe_bytes: int | str | None = None,
 ) -> Array:
@@ -214,7 +218,7 @@ def from_storage(
     ([9, 7], 4)
     """
     kind = npy.check_dtype(dtype)
-    plan = _Plan.of(device, cache, line, policy, strict)
+    plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(storage, Storage):
         members = list(storage)
         _check_spread(layout, stripe_bytes, len(members))
@@ -243,6 +247,7 @@ class _Plan:
     line: int | str
     policy: str | Policy | None
     strict: str | None
+    host_cache: int | str | None
 
     @classmethod
     def of(
@@ -252,10 +257,11 @@ class _Plan:
         line: int | str,
         policy: str | Policy | None,
         strict: str | None,
+        host_cache: int | str | None,
     ) -> _Plan:
         """Resolve the device, which a cache of one's own has already."""
         where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
-        return cls(where, cache, line, policy, strict)
+        return cls(where, cache, line, policy, strict, host_cache)
 
     @property
     def line_bytes(self) -> int:
@@ -526,6 +532,8 @@ def _cache_of(plan: _Plan, nbytes: int) -> Cache:
     """Return the cache that is given, or make one for a storage of so many bytes."""
     chosen = CLOCK if plan.policy is None else resolve_policy(plan.policy)
     if isinstance(plan.cache, Cache):
+        if plan.host_cache is not None:
+            raise ArgumentError("host_cache is for a cache that is made here: give it to the Cache")
         if plan.policy is not None and chosen != plan.cache.policy:
             raise ArgumentError(
                 f"the cache has policy {plan.cache.policy.name!r}, the array shall have "
@@ -537,4 +545,10 @@ def _cache_of(plan: _Plan, nbytes: int) -> Cache:
         if plan.cache == "auto"
         else parse_bytes(plan.cache)
     )
-    return Cache(capacity, plan.line, policy=chosen, device=plan.device)
+    return Cache(
+        capacity,
+        plan.line,
+        policy=chosen,
+        device=plan.device,
+        host_capacity=plan.host_cache,
+    )

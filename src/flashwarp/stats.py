@@ -37,6 +37,10 @@ class Stats:
     """Times a waiting warp drained completions."""
     errors: int
     """Commands that failed."""
+    tier_hits: int = 0
+    """Misses that the host-memory tier answered in place of the storage."""
+    tier_lines: int = 0
+    """Lines that made room and went to the host-memory tier."""
 
     @property
     def hit_rate(self) -> float:

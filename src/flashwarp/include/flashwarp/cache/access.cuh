@@ -60,7 +60,9 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   // The line may be overwritten whole, without reading it, only when all of the group do so.
   const uint32_t wholes = warp::ballot(mask, misses && whole);
   const bool overwrite = Op::kStores && (wholes & group) == group;
-  const claim mine = claim_lines<Policy>(c, mask, misses && leader == lane, line, false);
+  uint32_t kept;
+  const claim mine =
+      claim_lines<Policy>(c, mask, misses && leader == lane, line, false, !overwrite, kept);
 
   const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
   if (ahead != 0) {
@@ -68,7 +70,6 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   }
   const bool claimed = misses && leader == lane && mine.result == claim_result::kClaimed;
   const uint32_t claims = warp::ballot(mask, claimed);
-  const uint32_t kept = c.tier_ways != 0 ? promote_lines(c, mask, mine, !overwrite) : 0;
   const uint32_t fills = warp::ballot(mask, claimed && !overwrite) & ~kept;
   uint32_t status = 0;
   if (fills != 0) {
@@ -178,7 +179,8 @@ FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool w
   const uint32_t missing = warp::ballot(mask, absent);
   if (missing == 0) return;
   const bool leads = absent && base::lowest_bit(warp::match(missing, line)) == warp::lane();
-  const claim mine = claim_lines<Policy>(c, mask, leads, line, true);
+  uint32_t kept;
+  const claim mine = claim_lines<Policy>(c, mask, leads, line, true, true, kept);
   // A dirty victim is cleaned now; the line itself waits for a later call.
   const bool victim = mine.result == claim_result::kDirty;
   const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
@@ -186,7 +188,6 @@ FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool w
     const uint64_t word = victim ? mine.word : mine.dirty_word;
     write_back(c, mask, dirty, {tag::line_of(word), victim ? mine.way : mine.dirty_way}, true);
   }
-  const uint32_t kept = c.tier_ways != 0 ? promote_lines(c, mask, mine, true) : 0;
   if ((kept >> warp::lane()) & 1) publish_fill(c, mine.way, mine.word, false);
   const uint32_t claims = warp::ballot(mask, mine.result == claim_result::kClaimed);
   const uint32_t fills = claims & ~kept;

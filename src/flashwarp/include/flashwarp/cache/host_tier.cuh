@@ -29,7 +29,8 @@ inline constexpr uint32_t kNoTierWay = ~uint32_t(0);
 //   63:62 state   61:38 stamp: order of arrival   37:0 line
 //
 // EMPTY -> ENTERING (its data is being copied in) -> HELD -> LEAVING (being copied out) -> EMPTY,
-// or HELD -> ENTERING with another line. Who is copying ends the state by itself, without the lock.
+// or HELD -> ENTERING with another line: one that takes the place of what came first, or changes
+// places with what leaves. Who is copying ends the state by itself, without the lock.
 namespace tier {
 
 inline constexpr uint64_t kEmpty = 0;
@@ -77,9 +78,8 @@ FW_DEVICE uint64_t find(const host_tier& t, uint32_t ways, uint64_t first, uint6
   return kEmpty;
 }
 
-// Takes a place for `line`, which is leaving its frame: an empty one, or that of the line which
-// came first. kNoTierWay where all are being copied. One lane, with the set's lock.
-FW_DEVICE uint32_t enter(const host_tier& t, uint32_t ways, uint64_t first, uint64_t line) {
+// The latest stamp of a subset. One lane, with the set's lock.
+FW_DEVICE uint32_t newest_of(const host_tier& t, uint32_t ways, uint64_t first) {
   uint32_t newest = 0;
   bool seen_any = false;
   for (uint32_t way = 0; way < ways; way++) {
@@ -90,6 +90,19 @@ FW_DEVICE uint32_t enter(const host_tier& t, uint32_t ways, uint64_t first, uint
     if (!seen_any || age(stamp, newest) <= kStampMask / 2) newest = stamp;
     seen_any = true;
   }
+  return newest;
+}
+
+// Makes `place`, which is empty or ours, that of `line`, which is leaving its frame.
+FW_DEVICE void enter_at(const host_tier& t, uint32_t ways, uint64_t first, uint64_t line,
+                        uint32_t place) {
+  atomic::store_relaxed(&t.tags[place], entering(line, newest_of(t, ways, first) + 1));
+}
+
+// Takes a place for `line`: an empty one, or that of the line which came first. kNoTierWay where
+// all are being copied. One lane, with the set's lock.
+FW_DEVICE uint32_t enter(const host_tier& t, uint32_t ways, uint64_t first, uint64_t line) {
+  const uint32_t newest = newest_of(t, ways, first);
   uint32_t chosen = kNoTierWay;
   uint32_t oldest = 0;
   for (uint32_t way = 0; way < ways; way++) {

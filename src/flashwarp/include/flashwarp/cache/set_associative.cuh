@@ -256,7 +256,7 @@ FW_DEVICE uint64_t tier_first(const page_cache& c, uint64_t set, uint64_t line) 
 }
 
 // As claim_victim, where there is a host tier: takes the line's copy out of it, and a place for the
-// victim. The data moves later, by the whole warp: claim_lines, promote_lines.
+// victim. The data moves later, by the whole warp: claim_lines.
 template <typename Policy>
 FW_DEVICE_NOINLINE void claim_with_tier(page_cache& c, uint64_t set, set_view& s, claim& out) {
   uint32_t place = kNoTierWay;
@@ -266,13 +266,20 @@ FW_DEVICE_NOINLINE void claim_with_tier(page_cache& c, uint64_t set, set_view& s
   if (found == tier::kEntering) return;
   claim_victim<Policy>(c, s, out);
   if (out.result != claim_result::kClaimed) return;
+  const bool enters = out.evicted && out.victim < kTierLines;
+  const uint64_t there = tier_first(c, set, out.victim);
   if (found == tier::kHeld) {
-    tier::change(c.tier, place, tier::kLeaving);
     out.tier_from = place;
+    // Of one subset: the two change places, so that a full tier loses neither.
+    if (enters && place - there < c.tier_ways) {
+      out.tier_to = place;
+      tier::enter_at(c.tier, c.tier_ways, there, out.victim, place);
+      return;
+    }
+    tier::change(c.tier, place, tier::kLeaving);
   }
   // The victim is of this set, whose lock we hold: nobody can fill it before it is in the tier.
-  if (!out.evicted || out.victim >= kTierLines) return;
-  out.tier_to = tier::enter(c.tier, c.tier_ways, tier_first(c, set, out.victim), out.victim);
+  if (enters) out.tier_to = tier::enter(c.tier, c.tier_ways, there, out.victim);
 }
 
 // Asks for a frame for `line`. One lane; never waits. Called by claim_lines, which moves what the

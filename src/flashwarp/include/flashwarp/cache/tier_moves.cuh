@@ -1,71 +1,93 @@
 // Claiming frames, with what that moves between them and the host tier: victims out, lines back in.
 //
 // Nothing here waits: a claim that cannot be had now is asked for again. A warp that has put a
-// victim's place on its way copies at once, since others may be waiting for it.
+// victim on its way copies at once, since others may be waiting for it.
 #pragma once
 
 #include "flashwarp/cache/set_associative.cuh"
 
 namespace fw::cache {
 
-// Copies lines that made room to the host tier, one for each lane whose claim has a place there.
-FW_DEVICE_NOINLINE void keep_victims(page_cache& c, uint32_t mask, const claim& mine) {
-  const bool keeps = mine.tier_to != kNoTierWay;
-  const uint32_t members = warp::ballot(mask, keeps);
-  if (members == 0) return;
-  // Each lane has acquired its own victim's frame and its place; now all lanes copy all of them.
-  warp::sync(mask);
-  for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
-    const uint32_t source = base::lowest_bit(rest);
-    const uint64_t way = warp::broadcast(mask, mine.way, source);
-    const uint32_t place = warp::broadcast(mask, mine.tier_to, source);
-    warp::copy<warp::source::kFrame>(
-        mask, reinterpret_cast<uint64_t>(tier::frame_of(c.tier, c.shape.line_shift, place)),
-        reinterpret_cast<uint64_t>(frame_of(c.shape, way)), line_bytes(c.shape));
+// The frame and the two places of one lane's claim, as all lanes of the warp see them.
+struct tier_move {
+  uint64_t frame;
+  uint64_t from;
+  uint64_t to;
+};
+FW_DEVICE tier_move move_of(const page_cache& c, uint32_t mask, const claim& mine,
+                            uint32_t source) {
+  const uint64_t way = warp::broadcast(mask, mine.way, source);
+  const uint32_t from = warp::broadcast(mask, mine.tier_from, source);
+  const uint32_t to = warp::broadcast(mask, mine.tier_to, source);
+  const uint32_t shift = c.shape.line_shift;
+  return {reinterpret_cast<uint64_t>(frame_of(c.shape, way)),
+          reinterpret_cast<uint64_t>(tier::frame_of(c.tier, shift, from)),
+          reinterpret_cast<uint64_t>(tier::frame_of(c.tier, shift, to))};
+}
+
+// Swaps the bytes of a frame and of a place, which no other warp touches.
+FW_DEVICE void swap_lines(uint32_t mask, uint64_t frame, uint64_t place, uint64_t bytes) {
+  using word = atomic::raw<16>;
+  const uint64_t step = uint64_t(base::popcount(mask)) * 16;
+  for (uint64_t at = uint64_t(warp::rank_in(mask)) * 16; at < bytes; at += step) {
+    char* a = reinterpret_cast<char*>(frame + at);
+    char* b = reinterpret_cast<char*>(place + at);
+    const atomic::word16 out = word::load(a);
+    const atomic::word16 in = word::load_stream(b);
+    word::store(a, in);
+    word::store_plain(b, out);
   }
-  // The copies of all lanes before HELD, and before anybody fills the frames.
-  warp::sync(mask);
-  if (keeps) tier::change(c.tier, mine.tier_to, tier::kHeld);
+}
+
+// Moves what the claims of `mask` give to and take from the host tier. A line that is there comes
+// into its frame if it is `wanted`; one that will be overwritten whole is dropped. The frames stay
+// BUSY. Returns the lanes whose lines have come.
+FW_DEVICE_NOINLINE uint32_t move_tier_lines(page_cache& c, uint32_t mask, const claim& mine,
+                                            bool wanted) {
+  const bool leaves = mine.tier_from != kNoTierWay;
+  const bool enters = mine.tier_to != kNoTierWay;
+  const uint32_t out = warp::ballot(mask, enters);
+  const uint32_t in = warp::ballot(mask, leaves && wanted);
+  const uint32_t both = in & warp::ballot(mask, leaves && mine.tier_from == mine.tier_to);
+  if ((out | in) != 0) {
+    // Each lane has acquired its own frame and places; now all lanes copy all of them.
+    warp::sync(mask);
+    // The tags went BUSY before stores to frames: a reader that sees a new byte finds its tag
+    // changed.
+    atomic::fence();
+  }
+  const uint64_t bytes = line_bytes(c.shape);
+  for (uint32_t rest = out | in; rest != 0; rest &= rest - 1) {
+    const uint32_t source = base::lowest_bit(rest);
+    const uint32_t bit = 1u << source;
+    const tier_move m = move_of(c, mask, mine, source);
+    if ((both & bit) != 0) {
+      swap_lines(mask, m.frame, m.to, bytes);
+      continue;
+    }
+    // The victim first: the line takes its frame.
+    if ((out & bit) != 0) warp::copy<warp::source::kFrame>(mask, m.to, m.frame, bytes);
+    if ((in & out & bit) != 0) warp::sync(mask);
+    if ((in & bit) != 0) warp::copy<warp::source::kStream>(mask, m.frame, m.from, bytes);
+  }
+  // The copies of all lanes before the places change hands, and before anybody fills the frames.
+  if ((out | in) != 0) warp::sync(mask);
+  // A line leaves before it is published: from then on it can be stored to.
+  if (leaves && mine.tier_from != mine.tier_to) tier::change(c.tier, mine.tier_from, tier::kEmpty);
+  if (enters) tier::change(c.tier, mine.tier_to, tier::kHeld);
+  return in;
 }
 
 // Asks for a frame for the line of each lane that `asks`; lanes must not ask for the same line. All
-// lanes of `mask` call together. Never waits. Whoever gets a claim with `tier_from` must call
-// promote_lines.
+// lanes of `mask` call together. Never waits. `kept` gets the lanes whose claimed frames hold their
+// lines already, from the host tier; those of lanes that do not want theirs are dropped there.
 template <typename Policy>
-FW_DEVICE claim claim_lines(page_cache& c, uint32_t mask, bool asks, uint64_t line,
-                            bool prefetched) {
+FW_DEVICE claim claim_lines(page_cache& c, uint32_t mask, bool asks, uint64_t line, bool prefetched,
+                            bool wanted, uint32_t& kept) {
   claim mine;
   if (asks) mine = claim_frame<Policy>(c, line, prefetched);
-  if (c.tier_ways != 0) keep_victims(c, mask, mine);
+  kept = c.tier_ways != 0 ? move_tier_lines(c, mask, mine, wanted) : 0;
   return mine;
-}
-
-// Brings lines from the host tier into the frames that were claimed for them, for each lane whose
-// claim has one there; those that are not `wanted`, since all of them will be overwritten, are
-// dropped. The frames stay BUSY. Returns the lanes whose lines are there.
-FW_DEVICE_NOINLINE uint32_t promote_lines(page_cache& c, uint32_t mask, const claim& mine,
-                                          bool wanted) {
-  const bool leaves = mine.tier_from != kNoTierWay;
-  const uint32_t members = warp::ballot(mask, leaves && wanted);
-  if (members != 0) {
-    // Each lane has acquired its own line's data; now all lanes copy all of them.
-    warp::sync(mask);
-    // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
-    atomic::fence();
-    for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
-      const uint32_t source = base::lowest_bit(rest);
-      const uint64_t way = warp::broadcast(mask, mine.way, source);
-      const uint32_t place = warp::broadcast(mask, mine.tier_from, source);
-      warp::copy<warp::source::kStream>(
-          mask, reinterpret_cast<uint64_t>(frame_of(c.shape, way)),
-          reinterpret_cast<uint64_t>(tier::frame_of(c.tier, c.shape.line_shift, place)),
-          line_bytes(c.shape));
-    }
-    warp::sync(mask);
-  }
-  // Before the line is published: from then on it can be stored to, and the copy here would be old.
-  if (leaves) tier::change(c.tier, mine.tier_from, tier::kEmpty);
-  return members;
 }
 
 }  // namespace fw::cache

@@ -1,0 +1,380 @@
+"""The host-memory tier: arrays against numpy through few frames and few places below them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashwarp as fw
+from flashwarp.cache import TierShape
+from flashwarp.errors import ArgumentError, CacheError, ControllerTimeout, StorageError
+from flashwarp.storage import File, Memory
+from flashwarp.testing import Faulty
+
+LINE = 512
+WAYS = 4
+
+
+def plan(path: str = "bounce") -> fw.SoftwareController:
+    return fw.SoftwareController(queue_pairs=2, depth=4, data_path=path)
+
+
+def counted(lines: int) -> Memory:
+    """Lines each of which holds its number."""
+    return Memory(np.repeat(np.arange(lines, dtype="<i4"), LINE // 4))
+
+
+def read_lines(x: fw.Array, *lines: int) -> None:
+    """Read one element of each line, one after the other, and check it."""
+    for line in lines:
+        assert x[line * LINE // 4] == line
+
+
+@pytest.mark.parametrize("path", ["bounce", "direct"])
+def test_a_line_that_made_room_comes_back_without_the_storage(path: str) -> None:
+    storage = Faulty(counted(8))
+    with fw.from_storage(
+        storage,
+        "<i4",
+        device=fw.CpuDevice(1),
+        cache=WAYS * LINE,
+        line=LINE,
+        host_cache=4 * LINE,
+        controller=plan(path),
+    ) as x:
+        read_lines(x, *range(8))
+        assert x.stats.tier_lines == 4
+        assert x.stats.tier_hits == 0
+        reads = storage.operations()["read"]
+
+        # All eight are in the frames or the tier: they change places.
+        for _ in range(5):
+            read_lines(x, *range(8))
+
+        assert storage.operations()["read"] == reads == 8
+        assert x.stats.tier_hits == 40 - x.stats.hits
+        assert x.stats.tier_hits > 0
+        assert x.stats.bytes_read == 8 * LINE
+
+
+def test_the_line_that_came_first_leaves_first() -> None:
+    storage = Faulty(counted(12))
+    with fw.from_storage(
+        storage,
+        "<i4",
+        device=fw.CpuDevice(1),
+        cache=WAYS * LINE,
+        line=LINE,
+        host_cache=4 * LINE,
+        policy="fifo",
+        controller=plan(),
+    ) as x:
+        # Frames: 8..11; the tier: 4..7; 0..3 are gone.
+        read_lines(x, *range(12))
+        before = storage.operations()["read"]
+        read_lines(x, 7, 6, 5, 4)
+        assert storage.operations()["read"] == before
+        read_lines(x, 0)
+        assert storage.operations()["read"] == before + 1
+
+
+def test_dirty_lines_enter_when_they_are_clean() -> None:
+    storage = Memory(64 * LINE)
+    with fw.from_storage(
+        storage,
+        "u1",
+        device=fw.CpuDevice(1),
+        cache=WAYS * LINE,
+        line=LINE,
+        host_cache=32 * LINE,
+        controller=plan(),
+    ) as x:
+        for line in range(32):
+            x[line * LINE] = line + 1
+        # What is in the tier is in the storage.
+        stats = x.stats
+        assert stats.tier_lines >= 24
+        assert stats.write_backs >= stats.tier_lines
+        for line in range(32):
+            assert x[line * LINE] == line + 1
+        assert x.stats.tier_hits > 0
+        for line in range(32):
+            x[line * LINE] = 100 + line
+        for line in range(32):
+            assert x[line * LINE] == 100 + line
+    assert storage.read(31 * LINE, 1) == bytes([131])
+
+
+def test_whole_lines_are_stored_over_copies_in_the_tier() -> None:
+    storage = Faulty(counted(8))
+    with fw.from_storage(
+        storage,
+        "<i4",
+        (8, LINE // 4),
+        device=fw.CpuDevice(1),
+        cache=WAYS * LINE,
+        line=LINE,
+        host_cache=8 * LINE,
+        controller=plan(),
+    ) as x:
+        held = np.asarray(x[:])
+        for turn in range(20):
+            row = np.array([turn % 8])
+            x.scatter(row, np.full((1, LINE // 4), 1000 + turn, "<i4"))
+            held[row] = 1000 + turn
+            np.testing.assert_array_equal(x[:], held)
+        assert storage.operations()["read"] == 8
+
+
+def test_prefetches_come_from_the_tier() -> None:
+    storage = Faulty(counted(8))
+    with fw.from_storage(
+        storage,
+        "<i4",
+        (8, LINE // 4),
+        device=fw.CpuDevice(1),
+        cache=WAYS * LINE,
+        line=LINE,
+        host_cache=4 * LINE,
+        controller=plan(),
+    ) as x:
+        x.gather(np.arange(8))
+        reads = storage.operations()["read"]
+        hits = x.stats.tier_hits
+        x.prefetch(np.array([0]))
+        assert x.stats.tier_hits == hits + 1
+        assert x.gather(np.array([0]))[0, 0] == 0
+        assert storage.operations()["read"] == reads
+
+
+def test_drop_cache_empties_the_tier() -> None:
+    data = np.zeros(64 * LINE, np.uint8)
+    with fw.from_storage(
+        Memory(data),
+        "u1",
+        device="cpu",
+        cache=WAYS * LINE,
+        line=LINE,
+        host_cache=64 * LINE,
+        controller=plan("direct"),
+    ) as x:
+        assert not x[:].any()
+        x.drop_cache()
+        data[:] = 7
+        assert (x[:] == 7).all()
+
+
+def test_a_range_of_lines_is_free_of_the_array_that_had_it() -> None:
+    with fw.Cache(WAYS * LINE, line=LINE, device="cpu", host_capacity=64 * LINE) as cache:
+        for value in (1, 2, 3):
+            drive = Memory(np.full(32 * LINE, value, np.uint8))
+            with fw.from_storage(drive, "u1", cache=cache, controller=plan()) as x:
+                assert (x[:] == value).all()
+                assert x.stats.tier_lines > 0
+
+
+def test_an_array_that_cannot_be_written_leaves_nothing_in_the_tier() -> None:
+    with fw.Cache(WAYS * LINE, line=LINE, device="cpu", host_capacity=64 * LINE) as cache:
+        bad = Faulty(Memory(np.full(32 * LINE, 9, np.uint8)), "")
+        x = fw.from_storage(bad, "u1", cache=cache, controller=plan())
+        assert (x[:] == 9).all()
+        x[5] = 1
+        bad.inject("write eio")
+        with pytest.raises(StorageError):
+            x.close()
+        with fw.from_storage(
+            Memory(np.full(32 * LINE, 2, np.uint8)), "u1", cache=cache, controller=plan()
+        ) as y:
+            assert (y[:] == 2).all()
+
+
+def test_a_storage_that_hangs_leaves_nothing_in_the_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
+    (tmp_path / "x").write_bytes(bytes([9]) * 32 * LINE)
+    with fw.Cache(WAYS * LINE, line=LINE, device=fw.CpuDevice(1), host_capacity="64 KiB") as cache:
+        stuck = Faulty(File(tmp_path / "x"))
+        x = fw.from_storage(stuck, "u1", cache=cache, controller=plan())
+        assert (x[: 16 * LINE] == 9).all()
+        stuck.inject("read hang")
+        with pytest.raises(ControllerTimeout):
+            x[20 * LINE]
+        with pytest.raises(ControllerTimeout):
+            x.close()
+        with fw.from_storage(
+            Memory(np.full(32 * LINE, 2, np.uint8)), "u1", cache=cache, controller=plan()
+        ) as y:
+            assert (y[:] == 2).all()
+
+
+def test_a_failed_fill_costs_nothing_that_is_in_the_tier() -> None:
+    storage = Faulty(counted(16), f"read eio bytes={8 * LINE}-{9 * LINE}")
+    with fw.from_storage(
+        storage,
+        "<i4",
+        device=fw.CpuDevice(1),
+        cache=WAYS * LINE,
+        line=LINE,
+        host_cache=16 * LINE,
+        controller=plan(),
+    ) as x:
+        read_lines(x, *range(8))
+        for _ in range(3):
+            with pytest.raises(StorageError) as error:
+                x[8 * LINE // 4]
+            assert error.value.errno == errno.EIO
+            read_lines(x, *range(8))
+        storage.heal()
+        read_lines(x, 8)
+
+
+def test_mapped_lines_stay_out() -> None:
+    with fw.Cache(WAYS * LINE, line=LINE, device="cpu", host_capacity=64 * LINE) as cache:
+        mapped = fw.from_storage(counted(32), "<i4", cache=cache)
+        other = fw.from_storage(counted(32), "<i4", cache=cache, controller=plan())
+        for _ in range(2):
+            read_lines(mapped, *range(32))
+            read_lines(other, *range(32))
+        assert mapped.explain().path == "mapped"
+        assert mapped.stats.tier_hits == 0
+        # Whoever evicts counts: lines of the other array left at its own reads and at ours.
+        assert other.stats.tier_hits > 0
+        assert "do not enter its host memory" in str(mapped.explain())
+        assert "do not enter" not in str(other.explain())
+        assert "host_capacity=32768" in str(other.explain())
+        other.close()
+        mapped.drop_cache()
+        mapped.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_operations_through_any_tier(data: st.DataObject) -> None:
+    sets = data.draw(st.integers(1, 3))
+    tier = data.draw(st.integers(1, 40))
+    path = data.draw(st.sampled_from(["bounce", "direct"]))
+    count = data.draw(st.integers(1, 2))
+    replicas = data.draw(st.sampled_from([1, 1, 2]))
+    content = [np.random.default_rng(n).integers(1, 255, 9000, dtype=np.uint8) for n in range(2)]
+    with contextlib.ExitStack() as stack:
+        capacity, host_capacity = sets * WAYS * LINE, sets * tier * LINE
+        cache = stack.enter_context(
+            fw.Cache(capacity, line=LINE, device="cpu", host_capacity=host_capacity)
+        )
+        drives = [[Memory(c.copy()) for _ in range(replicas)] for c in content[:count]]
+        options: dict[str, Any] = {"cache": cache, "layout": "replicate", "controller": plan(path)}
+        arrays = [stack.enter_context(fw.from_storage(d, "u1", **options)) for d in drives]
+        held = [c.copy() for c in content]
+        for _ in range(data.draw(st.integers(1, 25))):
+            n = data.draw(st.integers(0, count - 1))
+            x, model = arrays[n], held[n]
+            begin = data.draw(st.integers(0, len(model) - 1))
+            end = data.draw(st.integers(begin + 1, min(len(model), begin + 3000)))
+            match data.draw(
+                st.sampled_from(["store", "load", "load", "rows", "prefetch", "flush", "drop"])
+            ):
+                case "store":
+                    value = data.draw(st.integers(0, 255))
+                    x[begin:end] = value
+                    model[begin:end] = value
+                case "load":
+                    np.testing.assert_array_equal(x[begin:end], model[begin:end])
+                case "rows":
+                    rows = np.arange(begin, end, 100)
+                    np.testing.assert_array_equal(x.gather(rows), model[rows])
+                case "prefetch":
+                    x.prefetch(slice(begin, end))
+                case "flush":
+                    x.flush()
+                case "drop":
+                    x.drop_cache()
+        for x, model in zip(arrays, held, strict=False):
+            np.testing.assert_array_equal(x[:], model)
+    for d, model in zip(drives, held, strict=False):
+        assert {drive.read(0, len(model)) for drive in d} == {model.tobytes()}
+
+
+@pytest.mark.parametrize("policy", ["clock", "lru", "fifo", "sieve", "s3_fifo", "random"])
+def test_every_policy_feeds_the_tier(policy: str) -> None:
+    random = np.random.default_rng(3)
+    content = random.integers(0, 255, 100 * LINE, dtype=np.uint8)
+    with fw.from_storage(
+        Memory(content.copy()),
+        "u1",
+        device="cpu",
+        cache=2 * WAYS * LINE,
+        line=LINE,
+        host_cache=40 * LINE,
+        policy=policy,
+        controller=plan(),
+    ) as x:
+        held = content.copy()
+        for _ in range(15):
+            where = random.integers(0, len(held), 50)
+            x[where] = 3
+            held[where] = 3
+            some = random.integers(0, len(held), 300)
+            np.testing.assert_array_equal(x.gather(some), held[some])
+        assert x.stats.tier_hits > 0
+
+
+def test_metadata_grows_with_the_tier_only() -> None:
+    with (
+        fw.Cache("1 MiB", device="cpu") as without,
+        fw.Cache("1 MiB", device="cpu", host_capacity="4 MiB") as with_tier,
+    ):
+        assert with_tier.host_lines * 4096 == with_tier.host_capacity
+        assert with_tier.metadata_bytes == without.metadata_bytes + 8 * with_tier.host_lines
+        assert without.host_capacity == 0
+        assert "host_capacity" not in repr(without)
+
+
+@pytest.mark.parametrize("each", [1, 2, 15, 16, 17, 23, 33, 100, 1000])
+def test_most_of_the_capacity_is_used(each: int) -> None:
+    shape = TierShape.of(each * 5 * 4096 + 4095, 5, 4096)
+    assert shape.ways <= 16
+    assert each * 0.9 * 5 <= shape.places <= each * 5
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(CacheError, match="at least 36864 bytes"):
+        fw.Cache(9 * WAYS * 4096, device="cpu", host_capacity=9 * 4096 - 1)
+    with pytest.raises(CacheError, match="0 bytes"):
+        fw.Cache("1 MiB", device="cpu", host_capacity=0)
+    with pytest.raises(ArgumentError):
+        fw.Cache("1 MiB", device="cpu", host_capacity="much")
+    with pytest.raises(ArgumentError, match="negative"):
+        fw.Cache("1 MiB", device="cpu", host_capacity=-1)
+    with pytest.raises(CacheError, match="use longer ones"):
+        TierShape.of(1 << 62, 1, 512)
+    with (
+        fw.Cache("1 MiB", device="cpu") as cache,
+        pytest.raises(ArgumentError, match="give it to the Cache"),
+    ):
+        fw.from_storage(Memory(4096), "u1", cache=cache, host_cache="1 MiB")
+
+
+def test_threads_share_a_tier() -> None:
+    """More threads than frames in a set, on lines that all belong to it."""
+    content = np.random.default_rng(1).integers(0, 255, 24 * LINE, dtype=np.uint8)
+    with fw.CpuDevice(8) as device:
+        options: dict[str, Any] = {"cache": WAYS * LINE, "line": LINE, "host_cache": 12 * LINE}
+        with fw.from_storage(
+            Memory(content.copy()), "u1", device=device, controller=plan(), **options
+        ) as x:
+            held = content.copy()
+            random = np.random.default_rng(2)
+            for turn in range(20):
+                where = random.integers(0, len(held), 4000)
+                np.testing.assert_array_equal(x.gather(where), held[where])
+                x[turn * 50 : turn * 50 + 700] = turn
+                held[turn * 50 : turn * 50 + 700] = turn
+            assert x.stats.tier_hits > 0
