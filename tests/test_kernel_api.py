@@ -10,6 +10,18 @@ import pytest
 
 import flashwarp as fw
 
+REVERSE = """
+#include "flashwarp/array.cuh"
+
+using fw::base::thread_count;
+using fw::base::thread_index;
+
+FW_KERNEL reverse(fw::array<const ELEMENT> from, fw::array<ELEMENT> to) {
+  const uint64_t n = from.size();
+  for (uint64_t i = thread_index(); i < n; i += thread_count()) to.store(i, from[n - 1 - i]);
+}
+"""
+
 SOURCE = """
 #include "flashwarp/array.cuh"
 
@@ -19,11 +31,6 @@ using fw::base::thread_index;
 
 struct triple { float x, y, z; };
 struct wide { uint64_t words[75]; };
-
-FW_KERNEL reverse(fw::array<const ELEMENT> from, fw::array<ELEMENT> to) {
-  const uint64_t n = from.size();
-  for (uint64_t i = thread_index(); i < n; i += thread_count()) to.store(i, from[n - 1 - i]);
-}
 
 FW_KERNEL shift_triples(fw::array<triple> data, float by) {
   for (uint64_t i = thread_index(); i < data.size(); i += thread_count()) {
@@ -181,7 +188,7 @@ def device(request):
 
 @pytest.fixture(scope="module")
 def program(device):
-    return fw.compile(SOURCE, device, defines={"ELEMENT": "float"})
+    return fw.compile(SOURCE, device)
 
 
 @pytest.fixture(params=[False, True], ids=["mapped", "direct"])
@@ -204,7 +211,7 @@ def on_device(device, values):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_elements_of_every_type_are_loaded_and_stored(tmp_path, device, dtype):
-    program = fw.compile(SOURCE, device, defines={"ELEMENT": TYPES[dtype]})
+    program = fw.compile(REVERSE, device, defines={"ELEMENT": TYPES[dtype]})
     rng = np.random.default_rng(1)
     data = rng.integers(0, 100, 50_001).astype(dtype)
 
