@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 import numbers
-import re
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flashwarp import device as devices
-from flashwarp._jit import compiler
+from flashwarp._jit import spelling
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.array import Array
 from flashwarp.device import ArrayView, Device, DeviceMemory
@@ -64,7 +63,7 @@ class Launch:
 
 def parse_signature(signature: str, loaded: LoadedKernel) -> tuple[str, list[Param]]:
     """Return the name and the parameters of a kernel from its C++ spelling."""
-    name, types = compiler.split_signature(signature)
+    name, types = spelling.split_signature(signature)
     if len(types) != len(loaded.param_bytes):
         raise CompileError(
             f"{signature} has {len(loaded.param_bytes)} parameters in the compiled code"
@@ -75,27 +74,6 @@ def parse_signature(signature: str, loaded: LoadedKernel) -> tuple[str, list[Par
 
 
 # Parameters, by the C++ spelling of their types.
-
-# Both compilers have 64-bit long and long long; NVRTC's uint64_t is one, g++'s is the other.
-_NUMBERS = {
-    "bool": "?",
-    "char": "i1",
-    "signed char": "i1",
-    "unsigned char": "u1",
-    "short": "i2",
-    "unsigned short": "u2",
-    "int": "i4",
-    "unsigned int": "u4",
-    "long": "i8",
-    "unsigned long": "u8",
-    "long long": "i8",
-    "unsigned long long": "u8",
-    "_Float16": "f2",
-    "__half": "f2",
-    "float": "f4",
-    "double": "f8",
-}
-_ARRAY = re.compile(r"fw::array<(?P<element>.+?)(?:, (?P<rank>\d+)u?)?>\Z")
 
 
 @dataclass(frozen=True)
@@ -109,16 +87,13 @@ class Param:
     def parse(index: int, text: str, nbytes: int, element_bytes: int, signature: str) -> Param:
         """Make the parameter number `index` of `signature`, whose type is spelled `text`."""
         place = f"argument {index} ({text}) of {signature}"
-        array = _ARRAY.match(text)
-        if array is not None:
-            element, constant = _without_const(array["element"])
-            rank = int(array["rank"] or 1)
-            return _ArrayParam(place, nbytes, element, element_bytes, constant, rank)
-        if text.endswith("*"):
-            element, constant = _without_const(text[:-1].rstrip())
-            return _PointerParam(place, nbytes, element, element_bytes, constant)
-        if text in _NUMBERS:
-            return _NumberParam(place, nbytes, np.dtype(_NUMBERS[text]))
+        to = spelling.elements_of(text)
+        if to is not None and to.rank:
+            return _ArrayParam(place, nbytes, to.type, element_bytes, to.constant, to.rank)
+        if to is not None:
+            return _PointerParam(place, nbytes, to.type, element_bytes, to.constant)
+        if text in spelling.NUMBERS:
+            return _NumberParam(place, nbytes, np.dtype(spelling.NUMBERS[text]))
         return _BytesParam(place, nbytes)
 
     def pack(self, argument: Any, launch: Launch) -> bytes:
@@ -126,17 +101,12 @@ class Param:
         raise NotImplementedError
 
 
-def _without_const(element: str) -> tuple[str, bool]:
-    plain = re.sub(r" (const|volatile)(?= |\Z)", "", element)
-    return plain, bool(re.search(r" const(?= |\Z)", element))
-
-
 def _check_element(
     place: str, element: str, element_bytes: int, dtype: np.dtype[Any], what: str
 ) -> None:
     """Compare by type where it is a number, else by size where that is known."""
-    if element in _NUMBERS:
-        wanted = np.dtype(_NUMBERS[element])
+    if element in spelling.NUMBERS:
+        wanted = np.dtype(spelling.NUMBERS[element])
         # C++ does not say whether plain char has a sign.
         if dtype == wanted or (element == "char" and dtype == np.uint8):
             return

@@ -7,14 +7,13 @@ are checked before anything is launched, and `flashwarp.Array`s become `fw::arra
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flashwarp import device as devices
+from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.arguments import Launch, parse_signature
@@ -212,7 +211,7 @@ class Kernel:
         self._device = device
         self._policy = policy
         self._loaded = loaded
-        self.signature = _demangle(loaded.symbol)
+        self.signature = spelling.demangle(loaded.symbol)
         self.name, self._params = parse_signature(self.signature, loaded)
 
     @property
@@ -299,14 +298,3 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<Kernel {self.signature} on {self._device.name!r}>"
-
-
-@functools.cache
-def _demangle(symbol: str) -> str:
-    text: str = importlib.import_module("flashwarp._native").demangle(symbol)
-    if not text:
-        raise CompileError(
-            f'kernel {symbol} is extern "C", so its name does not tell its parameters: '
-            f"write FW_KERNEL {symbol}(...)"
-        )
-    return text

@@ -51,6 +51,11 @@ FW_KERNEL add(fw::array<const double> a, fw::array<const double> b, fw::array<do
   }
 }
 
+FW_KERNEL sum_pairs(fw::array<const pair> pairs, double* out) {
+  if (fw::base::thread_index() != 0) return;
+  for (uint64_t i = 0; i < pairs.size(); i++) *out += pairs[i].value;
+}
+
 FW_KERNEL keep(double* to, bool flag, int8_t small, uint64_t large, pair p) {
   if (fw::base::thread_index() != 0) return;
   to[0] = flag;
@@ -218,6 +223,26 @@ def test_resources_are_told(program: fw.Program) -> None:
     assert resources is not None
     assert 0 < (resources.registers or 0) <= 255
     assert resources.each_param_bytes[1:] == (8, 8, 8)
+
+
+def test_size_of_records_is_checked(
+    program: fw.Program, tmp_path: Path, device: CudaDevice
+) -> None:
+    records = np.zeros(5000, np.dtype([("key", "i4"), ("value", "f8")], align=True))
+    records["value"] = 0.5
+    np.save(tmp_path / "x.npy", records)
+    np.save(tmp_path / "y.npy", records.astype([("key", "i4"), ("value", "f8")]))
+    out = device.empty_array((1,), np.float64)
+    with fw.open(tmp_path / "x.npy", device=device) as x:
+        program["sum_pairs"](x, out)
+        x.synchronize()
+
+    assert out.copy_to_host()[0] == 2500
+    with (
+        fw.open(tmp_path / "y.npy", device=device) as y,
+        pytest.raises(DtypeError, match=r"elements of 16 bytes.* 12"),
+    ):
+        program["sum_pairs"](y, out)
 
 
 def test_what_does_not_fit_is_refused(

@@ -208,49 +208,41 @@ def compile_lto(
     return entry.cubin
 
 
+_SIZE_PROBES = """
+template <typename T> concept fw_complete = requires { sizeof(T); };
+template <typename T> struct fw_size { char bytes[1]; };
+template <fw_complete T> struct fw_size<T> { char bytes[sizeof(T) < 4000 ? sizeof(T) + 1 : 1]; };
+"""
+
+
+def type_sizes(
+    arch: str,
+    source: Source,
+    types: Sequence[str],
+    *,
+    include_dirs: Sequence[Path] = (INCLUDE_DIR,),
+    options: Sequence[str] = (),
+) -> dict[str, int]:
+    """Tell the sizes of types that a source defines; 0 for those that it does not complete.
+
+    Kernels that take a parameter one byte longer tell them: compiled code lists its parameters.
+    """
+    probes = "".join(
+        f'extern "C" __global__ void fw_size_{i}(fw_size<{each}>) {{}}\n'
+        for i, each in enumerate(types)
+    )
+    text = source.text + f'\n#line 1 "flashwarp/sizes"\n{_SIZE_PROBES}{probes}'.encode()
+    probed = replace(source, text=text)
+    artifact = compile_source(arch, probed, include_dirs=include_dirs, options=options)
+    return {each: artifact.kernels[f"fw_size_{i}"].param_bytes - 1 for i, each in enumerate(types)}
+
+
 def source_key(source: Source, headers: dict[str, bytes], how: Iterable[str]) -> str:
     """Make the key of a source and its headers, compiled as `how` says: never from a path."""
     contents = (
         part for spelling in sorted(headers) for part in (spelling.encode(), headers[spelling])
     )
     return content_key("\0".join(how).encode(), source.name.encode(), source.text, *contents)
-
-
-def split_signature(signature: str) -> tuple[str, list[str]]:
-    """Split the C++ spelling of a kernel into its name and the types of its parameters."""
-    opens = _opening(signature)
-    types = _split(signature[opens + 1 : -1])
-    for text in types:
-        if text.endswith("&"):
-            raise CompileError(
-                f"{signature} has a parameter that is a reference: kernels take values and pointers"
-            )
-    return signature[:opens].removeprefix("void "), types
-
-
-def _opening(signature: str) -> int:
-    """Find the parenthesis that opens the parameters."""
-    depth = 0
-    for position in range(len(signature) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(signature[position], 0)
-        if depth == 0:
-            return position
-    raise CompileError(f"{signature} is no signature of a kernel")
-
-
-def _split(types: str) -> list[str]:
-    """Split at the commas outside of all brackets."""
-    parts, depth, start = [], 0, 0
-    for position, sign in enumerate(types):
-        if sign in "<([":
-            depth += 1
-        elif sign in ">)]":
-            depth -= 1
-        elif sign == "," and depth == 0:
-            parts.append(types[start:position].strip())
-            start = position + 1
-    last = types[start:].strip()
-    return [*parts, last] if last or parts else []
 
 
 # Headers.

@@ -14,11 +14,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashwarp._jit import compiler, elf
+from flashwarp._jit import compiler, elf, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry
 from flashwarp._jit.compiler import INCLUDE_DIR, Source
 from flashwarp.errors import CompileError
@@ -90,7 +90,6 @@ def _list(names: Sequence[str]) -> str:
 
 def compile_host(
     source: Source,
-    demangle: Callable[[str], str],
     *,
     include_dirs: Sequence[Path] = (INCLUDE_DIR,),
     options: Sequence[str] = (),
@@ -103,8 +102,6 @@ def compile_host(
     ----------
     source : Source
         The code.
-    demangle : callable
-        Gives the C++ spelling of a symbol, empty for one that is not mangled.
     include_dirs : sequence of Path
         Where its headers are, besides the compiler's own.
     options : sequence of str
@@ -130,7 +127,7 @@ def compile_host(
     entry = cache.load(key)
     from_cache = entry is not None
     if entry is None:
-        entry = _Build(source, command, flags, include_dirs).run(demangle)
+        entry = _Build(source, command, flags, include_dirs).run()
         cache.publish(key, entry)
     return HostArtifact(key, entry.cubin, entry.log, from_cache)
 
@@ -163,12 +160,12 @@ class _Build:
         includes = [f"-I{folder.absolute()}" for folder in include_dirs]
         self._command = [*command, "-x", "c++", *flags, *beside, *includes]
 
-    def run(self, demangle: Callable[[str], str]) -> Entry:
+    def run(self) -> Entry:
         with tempfile.TemporaryDirectory(prefix="flashwarp-") as folder:
             self._folder = Path(folder)
             self._compile(b"", "kernels.o", "-O0", "-c")
             symbols = elf.functions((self._folder / "kernels.o").read_bytes(), _KERNEL_SECTION)
-            entries = _entries([(_kernel_name(symbol, demangle), symbol) for symbol in symbols])
+            entries = _entries([(_kernel_name(symbol), symbol) for symbol in symbols])
             log = self._compile(entries, "program.so", "-shared")
             return Entry((self._folder / "program.so").read_bytes(), log)
 
@@ -203,12 +200,9 @@ def _call(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[s
         raise CompileError(f"running {command[0]}: {error}") from error
 
 
-def _kernel_name(symbol: str, demangle: Callable[[str], str]) -> str:
+def _kernel_name(symbol: str) -> str:
     """Return the qualified name of a kernel, by which the entries refer to it."""
-    signature = demangle(symbol)
-    if not signature:
-        raise CompileError(f'kernel {symbol} is extern "C", so its name tells no parameter types')
-    return compiler.split_signature(signature)[0]
+    return spelling.split_signature(spelling.demangle(symbol))[0]
 
 
 def _entries(kernels: list[tuple[str, str]]) -> bytes:

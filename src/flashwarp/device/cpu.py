@@ -181,7 +181,6 @@ class CpuDevice(Device):
         native = _native()
         artifact = host_compiler.compile_host(
             source,
-            native.demangle,
             include_dirs=(*include_dirs, compiler.INCLUDE_DIR),
             options=options,
             debug=debug,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from flashwarp._foreign import stream_handle
-from flashwarp._jit import compiler, driver
+from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream, quietly
 from flashwarp.device.memory import (
@@ -233,25 +233,33 @@ class CudaDevice(Device):
     ) -> LoadedProgram:
         self._check_open()
         debugged = ("-lineinfo", "-DFW_DEBUG=1") if debug else ()
-        artifact = compiler.compile_source(
-            self.arch,
-            source,
-            include_dirs=(*include_dirs, compiler.INCLUDE_DIR),
-            options=("-DFW_PROGRAM=1", *debugged, *options),
-        )
+        how: dict[str, Any] = {
+            "include_dirs": (*include_dirs, compiler.INCLUDE_DIR),
+            "options": ("-DFW_PROGRAM=1", *debugged, *options),
+        }
+        artifact = compiler.compile_source(self.arch, source, **how)
+        elements = _elements(artifact)
+        unknown = sorted({each for types in elements.values() for each in types if each})
+        sizes = compiler.type_sizes(self.arch, source, unknown, **how) if unknown else {}
+        element_bytes = {
+            symbol: tuple(sizes.get(each, 0) for each in types)
+            for symbol, types in elements.items()
+        }
         with self._lock:
             self._check_open()
             if artifact.key not in self._programs:
-                self._programs[artifact.key] = self._load_artifact(artifact)
+                self._programs[artifact.key] = self._load_artifact(artifact, element_bytes)
             return self._programs[artifact.key]
 
-    def _load_artifact(self, artifact: compiler.Artifact) -> LoadedProgram:
+    def _load_artifact(
+        self, artifact: compiler.Artifact, element_bytes: dict[str, tuple[int, ...]]
+    ) -> LoadedProgram:
         module = driver.Module(self.context, artifact.cubin, tuple(artifact.kernels))
         kernels = tuple(
             LoadedKernel(
                 symbol=symbol,
                 param_bytes=resources.each_param_bytes,
-                element_bytes=(0,) * len(resources.each_param_bytes),
+                element_bytes=element_bytes[symbol],
                 resources=resources,
                 handle=(module, module.kernels[symbol]),
             )
@@ -395,3 +403,15 @@ class _CudaEvent(Owned, Event):
         if not isinstance(start, _CudaEvent) or start.device is not self.device:
             raise ArgumentError("both events must come from one device")
         return self._context.elapsed_ms(start._event, self._event)
+
+
+def _elements(artifact: compiler.Artifact) -> dict[str, tuple[str, ...]]:
+    """For each parameter of each kernel, the type of its elements if it is the program's own."""
+    return {symbol: _own_elements(spelling.demangle(symbol)) for symbol in artifact.kernels}
+
+
+def _own_elements(signature: str) -> tuple[str, ...]:
+    types = spelling.split_signature(signature)[1]
+    found = [spelling.elements_of(each) for each in types]
+    known = {"void", *spelling.NUMBERS}
+    return tuple("" if each is None or each.type in known else each.type for each in found)
