@@ -269,7 +269,7 @@ def check_events_measure_and_order() -> None:
 
 # Asynchronous calls of arrays. Kernels do nothing here, so the tests play their part.
 
-LANE = 0x157  # the first stream after the library's own
+LANE = 0x257  # the first stream after the library's own, and the one beside the calls
 
 
 @contextlib.contextmanager
@@ -353,6 +353,18 @@ def check_calls_overtake_each_other() -> None:
         assert all(isinstance(read.result(), np.ndarray) for read in reads[1:])
         assert not reads[0].done()
         assert x.read_async([9]).result().shape == (1,)
+
+
+def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
+    """A kernel of the user's may be running there for long."""
+    with open_array() as x:
+        fake().fake_hold(x.device.default_stream().handle)
+
+        assert x.read_async([1, 2]).result().shape == (2,)
+        assert x.write_async([1, 2], [3, 4]).result() is None
+        index = x.device.empty_array((1,), "i8", x._calls._side)
+        assert isinstance(x.read_async(index, stream=1).result(), DeviceArray)
+        fake().fake_hold(0)
 
 
 def check_values_on_the_gpu_are_waited_for() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from flashwarp import config
 from flashwarp.config import parse_bytes
-from flashwarp.device import Device, DeviceMemory, resolve
+from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.errors import CacheError, ClosedError
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs, QueueTable
@@ -160,6 +160,8 @@ class Volume:
     errors: DeviceMemory
     entry: DeviceMemory | None = None
     """Of a copy: where its struct lies. Others lie in the cache's table."""
+    stream: OwnedStream | None = None
+    """Of a copy: in whose order the struct is changed."""
 
     @property
     def in_host_tier(self) -> bool:
@@ -180,27 +182,30 @@ class Volume:
         """Make room for the next note."""
         ctypes.memset(self.errors.address, 0, ctypes.sizeof(ErrorRecordStruct))
         lock = self.address + VolumeStruct.error_lock.offset
-        self.cache.device.fill(lock, 0, 4)
-        self.cache.device.fill(self.address + VolumeStruct.index_errors.offset, 0, 4)
+        self.cache.device.fill(lock, 0, 4, self.stream)
+        strays = self.address + VolumeStruct.index_errors.offset
+        self.cache.device.fill(strays, 0, 4, self.stream)
 
     def index_errors(self) -> int:
         """Read how many indices out of bounds kernels met."""
         word = self.address + VolumeStruct.index_errors.offset
-        return int.from_bytes(self.cache.device.download(word, 4), "little")
+        return int.from_bytes(self.cache.device.download(word, 4, self.stream), "little")
 
-    def with_own_errors(self) -> Volume:
+    def with_own_errors(self, stream: OwnedStream) -> Volume:
         """Copy the entry, so that what its kernels meet is noted apart; to be released.
 
-        Lines, queues and counters stay those of the array.
+        Lines, queues and counters stay those of the array. `stream` is idle but for such copies:
+        the library's own may have kernels that run for long.
         """
         device = self.cache.device
         errors = device.allocate_host(ctypes.sizeof(ErrorRecordStruct))
-        entry = device.allocate(ctypes.sizeof(VolumeStruct))
-        struct = VolumeStruct.from_buffer_copy(device.download(self.address, entry.nbytes))
+        entry = device.allocate(ctypes.sizeof(VolumeStruct), stream)
+        there = device.download(self.address, entry.nbytes, stream)
+        struct = VolumeStruct.from_buffer_copy(there)
         struct.errors = errors.address
         struct.error_lock = struct.index_errors = 0
-        device.upload(entry.address, bytes(struct))
-        return replace(self, address=entry.address, errors=errors, entry=entry)
+        device.upload(entry.address, bytes(struct), stream)
+        return replace(self, address=entry.address, errors=errors, entry=entry, stream=stream)
 
     def release(self) -> None:
         """Free what a copy has of its own."""

@@ -55,8 +55,8 @@ def time_limit_s() -> float:
 class _Lane:
     """What a call in flight has for itself: an error record, and an event at its end."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self.volume = launcher.volume.with_own_errors()
+    def __init__(self, launcher: Launcher, side: OwnedStream) -> None:
+        self.volume = launcher.volume.with_own_errors(side)
         self.launcher = launcher.on(self.volume)
         self.event = launcher.device.event()
 
@@ -101,8 +101,10 @@ class Calls:
     def __init__(self, launcher: Launcher, operands: Operands, failures: Failures) -> None:
         self._launcher = launcher
         self._device = launcher.device
-        self._scratch = Scratch(self._device)
-        self._operands = operands.allocating_from(self._scratch)
+        # For what is prepared beside the calls: nothing that runs for long is ever queued on it.
+        self._side = self._device.create_stream()
+        self._scratch = Scratch(self._device, self._side)
+        self._operands = operands.copying_to(self._scratch, self._side)
         self._failures = failures
         self._on_cpu = self._device.kind == "cpu"
         # Guards everything below, and tells of each change.
@@ -171,7 +173,7 @@ class Calls:
         """
         with self._checking:
             if self._checker is None:
-                self._checker = _Lane(self._launcher), self._device.create_stream()
+                self._checker = _Lane(self._launcher, self._side), self._device.create_stream()
             lane, own = self._checker
             self._device.order(stream, own)
             lane.launcher.check_indices(index, own)
@@ -242,7 +244,7 @@ class Calls:
             streams = 1 if self._on_cpu else config.current().async_streams
             self._queues = [_Queue(self._device.create_stream()) for _ in range(streams)]
         queue = min(self._queues, key=lambda q: len(q.calls))
-        lane = queue.lanes.pop() if queue.lanes else _Lane(self._launcher)
+        lane = queue.lanes.pop() if queue.lanes else _Lane(self._launcher, self._side)
         call.lane = lane
         if not self._on_cpu:
             try:
@@ -474,6 +476,7 @@ class Calls:
             self._checker[1].close()
             self._checker = None
         self._scratch.close()
+        self._side.close()
 
 
 def _lead(chosen: range | Index) -> tuple[tuple[int, ...], str]:

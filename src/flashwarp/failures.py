@@ -161,7 +161,7 @@ def bad_index(volume: Volume, index: Index, row_count: int) -> BoundsError | Non
     position = int(record.index)
     volume.clear_errors()
     device = volume.cache.device
-    raw = device.download(index.address + position * index.itemsize, index.itemsize)
+    raw = device.download(index.address + position * index.itemsize, index.itemsize, volume.stream)
     value = int.from_bytes(raw, "little", signed=True)
     return BoundsError(f"index {value} is out of bounds for an axis of length {row_count}")
 

@@ -15,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import rows
-from flashwarp.device import Device, DeviceArray, empty_like_library, stream_handle
+from flashwarp.device import Device, DeviceArray, OwnedStream, empty_like_library, stream_handle
 from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
 from flashwarp.scratch import Scratch
 
 __all__ = ["Index", "Operands", "Source", "Target", "is_foreign"]
+
+# Libraries that results on a GPU are made in; others get a `DeviceArray`.
+_ALLOCATING = ("torch", "cupy")
 
 
 @dataclass
@@ -102,10 +105,12 @@ class Operands:
     row_count: int
     memory: Device | Scratch
     """Where copies of what the host brings are allocated."""
+    stream: OwnedStream | None = None
+    """In whose order they are copied; default: the library's own."""
 
-    def allocating_from(self, memory: Device | Scratch) -> Operands:
-        """Return the same with copies allocated elsewhere."""
-        return replace(self, memory=memory)
+    def copying_to(self, memory: Scratch, stream: OwnedStream) -> Operands:
+        """Return the same with other memory for copies, and another stream."""
+        return replace(self, memory=memory, stream=stream)
 
     def index(self, idx: Any) -> Index:
         """Place row indices. Those of the host are checked, those on a GPU are not yet."""
@@ -128,7 +133,7 @@ class Operands:
         if self.device.kind == "cpu" or host.size == 0:
             return Index(host.ctypes.data, host.shape, 8, library, host)
         copy = self.memory.empty_array(host.shape, np.int64)
-        self.device.upload(copy.address, np.ascontiguousarray(host))
+        self.device.upload(copy.address, np.ascontiguousarray(host), self.stream)
         return Index(copy.address, host.shape, 8, library, copy, held=copy)
 
     def target(
@@ -147,7 +152,10 @@ class Operands:
             if on_gpu and library == "numpy":
                 held = self.memory.empty_array(shape, self.dtype)
                 return Target(held.address, None, held)
-            out = empty_like_library(library, shape, self.dtype, self.device, stream)
+            if on_gpu and library not in _ALLOCATING:
+                out = self.device.empty_array(shape, self.dtype, self.stream)
+            else:
+                out = empty_like_library(library, shape, self.dtype, self.device, stream)
         view = self.device.view(out)
         if view.shape != shape:
             raise ArgumentError(f"out has shape {view.shape}, the rows have {shape}")
@@ -191,5 +199,5 @@ class Operands:
         if self.device.kind == "cpu" or host.nbytes == 0:
             return Source(host.ctypes.data, host, None)
         held = self.memory.empty_array(shape, self.dtype)
-        self.device.upload(held.address, host)
+        self.device.upload(held.address, host, self.stream)
         return Source(held.address, host, held)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.device import Device, DeviceArray, DeviceMemory
+from flashwarp.device import Device, DeviceArray, DeviceMemory, OwnedStream
 
 __all__ = ["Scratch"]
 
@@ -25,10 +25,14 @@ _KEPT_BYTES_MAX = 256 << 20
 
 
 class Scratch:
-    """Lends arrays in blocks of powers of two. Any thread may use it."""
+    """Lends arrays in blocks of powers of two. Any thread may use it.
 
-    def __init__(self, device: Device) -> None:
+    `stream` is idle but for what prepares them.
+    """
+
+    def __init__(self, device: Device, stream: OwnedStream) -> None:
         self._device = device
+        self._stream = stream
         self._lock = threading.Lock()
         self._free: list[DeviceMemory] = []
         self._closed = False
@@ -45,7 +49,7 @@ class Scratch:
             for i, block in enumerate(self._free):
                 if block.nbytes == wanted:
                     return self._free.pop(i)
-        return self._device.allocate(wanted)
+        return self._device.allocate(wanted, self._stream)
 
     def give(self, block: DeviceMemory) -> None:
         """Take a block back, and free it where enough is kept."""

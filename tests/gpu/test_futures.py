@@ -269,3 +269,16 @@ def test_user_kernels_run_beside_calls(x, content):
 
     assert all(good)
     assert all(seen)
+
+
+def test_calls_do_not_wait_for_the_librarys_own_stream(x, device, content):
+    torch = pytest.importorskip("torch")
+    x.read_async([0]).result()
+    own = device.default_stream()
+
+    with torch.cuda.stream(torch.cuda.ExternalStream(own.handle)):
+        torch.cuda._sleep(4_000_000_000)  # two seconds
+    reads = [x.read_async([k, k + 1]) for k in range(20)]
+
+    assert all((r.result() == content[k : k + 2]).all() for k, r in enumerate(reads))
+    assert not device.context.stream_done(own.handle)

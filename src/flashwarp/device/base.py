@@ -111,10 +111,10 @@ class Device(ABC):
         self._lock = threading.RLock()
         self._closed = False
 
-    # Memory.
+    # Memory. What moves bytes does so in the order of `stream`, by default the library's own.
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> DeviceMemory:
+    def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
         """Allocate device memory, zero-filled, aligned to at least 256 bytes.
 
         Raises DeviceOutOfMemory. Not during the capture of a CUDA graph.
@@ -132,39 +132,41 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def upload(self, address: int, data: ReadableBuffer | npt.NDArray[Any]) -> None:
+    def upload(
+        self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
+    ) -> None:
         """Copy contiguous host data to device memory; returns when `data` may be changed."""
 
     @abstractmethod
     def download_into(
         self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
-        """Copy device memory into a contiguous host buffer; returns when it is there.
-
-        The copy comes after what `stream` has queued; default: the library's own stream.
-        """
+        """Copy device memory into a contiguous host buffer; returns when it is there."""
 
     @abstractmethod
-    def fill(self, address: int, byte: int, nbytes: int) -> None:
+    def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         """Set every byte; returns when done."""
 
     @abstractmethod
     def memory_info(self) -> MemoryInfo:
         """Return what can be allocated."""
 
-    def download(self, address: int, nbytes: int) -> bytes:
+    def download(self, address: int, nbytes: int, stream: object = None) -> bytes:
         """Return a copy of device memory."""
         target = bytearray(nbytes)
-        self.download_into(address, target)
+        self.download_into(address, target, stream)
         return bytes(target)
 
-    def empty_array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> DeviceArray:
+    def empty_array(
+        self, shape: Sequence[int], dtype: npt.DTypeLike, stream: object = None
+    ) -> DeviceArray:
         """Allocate a zero-filled array in device memory."""
         shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
         if min(shape, default=0) < 0:
             raise ArgumentError(f"shape {shape} has a negative length")
         nbytes = math.prod(shape) * dtype.itemsize
-        return DeviceArray(self.allocate(nbytes) if nbytes else None, shape, dtype, self)
+        memory = self.allocate(nbytes, stream) if nbytes else None
+        return DeviceArray(memory, shape, dtype, self)
 
     # Kernels and streams.
 

@@ -64,7 +64,7 @@ class CpuDevice(Device):
     def _pool(self) -> Any:
         return _native().CpuPool(self.threads)
 
-    def allocate(self, nbytes: int) -> DeviceMemory:
+    def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
         return self.allocate_host(nbytes, _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 4096)
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
@@ -85,7 +85,9 @@ class CpuDevice(Device):
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
         return Registration(self, address, positive(nbytes), lambda: None)
 
-    def upload(self, address: int, data: ReadableBuffer | npt.NDArray[Any]) -> None:
+    def upload(
+        self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
+    ) -> None:
         source = host_bytes(data, writable=False)
         ctypes.memmove(address, source.ctypes.data, source.nbytes)
 
@@ -95,7 +97,7 @@ class CpuDevice(Device):
         destination = host_bytes(target, writable=True)
         ctypes.memmove(destination.ctypes.data, address, destination.nbytes)
 
-    def fill(self, address: int, byte: int, nbytes: int) -> None:
+    def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         ctypes.memset(address, byte, nbytes)
 
     def memory_info(self) -> MemoryInfo:

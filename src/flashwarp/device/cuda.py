@@ -71,11 +71,11 @@ class CudaDevice(Device):
 
     # Memory.
 
-    def allocate(self, nbytes: int) -> DeviceMemory:
+    def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
         address = self.context.allocate(positive(nbytes))
         release = functools.partial(_if_usable, self.context, self.context.free, address)
         memory = DeviceMemory(self, address, nbytes, release, on_host=False)
-        self.fill(address, 0, nbytes)
+        self.fill(address, 0, nbytes, stream)
         return memory
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
@@ -92,16 +92,18 @@ class CudaDevice(Device):
         release = functools.partial(_if_usable, self.context, self.context.unregister_host, address)
         return Registration(self, address, nbytes, release)
 
-    def upload(self, address: int, data: ReadableBuffer | npt.NDArray[Any]) -> None:
+    def upload(
+        self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
+    ) -> None:
         source = host_bytes(data, writable=False)
         if source.nbytes:
             # A copy of pageable memory blocks in the driver until the work before it is done,
             # without a time limit; so that work is waited for here, with one.
-            self.synchronize()
+            self.synchronize(stream)
             self.context.copy_to_device(
-                address, source.ctypes.data, source.nbytes, self._stream.handle
+                address, source.ctypes.data, source.nbytes, self._handle(stream)
             )
-            self.synchronize()
+            self.synchronize(stream)
 
     def download_into(
         self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
@@ -116,10 +118,10 @@ class CudaDevice(Device):
             )
             self.synchronize(stream)
 
-    def fill(self, address: int, byte: int, nbytes: int) -> None:
+    def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         if nbytes:
-            self.context.fill(address, byte, nbytes, self._stream.handle)
-            self.synchronize()
+            self.context.fill(address, byte, nbytes, self._handle(stream))
+            self.synchronize(stream)
 
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(*self.context.memory_info())
