@@ -19,7 +19,7 @@ DEMO_EXTRAS := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 DEV_EXTRAS := cuda,demo,dev
 
 NATIVE := $(wildcard native/*.cpp native/*.h) \
-  $(shell find src/flashwarp/include src/flashwarp/kernels -name '*.cuh') $(wildcard src/flashwarp/bench/*.cu)
+  $(shell find src/flashwarp -name '*.cuh' -o -name '*.cu')
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard src/flashwarp/testing/simulator/*.cpp src/flashwarp/testing/simulator/*.h \
   src/flashwarp/testing/simulator/scenarios/*.cpp)
