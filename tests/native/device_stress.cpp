@@ -46,15 +46,17 @@ struct Geometry {
   cache::spread spread = cache::kOneNamespace;
   uint32_t namespaces = 1;
   uint32_t stripe_lines = 1;
+  uint32_t tier_ways = 0;
+  uint32_t tier_subsets = 1;
 };
 
 void print(FILE* to, const Geometry& g) {
   std::fprintf(to,
                "line %u, %u sets of %u, %u queues of %u, path %u, %u threads%s, %u elements, "
-               "spread %u over %u, stripes of %u\n",
+               "spread %u over %u, stripes of %u, tier of %u * %u\n",
                g.line_bytes, g.sets, g.ways, g.queues, 1u << g.depth_log2, g.path,
                g.controller_threads, g.controllers_yield ? " that yield" : "", g.elements, g.spread,
-               g.namespaces, g.stripe_lines);
+               g.namespaces, g.stripe_lines, g.tier_subsets, g.tier_ways);
 }
 
 const Geometry* running = nullptr;
@@ -146,6 +148,10 @@ class Rig {
     cache_->shape.ways = g.ways;
     cache_->shape.line_shift = uint32_t(__builtin_ctz(g.line_bytes));
     cache_->page_bytes = 2 << 20;
+    const uint64_t places = uint64_t(g.sets) * g.tier_subsets * g.tier_ways;
+    cache_->tier_ways = g.tier_ways;
+    cache_->tier = {arena_.allocate<uint64_t>(places), arena_.allocate<char>(places * g.line_bytes),
+                    g.tier_subsets, 0};
     uint64_t begin = 0;
     for (uint32_t i = 0; i < kArrays; ++i) begin = attach(i, begin);
   }
@@ -257,6 +263,13 @@ class Rig {
         fail("tag at rest", way, word, 0);
       }
     }
+    const uint64_t places = uint64_t(g_.sets) * g_.tier_subsets * g_.tier_ways;
+    for (uint64_t place = 0; place < places; ++place) {
+      const uint64_t state = cache::tier::state_of(cache_->tier.tags[place]);
+      if (state != cache::tier::kEmpty && state != cache::tier::kHeld) {
+        fail("place at rest", place, cache_->tier.tags[place], 0);
+      }
+    }
   }
 
   // Empties the cache, so that the next round begins cold.
@@ -266,6 +279,7 @@ class Rig {
       p.cache = cache_;
       p.volume = v.entry;
       launch([&](uint32_t) { fw_invalidate_lines(p); });
+      launch([&](uint32_t) { fw_drop_tier(p); });
     }
   }
 
@@ -394,6 +408,8 @@ void choose_spread(Geometry& g, uint32_t turn, std::mt19937& random) {
   g.spread = cache::spread(turn % 3);
   g.namespaces = g.spread == cache::kOneNamespace ? 1 : 2 + random() % 2;
   g.stripe_lines = 1 + random() % 3;
+  g.tier_ways = random() % 4;
+  g.tier_subsets = 1 + random() % 2;
 }
 
 // The hardest first: one set of four ways, rings of two entries.

@@ -46,6 +46,8 @@ _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
+_TIER = "flashwarp/cache/host_tier.cuh"
+_TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _SHARE = "flashwarp/cache/share_table.cuh"
 _VIEW = "flashwarp/array/shared.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
@@ -390,6 +392,64 @@ MUTANTS = {
             "lanes that have waited for different times help different queues as one",
             "share",
             "sc",
+            4,
+        ),
+        Mutant(
+            "entering-ignored",
+            _SETS,
+            "  if (found == tier::kEntering) return;\n",
+            "",
+            "a line is filled and stored to while its old bytes are on their way to the tier",
+            "tier",
+        ),
+        Mutant(
+            "tier-copy-stays",
+            _TIER_MOVES,
+            "tier::change(c.tier, mine.tier_from, tier::kEmpty);",
+            "tier::change(c.tier, mine.tier_from, tier::kHeld);",
+            "the tier goes on holding a line that may now be stored to",
+            "tier",
+        ),
+        Mutant(
+            "held-relaxed",
+            _TIER,
+            "  atomic::store_release(&t.tags[place],\n",
+            "  atomic::store_relaxed(&t.tags[place],\n",
+            "a line is taken out of the tier before its bytes are there",
+            "tier",
+            "weak",
+        ),
+        Mutant(
+            "find-without-fence",
+            _TIER,
+            "    // Acquire: the data was stored before the word became HELD.\n"
+            "    atomic::fence();\n",
+            "",
+            "lanes read a line in the tier that their neighbour has seen and not acquired",
+            "tier",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "enter-without-fence",
+            _TIER,
+            "  // Acquire: whoever used the place before has ended its copies.\n"
+            "  atomic::fence();\n",
+            "",
+            "lanes fill a place in the tier that only their neighbour knows to be free again",
+            "tier",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "tier-moves-unsynchronised",
+            _TIER_MOVES,
+            "    // Each lane has acquired its own frame and places; now all lanes copy all of"
+            " them.\n    warp::sync(mask);\n",
+            "",
+            "lanes copy a frame, or a place of the tier, that only a neighbour has acquired",
+            "tier",
+            "weak",
             4,
         ),
         Mutant(
