@@ -12,7 +12,8 @@ python=${PYTHON:-python3}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps --target "$site" .
-export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+# The tests of a GPU share models with those beside them.
+export PYTHONPATH="$site:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 
 # Kernels must not need eager loading: the default, lazy, is what users have.
 unset CUDA_MODULE_LOADING

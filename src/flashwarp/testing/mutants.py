@@ -70,8 +70,8 @@ MUTANTS = {
         Mutant(
             "load-without-acquire",
             _ARRAY,
-            "const word value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));",
-            "const word value = atomic::raw<kAccessBytes>::load(frame + offset_of(i));",
+            "value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));",
+            "value = atomic::raw<kAccessBytes>::load(frame + offset_of(i));",
             "the second look at the tag overtakes the load, and a refill goes unnoticed",
             "evict",
             "weak",
@@ -79,10 +79,10 @@ MUTANTS = {
         Mutant(
             "no-second-look",
             _ARRAY,
-            "      if (fw::cache::still_holds(shape, at.way, at.word)) {\n"
-            "        policy::on_hit(shape, at.way, at.word);\n"
-            "        return detail::bit_cast",
-            "      if (true) {\n        return detail::bit_cast",
+            "      hit = fw::cache::still_holds(shape, at.way, at.word);
+      if (hit) policy::on_hit",
+            "      hit = true;
+      if (hit) policy::on_hit",
             "a frame refilled during the load yields another line's bytes",
             "elements",
             strategy="round-robin",

@@ -44,6 +44,7 @@ FW_DEVICE_NOINLINE void fetch_span(cache::page_cache* c, cache::volume* v, const
     cache::prefetch<policy>(*c, *v, mask, wants, v->line_begin + at.line, count);
   }
   count.add_to(*v, mask);
+  warp::sync(mask);
 }
 
 // Waits until each lane's lines have been resident. Returns the lane's first failure.
@@ -58,6 +59,7 @@ FW_DEVICE_NOINLINE uint32_t touch_span(cache::page_cache* c, cache::volume* v, c
     if (at.more() && status == nvme::kSuccess) status = got;
   }
   count.add_to(*v, mask);
+  warp::sync(mask);
   return status;
 }
 
@@ -79,6 +81,7 @@ FW_DEVICE_NOINLINE void clean_span(cache::page_cache* c, cache::volume* v, const
     const uint32_t members = warp::ballot(mask, taken);
     if (members != 0) cache::write_back(*c, mask, members, {line, where.way}, true);
   }
+  warp::sync(mask);
 }
 
 // Waits until no line of each lane's span is dirty or being written. Returns its first failure.
@@ -113,6 +116,7 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, c
       base::opaque (&cache::help_any)(*c, *v, mask, turn++);
     }
   }
+  warp::sync(mask);
   return status;
 }
 
@@ -140,20 +144,12 @@ FW_DEVICE_NOINLINE bool has_arrived(cache::page_cache* c, cache::volume* v, cons
 class token {
  public:
   // Of a transfer of nothing: done, with success.
-  FW_DEVICE token() = default;
+  token() = default;
 
   // Whether `wait` would return at once; does not wait for data. A transfer that fails again and
   // again is over too: its status tells.
   FW_DEVICE bool done() {
-    if (status_ != kPending) return true;
-    const bool arrived =
-        base::opaque(&detail::has_arrived)(cache_, volume_, span_, task_) || asked_ >= kAsksMax;
-    if (arrived) {
-      wait();
-    } else {
-      asked_++;
-      if (asked_ % kPollsPerAsk == 0) ask();
-    }
+    detail::call_for(status_ == kPending, [&] { look(); });
     return status_ != kPending;
   }
 
@@ -161,7 +157,7 @@ class token {
   // kSuccess, or the first failure, which the host raises after the launch too. May be called
   // again.
   FW_DEVICE uint32_t wait() {
-    if (status_ == kPending) status_ = finish();
+    detail::call_for(status_ == kPending, [&] { status_ = finish(); });
     return status_;
   }
 
@@ -205,6 +201,17 @@ class token {
       const bool writes = task_ == detail::task::kWrite;
       base::opaque (&detail::fetch_span)(cache_, volume_, span_,
                                          writes ? detail::lines::kPartial : detail::lines::kAll);
+    }
+  }
+
+  FW_DEVICE void look() {
+    const bool arrived =
+        base::opaque(&detail::has_arrived)(cache_, volume_, span_, task_) || asked_ >= kAsksMax;
+    if (arrived) {
+      status_ = finish();
+    } else {
+      asked_++;
+      if (asked_ % kPollsPerAsk == 0) ask();
     }
   }
 

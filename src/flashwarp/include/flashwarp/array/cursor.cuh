@@ -19,14 +19,20 @@ class cursor {
   FW_DEVICE value_type operator[](uint64_t i) {
     if (i >= array_.length) return array_.refuse(i);
     if constexpr (array<T>::kWord) {
-      if (hold(array_.line_of(i))) {
+      word value = {};
+      bool hit = hold(array_.line_of(i));
+      if (hit) {
         // Acquire: our load before the second look at the tag.
-        const word value = atomic::raw<kAccessBytes>::load_acquire(frame_ + array_.offset_of(i));
-        if (still_held()) return detail::bit_cast<value_type>(value);
+        value = atomic::raw<kAccessBytes>::load_acquire(frame_ + array_.offset_of(i));
+        hit = still_held();
       }
-      // Nothing is held across the slow path: less to keep in registers.
-      forget();
-      return array_.load_slow(i);
+      value_type result = detail::bit_cast<value_type>(value);
+      detail::call_for(!hit, [&] {
+        // Nothing is held across the slow path: less to keep in registers.
+        forget();
+        result = array_.load_slow(i);
+      });
+      return result;
     } else {
       // A record takes its own two looks: they are few beside its words.
       return array_[i];
@@ -49,7 +55,8 @@ class cursor {
     word words[kCount];
     const uint64_t line = array_.line_of(i);
     const bool one_line = array_.line_of(last) == line;
-    if (!(one_line ? load_line(i, stride, line, words) : load_lines(i, stride, words))) {
+    const bool hit = one_line ? load_line(i, stride, line, words) : load_lines(i, stride, words);
+    detail::call_for(!hit, [&] {
       word slow[kCount];
       base::opaque (&detail::load_slow<kAccessBytes>)(array_.cache, array_.volume,
                                                       array_.line_begin, i * sizeof(T),
@@ -57,7 +64,7 @@ class cursor {
       forget();
       FW_UNROLL
       for (uint32_t k = 0; k < kCount; k++) words[k] = slow[k];
-    }
+    });
     FW_UNROLL
     for (uint32_t k = 0; k < kCount; k++) values[k] = detail::bit_cast<value_type>(words[k]);
   }

@@ -93,6 +93,18 @@ FW_DEVICE uint32_t active_on(const cache::volume* v) {
   return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));
 }
 
+// Calls `slow` for the lanes that need it. The others wait: lanes that part at such a call do not
+// always meet again where the compiler would have them, because the callee saves the registers that
+// say who is waited for. Each would go on alone, and what a kernel computes with what it has loaded
+// would take as many times as long.
+template <typename Slow>
+FW_DEVICE void call_for(bool needed, Slow slow) {
+  const uint32_t here = warp::active();
+  if (!warp::any(here, needed)) return;
+  if (needed) slow();
+  warp::sync(here);
+}
+
 // The slow half of an element access: a miss, or a line in motion. Returns the status. Like those
 // below it is called through base::opaque: a kernel pays its registers only when it gets here.
 template <typename Op>
@@ -103,6 +115,7 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, 
   const uint32_t status =
       cache::access<policy>(c->shape, *c, *v, mask, true, line, false, op, count);
   count.add_to(*v, mask);
+  warp::sync(mask);
   return status;
 }
 
@@ -127,6 +140,7 @@ FW_DEVICE_NOINLINE void prefetch_slow(cache::page_cache* c, cache::volume* v, ui
   cache::tally count;
   cache::prefetch<policy>(*c, *v, mask, true, line, count);
   count.add_to(*v, mask);
+  warp::sync(mask);
 }
 
 // Notes an index out of bounds for the host, which names the array. The first one counts.
@@ -243,6 +257,7 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::page_cache* c, cache::volume* v, ui
     at.line += s.stride;
   }
   count.add_to(*v, mask);
+  warp::sync(mask);
   return status;
 }
 
@@ -294,7 +309,9 @@ struct array<T, 1> {
 
   FW_DEVICE uint64_t size() const { return length; }
   // A parameter may promise more than it needs.
-  FW_DEVICE operator array<const value_type>() const {
+  FW_DEVICE operator array<const value_type>() const
+    requires(!kReadOnly)
+  {
     return {shape, cache, volume, line_begin, length};
   }
 
@@ -365,10 +382,9 @@ struct array<T, 1> {
 
   // Starts bringing in the line of element `i`; does not wait for it. Past the end it does nothing.
   FW_DEVICE void prefetch(uint64_t i) const {
-    if (i >= length) return;
     const uint64_t line = line_of(i);
-    if (fw::cache::probe(shape, line).found) return;
-    base::opaque (&detail::prefetch_slow)(cache, volume, line);
+    const bool absent = i < length && !fw::cache::probe(shape, line).found;
+    detail::call_for(absent, [&] { base::opaque (&detail::prefetch_slow)(cache, volume, line); });
   }
   // The same for the elements i .. i + n - 1, and for what else asynchronous calls offer:
   // async.cuh.
@@ -400,44 +416,46 @@ struct array<T, 1> {
   FW_DEVICE value_type load_word(uint64_t i) const {
     const uint64_t line = line_of(i);
     const fw::cache::place at = fw::cache::probe(shape, line);
+    word value = {};
+    bool hit = false;
     if (at.found) {
       const char* frame = fw::cache::frame_of(shape, at.way);
       // Acquire: our load before the second look at the tag.
-      const word value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));
-      if (fw::cache::still_holds(shape, at.way, at.word)) {
-        policy::on_hit(shape, at.way, at.word);
-        return detail::bit_cast<value_type>(value);
-      }
+      value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));
+      hit = fw::cache::still_holds(shape, at.way, at.word);
+      if (hit) policy::on_hit(shape, at.way, at.word);
     }
-    return load_slow(i);
+    value_type result = detail::bit_cast<value_type>(value);
+    detail::call_for(!hit, [&] { result = load_slow(i); });
+    return result;
   }
 
   // A record in one line travels in the widest words that it is aligned for.
   FW_DEVICE value_type load_record(uint64_t i) const {
     constexpr uint32_t kWords = sizeof(T) / kAccessBytes;
     const uint64_t offset = offset_of(i);
+    union record {
+      FW_DEVICE record() {}
+      word words[kWords];
+      value_type value;
+    } both;
+    bool hit = false;
     if (offset + sizeof(T) <= fw::cache::line_bytes(shape)) {
       const fw::cache::place at = fw::cache::probe(shape, line_of(i));
       if (at.found) {
         const char* from = fw::cache::frame_of(shape, at.way) + offset;
-        union record {
-          FW_DEVICE record() {}
-          word words[kWords];
-          value_type value;
-        } both;
         FW_UNROLL
         for (uint32_t k = 0; k < kWords; k++) {
           both.words[k] = atomic::raw<kAccessBytes>::load(from + k * kAccessBytes);
         }
         // Our loads before the second look at the tag.
         atomic::fence();
-        if (fw::cache::still_holds(shape, at.way, at.word)) {
-          policy::on_hit(shape, at.way, at.word);
-          return both.value;
-        }
+        hit = fw::cache::still_holds(shape, at.way, at.word);
+        if (hit) policy::on_hit(shape, at.way, at.word);
       }
     }
-    return load_slow(i);
+    detail::call_for(!hit, [&] { both.value = load_slow(i); });
+    return both.value;
   }
 };
 static_assert(sizeof(array<float>) == 72);
