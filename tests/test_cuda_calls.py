@@ -39,6 +39,7 @@ from flashwarp.errors import (
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
+    DtypeError,
     ForkError,
     StorageError,
 )
@@ -189,6 +190,51 @@ def check_launch_is_never_larger_than_what_runs_at_a_time() -> None:
     launches = fake().fake_count(b"cuLaunchKernel")
     device.launch("probe", params, warps=0)
     assert fake().fake_count(b"cuLaunchKernel") == launches
+
+
+PROGRAM = """
+struct head { unsigned long long report, value; };
+struct own { int a, b, c; };
+__global__ void probe(head h, float* more, own* records, unsigned short n) {
+  *more = n + records->a;
+  ((unsigned long long*)h.report)[3] = h.value;
+}
+"""
+
+
+def check_programs_get_their_arguments_checked_and_one_by_one() -> None:
+    device = CudaDevice(0)
+    kernel = fw.compile(PROGRAM, device)["probe"]
+    memory = device.allocate(64)
+    more, records = device.empty_array((1,), "f4"), device.empty_array((1,), "i4,i4,i4")
+    head = struct.pack("2Q", memory.address, 7)
+
+    kernel(head, more, records, 3, warps=9, block_threads=64)
+    assert report(device, memory.address) == (5, 64, device.default_stream().handle, 7)
+    kernel(head, more, records, 3, stream=1)
+    assert report(device, memory.address) == (132 * 2048 // 256, 256, 1, 7)
+
+    launches = fake().fake_count(b"cuLaunchKernel")
+    with pytest.raises(ArgumentError, match="the array is on cpu, the kernel on cuda:0"):
+        kernel(head, np.zeros(1, np.float32), records, 3)
+    with pytest.raises(DtypeError, match="elements of 12 bytes"):
+        kernel(head, more, device.empty_array((1,), "i4,i4"), 3)
+    with pytest.raises(DtypeError, match="16 bytes, not 8"):
+        kernel(head[:8], more, records, 3)
+    assert fake().fake_count(b"cuLaunchKernel") == launches
+
+
+def check_programs_are_loaded_once_and_unloaded_with_their_device() -> None:
+    device = CudaDevice(0)
+    first, second = fw.compile(PROGRAM, device), fw.compile(PROGRAM, device)
+    assert fake().fake_count(b"cuModuleLoadData") == 1
+    assert first["probe"].resources == second["probe"].resources
+
+    device.close()
+
+    assert fake().fake_count(b"cuModuleUnload") == 1
+    with pytest.raises(ClosedError):
+        first["probe"](bytes(16), None, None, 3)
 
 
 def check_all_kernels_are_loaded_before_the_first_launch() -> None:
