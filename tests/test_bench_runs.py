@@ -3,7 +3,7 @@
 import pytest
 
 from flashwarp._jit.compiler import Source, compile_source
-from flashwarp.bench import bfs, cc, ctc, registers, vectoradd
+from flashwarp.bench import bfs, cc, ctc, registers, tiers, vectoradd
 
 
 def right(report):
@@ -50,3 +50,12 @@ def test_kernels_take_at_most_20_registers_more_than_on_plain_memory():
         least[kernel] = min(least.get(kernel, 1e9), row.value - row.reference)
     assert len(least) == 3
     assert max(least.values()) <= 20
+
+
+def test_tiers_and_drives_give_the_right_rows():
+    rows = right(tiers.run("cpu", mib=2, rows=300, runs=1))
+
+    assert all(row.checked for row in rows.values())
+    assert [name for name in rows if "drives" in name] == [
+        f"stripes over {n} drives" for n in (1, 2, 4, 8)
+    ]

@@ -21,6 +21,7 @@ BENCHES = {
     "cc": "Connected components of a graph larger than the cache (BaM figures 7, 8, 10).",
     "vectoradd": "Adding two vectors larger than memory, against tiles (BaM section 5.4).",
     "ctc": "Computation against communication, waiting or reading ahead (AGILE section 4.2).",
+    "tiers": "A host-memory tier under the cache, and one to eight modelled drives.",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""
