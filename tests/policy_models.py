@@ -10,19 +10,20 @@ MASK = 0xFFFFFFFF
 
 
 class Model:
-    """A set of `ways` lines; `access` tells whether the line was there."""
+    """Set `number` of `sets`, of `ways` lines; `access` tells whether the line was there."""
 
-    def __init__(self, number: int, ways: int) -> None:
+    def __init__(self, number: int, ways: int, sets: int) -> None:
         self.number = number
         self.ways = ways
+        self.sets = sets
 
     def access(self, line: int) -> bool:
         raise NotImplementedError
 
 
 class Fifo(Model):
-    def __init__(self, number: int, ways: int) -> None:
-        super().__init__(number, ways)
+    def __init__(self, number: int, ways: int, sets: int) -> None:
+        super().__init__(number, ways, sets)
         self.queue: list[int] = []
 
     def access(self, line: int) -> bool:
@@ -44,34 +45,55 @@ class Lru(Fifo):
         self.queue.append(line)
 
 
-class Clock(Model):
-    """Frames in a circle; a line is filled with its mark."""
+class Frames(Model):
+    """Where lines are matters: an empty frame of the likely pair is taken before any other."""
 
-    def __init__(self, number: int, ways: int) -> None:
-        super().__init__(number, ways)
-        self.frames: list[int] = []
-        self.marked: set[int] = set()
-        self.hand = 0
+    def __init__(self, number: int, ways: int, sets: int) -> None:
+        super().__init__(number, ways, sets)
+        self.frames: list[int | None] = [None] * ways
 
     def access(self, line: int) -> bool:
         hit = line in self.frames
-        if not hit and len(self.frames) < self.ways:
-            self.frames.append(line)
-        elif not hit:
-            while self.frames[self.hand] in self.marked:
-                self.marked.discard(self.frames[self.hand])
-                self.hand = (self.hand + 1) % self.ways
-            self.frames[self.hand] = line
-            self.hand = (self.hand + 1) % self.ways
-        self.marked.add(line)
+        if not hit:
+            likely = 2 * (line // self.sets) % self.ways
+            empty = [way for way, held in enumerate(self.frames) if held is None]
+            near = [way for way in empty if way in (likely, likely + 1)]
+            way = (near + empty + [self.ways])[0]
+            self.frames[self.victim() if way == self.ways else way] = line
+        self.used(line)
         return hit
+
+    def victim(self) -> int:
+        raise NotImplementedError
+
+    def used(self, line: int) -> None:
+        pass
+
+
+class Clock(Frames):
+    """Frames in a circle; a line is filled with its mark."""
+
+    def __init__(self, number: int, ways: int, sets: int) -> None:
+        super().__init__(number, ways, sets)
+        self.marked: set[int | None] = set()
+        self.hand = 0
+
+    def victim(self) -> int:
+        while self.frames[self.hand] in self.marked:
+            self.marked.discard(self.frames[self.hand])
+            self.hand = (self.hand + 1) % self.ways
+        way, self.hand = self.hand, (self.hand + 1) % self.ways
+        return way
+
+    def used(self, line: int) -> None:
+        self.marked.add(line)
 
 
 class Sieve(Model):
     """Algorithm 1 of the paper; the queue's end is its head."""
 
-    def __init__(self, number: int, ways: int) -> None:
-        super().__init__(number, ways)
+    def __init__(self, number: int, ways: int, sets: int) -> None:
+        super().__init__(number, ways, sets)
         self.queue: list[int] = []
         self.visited: set[int] = set()
         self.hand: int | None = None
@@ -99,8 +121,8 @@ class Sieve(Model):
 class S3Fifo(Model):
     """Algorithm 1 of the paper, with the sizes and the threshold that policy.cuh states."""
 
-    def __init__(self, number: int, ways: int) -> None:
-        super().__init__(number, ways)
+    def __init__(self, number: int, ways: int, sets: int) -> None:
+        super().__init__(number, ways, sets)
         self.small_max = 1 if ways < 16 else ways // 8
         self.small: list[int] = []
         self.main: list[int] = []
@@ -141,24 +163,14 @@ class S3Fifo(Model):
         del self.frequency[line]
 
 
-class Random(Model):
+class Random(Frames):
     """The same numbers: what is compared is that each line has its chance, and who is evicted."""
 
-    def __init__(self, number: int, ways: int) -> None:
-        super().__init__(number, ways)
-        self.frames: list[int] = []
+    def __init__(self, number: int, ways: int, sets: int) -> None:
+        super().__init__(number, ways, sets)
         self.state = 0
 
-    def access(self, line: int) -> bool:
-        if line in self.frames:
-            return True
-        if len(self.frames) < self.ways:
-            self.frames.append(line)
-        else:
-            self.frames[self.draw()] = line
-        return False
-
-    def draw(self) -> int:
+    def victim(self) -> int:
         self.state = (self.state * 1664525 + 1013904223) & 0x7FFFFFFF
         mixed = self.state ^ (self.number * 0x9E3779B9) & MASK
         mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & MASK
@@ -181,7 +193,7 @@ class SetAssociative:
     """As many models as sets; a line's set is its number modulo theirs."""
 
     def __init__(self, policy: str, sets: int, ways: int) -> None:
-        self.sets = [MODELS[policy](number, ways) for number in range(sets)]
+        self.sets = [MODELS[policy](number, ways, sets) for number in range(sets)]
 
     def access(self, line: int) -> bool:
         return self.sets[line % len(self.sets)].access(line)
