@@ -1,5 +1,6 @@
 """The examples of applications run as they stand, and what they compute is right."""
 
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -83,3 +84,26 @@ def test_product_is_that_of_scipy(tmp_path):
         y = spmv.multiply(matrix, columns, values, x)
 
     np.testing.assert_allclose(y, matrix.matrix() @ x.astype(np.float64), rtol=1e-5)
+
+
+def test_search_in_python_finds_the_distances_of_scipy(graph, monkeypatch):
+    pytest.importorskip("numba.cuda")
+    host_numba = importlib.import_module("host_numba")
+
+    program = example("bfs_numba")
+    monkeypatch.setattr(program, "LANES", 1)  # the host runs one thread
+    source = graph.pick_sources(1, seed=1)[0]
+    distances = np.full(graph.vertices, program.UNREACHED, np.uint32)
+    distances[source] = 0
+    device = fw.CpuDevice(1)
+    host_numba.link_headers(device)
+    with graph.neighbours(device=device, cache="32 KiB") as neighbours:
+        for level in range(graph.vertices):
+            found = np.zeros(1, np.uint32)
+            host_numba.run(
+                program.search_level.py_func, neighbours, graph.offsets, distances, found, level
+            )
+            if found[0] == 0:
+                break
+
+    np.testing.assert_array_equal(distances, reference_distances(graph.matrix(), source))
