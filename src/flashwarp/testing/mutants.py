@@ -48,6 +48,7 @@ _MOVE = "flashwarp/cache/transfer.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
 _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
+_ASYNC = "flashwarp/array/async.cuh"
 _SHARE = "flashwarp/cache/share_table.cuh"
 _VIEW = "flashwarp/array/shared.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
@@ -62,6 +63,14 @@ _LAND = """\
 _RELEASE = """\
     // A slot whose command never came back stays taken: the drive may still write its buffer.
     if (mine && got != nvme::kTimedOut) nvme::release_slot(q, ticket);
+"""
+
+_NOTE = """\
+      atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
+"""
+_MARK = """\
+    nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
+                      FLAGS);
 """
 
 MUTANTS = {
@@ -263,6 +272,51 @@ MUTANTS = {
             "  const uint32_t n = tried != 0 ? kNamespacesMax : choose_replica(v, line, 0);\n",
             "a read that failed on one replica fails",
             "replica_lost",
+        ),
+        Mutant(
+            "slots-waited-for-idly",
+            _COMPLETE,
+            """\
+      return false;
+    }
+    help(q, mask, finisher);
+""",
+            """\
+      return false;
+    }
+    base::pause(kBackOffNs);
+""",
+            "threads that have all started more than the ring holds wait for each other's waits",
+            "async",
+        ),
+        Mutant(
+            "token-done-unmoved",
+            _ASYNC,
+            "    if (arrived) {\n      wait();\n",
+            "    if (arrived) {\n      status_ = nvme::kSuccess;\n",
+            "a token is over before its elements are in the buffer",
+            "async",
+        ),
+        Mutant(
+            "token-stores-twice",
+            _ASYNC,
+            "base::opaque(&detail::move_part<true>)(cache_, volume_, span_, "
+            "detail::lines::kPartial);",
+            "base::opaque(&detail::move_part<true>)(cache_, volume_, span_, detail::lines::kAll);",
+            "whole lines that were stored at once are stored again, over what came in between",
+            "spans",
+        ),
+        Mutant(
+            "detached-noted-late",
+            _MOVE,
+            _NOTE + "    }\n" + _MARK.replace("FLAGS", "detached ? nvme::slot::kDetached : 0"),
+            _MARK.replace("FLAGS", "nvme::slot::kDetached")
+            + _NOTE
+            + "    } else {\n"
+            + _MARK.replace("FLAGS", "0")
+            + "    }\n",
+            "a command that nobody waits for is finished as what the entry was for before",
+            "async",
         ),
         Mutant(
             "share-two-owners",
