@@ -106,8 +106,8 @@ MUTANTS = {
         Mutant(
             "no-rescan",
             _SETS,
-            "if (present == claim_result::kBlocked) {",
-            "if (true) {",
+            "if (present != claim_result::kBlocked) {",
+            "if (false) {",
             "a line that was filled before the lock was taken is filled again in another way",
             "elements",
         ),
