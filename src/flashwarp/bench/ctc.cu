@@ -14,27 +14,35 @@ FW_DEVICE uint32_t compute(uint32_t x, uint32_t steps) {
 
 }  // namespace bench
 
-// `threads` threads take `blocks` blocks of `words` words each.
-FW_KERNEL load_and_compute(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint32_t* sums,
-                           uint64_t threads, uint32_t blocks, uint32_t words, uint32_t steps,
-                           uint32_t ahead) {
+// `threads` threads take `blocks` blocks of `words` words each. The threads of a block compute when
+// all of them have loaded, and load when all have computed, as kernels do that share what they
+// load.
+FW_KERNEL_WIDE load_and_compute(const FW_GRID_CONSTANT fw::array<const uint32_t> data,
+                                uint32_t* sums, uint64_t threads, uint32_t blocks, uint32_t words,
+                                uint32_t steps, uint32_t ahead) {
   using namespace fw;
-  for (uint64_t t = base::thread_index(); t < threads; t += base::thread_count()) {
+  const uint64_t rounds = (threads + base::thread_count() - 1) / base::thread_count();
+  for (uint64_t round = 0; round < rounds; round++) {
+    const uint64_t t = round * base::thread_count() + base::thread_index();
+    const bool mine = t < threads;
     const uint64_t first = t * blocks;
     uint32_t sum = 0;
     uint32_t asked = 0;
     for (uint32_t k = 0; k < blocks; k++) {
       for (; ahead != 0 && asked <= k + ahead && asked < blocks; asked++) {
-        data.prefetch((first + asked) * words);
+        if (mine) data.prefetch((first + asked) * words);
       }
-      sum += bench::compute(data[(first + k) * words + k], steps);
+      const uint32_t loaded = mine ? data[(first + k) * words + k] : 0;
+      block::sync();
+      sum += bench::compute(loaded, steps);
+      block::sync();
     }
-    sums[t] = sum;
+    if (mine) sums[t] = sum;
   }
 }
 
 // The computation alone.
-FW_KERNEL compute_only(uint32_t* sums, uint64_t threads, uint32_t blocks, uint32_t steps) {
+FW_KERNEL_WIDE compute_only(uint32_t* sums, uint64_t threads, uint32_t blocks, uint32_t steps) {
   using namespace fw;
   for (uint64_t t = base::thread_index(); t < threads; t += base::thread_count()) {
     uint32_t sum = 0;

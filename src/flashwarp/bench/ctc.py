@@ -2,7 +2,8 @@
 
 Each thread loads blocks of its own and computes with them for as long as a share of the time that
 loading takes. The drive is a model, so that loading takes what a drive needs; see
-docs/ssd_model.md. AGILE has one block of 1024 threads; ours has four of 256, the most of a block.
+docs/ssd_model.md. One block of 1024 threads, as in AGILE, whose threads load together and compute
+together: where warps go on alone, some load while others compute, and there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -136,7 +137,15 @@ class _Sweep:
         """Time of one step of computation in all blocks, from a run that is long enough."""
         kernel, steps = self.program["compute_only"], 1000
         while True:
-            launch = partial(kernel, self.sums, self.threads, self.blocks, steps, warps=self._warps)
+            launch = partial(
+                kernel,
+                self.sums,
+                self.threads,
+                self.blocks,
+                steps,
+                warps=self._warps,
+                block_threads=self._block_threads,
+            )
             seconds = median_of(partial(device_seconds, self.device, launch), self.runs)
             if seconds > _LONG_ENOUGH_S:
                 return seconds / steps
@@ -145,6 +154,10 @@ class _Sweep:
     @property
     def _warps(self) -> int:
         return -(-self.threads // 32) if self.device.kind == "cuda" else self.threads
+
+    @property
+    def _block_threads(self) -> int:
+        return min(1024, 32 * self._warps) if self.device.kind == "cuda" else 256
 
     def _run(self, steps: int, ahead: int) -> float:
         self.array.drop_cache()
@@ -159,6 +172,7 @@ class _Sweep:
                 steps,
                 ahead,
                 warps=self._warps,
+                block_threads=self._block_threads,
             ),
         )
         self.array.synchronize()

@@ -62,9 +62,11 @@ struct drive_command {
 
 // Raw queue pairs carry no detached command, so there is never one to finish.
 struct nothing_detached {
-  FW_DEVICE void finish(nvme::queue_pair&, uint32_t, const nvme::detached_command&, uint32_t) {
+  FW_DEVICE void land(nvme::queue_pair&, uint32_t, uint32_t, const nvme::detached_command&,
+                      uint32_t) {
     FW_ASSERT(false);
   }
+  FW_DEVICE void end(const nvme::detached_command&, uint32_t) { FW_ASSERT(false); }
 };
 
 FW_DEVICE drive_command command_of(const drives_params& p, uint64_t batch) {

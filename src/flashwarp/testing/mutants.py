@@ -252,8 +252,8 @@ MUTANTS = {
         Mutant(
             "first-replica-ends",
             _MOVE,
-            "      if (count != nullptr && !finish_replica(count, status)) return;\n",
-            "      (void)count;\n",
+            "    if (count != nullptr && !finish_replica(count, status)) return;\n",
+            "    (void)count;\n",
             "a line counts as written when the first replica has it",
             "replicate",
         ),

@@ -149,7 +149,7 @@ class token {
   // Whether `wait` would return at once; does not wait for data. A transfer that fails again and
   // again is over too: its status tells.
   FW_DEVICE bool done() {
-    detail::call_for(status_ == kPending, [&] { look(); });
+    detail::call_for(warp::active(), status_ == kPending, [&] { look(); });
     return status_ != kPending;
   }
 
@@ -157,7 +157,7 @@ class token {
   // kSuccess, or the first failure, which the host raises after the launch too. May be called
   // again.
   FW_DEVICE uint32_t wait() {
-    detail::call_for(status_ == kPending, [&] { status_ = finish(); });
+    detail::call_for(warp::active(), status_ == kPending, [&] { status_ = finish(); });
     return status_;
   }
 

@@ -19,6 +19,7 @@ class cursor {
   FW_DEVICE value_type operator[](uint64_t i) {
     if (i >= array_.length) return array_.refuse(i);
     if constexpr (array<T>::kWord) {
+      const uint32_t here = warp::active();
       word value = {};
       bool hit = hold(array_.line_of(i));
       if (hit) {
@@ -27,7 +28,7 @@ class cursor {
         hit = still_held();
       }
       value_type result = detail::bit_cast<value_type>(value);
-      detail::call_for(!hit, [&] {
+      detail::call_for(here, !hit, [&] {
         // Nothing is held across the slow path: less to keep in registers.
         forget();
         result = array_.load_slow(i);
@@ -52,11 +53,12 @@ class cursor {
       array_.refuse(last);
       return;
     }
+    const uint32_t here = warp::active();
     word words[kCount];
     const uint64_t line = array_.line_of(i);
     const bool one_line = array_.line_of(last) == line;
     const bool hit = one_line ? load_line(i, stride, line, words) : load_lines(i, stride, words);
-    detail::call_for(!hit, [&] {
+    detail::call_for(here, !hit, [&] {
       word slow[kCount];
       base::opaque (&detail::load_slow<kAccessBytes>)(array_.cache, array_.volume,
                                                       array_.line_begin, i * sizeof(T),

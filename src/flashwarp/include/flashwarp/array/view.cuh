@@ -93,13 +93,13 @@ FW_DEVICE uint32_t active_on(const cache::volume* v) {
   return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));
 }
 
-// Calls `slow` for the lanes that need it. The others wait: lanes that part at such a call do not
-// always meet again where the compiler would have them, because the callee saves the registers that
-// say who is waited for. Each would go on alone, and what a kernel computes with what it has loaded
-// would take as many times as long.
+// Calls `slow` for those of the lanes `here` that need it; all of them call, and go on together.
+// `here` is who was there before any of them looked at the cache: lanes that part at such a call do
+// not always meet again where the compiler would have them, because the callee saves the registers
+// that say who is waited for. Each would go on alone, and what a kernel computes with what it has
+// loaded would take as many times as long.
 template <typename Slow>
-FW_DEVICE void call_for(bool needed, Slow slow) {
-  const uint32_t here = warp::active();
+FW_DEVICE void call_for(uint32_t here, bool needed, Slow slow) {
   if (!warp::any(here, needed)) return;
   if (needed) slow();
   warp::sync(here);
@@ -382,9 +382,11 @@ struct array<T, 1> {
 
   // Starts bringing in the line of element `i`; does not wait for it. Past the end it does nothing.
   FW_DEVICE void prefetch(uint64_t i) const {
+    const uint32_t here = warp::active();
     const uint64_t line = line_of(i);
     const bool absent = i < length && !fw::cache::probe(shape, line).found;
-    detail::call_for(absent, [&] { base::opaque (&detail::prefetch_slow)(cache, volume, line); });
+    detail::call_for(here, absent,
+                     [&] { base::opaque (&detail::prefetch_slow)(cache, volume, line); });
   }
   // The same for the elements i .. i + n - 1, and for what else asynchronous calls offer:
   // async.cuh.
@@ -414,6 +416,7 @@ struct array<T, 1> {
 
  private:
   FW_DEVICE value_type load_word(uint64_t i) const {
+    const uint32_t here = warp::active();
     const uint64_t line = line_of(i);
     const fw::cache::place at = fw::cache::probe(shape, line);
     word value = {};
@@ -426,13 +429,14 @@ struct array<T, 1> {
       if (hit) policy::on_hit(shape, at.way, at.word);
     }
     value_type result = detail::bit_cast<value_type>(value);
-    detail::call_for(!hit, [&] { result = load_slow(i); });
+    detail::call_for(here, !hit, [&] { result = load_slow(i); });
     return result;
   }
 
   // A record in one line travels in the widest words that it is aligned for.
   FW_DEVICE value_type load_record(uint64_t i) const {
     constexpr uint32_t kWords = sizeof(T) / kAccessBytes;
+    const uint32_t here = warp::active();
     const uint64_t offset = offset_of(i);
     union record {
       FW_DEVICE record() {}
@@ -454,7 +458,7 @@ struct array<T, 1> {
         if (hit) policy::on_hit(shape, at.way, at.word);
       }
     }
-    detail::call_for(!hit, [&] { both.value = load_slow(i); });
+    detail::call_for(here, !hit, [&] { both.value = load_slow(i); });
     return both.value;
   }
 };

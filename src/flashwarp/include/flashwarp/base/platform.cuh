@@ -46,6 +46,8 @@ typedef unsigned long long uintptr_t;
 // and the miss path, which needs the most registers, is called seldom: so 64 of them by default.
 #define FW_KERNEL FW_KERNEL_RESIDENT(4)
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE __global__ void __launch_bounds__(256, n)
+// For blocks of up to 1024 threads, which share FW_SHARED memory and meet at block::sync().
+#define FW_KERNEL_WIDE FW_KERNEL_LINKAGE __global__ void __launch_bounds__(1024, 1)
 #define FW_GRID_CONSTANT __grid_constant__
 #define FW_RESTRICT __restrict__
 // Memory of a block, as an uninitialised variable of a kernel. A block of the CPU is one thread.
@@ -58,6 +60,7 @@ typedef unsigned long long uintptr_t;
 #define FW_DEVICE_C extern "C" inline
 #define FW_HOST_DEVICE inline
 #define FW_KERNEL FW_KERNEL_LINKAGE void
+#define FW_KERNEL_WIDE FW_KERNEL_LINKAGE void
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE void
 #define FW_GRID_CONSTANT
 #define FW_RESTRICT __restrict__

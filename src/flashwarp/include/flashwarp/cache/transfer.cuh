@@ -62,32 +62,40 @@ struct tally {
 struct line_finisher {
   page_cache& cache;
 
-  FW_DEVICE void finish(nvme::queue_pair& q, uint32_t mask, const nvme::detached_command& what,
-                        uint32_t status) {
-    uint64_t* word = reinterpret_cast<uint64_t*>(what.tag);
-    const bool leads = warp::lane() == base::lowest_bit(mask);
-    if (what.opcode == nvme::kRead) {
-      if (status == nvme::kSuccess && q.data.path != nvme::kDirect) {
-        // The tag went BUSY, which we have acquired with the slot, before our stores: a reader that
-        // sees a new byte finds its tag changed.
-        atomic::fence();
-        warp::copy<warp::source::kStream>(mask, what.frame, what.source, what.bytes);
-        warp::sync(mask);
-      }
-      // A failed prefetch leaves the line absent: the read that needs it will meet the error.
-      if (leads) {
-        const uint64_t busy = atomic::load_relaxed(word);
-        atomic::store_release(
-            word, status == nvme::kSuccess ? tag::filled(busy, false) : tag::emptied(busy));
-      }
-    } else if (leads) {
-      // The last replica's completion ends the write-back, for better or worse.
-      uint32_t* count = reinterpret_cast<uint32_t*>(what.source);
-      if (count != nullptr && !finish_replica(count, status)) return;
-      const uint64_t line = tag::line_of(atomic::load_relaxed(word));
-      if (status != nvme::kSuccess) record_error(volume_of(cache, line), status, what.opcode, line);
-      end_write(word, status == nvme::kSuccess);
+  // Copies what the members' reads have brought into their frames.
+  FW_DEVICE void land(nvme::queue_pair& q, uint32_t mask, uint32_t members,
+                      const nvme::detached_command& what, uint32_t status) {
+    if (q.data.path == nvme::kDirect) return;
+    const bool read = what.opcode == nvme::kRead && status == nvme::kSuccess;
+    uint32_t rest = members & warp::ballot(mask, read);
+    if (rest == 0) return;
+    // The tags went BUSY, which we have acquired with the slots, before our stores: a reader that
+    // sees a new byte finds its tag changed.
+    atomic::fence();
+    for (; rest != 0; rest &= rest - 1) {
+      const uint32_t source = base::lowest_bit(rest);
+      warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, what.frame, source),
+                                        warp::broadcast(mask, what.source, source),
+                                        warp::broadcast(mask, uint64_t(what.bytes), source));
     }
+  }
+
+  // Ends the life of one command; by one lane, which has synchronised with those that landed it.
+  FW_DEVICE void end(const nvme::detached_command& what, uint32_t status) {
+    uint64_t* word = reinterpret_cast<uint64_t*>(what.tag);
+    if (what.opcode == nvme::kRead) {
+      // A failed prefetch leaves the line absent: the read that needs it will meet the error.
+      const uint64_t busy = atomic::load_relaxed(word);
+      atomic::store_release(
+          word, status == nvme::kSuccess ? tag::filled(busy, false) : tag::emptied(busy));
+      return;
+    }
+    // The last replica's completion ends the write-back, for better or worse.
+    uint32_t* count = reinterpret_cast<uint32_t*>(what.source);
+    if (count != nullptr && !finish_replica(count, status)) return;
+    const uint64_t line = tag::line_of(atomic::load_relaxed(word));
+    if (status != nvme::kSuccess) record_error(volume_of(cache, line), status, what.opcode, line);
+    end_write(word, status == nvme::kSuccess);
   }
 };
 

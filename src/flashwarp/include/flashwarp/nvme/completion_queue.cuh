@@ -3,7 +3,8 @@
 // The winner of the drain lock reads one CQE a lane in one coalesced load, marks each command's
 // slot done, moves the head and rings the CQ doorbell once. Commands that nobody waits for are
 // finished by the drainer after it has let go of the lock, through the `Finisher` it was given:
-//   finisher.finish(queue_pair&, mask, detached_command, status)
+//   finisher.land(queue_pair&, mask, members, detached_command, status)   all lanes, together
+//   finisher.end(detached_command, status)                                each lane its own
 #pragma once
 
 #include "flashwarp/nvme/submission_queue.cuh"
@@ -17,25 +18,24 @@ FW_DEVICE void release_slot(queue_pair& q, uint32_t ticket) {
                         slot::word(next_turn(q, ticket), slot::kFree));
 }
 
-// Finishes, one after the other, the detached commands whose lanes are in `members`.
+// Finishes the detached commands whose lanes are in `members`: all lanes land what they have read,
+// one command after the other, with nothing to wait for in between; then each lane ends its own.
 template <typename Finisher>
 FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, uint32_t entry,
                                uint64_t word, Finisher& finisher) {
   if (members == 0) return;
-  // Each lane has acquired its own command; now all lanes finish all of them.
+  const bool mine = (members >> warp::lane()) & 1;
+  detached_command what = {};
+  if (mine) what = atomic::load_plain(&q.detached[entry]);
+  const uint32_t status = slot::status_of(word);
+  // Each lane has acquired its own command; now all lanes land all of them.
   warp::sync(mask);
-  while (members != 0) {
-    const uint32_t source = base::lowest_bit(members);
-    members &= members - 1;
-    const uint32_t e = warp::broadcast(mask, entry, source);
-    const uint64_t w = warp::broadcast(mask, word, source);
-    const detached_command what = atomic::load_plain(&q.detached[e]);
-    finisher.finish(q, mask, what, slot::status_of(w));
-    warp::sync(mask);
-    if (warp::lane() == base::lowest_bit(mask)) {
-      const uint32_t ticket = (uint32_t(w >> 32) << q.depth_log2) | e;
-      release_slot(q, ticket);
-    }
+  finisher.land(q, mask, members, what, status);
+  // All lanes' stores to a frame before its tag says that it is filled.
+  warp::sync(mask);
+  if (mine) {
+    finisher.end(what, status);
+    release_slot(q, (uint32_t(word >> 32) << q.depth_log2) | entry);
   }
 }
 
