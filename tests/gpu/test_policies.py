@@ -85,7 +85,7 @@ def test_policy_in_python_does_what_it_says(gpu: CudaDevice) -> None:
 def test_kernel_of_ones_own_has_its_policy(gpu: CudaDevice) -> None:
     newest = Policy("newest", NEWEST, keeps_words=False)
     touch = fw.compile(TOUCH, gpu, policy=newest)["touch"]
-    out = gpu.empty_array(1, np.int64)
+    out = gpu.empty_array((1,), np.int64)
 
     with (
         Cache(4 * LINE, LINE, 4, newest, gpu) as cache,

@@ -39,7 +39,7 @@ def run(
     threads: Annotated[int, "Threads that load and compute; 1024 on a GPU."] = 0,
     blocks: Annotated[int, "Blocks of 4 KiB for each thread; 64 on a GPU."] = 0,
     ahead: Annotated[int, "Blocks that are on their way while a thread computes."] = 1,
-    model: Annotated[str, "The drive; 'none': memory as fast as it is."] = "P5800X",
+    model: Annotated[str, "The drive; 'none': memory as fast as it is."] = "AGILE",
     runs: Annotated[int, "How often each way has its turn."] = 3,
 ) -> Report:
     """Sweep the ratio, synchronously and asynchronously."""
@@ -59,8 +59,8 @@ def run(
             fw.storage.Memory(data),
             "uint32",
             device=where,
-            # Room for what is on its way of every thread, twice, since sets fill unevenly.
-            cache=max(1 << 20, 2 * (ahead + 2) * threads * 4 * _WORDS),
+            # Room for what is on its way of every thread, and plenty, since sets fill unevenly.
+            cache=max(1 << 20, 8 * (ahead + 2) * threads * 4 * _WORDS),
             controller=controller,
         ) as array,
         where.allocate(4 * threads) as sums,

@@ -117,37 +117,37 @@ FW_DEVICE void sum_in_order(uint64_t length, uint64_t span, uint64_t* sum, Sever
 
 }  // namespace
 
-FW_KERNEL_RESIDENT(5)
+FW_KERNEL
 random_array(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t count, uint64_t seed,
              uint64_t* sum) {
   sum_random(data.size(), count, seed, sum, [&](uint64_t i) { return data[i]; });
 }
-FW_KERNEL_RESIDENT(8)
+FW_KERNEL
 random_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
                uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
   const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
   sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
-FW_KERNEL_RESIDENT(8)
+FW_KERNEL
 random_unordered(uint32_t* states, const uint32_t* frames, const uint32_t* base,
                  uint32_t line_shift, uint64_t length, uint64_t count, uint64_t seed,
                  uint64_t* sum) {
   const counted<false> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
   sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
-FW_KERNEL_RESIDENT(8)
+FW_KERNEL
 random_plain(const uint32_t* data, uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
   sum_random(length, count, seed, sum, [&](uint64_t i) { return data[i]; });
 }
 
-FW_KERNEL_RESIDENT(5)
+FW_KERNEL
 ordered_array(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t span, uint64_t* sum) {
   fw::cursor<const uint32_t> line(data);
   sum_in_order(data.size(), span, sum, [&](uint64_t i, uint32_t (&values)[kUnroll]) {
     line.load(i, fw::base::kWarpWidth, values);
   });
 }
-FW_KERNEL_RESIDENT(8)
+FW_KERNEL
 ordered_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
                 uint64_t length, uint64_t span, uint64_t* sum) {
   const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
@@ -156,7 +156,7 @@ ordered_counted(uint32_t* states, const uint32_t* frames, const uint32_t* base, 
     for (uint32_t k = 0; k < kUnroll; k++) values[k] = table.load(i + k * fw::base::kWarpWidth);
   });
 }
-FW_KERNEL_RESIDENT(8)
+FW_KERNEL
 ordered_counted_reused(uint32_t* states, const uint32_t* frames, const uint32_t* base,
                        uint32_t line_shift, uint64_t length, uint64_t span, uint64_t* sum) {
   const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
@@ -167,7 +167,7 @@ ordered_counted_reused(uint32_t* states, const uint32_t* frames, const uint32_t*
   });
   line.leave();
 }
-FW_KERNEL_RESIDENT(8)
+FW_KERNEL
 ordered_plain(const uint32_t* data, uint64_t length, uint64_t span, uint64_t* sum) {
   sum_in_order(length, span, sum, [&](uint64_t i, uint32_t (&values)[kUnroll]) {
     FW_UNROLL

@@ -88,7 +88,8 @@ MUTANTS = {
         Mutant(
             "no-second-look",
             _ARRAY,
-            "      hit = fw::cache::still_holds(shape, at.way, at.word);\n      if (hit) policy::on_hit",
+            "      hit = fw::cache::still_holds(shape, at.way, at.word);\n"
+            "      if (hit) policy::on_hit",
             "      hit = true;\n      if (hit) policy::on_hit",
             "a frame refilled during the load yields another line's bytes",
             "elements",
