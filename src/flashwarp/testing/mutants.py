@@ -293,7 +293,7 @@ MUTANTS = {
         Mutant(
             "token-done-unmoved",
             _ASYNC,
-            "    if (arrived) {\n      wait();\n",
+            "    if (arrived) {\n      status_ = finish();\n",
             "    if (arrived) {\n      status_ = nvme::kSuccess;\n",
             "a token is over before its elements are in the buffer",
             "async",
