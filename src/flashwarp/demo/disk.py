@@ -235,8 +235,8 @@ def _keep_reading(
 def _system_call(number: int, *arguments: Any) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
-    result = int(libc.syscall(ctypes.c_long(number), *arguments))
-    if result < 0:
+    while (result := int(libc.syscall(ctypes.c_long(number), *arguments))) < 0:
         code = ctypes.get_errno()
-        raise OSError(code, f"system call {number}: {os.strerror(code)}")
+        if code != errno.EINTR:
+            raise OSError(code, f"system call {number}: {os.strerror(code)}")
     return result
