@@ -5,8 +5,8 @@
 //   compute();
 //   t.wait();                                      // `buffer` holds the elements
 //
-// A token is a value of a few registers: a thread may hold any number of them, drop them, wait
-// twice, or end without waiting, and nothing is held meanwhile, no lock, pin, buffer or slot.
+// A token is a value of 64 bytes: a thread may hold any number of them, drop them, wait twice,
+// or end without waiting, and nothing is held meanwhile, no lock, pin, buffer or slot.
 // What a token stands for in the array is only lines on their way; whoever drains their
 // completions puts them into the cache. `wait` moves the elements between there and the buffer, so
 // it is the thread's own until then, and a read returns what a load at the time of `wait` would.
@@ -120,8 +120,7 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, c
   return status;
 }
 
-// Whether each lane's lines are where its token wants them. Helps once; asks again for lines that
-// were skipped or have left.
+// Whether each lane's lines are where its token wants them. Helps once.
 FW_DEVICE_NOINLINE bool has_arrived(cache::page_cache* c, cache::volume* v, const span& s,
                                     task what) {
   const uint32_t mask = active_on(v);
@@ -242,6 +241,8 @@ class token {
   uint32_t early_ = nvme::kSuccess;  // of the whole lines of a write
   uint32_t asked_ = 0;
 };
+
+static_assert(sizeof(token) == 64);
 
 // Starts bringing in the lines of the elements i .. i + n - 1. What lies past the end is left out.
 // `wait` returns when each of them has been in the cache.
