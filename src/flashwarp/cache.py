@@ -72,7 +72,7 @@ class PageCacheStruct(ctypes.Structure):
         ("tier_ways", ctypes.c_uint32),
         ("tier", HostTierStruct),
         ("refusals", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("volume_end", ctypes.c_uint32),
         ("_pad", ctypes.c_uint8 * 32),
     )
 
@@ -427,6 +427,9 @@ class Cache:
             )
             self.device.upload(address, bytes(struct))
             self._volumes[slot] = volume
+            end = max(self._volumes) + 1
+            place = self.address + PageCacheStruct.volume_end.offset
+            self.device.upload(place, end.to_bytes(4, "little"))
             return volume
 
     def _lines_for(self, path: str) -> tuple[int, int]:

@@ -327,6 +327,7 @@ class Rig {
     auto* queues = arena_.allocate<nvme::queue_pair>(uint64_t(g_.namespaces) * g_.queues);
     v.finished = std::make_unique<std::atomic<uint32_t>[]>(g_.elements);
     v.entry = &cache_->volumes[number];
+    cache_->volume_end = number + 1;
     *v.entry = {line_begin,
                 lines,
                 bytes,

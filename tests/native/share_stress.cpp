@@ -71,6 +71,7 @@ class Rig {
     cache_->shape.line_shift = uint32_t(__builtin_ctz(kLineBytes));
     cache_->set_control = arena_.allocate<uint32_t>(1);
     cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
+    cache_->volume_end = 1;
     cache_->page_bytes = 2 << 20;
     attach(path);
     const uint32_t entries = cache::kShareWays << bucket_bits;

@@ -285,6 +285,7 @@ class Machine {
     const uint32_t queue_count = namespaces * shape_.queues;
     auto* queues = allocate<nvme::queue_pair>(queue_count, "queue", Sharing::kChecked, 4);
     v.entry = &cache_.volumes[number];
+    cache_.volume_end = number + 1;
     *v.entry = {};
     for (uint32_t n = 0; n < namespaces; ++n) {
       attach_namespace(number, n, queues + n * shape_.queues);

@@ -87,7 +87,7 @@ FW_DEVICE_NOINLINE void clean_span(cache::page_cache* c, cache::volume* v, const
 // Waits until no line of each lane's span is dirty or being written. Returns its first failure.
 FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
-  uint32_t turn = 2 * (warp::index() + base::spread_index());
+  uint32_t step = 0;
   uint32_t status = 0;
   for (walk at(c->shape, s); warp::any(mask, at.more()); at.line += at.stride) {
     nvme::deadline limit(v->queues[0].data.timeout_ns);
@@ -113,18 +113,19 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, c
         pending = false;
         break;
       }
-      base::opaque (&cache::help_any)(*c, *v, mask, turn++);
+      base::opaque (&cache::help_any)(*c, *v, mask, step++);
     }
   }
   warp::sync(mask);
   return status;
 }
 
-// Whether each lane's lines are where its token wants them. Helps once.
+// Whether each lane's lines are where its token wants them. Helps once, `step` times so far.
 FW_DEVICE_NOINLINE bool has_arrived(cache::page_cache* c, cache::volume* v, const span& s,
-                                    task what) {
+                                    task what, uint32_t step) {
   const uint32_t mask = active_on(v);
-  help_any(*c, *v, mask, warp::index());
+  // Lanes may have looked at their tokens more or less often, and have one queue to help together.
+  help_any(*c, *v, mask, warp::broadcast(mask, step, base::lowest_bit(mask)));
   const lines which = what == task::kWrite ? lines::kPartial : lines::kAll;
   bool there = true;
   for (walk at(c->shape, s); at.more() && there; at.line += at.stride) {
@@ -205,7 +206,8 @@ class token {
 
   FW_DEVICE void look() {
     const bool arrived =
-        base::opaque(&detail::has_arrived)(cache_, volume_, span_, task_) || asked_ >= kAsksMax;
+        base::opaque(&detail::has_arrived)(cache_, volume_, span_, task_, asked_) ||
+        asked_ >= kAsksMax;
     if (arrived) {
       status_ = finish();
     } else {

@@ -134,16 +134,18 @@ template <typename Policy, typename Op>
 FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t mask, bool wants,
                           uint64_t line, bool whole, Op& op, tally& count) {
   nvme::deadline limit(v.queues[0].data.timeout_ns);
-  uint32_t turn = 2 * (warp::index() + base::spread_index());
+  uint32_t step = 0;
   uint32_t status = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
     place at = {0, 0, false};
-    if (pending) at = probe(g, line);
+    bool busy = false;
+    if (pending) at = probe(g, line, busy);
     const uint32_t hits = serve_hits<Policy>(g, mask, at, op);
     count.hits += base::popcount(hits);
     if ((hits >> warp::lane()) & 1) pending = false;
-    const uint32_t missing = warp::ballot(mask, pending && !at.found);
+    // A line on its way is waited for: a claim would find no more, and take the set's lock for it.
+    const uint32_t missing = warp::ballot(mask, pending && !at.found && !busy);
     bool moved = hits != 0;
     if (missing != 0) {
       // A copy, whose address may be taken, so that `op` itself stays in registers.
@@ -165,22 +167,18 @@ FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t 
       record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return nvme::kTimedOut;
     }
-    base::opaque (&help_any)(c, v, mask, turn++);
+    base::opaque (&help_any)(c, v, mask, step++);
   }
   return status;
 }
 
-// Starts the fill of each lane's line, if it is absent and a frame is free; waits for ring space
-// only. All lanes of `mask` call together.
+// Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the
+// lane's claim met a lock.
 template <typename Policy>
-FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
-                                 tally& count) {
-  const bool absent = wants && !probe(c.shape, line).found;
-  const uint32_t missing = warp::ballot(mask, absent);
-  if (missing == 0) return;
-  const bool leads = absent && base::lowest_bit(warp::match(missing, line)) == warp::lane();
+FW_DEVICE bool start_fills(page_cache& c, volume& v, uint32_t mask, bool asks, uint64_t line,
+                           tally& count) {
   uint32_t kept;
-  const claim mine = claim_lines<Policy>(c, mask, leads, line, true, true, kept);
+  const claim mine = claim_lines<Policy>(c, mask, asks, line, true, true, kept);
   // A dirty victim is cleaned now; the line itself waits for a later call.
   const bool victim = mine.result == claim_result::kDirty;
   const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
@@ -201,6 +199,26 @@ FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool w
   count.bytes_read += uint64_t(base::popcount(fills)) << c.shape.line_shift;
   count.tier_hits += base::popcount(kept);
   count.tier_lines += base::popcount(warp::ballot(mask, mine.tier_to != kNoTierWay));
+  return asks && mine.result == claim_result::kBusy;
+}
+
+// How often a prefetch asks for a frame whose set is locked. The lock is held for some loads; a
+// line that is given up here costs its reader the whole way to the drive.
+inline constexpr uint32_t kPrefetchTries = 4;
+
+// Starts the fill of each lane's line, if it is absent and a frame is free; waits for ring space
+// only. All lanes of `mask` call together.
+template <typename Policy>
+FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
+                                 tally& count) {
+  bool busy;
+  const bool absent = wants && !probe(c.shape, line, busy).found && !busy;
+  const uint32_t missing = warp::ballot(mask, absent);
+  if (missing == 0) return;
+  bool asks = absent && base::lowest_bit(warp::match(missing, line)) == warp::lane();
+  for (uint32_t k = 0; k < kPrefetchTries && warp::any(mask, asks); k++) {
+    asks = start_fills<Policy>(c, v, mask, asks, line, count);
+  }
 }
 
 }  // namespace fw::cache

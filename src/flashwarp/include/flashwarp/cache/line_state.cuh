@@ -44,6 +44,10 @@ FW_HOST_DEVICE uint64_t identity_of(uint64_t word) { return word & kIdentityMask
 FW_HOST_DEVICE bool holds(uint64_t word, uint64_t line) {
   return (word & (kStateMask | kLineMask)) == (kValid | line);
 }
+// Whether `word` is `line`, on its way.
+FW_HOST_DEVICE bool awaits(uint64_t word, uint64_t line) {
+  return (word & (kStateMask | kLineMask)) == (kBusy | line);
+}
 // Whether a fill may take the frame at once.
 FW_HOST_DEVICE bool is_replaceable(uint64_t word) {
   if (state_of(word) == kInvalid) return true;

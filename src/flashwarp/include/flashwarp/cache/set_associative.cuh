@@ -96,13 +96,14 @@ struct alignas(64) page_cache {
   uint32_t page_bytes;    // CC.MPS of the controllers, for PRP entries
   uint32_t tier_ways;     // of each subset of the host tier; 0: there is none
   host_tier tier;
-  uint32_t refusals;  // victims that a policy chose and could not have
-  uint32_t reserved;
+  uint32_t refusals;    // victims that a policy chose and could not have
+  uint32_t volume_end;  // entries of `volumes` from here on are free
 };
 static_assert(sizeof(page_cache) == 128);
 FW_CHECK_OFFSET(page_cache, set_control, 40);
 FW_CHECK_OFFSET(page_cache, tier, 64);
 FW_CHECK_OFFSET(page_cache, refusals, 88);
+FW_CHECK_OFFSET(page_cache, volume_end, 92);
 
 inline constexpr uint32_t kSetLocked = 1u << 31;
 
@@ -120,8 +121,10 @@ struct place {
   bool found;
 };
 
-// Looks for a readable copy of `line`. One or two 32-byte sectors; no atomics.
-FW_DEVICE place probe(const geometry& g, uint64_t line) {
+// Looks for a readable copy of `line`. One or two 32-byte sectors; no atomics. `busy` tells whether
+// somebody is filling it.
+FW_DEVICE place probe(const geometry& g, uint64_t line, bool& busy) {
+  busy = false;
   const home at = home_of(g, line);
   const uint64_t first = at.set * g.ways;
   for (uint32_t k = 0; k < g.ways; k += 2) {
@@ -130,8 +133,13 @@ FW_DEVICE place probe(const geometry& g, uint64_t line) {
     const atomic::pair64 words = atomic::load_acquire_pair(&g.tags[way]);
     if (tag::holds(words.first, line)) return {way, words.first, true};
     if (tag::holds(words.second, line)) return {way + 1, words.second, true};
+    busy = busy || tag::awaits(words.first, line) || tag::awaits(words.second, line);
   }
   return {0, 0, false};
+}
+FW_DEVICE place probe(const geometry& g, uint64_t line) {
+  bool busy;
+  return probe(g, line, busy);
 }
 
 // Whether what was read from the frame since `seen` was probed is the line's data. The data loads

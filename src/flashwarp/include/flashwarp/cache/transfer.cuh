@@ -105,25 +105,34 @@ struct transfer {
   uint64_t way;   // the frame
 };
 
-// One step of a wait for a line: helps this volume's queues and, every other time, those of the
-// volumes that share the cache. The frame that we wait for may be in flight for one of them, on
-// behalf of a kernel that has ended. `step` is the caller's own count.
-FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
-  line_finisher finisher{c};
+// The queue pair that helps at `step` of a wait: every other time one to which this warp submits,
+// where what it waits for most likely is; else those of the volume and of all volumes in turn.
+FW_DEVICE nvme::queue_pair& queue_to_help(page_cache& c, volume& v, uint32_t step) {
+  const uint32_t turn = step >> 1;
+  if ((step & 1) == 0) {
+    return v.spread == kOneNamespace ? queue_of(v) : queue_on(v, turn % v.namespace_count);
+  }
   volume* target = &v;
-  uint32_t queue = step >> 1;
-  if ((step & 1) != 0) {
-    // Each volume in turn; most entries of the table are free and cost one load.
-    for (uint32_t i = 0; i < kVolumesMax; i++) {
-      volume* candidate = &c.volumes[((step >> 1) + i) % kVolumesMax];
+  uint32_t queue = warp::index() + (turn >> 1);
+  if ((turn & 1) != 0) {
+    const uint32_t end = atomic::load_relaxed(&c.volume_end);
+    for (uint32_t i = 0; i < end; i++) {
+      volume* candidate = &c.volumes[((turn >> 1) + warp::index() + i) % end];
       if (candidate->line_count == 0) continue;
       target = candidate;
       break;
     }
     // A queue at random (Fibonacci hashing): in step with the volume, some would never be met.
-    queue = (step * 0x9E3779B1u) >> 16;
+    queue = ((warp::index() + step) * 0x9E3779B1u) >> 16;
   }
-  nvme::help(target->queues[queue % target->queue_count], mask, finisher);
+  return target->queues[queue % target->queue_count];
+}
+
+// One step of a wait for a line, of which `step` counts the steps. The frame that we wait for may
+// be in flight for another volume on the cache, on behalf of a kernel that has ended.
+FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
+  line_finisher finisher{c};
+  nvme::help(queue_to_help(c, v, step), mask, finisher);
 }
 
 // Where the device finds (or leaves) the data of a command: the command's PRP1.

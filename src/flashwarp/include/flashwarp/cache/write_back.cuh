@@ -54,7 +54,7 @@ FW_DEVICE bool has_failed(volume& v) { return atomic::load_relaxed(&failure_mark
 FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                           uint64_t line_begin, uint64_t line_end) {
   nvme::deadline limit(v.queues[0].data.timeout_ns);
-  uint32_t turn = 2 * warp::index();
+  uint32_t step = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.shape.tags[way]) : 0;
@@ -72,7 +72,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
       if (pending) record_error(v, nvme::kTimedOut, nvme::kWrite, line);
       return;
     }
-    help_any(c, v, mask, turn++);
+    help_any(c, v, mask, step++);
   }
 }
 
@@ -81,7 +81,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
 FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                                bool drop_dirty) {
   nvme::deadline limit(v.queues[0].data.timeout_ns);
-  uint32_t turn = 2 * warp::index();
+  uint32_t step = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.shape.tags[way]) : 0;
@@ -105,7 +105,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
       if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, line);
       return;
     }
-    help_any(c, v, mask, turn++);
+    help_any(c, v, mask, step++);
   }
 }
 

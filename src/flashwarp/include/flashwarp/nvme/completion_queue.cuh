@@ -39,13 +39,24 @@ FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, u
   }
 }
 
+// Whether a ticket has been taken whose entry is not published yet. Store-load order between what
+// the caller has stored to `fetched` and the look: whoever takes a ticket that we do not see looks
+// at `fetched` behind the same fence, and finds what we stored.
+FW_DEVICE bool has_unpublished(const queue_pair& q, uint32_t mask) {
+  atomic::fence_sequential();
+  const bool any = atomic::load_relaxed(&q.ticket) != atomic::load_relaxed(&q.tail);
+  return warp::broadcast(mask, any, base::lowest_bit(mask));
+}
+
 // Drains up to one CQE a lane. Returns how many were drained; 0 when none waits or another warp
 // has the lock. Called by all lanes of `mask` together; never waits.
 template <typename Finisher>
 FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finisher) {
   const uint32_t leader = base::lowest_bit(mask);
   const bool leads = warp::lane() == leader;
-  const bool got = leads && atomic::try_lock(&q.drain_lock);
+  // With nothing on its way there is nothing to see, and the ring is a PCIe round trip away.
+  const bool got = leads && atomic::load_relaxed(&q.head) != atomic::load_relaxed(&q.tail) &&
+                   atomic::try_lock(&q.drain_lock);
   if (!warp::broadcast(mask, got, leader)) return 0;
   // The leader has acquired what the last drainer did; no lane may see an entry of an older pass.
   warp::sync(mask);
@@ -93,8 +104,8 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
 
   const uint32_t detached = warp::ballot(mask, mine && slot::is_detached(word));
   finish_detached(q, mask, detached, entry, word, finisher);
-  // The controller has fetched more entries, so the ring has room that a publisher may wait for.
-  publish(q, mask);
+  // The controller has fetched more entries, so the ring has room that a publisher may have missed.
+  if (has_unpublished(q, mask)) publish(q, mask);
   return count;
 }
 
