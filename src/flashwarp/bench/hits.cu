@@ -19,8 +19,9 @@ FW_DEVICE uint64_t mixed(uint64_t x) {
   return x ^ (x >> 33);
 }
 
-// Every line has a state word and a frame, wherever the line is: what BaM pays by the data.
-template <bool kOrdered>
+// Every line has a state word and a frame, wherever the line is: what BaM pays by the data. Where
+// kStream is true, the L2 cache gives up elements before it gives up state words.
+template <bool kOrdered, bool kStream = false>
 struct counted {
   uint32_t* states;
   const uint32_t* frames;
@@ -59,7 +60,9 @@ struct counted {
     const uint64_t line = byte >> line_shift;
     uint32_t group, leader;
     const char* frame = acquire(line, group, leader);
-    const uint32_t value = fw::atomic::raw<4>::load(frame + (byte & ((1u << line_shift) - 1)));
+    const char* at = frame + (byte & ((1u << line_shift) - 1));
+    const uint32_t value =
+        kStream ? fw::atomic::raw<4>::load_stream(at) : fw::atomic::raw<4>::load(at);
     release(line, group, leader);
     return value;
   }
@@ -93,7 +96,7 @@ FW_DEVICE void sum_random(uint64_t length, uint64_t count, uint64_t seed, uint64
                           Load load) {
   uint64_t total = 0;
   for (uint64_t k = fw::base::thread_index(); k < count; k += fw::base::thread_count()) {
-    total += load(mixed(k + seed) % length);
+    total += load(fw::base::multiply_high(mixed(k + seed), length));
   }
   fw::atomic::add_relaxed(sum, total);
 }
@@ -133,6 +136,13 @@ random_unordered(uint32_t* states, const uint32_t* frames, const uint32_t* base,
                  uint32_t line_shift, uint64_t length, uint64_t count, uint64_t seed,
                  uint64_t* sum) {
   const counted<false> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
+  sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
+}
+FW_KERNEL
+random_streamed(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
+                uint64_t length, uint64_t count, uint64_t seed, uint64_t* sum) {
+  const counted<true, true> table = {states, frames, reinterpret_cast<const char*>(base),
+                                     line_shift};
   sum_random(length, count, seed, sum, [&](uint64_t i) { return table.load(i); });
 }
 FW_KERNEL

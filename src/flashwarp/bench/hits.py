@@ -93,6 +93,7 @@ def _compare(
         random = {
             "array": way("random_array", loads, array, loads, seed),
             "counted": way("random_counted", loads, *table, loads, seed),
+            "streamed": way("random_streamed", loads, *table, loads, seed),
             "unordered": way("random_unordered", loads, *table, loads, seed),
             "plain": way("random_plain", loads, plain, data.size, loads, seed),
         }
@@ -128,6 +129,7 @@ def _report(
     others = {
         "counted": "reference counts, lanes find each other",
         "reused": "reference counts, each thread keeps its line",
+        "streamed": "reference counts, elements first out of the L2 cache, as ours",
         "unordered": "reference counts without an order, which is no cache",
         "plain": "plain loads",
     }

@@ -79,7 +79,7 @@ MUTANTS = {
         Mutant(
             "load-without-acquire",
             _ARRAY,
-            "value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));",
+            "value = atomic::raw<kAccessBytes>::load_acquire_stream(frame + offset_of(i));",
             "value = atomic::raw<kAccessBytes>::load(frame + offset_of(i));",
             "the second look at the tag overtakes the load, and a refill goes unnoticed",
             "evict",

@@ -423,8 +423,9 @@ struct array<T, 1> {
     bool hit = false;
     if (at.found) {
       const char* frame = fw::cache::frame_of(shape, at.way);
-      // Acquire: our load before the second look at the tag.
-      value = atomic::raw<kAccessBytes>::load_acquire(frame + offset_of(i));
+      // Acquire: our load before the second look at the tag. Elements give way in the L2 cache:
+      // tags, which every load looks at twice, are worth more there.
+      value = atomic::raw<kAccessBytes>::load_acquire_stream(frame + offset_of(i));
       hit = fw::cache::still_holds(shape, at.way, at.word);
       if (hit) policy::on_hit(shape, at.way, at.word);
     }

@@ -142,10 +142,18 @@ FW_DEVICE void store_plain(T* p, T v) {
   *p = v;
 }
 
+// What the L2 cache shall do with what is loaded.
+FW_DEVICE uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Frame contents are read while another warp may refill the frame, so these accesses are relaxed
 // atomics of the width of the element; the tag's generation tells whether the value counts. The
 // `_plain` ones are for memory that nobody else uses meanwhile, of any kind: global, shared, local.
 // The `_any` ones are relaxed too, for buffers that threads share: global or shared memory.
+// `load_acquire_stream` lets the L2 cache give the memory up first.
 template <uint32_t kBytes>
 struct raw;
 #define FW_DEFINE_RAW(BYTES, TYPE, MEMORY, PTX, REG)                                             \
@@ -160,6 +168,14 @@ struct raw;
     FW_DEVICE static TYPE load_acquire(const void* p) {                                          \
       TYPE v;                                                                                    \
       asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");  \
+      return v;                                                                                  \
+    }                                                                                            \
+    FW_DEVICE static TYPE load_acquire_stream(const void* p) {                                   \
+      TYPE v;                                                                                    \
+      asm volatile("ld.acquire.gpu.global.L2::cache_hint." PTX " %0, [%1], %2;"                  \
+                   : "=" REG(v)                                                                  \
+                   : "l"(p), "l"(evict_first())                                                  \
+                   : "memory");                                                                  \
       return v;                                                                                  \
     }                                                                                            \
     FW_DEVICE static void store(void* p, TYPE v) {                                               \
@@ -202,6 +218,14 @@ struct raw<16> {
     asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(p)
+                 : "memory");
+    return v;
+  }
+  FW_DEVICE static word16 load_acquire_stream(const void* p) {
+    word16 v;
+    asm volatile("ld.acquire.gpu.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p), "l"(evict_first())
                  : "memory");
     return v;
   }
@@ -318,24 +342,25 @@ inline void fence_system() { std::atomic_thread_fence(std::memory_order_acq_rel)
 
 template <uint32_t kBytes>
 struct raw;
-#define FW_DEFINE_RAW(BYTES, TYPE)                                           \
-  template <>                                                                \
-  struct raw<BYTES> {                                                        \
-    using type = TYPE;                                                       \
-    static TYPE load(const void* p) {                                        \
-      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_RELAXED); \
-    }                                                                        \
-    static TYPE load_acquire(const void* p) {                                \
-      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_ACQUIRE); \
-    }                                                                        \
-    static void store(void* p, TYPE v) {                                     \
-      __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);          \
-    }                                                                        \
-    static TYPE load_any(const void* p) { return load(p); }                  \
-    static void store_any(void* p, TYPE v) { store(p, v); }                  \
-    static TYPE load_plain(const void* p) { return load(p); }                \
-    static void store_plain(void* p, TYPE v) { store(p, v); }                \
-    static TYPE load_stream(const void* p) { return load(p); }               \
+#define FW_DEFINE_RAW(BYTES, TYPE)                                             \
+  template <>                                                                  \
+  struct raw<BYTES> {                                                          \
+    using type = TYPE;                                                         \
+    static TYPE load(const void* p) {                                          \
+      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_RELAXED);   \
+    }                                                                          \
+    static TYPE load_acquire(const void* p) {                                  \
+      return __atomic_load_n(static_cast<const TYPE*>(p), __ATOMIC_ACQUIRE);   \
+    }                                                                          \
+    static TYPE load_acquire_stream(const void* p) { return load_acquire(p); } \
+    static void store(void* p, TYPE v) {                                       \
+      __atomic_store_n(static_cast<TYPE*>(p), v, __ATOMIC_RELAXED);            \
+    }                                                                          \
+    static TYPE load_any(const void* p) { return load(p); }                    \
+    static void store_any(void* p, TYPE v) { store(p, v); }                    \
+    static TYPE load_plain(const void* p) { return load(p); }                  \
+    static void store_plain(void* p, TYPE v) { store(p, v); }                  \
+    static TYPE load_stream(const void* p) { return load(p); }                 \
   };
 FW_DEFINE_RAW(1, uint8_t)
 FW_DEFINE_RAW(2, uint16_t)
@@ -377,6 +402,7 @@ struct raw<16> {
     *static_cast<volatile vector*>(p) = vector{v.x, v.y, v.z, v.w};
   }
 #endif
+  static word16 load_acquire_stream(const void* p) { return load_acquire(p); }
   static word16 load_any(const void* p) { return load(p); }
   static void store_any(void* p, word16 v) { store(p, v); }
   static word16 load_plain(const void* p) { return load(p); }

@@ -99,30 +99,31 @@ inline void fill_plain(void* to, uint8_t value, uint64_t bytes, FW_SITE) {
 
 template <uint32_t kBytes>
 struct raw;
-#define FW_DEFINE_RAW(BYTES, TYPE)                                             \
-  template <>                                                                  \
-  struct raw<BYTES> {                                                          \
-    using type = TYPE;                                                         \
-    static TYPE load(const void* p, FW_SITE) {                                 \
-      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kRelaxed, at)); \
-    }                                                                          \
-    static TYPE load_acquire(const void* p, FW_SITE) {                         \
-      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kAcquire, at)); \
-    }                                                                          \
-    static void store(void* p, TYPE v, FW_SITE) {                              \
-      simulator::store_data(p, v, sizeof(TYPE), order::kRelaxed, at);          \
-    }                                                                          \
-    static TYPE load_any(const void* p, FW_SITE) { return load(p, at); }       \
-    static void store_any(void* p, TYPE v, FW_SITE) { store(p, v, at); }       \
-    static TYPE load_plain(const void* p, FW_SITE) {                           \
-      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kPlain, at));   \
-    }                                                                          \
-    static void store_plain(void* p, TYPE v, FW_SITE) {                        \
-      simulator::store_data(p, v, sizeof(TYPE), order::kPlain, at);            \
-    }                                                                          \
-    static TYPE load_stream(const void* p, FW_SITE) {                          \
-      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kPlain, at));   \
-    }                                                                          \
+#define FW_DEFINE_RAW(BYTES, TYPE)                                                          \
+  template <>                                                                               \
+  struct raw<BYTES> {                                                                       \
+    using type = TYPE;                                                                      \
+    static TYPE load(const void* p, FW_SITE) {                                              \
+      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kRelaxed, at));              \
+    }                                                                                       \
+    static TYPE load_acquire_stream(const void* p, FW_SITE) { return load_acquire(p, at); } \
+    static TYPE load_acquire(const void* p, FW_SITE) {                                      \
+      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kAcquire, at));              \
+    }                                                                                       \
+    static void store(void* p, TYPE v, FW_SITE) {                                           \
+      simulator::store_data(p, v, sizeof(TYPE), order::kRelaxed, at);                       \
+    }                                                                                       \
+    static TYPE load_any(const void* p, FW_SITE) { return load(p, at); }                    \
+    static void store_any(void* p, TYPE v, FW_SITE) { store(p, v, at); }                    \
+    static TYPE load_plain(const void* p, FW_SITE) {                                        \
+      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kPlain, at));                \
+    }                                                                                       \
+    static void store_plain(void* p, TYPE v, FW_SITE) {                                     \
+      simulator::store_data(p, v, sizeof(TYPE), order::kPlain, at);                         \
+    }                                                                                       \
+    static TYPE load_stream(const void* p, FW_SITE) {                                       \
+      return TYPE(simulator::load_data(p, sizeof(TYPE), order::kPlain, at));                \
+    }                                                                                       \
   };
 FW_DEFINE_RAW(1, uint8_t)
 FW_DEFINE_RAW(2, uint16_t)
@@ -134,6 +135,7 @@ struct raw<16> {
   using type = word16;
   static word16 load(const void* p, FW_SITE) { return load_halves(p, order::kRelaxed, at); }
   static word16 load_acquire(const void* p, FW_SITE) { return load_halves(p, order::kAcquire, at); }
+  static word16 load_acquire_stream(const void* p, FW_SITE) { return load_acquire(p, at); }
   static void store(void* p, word16 v, FW_SITE) { store_halves(p, v, order::kRelaxed, at); }
   static word16 load_any(const void* p, FW_SITE) { return load(p, at); }
   static void store_any(void* p, word16 v, FW_SITE) { store(p, v, at); }
