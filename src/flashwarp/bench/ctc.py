@@ -26,7 +26,7 @@ __all__ = ["KERNELS", "run"]
 KERNELS = Path(__file__).with_name("ctc.cu")
 
 _WORDS = 1024
-_RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
+_RATIOS = (0.0, 0.25, 0.5, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0)
 # The best that AGILE reports, at a ratio of 0.9.
 _PAPER_BEST = "1.88 at 0.9 (AGILE Fig. 4)"
 _TARGET = 1.85
