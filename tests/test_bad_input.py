@@ -262,6 +262,11 @@ def test_cache_smaller_than_a_set_says_what_it_needs() -> None:
         fw.Cache("1 MiB", ways=5, device="cpu")
 
 
+def test_cache_of_more_frames_than_kernels_number_is_refused() -> None:
+    with pytest.raises(CacheError, match="longer lines"):
+        fw.Cache("3 TiB", 512, device="cpu")
+
+
 @pytest.mark.parametrize(
     "options",
     [

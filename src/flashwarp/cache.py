@@ -26,6 +26,8 @@ __all__ = ["Cache", "Volume"]
 
 LINE_BYTES_MIN = 512
 LINE_BYTES_MAX = 2 << 20
+# Kernels keep the number of a frame in 32 bits: see cursor.cuh.
+_FRAMES_MAX = 1 << 32
 _VOLUMES_MAX = 64
 _LINES_MAX = 1 << 38
 # Lines from here on do not enter the host tier: `kTierLines` of the headers.
@@ -313,6 +315,11 @@ class Cache:
         sets = wanted // set_bytes
         self.set_count = sets if sets <= 2 or sets % 2 else sets - 1
         lines = self.set_count * ways
+        if lines > _FRAMES_MAX:
+            raise CacheError(
+                f"a cache of {wanted} bytes has {lines} lines of {self.line_bytes} bytes, more "
+                f"than {_FRAMES_MAX}: give it longer lines"
+            )
         self.capacity = lines * self.line_bytes
         struct_bytes = ctypes.sizeof(PageCacheStruct)
         volume_bytes = _VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
