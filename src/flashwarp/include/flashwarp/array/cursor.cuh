@@ -17,19 +17,21 @@ class cursor {
 
   // Loads element `i`.
   FW_DEVICE value_type operator[](uint64_t i) {
-    if (i >= array_.length) return array_.refuse(i);
+    if (i >= array_.length) {
+      forget();
+      return array_.refuse(i);
+    }
     if constexpr (array<T>::kWord) {
       const uint32_t here = warp::active();
       word value = {};
       bool hit = hold(array_.line_of(i));
       if (hit) {
         // Acquire: our load before the second look at the tag.
-        value = atomic::raw<kAccessBytes>::load_acquire(frame_ + array_.offset_of(i));
+        value = atomic::raw<kAccessBytes>::load_acquire(frame() + array_.offset_of(i));
         hit = still_held();
       }
       value_type result = detail::bit_cast<value_type>(value);
       detail::call_for(here, !hit, [&] {
-        // Nothing is held across the slow path: less to keep in registers.
         forget();
         result = array_.load_slow(i);
       });
@@ -60,9 +62,9 @@ class cursor {
     const bool hit = one_line ? load_line(i, stride, line, words) : load_lines(i, stride, words);
     detail::call_for(here, !hit, [&] {
       word slow[kCount];
-      base::opaque (&detail::load_slow<kAccessBytes>)(array_.cache, array_.volume,
-                                                      array_.line_begin, i * sizeof(T),
-                                                      stride * sizeof(T), kCount, slow);
+      base::opaque (&detail::load_several_slow<kAccessBytes>)(array_.cache, array_.volume,
+                                                              array_.line_begin, i * sizeof(T),
+                                                              stride * sizeof(T), kCount, slow);
       forget();
       FW_UNROLL
       for (uint32_t k = 0; k < kCount; k++) words[k] = slow[k];
@@ -77,34 +79,32 @@ class cursor {
 
   // Finds `line`, unless it is the one that we found last. False when it is not readable now.
   FW_DEVICE bool hold(uint64_t line) {
-    if (line == line_) return true;
+    if (cache::tag::holds(word_, line)) return true;
+    forget();
     const cache::place at = cache::probe(array_.shape, line);
     if (!at.found) return false;
     policy::on_hit(array_.shape, at.way, at.word);
-    line_ = line;
     word_ = at.word;
-    tag_ = &array_.shape.tags[at.way];
-    frame_ = cache::frame_of(array_.shape, at.way);
+    way_ = uint32_t(at.way);
     return true;
   }
 
+  // Holds nothing. Before all that takes long or needs registers, so that ours are free meanwhile.
   FW_DEVICE void forget() {
-    line_ = kNoLine;
     word_ = 0;
-    tag_ = nullptr;
-    frame_ = nullptr;
+    way_ = 0;
   }
 
+  FW_DEVICE const char* frame() const { return cache::frame_of(array_.shape, way_); }
+
   // The second look at the tag: unchanged since the probe, so the frame was too.
-  FW_DEVICE bool still_held() const {
-    return cache::tag::identity_of(atomic::load_relaxed(tag_)) == cache::tag::identity_of(word_);
-  }
+  FW_DEVICE bool still_held() const { return cache::still_holds(array_.shape, way_, word_); }
 
   // Loads elements that all lie on `line`. False when it is not readable, or was lost meanwhile.
   template <uint32_t kCount>
   FW_DEVICE bool load_line(uint64_t i, uint64_t stride, uint64_t line, word (&words)[kCount]) {
     if (!hold(line)) return false;
-    const char* from = frame_ + array_.offset_of(i);
+    const char* from = frame() + array_.offset_of(i);
     FW_UNROLL
     for (uint32_t k = 0; k < kCount; k++) {
       words[k] = atomic::raw<kAccessBytes>::load(from + k * stride * sizeof(T));
@@ -121,25 +121,23 @@ class cursor {
     for (uint32_t k = 0; k < kCount; k++) {
       const uint64_t at = i + k * stride;
       const uint64_t line = array_.line_of(at);
-      if (line != line_) {
+      if (!cache::tag::holds(word_, line)) {
         atomic::fence();
         if (k != 0 && !still_held()) return false;
         if (!hold(line)) return false;
       }
-      words[k] = atomic::raw<kAccessBytes>::load(frame_ + array_.offset_of(at));
+      words[k] = atomic::raw<kAccessBytes>::load(frame() + array_.offset_of(at));
     }
     // Our loads before the second look, here as above.
     atomic::fence();
     return still_held();
   }
 
-  static constexpr uint64_t kNoLine = ~uint64_t(0);
-
   array<T> array_;
-  uint64_t line_ = kNoLine;  // what `word_`, `tag_` and `frame_` are about
-  uint64_t word_ = 0;
-  const uint64_t* tag_ = nullptr;
-  const char* frame_ = nullptr;
+  // The tag word of the line that we found last, which says what line it is, and where. Three
+  // registers, for all that a kernel needs of them: the rest is made of constants.
+  uint64_t word_ = 0;  // 0, which is no readable line's: nothing is held
+  uint32_t way_ = 0;
 };
 
 // Lines that a range keeps on their way ahead of the one that it reads: eight 4 KiB lines hide a

@@ -119,19 +119,29 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, 
   return status;
 }
 
-// The slow half of several loads: the elements at byte offsets `first`, `first + step`, .. of the
-// array, one by one, to `values` in the caller's own memory.
+// The slow half of a load: the element at a byte offset of the array. It comes back by value: for a
+// place in memory, a kernel would keep an address of its stack in registers.
 template <uint32_t kBytes>
-FW_DEVICE_NOINLINE void load_slow(cache::page_cache* c, cache::volume* v, uint64_t line_begin,
-                                  uint64_t first, uint64_t step, uint32_t count,
-                                  typename atomic::raw<kBytes>::type* values) {
+FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::page_cache* c,
+                                                                cache::volume* v,
+                                                                uint64_t line_begin,
+                                                                uint64_t byte) {
+  load_element<kBytes> op = {byte & (cache::line_bytes(c->shape) - 1), {}};
+  const uint32_t status = access_slow(c, v, line_begin + (byte >> c->shape.line_shift), op);
+  // A try that lost its race may have left another line's bytes before the transfer failed.
+  if (status != nvme::kSuccess) return {};
+  return op.value;
+}
+
+// The same for several: those at `first`, `first + step`, .., one by one, to `values` in the
+// caller's own memory.
+template <uint32_t kBytes>
+FW_DEVICE_NOINLINE void load_several_slow(cache::page_cache* c, cache::volume* v,
+                                          uint64_t line_begin, uint64_t first, uint64_t step,
+                                          uint32_t count,
+                                          typename atomic::raw<kBytes>::type* values) {
   for (uint32_t k = 0; k < count; k++) {
-    const uint64_t byte = first + k * step;
-    load_element<kBytes> op = {byte & (cache::line_bytes(c->shape) - 1), {}};
-    const uint32_t status = access_slow(c, v, line_begin + (byte >> c->shape.line_shift), op);
-    values[k] = op.value;
-    // A try that lost its race may have left another line's bytes before the transfer failed.
-    if (status != nvme::kSuccess) values[k] = {};
+    values[k] = load_slow<kBytes>(c, v, line_begin, first + k * step);
   }
 }
 
@@ -337,12 +347,8 @@ struct array<T, 1> {
   // As operator[], for a caller who has seen that the element is no plain hit, and that it exists.
   FW_DEVICE value_type load_slow(uint64_t i) const {
     if constexpr (kWord) {
-      using element = detail::load_element<sizeof(T)>;
-      element op = {offset_of(i), {}};
-      const uint32_t status =
-          base::opaque(&detail::access_slow<element>)(cache, volume, line_of(i), op);
-      // A try that lost its race may have left another line's bytes before the transfer failed.
-      return status == nvme::kSuccess ? detail::bit_cast<value_type>(op.value) : value_type();
+      return detail::bit_cast<value_type>(
+          base::opaque(&detail::load_slow<kAccessBytes>)(cache, volume, line_begin, i * sizeof(T)));
     } else {
       value_type value;
       const detail::span own = span_of(i, 1, &value);
