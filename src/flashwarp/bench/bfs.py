@@ -9,8 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from flashwarp.bench import graph_ways
-from flashwarp.bench.graph_ways import PARTS, Papers, Search
+from flashwarp.bench import graph_parts
+from flashwarp.bench.graph_bench import Options, Papers
+from flashwarp.bench.graph_parts import PARTS
+from flashwarp.bench.graph_solve import Search
 from flashwarp.bench.report import Report
 
 __all__ = ["run"]
@@ -29,17 +31,14 @@ def run(
     runs: Annotated[int, "How often each way has its turn."] = 3,
 ) -> Report:
     """Search through every way to read the lists."""
-    return graph_ways.run(
+    return graph_parts.run(
         device,
         folder,
         "Breadth-first search",
         lambda where, made: Search(where, made, made.pick_sources(sources, seed=1)),
         Papers("11.9 (BaM Fig. 8)", "6.07 (BaM Fig. 8)"),
+        Options(line=line, file_line=file_line, share=share, runs=runs),
         graph,
         small,
         parts,
-        line,
-        file_line,
-        share,
-        runs,
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from flashwarp.bench import graph_ways
-from flashwarp.bench.graph_ways import PARTS, Components, Papers
+from flashwarp.bench import graph_parts
+from flashwarp.bench.graph_bench import Options, Papers
+from flashwarp.bench.graph_parts import PARTS
+from flashwarp.bench.graph_solve import Components
 from flashwarp.bench.report import Report
 
 __all__ = ["run"]
@@ -28,17 +30,14 @@ def run(
     runs: Annotated[int, "How often each way has its turn."] = 3,
 ) -> Report:
     """Find components through every way to read the lists."""
-    return graph_ways.run(
+    return graph_parts.run(
         device,
         folder,
         "Connected components",
         Components,
         Papers("12.65 (BaM Fig. 8)", "11.24 (BaM Fig. 8)"),
+        Options(line=line, file_line=file_line, share=share, runs=runs),
         graph,
         small,
         parts,
-        line,
-        file_line,
-        share,
-        runs,
     )

@@ -1,0 +1,139 @@
+"""What all parts of the graph benchmarks share: options, turns, rows.
+
+`GraphBench` holds the device, the compiled kernels and the report. Each part is a function over it,
+in `graph_ways.py` (ways to reach the lists), `graph_drives.py` (modelled drives) and
+`graph_interface.py` (what the interface costs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flashwarp as fw
+from flashwarp import graphs
+from flashwarp.bench.graph_solve import KERNELS, Algorithm, Reader
+from flashwarp.bench.report import Report, Row
+from flashwarp.bench.timing import in_turns
+from flashwarp.device import Device
+
+__all__ = ["GraphBench", "Options", "Papers", "cache_bytes"]
+
+
+@dataclass(frozen=True)
+class Papers:
+    """What the papers measured, to stand beside ours."""
+
+    cached_over_none: str = ""
+    reuse_over_naive: str = ""
+    four_drives: str = ""
+    kinds: tuple[tuple[str, str], ...] = ()
+    """By the name of a modelled drive."""
+    interface: tuple[tuple[str, str], ...] = ()
+    """By the generator of the graph."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run measures; all sizes are text, as `flashwarp.open` takes them."""
+
+    line: str = "4 KiB"
+    file_line: str = "64 KiB"
+    share: float = 0.5
+    """Size of the cache in sizes of the lists."""
+    slower: float = 1
+    """Divides the ceilings of the modelled drives."""
+    runs: int = 3
+
+
+@dataclass
+class GraphBench:
+    """One algorithm on one device."""
+
+    device: Device
+    report: Report
+    make: Callable[[Device, graphs.CsrGraph], Algorithm]
+    papers: Papers
+    options: Options
+
+    def __post_init__(self) -> None:
+        self.program = fw.compile(KERNELS, self.device)
+
+    def turns(
+        self, algorithm: Algorithm, ways: Mapping[str, Callable[[], float]]
+    ) -> tuple[dict[str, float], dict[str, bool]]:
+        """Rates of all ways, in billions of entries a second, and whether each was right."""
+        right: dict[str, bool] = {}
+
+        def measured(name: str, way: Callable[[], float]) -> float:
+            seconds = way()
+            if name not in right:
+                right[name] = algorithm.right()
+            return seconds
+
+        seconds = in_turns(
+            {name: partial(measured, name, way) for name, way in ways.items()}, self.options.runs
+        )
+        return {name: algorithm.entries / taken / 1e9 for name, taken in seconds.items()}, right
+
+    def add(
+        self,
+        name: str,
+        rate: float,
+        right: bool,
+        against: str = "",
+        reference: float = 0.0,
+        target: float = 0.0,
+        paper: str = "",
+        note: str = "",
+    ) -> None:
+        """Add a rate; `reference` counts only where `against` says what it is."""
+        self.report.add(
+            Row(
+                name,
+                rate,
+                "G entries/s",
+                against,
+                reference if against else 0.0,
+                target,
+                right,
+                paper,
+                note,
+            )
+        )
+
+    def algorithm(self, stack: ExitStack, graph: graphs.CsrGraph) -> Algorithm:
+        """Make the algorithm for a graph, closed with the stack."""
+        algorithm = self.make(self.device, graph)
+        stack.callback(algorithm.close)
+        return algorithm
+
+    def reader(
+        self,
+        stack: ExitStack,
+        graph: graphs.CsrGraph,
+        array: fw.Array,
+        in_place: int = 0,
+    ) -> Reader:
+        """Make a reader of the graph's lists, closed with the stack."""
+        reader = Reader(self.program, graph, array, in_place)
+        stack.callback(reader.close)
+        return reader
+
+    def open_memory(self, storage: Any, cache: float) -> fw.Array:
+        """Open lists in memory, with so many bytes of cache."""
+        return fw.from_storage(
+            storage,
+            "uint32",
+            device=self.device,
+            cache=cache_bytes(cache),
+            line=self.options.line,
+        )
+
+
+def cache_bytes(wanted: float) -> int:
+    """As large as wanted, if that is not too small to be a cache."""
+    return max(int(wanted), 1 << 20)
