@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from flashwarp.bench.modelled import modelled
 from flashwarp.bench.report import Report, Row, machine_facts
 from flashwarp.bench.timing import in_turns, wall_seconds
 from flashwarp.device import Device, resolve
@@ -54,22 +55,10 @@ def run(
     )
     count = (mib << 20) // _ROW_BYTES
     data = np.arange(count * (_ROW_BYTES // 8), dtype=np.int64).reshape(count, -1)
-    model = _model(drive, slower)
+    model = modelled(drive, slower)
     _sweep_tier(report, where, data, rows, model, runs)
     _sweep_drives(report, where, data, rows, model, runs)
     return report
-
-
-def _model(drive: str, slower: int) -> fw.SSDModel:
-    model = fw.SSDModel.named(drive)
-    if slower == 1:
-        return model
-    return replace(
-        model,
-        name=f"{model.name}, ceilings divided by {slower}",
-        read_iops=tuple((size, per_s / slower) for size, per_s in model.read_iops),
-        read_bytes_per_s=model.read_bytes_per_s / slower,
-    )
 
 
 def _controller(device: Device, model: fw.SSDModel, number: int = 0) -> fw.SoftwareController:

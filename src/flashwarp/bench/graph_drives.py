@@ -1,0 +1,159 @@
+"""Graphs over modelled drives: BaM's Figures 7, 9 and 11.
+
+The lists lie in memory, dealt line by line to drives that are models: a controller each, whose
+completions keep to the latency and the ceilings of the drive (docs/ssd_model.md). Commands,
+completions, cache and data are real.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import flashwarp as fw
+from flashwarp import graphs
+from flashwarp.bench.graph_bench import GraphBench, cache_bytes
+from flashwarp.bench.modelled import modelled
+from flashwarp.config import parse_bytes
+
+__all__ = ["figure7", "figure9", "figure11", "open_drives"]
+
+# BaM: 8 GB of cache for lists of 32 GB.
+_SHARE = 1 / 4
+_COUNTS = (1, 2, 4, 8)
+_KINDS = ("P5800X", "PM1735", "980 Pro")
+_QUEUE_PAIRS = (128, 64, 40, 20, 8, 4)
+_FOUR = 4
+
+
+@dataclass(frozen=True)
+class _Drives:
+    """How many drives of which kind, and the queue pairs of all together."""
+
+    kind: str
+    count: int
+    queue_pairs: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.count} modelled drive{'s' if self.count > 1 else ''} {self.kind}"
+
+
+def figure7(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """More and more drives of the fastest kind."""
+    one = 0.0
+    for count in _COUNTS:
+        drives = _Drives(_KINDS[0], count)
+        rate, right, read = _solve(bench, graph, drives)
+        one = one or rate
+        bench.add(
+            f"figure 7: {drives}",
+            rate,
+            right,
+            "as many times one drive" if count > 1 else "",
+            one * count,
+            paper=bench.papers.four_drives if count == _FOUR else "",
+            note=read,
+        )
+
+
+def figure9(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """Four drives of each kind of BaM's Table 2."""
+    papers = dict(bench.papers.kinds)
+    fastest = 0.0
+    for kind in _KINDS:
+        drives = _Drives(kind, _FOUR)
+        rate, right, read = _solve(bench, graph, drives)
+        fastest = fastest or rate
+        bench.add(
+            f"figure 9: {drives}",
+            rate,
+            right,
+            f"{_FOUR} {_KINDS[0]}" if kind != _KINDS[0] else "",
+            fastest,
+            paper=papers.get(kind, ""),
+            note=read,
+        )
+
+
+def figure11(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """Fewer and fewer queue pairs for four drives together."""
+    most = 0.0
+    for pairs in _QUEUE_PAIRS:
+        drives = _Drives(_KINDS[0], _FOUR, pairs)
+        rate, right, read = _solve(bench, graph, drives)
+        most = most or rate
+        bench.add(
+            f"figure 11: {drives}, {pairs} queue pairs",
+            rate,
+            right,
+            f"{_QUEUE_PAIRS[0]} queue pairs" if pairs != _QUEUE_PAIRS[0] else "",
+            most,
+            paper="1.0 above 40 pairs (BaM Fig. 11)" if 40 < pairs < _QUEUE_PAIRS[0] else "",
+            note=read,
+        )
+
+
+def _solve(bench: GraphBench, graph: graphs.CsrGraph, drives: _Drives) -> tuple[float, bool, str]:
+    """Rate over these drives, whether the answer was right, and what was read for it."""
+    lists = graph.in_memory()
+    with ExitStack() as stack:
+        array = stack.enter_context(
+            open_drives(
+                bench, lists, lists.nbytes * _SHARE, drives.kind, drives.count, drives.queue_pairs
+            )
+        )
+        reader = bench.reader(stack, graph, array)
+        algorithm = bench.algorithm(stack, graph)
+        speed, right = bench.turns(
+            algorithm, {"cached": partial(reader.solve, algorithm, "cached")}
+        )
+        stats = array.stats
+        solved = bench.options.runs + 1
+        seconds = algorithm.entries / speed["cached"] / 1e9
+        note = (
+            f"read {stats.bytes_read / solved / (4 * algorithm.entries):.2f} bytes for each byte "
+            f"needed, {stats.bytes_read / solved / seconds / 1e9:.3g} GB/s"
+        )
+    return speed["cached"], right["cached"], note
+
+
+def open_drives(
+    bench: GraphBench,
+    data: NDArray[Any],
+    cache: float | fw.Cache,
+    kind: str,
+    count: int,
+    queue_pairs: int = 128,
+) -> fw.Array:
+    """Open one axis of elements over `count` modelled drives, striped by lines."""
+    line = parse_bytes(bench.options.line)
+    stripes = -(-data.nbytes // (line * count)) * count
+    padded = np.zeros(stripes * line // data.itemsize, data.dtype)
+    padded[: len(data)] = data
+    dealt = padded.reshape(-1, count, line // data.itemsize)
+    members = [
+        fw.storage.Memory(np.ascontiguousarray(dealt[:, n]).reshape(-1), writable=False)
+        for n in range(count)
+    ]
+    return fw.from_storage(
+        members,
+        data.dtype,
+        len(data),
+        layout="stripe",
+        stripe_bytes=line,
+        device=bench.device,
+        cache=cache if isinstance(cache, fw.Cache) else cache_bytes(cache),
+        line=line,
+        controller=[
+            fw.SoftwareController(
+                queue_pairs=queue_pairs // count,
+                model=modelled(kind, bench.options.slower, seed=n + 1),
+            )
+            for n in range(count)
+        ],
+    )
