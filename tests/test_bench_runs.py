@@ -3,7 +3,8 @@
 import pytest
 
 from flashwarp._jit.compiler import Source, compile_source
-from flashwarp.bench import bfs, cc, ctc, registers, tiers, vectoradd
+from flashwarp.bench import bfs, cc, ctc, registers, spmv, tiers, vectoradd
+from flashwarp.errors import ArgumentError
 
 
 def right(report):
@@ -14,12 +15,43 @@ def right(report):
 
 @pytest.mark.parametrize("bench", [bfs, cc])
 def test_every_part_of_the_graph_benchmarks(tmp_path, bench):
-    rows = right(bench.run("cpu", tmp_path, graph="kron:10", small="kron:8", runs=1))
-
-    assert all(
-        any(name.startswith(part) for name in rows)
-        for part in ("pinned memory", "file", "figure 8", "figure 10")
+    rows = right(
+        bench.run("cpu", tmp_path, graph="kron:10", small="kron:8", uniform="urand:8", runs=1)
     )
+
+    assert all(row.checked for row in rows.values() if "bytes read" not in row.name)
+    for part in ("pinned memory", "file", *(f"figure {n}" for n in (7, 8, 9, 10, 11))):
+        assert any(name.startswith(part) for name in rows), part
+
+
+@pytest.mark.parametrize("bench", [bfs, cc])
+def test_graphs_over_modelled_drives_say_so(tmp_path, bench):
+    rows = right(
+        bench.run("cpu", tmp_path, graph="kron:10", parts="figure7,figure9,figure11", runs=1)
+    )
+
+    assert all("modelled drive" in name for name in rows)
+    assert [name for name in rows if name.startswith("figure 9")] == [
+        f"figure 9: 4 modelled drives {kind}" for kind in ("P5800X", "PM1735", "980 Pro")
+    ]
+
+
+def test_graph_benchmarks_refuse_parts_that_are_none(tmp_path):
+    with pytest.raises(ArgumentError, match="figure12"):
+        bfs.run("cpu", tmp_path, parts="memory,figure12")
+
+
+@pytest.mark.parametrize("bench", [bfs, spmv])
+def test_interface_is_measured_in_three_steps_on_both_graphs(tmp_path, bench):
+    options = {} if bench is spmv else {"parts": "interface"}
+    rows = right(bench.run("cpu", tmp_path, graph="kron:10", uniform="urand:10", runs=1, **options))
+
+    assert list(rows) == [
+        f"figure 11 of AGILE, {graph}: {step}"
+        for graph in ("kron:10", "urand:10")
+        for step in ("kernel on device memory", "all resident", "nothing resident")
+    ]
+    assert all(row.checked for row in rows.values())
 
 
 @pytest.mark.parametrize("gib", [1 / 1024, 1.3 / 1000])

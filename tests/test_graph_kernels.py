@@ -9,7 +9,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import graphs
 from flashwarp._jit.compiler import Source, compile_source
-from flashwarp.bench.graph_solve import KERNELS, Components, Reader, Search
+from flashwarp.bench.graph_solve import KERNELS, Components, Product, Reader, Search
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.graphs import Edges, EdgeSource, Rows
@@ -79,6 +79,28 @@ def test_components_are_those_of_scipy(program, kron, way):
     np.testing.assert_array_equal(
         labels_of(program, kron, way), reference_components(kron.matrix())
     )
+
+
+def test_product_is_that_of_scipy_and_a_wrong_one_is_told(program, kron):
+    product = Product(resolve("cpu"), kron)
+    held = kron.in_memory()
+    with ExitStack() as stack:
+        stack.callback(product.close)
+        cache = stack.enter_context(fw.Cache("64 KiB", device="cpu", line=512))
+        columns, values = (
+            stack.enter_context(fw.from_storage(fw.storage.Memory(x), x.dtype, cache=cache))
+            for x in (held, product.values)
+        )
+        reader = Reader(program, kron, columns, held.ctypes.data, values=values)
+        stack.callback(reader.close)
+        for way in ("cached", "plain"):
+            reader.solve(product, way)
+            assert product.right()
+        product.values[5] += 1  # in the storage
+
+        reader.solve(product, "cached")
+
+        assert not product.right()
 
 
 @pytest.mark.parametrize("line", [512, 4096, 65536])
@@ -171,4 +193,4 @@ def test_array_that_is_not_the_lists_of_the_graph_is_refused(tmp_path, kron):
 def test_kernels_compile_for_gpus(arch):
     kernels = compile_source(arch, Source.read(KERNELS)).kernels
 
-    assert len(kernels) == 14
+    assert len(kernels) == 16

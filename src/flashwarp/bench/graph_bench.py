@@ -117,9 +117,10 @@ class GraphBench:
         graph: graphs.CsrGraph,
         array: fw.Array,
         in_place: int = 0,
+        values: fw.Array | None = None,
     ) -> Reader:
         """Make a reader of the graph's lists, closed with the stack."""
-        reader = Reader(self.program, graph, array, in_place)
+        reader = Reader(self.program, graph, array, in_place, values=values)
         stack.callback(reader.close)
         return reader
 

@@ -21,14 +21,16 @@ from flashwarp.bench.graph_bench import GraphBench, cache_bytes
 from flashwarp.bench.modelled import modelled
 from flashwarp.config import parse_bytes
 
-__all__ = ["figure7", "figure9", "figure11", "open_drives"]
+__all__ = ["figure7", "figure9", "figure11", "most_queue_pairs", "open_drives"]
 
 # BaM: 8 GB of cache for lists of 32 GB.
 _SHARE = 1 / 4
 _COUNTS = (1, 2, 4, 8)
 _KINDS = ("P5800X", "PM1735", "980 Pro")
-_QUEUE_PAIRS = (128, 64, 40, 20, 8, 4)
 _FOUR = 4
+# Of all drives together. A CPU thread looks after every queue pair while it waits, and there are as
+# few threads as cores.
+_QUEUE_PAIRS = {"cuda": (128, 64, 40, 20, 8, 4), "cpu": (16, 8, 4)}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class _Drives:
 
     kind: str
     count: int
-    queue_pairs: int = 128
+    queue_pairs: int
 
     def __str__(self) -> str:
         return f"{self.count} modelled drive{'s' if self.count > 1 else ''} {self.kind}"
@@ -47,7 +49,7 @@ def figure7(bench: GraphBench, graph: graphs.CsrGraph) -> None:
     """More and more drives of the fastest kind."""
     one = 0.0
     for count in _COUNTS:
-        drives = _Drives(_KINDS[0], count)
+        drives = _Drives(_KINDS[0], count, most_queue_pairs(bench))
         rate, right, read = _solve(bench, graph, drives)
         one = one or rate
         bench.add(
@@ -66,7 +68,7 @@ def figure9(bench: GraphBench, graph: graphs.CsrGraph) -> None:
     papers = dict(bench.papers.kinds)
     fastest = 0.0
     for kind in _KINDS:
-        drives = _Drives(kind, _FOUR)
+        drives = _Drives(kind, _FOUR, most_queue_pairs(bench))
         rate, right, read = _solve(bench, graph, drives)
         fastest = fastest or rate
         bench.add(
@@ -82,8 +84,8 @@ def figure9(bench: GraphBench, graph: graphs.CsrGraph) -> None:
 
 def figure11(bench: GraphBench, graph: graphs.CsrGraph) -> None:
     """Fewer and fewer queue pairs for four drives together."""
-    most = 0.0
-    for pairs in _QUEUE_PAIRS:
+    most, first = 0.0, most_queue_pairs(bench)
+    for pairs in _QUEUE_PAIRS[bench.device.kind]:
         drives = _Drives(_KINDS[0], _FOUR, pairs)
         rate, right, read = _solve(bench, graph, drives)
         most = most or rate
@@ -91,9 +93,9 @@ def figure11(bench: GraphBench, graph: graphs.CsrGraph) -> None:
             f"figure 11: {drives}, {pairs} queue pairs",
             rate,
             right,
-            f"{_QUEUE_PAIRS[0]} queue pairs" if pairs != _QUEUE_PAIRS[0] else "",
+            f"{first} queue pairs" if pairs != first else "",
             most,
-            paper="1.0 above 40 pairs (BaM Fig. 11)" if 40 < pairs < _QUEUE_PAIRS[0] else "",
+            paper="1.0 above 40 pairs, less from 40 on (BaM Fig. 11)" if pairs != first else "",
             note=read,
         )
 
@@ -122,13 +124,18 @@ def _solve(bench: GraphBench, graph: graphs.CsrGraph, drives: _Drives) -> tuple[
     return speed["cached"], right["cached"], note
 
 
+def most_queue_pairs(bench: GraphBench) -> int:
+    """As many as BaM has, or as this device can look after."""
+    return _QUEUE_PAIRS[bench.device.kind][0]
+
+
 def open_drives(
     bench: GraphBench,
     data: NDArray[Any],
     cache: float | fw.Cache,
     kind: str,
     count: int,
-    queue_pairs: int = 128,
+    queue_pairs: int,
 ) -> fw.Array:
     """Open one axis of elements over `count` modelled drives, striped by lines."""
     line = parse_bytes(bench.options.line)

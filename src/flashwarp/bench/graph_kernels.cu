@@ -63,6 +63,33 @@ struct linking {
   FW_DEVICE void finish(bool) const {}
 };
 
+// The product of a sparse matrix with a vector. Vectors are memory of the device, and so are the
+// values where the lists are.
+struct product {
+  const float* values;
+  const float* x;
+  float* y;
+  uint64_t columns;
+};
+
+// One lane's part of a row.
+template <typename Values>
+struct sum_of_row {
+  Values& values;
+  const product& a;
+  float sum = 0;
+
+  FW_DEVICE void operator()(uint64_t, uint64_t i, uint32_t column) {
+    if (column < a.columns) sum += values[i] * a.x[column];
+  }
+  // All lanes have seen their parts of a piece of the row.
+  FW_DEVICE void finish(uint64_t row) {
+    const float all = graph::sum_of_lanes(sum);
+    if (warp::lane() == 0) atomic::add_relaxed(&a.y[row], all);
+    sum = 0;
+  }
+};
+
 // Loads an element by a command of its own, for the 512 bytes around it. On the direct path there
 // is no buffer to name in it: not for that.
 FW_DEVICE_NOINLINE uint32_t load_by_command(cache::page_cache* c, cache::volume* v, uint64_t byte) {
@@ -138,6 +165,11 @@ FW_DEVICE void plain(const input& in, const Algorithm& a) {
   by_chunk(in, a, graph::plain(in.entries));
 }
 
+template <typename Source, typename Values>
+FW_DEVICE void multiply(const input& in, const product& a, Source columns, Values values) {
+  graph::for_each(in.rows, columns, [](uint64_t) { return true; }, sum_of_row<Values>{values, a});
+}
+
 template <typename Algorithm>
 FW_DEVICE void by_warp(const input& in, const Algorithm& a) {
   const graph::rows& r = in.rows;
@@ -186,6 +218,17 @@ FW_GRAPH_KERNEL(cc_plain, bench::linking) { bench::plain(in, a); }
 FW_GRAPH_KERNEL(cc_by_warp, bench::linking) { bench::by_warp(in, a); }
 FW_GRAPH_KERNEL(cc_naive, bench::linking) { bench::naive(neighbours, in, a); }
 FW_GRAPH_KERNEL(cc_uncached, bench::linking) { bench::uncached(neighbours, in, a); }
+
+#define FW_PRODUCT_KERNEL(NAME)                                                   \
+  FW_KERNEL_RESIDENT(4)                                                           \
+  NAME([[maybe_unused]] const FW_GRID_CONSTANT fw::array<const uint32_t> columns, \
+       [[maybe_unused]] const FW_GRID_CONSTANT fw::array<const float> values,     \
+       const FW_GRID_CONSTANT bench::input in, const FW_GRID_CONSTANT bench::product a)
+
+FW_PRODUCT_KERNEL(spmv_cached) {
+  bench::multiply(in, a, fw::graph::cached(columns), fw::cursor<const float>(values));
+}
+FW_PRODUCT_KERNEL(spmv_plain) { bench::multiply(in, a, fw::graph::plain(in.entries), a.values); }
 
 // Every vertex is a tree of its own.
 FW_KERNEL cc_begin(uint32_t* parents, uint64_t vertices) {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from flashwarp import graphs
-from flashwarp.bench import graph_ways
+from flashwarp.bench import graph_drives, graph_ways
 from flashwarp.bench.graph_bench import GraphBench, Options, Papers
+from flashwarp.bench.graph_interface import interface
 from flashwarp.bench.graph_solve import Algorithm
 from flashwarp.bench.report import Report, machine_facts
 from flashwarp.device import Device, resolve
@@ -15,12 +18,21 @@ from flashwarp.errors import ArgumentError
 
 __all__ = ["PARTS", "run"]
 
-PARTS = "memory,file,figure8,figure10"
+PARTS = "memory,file,figure7,figure8,figure9,figure10,figure11,interface"
 
+# A few cores are no match for one drive.
+_SLOWER = {"cuda": 1, "cpu": 50}
+_GRAPHS = {
+    "cuda": {"graph": "kron:24", "small": "kron:20", "uniform": "urand:22"},
+    "cpu": {"graph": "kron:16", "small": "kron:12", "uniform": "urand:14"},
+}
 _ON_GRAPH = {
     "memory": graph_ways.memory,
     "file": graph_ways.file,
+    "figure7": graph_drives.figure7,
+    "figure9": graph_drives.figure9,
     "figure10": graph_ways.figure10,
+    "figure11": graph_drives.figure11,
 }
 
 
@@ -31,35 +43,32 @@ def run(
     make: Callable[[Device, graphs.CsrGraph], Algorithm],
     papers: Papers,
     options: Options,
-    graph: str,
-    small: str,
+    wanted: Mapping[str, str],
     parts: str,
 ) -> Report:
-    """Measure the parts that are named."""
-    wanted = parts.split(",")
-    if unknown := set(wanted) - set(PARTS.split(",")):
+    """Measure the parts that are named, on the graphs that are wanted or those of the device."""
+    if unknown := set(parts.split(",")) - set(PARTS.split(",")):
         raise ArgumentError(f"parts are {PARTS}, not {', '.join(sorted(unknown))}")
     where = resolve(device)
-    on_gpu = where.kind == "cuda"
-    names = {
-        "graph": graph or ("kron:24" if on_gpu else "kron:16"),
-        "small": small or ("kron:20" if on_gpu else "kron:12"),
-    }
+    options = replace(options, slower=options.slower or _SLOWER[where.kind])
+    names = {name: what or _GRAPHS[where.kind][name] for name, what in wanted.items()}
     report = Report(
         title=title,
-        settings={
-            **names,
-            "line": options.line,
-            "file_line": options.file_line,
-            "cache_share": options.share,
-        },
+        settings={**names, **asdict(options)},
         machine=machine_facts(where.describe()),
     )
     bench = GraphBench(where, report, make, papers, options)
-    made = {name: graphs.load(what, folder / name) for name, what in names.items()}
-    for part in wanted:
+
+    @functools.cache
+    def made(name: str) -> graphs.CsrGraph:
+        return graphs.load(names[name], folder / name)
+
+    for part in parts.split(","):
         if part == "figure8":
-            graph_ways.figure8(bench, made["small"])
+            graph_ways.figure8(bench, made("small"))
+        elif part == "interface":
+            for name in ("graph", "uniform"):
+                interface(bench, made(name), names[name])
         else:
-            _ON_GRAPH[part](bench, made["graph"])
+            _ON_GRAPH[part](bench, made("graph"))
     return report

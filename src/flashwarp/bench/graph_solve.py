@@ -24,7 +24,7 @@ from flashwarp.device import Device
 from flashwarp.graphs.reference import UNREACHED, check_components, check_distances
 from flashwarp.graphs.rows import RowsStruct
 
-__all__ = ["KERNELS", "Algorithm", "Components", "Reader", "Search"]
+__all__ = ["KERNELS", "Algorithm", "Components", "Product", "Reader", "Search"]
 
 KERNELS = Path(__file__).with_name("graph_kernels.cu")
 
@@ -62,16 +62,32 @@ class _Linking(ctypes.Structure):
     _fields_ = (("parents", ctypes.c_uint64), ("vertices", ctypes.c_uint64))
 
 
+class _Multiplying(ctypes.Structure):
+    """Mirror of `bench::product`."""
+
+    _fields_ = (
+        ("values", ctypes.c_uint64),
+        ("x", ctypes.c_uint64),
+        ("y", ctypes.c_uint64),
+        ("columns", ctypes.c_uint64),
+    )
+
+
 class Algorithm(ABC):
     """One algorithm on one graph; its answer stays on the device until the next `solve`."""
 
     name: str
     entries: int
     """Entries that one `solve` looks at."""
+    values: NDArray[np.float32] | None = None
+    """One for each entry, where the kernels read them beside the lists."""
 
     @abstractmethod
-    def solve(self, launch: Launch, program: Program) -> float:
-        """Find the answer with the kernels that `launch` chooses; return the seconds it took."""
+    def solve(self, launch: Launch, program: Program, begin: Callable[[], None]) -> float:
+        """Find the answer with the kernels that `launch` chooses; return the seconds it took.
+
+        What `begin` takes, which is called before each of several rounds, does not count.
+        """
 
     @abstractmethod
     def right(self) -> bool:
@@ -96,9 +112,15 @@ class Search(Algorithm):
         self.answers: list[NDArray[np.uint32]] = []
         self.entries = 0
 
-    def solve(self, launch: Launch, program: Program) -> float:  # noqa: ARG002 (see Algorithm)
+    def solve(
+        self,
+        launch: Launch,
+        program: Program,  # noqa: ARG002 (see Algorithm)
+        begin: Callable[[], None],
+    ) -> float:
         seconds, self.answers = 0.0, []
         for source in self._sources:
+            begin()
             self._device.fill(self._distances.address, 0xFF, 4 * self._graph.vertices)
             self._device.upload(self._distances.address + 4 * source, np.zeros(1, np.uint32))
             start = time.perf_counter()
@@ -150,8 +172,9 @@ class Components(Algorithm):
         self._parents = device.allocate(4 * graph.vertices)
         self.entries = graph.entries
 
-    def solve(self, launch: Launch, program: Program) -> float:
+    def solve(self, launch: Launch, program: Program, begin: Callable[[], None]) -> float:
         vertices = self._graph.vertices
+        begin()
         self._device.synchronize()
         start = time.perf_counter()
         program["cc_begin"](self._parents, vertices, warps=-(-vertices // 32))
@@ -173,8 +196,65 @@ class Components(Algorithm):
         self._parents.close()
 
 
+class Product(Algorithm):
+    """The product of a sparse matrix, whose entries have values made at random, with a vector.
+
+    All numbers are small and whole, so sums are exact in whatever order they are made.
+    """
+
+    name = "spmv"
+
+    def __init__(self, device: Device, graph: graphs.CsrGraph) -> None:
+        random = np.random.default_rng(1)
+        values = random.integers(1, 4, graph.entries).astype(np.float32)
+        x = random.integers(1, 3, graph.vertices).astype(np.float32)
+        matrix = graph.matrix()
+        matrix.data = values.astype(np.float64)
+        self._expected = matrix @ x
+        self.values, self.entries = values, graph.entries
+        self._device = device
+        self._vertices = graph.vertices
+        self._plain_values = device.allocate(values.nbytes)
+        device.upload(self._plain_values.address, values)
+        self._x = device.allocate(x.nbytes)
+        device.upload(self._x.address, x)
+        self._y = device.allocate(x.nbytes)
+
+    def solve(
+        self,
+        launch: Launch,
+        program: Program,  # noqa: ARG002 (see Algorithm)
+        begin: Callable[[], None],
+    ) -> float:
+        begin()
+        self._device.fill(self._y.address, 0, self._y.nbytes)
+        self._device.synchronize()
+        given = _Multiplying(
+            values=self._plain_values.address,
+            x=self._x.address,
+            y=self._y.address,
+            columns=self._vertices,
+        )
+        start = time.perf_counter()
+        launch("spmv", given)
+        return time.perf_counter() - start
+
+    def right(self) -> bool:
+        y = np.empty(self._vertices, np.float32)
+        self._device.download_into(self._y.address, y)
+        return bool((y == self._expected).all())
+
+    def close(self) -> None:
+        self._y.close()
+        self._x.close()
+        self._plain_values.close()
+
+
 class Reader:
-    """The lists of a graph through one array, or in place at an address."""
+    """The lists of a graph through one array, or in place at an address.
+
+    `values`, for algorithms that have them, lie in an array of their own on the same cache.
+    """
 
     def __init__(
         self,
@@ -183,30 +263,49 @@ class Reader:
         array: fw.Array,
         in_place: int = 0,
         ahead: int | None = None,
+        values: fw.Array | None = None,
     ) -> None:
-        self.array = array
+        self.arrays = [array] if values is None else [array, values]
         self._program = program
         self._graph = graph
         self._in_place = in_place
         self._rows = graphs.Rows(graph, array, ahead)
 
     def solve(
-        self, algorithm: Algorithm, way: str, *, cold: bool = True, fill_from: int = 0
+        self,
+        algorithm: Algorithm,
+        way: str,
+        *,
+        cold: bool = True,
+        each: bool = False,
+        fill_from: int = 0,
     ) -> float:
-        """Run in one way; return seconds. `cold`: with nothing in the cache at the start."""
+        """Run in one way; return seconds.
+
+        `cold`: with nothing in the cache at the start; `each`: of each round of the algorithm.
+        """
         if cold:
-            self.array.drop_cache()
+            self._drop()
         given = _Input(rows=self._rows.handle, entries=self._in_place, fill_from=fill_from)
         given.rows.backwards = 0
         lanes = _THREADS_A_VERTEX.get(way)
         items = self._rows.chunks if lanes is None else -(-self._graph.vertices * lanes // 32)
 
         def launch(kernel: str, state: ctypes.Structure) -> None:
-            self._program[f"{kernel}_{way}"](self.array, given, state, warps=items)
-            self.array.synchronize()
+            self._program[f"{kernel}_{way}"](*self.arrays, given, state, warps=items)
+            for array in self.arrays:
+                array.synchronize()
             given.rows.backwards ^= 1
 
-        return algorithm.solve(launch, self._program)
+        return algorithm.solve(launch, self._program, self._drop if each else _nothing)
+
+    def _drop(self) -> None:
+        for array in self.arrays:
+            array.drop_cache()
 
     def close(self) -> None:
         self._rows.close()
+
+
+def _nothing() -> None:
+    pass
