@@ -24,13 +24,21 @@ graph = typer.Typer(
 def make(
     what: Annotated[
         str,
-        typer.Argument(help="kron:SCALE, urand:SCALE, or a file: .mtx, .npz, or a list of edges."),
+        typer.Argument(
+            help="kron:SCALE, urand:SCALE, a file: .mtx, .npz, or a list of edges; or a folder."
+        ),
     ],
     folder: Annotated[Path, typer.Argument(help="Where offsets.npy and neighbours.npy go.")],
     edge_factor: Annotated[int, typer.Option(help="Edges drawn for each vertex.")] = 16,
     seed: Annotated[int, typer.Option(help="Of a generated graph.")] = 1,
     directed: Annotated[
         bool, typer.Option("--directed", help="Store edges of a file one way only.")
+    ] = False,
+    by_degree: Annotated[
+        bool,
+        typer.Option(
+            "--by-degree", help="Number vertices by falling degree: searches read less of the file."
+        ),
     ] = False,
     memory: Annotated[str, typer.Option(help="For edges, before they go to files.")] = "2 GiB",
 ) -> None:
@@ -43,6 +51,7 @@ def make(
         edge_factor=edge_factor,
         seed=seed,
         symmetric=not directed,
+        by_degree=by_degree,
         memory_bytes=parse_bytes(memory),
     )
     _tell(made)
@@ -66,4 +75,6 @@ def _tell(found: CsrGraph) -> None:
         f"degree     mean {degrees.mean():.1f}, median {np.median(degrees):.0f}, "
         f"most {degrees.max():,}"
     )
+    if found.labels is not None:
+        typer.echo("order      by falling degree; the labels are in labels.npy")
     typer.echo(f"files      {found.folder}, neighbours {4 * found.entries / 2**20:,.1f} MiB")

@@ -12,6 +12,7 @@ from flashwarp.graphs.csr import CsrGraph
 from flashwarp.graphs.edges import Edges, EdgeSource
 from flashwarp.graphs.generate import kronecker, uniform
 from flashwarp.graphs.inputs import load, source_of
+from flashwarp.graphs.order import by_degree
 from flashwarp.graphs.rows import Rows
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "EdgeSource",
     "Edges",
     "Rows",
+    "by_degree",
     "kronecker",
     "load",
     "source_of",

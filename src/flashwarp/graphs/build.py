@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from flashwarp import npy
 from flashwarp.errors import ArgumentError, FileFormatError
-from flashwarp.graphs.csr import NEIGHBOURS, OFFSETS, WEIGHTS, CsrGraph
+from flashwarp.graphs.csr import NEIGHBOURS, OFFSETS, WEIGHTS, CsrGraph, begin, finish
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource, parallel_map
 
 __all__ = ["MEMORY_BYTES", "write_csr"]
@@ -46,10 +46,10 @@ def write_csr(source: EdgeSource, folder: Path, memory_bytes: int = MEMORY_BYTES
     if not 1 <= source.vertices <= VERTICES_MAX:
         raise ArgumentError(f"{source.vertices} vertices: 1 to {VERTICES_MAX} fit into 4 bytes")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / WEIGHTS).unlink(missing_ok=True)
+    begin(folder, source.labels)
     dtype: np.dtype[Any] = _RECORD if source.weighted else np.dtype("<u8")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
-        buckets = _Buckets(source.vertices, dtype, Path(scratch), memory_bytes)
+        buckets = _Buckets(source, dtype, Path(scratch), memory_bytes)
         for pieces in parallel_map(lambda edges: _deal(edges, source, buckets), source.edges):
             buckets.add(pieces)
         buckets.seal()
@@ -57,19 +57,19 @@ def write_csr(source: EdgeSource, folder: Path, memory_bytes: int = MEMORY_BYTES
     with (folder / OFFSETS).open("wb") as file:
         file.write(npy.header(offsets.shape, offsets.dtype))
         offsets.tofile(file)
-    return CsrGraph(folder, offsets, source.weighted)
+    finish(folder, source.labels)
+    return CsrGraph(folder, offsets, source.weighted, source.labels)
 
 
 class _Buckets:
     """Records by range of vertices: in memory until there are too many, in files from then on."""
 
     def __init__(
-        self, vertices: int, dtype: np.dtype[Any], scratch: Path, memory_bytes: int
+        self, source: EdgeSource, dtype: np.dtype[Any], scratch: Path, memory_bytes: int
     ) -> None:
-        count = min(_BUCKETS, vertices)
         self.dtype = dtype
-        self.first_vertices = np.arange(count + 1, dtype=np.uint64) * np.uint64(vertices)
-        self.first_vertices //= np.uint64(count)
+        self.first_vertices = _bounds(source)
+        count = len(self.first_vertices) - 1
         self._scratch = scratch
         self._budget = memory_bytes
         self._held: list[list[NDArray[Any]]] = [[] for _ in range(count)]
@@ -113,6 +113,20 @@ class _Buckets:
 
     def _path(self, number: int) -> Path:
         return self._scratch / str(number)
+
+
+def _bounds(source: EdgeSource) -> NDArray[np.uint64]:
+    """Return the first vertex of each bucket, and the number of vertices."""
+    count = min(_BUCKETS, source.vertices)
+    if source.degrees is None:
+        return (
+            np.arange(count + 1, dtype=np.uint64) * np.uint64(source.vertices) // np.uint64(count)
+        )
+    # As many edges in each. A bucket may be without vertices, beside one that has a hub.
+    before = np.cumsum(source.degrees) - source.degrees
+    wanted = np.arange(1, count) * int(source.degrees.sum()) // count
+    cuts = np.searchsorted(before, wanted)
+    return np.concatenate([[0], cuts, [source.vertices]]).astype(np.uint64)
 
 
 def _deal(edges: Edges, source: EdgeSource, buckets: _Buckets) -> list[NDArray[Any]]:

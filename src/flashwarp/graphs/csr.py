@@ -2,11 +2,16 @@
 
 The list of vertex v is neighbours[offsets[v]:offsets[v + 1]]. Offsets are int64, neighbours uint32,
 weights float32. Offsets live in memory, 8 bytes a vertex; the rest is opened as an `Array`.
+
+That is version 1 of the format, and has no other file. In version 2 vertices are numbered by
+falling degree: `labels.npy` (uint32) has the user's label of each vertex, and `graph.json` the
+version. Each of the two without the other is an error, so that nobody takes numbers for labels.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +24,11 @@ from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.npy import read_layout
 from flashwarp.opening import open as open_array
 
-__all__ = ["NEIGHBOURS", "OFFSETS", "WEIGHTS", "CsrGraph"]
+__all__ = ["NEIGHBOURS", "OFFSETS", "WEIGHTS", "CsrGraph", "begin", "finish"]
 
 OFFSETS, NEIGHBOURS, WEIGHTS = "offsets.npy", "neighbours.npy", "weights.npy"
+_LABELS, _FORMAT = "labels.npy", "graph.json"
+_BY_DEGREE = {"version": 2, "order": "degree"}
 
 # What `check` looks at a time.
 _CHECK_ENTRIES = 1 << 24
@@ -39,6 +46,9 @@ class CsrGraph:
         One more than vertices, in memory.
     weighted : bool
         Whether there is a weight for each entry.
+    labels : ndarray of uint32 or None
+        What the user calls each vertex; None where that is its number. Files, offsets, degrees and
+        kernels have numbers; `vertex_of`, `by_label` and `by_vertex` lead from one to the other.
 
     Examples
     --------
@@ -52,6 +62,7 @@ class CsrGraph:
     folder: Path
     offsets: NDArray[np.int64]
     weighted: bool
+    labels: NDArray[np.uint32] | None = None
 
     @classmethod
     def open(cls, folder: str | Path) -> CsrGraph:
@@ -74,7 +85,7 @@ class CsrGraph:
             )
         if weighted and _entries_of(folder / WEIGHTS, np.dtype(np.float32)) != entries:
             raise FileFormatError(f"{folder}: there is not one weight for each neighbour")
-        return cls(folder, offsets, weighted)
+        return cls(folder, offsets, weighted, _load_labels(folder, len(offsets) - 1))
 
     @property
     def vertices(self) -> int:
@@ -90,6 +101,44 @@ class CsrGraph:
     def degrees(self) -> NDArray[np.int64]:
         """Length of each list."""
         return np.diff(self.offsets)
+
+    @functools.cached_property
+    def _vertices(self) -> NDArray[np.uint32]:
+        """The number of each label."""
+        assert self.labels is not None
+        numbers = np.empty(self.vertices, np.uint32)
+        numbers[self.labels] = np.arange(self.vertices, dtype=np.uint32)
+        return numbers
+
+    def vertex_of(self, label: int) -> int:
+        """Return the number of the vertex that the user calls `label`."""
+        if not 0 <= label < self.vertices:
+            raise ArgumentError(f"{label} is not one of {self.vertices} vertices")
+        return label if self.labels is None else int(self._vertices[label])
+
+    def labels_of(self, vertices: NDArray[Any]) -> NDArray[np.uint32]:
+        """Return what the user calls these vertices."""
+        found: NDArray[np.uint32] = vertices.astype(np.uint32)
+        return found if self.labels is None else self.labels[found]
+
+    def by_label(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Put what each vertex has in the order of the user's labels."""
+        return values if self.labels is None else values[self._vertices]
+
+    def by_vertex(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Put what each label has in the order of the vertices."""
+        return values if self.labels is None else values[self.labels]
+
+    def smallest_labels(self, roots: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Return the smallest label of the component of each label.
+
+        `roots` has the same vertex for all vertices of a component.
+        """
+        roots = self.by_label(roots)
+        smallest = np.empty(self.vertices, np.uint32)
+        # Of several values for one place numpy keeps the last: here, that of the smallest label.
+        smallest[roots[::-1]] = np.arange(self.vertices, dtype=np.uint32)[::-1]
+        return smallest[roots]
 
     @property
     def neighbours_path(self) -> Path:
@@ -117,7 +166,10 @@ class CsrGraph:
         return lists
 
     def matrix(self) -> Any:
-        """Make the scipy matrix of the whole graph, in memory; weights of one if it has none."""
+        """Make the scipy matrix of the whole graph, in memory; weights of one if it has none.
+
+        Rows and columns are the user's labels.
+        """
         from scipy.sparse import csr_matrix
 
         # csgraph converts anything but float64 at every call.
@@ -126,11 +178,13 @@ class CsrGraph:
         else:
             values = np.ones(self.entries, np.float64)
         shape = (self.vertices, self.vertices)
-        return csr_matrix((values, self.in_memory(), self.offsets), shape=shape)
+        columns = self.labels_of(self.in_memory())
+        matrix = csr_matrix((values, columns, self.offsets), shape=shape)
+        return matrix if self.labels is None else matrix[self._vertices]
 
     def pick_sources(self, count: int, seed: int, degree_min: int = 3) -> list[int]:
-        """Pick start vertices with more than two neighbours, as the BaM paper does."""
-        eligible = np.flatnonzero(self.degrees >= degree_min)
+        """Pick labels with more than two neighbours, as the BaM paper does."""
+        eligible = np.flatnonzero(self.by_label(self.degrees) >= degree_min)
         if len(eligible) < count:
             raise ArgumentError(
                 f"{len(eligible)} vertices have {degree_min} neighbours or more, not {count}"
@@ -149,6 +203,43 @@ class CsrGraph:
                     f"{self.neighbours_path}: entry {at} is {lists[at]}, and there are "
                     f"{self.vertices} vertices"
                 )
+
+
+def begin(folder: Path, labels: NDArray[np.uint32] | None) -> None:
+    """Prepare a folder for a graph: until `finish`, one with labels does not open."""
+    for name in (WEIGHTS, _FORMAT, _LABELS):
+        (folder / name).unlink(missing_ok=True)
+    if labels is not None:
+        np.save(folder / _LABELS, labels)
+
+
+def finish(folder: Path, labels: NDArray[np.uint32] | None) -> None:
+    """Say that all files of a graph are there."""
+    if labels is not None:
+        (folder / _FORMAT).write_text(json.dumps(_BY_DEGREE) + "\n")
+
+
+def _load_labels(folder: Path, vertices: int) -> NDArray[np.uint32] | None:
+    named, there = folder / _FORMAT, (folder / _LABELS).exists()
+    if not named.exists():
+        if there:
+            raise FileFormatError(f"{folder}: {_LABELS} without {_FORMAT}: not written to its end")
+        return None
+    try:
+        found = json.loads(named.read_text())
+    except ValueError as error:
+        raise FileFormatError(f"{named} is damaged: {error}") from error
+    if found != _BY_DEGREE:
+        raise FileFormatError(f"{named} says {found}: a graph of another version of flashwarp")
+    if _entries_of(folder / _LABELS, np.dtype(np.uint32)) != vertices:
+        raise FileFormatError(f"{folder}: there is not one label for each of {vertices} vertices")
+    labels: NDArray[np.uint32] = np.load(folder / _LABELS)
+    seen = np.zeros(vertices, bool)
+    seen[labels[labels < vertices]] = True
+    if not seen.all():
+        missing = int(np.flatnonzero(~seen)[0])
+        raise FileFormatError(f"{folder / _LABELS}: no vertex has label {missing}")
+    return labels
 
 
 def _load_offsets(path: Path) -> NDArray[np.int64]:

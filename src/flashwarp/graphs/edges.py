@@ -40,6 +40,10 @@ class EdgeSource:
     symmetric: bool
     """Whether each edge is to be stored in both directions."""
     weighted: bool = False
+    degrees: NDArray[np.int64] | None = None
+    """How many edges each vertex has, where that is known: work is then dealt by it."""
+    labels: NDArray[np.uint32] | None = None
+    """What the user calls each vertex, where that is not its number."""
 
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

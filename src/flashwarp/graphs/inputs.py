@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import tempfile
 import warnings
 import zipfile
 import zlib
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.graphs import order
 from flashwarp.graphs.build import MEMORY_BYTES, write_csr
 from flashwarp.graphs.csr import CsrGraph
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource
@@ -40,6 +42,7 @@ def load(
     edge_factor: int = EDGE_FACTOR,
     seed: int = 1,
     symmetric: bool = True,
+    by_degree: bool = False,
     memory_bytes: int = MEMORY_BYTES,
 ) -> CsrGraph:
     r"""Make a graph, or open the one that `what` is.
@@ -52,11 +55,14 @@ def load(
         text with two vertices a line, counted from 0, and perhaps a weight; lines that begin with
         ``#`` or ``%`` are passed over. Text may be compressed (``.gz``).
     folder : str or Path
-        Where its files go; not used when `what` is a folder.
+        Where its files go; not used when `what` is a folder, unless its graph is to be ordered.
     edge_factor, seed : int
         Of a generated graph: edges drawn for each vertex, and the random stream.
     symmetric : bool
         Store the edges of a file in both directions. Generated graphs always are.
+    by_degree : bool
+        Number the vertices by falling degree, so that searches read less from a file; see
+        `graphs.by_degree`. Takes twice the time and, meanwhile, twice the disk.
     memory_bytes : int
         Edges held in memory before they are sorted by way of files.
 
@@ -73,10 +79,19 @@ def load(
     >>> load(folder / "triangle.txt", folder / "triangle").in_memory().tolist()
     [1, 2, 0, 2, 0, 1]
     """
+    folder = Path(folder)
     if Path(what).is_dir():
-        return CsrGraph.open(what)
+        found = CsrGraph.open(what)
+        if not by_degree or found.labels is not None:
+            return found
+        return order.by_degree(found, folder, memory_bytes=memory_bytes)
     source = source_of(what, edge_factor=edge_factor, seed=seed, symmetric=symmetric)
-    return write_csr(source, Path(folder), memory_bytes)
+    if not by_degree:
+        return write_csr(source, folder, memory_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".as-given-") as scratch:
+        given = write_csr(source, Path(scratch), memory_bytes)
+        return order.by_degree(given, folder, memory_bytes=memory_bytes)
 
 
 def source_of(

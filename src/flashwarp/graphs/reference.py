@@ -67,8 +67,9 @@ def check_distances(graph: CsrGraph, source: int, distances: NDArray[np.uint32])
 
     The source is at 0, everybody else who was reached has a neighbour one step nearer, and along no
     edge the distance grows by more than one: so it is neither too short nor too long. Reads all
-    lists once; works for graphs that scipy could not hold.
+    lists once; works for graphs that scipy could not hold. Source and distances are by label.
     """
+    distances, source = graph.by_vertex(distances), graph.vertex_of(source)
     if distances[source] != 0 or int((distances == 0).sum()) != 1:
         return False
     steps = distances.astype(np.int64)
@@ -77,13 +78,14 @@ def check_distances(graph: CsrGraph, source: int, distances: NDArray[np.uint32])
 
 
 def check_components(graph: CsrGraph, labels: NDArray[np.uint32]) -> bool:
-    """Tell whether no edge joins two components, and each is named by its smallest vertex.
+    """Tell whether no edge joins two components, and each is named by its smallest label.
 
     Components that should be one and are two are found; to find two that were joined takes scipy.
     """
     vertices = np.arange(graph.vertices)
     if not (labels <= vertices).all() or not (labels[labels] == labels).all():
         return False
+    labels = graph.by_vertex(labels)
 
     def same(part: _Part) -> bool:
         mine = np.repeat(labels[part.rows], part.degrees)
