@@ -48,7 +48,7 @@ def search(graph, neighbours, source):
     device = neighbours.device
     kernel = fw.compile(KERNEL, device)["search_level"]
     distances = np.full(graph.vertices, UNREACHED, np.uint32)
-    distances[source] = 0
+    distances[graph.vertex_of(source)] = 0
     with (
         graphs.Rows(graph, neighbours) as rows,
         device.allocate(distances.nbytes) as on_device,
@@ -61,10 +61,10 @@ def search(graph, neighbours, source):
             neighbours.synchronize()  # waits, and raises what the reads met
             if device.download(found.address, 4) == b"\0\0\0\0":
                 break
-            # Forwards, then backwards: what a level leaves in the cache comes first in the next.
-            rows.handle.backwards ^= 1
+            # Forwards or backwards: what a level leaves in the cache comes first in the next.
+            rows.turn()
         device.download_into(on_device.address, distances)
-    return distances
+    return graph.by_label(distances)
 
 
 def main():

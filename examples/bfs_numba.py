@@ -42,7 +42,7 @@ def search_level(neighbours, offsets, distances, found, level):
 def search(graph, neighbours, source):
     """Return the distance of every vertex from `source`, UNREACHED where there is no path."""
     distances = np.full(graph.vertices, UNREACHED, np.uint32)
-    distances[source] = 0
+    distances[graph.vertex_of(source)] = 0
     distances = cuda.to_device(distances)
     offsets = cuda.to_device(graph.offsets)
     blocks = min(4096, -(-graph.vertices * LANES // THREADS))
@@ -52,7 +52,7 @@ def search(graph, neighbours, source):
         neighbours.synchronize()  # waits, and raises what the reads met
         if found.copy_to_host()[0] == 0:
             break
-    return distances.copy_to_host()
+    return graph.by_label(distances.copy_to_host())
 
 
 def main():

@@ -58,15 +58,15 @@ def components(graph, neighbours):
     """Return the smallest vertex of the component of each vertex."""
     device = neighbours.device
     program = fw.compile(KERNEL, device)
-    labels = np.arange(graph.vertices, dtype=np.uint32)
-    with graphs.Rows(graph, neighbours) as rows, device.allocate(labels.nbytes) as parents:
-        device.upload(parents.address, labels)
+    roots = np.arange(graph.vertices, dtype=np.uint32)
+    with graphs.Rows(graph, neighbours) as rows, device.allocate(roots.nbytes) as parents:
+        device.upload(parents.address, roots)
         program["join"](neighbours, rows.handle, parents, warps=rows.chunks)
         neighbours.synchronize()  # waits, and raises what the reads met
         program["compress"](parents, graph.vertices, warps=-(-graph.vertices // 32))
         device.synchronize()
-        device.download_into(parents.address, labels)
-    return labels
+        device.download_into(parents.address, roots)
+    return graph.smallest_labels(roots)
 
 
 def main():

@@ -61,12 +61,12 @@ def multiply(matrix, columns, values, x):
         device.allocate(y.nbytes) as x_on_device,
         device.allocate(y.nbytes) as y_on_device,
     ):
-        device.upload(x_on_device.address, np.ascontiguousarray(x, np.float32))
+        device.upload(x_on_device.address, np.ascontiguousarray(matrix.by_vertex(x), np.float32))
         kernel(columns, values, rows.handle, x_on_device, y_on_device, warps=rows.chunks)
         for array in (columns, values):
             array.synchronize()  # waits, and raises what the reads met
         device.download_into(y_on_device.address, y)
-    return y
+    return matrix.by_label(y)
 
 
 def with_weights(graph):

@@ -20,7 +20,7 @@ def test_every_part_of_the_graph_benchmarks(tmp_path, bench):
     )
 
     assert all(row.checked for row in rows.values() if "bytes read" not in row.name)
-    for part in ("pinned memory", "file", *(f"figure {n}" for n in (7, 8, 9, 10, 11))):
+    for part in ("pinned memory", "file", "by degree", *(f"figure {n}" for n in (7, 8, 9, 10, 11))):
         assert any(name.startswith(part) for name in rows), part
 
 

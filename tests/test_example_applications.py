@@ -30,9 +30,10 @@ def example(name):
     return module
 
 
-@pytest.fixture(scope="module")
-def graph(tmp_path_factory):
-    return graphs.load("kron:11", tmp_path_factory.mktemp("graph"))
+@pytest.fixture(scope="module", params=[False, True], ids=["as given", "by degree"])
+def graph(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("graph")
+    return graphs.load("kron:11", folder, by_degree=request.param)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -72,9 +73,10 @@ def test_components_are_those_of_scipy(graph):
     np.testing.assert_array_equal(found, reference_components(graph.matrix()))
 
 
-def test_product_is_that_of_scipy(tmp_path):
+@pytest.mark.parametrize("by_degree", [False, True])
+def test_product_is_that_of_scipy(tmp_path, by_degree):
     spmv = example("spmv")
-    matrix = spmv.with_weights(graphs.load("kron:10", tmp_path))
+    matrix = spmv.with_weights(graphs.load("kron:10", tmp_path, by_degree=by_degree))
     x = np.random.default_rng(2).random(matrix.vertices).astype(np.float32)
     with (
         fw.Cache("64 KiB", line=512, device="cpu") as cache,
@@ -94,7 +96,7 @@ def test_search_in_python_finds_the_distances_of_scipy(graph, monkeypatch):
     monkeypatch.setattr(program, "LANES", 1)  # the host runs one thread
     source = graph.pick_sources(1, seed=1)[0]
     distances = np.full(graph.vertices, program.UNREACHED, np.uint32)
-    distances[source] = 0
+    distances[graph.vertex_of(source)] = 0
     device = fw.CpuDevice(1)
     host_numba.link_headers(device)
     with graph.neighbours(device=device, cache="32 KiB") as neighbours:
@@ -106,4 +108,5 @@ def test_search_in_python_finds_the_distances_of_scipy(graph, monkeypatch):
             if found[0] == 0:
                 break
 
-    np.testing.assert_array_equal(distances, reference_distances(graph.matrix(), source))
+    found = graph.by_label(distances)
+    np.testing.assert_array_equal(found, reference_distances(graph.matrix(), source))

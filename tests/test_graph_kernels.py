@@ -28,6 +28,11 @@ def kron(tmp_path_factory):
     return graphs.load("kron:11", tmp_path_factory.mktemp("kron"))
 
 
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory, kron):
+    return graphs.by_degree(kron, tmp_path_factory.mktemp("ordered"))
+
+
 def star(tmp_path):
     """A hub whose list spans many chunks, behind vertices without neighbours."""
     leaves = np.arange(100, 9000, dtype=np.uint32)
@@ -79,6 +84,50 @@ def test_components_are_those_of_scipy(program, kron, way):
     np.testing.assert_array_equal(
         labels_of(program, kron, way), reference_components(kron.matrix())
     )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_on_an_ordered_graph_are_by_label(program, kron, ordered, way):
+    matrix = kron.matrix()
+    expected = reference_distances(matrix, kron.pick_sources(1, seed=1)[0])
+
+    np.testing.assert_array_equal(distances_of(program, ordered, way), expected)
+    np.testing.assert_array_equal(labels_of(program, ordered, way), reference_components(matrix))
+
+
+def test_search_from_a_file_reads_less_by_degree(program, tmp_path):
+    read = {}
+    for by_degree in (False, True):
+        graph = graphs.load("kron:14", tmp_path / str(by_degree), by_degree=by_degree)
+        search = Search(resolve("cpu"), graph, graph.pick_sources(2, seed=1))
+        with ExitStack() as stack:
+            stack.callback(search.close)
+            # Half of the lists, and a hundred of them share a line, as in larger graphs.
+            array = stack.enter_context(
+                graph.neighbours(device="cpu", cache=2 * graph.entries, line="16 KiB", direct=True)
+            )
+            reader = Reader(program, graph, array)
+            stack.callback(reader.close)
+            reader.solve(search, "cached", weigh=True)
+            assert search.right()
+            read[by_degree] = array.stats.bytes_read / (4 * search.entries)
+
+    assert read[True] < 1.3 < 1.9 < read[False]
+
+
+def test_direction_turns_only_after_passes_that_read_much(kron):
+    with (
+        kron.neighbours(device="cpu", cache="64 KiB", line=512) as array,
+        Rows(kron, array) as rows,
+    ):
+        directions = []
+        for elements in (100, 8000, 0, 8000):
+            array.drop_cache()
+            array.gather(np.arange(elements))
+            rows.turn()
+            directions.append(rows.handle.backwards)
+
+    assert directions == [0, 1, 1, 0]
 
 
 def test_product_is_that_of_scipy_and_a_wrong_one_is_told(program, kron):

@@ -209,6 +209,168 @@ def test_weights_of_a_graph_without(tmp_path):
         load("kron:4", tmp_path).weights()
 
 
+# Order.
+
+
+def equal(a, b):
+    """Whether two graphs are the same to the user."""
+    return (a.matrix() != b.matrix()).nnz == 0
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000])
+@pytest.mark.parametrize("kind", ["kron", "urand"])
+def test_graph_by_degree_is_the_same_graph(tmp_path, monkeypatch, kind, memory_bytes):
+    monkeypatch.setattr("flashwarp.graphs.order._PART_ENTRIES", 777)
+    given = load(f"{kind}:9", tmp_path / "given")
+
+    ordered = load(f"{kind}:9", tmp_path / "ordered", by_degree=True, memory_bytes=memory_bytes)
+
+    assert (np.diff(ordered.degrees) <= 0).all()
+    assert all(row == sorted(row) for row in rows_of(ordered))
+    np.testing.assert_array_equal(ordered.by_label(ordered.degrees), given.degrees)
+    assert equal(ordered, given)
+    assert {path.name for path in ordered.folder.iterdir()} == {
+        "graph.json",
+        "labels.npy",
+        "neighbours.npy",
+        "offsets.npy",
+    }
+
+
+def test_vertices_of_one_degree_stay_in_their_order(tmp_path):
+    ordered = load("urand:8", tmp_path, by_degree=True)
+
+    key = -ordered.degrees * ordered.vertices + ordered.labels
+    assert (np.diff(key) > 0).all()
+
+
+def test_hub_with_most_edges_and_vertices_without_any(tmp_path):
+    """More buckets than vertices that have edges: some buckets are empty."""
+    leaves = np.arange(100, 300, dtype=np.uint32)
+    edges = Edges(np.full(len(leaves), 70, np.uint32), leaves)
+    star = graphs.write_csr(EdgeSource(400, [edges], symmetric=True), tmp_path / "a")
+
+    ordered = graphs.by_degree(star, tmp_path / "b")
+
+    assert ordered.degrees.tolist() == [200] + [1] * 200 + [0] * 199
+    assert equal(ordered, star)
+
+
+def test_weights_go_with_their_entries(tmp_path):
+    given = text_graph(tmp_path, "0 3 0.5\n1 3 2\n2 3 4\n4 1 8\n", symmetric=False)
+
+    ordered = graphs.by_degree(given, tmp_path / "ordered")
+
+    assert ordered.weighted
+    assert equal(ordered, given)
+
+
+def test_labels_lead_to_vertices_and_back(tmp_path):
+    load("kron:8", tmp_path / "ordered", by_degree=True)
+    ordered = graphs.CsrGraph.open(tmp_path / "ordered")
+    values = np.random.default_rng(1).random(ordered.vertices)
+
+    assert [int(ordered.labels[ordered.vertex_of(label)]) for label in (0, 7, 255)] == [0, 7, 255]
+    np.testing.assert_array_equal(ordered.by_vertex(ordered.by_label(values)), values)
+    assert ordered.by_label(values)[7] == values[ordered.vertex_of(7)]
+    assert ordered.labels_of(np.array([ordered.vertex_of(7)])).tolist() == [7]
+    for label in (-1, 256):
+        with pytest.raises(ArgumentError, match="256 vertices"):
+            ordered.vertex_of(label)
+
+
+def test_graph_without_labels_has_its_numbers(tmp_path):
+    given = load("kron:4", tmp_path)
+    values = np.arange(16.0)
+
+    assert given.labels is None
+    assert given.vertex_of(5) == 5
+    assert given.labels_of(np.array([3, 4])).tolist() == [3, 4]
+    np.testing.assert_array_equal(given.by_label(values), values)
+    np.testing.assert_array_equal(given.by_vertex(values), values)
+
+
+def test_sources_are_the_same_in_any_order(tmp_path):
+    given, ordered = (
+        load("kron:10", tmp_path / str(by_degree), by_degree=by_degree)
+        for by_degree in (False, True)
+    )
+
+    assert given.pick_sources(20, seed=3) == ordered.pick_sources(20, seed=3)
+
+
+def test_order_of_an_ordered_graph_keeps_the_labels(tmp_path):
+    given = load("kron:8", tmp_path / "a")
+    ordered = graphs.by_degree(given, tmp_path / "b")
+
+    assert equal(graphs.by_degree(ordered, tmp_path / "c"), given)
+    assert load(tmp_path / "b", tmp_path / "d", by_degree=True).folder == tmp_path / "b"
+    assert equal(load(tmp_path / "a", tmp_path / "e", by_degree=True), given)
+
+
+def test_folder_of_the_graph_itself_is_refused(tmp_path):
+    given = load("kron:4", tmp_path)
+
+    with pytest.raises(ArgumentError, match="another folder"):
+        graphs.by_degree(given, tmp_path / ".." / tmp_path.name)
+    assert graphs.CsrGraph.open(tmp_path).entries == given.entries
+
+
+def test_graph_that_replaces_an_ordered_one_has_no_labels(tmp_path):
+    load("kron:5", tmp_path, by_degree=True)
+
+    load("kron:5", tmp_path)
+
+    assert graphs.CsrGraph.open(tmp_path).labels is None
+
+
+def test_ordered_graph_that_was_not_written_to_its_end_does_not_open(tmp_path):
+    load("kron:5", tmp_path)
+
+    def broken():
+        raise OSError("disk full")
+        yield
+
+    labels = np.arange(32, dtype=np.uint32)
+    with pytest.raises(OSError, match="disk full"):
+        graphs.write_csr(EdgeSource(32, broken(), symmetric=False, labels=labels), tmp_path)
+
+    with pytest.raises(FileFormatError, match="not written to its end"):
+        graphs.CsrGraph.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("labels.npy", np.zeros(16, np.uint32), "no vertex has label 1"),
+        ("labels.npy", np.arange(1, 17, dtype=np.uint32), "no vertex has label 0"),
+        ("labels.npy", np.arange(15, dtype=np.uint32), "one label for each"),
+        ("labels.npy", np.arange(16, dtype=np.int64), "int64"),
+        ("graph.json", b"{", "damaged"),
+        ("graph.json", b"\xff", "damaged"),
+        ("graph.json", b'{"version": 3, "order": "degree"}', "another version"),
+        ("graph.json", b"[]", "another version"),
+    ],
+)
+def test_labels_that_are_none(tmp_path, name, content, message):
+    load("kron:4", tmp_path, by_degree=True)
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        np.save(tmp_path / name, content)
+
+    with pytest.raises(FileFormatError, match=message):
+        graphs.CsrGraph.open(tmp_path)
+
+
+def test_labels_and_their_format_are_missed(tmp_path):
+    load("kron:4", tmp_path, by_degree=True)
+    (tmp_path / "labels.npy").unlink()
+
+    with pytest.raises(MissingFileError, match=r"labels\.npy"):
+        graphs.CsrGraph.open(tmp_path)
+
+
 # Files.
 
 
@@ -440,6 +602,24 @@ def test_command_makes_a_graph_and_tells_of_it(monkeypatch, tmp_path, capsys):
     assert "vertices   4, 1 without neighbours\nentries    4\n" in told[0]
 
 
+def test_command_orders_a_graph(monkeypatch, tmp_path, capsys):
+    (tmp_path / "edges.txt").write_text("0 1\n1 2\n3 3\n")
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            *("flashwarp", "graph", "make", "--by-degree"),
+            *(str(tmp_path / "edges.txt"), str(tmp_path / "g")),
+        ],
+    )
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 0
+    assert "by falling degree" in capsys.readouterr().out
+    assert graphs.CsrGraph.open(tmp_path / "g").labels.tolist() == [1, 0, 2, 3]
+
+
 def test_command_says_what_is_wrong_with_a_graph(monkeypatch, tmp_path, capsys):
     np.save(tmp_path / "offsets.npy", np.array([0, 1], np.int64))
     np.save(tmp_path / "neighbours.npy", np.array([7], np.uint32))
@@ -453,9 +633,12 @@ def test_command_says_what_is_wrong_with_a_graph(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["kron", "urand"])
-def test_rules_hold_for_the_right_distances_and_for_no_others(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("by_degree", [False, True])
+def test_rules_hold_for_the_right_distances_and_for_no_others(
+    tmp_path, monkeypatch, kind, by_degree
+):
     monkeypatch.setattr("flashwarp.graphs.reference._PART_ENTRIES", 1000)
-    graph = load(f"{kind}:9", tmp_path)
+    graph = load(f"{kind}:9", tmp_path, by_degree=by_degree)
     source = graph.pick_sources(1, seed=1)[0]
     right = reference_distances(graph.matrix(), source)
     random = np.random.default_rng(3)
@@ -463,7 +646,7 @@ def test_rules_hold_for_the_right_distances_and_for_no_others(tmp_path, monkeypa
     assert check_distances(graph, source, right)
     for _ in range(50):
         wrong = right.copy()
-        vertex = random.choice(np.flatnonzero(graph.degrees > 0))
+        vertex = random.choice(np.flatnonzero(graph.by_label(graph.degrees) > 0))
         wrong[vertex] = random.choice([d for d in range(6) if d != right[vertex]])
         assert not check_distances(graph, source, wrong)
     farther = np.where(right == UNREACHED, right, right * 2).astype(np.uint32)
@@ -476,6 +659,7 @@ def test_rules_hold_for_the_right_distances_and_for_no_others(tmp_path, monkeypa
 def test_rules_for_components_find_edges_between_them(tmp_path):
     graph = text_graph(tmp_path, "0 1\n1 2\n3 4\n")
 
-    assert check_components(graph, np.array([0, 0, 0, 3, 3], np.uint32))
-    for wrong in ([0, 0, 2, 3, 3], [0, 0, 0, 4, 4], [1, 1, 1, 3, 3], [0, 0, 1, 3, 3]):
-        assert not check_components(graph, np.array(wrong, np.uint32))
+    for one in (graph, graphs.by_degree(graph, tmp_path / "ordered")):
+        assert check_components(one, np.array([0, 0, 0, 3, 3], np.uint32))
+        for wrong in ([0, 0, 2, 3, 3], [0, 0, 0, 4, 4], [1, 1, 1, 3, 3], [0, 0, 1, 3, 3]):
+            assert not check_components(one, np.array(wrong, np.uint32))

@@ -18,7 +18,7 @@ from flashwarp.errors import ArgumentError
 
 __all__ = ["PARTS", "run"]
 
-PARTS = "memory,file,figure7,figure8,figure9,figure10,figure11,interface"
+PARTS = "memory,file,by_degree,figure7,figure8,figure9,figure10,figure11,interface"
 
 # A few cores are no match for one drive.
 _SLOWER = {"cuda": 1, "cpu": 50}
@@ -66,9 +66,18 @@ def run(
     for part in parts.split(","):
         if part == "figure8":
             graph_ways.figure8(bench, made("small"))
+        elif part == "by_degree":
+            _ordered(bench, made("graph"), folder / "by_degree")
         elif part == "interface":
             for name in ("graph", "uniform"):
                 interface(bench, made(name), names[name])
         else:
             _ON_GRAPH[part](bench, made("graph"))
     return report
+
+
+def _ordered(bench: GraphBench, graph: graphs.CsrGraph, folder: Path) -> None:
+    """The same graph with its vertices numbered by falling degree."""
+    ordered = graphs.load(graph.folder, folder, by_degree=True)
+    graph_ways.memory(bench, ordered, "by degree, ")
+    graph_ways.file(bench, ordered, "by degree, ")

@@ -99,7 +99,7 @@ class Algorithm(ABC):
 
 
 class Search(Algorithm):
-    """Breadth-first search from several sources, one after the other."""
+    """Breadth-first search from several sources, one after the other; all is by label."""
 
     name = "bfs"
 
@@ -122,13 +122,14 @@ class Search(Algorithm):
         for source in self._sources:
             begin()
             self._device.fill(self._distances.address, 0xFF, 4 * self._graph.vertices)
-            self._device.upload(self._distances.address + 4 * source, np.zeros(1, np.uint32))
+            at = self._distances.address + 4 * self._graph.vertex_of(source)
+            self._device.upload(at, np.zeros(1, np.uint32))
             start = time.perf_counter()
             self._search(launch)
             seconds += time.perf_counter() - start
             self.answers.append(self._download())
-        reached = (answer != UNREACHED for answer in self.answers)
-        self.entries = sum(int(self._graph.degrees[one].sum()) for one in reached)
+        degrees = self._graph.by_label(self._graph.degrees)
+        self.entries = sum(int(degrees[answer != UNREACHED].sum()) for answer in self.answers)
         return seconds
 
     def _search(self, launch: Launch) -> None:
@@ -148,7 +149,7 @@ class Search(Algorithm):
     def _download(self) -> NDArray[np.uint32]:
         answer = np.empty(self._graph.vertices, np.uint32)
         self._device.download_into(self._distances.address, answer)
-        return answer
+        return self._graph.by_label(answer)
 
     def right(self) -> bool:
         return all(
@@ -184,10 +185,10 @@ class Components(Algorithm):
         return time.perf_counter() - start
 
     def labels(self) -> NDArray[np.uint32]:
-        """Return the smallest vertex of the component of each vertex."""
-        labels = np.empty(self._graph.vertices, np.uint32)
-        self._device.download_into(self._parents.address, labels)
-        return labels
+        """Return the smallest label of the component of each label."""
+        roots = np.empty(self._graph.vertices, np.uint32)
+        self._device.download_into(self._parents.address, roots)
+        return self._graph.smallest_labels(roots)
 
     def right(self) -> bool:
         return check_components(self._graph, self.labels())
@@ -205,11 +206,12 @@ class Product(Algorithm):
     name = "spmv"
 
     def __init__(self, device: Device, graph: graphs.CsrGraph) -> None:
+        from scipy.sparse import csr_matrix
+
         random = np.random.default_rng(1)
         values = random.integers(1, 4, graph.entries).astype(np.float32)
         x = random.integers(1, 3, graph.vertices).astype(np.float32)
-        matrix = graph.matrix()
-        matrix.data = values.astype(np.float64)
+        matrix = csr_matrix((values, graph.in_memory(), graph.offsets), (len(x), len(x)))
         self._expected = matrix @ x
         self.values, self.entries = values, graph.entries
         self._device = device
@@ -278,24 +280,30 @@ class Reader:
         *,
         cold: bool = True,
         each: bool = False,
+        weigh: bool = False,
         fill_from: int = 0,
     ) -> float:
         """Run in one way; return seconds.
 
         `cold`: with nothing in the cache at the start; `each`: of each round of the algorithm.
+        `weigh`: turn only after passes that read much, else after each.
         """
         if cold:
             self._drop()
-        given = _Input(rows=self._rows.handle, entries=self._in_place, fill_from=fill_from)
-        given.rows.backwards = 0
+        rows = self._rows.handle
+        rows.backwards = 0
         lanes = _THREADS_A_VERTEX.get(way)
         items = self._rows.chunks if lanes is None else -(-self._graph.vertices * lanes // 32)
 
         def launch(kernel: str, state: ctypes.Structure) -> None:
+            given = _Input(rows=rows, entries=self._in_place, fill_from=fill_from)
             self._program[f"{kernel}_{way}"](*self.arrays, given, state, warps=items)
             for array in self.arrays:
                 array.synchronize()
-            given.rows.backwards ^= 1
+            if weigh:
+                self._rows.turn()
+            else:
+                rows.backwards ^= 1
 
         return algorithm.solve(launch, self._program, self._drop if each else _nothing)
 

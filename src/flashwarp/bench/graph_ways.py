@@ -18,8 +18,8 @@ from flashwarp.demo.disk import direct_reads_work, drop_page_cache, measure_ceil
 __all__ = ["figure8", "figure10", "file", "memory"]
 
 
-def memory(bench: GraphBench, graph: graphs.CsrGraph) -> None:
-    """Lists in pinned host memory, read on demand and in place."""
+def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
+    """Lists in pinned host memory, read on demand and in place; rows begin with `order`."""
     held = graph.in_memory()
     with ExitStack() as stack:
         storage = fw.storage.Memory(held)
@@ -52,7 +52,7 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph) -> None:
         against = "device memory" if name == "resident" else base
         ours = name.startswith("cached")
         bench.add(
-            f"pinned memory: {name}",
+            f"{order}pinned memory: {name}",
             rate,
             right[name],
             against if name not in (base, "device memory") else "",
@@ -61,13 +61,13 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph) -> None:
         )
 
 
-def file(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+def file(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
     """Lists in a file that is read past the page cache, with a cache for part and for all."""
     for share in (bench.options.share, 1.05):
-        _file(bench, graph, share)
+        _file(bench, graph, share, order)
 
 
-def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float) -> None:
+def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float, order: str) -> None:
     path = graph.neighbours_path
     drop_page_cache(path)
     with ExitStack() as stack:
@@ -83,10 +83,10 @@ def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float) -> None:
         algorithm = bench.algorithm(stack, graph)
         ceiling = measure_ceiling(path, array.cache.line_bytes)
         before = array.stats.bytes_read
-        seconds = reader.solve(algorithm, "cached")
+        seconds = reader.solve(algorithm, "cached", weigh=True)
         read = array.stats.bytes_read - before
         right = algorithm.right()
-    name = f"file, cache of {share:g} of the lists"
+    name = f"{order}file, cache of {share:g} of the lists"
     disk = (f"disk itself, random reads of {bench.options.file_line}", ceiling.random_gb_per_s)
     needed = 4 * algorithm.entries
     bench.report.add(
