@@ -23,7 +23,8 @@ FW_KERNEL search_level(const FW_GRID_CONSTANT fw::array<const uint32_t> neighbou
                        const FW_GRID_CONSTANT fw::graph::rows rows, uint32_t* distances,
                        uint32_t* found, uint32_t level) {
   using namespace fw;
-  graph::cached lists(neighbours);
+  // In place where that is memory: little of a line is not worth a line.
+  graph::cached_or_in_place lists(neighbours, rows);
   bool met = false;
   graph::for_each(
       rows, lists,

@@ -11,7 +11,7 @@ from flashwarp import graphs
 from flashwarp._jit.compiler import Source, compile_source
 from flashwarp.bench.graph_solve import KERNELS, Components, Product, Reader, Search
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.graphs import Edges, EdgeSource, Rows
 from flashwarp.graphs.reference import reference_components, reference_distances
 
@@ -84,6 +84,50 @@ def test_components_are_those_of_scipy(program, kron, way):
     np.testing.assert_array_equal(
         labels_of(program, kron, way), reference_components(kron.matrix())
     )
+
+
+def test_lists_in_memory_that_nobody_writes_are_read_in_place_by_default(program, ordered):
+    held, read = ordered.in_memory(), {}
+    search = Search(resolve("cpu"), ordered, ordered.pick_sources(1, seed=1))
+    for way in ("cached", "in_place"):
+        with ExitStack() as stack:
+            storage = fw.storage.Memory(held, writable=False)
+            array = stack.enter_context(
+                fw.from_storage(storage, "uint32", device="cpu", cache="64 KiB", line=4096)
+            )
+            reader = Reader(program, ordered, array)
+            stack.callback(reader.close)
+            reader.solve(search, way)
+            assert array.in_place == held.ctypes.data
+            assert search.right()
+            read[way] = array.stats.bytes_read
+    search.close()
+
+    assert 0 < read["in_place"] < 0.9 * read["cached"]
+
+
+def test_nothing_is_in_place_where_it_may_be_written_or_a_drive_is_modelled(kron):
+    held = kron.in_memory()
+    model = fw.SoftwareController(model="P5800X")
+    for writable, controller in ((True, None), (False, model)):
+        storage = fw.storage.Memory(held, writable=writable)
+        with (
+            fw.from_storage(
+                storage, "uint32", device="cpu", cache="64 KiB", controller=controller
+            ) as array,
+            Rows(kron, array) as rows,
+        ):
+            assert array.in_place is None
+            assert not rows.handle.in_place
+    storages = [fw.storage.Memory(half, writable=False) for half in held[: 2**13].reshape(2, -1)]
+    with (
+        kron.neighbours(device="cpu", cache="64 KiB", direct=True) as file,
+        fw.from_storage(storages, "uint32", layout="stripe", device="cpu") as several,
+    ):
+        assert file.in_place is None
+        assert several.in_place is None
+    with pytest.raises(ClosedError):
+        _ = file.in_place
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -513,6 +513,16 @@ class Array:
             length=self.size,
         )
 
+    @property
+    def in_place(self) -> int | None:
+        """Address of the elements where kernels may read them past the cache, or None.
+
+        Device-readable memory that nobody writes: the mapped path, one storage opened for reading,
+        no modelled drive. Valid until `close`.
+        """
+        self._check_usable()
+        return self._controller.in_place or None
+
     @_locked
     def synchronize(self, stream: Any = None) -> None:
         """Wait for kernels of one's own that use this array, and raise what they met.

@@ -249,6 +249,18 @@ class SoftwareController:
         """Addresses of all native controllers of the array: this one."""
         return (self.address,)
 
+    @property
+    def in_place(self) -> int:
+        """Address at which the device may read the storage past the cache; 0: it may not.
+
+        Only where nobody writes the storage, and no drive is modelled.
+        """
+        if self.storage is None or self.path != "mapped":
+            return 0
+        if self.model is not None or self.storage.writable:
+            return 0
+        return int(self.storage.native.mapped_base)
+
     def silent(self) -> str:
         """Name the storage that did not answer in time."""
         return "the storage"

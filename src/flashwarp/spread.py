@@ -136,6 +136,11 @@ class ControllerGroup:
         return self._table
 
     @property
+    def in_place(self) -> int:
+        """Nothing lies in one piece: see `SoftwareController.in_place`."""
+        return 0
+
+    @property
     def addresses(self) -> tuple[int, ...]:
         """Addresses of the native controllers, for threads that serve them while they wait."""
         return tuple(controller.address for controller in self.controllers)

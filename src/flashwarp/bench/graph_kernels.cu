@@ -14,9 +14,10 @@ using namespace fw;
 struct input {
   graph::rows rows;
   const uint32_t* entries;  // the lists where the device reads them in place, or null
-  uint64_t fill_from;       // for `in_place`: entries wanted of a line that are worth a frame
+  uint64_t fill_from;       // for `in_place`: entries wanted of a chunk that are worth a frame; 0:
+                            // what `rows` says
 };
-static_assert(sizeof(input) == 72);
+static_assert(sizeof(input) == 80);
 
 constexpr uint32_t kUnreached = 0xffffffffu;
 
@@ -157,7 +158,10 @@ FW_DEVICE void cached(const array<const uint32_t>& neighbours, const input& in,
 template <typename Algorithm>
 FW_DEVICE void in_place(const array<const uint32_t>& neighbours, const input& in,
                         const Algorithm& a) {
-  by_chunk(in, a, graph::cached_or_in_place(neighbours, in.entries, in.fill_from));
+  using source = graph::cached_or_in_place;
+  by_chunk(in, a,
+           in.fill_from == 0 ? source(neighbours, in.rows)
+                             : source(neighbours, in.entries, in.fill_from));
 }
 
 template <typename Algorithm>

@@ -22,7 +22,7 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
     """Lists in pinned host memory, read on demand and in place; rows begin with `order`."""
     held = graph.in_memory()
     with ExitStack() as stack:
-        storage = fw.storage.Memory(held)
+        storage = fw.storage.Memory(held, writable=False)
         array = stack.enter_context(bench.open_memory(storage, held.nbytes * bench.options.share))
         pinned = bench.reader(stack, graph, array, held.ctypes.data)
         copy = stack.enter_context(bench.device.allocate(held.nbytes))
@@ -42,7 +42,7 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
                 "zero-copy, chunks": partial(solve, "plain"),
                 "cached": partial(solve, "cached"),
                 "cached, short lists in place": partial(solve, "in_place", fill_from=line // 8),
-                "cached, half a line in place": partial(solve, "in_place", fill_from=line // 2),
+                "cached, half a line in place": partial(solve, "in_place"),
                 "device memory": partial(inside.solve, algorithm, "plain"),
                 "resident": partial(resident.solve, algorithm, "cached", cold=False),
             },

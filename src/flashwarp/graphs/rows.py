@@ -41,6 +41,7 @@ class RowsStruct(ctypes.Structure):
         ("ahead", ctypes.c_uint32),
         ("backwards", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("in_place", ctypes.c_uint64),
     )
 
 
@@ -96,6 +97,7 @@ class Rows:
             chunks=chunks,
             chunk_log2=chunk.bit_length() - 1,
             ahead=_chunks_ahead(device, cache, chunk) if ahead is None else ahead,
+            in_place=neighbours.in_place or 0,
         )
 
     def turn(self) -> None:

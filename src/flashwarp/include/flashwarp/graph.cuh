@@ -26,8 +26,9 @@ struct rows {
   uint32_t backwards;   // from the last chunk to the first: after a pass the other way, what that
                         // one left in the cache comes first
   uint32_t reserved;
+  const uint32_t* in_place;  // the entries where the device may read them past the cache, or null
 };
-static_assert(sizeof(rows) == 56);
+static_assert(sizeof(rows) == 64);
 FW_CHECK_OFFSET(rows, chunk_log2, 40);
 
 // Entries that a lane has in flight on a list that is long enough.
@@ -35,15 +36,14 @@ inline constexpr uint32_t kUnroll = 4;
 
 // Sources of entries: how the array is read. `begin_chunk` is called by all lanes before they look
 // at the first list of a chunk, with how much is wanted of it, if the source asks for that
-// (kCounts).
+// (`counts`).
 
 // Through the cache, line by line.
 class cached {
  public:
-  static constexpr bool kCounts = false;
-
   FW_DEVICE explicit cached(const array<const uint32_t>& a) : array_(a), cursor_(a) {}
 
+  FW_DEVICE bool counts() const { return false; }
   // Brings the line in with all lanes; a short list is read by a few, which would copy it alone.
   FW_DEVICE void begin_chunk(uint64_t first, uint64_t) { cursor_[first]; }
   FW_DEVICE uint32_t load(uint64_t i) { return cursor_[i]; }
@@ -60,10 +60,9 @@ class cached {
 // From memory that the device reads in place: its own, or pinned memory of the host.
 class plain {
  public:
-  static constexpr bool kCounts = false;
-
   FW_DEVICE explicit plain(const uint32_t* entries) : entries_(entries) {}
 
+  FW_DEVICE bool counts() const { return false; }
   FW_DEVICE void begin_chunk(uint64_t, uint64_t) {}
   FW_DEVICE uint32_t load(uint64_t i) { return entries_[i]; }
   FW_DEVICE void load_several(uint64_t i, uint32_t (&values)[kUnroll]) {
@@ -78,16 +77,20 @@ class plain {
 
 // Through the cache where the line is there or much of it is wanted, else straight from the storage
 // in host memory. A whole line for a short list costs the link more than it gives, and evicts what
-// others come back for. For arrays that nobody writes, on the mapped path: `entries` is the
-// storage.
+// others come back for. Where the storage cannot be read in place, as `cached`.
 class cached_or_in_place {
  public:
-  static constexpr bool kCounts = true;
-
+  // `entries` is the storage of an array that nobody writes, on the mapped path.
   FW_DEVICE cached_or_in_place(const array<const uint32_t>& a, const uint32_t* entries,
                                uint64_t fill_from)
       : cached_(a), in_place_(entries), array_(a), fill_from_(fill_from) {}
 
+  // A chunk of which half is wanted is worth a line: what `rows` has as `in_place` is used.
+  FW_DEVICE cached_or_in_place(const array<const uint32_t>& a, const rows& r)
+      : cached_or_in_place(a, r.in_place,
+                           r.in_place == nullptr ? 0 : uint64_t(1) << r.chunk_log2 >> 1) {}
+
+  FW_DEVICE bool counts() const { return fill_from_ != 0; }
   FW_DEVICE void begin_chunk(uint64_t first, uint64_t wanted) {
     through_ = wanted >= fill_from_ || cache::probe(array_.shape, array_.line_of(first)).found;
     if (through_) cached_.begin_chunk(first, wanted);
@@ -100,13 +103,15 @@ class cached_or_in_place {
       in_place_.load_several(i, values);
     }
   }
-  FW_DEVICE void prefetch(uint64_t) {}
+  FW_DEVICE void prefetch(uint64_t i) {
+    if (fill_from_ == 0) cached_.prefetch(i);
+  }
 
  private:
   cached cached_;
   plain in_place_;
   const array<const uint32_t>& array_;
-  uint64_t fill_from_;  // entries wanted of a chunk from which on its line is worth a frame
+  uint64_t fill_from_;  // entries wanted of a chunk from which on its line is worth a frame; 0: all
   bool through_ = true;
 };
 
@@ -184,7 +189,7 @@ FW_DEVICE void visit_chunk(const rows& r, uint64_t chunk, Source& source, Wants&
   const uint32_t mask = warp::kFullMask;
   const uint64_t last = r.first[chunk + 1];
   uint64_t wanted = 0;
-  if constexpr (Source::kCounts) wanted = count_wanted(r, chunk, wants);
+  if (source.counts()) wanted = count_wanted(r, chunk, wants);
   bool begun = false;
   for (uint64_t base = r.first[chunk]; base <= last; base += warp::kWarpWidth) {
     const uint64_t v = base + warp::lane();
