@@ -7,9 +7,9 @@ in `graph_ways.py` (ways to reach the lists), `graph_drives.py` (modelled drives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,8 @@ class GraphBench:
     make: Callable[[Device, graphs.CsrGraph], Algorithm]
     papers: Papers
     options: Options
+    measured: dict[Hashable, tuple[float, bool, str]] = field(default_factory=dict)
+    """What several figures have in common, so that it is measured once."""
 
     def __post_init__(self) -> None:
         self.program = fw.compile(KERNELS, self.device)

@@ -102,6 +102,12 @@ def figure11(bench: GraphBench, graph: graphs.CsrGraph) -> None:
 
 def _solve(bench: GraphBench, graph: graphs.CsrGraph, drives: _Drives) -> tuple[float, bool, str]:
     """Rate over these drives, whether the answer was right, and what was read for it."""
+    if (graph.folder, drives) not in bench.measured:
+        bench.measured[graph.folder, drives] = _measure(bench, graph, drives)
+    return bench.measured[graph.folder, drives]
+
+
+def _measure(bench: GraphBench, graph: graphs.CsrGraph, drives: _Drives) -> tuple[float, bool, str]:
     lists = graph.in_memory()
     with ExitStack() as stack:
         array = stack.enter_context(
