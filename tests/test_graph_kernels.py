@@ -24,6 +24,13 @@ def program():
 
 
 @pytest.fixture(scope="module")
+def alone():
+    """One thread: of several, one that is kept waiting finds lines gone that it asked for ahead."""
+    device = fw.CpuDevice(1)
+    return device, fw.compile(KERNELS, device, debug=True)
+
+
+@pytest.fixture(scope="module")
 def kron(tmp_path_factory):
     return graphs.load("kron:11", tmp_path_factory.mktemp("kron"))
 
@@ -86,14 +93,15 @@ def test_components_are_those_of_scipy(program, kron, way):
     )
 
 
-def test_lists_in_memory_that_nobody_writes_are_read_in_place_by_default(program, ordered):
-    held, read = ordered.in_memory(), {}
-    search = Search(resolve("cpu"), ordered, ordered.pick_sources(1, seed=1))
+def test_lists_in_memory_that_nobody_writes_are_read_in_place_by_default(alone, ordered):
+    (device, program), read = alone, {}
+    held = ordered.in_memory()
+    search = Search(device, ordered, ordered.pick_sources(1, seed=1))
     for way in ("cached", "in_place"):
         with ExitStack() as stack:
             storage = fw.storage.Memory(held, writable=False)
             array = stack.enter_context(
-                fw.from_storage(storage, "uint32", device="cpu", cache="64 KiB", line=4096)
+                fw.from_storage(storage, "uint32", device=device, cache="64 KiB", line=4096)
             )
             reader = Reader(program, ordered, array)
             stack.callback(reader.close)
@@ -139,16 +147,16 @@ def test_answers_on_an_ordered_graph_are_by_label(program, kron, ordered, way):
     np.testing.assert_array_equal(labels_of(program, ordered, way), reference_components(matrix))
 
 
-def test_search_from_a_file_reads_less_by_degree(program, tmp_path):
-    read = {}
+def test_search_from_a_file_reads_less_by_degree(alone, tmp_path):
+    (device, program), read = alone, {}
     for by_degree in (False, True):
         graph = graphs.load("kron:14", tmp_path / str(by_degree), by_degree=by_degree)
-        search = Search(resolve("cpu"), graph, graph.pick_sources(2, seed=1))
+        search = Search(device, graph, graph.pick_sources(2, seed=1))
         with ExitStack() as stack:
             stack.callback(search.close)
             # Half of the lists, and a hundred of them share a line, as in larger graphs.
             array = stack.enter_context(
-                graph.neighbours(device="cpu", cache=2 * graph.entries, line="16 KiB", direct=True)
+                graph.neighbours(device=device, cache=2 * graph.entries, line="16 KiB", direct=True)
             )
             reader = Reader(program, graph, array)
             stack.callback(reader.close)
@@ -156,7 +164,7 @@ def test_search_from_a_file_reads_less_by_degree(program, tmp_path):
             assert search.right()
             read[by_degree] = array.stats.bytes_read / (4 * search.entries)
 
-    assert read[True] < 1.3 < 1.9 < read[False]
+    assert read[True] < 1.3 < 1.7 < read[False]
 
 
 def test_direction_turns_only_after_passes_that_read_much(kron):
@@ -220,12 +228,13 @@ def test_hub_is_split_and_vertices_without_neighbours_are_passed_over(program, t
     np.testing.assert_array_equal(found, expected)
 
 
-def test_lists_from_a_file_are_read_once_by_components(program, tmp_path):
+def test_lists_from_a_file_are_read_once_by_components(alone, tmp_path):
+    device, program = alone
     graph = graphs.load("urand:12", tmp_path)
-    components = Components(resolve("cpu"), graph)
+    components = Components(device, graph)
     with ExitStack() as stack:
         stack.callback(components.close)
-        array = stack.enter_context(graph.neighbours(device="cpu", cache="128 KiB", direct=True))
+        array = stack.enter_context(graph.neighbours(device=device, cache="128 KiB", direct=True))
         reader = Reader(program, graph, array)
         stack.callback(reader.close)
 
@@ -233,8 +242,7 @@ def test_lists_from_a_file_are_read_once_by_components(program, tmp_path):
 
         assert components.right()
         whole = -(-4 * graph.entries // 4096) * 4096
-        # A thread that is kept waiting may find a line gone that it had asked for ahead.
-        assert whole <= array.stats.bytes_read <= 1.25 * whole
+        assert array.stats.bytes_read == whole
 
 
 def test_neighbour_that_is_no_vertex_is_passed_over(program, tmp_path):
