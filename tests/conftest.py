@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and _no_gpu_reason():
             item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
+
+
+@pytest.fixture(scope="module")
+def nothing_compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of compiled code that a module's tests begin with empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        yield

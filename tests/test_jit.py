@@ -1,4 +1,4 @@
-"""The compiler and the cache of compiled code, on machines without a GPU."""
+"""The compiler for GPUs and the cache of compiled code, on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from flashwarp._jit import compiler, driver
+from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key, default_directory
 from flashwarp.errors import CompileError
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+PROGRAM_KERNELS = Path(__file__).parent / "program_kernels.cu"
 
 SOURCE = """
 #include <flashwarp/outer.cuh>
@@ -168,6 +170,58 @@ def test_nvrtc_without_headers_compiles() -> None:
 def test_damaged_cubin_is_a_compile_error() -> None:
     with pytest.raises(CompileError, match="ELF"):
         compiler.kernel_resources(b"\x7fELF", "")
+
+
+# Programs of users'.
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_programs_of_the_cpu_device_compile_for_gpus(arch: str, tmp_path: Path) -> None:
+    artifact = compiler.compile_source(
+        arch,
+        compiler.Source.read(PROGRAM_KERNELS),
+        options=("-DFW_PROGRAM=1",),
+        cache=ArtifactCache(tmp_path),
+    )
+
+    signatures = {spelling.demangle(symbol): found for symbol, found in artifact.kernels.items()}
+    kernels = {text[: text.index("(")]: found for text, found in signatures.items()}
+    assert set(kernels) == {
+        "gather",
+        "mine::scale",
+        "transpose",
+        "keep",
+        "sum_values",
+        "count_threads",
+        "increment",
+        "add",
+    }
+    assert kernels["keep"].each_param_bytes == (8, 1, 1, 2, 4, 8, 4, 8, 16)
+    assert all(found.registers for found in kernels.values())
+
+
+def test_sizes_of_the_programs_own_types_are_known_for_gpus(tmp_path: Path) -> None:
+    text = """
+    struct pair { int key; double value; };
+    namespace mine { struct tiny {}; struct hidden; template <typename T> struct box { T a, b; }; }
+    """
+
+    sizes = compiler.type_sizes(
+        "sm_90",
+        compiler.Source("program.cu", text.encode()),
+        ["pair", "mine::tiny", "mine::hidden", "mine::box<pair>", "float*"],
+    )
+
+    assert list(sizes.values()) == [16, 1, 0, 32, 8]
+
+
+def test_nvrtc_error_names_the_users_line(tmp_path: Path) -> None:
+    source = compiler.Source(
+        "program.cu", b'#include "flashwarp/array.cuh"\n\nFW_KERNEL k(int* p) { p = mistake; }\n'
+    )
+
+    with pytest.raises(CompileError, match=r"program\.cu\(3\): error"):
+        compiler.compile_source("sm_90", source, cache=ArtifactCache(tmp_path))
 
 
 # The cache of compiled code.

@@ -43,6 +43,8 @@ from flashwarp.interop.numba import (
     write_async,
 )
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 DTYPES = [
     "bool",
     *(f"{kind}{bits}" for bits in (8, 16, 32, 64) for kind in ("int", "uint")),
@@ -65,13 +67,6 @@ NEWEST = fw.Policy(
     """,
     keeps_words=False,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        yield
 
 
 def link(function: Callable[..., Any], *kinds: Any, arch: str = "sm_90") -> str:

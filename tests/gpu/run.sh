@@ -18,7 +18,8 @@ export PYTHONPATH="$site:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 # Kernels must not need eager loading: the default, lazy, is what users have.
 unset CUDA_MODULE_LOADING
 # --import-mode: the installed package is tested, not the sources beside the tests.
-"$python" -m pytest tests/gpu tests/test_kernel_api.py -m gpu --import-mode=importlib -q -p no:cacheprovider "$@"
+"$python" -m pytest tests/gpu tests/test_kernel_api.py tests/test_programs.py -m gpu \
+  --import-mode=importlib -q -p no:cacheprovider "$@"
 
 sanitizer=$(command -v compute-sanitizer || true)
 if [[ -n $sanitizer && ${FLASHWARP_SANITIZE_GPU:-1} != 0 ]]; then
