@@ -1,1 +1,1 @@
-"""Other libraries' compilers and programs: one file each, and importing flashwarp imports none."""
+"""Other libraries' compilers and programs: a room each, and importing flashwarp imports none."""

@@ -1,0 +1,135 @@
+"""Launches: kernels that take arrays among their arguments, in the turn of the arrays' caches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from flashwarp.array import Array
+from flashwarp.device import CudaDevice
+from flashwarp.errors import ArgumentError
+from flashwarp.interop import c_abi
+from flashwarp.interop.numba.data_types import ArrayType
+
+__all__ = ["Kernel", "extension", "jit"]
+
+
+class _Extension:
+    """What turns arrays into parameters when a kernel is launched."""
+
+    def prepare_args(self, kind: Any, value: Any, stream: Any, retr: Any) -> tuple[Any, Any]:
+        """Replace an array by its words; other arguments stay as they are."""
+        del retr
+        if not isinstance(kind, ArrayType):
+            return kind, value
+        _check_place(value)
+        handle = _handle(stream)
+        # What the library has queued on a stream of its own comes first.
+        value.device.order(None, handle)
+        value._join_launch(handle)
+        words = c_abi.array_words(value)
+        return types.UniTuple(types.uint64, len(words)), words
+
+
+extension = _Extension()
+"""For ``numba.cuda.jit(extensions=[...])``, where `jit` cannot be used."""
+
+
+def _check_place(array: Array) -> None:
+    device = array.device
+    if not isinstance(device, CudaDevice):
+        raise ArgumentError(
+            f"{array!r} is on the CPU device, where kernels of numba-cuda do not run: open it with "
+            "device='cuda', or write the kernel in C++ for flashwarp.compile, which runs on both"
+        )
+    here = cuda.get_current_device().id
+    if here != device.ordinal:
+        raise ArgumentError(
+            f"{array!r} is on {device.name}, and the kernel would run on cuda:{here}: launch it "
+            f"under numba.cuda.gpus[{device.ordinal}]"
+        )
+
+
+def _handle(stream: Any) -> int:
+    """Return the handle of numba's stream, whose default is 0."""
+    return int(getattr(stream, "handle", stream) or 0)
+
+
+class Kernel:
+    """A kernel of numba-cuda whose launches take arrays' turns; made by `jit`.
+
+    Launch it as ``kernel[blocks, threads, stream](...)``. What numba's dispatcher offers besides is
+    here under the same names. The launch does not wait: `Array.synchronize` does, and raises what
+    went wrong.
+    """
+
+    def __init__(self, dispatcher: Any) -> None:
+        self.dispatcher = dispatcher
+
+    def __getitem__(self, configuration: Any) -> Callable[..., None]:
+        return _Launcher(self.dispatcher[configuration])
+
+    def forall(self, tasks: int, *args: Any, **kwargs: Any) -> Callable[..., None]:
+        """Configure for a number of threads, as numba's `forall` does."""
+        return _Launcher(self.dispatcher.forall(tasks, *args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dispatcher, name)
+
+    def __repr__(self) -> str:
+        return f"<flashwarp.interop.numba.Kernel {self.dispatcher.py_func.__name__}>"
+
+
+class _Launcher:
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self._launch = launch
+
+    def __call__(self, *args: Any) -> None:
+        caches = {arg.cache for arg in args if isinstance(arg, Array)}
+        policies = {cache.policy.name for cache in caches}
+        if len(policies) > 1:
+            raise ArgumentError(
+                "the caches of a kernel's arrays have one replacement policy, not "
+                f"{', '.join(sorted(policies))}"
+            )
+        with contextlib.ExitStack() as turns:
+            # In one order everywhere, so that two launches never wait for each other.
+            for cache in sorted(caches, key=id):
+                turns.enter_context(cache.turn)
+            self._launch(*args)
+
+
+_REGISTER_LIMIT = {"max_registers": 64}
+
+
+def jit(function: Any = None, /, **options: Any) -> Any:
+    """Compile a kernel as ``numba.cuda.jit`` does, with `flashwarp.Array`s among its arguments.
+
+    Parameters
+    ----------
+    function : function or signature, optional
+        As numba's. `array_type` makes the types of arrays for signatures.
+    **options
+        As numba's, but that ``max_registers`` is 64 by default. Functions with ``device=True`` are
+        returned as numba makes them.
+
+    Returns
+    -------
+    Kernel
+        Launch it as ``kernel[blocks, threads](...)``.
+    """
+    if function is None or not callable(function) or isinstance(function, types.Type):
+        return lambda actual: _jit(actual, options, function)
+    return _jit(function, options, None)
+
+
+def _jit(function: Any, options: dict[str, Any], given: Any) -> Any:
+    extensions = [*options.get("extensions", ()), extension]
+    # As FW_KERNEL has it: without a limit the slow path's registers would halve the warps.
+    limit = {} if "launch_bounds" in options or options.get("device") else _REGISTER_LIMIT
+    made = cuda.jit(given, **{**limit, **options, "extensions": extensions})(function)
+    return made if options.get("device") else Kernel(made)
