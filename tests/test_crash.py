@@ -143,7 +143,7 @@ class ForgetsTheFlush(TestArray):
     """Writes its lines back, and does not tell the drive to keep them."""
 
     def commit(self, x: fw.Array) -> None:
-        x._maintain("flush_lines", warps=4)
+        x._attachment.maintain("flush_lines", warps=4)
 
 
 class BelievesTheSecondFlush(TestArray):
@@ -152,7 +152,7 @@ class BelievesTheSecondFlush(TestArray):
     failing_plans = ("flush eio n=2",)
 
     def commit(self, x: fw.Array) -> None:
-        x._flush_failure = None
+        x._attachment.flush_failure = None
         x.flush()
 
 

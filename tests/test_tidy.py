@@ -38,6 +38,7 @@ LAYERS = [
     ["failures", "launcher"],
     ["futures"],
     ["calls"],
+    ["attachment"],
     ["array"],
     ["arguments", "share_table"],
     ["compiling"],

@@ -1,14 +1,13 @@
 """`Array`: an array larger than memory, gathered and scattered by device threads.
 
 What a user holds. Its calls become launches of the row kernels (`launcher`) on what the caller
-brings (`operands`), and what went wrong below becomes typed errors (`failures`). Everything under
-it, the cache, the queue pairs, the controller and the storage, is released by `close`, in reverse.
+brings (`operands`), and what went wrong below becomes typed errors (`failures`). What it is made
+of, and how that comes to rest and to its end, is in `attachment`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import math
 import os
@@ -21,21 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import rows
+from flashwarp.attachment import Attachment
 from flashwarp.cache import Cache
-from flashwarp.calls import Calls, time_limit_s
-from flashwarp.device import Device, stream_handle
+from flashwarp.device import Device
 from flashwarp.errors import (
     BoundsError,
     ClosedError,
     DeviceError,
-    FlashwarpError,
     ForkError,
     ReadOnlyError,
-    StorageError,
 )
-from flashwarp.failures import Failures
 from flashwarp.futures import Future
-from flashwarp.launcher import Launcher, Watcher
+from flashwarp.launcher import Watcher
 from flashwarp.operands import Index, Operands, is_foreign
 from flashwarp.rows import ArrayStruct
 from flashwarp.spread import AnyController
@@ -47,13 +43,10 @@ __all__ = ["Array", "Explanation"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_FLUSH = 0x00
-_DROP_ALL = 2
-
 # What open arrays need to close. An array that is lost as a part of a cycle is closed by the
 # garbage collector, which would otherwise have freed their memory first: it runs the callbacks of
 # weak references before `__del__`.
-_kept: dict[int, tuple[Any, ...]] = {}
+_kept: dict[int, Attachment] = {}
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ def _locked(
             try:
                 return method(self, *args, **kwargs)
             except DeviceError as error:
-                reason = self._reason_of(error)
+                reason = self._attachment.reason_of(error)
                 if reason is error:
                     raise
                 raise reason from error
@@ -148,27 +141,27 @@ class Array:
         self.dtype = dtype
         self.cache = cache
         self._storage = storage
-        self._owns_cache = owns_cache
         self._controller = controller
-        self._release = release
         self._why = why
         self._lock = cache.turn
         self._pid = os.getpid()
         self._closed = False
-        self._fault_told = False
-        self._streams: set[int] = set()
-        self._flush_failure: StorageError | None = None
-        queues = controller.attach(storage, self.device, cache.line_bytes, cache.frames)
-        try:
-            self._volume = cache.attach(storage.nbytes, queues)
-        except BaseException:
-            controller.close()
-            raise
         self._operands = Operands(self.device, dtype, self._row_shape, self._row_count, self.device)
-        self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
-        self._launcher = Launcher(cache, self._volume, controller, self._row_bytes, self._row_count)
-        self._calls = Calls(self._launcher, self._operands, self._failures)
-        _kept[id(self)] = (cache, controller, self._volume, storage, release, self._calls)
+        self._attachment = Attachment(
+            storage,
+            cache=cache,
+            owns_cache=owns_cache,
+            controller=controller,
+            operands=self._operands,
+            shape=shape,
+            row_bytes=self._row_bytes,
+            row_count=self._row_count,
+            release_storage=release,
+        )
+        self._volume = self._attachment.volume
+        self._launcher = self._attachment.launcher
+        self._calls = self._attachment.calls
+        _kept[id(self)] = self._attachment
 
     # What it is.
 
@@ -346,7 +339,7 @@ class Array:
         if not index.size or not self._row_bytes:
             return
         self._launcher.prefetch_rows(index, stream)
-        self._finish("prefetch", stream)
+        self._attachment.finish("prefetch", stream)
 
     # Writing.
 
@@ -454,7 +447,7 @@ class Array:
 
     @_locked
     def _flush_in_turn(self) -> None:
-        self._flush()
+        self._attachment.flush()
 
     # What can be told about it.
 
@@ -548,9 +541,9 @@ class Array:
         DeviceTimeout
             When the stream did not become idle in time.
         """
-        while stream is None and self._streams:
-            self.device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
-        self._finish("a kernel", stream)
+        if stream is None:
+            self._attachment.idle_streams()
+        self._attachment.finish("a kernel", stream)
 
     @property
     def controller(self) -> AnyController:
@@ -581,61 +574,11 @@ class Array:
 
     def _tear_down(self) -> Exception | None:
         """Release everything, and return what could not be done."""
-        failure: Exception | None = None
-        try:
-            self._settle()
-        except Exception as error:  # raised by `close`, after the release
-            failure = error
-        # Nothing can be saved from a device whose kernel has faulted; it is only let go.
-        alive = self.device.alive()
+        failure = self._attachment.settle()
         self._closed = True
-        with self.cache.gate.shut():
-            try:
-                if not self._owns_cache and alive:
-                    self._wait_neighbours()
-            except Exception as error:  # as above
-                failure = failure or error
-            self._controller.close()
-            if failure is not None and not self._owns_cache and alive:
-                failure = self._forget_lines(failure)
-            self.cache.detach(self._volume)
-        if self._owns_cache:
-            self.cache.close()
-        self._release()
+        failure = self._attachment.release(failure)
         _kept.pop(id(self), None)
         return failure
-
-    def _forget_lines(self, failure: Exception) -> Exception:
-        """Give frames back that commands without an answer held, now that none can come."""
-        try:
-            self._launcher.forget_lines(_DROP_ALL)
-            self.device.synchronize()
-        except Exception as error:  # the first failure is what the caller must know
-            failure.add_note(f"then, in giving up the array's lines: {error}")
-        return failure
-
-    def _settle(self) -> None:
-        """Bring everything to rest: no dirty line, no command, and no line of ours in the cache."""
-        failure: Exception | None = None
-        if self._fault_told and not self.device.alive():
-            return
-        steps: list[Callable[[], None]] = [self._wait_streams]
-        if self.writable:
-            steps.append(self._flush)
-        steps.append(lambda: self._maintain("quiesce", warps=self._controller.queues.count))
-        if not self._owns_cache:
-            steps.append(lambda: self._drop_cache(drop_dirty=True))
-        for step in steps:
-            try:
-                step()
-            except DeviceError as error:
-                failure = failure or self._reason_of(error)
-            except Exception as error:  # the first one counts; later steps still run
-                failure = failure or error
-            if not self.device.alive():
-                break
-        if failure is not None:
-            raise failure
 
     def drop_cache(self, drop_dirty: bool = False) -> None:
         """Empty the cache of this array's lines, as a cold start has it. Dirty lines are flushed.
@@ -651,16 +594,7 @@ class Array:
 
     @_locked
     def _drop_cache_in_turn(self, drop_dirty: bool) -> None:
-        self._drop_cache(drop_dirty)
-
-    def _drop_cache(self, drop_dirty: bool) -> None:
-        if self.writable and not drop_dirty:
-            self._flush()
-        self._maintain("invalidate_lines", drop=int(drop_dirty))
-        if self._volume.in_host_tier:
-            # Afterwards: a line in a frame could enter the tier still.
-            self._launcher.drop_tier()
-            self._finish("drop_tier", None)
+        self._attachment.drop_lines(drop_dirty)
 
     def __enter__(self) -> Self:
         return self
@@ -716,9 +650,9 @@ class Array:
             self.device.order(None, run)
         self._launcher.move_rows(verb, index, buffer, run)
         if stream is None:
-            self._finish(verb, run)
+            self._attachment.finish(verb, run)
         else:
-            self._note_stream(stream)
+            self._attachment.note_stream(stream)
 
     def _default_stream(self, library: str) -> Any:
         if self.device.kind == "cpu" or library == "numpy":
@@ -735,84 +669,18 @@ class Array:
             if verb == "scatter":
                 self.device.upload(address, block)
         self._launcher.move_range(verb, chosen.start, address, block.nbytes)
-        self._finish(verb, None)
+        self._attachment.finish(verb, None)
         if held is not None:
             if verb == "gather":
                 self.device.download_into(address, block)
             held.close()
 
-    def _maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
-        self._launcher.maintain(name, warps=warps, **fields)
-        self._finish(name, None)
-
-    def _flush(self) -> None:
-        self._wait_streams()
-        if not self.writable:
-            return
-        self._maintain("flush_lines")
-        if self._flush_failure is not None:
-            raise _again(self._flush_failure)
-        try:
-            warps = len(self._controller.addresses)
-            self._maintain("submit_command", warps=warps, opcode=_FLUSH)
-        except StorageError as error:
-            # The kernel reports lost writes once: a second flush would succeed without them.
-            self._flush_failure = error
-            raise
-
-    # Errors.
-
     def _join_launch(self, stream: Any) -> tuple[int, ...]:
         """Take part in a launch of somebody's own kernel, in the cache's turn; whom it serves."""
         self._check_usable()
         if stream is not None:
-            self._note_stream(stream)
+            self._attachment.note_stream(stream)
         return self._launcher.wake()
-
-    def _note_stream(self, stream: Any) -> None:
-        self._streams.add(stream_handle(stream))
-        self.cache.streams.add(stream_handle(stream))
-
-    def _wait_streams(self) -> None:
-        """Wait for the calls that were given a stream, and raise what they met."""
-        while self._streams:
-            self.device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
-        self._raise_failure("a call on a stream")
-
-    def _wait_neighbours(self) -> None:
-        """Wait for kernels of other arrays on the cache, which may be helping our queues."""
-        while self.cache.streams:
-            self.device.synchronize(self.cache.streams.pop())
-
-    def _finish(self, what: str, stream: Any) -> None:
-        self.device.synchronize(stream, timeout_s=time_limit_s())
-        self._raise_failure(what)
-
-    def _reason_of(self, error: DeviceError) -> FlashwarpError:
-        """Tell why a kernel was stopped, where that is what a call has met."""
-        if self.device.alive():
-            return error
-        reason = self._failures.after_fault(self._volume, error)
-        if self.writable and not self._fault_told:
-            reason.add_note("what was stored in the array since its last flush is lost")
-        self._fault_told = True
-        return reason
-
-    def _raise_failure(self, what: str) -> None:
-        failure = self._failures.take(what, self._volume, alone=not self._calls.busy)
-        if failure is not None:
-            raise failure
-
-
-def _again(failure: StorageError) -> StorageError:
-    """Return the error of a call after a flush that failed."""
-    return StorageError(
-        failure.errno or errno.EIO,
-        f"an earlier flush failed, so what was stored before it may be lost: {failure.strerror}",
-        failure.filename,
-        offset=failure.offset,
-        status=failure.status,
-    )
 
 
 def _row_lead(chosen: rows.RowSelection) -> tuple[int, ...]:

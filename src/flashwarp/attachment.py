@@ -1,0 +1,220 @@
+"""`Attachment`: a storage on a cache, from the first launch through it to its release.
+
+What an array is made of. It knows what is in flight, waits for it, raises what it met, and brings
+it to rest; `release` lets go of controller, volume, cache and storage, in this order. Callers hold
+the cache's turn.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+from flashwarp.cache import Cache
+from flashwarp.calls import Calls, time_limit_s
+from flashwarp.device import stream_handle
+from flashwarp.errors import DeviceError, FlashwarpError, StorageError
+from flashwarp.failures import Failures
+from flashwarp.launcher import Launcher
+from flashwarp.operands import Operands
+from flashwarp.spread import AnyController
+from flashwarp.storage import Storage
+
+__all__ = ["Attachment"]
+
+_FLUSH = 0x00
+_DROP_ALL = 2
+
+
+class Attachment:
+    """A storage that is attached to a cache, and the launches and calls that go through it.
+
+    Parameters
+    ----------
+    storage : Storage
+    cache : Cache
+    owns_cache : bool
+        Whether the cache is closed with it, rather than left to its other arrays.
+    controller : SoftwareController or ControllerGroup
+        Started here, and closed by `release`.
+    operands : Operands
+        The array's, for its calls.
+    shape : tuple of int
+        The array's.
+    row_bytes, row_count : int
+        What its first axis counts.
+    release_storage : callable
+        Called last.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        cache: Cache,
+        owns_cache: bool,
+        controller: AnyController,
+        operands: Operands,
+        shape: tuple[int, ...],
+        row_bytes: int,
+        row_count: int,
+        release_storage: Callable[[], None],
+    ) -> None:
+        self.storage = storage
+        self.cache = cache
+        self.controller = controller
+        self.flush_failure: StorageError | None = None
+        self._device = cache.device
+        self._owns_cache = owns_cache
+        self._release_storage = release_storage
+        self._fault_told = False
+        self._streams: set[int] = set()
+        queues = controller.attach(storage, cache.device, cache.line_bytes, cache.frames)
+        try:
+            self.volume = cache.attach(storage.nbytes, queues)
+        except BaseException:
+            controller.close()
+            raise
+        self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
+        self.launcher = Launcher(cache, self.volume, controller, row_bytes, row_count)
+        self.calls = Calls(self.launcher, operands, self._failures)
+
+    # Waiting.
+
+    def finish(self, what: str, stream: Any) -> None:
+        """Wait for a stream, and raise what its launches met; `what` they were, for people."""
+        self._device.synchronize(stream, timeout_s=time_limit_s())
+        self._raise_failure(what)
+
+    def note_stream(self, stream: Any) -> None:
+        """Remember that something of ours was queued on a stream of the caller's."""
+        self._streams.add(stream_handle(stream))
+        self.cache.streams.add(stream_handle(stream))
+
+    def idle_streams(self) -> None:
+        """Wait for all streams of callers that something was queued on."""
+        while self._streams:
+            self._device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
+
+    def _finish_streams(self) -> None:
+        self.idle_streams()
+        self._raise_failure("a call on a stream")
+
+    def _raise_failure(self, what: str) -> None:
+        failure = self._failures.take(what, self.volume, alone=not self.calls.busy)
+        if failure is not None:
+            raise failure
+
+    def reason_of(self, error: DeviceError) -> FlashwarpError:
+        """Tell why a kernel was stopped, where that is what a call has met."""
+        if self._device.alive():
+            return error
+        reason = self._failures.after_fault(self.volume, error)
+        if self.storage.writable and not self._fault_told:
+            reason.add_note("what was stored in the array since its last flush is lost")
+        self._fault_told = True
+        return reason
+
+    # Bringing lines to rest.
+
+    def maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
+        """Run a maintenance kernel over the array's lines."""
+        self.launcher.maintain(name, warps=warps, **fields)
+        self.finish(name, None)
+
+    def flush(self) -> None:
+        """Write dirty lines back and make them durable; see `Array.flush`."""
+        self._finish_streams()
+        if not self.storage.writable:
+            return
+        self.maintain("flush_lines")
+        if self.flush_failure is not None:
+            raise _again(self.flush_failure)
+        try:
+            warps = len(self.controller.addresses)
+            self.maintain("submit_command", warps=warps, opcode=_FLUSH)
+        except StorageError as error:
+            # The kernel reports lost writes once: a second flush would succeed without them.
+            self.flush_failure = error
+            raise
+
+    def drop_lines(self, drop_dirty: bool) -> None:
+        """Leave no line of the array in the cache; dirty ones are flushed, or given up."""
+        if self.storage.writable and not drop_dirty:
+            self.flush()
+        self.maintain("invalidate_lines", drop=int(drop_dirty))
+        if self.volume.in_host_tier:
+            # Afterwards: a line in a frame could enter the tier still.
+            self.launcher.drop_tier()
+            self.finish("drop_tier", None)
+
+    # The end.
+
+    def settle(self) -> Exception | None:
+        """Bring everything to rest: no dirty line, no command, no line of ours in a shared cache.
+
+        Goes as far as it can, and returns what it met first.
+        """
+        failure: Exception | None = None
+        if self._fault_told and not self._device.alive():
+            return None
+        steps: list[Callable[[], None]] = [self._finish_streams]
+        if self.storage.writable:
+            steps.append(self.flush)
+        steps.append(lambda: self.maintain("quiesce", warps=self.controller.queues.count))
+        if not self._owns_cache:
+            steps.append(lambda: self.drop_lines(drop_dirty=True))
+        for step in steps:
+            try:
+                step()
+            except DeviceError as error:
+                failure = failure or self.reason_of(error)
+            except Exception as error:  # the first one counts; later steps still run
+                failure = failure or error
+            if not self._device.alive():
+                break
+        return failure
+
+    def release(self, failure: Exception | None) -> Exception | None:
+        """Let go of everything, after `settle` has met `failure`; returns what is to be raised."""
+        # Nothing can be saved from a device whose kernel has faulted; it is only let go.
+        alive = self._device.alive()
+        with self.cache.gate.shut():
+            try:
+                if not self._owns_cache and alive:
+                    self._wait_neighbours()
+            except Exception as error:  # raised by the caller, after the release
+                failure = failure or error
+            self.controller.close()
+            if failure is not None and not self._owns_cache and alive:
+                self._forget_lines(failure)
+            self.cache.detach(self.volume)
+        if self._owns_cache:
+            self.cache.close()
+        self._release_storage()
+        return failure
+
+    def _wait_neighbours(self) -> None:
+        """Wait for kernels of other arrays on the cache, which may be helping our queues."""
+        while self.cache.streams:
+            self._device.synchronize(self.cache.streams.pop())
+
+    def _forget_lines(self, failure: Exception) -> None:
+        """Give frames back that commands without an answer held, now that none can come."""
+        try:
+            self.launcher.forget_lines(_DROP_ALL)
+            self._device.synchronize()
+        except Exception as error:  # the first failure is what the caller must know
+            failure.add_note(f"then, in giving up the array's lines: {error}")
+
+
+def _again(failure: StorageError) -> StorageError:
+    """Return the error of a call after a flush that failed."""
+    return StorageError(
+        failure.errno or errno.EIO,
+        f"an earlier flush failed, so what was stored before it may be lost: {failure.strerror}",
+        failure.filename,
+        offset=failure.offset,
+        status=failure.status,
+    )
