@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import flashwarp as fw
 from flashwarp.cache import TierShape
 from flashwarp.errors import ArgumentError, CacheError, ControllerTimeout, StorageError
-from flashwarp.storage import File, Memory
+from flashwarp.storage import File, Memory, Storage
 from flashwarp.testing import Faulty
 
 LINE = 512
@@ -31,6 +31,32 @@ def counted(lines: int) -> Memory:
     return Memory(np.repeat(np.arange(lines, dtype="<i4"), LINE // 4))
 
 
+def full_of(value: int) -> Memory:
+    """32 lines of one byte."""
+    return Memory(np.full(32 * LINE, value, np.uint8))
+
+
+def opened(
+    storage: Storage,
+    dtype: str,
+    shape: tuple[int, ...] | None = None,
+    *,
+    tier: int,
+    path: str = "bounce",
+    **more: Any,
+) -> fw.Array:
+    """An array with one set of frames, and so many lines below them; one thread unless told."""
+    options = {"device": fw.CpuDevice(1), "cache": WAYS * LINE, **more}
+    return fw.from_storage(
+        storage, dtype, shape, line=LINE, host_cache=tier * LINE, controller=plan(path), **options
+    )
+
+
+def small_cache(device: Any = "cpu") -> fw.Cache:
+    """One set of frames and 64 lines below them, for arrays to share."""
+    return fw.Cache(WAYS * LINE, line=LINE, device=device, host_capacity=64 * LINE)
+
+
 def read_lines(x: fw.Array, *lines: int) -> None:
     """Read one element of each line, one after the other, and check it."""
     for line in lines:
@@ -40,15 +66,7 @@ def read_lines(x: fw.Array, *lines: int) -> None:
 @pytest.mark.parametrize("path", ["bounce", "direct"])
 def test_a_line_that_made_room_comes_back_without_the_storage(path: str) -> None:
     storage = Faulty(counted(8))
-    with fw.from_storage(
-        storage,
-        "<i4",
-        device=fw.CpuDevice(1),
-        cache=WAYS * LINE,
-        line=LINE,
-        host_cache=4 * LINE,
-        controller=plan(path),
-    ) as x:
+    with opened(storage, "<i4", tier=4, path=path) as x:
         read_lines(x, *range(8))
         assert x.stats.tier_lines == 4
         assert x.stats.tier_hits == 0
@@ -66,16 +84,7 @@ def test_a_line_that_made_room_comes_back_without_the_storage(path: str) -> None
 
 def test_the_line_that_came_first_leaves_first() -> None:
     storage = Faulty(counted(12))
-    with fw.from_storage(
-        storage,
-        "<i4",
-        device=fw.CpuDevice(1),
-        cache=WAYS * LINE,
-        line=LINE,
-        host_cache=4 * LINE,
-        policy="fifo",
-        controller=plan(),
-    ) as x:
+    with opened(storage, "<i4", tier=4, policy="fifo") as x:
         # Frames: 8..11; the tier: 4..7; 0..3 are gone.
         read_lines(x, *range(12))
         before = storage.operations()["read"]
@@ -87,15 +96,7 @@ def test_the_line_that_came_first_leaves_first() -> None:
 
 def test_dirty_lines_enter_when_they_are_clean() -> None:
     storage = Memory(64 * LINE)
-    with fw.from_storage(
-        storage,
-        "u1",
-        device=fw.CpuDevice(1),
-        cache=WAYS * LINE,
-        line=LINE,
-        host_cache=32 * LINE,
-        controller=plan(),
-    ) as x:
+    with opened(storage, "u1", tier=32) as x:
         for line in range(32):
             x[line * LINE] = line + 1
         # What is in the tier is in the storage.
@@ -114,16 +115,7 @@ def test_dirty_lines_enter_when_they_are_clean() -> None:
 
 def test_whole_lines_are_stored_over_copies_in_the_tier() -> None:
     storage = Faulty(counted(8))
-    with fw.from_storage(
-        storage,
-        "<i4",
-        (8, LINE // 4),
-        device=fw.CpuDevice(1),
-        cache=WAYS * LINE,
-        line=LINE,
-        host_cache=8 * LINE,
-        controller=plan(),
-    ) as x:
+    with opened(storage, "<i4", (8, LINE // 4), tier=8) as x:
         held = np.asarray(x[:])
         for turn in range(20):
             row = np.array([turn % 8])
@@ -135,16 +127,7 @@ def test_whole_lines_are_stored_over_copies_in_the_tier() -> None:
 
 def test_prefetches_come_from_the_tier() -> None:
     storage = Faulty(counted(8))
-    with fw.from_storage(
-        storage,
-        "<i4",
-        (8, LINE // 4),
-        device=fw.CpuDevice(1),
-        cache=WAYS * LINE,
-        line=LINE,
-        host_cache=4 * LINE,
-        controller=plan(),
-    ) as x:
+    with opened(storage, "<i4", (8, LINE // 4), tier=4) as x:
         x.gather(np.arange(8))
         reads = storage.operations()["read"]
         hits = x.stats.tier_hits
@@ -156,15 +139,7 @@ def test_prefetches_come_from_the_tier() -> None:
 
 def test_drop_cache_empties_the_tier() -> None:
     data = np.zeros(64 * LINE, np.uint8)
-    with fw.from_storage(
-        Memory(data),
-        "u1",
-        device="cpu",
-        cache=WAYS * LINE,
-        line=LINE,
-        host_cache=64 * LINE,
-        controller=plan("direct"),
-    ) as x:
+    with opened(Memory(data), "u1", tier=64, path="direct", device="cpu") as x:
         assert not x[:].any()
         x.drop_cache()
         data[:] = 7
@@ -172,26 +147,24 @@ def test_drop_cache_empties_the_tier() -> None:
 
 
 def test_a_range_of_lines_is_free_of_the_array_that_had_it() -> None:
-    with fw.Cache(WAYS * LINE, line=LINE, device="cpu", host_capacity=64 * LINE) as cache:
+    with small_cache() as cache:
         for value in (1, 2, 3):
-            drive = Memory(np.full(32 * LINE, value, np.uint8))
+            drive = full_of(value)
             with fw.from_storage(drive, "u1", cache=cache, controller=plan()) as x:
                 assert (x[:] == value).all()
                 assert x.stats.tier_lines > 0
 
 
 def test_an_array_that_cannot_be_written_leaves_nothing_in_the_tier() -> None:
-    with fw.Cache(WAYS * LINE, line=LINE, device="cpu", host_capacity=64 * LINE) as cache:
-        bad = Faulty(Memory(np.full(32 * LINE, 9, np.uint8)), "")
+    with small_cache() as cache:
+        bad = Faulty(full_of(9), "")
         x = fw.from_storage(bad, "u1", cache=cache, controller=plan())
         assert (x[:] == 9).all()
         x[5] = 1
         bad.inject("write eio")
         with pytest.raises(StorageError):
             x.close()
-        with fw.from_storage(
-            Memory(np.full(32 * LINE, 2, np.uint8)), "u1", cache=cache, controller=plan()
-        ) as y:
+        with fw.from_storage(full_of(2), "u1", cache=cache, controller=plan()) as y:
             assert (y[:] == 2).all()
 
 
@@ -200,7 +173,7 @@ def test_a_storage_that_hangs_leaves_nothing_in_the_tier(
 ) -> None:
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
     (tmp_path / "x").write_bytes(bytes([9]) * 32 * LINE)
-    with fw.Cache(WAYS * LINE, line=LINE, device=fw.CpuDevice(1), host_capacity="64 KiB") as cache:
+    with small_cache(fw.CpuDevice(1)) as cache:
         stuck = Faulty(File(tmp_path / "x"))
         x = fw.from_storage(stuck, "u1", cache=cache, controller=plan())
         assert (x[: 16 * LINE] == 9).all()
@@ -209,23 +182,13 @@ def test_a_storage_that_hangs_leaves_nothing_in_the_tier(
             x[20 * LINE]
         with pytest.raises(ControllerTimeout):
             x.close()
-        with fw.from_storage(
-            Memory(np.full(32 * LINE, 2, np.uint8)), "u1", cache=cache, controller=plan()
-        ) as y:
+        with fw.from_storage(full_of(2), "u1", cache=cache, controller=plan()) as y:
             assert (y[:] == 2).all()
 
 
 def test_a_failed_fill_costs_nothing_that_is_in_the_tier() -> None:
     storage = Faulty(counted(16), f"read eio bytes={8 * LINE}-{9 * LINE}")
-    with fw.from_storage(
-        storage,
-        "<i4",
-        device=fw.CpuDevice(1),
-        cache=WAYS * LINE,
-        line=LINE,
-        host_cache=16 * LINE,
-        controller=plan(),
-    ) as x:
+    with opened(storage, "<i4", tier=16) as x:
         read_lines(x, *range(8))
         for _ in range(3):
             with pytest.raises(StorageError) as error:
@@ -237,7 +200,7 @@ def test_a_failed_fill_costs_nothing_that_is_in_the_tier() -> None:
 
 
 def test_mapped_lines_stay_out() -> None:
-    with fw.Cache(WAYS * LINE, line=LINE, device="cpu", host_capacity=64 * LINE) as cache:
+    with small_cache() as cache:
         mapped = fw.from_storage(counted(32), "<i4", cache=cache)
         other = fw.from_storage(counted(32), "<i4", cache=cache, controller=plan())
         for _ in range(2):
@@ -306,15 +269,8 @@ def test_any_operations_through_any_tier(data: st.DataObject) -> None:
 def test_every_policy_feeds_the_tier(policy: str) -> None:
     random = np.random.default_rng(3)
     content = random.integers(0, 255, 100 * LINE, dtype=np.uint8)
-    with fw.from_storage(
-        Memory(content.copy()),
-        "u1",
-        device="cpu",
-        cache=2 * WAYS * LINE,
-        line=LINE,
-        host_cache=40 * LINE,
-        policy=policy,
-        controller=plan(),
+    with opened(
+        Memory(content.copy()), "u1", tier=40, device="cpu", cache=2 * WAYS * LINE, policy=policy
     ) as x:
         held = content.copy()
         for _ in range(15):
@@ -365,16 +321,15 @@ def test_what_cannot_be_is_refused() -> None:
 def test_threads_share_a_tier() -> None:
     """More threads than frames in a set, on lines that all belong to it."""
     content = np.random.default_rng(1).integers(0, 255, 24 * LINE, dtype=np.uint8)
-    with fw.CpuDevice(8) as device:
-        options: dict[str, Any] = {"cache": WAYS * LINE, "line": LINE, "host_cache": 12 * LINE}
-        with fw.from_storage(
-            Memory(content.copy()), "u1", device=device, controller=plan(), **options
-        ) as x:
-            held = content.copy()
-            random = np.random.default_rng(2)
-            for turn in range(20):
-                where = random.integers(0, len(held), 4000)
-                np.testing.assert_array_equal(x.gather(where), held[where])
-                x[turn * 50 : turn * 50 + 700] = turn
-                held[turn * 50 : turn * 50 + 700] = turn
-            assert x.stats.tier_hits > 0
+    with (
+        fw.CpuDevice(8) as device,
+        opened(Memory(content.copy()), "u1", tier=12, device=device) as x,
+    ):
+        held = content.copy()
+        random = np.random.default_rng(2)
+        for turn in range(20):
+            where = random.integers(0, len(held), 4000)
+            np.testing.assert_array_equal(x.gather(where), held[where])
+            x[turn * 50 : turn * 50 + 700] = turn
+            held[turn * 50 : turn * 50 + 700] = turn
+        assert x.stats.tier_hits > 0
