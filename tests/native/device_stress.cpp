@@ -8,30 +8,24 @@
 // prints the seed, and the first argument replays one.
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "device_threads.h"
 #include "flashwarp/kernels/maintenance.cuh"
-#include "host_memory.h"
-#include "software_controller.h"
-#include "storage.h"
 
-using namespace fw::native;
+using namespace fw::stress;
 namespace cache = fw::cache;
 namespace nvme = fw::nvme;
 
 namespace {
 
-constexpr uint32_t kThreads = 4;
 constexpr uint32_t kArrays = 2;
-constexpr uint64_t kTimeoutNs = 60'000'000'000;
 
 struct Geometry {
   uint32_t line_bytes;
@@ -68,31 +62,9 @@ const Geometry* running = nullptr;
   std::abort();
 }
 
-// Zero-filled memory that is freed at the end.
-class Arena {
- public:
-  ~Arena() {
-    for (void* block : blocks_) free_aligned(block);
-  }
-  template <typename T>
-  T* allocate(uint64_t count) {
-    blocks_.push_back(allocate_aligned(std::max<uint64_t>(count * sizeof(T), 1), 4096));
-    return static_cast<T*>(blocks_.back());
-  }
-
- private:
-  std::vector<void*> blocks_;
-};
-
-template <typename T>
-uint64_t address(const T* p) {
-  return reinterpret_cast<uint64_t>(p);
-}
-
-// One array: its namespaces, their controllers, its volume of the cache.
+// One array: its namespaces, and its volume of the cache.
 struct Volume {
   std::vector<uint64_t*> data;
-  std::vector<std::unique_ptr<SoftwareController>> controllers;
   cache::volume* entry = nullptr;
   fw::array<uint64_t> array = {};
   // Versions that the writer of an element has finished storing.
@@ -156,29 +128,7 @@ class Rig {
     for (uint32_t i = 0; i < kArrays; ++i) begin = attach(i, begin);
   }
 
-  ~Rig() {
-    for (Volume& v : volumes_) {
-      for (auto& controller : v.controllers) controller->stop();
-    }
-  }
-
-  // All threads at once, each with the context of a device thread.
-  void launch(const std::function<void(uint32_t)>& work) {
-    std::vector<std::thread> threads;
-    for (Volume& v : volumes_) {
-      for (auto& controller : v.controllers) fw_visitor_comes(controller.get());
-    }
-    for (uint32_t i = 0; i < kThreads; ++i) {
-      threads.emplace_back([&, i] {
-        fw::base::this_thread = {i, kThreads, &serve, this};
-        work(i);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    for (Volume& v : volumes_) {
-      for (auto& controller : v.controllers) fw_visitor_leaves(controller.get());
-    }
-  }
+  Controllers& controllers() { return controllers_; }
 
   // One thread's part of a round. `seen` holds what this thread has met of each element.
   void use(uint32_t thread, uint32_t operations, uint32_t seed) {
@@ -238,9 +188,9 @@ class Rig {
       p.line_begin = v.entry->line_begin;
       p.line_end = v.entry->line_begin + v.entry->line_count;
       p.opcode = nvme::kFlush;
-      launch([&](uint32_t) { fw_flush_lines(p); });
-      launch([&](uint32_t) { fw_submit_command(p); });
-      launch([&](uint32_t) { fw_quiesce(p); });
+      controllers_.launch([&](uint32_t) { fw_flush_lines(p); });
+      controllers_.launch([&](uint32_t) { fw_submit_command(p); });
+      controllers_.launch([&](uint32_t) { fw_quiesce(p); });
       if (v.entry->errors->count != 0) {
         fail("a command", v.entry->errors->line, v.entry->errors->status, 0);
       }
@@ -278,20 +228,12 @@ class Rig {
       fw::kernels::maintenance_params p = {};
       p.cache = cache_;
       p.volume = v.entry;
-      launch([&](uint32_t) { fw_invalidate_lines(p); });
-      launch([&](uint32_t) { fw_drop_tier(p); });
+      controllers_.launch([&](uint32_t) { fw_invalidate_lines(p); });
+      controllers_.launch([&](uint32_t) { fw_drop_tier(p); });
     }
   }
 
  private:
-  static int serve(void* self) {
-    int moved = 0;
-    for (Volume& v : static_cast<Rig*>(self)->volumes_) {
-      for (auto& controller : v.controllers) moved += fw_serve(controller.get(), 0);
-    }
-    return moved;
-  }
-
   template <typename Load>
   void check(uint32_t which, uint32_t element, std::vector<uint32_t>& seen, Load load) {
     const uint32_t finished = volumes_[which].finished[element].load(std::memory_order_acquire);
@@ -355,53 +297,35 @@ class Rig {
       for (uint32_t r = 0; r < replicas(); ++r) *stored(number, i, r) = value_of(number, i, 0);
     }
     for (uint32_t n = 0; n < g_.namespaces; ++n) {
-      serve_namespace(v, v.data[n], part, queues + n * g_.queues);
+      serve_namespace(v.data[n], part, queues + n * g_.queues);
     }
     v.array = {cache_->shape, cache_, v.entry, line_begin, g_.elements};
     return line_begin + lines;
   }
 
   // Queue pairs and a controller for one namespace.
-  void serve_namespace(Volume& v, uint64_t* data, uint64_t bytes, nvme::queue_pair* queues) {
-    const uint32_t depth = 1u << g_.depth_log2;
-    std::vector<QueuePairAddresses> pairs;
-    std::vector<std::pair<uint64_t, uint64_t>> regions;
+  void serve_namespace(uint64_t* data, uint64_t bytes, nvme::queue_pair* queues) {
+    std::vector<fw::native::QueuePairAddresses> pairs;
+    Regions regions;
     if (g_.path == nvme::kDirect) {
       regions.emplace_back(address(cache_->shape.frames),
                            uint64_t(g_.sets) * g_.ways * g_.line_bytes);
     }
     for (uint32_t i = 0; i < g_.queues; ++i) {
-      nvme::queue_pair& q = queues[i];
-      auto* bells = arena_.allocate<uint32_t>(32);
-      q.sq = arena_.allocate<nvme::command>(depth);
-      q.cq = arena_.allocate<nvme::completion>(depth);
-      q.sq_doorbell = bells;
-      q.cq_doorbell = bells + 16;
-      q.slots = arena_.allocate<uint64_t>(depth);
-      q.detached = arena_.allocate<nvme::detached_command>(depth);
-      q.data = {address(data), 0, g_.line_bytes, kTimeoutNs, g_.path, 0};
-      if (g_.path == nvme::kBounce) {
-        const uint64_t size = uint64_t(depth) * g_.line_bytes;
-        q.data.buffers = address(arena_.allocate<char>(size));
-        regions.emplace_back(q.data.buffers, size);
-      }
-      q.depth_log2 = g_.depth_log2;
-      q.id = i + 1;
-      pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),
-                       depth, uint16_t(i + 1)});
+      pairs.push_back(make_queue_pair(arena_, queues[i], uint16_t(i + 1), g_.depth_log2, data,
+                                      g_.line_bytes, g_.path, regions));
     }
-    ControllerOptions options;
+    fw::native::ControllerOptions options;
     options.threads = g_.controller_threads;
     options.yields = g_.controllers_yield;
-    v.controllers.push_back(std::make_unique<SoftwareController>(
-        std::make_shared<MemoryStorage>(data, bytes, true), pairs, regions, options));
-    v.controllers.back()->start();
+    controllers_.start(data, bytes, pairs, regions, options);
   }
 
   const Geometry g_;
   Arena arena_;
   cache::page_cache* cache_ = nullptr;
   Volume volumes_[kArrays];
+  Controllers controllers_;
 };
 
 // Stripes or replicas, two times of three.
@@ -438,29 +362,17 @@ Geometry choose(uint32_t turn, std::mt19937& random) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const uint32_t seed = count > 1 ? uint32_t(std::atoi(arguments[1])) : std::random_device()();
-  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
-  const double budget = text != nullptr ? std::atof(text) : 5.0;
-  std::printf("seed %u\n", seed);
-  std::fflush(stdout);
-  std::mt19937 random(seed);
-  const auto start = std::chrono::steady_clock::now();
-  const auto spent = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
-  uint32_t turn = 0;
-  for (; turn == 0 || spent() < budget; ++turn) {
+  return take_turns(count, arguments, "geometries", [](uint32_t turn, std::mt19937& random) {
     const Geometry g = choose(turn, random);
     running = &g;
     Rig rig(g);
     for (uint32_t round = 0; round < 3; ++round) {
       const uint32_t round_seed = uint32_t(random());
-      rig.launch([&](uint32_t thread) { rig.use(thread, FW_TSAN ? 1000 : 4000, round_seed); });
+      rig.controllers().launch(
+          [&](uint32_t thread) { rig.use(thread, FW_TSAN ? 1000 : 4000, round_seed); });
       rig.settle();
       if (round == 1) rig.invalidate();
     }
     running = nullptr;
-  }
-  std::printf("%u geometries in %.1f s\n", turn, spent());
-  return EXIT_SUCCESS;
+  });
 }

@@ -8,55 +8,32 @@
 // FLASHWARP_STRESS_SECONDS is the budget (default 5); the first argument replays a seed.
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
+#include "device_threads.h"
 #include "flashwarp/array/shared.cuh"
 #include "flashwarp/kernels/maintenance.cuh"
-#include "host_memory.h"
-#include "software_controller.h"
-#include "storage.h"
 
-using namespace fw::native;
+using namespace fw::stress;
 namespace cache = fw::cache;
 namespace nvme = fw::nvme;
 using View = fw::shared<uint64_t, true>;
 
 namespace {
 
-constexpr uint32_t kThreads = 4;
-constexpr uint64_t kTimeoutNs = 60'000'000'000;
 constexpr uint32_t kLineBytes = 512;
 constexpr uint32_t kLineWords = kLineBytes / 8;
-constexpr uint32_t kDepth = 4;
+constexpr uint32_t kDepthLog2 = 2;
 
 [[noreturn]] void fail(const char* what, uint64_t element, uint64_t got, uint64_t expected) {
   std::fprintf(stderr, "failed: %s: element %llu holds %#llx, not %#llx\n", what,
                (unsigned long long)element, (unsigned long long)got, (unsigned long long)expected);
   std::abort();
 }
-
-// Zero-filled memory that is freed at the end.
-class Arena {
- public:
-  ~Arena() {
-    for (void* block : blocks_) free_aligned(block);
-  }
-  template <typename T>
-  T* allocate(uint64_t count) {
-    blocks_.push_back(allocate_aligned(std::max<uint64_t>(count * sizeof(T), 1), 4096));
-    return static_cast<T*>(blocks_.back());
-  }
-
- private:
-  std::vector<void*> blocks_;
-};
 
 uint64_t value_of(uint64_t element, uint32_t version) { return (element + 1) << 32 | version; }
 
@@ -83,20 +60,7 @@ class Rig {
               0};
     buffers_ = arena_.allocate<uint64_t>(kThreads * 2 * kLineWords);
   }
-  ~Rig() { controller_->stop(); }
-
-  void launch(const std::function<void(uint32_t)>& work) {
-    std::vector<std::thread> threads;
-    fw_visitor_comes(controller_.get());
-    for (uint32_t i = 0; i < kThreads; ++i) {
-      threads.emplace_back([&, i] {
-        fw::base::this_thread = {i, kThreads, &serve, this};
-        work(i);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-    fw_visitor_leaves(controller_.get());
-  }
+  Controllers& controllers() { return controllers_; }
 
   void use(uint32_t thread, uint32_t operations, uint32_t seed) {
     std::mt19937 random(seed * kThreads + thread);
@@ -138,8 +102,8 @@ class Rig {
     p.volume = &cache_->volumes[0];
     p.line_end = p.volume->line_count;
     p.opcode = nvme::kFlush;
-    launch([&](uint32_t) { fw_flush_lines(p); });
-    launch([&](uint32_t) { fw_quiesce(p); });
+    controllers_.launch([&](uint32_t) { fw_flush_lines(p); });
+    controllers_.launch([&](uint32_t) { fw_quiesce(p); });
     if (p.volume->errors->count != 0) fail("a command", 0, p.volume->errors->status, 0);
     for (uint32_t i = 0; i < elements_; ++i) {
       const uint64_t expected = value_of(i, finished_[i]);
@@ -148,8 +112,6 @@ class Rig {
   }
 
  private:
-  static int serve(void* self) { return fw_serve(static_cast<Rig*>(self)->controller_.get(), 0); }
-
   uint64_t* buffer_of(uint32_t thread, uint32_t view) {
     return buffers_ + (thread * 2 + view) * kLineWords;
   }
@@ -187,28 +149,9 @@ class Rig {
     finished_ = std::make_unique<std::atomic<uint32_t>[]>(elements_);
     for (uint32_t i = 0; i < elements_; ++i) data_[i] = value_of(i, 0);
     auto* q = arena_.allocate<nvme::queue_pair>(1);
-    auto* bells = arena_.allocate<uint32_t>(32);
-    q->sq = arena_.allocate<nvme::command>(kDepth);
-    q->cq = arena_.allocate<nvme::completion>(kDepth);
-    q->sq_doorbell = bells;
-    q->cq_doorbell = bells + 16;
-    q->slots = arena_.allocate<uint64_t>(kDepth);
-    q->detached = arena_.allocate<nvme::detached_command>(kDepth);
-    q->data = {reinterpret_cast<uint64_t>(data_), 0, kLineBytes, kTimeoutNs, path, 0};
-    std::vector<std::pair<uint64_t, uint64_t>> regions;
-    if (path == nvme::kBounce) {
-      q->data.buffers = reinterpret_cast<uint64_t>(arena_.allocate<char>(kDepth * kLineBytes));
-      regions.emplace_back(q->data.buffers, kDepth * kLineBytes);
-    }
-    q->depth_log2 = uint32_t(__builtin_ctz(kDepth));
-    q->id = 1;
-    const auto at = [](const auto* p) { return reinterpret_cast<uint64_t>(p); };
-    controller_ = std::make_unique<SoftwareController>(
-        std::make_shared<MemoryStorage>(data_, uint64_t(elements_) * 8, true),
-        std::vector<QueuePairAddresses>{
-            {at(q->sq), at(q->cq), at(q->sq_doorbell), at(q->cq_doorbell), kDepth, 1}},
-        regions, ControllerOptions{});
-    controller_->start();
+    Regions regions;
+    const auto pair = make_queue_pair(arena_, *q, 1, kDepthLog2, data_, kLineBytes, path, regions);
+    controllers_.start(data_, uint64_t(elements_) * 8, {pair}, regions, {});
     cache::volume& v = cache_->volumes[0];
     v.line_count = (elements_ + kLineWords - 1) / kLineWords;
     v.bytes = uint64_t(elements_) * 8;
@@ -225,7 +168,7 @@ class Rig {
   cache::page_cache* cache_ = nullptr;
   uint64_t* data_ = nullptr;
   std::unique_ptr<std::atomic<uint32_t>[]> finished_;
-  std::unique_ptr<SoftwareController> controller_;
+  Controllers controllers_;
   fw::array<uint64_t> array_ = {};
   cache::share_table table_ = {};
   uint64_t* buffers_ = nullptr;
@@ -234,26 +177,14 @@ class Rig {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const uint32_t seed = count > 1 ? uint32_t(std::atoi(arguments[1])) : std::random_device()();
-  const char* text = std::getenv("FLASHWARP_STRESS_SECONDS");
-  const double budget = text != nullptr ? std::atof(text) : 5.0;
-  std::printf("seed %u\n", seed);
-  std::fflush(stdout);
-  std::mt19937 random(seed);
-  const auto start = std::chrono::steady_clock::now();
-  const auto spent = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
-  uint32_t turn = 0;
-  for (; turn == 0 || spent() < budget; ++turn) {
+  return take_turns(count, arguments, "tables", [](uint32_t turn, std::mt19937& random) {
     const uint32_t lines = turn % 3 == 0 ? 2 : 5 + random() % 8;
     Rig rig(lines, turn % 2, turn / 2 % 2 == 0 ? nvme::kMapped : nvme::kBounce);
     for (uint32_t round = 0; round < 2; ++round) {
       const uint32_t round_seed = uint32_t(random());
-      rig.launch([&](uint32_t thread) { rig.use(thread, FW_TSAN ? 500 : 3000, round_seed); });
+      rig.controllers().launch(
+          [&](uint32_t thread) { rig.use(thread, FW_TSAN ? 500 : 3000, round_seed); });
       rig.settle();
     }
-  }
-  std::printf("%u tables in %.1f s\n", turn, spent());
-  return EXIT_SUCCESS;
+  });
 }
