@@ -1,26 +1,16 @@
 """Every call of the CUDA driver, made for real through cuda.bindings into a driver without a GPU.
 
-`native/fake_cuda.c` checks the arguments, so packing, flags and contexts are tested where there is
-no GPU, and so is what each failure becomes. Each check runs in its own process with the fake.
+The fake checks the arguments, so packing, flags and contexts are tested where there is no GPU, and
+so is what each failure becomes. What arrays make of such calls is in `test_cuda_arrays.py`.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import ctypes
-import functools
-import multiprocessing
 import os
-import shutil
 import struct
-import subprocess
-import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,22 +18,27 @@ import pytest
 pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
+import fake_cuda
 import flashwarp as fw
-from flashwarp import calls
+from fake_cuda import (
+    ILLEGAL_ADDRESS,
+    NOT_SUPPORTED,
+    OUT_OF_MEMORY,
+    failing,
+    fake,
+    report,
+)
 from flashwarp._jit import compiler
-from flashwarp.device import CudaDevice, Device, DeviceArray, resolve, view
+from flashwarp.device import CudaDevice, resolve, view
 from flashwarp.errors import (
     ArgumentError,
-    BoundsError,
     ClosedError,
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
     DtypeError,
     ForkError,
-    StorageError,
 )
-from flashwarp.rows import MaintenanceParams, RowParams
 
 SOURCE = """
 struct probe_params {
@@ -56,10 +51,6 @@ extern "C" __global__ void fw_probe(const __grid_constant__ probe_params p) {
 }
 """
 
-ILLEGAL_ADDRESS = 700
-OUT_OF_MEMORY = 2
-NOT_SUPPORTED = 801
-
 
 class ProbeParams(ctypes.Structure):
     _fields_ = (
@@ -69,18 +60,6 @@ class ProbeParams(ctypes.Structure):
     )
 
 
-@functools.cache
-def fake() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@contextlib.contextmanager
-def failing(call: str, code: int) -> Any:
-    fake().fake_fail(call.encode(), code)
-    yield
-    fake().fake_fail(call.encode(), 0)
-
-
 def device_with_probe() -> CudaDevice:
     device = CudaDevice(0)
     # The built-in kernels take seconds to compile, and the fake runs none of them.
@@ -88,10 +67,6 @@ def device_with_probe() -> CudaDevice:
         device.arch, path=Path(os.environ["PROBE_SOURCE"]), include_dirs=[]
     )
     return device
-
-
-def report(device: Device, address: int) -> tuple[int, ...]:
-    return struct.unpack("4Q", device.download(address, 32))
 
 
 # Memory.
@@ -313,261 +288,6 @@ def check_events_measure_and_order() -> None:
     assert fake().fake_live_allocations() == before
 
 
-# Asynchronous calls of arrays. Kernels do nothing here, so the tests play their part.
-
-LANE = 0x257  # the first stream after the library's own, and the one beside the calls
-
-
-@contextlib.contextmanager
-def open_array() -> Iterator[fw.Array]:
-    """64 int64 on a GPU whose kernels nobody had to compile; the first lane's stream is held."""
-    rows, maintenance = ctypes.sizeof(RowParams), ctypes.sizeof(MaintenanceParams)
-    names = [f"{verb}_{kind}" for verb in ("gather", "scatter") for kind in ("rows", "elements_8")]
-    sizes = dict.fromkeys(names, rows) | {"check_indices": rows}
-    sizes |= dict.fromkeys(("flush_lines", "submit_command", "quiesce"), maintenance)
-    device = CudaDevice(0)
-    device.__dict__["artifact"] = SimpleNamespace(
-        cubin=b"\x7fELF",
-        kernels={f"fw_{name}": SimpleNamespace(param_bytes=n) for name, n in sizes.items()},
-    )
-    memory = fw.storage.Memory(np.zeros(64, np.int64))
-    with device, fw.from_storage(memory, "i8", device=device, cache="64 KiB") as x:
-        fake().fake_hold(LANE)
-        yield x
-        fake().fake_hold(0)
-
-
-def calls_of(x: fw.Array) -> list[Any]:
-    return [call for queue in x._calls._queues for call in queue.calls]
-
-
-def stream_of_last_launch(x: fw.Array) -> int:
-    return report(x.device, x.cache.geometry.tags)[2]
-
-
-def check_async_read_is_ordered_between_streams() -> None:
-    with open_array() as x:
-        out = x.device.empty_array((3,), "i8")
-
-        read = x.read_async(np.array([1, 2, 3]), out=out, stream=1)
-        assert stream_of_last_launch(x) == LANE
-        assert fake().fake_waits(LANE, 1) == 1, "what the stream had queued comes before"
-        assert not read.done()
-        assert not read.cancel()
-        assert read.wait_on(1) is out
-        assert fake().fake_waits(1, LANE) == 1
-        fake().fake_hold(0)
-
-        assert read.result() is out
-        read.wait_on(1)
-        assert fake().fake_waits(1, LANE) == 1, "it is done"
-
-
-def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
-    with open_array() as x:
-        read = x.read_async(slice(4, 7))
-        (call,) = calls_of(x)
-        x.device.upload(call.held[0].address, np.array([40, 50, 60]))
-        with pytest.raises(ArgumentError, match="host memory"):
-            read.wait_on(1)
-        fake().fake_hold(0)
-
-        assert read.result().tolist() == [40, 50, 60]
-        out = np.zeros(3, np.int64)
-        assert x.read_async([1, 2, 3], out=out).result() is out
-
-
-def check_temporary_memory_is_lent_again() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        for _ in range(9):  # once a lane
-            x.read_async([1, 2, 3]).result()
-        before = fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")
-
-        for _ in range(20):
-            x.read_async([1, 2, 3]).result()
-            x.write_async([1, 2], [3, 4]).result()
-
-        assert (fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")) == before
-    assert fake().fake_live_allocations() == 0
-
-
-def check_calls_overtake_each_other() -> None:
-    with open_array() as x:
-        reads = [x.read_async([k]) for k in range(8)]
-
-        assert all(isinstance(read.result(), np.ndarray) for read in reads[1:])
-        assert not reads[0].done()
-        assert x.read_async([9]).result().shape == (1,)
-
-
-def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
-    """A kernel of the user's may be running there for long."""
-    with open_array() as x:
-        fake().fake_hold(x.device.default_stream().handle)
-
-        assert x.read_async([1, 2]).result().shape == (2,)
-        assert x.write_async([1, 2], [3, 4]).result() is None
-        index = x.device.empty_array((1,), "i8", x._calls._side)
-        assert isinstance(x.read_async(index, stream=1).result(), DeviceArray)
-        fake().fake_hold(0)
-
-
-def check_values_on_the_gpu_are_waited_for() -> None:
-    with open_array() as x:
-        values = x.device.empty_array((2,), "i8")
-
-        write = x.write_async(slice(0, 2), values)
-
-        assert fake().fake_waits(LANE, x.device.default_stream().handle) == 1
-        fake().fake_hold(0)
-        assert write.result() is None
-
-
-def check_indices_on_the_gpu_are_checked_apart() -> None:
-    with open_array() as x:
-        index = x.device.empty_array((2,), "i8")
-        record = x._volume.error_record()
-        record.index_count = 1  # of another call
-
-        fake().fake_hold(0)
-        read = x.read_async(index, stream=1)
-
-        assert fake().fake_waits(LANE, 1) == 1, "where they are checked"
-        assert isinstance(read.result(), DeviceArray)
-        assert record.index_count == 1
-        x._volume.clear_errors()
-
-
-def check_failure_is_of_the_call_in_whose_lane_it_is_noted() -> None:
-    with open_array() as x:
-        read, other = x.read_async([1]), x.read_async([2])
-        record = calls_of(x)[0].lane.volume.error_record()
-        record.count, record.status, record.opcode, record.line = 1, 0x281, 2, 0
-
-        fake().fake_hold(0)
-
-        failure = read.exception()
-        assert isinstance(failure, StorageError)
-        assert "read_async failed at byte 0" in str(failure)
-        assert other.exception() is None
-        x.flush()
-        assert x.read_async([1]).exception() is None, "the lane is clean again"
-
-
-def check_fault_of_a_kernel_ends_all_calls() -> None:
-    with open_array() as x:
-        reads = [x.read_async([k]) for k in range(3)]
-
-        with failing("cuEventQuery", ILLEGAL_ADDRESS):
-            failures = [read.exception() for read in reads[:1]]
-        fake().fake_hold(0)
-
-        assert isinstance(failures[0], DeviceError)
-        assert "ILLEGAL_ADDRESS" in str(failures[0])
-        concurrent.futures.wait(reads)
-        for read in reads:
-            read.exception()
-
-
-def check_launch_that_fails_is_raised_at_the_call() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        with failing("cuLaunchKernel", OUT_OF_MEMORY), pytest.raises(DeviceOutOfMemory):
-            x.read_async([1])
-
-        assert x.read_async([1]).result().shape == (1,)
-
-
-def check_close_and_limit_wait_for_calls() -> None:
-    os.environ["FLASHWARP_ASYNC_CALLS"] = "1"
-    with open_array() as x:
-        first = x.read_async([1])
-        threading.Timer(0.05, lambda: fake().fake_hold(0)).start()
-
-        second = x.read_async([2])
-
-        assert first.done()
-        fake().fake_hold(LANE + 256)
-        threading.Timer(0.05, lambda: fake().fake_hold(0)).start()
-    assert second.done()
-    assert fake().fake_live_allocations() == 0
-    assert fake().fake_count(b"cuStreamDestroy") == fake().fake_count(b"cuStreamCreate")
-
-
-def check_close_beside_a_stuck_kernel_fails_its_calls() -> None:
-    calls.time_limit_s = lambda: 0.05
-    with open_array() as x:
-        read = x.read_async([1])
-        with pytest.raises(DeviceTimeout, match="asynchronous calls"):
-            x.close()
-        assert isinstance(read.exception(), DeviceTimeout)
-
-
-# Kernels that the driver stops.
-
-LAUNCH_FAILED = 719
-
-
-def check_index_that_stopped_a_kernel_is_told() -> None:
-    """As a kernel built for debugging leaves it: the record, then a trap."""
-    with open_array() as x:
-        fake().fake_hold(0)
-        record = x._volume.error_record()
-        record.index, record.index_count = 64, 1
-        fake().fake_fault(LAUNCH_FAILED)
-
-        told = (
-            r"index 64,.* in memory of shape \(64,\), 64 elements, where it was stopped.*LAUNCH_F"
-        )
-        with pytest.raises(IndexError, match=told) as caught:
-            x.synchronize()
-
-        assert isinstance(caught.value, BoundsError)
-        assert isinstance(caught.value.__cause__, DeviceError)
-        assert any("since its last flush is lost" in note for note in caught.value.__notes__)
-        with pytest.raises(IndexError, match="index 64"):
-            x.gather(np.array([1]))
-        x.close()  # it has been told
-        fake().fake_fault(0)
-
-
-def check_fault_without_a_record_stays_what_it_is() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        fake().fake_fault(LAUNCH_FAILED)
-
-        with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
-            x.synchronize()
-        x.close()
-        fake().fake_fault(0)
-
-
-def check_fault_that_nobody_was_told_of_is_raised_by_close() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        record = x._volume.error_record()
-        record.index, record.index_count = (1 << 64) - 3, 1
-        fake().fake_fault(LAUNCH_FAILED)
-
-        with pytest.raises(BoundsError, match="index -3,"):
-            x.close()
-        x.close()
-        fake().fake_fault(0)
-
-
-def check_calls_in_flight_end_with_a_fault() -> None:
-    with open_array() as x:
-        read = x.read_async([1])
-        fake().fake_fault(LAUNCH_FAILED)
-
-        assert isinstance(read.exception(), DeviceError)
-        with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
-            x.read_async([1])
-        fake().fake_fault(0)
-        fake().fake_hold(0)
-
-
 # Results.
 
 
@@ -673,60 +393,15 @@ def check_missing_gpu_is_a_clear_error() -> None:
 
 # Running them.
 
-CHECKS = [function for name, function in globals().items() if name.startswith("check_")]
-
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    compile_c = shutil.which("cc") or shutil.which("gcc")
-    if compile_c is None:
-        pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("fake_cuda")
-    library = folder / "libcuda.so.1"
-    source = Path(__file__).parent / "native" / "fake_cuda.c"
-    options = [
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        f"-Wl,-soname,{library.name}",
-    ]
-    subprocess.run([compile_c, *options, str(source), "-o", str(library)], check=True)
     probe = folder / "probe.cuh"
     probe.write_text(SOURCE)
-    return {
-        "FAKE_CUDA": str(library),
-        "PROBE_SOURCE": str(probe),
-        "FLASHWARP_CACHE_DIR": str(folder / "cache"),
-    }
+    return {**fake_cuda.build(folder), "PROBE_SOURCE": str(probe)}
 
 
-def run_check(check: Callable[[], None], environment: dict[str, str], answer: Any) -> None:
-    os.environ.update(environment)
-    # Whoever asks for libcuda.so.1 from here on gets this one.
-    ctypes.CDLL(environment["FAKE_CUDA"], ctypes.RTLD_GLOBAL)
-    try:
-        check()
-        answer.send("")
-    except BaseException:
-        answer.send(traceback.format_exc())
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@fake_cuda.checks(globals())
 def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    receive, send = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=run_check, args=(check, environment, send))
-
-    process.start()
-    send.close()
-    try:
-        problem = receive.recv()
-    except EOFError:
-        problem = "the process died"
-    process.join()
-
-    assert not problem, problem
-    assert process.exitcode == 0
+    fake_cuda.run(check, environment)

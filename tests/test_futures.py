@@ -2,7 +2,7 @@
 
 Reads are held in the storage for a while where a test needs calls in flight; what overlaps is then
 counted, not timed. The same calls on a GPU are in `tests/gpu/test_futures.py`, and how they call
-its driver is in `test_cuda_calls.py`.
+its driver is in `test_cuda_arrays.py`.
 """
 
 from __future__ import annotations
