@@ -423,14 +423,14 @@ class Scaling:
         return 16 if self.on_gpu else _WINDOW_MAX
 
     def sweep(self, drives: Drives, load: Load, told: str, whole: bool) -> Curve:
-        """The curve over threads, or its last point only."""
+        """The curve over threads, or four points of its upper part."""
         counts = self.thread_counts()
         if load.window > 1 and self.on_gpu:
             # A few warps keep all rings full; more only wait for them.
             counts = [n for n in counts if 256 <= n <= 32768]
         points = [(float(n), replace(load, threads=n)) for n in counts]
         way = "synchronous" if load.window == 1 else "asynchronous"
-        return self.curve(drives, f"{told}, {way}", "threads", points if whole else points[-1:])
+        return self.curve(drives, f"{told}, {way}", "threads", points if whole else points[-7::2])
 
     def saturation(self, told: str, waiting: Curve, ahead: Curve, paper: str) -> None:
         """What it takes: on a GPU a block of 256 threads has a multiprocessor to itself first."""

@@ -2,7 +2,8 @@
 
 Ours reads and writes on demand; the baseline moves tiles with the copy engines, two of them in
 turn, so that the results of one leave while the next one comes. Both work on the same pinned host
-memory, and end when the sums are there. On the CPU device the baseline is numpy, tile by tile.
+memory, and end when the sums are there. Beside them stand warps that add in that memory without a
+cache: what warps move by themselves. On the CPU device the baseline is numpy, tile by tile.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ _ELEMENT_BYTES = 8
 # BaM's baseline has five tiles of its four billion elements.
 _PAPER_TILES = 5
 _TURNS_OF_TILES = 2
+_IN_PLACE = "warps in place, without a cache"
 
 
 def run(
     device: str | None,
     gib: Annotated[float, "Size of each of the three vectors in GiB."] = 0.0,
     cache: Annotated[str, "Cache of all three; 1 GiB on a GPU."] = "",
-    line: Annotated[str, "Line of the cache."] = "4 KiB",
+    line: Annotated[str, "Line of the cache; 16 KiB on a GPU."] = "",
     runs: Annotated[int, "How often each way has its turn."] = 3,
 ) -> Report:
     """Add through the cache, and tile by tile."""
@@ -44,6 +46,7 @@ def run(
     on_gpu = isinstance(where, CudaDevice)
     gib = gib or (2.0 if on_gpu else 0.0625)
     cache = cache or ("1 GiB" if on_gpu else "16 MiB")
+    line = line or ("16 KiB" if on_gpu else "4 KiB")
     report = Report(
         title="Vector addition",
         settings={"vector_gib": gib, "cache": cache, "line": line},
@@ -65,16 +68,19 @@ def run(
             "ours, written back when frames are needed": partial(ours.add, eager=False),
             **{name: partial(tiled, size) for name, size in tiles.items()},
         }
+        if on_gpu:
+            ways[_IN_PLACE] = ours.add_in_place
         right: dict[str, bool] = {}
         seconds = in_turns(
             {name: partial(_measure, name, way, (a, c), right) for name, way in ways.items()}, runs
         )
     gb = 3 * c.nbytes / 1e9
     best = min(tiles, key=lambda name: seconds[name])
-    for name in tiles:
-        report.add(Row(f"tiled: {name}", gb / seconds[name], "GB/s", checked=right[name]))
+    for name in (*tiles, *({_IN_PLACE} & set(ways))):
+        told = name if name == _IN_PLACE else f"tiled: {name}"
+        report.add(Row(told, gb / seconds[name], "GB/s", checked=right[name]))
     for name in ("ours", "ours, written back when frames are needed"):
-        for against in dict.fromkeys(("5 tiles", best)):
+        for against in dict.fromkeys(("5 tiles", best, *({_IN_PLACE} & set(ways)))):
             report.add(
                 Row(
                     name,
@@ -82,7 +88,7 @@ def run(
                     "GB/s",
                     against,
                     gb / seconds[against],
-                    1.0 if name == "ours" else 0.0,
+                    1.0 if name == "ours" and against in tiles else 0.0,
                     right[name],
                     paper="0.66 (BaM 5.4)" if against == "5 tiles" else "",
                 )
@@ -114,6 +120,8 @@ class _Ours:
         self, stack: ExitStack, device: Device, vectors: Vectors, cache: str, line: str
     ) -> None:
         self.program: Program = fw.compile(KERNELS, device)
+        self._device = device
+        self._vectors = vectors
         shared = stack.enter_context(fw.Cache(cache, line=line, device=device))
         self._arrays = [
             stack.enter_context(fw.from_storage(fw.storage.Memory(vector), "float64", cache=shared))
@@ -142,6 +150,16 @@ class _Ours:
         for array in self._arrays:
             array.synchronize()
         c.flush()
+
+    def add_in_place(self) -> None:
+        """Add in pinned memory by warps, which is what ours could be at best."""
+        kernel, n = self.program["add_in_place"], len(self._vectors[0])
+        addresses = [vector.ctypes.data for vector in self._vectors]
+        # Vectors are a whole number of pairs, but for a last element.
+        kernel(*addresses, n // 2, warps=-(-n // 64))
+        self._device.synchronize()
+        a, b, c = self._vectors
+        c[n // 2 * 2 :] = a[n // 2 * 2 :] + b[n // 2 * 2 :]
 
 
 class _CopyEngines:
