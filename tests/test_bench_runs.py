@@ -75,13 +75,10 @@ def test_kernels_compile_for_gpus(kernels, arch):
 def test_kernels_take_at_most_20_registers_more_than_on_plain_memory():
     rows = right(registers.run("sm_90"))
 
-    least = {}
+    assert len(rows) == 6
     for name, row in rows.items():
-        kernel = name.split(",")[0]
-        assert " 0 bytes of spills" in row.note
-        least[kernel] = min(least.get(kernel, 1e9), row.value - row.reference)
-    assert len(least) == 3
-    assert max(least.values()) <= 20
+        assert " 0 bytes of spills" in row.note, name
+        assert row.value - row.reference <= 20, name
 
 
 def test_tiers_and_drives_give_the_right_rows():

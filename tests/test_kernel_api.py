@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
+from flashwarp.errors import BoundsError
 
 REVERSE = """
 #include "flashwarp/array.cuh"
@@ -75,6 +76,16 @@ FW_KERNEL sum_each(fw::array<const uint32_t> data, uint64_t* sum) {
   fw::range<const uint32_t>(data, begin + fw::warp::lane(), end, kWarpWidth)
       .each([&](uint64_t i, uint32_t v) { total += v + i * 3; });
   fw::atomic::add(sum, total);
+}
+
+FW_KERNEL load_eight(fw::array<const uint32_t> data, const uint64_t* starts, uint64_t n,
+                     uint64_t stride, uint32_t* out) {
+  fw::cursor<const uint32_t> line(data);
+  for (uint64_t k = thread_index(); k < n; k += thread_count()) {
+    uint32_t values[8];
+    line.load(starts[k], stride, values);
+    for (uint32_t j = 0; j < 8; j++) out[8 * k + j] = values[j];
+  }
 }
 
 FW_KERNEL copy_by_warps(fw::array<const uint32_t> from, fw::array<uint32_t> to, uint32_t* buffer,
@@ -299,6 +310,45 @@ def test_a_range_visits_every_element_with_its_index(tmp_path, device, program, 
 
     expected = data.astype(np.uint64) + 3 * np.arange(data.size, dtype=np.uint64)
     assert total.copy_to_host()[0] == expected.sum()
+
+
+# On a line of 128 elements, on two, on one each, backwards.
+@pytest.mark.parametrize("stride", [0, 1, 20, 127, 128, 1000, -1, -130])
+def test_a_cursor_loads_several_elements(tmp_path, device, program, stride):
+    rng = np.random.default_rng(9)
+    data = rng.integers(0, 1 << 32, 100_003).astype(np.uint32)
+    reach = 7 * abs(stride)
+    starts = rng.integers(reach, data.size - reach, 500).astype(np.uint64)
+    starts[:100] = np.arange(100) + reach
+    out = on_device(device, np.zeros((500, 8), np.uint32))
+
+    with opened(tmp_path / "a.npy", device, data) as a:
+        program["load_eight"](a, on_device(device, starts), 500, stride % 2**64, out, warps=8)
+        a.synchronize()
+
+    indices = starts.astype(np.int64)[:, None] + stride * np.arange(8)
+    np.testing.assert_array_equal(out.copy_to_host(), data[indices])
+
+
+# Past the end, in front of the begin, and round all numbers with the first and the last inside.
+@pytest.mark.parametrize(("start", "stride"), [(93, 1), (100, 1), (6, -1), (3, 2**64 // 7 + 1)])
+def test_a_cursor_refuses_elements_that_do_not_exist(tmp_path, device, program, start, stride):
+    data = np.arange(1, 101, dtype=np.uint32)
+    out = on_device(device, np.full((1, 8), 7, np.uint32))
+
+    with opened(tmp_path / "a.npy", device, data) as a:
+        starts = on_device(device, np.array([start], np.uint64))
+        program["load_eight"](a, starts, 1, stride % 2**64, out, warps=1)
+        with pytest.raises(BoundsError):
+            a.synchronize()
+
+    inside = {(start + stride * k) % 2**64: k for k in range(8)}
+    assert all(
+        value == 0 or data[index] == value
+        for index, value in zip(inside, out.copy_to_host()[0], strict=True)
+        if index < 100
+    )
+    assert all(out.copy_to_host()[0][k] == 0 for i, k in inside.items() if i >= 100)
 
 
 def test_warps_move_spans_of_any_alignment(tmp_path, device, program, direct):

@@ -41,7 +41,8 @@ FW_DEVICE void sum_consecutive(const reduce_params& p, LoadSeveral load_several,
        first += uint64_t(warp::count()) * p.span) {
     const uint64_t end = first + p.span < p.count ? first + p.span : p.count;
     uint64_t i = first + warp::lane();
-    for (; i - warp::lane() + kRound <= end; i += kRound) {
+    // Counted in one register: rounds that it cannot count go the way of what is left.
+    for (uint32_t round = uint32_t((end - first) / kRound); round != 0; round--, i += kRound) {
       uint32_t values[kReduceUnroll];
       load_several(i, values);
       FW_UNROLL

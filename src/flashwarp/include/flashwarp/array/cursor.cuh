@@ -17,15 +17,11 @@ class cursor {
 
   // Loads element `i`.
   FW_DEVICE value_type operator[](uint64_t i) {
-    if (i >= array_.length) {
-      forget();
-      return array_.refuse(i);
-    }
     if constexpr (array<T>::kWord) {
       const uint32_t here = warp::active();
       word value = {};
-      bool hit = hold(array_.line_of(i));
-      if (hit) {
+      bool hit = false;
+      if (i < array_.length && hold(array_.line_of(i))) {
         // Acquire: our load before the second look at the tag.
         value = atomic::raw<kAccessBytes>::load_acquire(frame() + array_.offset_of(i));
         hit = still_held();
@@ -48,29 +44,26 @@ class cursor {
   template <uint32_t kCount>
   FW_DEVICE void load(uint64_t i, uint64_t stride, value_type (&values)[kCount]) {
     static_assert(array<T>::kWord, "several elements at a time are words of 1, 2, 4, 8, 16 bytes");
-    const uint64_t last = i + (kCount - 1) * stride;
-    if (last >= array_.length || i >= array_.length) {
-      FW_UNROLL
-      for (uint32_t k = 0; k < kCount; k++) values[k] = value_type();
-      array_.refuse(last);
-      return;
-    }
     const uint32_t here = warp::active();
-    word words[kCount];
-    const uint64_t line = array_.line_of(i);
-    const bool one_line = array_.line_of(last) == line;
-    const bool hit = one_line ? load_line(i, stride, line, words) : load_lines(i, stride, words);
+    const uint64_t span = (kCount - 1) * stride;
+    detail::several<kAccessBytes, kCount> loaded;
+    bool hit = false;
+    // The first and the last exist, and what lies between them does not go round all numbers.
+    constexpr uint64_t kStrideMax = (~uint64_t(0) >> 1) / kCount;
+    const bool in_order = stride + kStrideMax <= 2 * kStrideMax;
+    if (in_order && i < array_.length && i + span < array_.length) {
+      const bool one_line = span * sizeof(T) <= array_.rest_of(i);
+      hit = one_line ? load_line(i, stride, loaded.words) : load_lines(i, stride, loaded.words);
+    }
     detail::call_for(here, !hit, [&] {
-      word slow[kCount];
-      base::opaque (&detail::load_several_slow<kAccessBytes>)(array_.cache, array_.volume,
-                                                              array_.line_begin, i * sizeof(T),
-                                                              stride * sizeof(T), kCount, slow);
       forget();
-      FW_UNROLL
-      for (uint32_t k = 0; k < kCount; k++) words[k] = slow[k];
+      loaded = base::opaque(&detail::load_several_slow<kAccessBytes, kCount>)(
+          array_.cache, array_.volume, array_.line_begin, array_.length, i, stride);
     });
     FW_UNROLL
-    for (uint32_t k = 0; k < kCount; k++) values[k] = detail::bit_cast<value_type>(words[k]);
+    for (uint32_t k = 0; k < kCount; k++) {
+      values[k] = detail::bit_cast<value_type>(loaded.words[k]);
+    }
   }
 
  private:
@@ -100,10 +93,10 @@ class cursor {
   // The second look at the tag: unchanged since the probe, so the frame was too.
   FW_DEVICE bool still_held() const { return cache::still_holds(array_.shape, way_, word_); }
 
-  // Loads elements that all lie on `line`. False when it is not readable, or was lost meanwhile.
+  // Loads elements that all lie on one line. False when it is not readable, or was lost meanwhile.
   template <uint32_t kCount>
-  FW_DEVICE bool load_line(uint64_t i, uint64_t stride, uint64_t line, word (&words)[kCount]) {
-    if (!hold(line)) return false;
+  FW_DEVICE bool load_line(uint64_t i, uint64_t stride, word (&words)[kCount]) {
+    if (!hold(array_.line_of(i))) return false;
     const char* from = frame() + array_.offset_of(i);
     FW_UNROLL
     for (uint32_t k = 0; k < kCount; k++) {
@@ -114,23 +107,32 @@ class cursor {
     return still_held();
   }
 
-  // The same for elements on several lines: a second look at each line before the next is held.
+  // The same for elements on several lines: those of a line together, with a second look at it
+  // before the next is held.
   template <uint32_t kCount>
   FW_DEVICE bool load_lines(uint64_t i, uint64_t stride, word (&words)[kCount]) {
-    FW_UNROLL
-    for (uint32_t k = 0; k < kCount; k++) {
-      const uint64_t at = i + k * stride;
-      const uint64_t line = array_.line_of(at);
-      if (!cache::tag::holds(word_, line)) {
-        atomic::fence();
-        if (k != 0 && !still_held()) return false;
-        if (!hold(line)) return false;
+    const uint64_t step = stride * sizeof(T);
+    // Each turn loads one at least.
+    for (uint32_t next = 0; next < kCount;) {
+      const uint32_t begin = next;
+      const uint64_t first = i + begin * stride;
+      if (!hold(array_.line_of(first))) return false;
+      const uint64_t rest = array_.rest_of(first);
+      // Where the first of all would be if it were on this line too: what is added to it is
+      // constant. Opaque, or each load would make an address of its own.
+      const uint64_t back = begin * step;
+      const char* from = base::opaque(frame() + array_.offset_of(first) - back);
+      FW_UNROLL
+      for (uint32_t k = 0; k < kCount; k++) {
+        if (k < begin || k * step - back > rest) continue;
+        words[k] = atomic::raw<kAccessBytes>::load(from + k * step);
+        next = k + 1;
       }
-      words[k] = atomic::raw<kAccessBytes>::load(frame() + array_.offset_of(at));
+      // Our loads before the second look, here as above.
+      atomic::fence();
+      if (!still_held()) return false;
     }
-    // Our loads before the second look, here as above.
-    atomic::fence();
-    return still_held();
+    return true;
   }
 
   array<T> array_;

@@ -119,40 +119,6 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, 
   return status;
 }
 
-// The slow half of a load: the element at a byte offset of the array. It comes back by value: for a
-// place in memory, a kernel would keep an address of its stack in registers.
-template <uint32_t kBytes>
-FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::page_cache* c,
-                                                                cache::volume* v,
-                                                                uint64_t line_begin,
-                                                                uint64_t byte) {
-  load_element<kBytes> op = {byte & (cache::line_bytes(c->shape) - 1), {}};
-  const uint32_t status = access_slow(c, v, line_begin + (byte >> c->shape.line_shift), op);
-  // A try that lost its race may have left another line's bytes before the transfer failed.
-  if (status != nvme::kSuccess) return {};
-  return op.value;
-}
-
-// The same for several: those at `first`, `first + step`, .., one by one, to `values` in the
-// caller's own memory.
-template <uint32_t kBytes>
-FW_DEVICE_NOINLINE void load_several_slow(cache::page_cache* c, cache::volume* v,
-                                          uint64_t line_begin, uint64_t first, uint64_t step,
-                                          uint32_t count,
-                                          typename atomic::raw<kBytes>::type* values) {
-  for (uint32_t k = 0; k < count; k++) {
-    values[k] = load_slow<kBytes>(c, v, line_begin, first + k * step);
-  }
-}
-
-FW_DEVICE_NOINLINE void prefetch_slow(cache::page_cache* c, cache::volume* v, uint64_t line) {
-  const uint32_t mask = active_on(v);
-  cache::tally count;
-  cache::prefetch<policy>(*c, *v, mask, true, line, count);
-  count.add_to(*v, mask);
-  warp::sync(mask);
-}
-
 // Notes an index out of bounds for the host, which names the array. The first one counts.
 FW_DEVICE_NOINLINE void refuse_index(cache::volume* v, uint64_t i) {
   if (atomic::add_relaxed(&v->index_errors, 1u) == 0) {
@@ -161,6 +127,57 @@ FW_DEVICE_NOINLINE void refuse_index(cache::volume* v, uint64_t i) {
     atomic::store_relaxed_system(&v->errors->index_count, 1u);
   }
   base::trap_in_debug();
+}
+
+// The slow half of a load: of a miss, of a line in motion, of an index out of bounds. The element
+// comes back by value: for a place in memory, a kernel would keep an address of its stack in
+// registers.
+template <uint32_t kBytes>
+FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::page_cache* c,
+                                                                cache::volume* v,
+                                                                uint64_t line_begin,
+                                                                uint64_t length, uint64_t i) {
+  if (i >= length) {
+    refuse_index(v, i);
+    return {};
+  }
+  const uint64_t byte = i * kBytes;
+  load_element<kBytes> op = {byte & (cache::line_bytes(c->shape) - 1), {}};
+  const uint32_t status = access_slow(c, v, line_begin + (byte >> c->shape.line_shift), op);
+  // A try that lost its race may have left another line's bytes before the transfer failed.
+  if (status != nvme::kSuccess) return {};
+  return op.value;
+}
+
+// Elements that are loaded together.
+template <uint32_t kBytes, uint32_t kCount>
+struct several {
+  typename atomic::raw<kBytes>::type words[kCount];
+};
+
+// The same for the elements i, i + stride, .., one by one: for all of them or none.
+template <uint32_t kBytes, uint32_t kCount>
+FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::page_cache* c, cache::volume* v,
+                                                             uint64_t line_begin, uint64_t length,
+                                                             uint64_t i, uint64_t stride) {
+  several<kBytes, kCount> loaded = {};
+  const uint64_t last = i + (kCount - 1) * stride;
+  if (i >= length || last >= length) {
+    refuse_index(v, last);
+    return loaded;
+  }
+  for (uint32_t k = 0; k < kCount; k++) {
+    loaded.words[k] = load_slow<kBytes>(c, v, line_begin, length, i + k * stride);
+  }
+  return loaded;
+}
+
+FW_DEVICE_NOINLINE void prefetch_slow(cache::page_cache* c, cache::volume* v, uint64_t line) {
+  const uint32_t mask = active_on(v);
+  cache::tally count;
+  cache::prefetch<policy>(*c, *v, mask, true, line, count);
+  count.add_to(*v, mask);
+  warp::sync(mask);
 }
 
 // Bytes of an array that a thread moves, and where they go to or come from.
@@ -329,9 +346,9 @@ struct array<T, 1> {
   FW_DEVICE uint64_t line_of(uint64_t i) const {
     return line_begin + ((i * sizeof(T)) >> shape.line_shift);
   }
-  FW_DEVICE uint64_t offset_of(uint64_t i) const {
-    return (i * sizeof(T)) & (fw::cache::line_bytes(shape) - 1);
-  }
+  FW_DEVICE uint64_t offset_of(uint64_t i) const { return uint32_t(i * sizeof(T)) & line_mask(); }
+  // The bytes of its line that lie behind its first one.
+  FW_DEVICE uint64_t rest_of(uint64_t i) const { return ~uint32_t(i * sizeof(T)) & line_mask(); }
 
   // Loads element `i`.
   FW_DEVICE value_type operator[](uint64_t i) const {
@@ -344,11 +361,12 @@ struct array<T, 1> {
   }
   FW_DEVICE value_type load(uint64_t i) const { return (*this)[i]; }
 
-  // As operator[], for a caller who has seen that the element is no plain hit, and that it exists.
+  // As operator[], for a caller who has seen that the element is no plain hit, and that it exists;
+  // of words, a cursor asks for others too, which are refused here.
   FW_DEVICE value_type load_slow(uint64_t i) const {
     if constexpr (kWord) {
       return detail::bit_cast<value_type>(
-          base::opaque(&detail::load_slow<kAccessBytes>)(cache, volume, line_begin, i * sizeof(T)));
+          base::opaque(&detail::load_slow<kAccessBytes>)(cache, volume, line_begin, length, i));
     } else {
       value_type value;
       const detail::span own = span_of(i, 1, &value);
@@ -421,6 +439,9 @@ struct array<T, 1> {
   }
 
  private:
+  // Lines are of 2 MiB at most.
+  FW_DEVICE uint32_t line_mask() const { return (1u << shape.line_shift) - 1; }
+
   FW_DEVICE value_type load_word(uint64_t i) const {
     const uint32_t here = warp::active();
     const uint64_t line = line_of(i);
