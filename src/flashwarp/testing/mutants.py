@@ -42,6 +42,7 @@ class Mutant:
 
 
 _ARRAY = "flashwarp/array/view.cuh"
+_CURSOR = "flashwarp/array/cursor.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
@@ -94,6 +95,31 @@ MUTANTS = {
             "a frame refilled during the load yields another line's bytes",
             "elements",
             strategy="round-robin",
+        ),
+        Mutant(
+            "cursor-without-acquire",
+            _CURSOR,
+            "value = atomic::raw<kAccessBytes>::load_acquire(frame() + array_.offset_of(i));",
+            "value = atomic::raw<kAccessBytes>::load(frame() + array_.offset_of(i));",
+            "the second look at the tag overtakes the load, and a refill goes unnoticed",
+            "cursors",
+            "weak",
+        ),
+        Mutant(
+            "cursor-no-second-look",
+            _CURSOR,
+            "    atomic::fence();\n    return still_held();",
+            "    atomic::fence();\n    return true;",
+            "a frame refilled since the cursor found its line yields another line's bytes",
+            "cursors",
+        ),
+        Mutant(
+            "cursor-line-left-unlooked",
+            _CURSOR,
+            "      if (!still_held()) return false;",
+            "",
+            "of elements on several lines, those of the first may be another line's",
+            "cursors",
         ),
         Mutant(
             "late-fill-frees-frame",

@@ -64,6 +64,24 @@ void use_elements(Run& run, const Shape& shape, uint32_t operations) {
   }
 }
 
+// Elements that are loaded together, on one line or on several.
+void load_several(Machine& machine, Elements<>& data, fw::cursor<uint64_t>& cursor, uint32_t near,
+                  Random& random) {
+  constexpr uint32_t kCount = 4;
+  constexpr uint32_t kStrides[] = {1, 20, 40, 64, 100};
+  const uint32_t drawn = random.pick(kStrides);
+  const uint32_t stride = (kCount - 1) * drawn < data.length() ? drawn : 1;
+  const uint32_t i = std::min(near, data.length() - 1 - (kCount - 1) * stride);
+  uint32_t operations[kCount];
+  for (uint32_t k = 0; k < kCount; ++k) operations[k] = data.begin(i + k * stride, false, 0);
+  uint64_t values[kCount];
+  cursor.load(i, stride, values);
+  for (uint32_t k = 0; k < kCount; ++k) {
+    if (values[k] == 0 && !machine.faulty()) scheduler.fail("a load failed without a fault");
+    data.end(operations[k], i + k * stride, values[k]);
+  }
+}
+
 }  // namespace
 
 FW_SCENARIO(elements, "loads, stores, prefetches and cursors on a cache of a few frames") {
@@ -75,6 +93,37 @@ FW_SCENARIO(faults, "the same over disks that fail, wait, tear and stop") {
   const Shape shape = Shape::draw(run.random);
   draw_faults(run);
   use_elements(run, shape, kWidth == 1 ? 1 + run.random.below(4) : 1);
+}
+
+FW_SCENARIO(cursors, "loads of several elements at a time by some, while others load and store") {
+  Shape shape;
+  shape.lines = 6;
+  shape.depth_log2 = 2;
+  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  shape.warps = kWidth == 32 ? 2 : 4;
+  if (!run.faults_given && shape.path == fw::nvme::kBounce && run.random.chance(20)) {
+    run.faults.errors = 40;
+  }
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  machine.launch([&](Thread& t) {
+    fw::cursor<uint64_t> cursor(data.array());
+    uint32_t i = data.pick(t.random);
+    for (uint32_t n = 0; n < (kWidth == 1 ? 8 : 3); ++n) {
+      // Half of the time on the line that the cursor has found.
+      if (t.random.chance(50)) i = data.pick(t.random);
+      const uint32_t dice = t.random.below(100);
+      if (dice < 45) {
+        load_several(machine, data, cursor, i, t.random);
+      } else if (dice < 90) {
+        data.load_by(i, "load through a cursor", [&](uint32_t j) { return cursor[j]; });
+      } else {
+        data.store(data.pick(t.random));
+      }
+    }
+  });
+  data.check();
+  machine.settle();
 }
 
 FW_SCENARIO(pair, "two threads on two lines: small enough for every schedule") {
