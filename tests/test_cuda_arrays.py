@@ -30,7 +30,7 @@ from fake_cuda import (
     fake,
     report,
 )
-from flashwarp import calls
+from flashwarp import calls, controller
 from flashwarp.device import CudaDevice, DeviceArray
 from flashwarp.errors import (
     ArgumentError,
@@ -45,9 +45,8 @@ from flashwarp.rows import MaintenanceParams, RowParams
 LANE = 0x257  # the first stream after the library's own, and the one beside the calls
 
 
-@contextlib.contextmanager
-def open_array() -> Iterator[fw.Array]:
-    """64 int64 on a GPU whose kernels nobody had to compile; the first lane's stream is held."""
+def gpu() -> CudaDevice:
+    """A GPU whose kernels nobody had to compile."""
     rows, maintenance = ctypes.sizeof(RowParams), ctypes.sizeof(MaintenanceParams)
     names = [f"{verb}_{kind}" for verb in ("gather", "scatter") for kind in ("rows", "elements_8")]
     sizes = dict.fromkeys(names, rows) | {"check_indices": rows}
@@ -57,6 +56,13 @@ def open_array() -> Iterator[fw.Array]:
         cubin=b"\x7fELF",
         kernels={f"fw_{name}": SimpleNamespace(param_bytes=n) for name, n in sizes.items()},
     )
+    return device
+
+
+@contextlib.contextmanager
+def open_array() -> Iterator[fw.Array]:
+    """64 int64 on such a GPU; the first lane's stream is held."""
+    device = gpu()
     memory = fw.storage.Memory(np.zeros(64, np.int64))
     with device, fw.from_storage(memory, "i8", device=device, cache="64 KiB") as x:
         fake().fake_hold(LANE)
@@ -70,6 +76,21 @@ def calls_of(x: fw.Array) -> list[Any]:
 
 def stream_of_last_launch(x: fw.Array) -> int:
     return report(x.device, x.cache.geometry.tags)[2]
+
+
+def check_controllers_of_an_array_share_the_cores() -> None:
+    device = gpu()
+    threads = {}
+    with pytest.MonkeyPatch.context() as patch, device:
+        patch.setattr(controller, "_cores", lambda: 16)
+        for count in (1, 4, 8, 16):
+            plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
+            members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
+            with fw.from_storage(
+                members, "i8", device=device, cache="64 KiB", layout="stripe", controller=plans
+            ):
+                threads[count] = {plan.threads for plan in plans}
+    assert threads == {1: {8}, 4: {2}, 8: {1}, 16: {1}}
 
 
 # Asynchronous calls.

@@ -103,7 +103,8 @@ class Config:
     """Most pinned memory for the buffers of one controller; the depth shrinks to fit."""
 
     controller_threads: int = 0
-    """Threads of a controller. 0: one where it moves no data, else half the cores, at most 8."""
+    """Threads of a controller. 0: one where it moves no data, else half the cores, at most 8, dealt
+    to the controllers of an array."""
 
     mapped_budget: float = 0.5
     """Share of the host's available memory that one file may pin when it is mapped in place."""

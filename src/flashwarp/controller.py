@@ -106,11 +106,18 @@ class SoftwareController:
     # What an array does with it.
 
     def attach(
-        self, storage: Storage, device: Device, line_bytes: int, frames: tuple[int, int]
+        self,
+        storage: Storage,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        together: int = 1,
     ) -> QueuePairs:
         """Allocate the queue pairs, choose the data path and start serving `storage`.
 
-        `frames` is the address and size of the cache's frames. Raises ControllerError when the
+        `frames` is the address and size of the cache's frames; `together` is the number of
+        controllers that serve the array, which share the cores. Raises ControllerError when the
         controller is serving already.
         """
         if self._native is not None:
@@ -120,7 +127,7 @@ class SoftwareController:
         path, self.reason = self._choose_path(storage, device)
         if self.model is not None:
             self.reason += f"; {self.model}"
-        count, depth, threads = self._geometry(path, device, line_bytes, defaults)
+        count, depth, threads = self._geometry(path, device, line_bytes, defaults, together)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
@@ -192,7 +199,7 @@ class SoftwareController:
         return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
 
     def _geometry(
-        self, path: str, device: Device, line_bytes: int, defaults: config.Config
+        self, path: str, device: Device, line_bytes: int, defaults: config.Config, together: int
     ) -> tuple[int, int, int]:
         count, depth, threads, _ = self._wanted
         cores = _cores()
@@ -211,7 +218,8 @@ class SoftwareController:
         if not threads:
             # On the CPU device the waiting threads serve too; on the mapped path nothing is moved.
             few = path == "mapped" or device.kind == "cpu"
-            threads = 1 if few else max(1, min(8, cores // 2))
+            # They poll: more of them than cores would wait for each other.
+            threads = 1 if few else max(1, min(8, cores // 2) // together)
         return count, depth, threads
 
     def _register(self, storage: Storage, device: Device) -> None:

@@ -99,7 +99,9 @@ class ControllerGroup:
         self._storage = storage
         try:
             members = [
-                controller.attach(member, device, line_bytes, frames)
+                controller.attach(
+                    member, device, line_bytes, frames, together=len(self.controllers)
+                )
                 for controller, member in zip(self.controllers, storage.members, strict=True)
             ]
             self._check_paths()
