@@ -100,7 +100,9 @@ inline drain() {                           /* drain */
 #ifdef NO_DRAIN_LOCK
   :: from = head;
 #else
-  :: d_step { drain_lock == 0 -> drain_lock = _pid + 1; from = head; }      /* try_lock */
+  :: d_step {                              /* try_lock */
+       drain_lock == 0 && head != tail -> drain_lock = _pid + 1; from = head;
+     }
 #endif
      if
 #ifndef NO_PHASE
@@ -125,7 +127,7 @@ inline drain() {                           /* drain */
      fi;
      drain_lock = 0                        /* unlock */
 #ifndef NO_DRAIN_LOCK
-  :: drain_lock != 0
+  :: drain_lock != 0 || head == tail
 #endif
   fi;
   if
@@ -138,7 +140,10 @@ inline drain() {                           /* drain */
      fi;
      atomic { got = 0; alone = 0; cid = 0; }
 #ifndef NO_PUBLISH_AFTER_DRAIN
-     publish()
+     if
+     :: ticket != tail -> publish()         /* has_unpublished */
+     :: else
+     fi
 #endif
   :: else
   fi;
