@@ -3,7 +3,7 @@
 import pytest
 
 from flashwarp._jit.compiler import Source, compile_source
-from flashwarp.bench import bfs, cc, ctc, registers, spmv, tiers, vectoradd
+from flashwarp.bench import bfs, cc, ctc, registers, spmv, tiers, vectoradd, vectoradd_files
 from flashwarp.errors import ArgumentError
 
 
@@ -55,10 +55,48 @@ def test_interface_is_measured_in_three_steps_on_both_graphs(tmp_path, bench):
 
 
 @pytest.mark.parametrize("gib", [1 / 1024, 1.3 / 1000])
-def test_vectors_of_whole_lines_and_of_others(gib):
-    rows = right(vectoradd.run("cpu", gib=gib, cache="256 KiB", runs=1))
+def test_vectors_of_whole_lines_and_of_others(tmp_path, gib):
+    # Tiles of several kinds: one for all, and so many that each slot of the pipeline is used again.
+    tiles = "16 MiB,100 KiB"
+    report = vectoradd.run("cpu", tmp_path, gib=gib, cache="256 KiB", tiles=tiles, runs=1)
+    rows = right(report)
 
     assert all(row.checked for row in rows.values())
+    assert [name for name in rows if name.startswith("files")] == [
+        "files: tiled, 16 MiB",
+        "files: tiled, 100 KiB",
+        "files: ours",
+    ]
+    assert rows["files: ours"].reference == max(
+        row.value for name, row in rows.items() if name.startswith("files: tiled")
+    )
+    assert set(report.settings["files"]["paths"]) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(("storage", "files"), [("memory", False), ("file", True)])
+def test_vectors_are_added_where_they_shall_be(tmp_path, storage, files):
+    rows = right(
+        vectoradd.run("cpu", tmp_path, gib=1 / 1024, cache="256 KiB", storage=storage, runs=1)
+    )
+
+    assert {name.startswith("files") for name in rows} == {files}
+
+
+def test_sums_that_stay_out_of_the_file_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(vectoradd_files, "_write", lambda file, memory, offset: None)
+    report = vectoradd.run(
+        "cpu", tmp_path, gib=1 / 1024, cache="256 KiB", storage="file", tiles="64 KiB", runs=1
+    )
+
+    assert report.wrong == ["files: tiled, 64 KiB"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"), [({"storage": "tape"}, "tape"), ({"tiles": "1 MiB,1 KiB"}, "1 KiB")]
+)
+def test_vectors_refuse_what_they_cannot_use(tmp_path, options, told):
+    with pytest.raises(ArgumentError, match=told):
+        vectoradd.run("cpu", tmp_path, **options)
 
 
 @pytest.mark.parametrize("ahead", [1, 3])

@@ -1,9 +1,10 @@
 """Adding two vectors larger than memory: BaM's section 5.4, where every byte moves once.
 
-Ours reads and writes on demand; the baseline moves tiles with the copy engines, two of them in
-turn, so that the results of one leave while the next one comes. Both work on the same pinned host
-memory, and end when the sums are there. Beside them stand warps that add in that memory without a
-cache: what warps move by themselves. On the CPU device the baseline is numpy, tile by tile.
+Ours reads and writes on demand; the baseline moves tiles with the copy engines, in turn, so that
+the results of one leave while the next one comes. Both work on the same pinned host memory, and end
+when the sums are there; beside them stand warps that add in that memory without a cache: what warps
+move by themselves. Then both work on the same files, and end when the sums are durable. On the CPU
+device the baseline adds with numpy, tile by tile.
 """
 
 from __future__ import annotations
@@ -18,30 +19,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from flashwarp.bench import vectoradd_files
 from flashwarp.bench.report import Report, Row, machine_facts
 from flashwarp.bench.timing import in_turns, wall_seconds
+from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, KERNELS, Ours
 from flashwarp.compiling import Program
 from flashwarp.device import CudaDevice, Device, Stream, resolve
+from flashwarp.errors import ArgumentError
 
 __all__ = ["KERNELS", "run"]
 
-KERNELS = Path(__file__).with_name("vectoradd.cu")
-
-_ELEMENT_BYTES = 8
 # BaM's baseline has five tiles of its four billion elements.
 _PAPER_TILES = 5
 _TURNS_OF_TILES = 2
 _IN_PLACE = "warps in place, without a cache"
+_STORAGES = {"memory": ("memory",), "file": ("file",), "both": ("memory", "file")}
 
 
 def run(
     device: str | None,
+    folder: Path,
     gib: Annotated[float, "Size of each of the three vectors in GiB."] = 0.0,
     cache: Annotated[str, "Cache of all three; 1 GiB on a GPU."] = "",
     line: Annotated[str, "Line of the cache; 16 KiB on a GPU."] = "",
+    storage: Annotated[str, "Where the vectors are: memory, file or both."] = "both",
+    tiles: Annotated[str, "Tiles of the vectors in files, with commas."] = "16 MiB,64 MiB",
     runs: Annotated[int, "How often each way has its turn."] = 3,
 ) -> Report:
     """Add through the cache, and tile by tile."""
+    if storage not in _STORAGES:
+        raise ArgumentError(f"storage is {', '.join(_STORAGES)}, not {storage}")
+    sizes = vectoradd_files.tile_sizes(tiles)
     where = resolve(device)
     on_gpu = isinstance(where, CudaDevice)
     gib = gib or (2.0 if on_gpu else 0.0625)
@@ -49,27 +57,61 @@ def run(
     line = line or ("16 KiB" if on_gpu else "4 KiB")
     report = Report(
         title="Vector addition",
-        settings={"vector_gib": gib, "cache": cache, "line": line},
+        settings={
+            "vector_gib": gib,
+            "cache": cache,
+            "line": line,
+            "storage": storage,
+            "tiles": tiles,
+            "runs": runs,
+        },
         machine=machine_facts(where.describe()),
     )
-    n = int(gib * 2**30) // _ELEMENT_BYTES
+    nbytes = int(gib * 2**30)
+    program = fw.compile(KERNELS, where)
+    if "memory" in _STORAGES[storage]:
+        _in_memory(report, where, program, nbytes, cache=cache, line=line, runs=runs)
+    if "file" in _STORAGES[storage]:
+        vectoradd_files.measure(
+            report, where, program, folder, nbytes, cache=cache, line=line, tiles=sizes, runs=runs
+        )
+    return report
+
+
+def _in_memory(
+    report: Report,
+    device: Device,
+    program: Program,
+    nbytes: int,
+    *,
+    cache: str,
+    line: str,
+    runs: int,
+) -> None:
+    n = nbytes // ELEMENT_BYTES
     a = np.arange(n, dtype=np.float64)
     b = 2 * a
     c = np.zeros(n)
+    vectors = (a, b, c)
     with ExitStack() as stack:
-        ours = _Ours(stack, where, (a, b, c), cache, line)
-        if isinstance(where, CudaDevice):
-            tiled: Callable[[int], Any] = _CopyEngines(stack, where, ours.program, (a, b, c)).add
+        shared = stack.enter_context(fw.Cache(cache, line=line, device=device))
+        arrays = [
+            stack.enter_context(fw.from_storage(fw.storage.Memory(vector), "float64", cache=shared))
+            for vector in vectors
+        ]
+        ours = Ours(stack, device, program, arrays)
+        if isinstance(device, CudaDevice):
+            tiled: Callable[[int], Any] = _CopyEngines(stack, device, program, vectors).add
         else:
-            tiled = partial(_numpy_tiles, (a, b, c))
-        tiles = {"5 tiles": -(-n // _PAPER_TILES), "tiles of 64 MiB": (64 << 20) // _ELEMENT_BYTES}
+            tiled = partial(_numpy_tiles, vectors)
+        tiles = {"5 tiles": -(-n // _PAPER_TILES), "tiles of 64 MiB": (64 << 20) // ELEMENT_BYTES}
         ways: dict[str, Callable[[], Any]] = {
-            "ours": partial(ours.add, eager=True),
-            "ours, written back when frames are needed": partial(ours.add, eager=False),
+            "ours": partial(_add_and_flush, ours, eager=True),
+            "ours, written back when frames are needed": partial(_add_and_flush, ours, eager=False),
             **{name: partial(tiled, size) for name, size in tiles.items()},
         }
-        if on_gpu:
-            ways[_IN_PLACE] = ours.add_in_place
+        if isinstance(device, CudaDevice):
+            ways[_IN_PLACE] = partial(_add_in_place, device, program, vectors)
         right: dict[str, bool] = {}
         seconds = in_turns(
             {name: partial(_measure, name, way, (a, c), right) for name, way in ways.items()}, runs
@@ -93,7 +135,6 @@ def run(
                     paper="0.66 (BaM 5.4)" if against == "5 tiles" else "",
                 )
             )
-    return report
 
 
 Vectors = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
@@ -113,53 +154,20 @@ def _measure(
     return seconds
 
 
-class _Ours:
-    """Three arrays on one cache, and the kernel that adds them."""
+def _add_and_flush(ours: Ours, eager: bool) -> None:
+    ours.add(eager)
+    ours.flush()
 
-    def __init__(
-        self, stack: ExitStack, device: Device, vectors: Vectors, cache: str, line: str
-    ) -> None:
-        self.program: Program = fw.compile(KERNELS, device)
-        self._device = device
-        self._vectors = vectors
-        shared = stack.enter_context(fw.Cache(cache, line=line, device=device))
-        self._arrays = [
-            stack.enter_context(fw.from_storage(fw.storage.Memory(vector), "float64", cache=shared))
-            for vector in vectors
-        ]
-        self._line = shared.line_bytes // _ELEMENT_BYTES
-        self._lines = -(-len(vectors[0]) // self._line)
-        warps = self._warps_max(device)
-        self._scratch = stack.enter_context(device.allocate(warps * shared.line_bytes))
 
-    @staticmethod
-    def _warps_max(device: Device) -> int:
-        # 2048 threads are the most that a multiprocessor of any GPU holds.
-        if isinstance(device, CudaDevice):
-            return device.context.multiprocessors * 64
-        return 64
-
-    def add(self, eager: bool) -> None:
-        """Add, with nothing in the cache at the start and all in the storage at the end."""
-        *_, c = self._arrays
-        for array in self._arrays:
-            array.drop_cache()
-        self.program["vector_add"](
-            *self._arrays, self._scratch, self._line, 0, int(eager), warps=self._lines
-        )
-        for array in self._arrays:
-            array.synchronize()
-        c.flush()
-
-    def add_in_place(self) -> None:
-        """Add in pinned memory by warps, which is what ours could be at best."""
-        kernel, n = self.program["add_in_place"], len(self._vectors[0])
-        addresses = [vector.ctypes.data for vector in self._vectors]
-        # Vectors are a whole number of pairs, but for a last element.
-        kernel(*addresses, n // 2, warps=-(-n // 64))
-        self._device.synchronize()
-        a, b, c = self._vectors
-        c[n // 2 * 2 :] = a[n // 2 * 2 :] + b[n // 2 * 2 :]
+def _add_in_place(device: Device, program: Program, vectors: Vectors) -> None:
+    """Add in pinned memory by warps, which is what ours could be at best."""
+    kernel, n = program["add_in_place"], len(vectors[0])
+    addresses = [vector.ctypes.data for vector in vectors]
+    # Vectors are a whole number of pairs, but for a last element.
+    kernel(*addresses, n // 2, warps=-(-n // 64))
+    device.synchronize()
+    a, b, c = vectors
+    c[n // 2 * 2 :] = a[n // 2 * 2 :] + b[n // 2 * 2 :]
 
 
 class _CopyEngines:

@@ -1,0 +1,47 @@
+"""Vector addition through a cache: three arrays, wherever their bytes are, and the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import flashwarp as fw
+from flashwarp.compiling import Program
+from flashwarp.device import CudaDevice, Device
+
+__all__ = ["ELEMENT_BYTES", "KERNELS", "Ours"]
+
+KERNELS = Path(__file__).with_name("vectoradd.cu")
+ELEMENT_BYTES = 8
+
+
+class Ours:
+    """Adds the first two of three arrays that share a cache, into the third."""
+
+    def __init__(
+        self, stack: ExitStack, device: Device, program: Program, arrays: Sequence[fw.Array]
+    ) -> None:
+        self._kernel = program["vector_add"]
+        self._arrays = arrays
+        line_bytes = arrays[0].cache.line_bytes
+        self._line = line_bytes // ELEMENT_BYTES
+        self._lines = -(-arrays[0].size // self._line)
+        self._scratch = stack.enter_context(device.allocate(_warps_max(device) * line_bytes))
+
+    def add(self, eager: bool) -> None:
+        """Add, with nothing in the cache at the start; sums may still be in it at the end."""
+        for array in self._arrays:
+            array.drop_cache()
+        self._kernel(*self._arrays, self._scratch, self._line, 0, int(eager), warps=self._lines)
+        for array in self._arrays:
+            array.synchronize()
+
+    def flush(self) -> None:
+        """Bring all sums to the storage, durable where it is a file."""
+        self._arrays[-1].flush()
+
+
+def _warps_max(device: Device) -> int:
+    # 2048 threads are the most that a multiprocessor of any GPU holds.
+    return device.context.multiprocessors * 64 if isinstance(device, CudaDevice) else 64
