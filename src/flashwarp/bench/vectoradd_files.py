@@ -119,7 +119,7 @@ def _tell(
             1.0,
             ways["ours"].right,
             paper="0.66 (BaM 5.4)",
-            note=f"page cache, inputs {paths[0]}, output {paths[2]}; "
+            note=f"page cache; data paths: inputs {paths[0]}, output {paths[2]}; "
             + ways["ours"].ending(seconds["ours"]),
         )
     )
