@@ -170,7 +170,7 @@ void Scheduler::point(Event event, const void* address) {
   if (calm_) return;
   Fibre* next = runnable_.size() == 1 ? current_ : pick(false, address);
   if (plan_.strategy == Strategy::kRival) {
-    toucher_[(reinterpret_cast<uintptr_t>(address) >> 2) % 256] = current_->id + 1;
+    toucher_[(memory.offset_of(address) >> 2) % 256] = current_->id + 1;
   }
   if (next != current_) resume(next);
 }
@@ -247,7 +247,7 @@ Fibre* Scheduler::highest_priority(const Fibre* except) {
 }
 
 Fibre* Scheduler::pick_rival(bool must_leave, const void* address) {
-  const uint32_t rival = toucher_[(reinterpret_cast<uintptr_t>(address) >> 2) % 256];
+  const uint32_t rival = toucher_[(memory.offset_of(address) >> 2) % 256];
   const uint64_t dice = random_.next() >> 32;
   if (address != nullptr && rival != 0 && rival - 1 < fibre_count_ && (dice & 3) != 0) {
     Fibre* f = fibres_[rival - 1].get();

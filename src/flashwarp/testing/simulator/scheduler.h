@@ -224,7 +224,7 @@ class Scheduler {
   bool reconsider_ = false;  // PCT: somebody became runnable
   int64_t lowest_priority_ = 0;
   std::vector<uint64_t> drops_;  // PCT: points where the running fibre drops, last first
-  uint32_t toucher_[256];        // by hash of the address: the last fibre there, plus one
+  uint32_t toucher_[256];        // by place in the arena: the last fibre there, plus one
   double typical_points_ = 1000;
 };
 
