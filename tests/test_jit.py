@@ -175,7 +175,7 @@ def test_damaged_cubin_is_a_compile_error() -> None:
 # Programs of users'.
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", ["sm_75", *ARCHITECTURES])
 def test_programs_of_the_cpu_device_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     artifact = compiler.compile_source(
         arch,

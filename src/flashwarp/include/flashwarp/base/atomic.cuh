@@ -142,7 +142,8 @@ FW_DEVICE void store_plain(T* p, T v) {
   *p = v;
 }
 
-// What the L2 cache shall do with what is loaded.
+// What the L2 cache shall do with what is loaded: hints that Turing does not know.
+inline constexpr bool kHasEvictFirst = __CUDA_ARCH__ >= 800;
 FW_DEVICE uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -171,12 +172,16 @@ struct raw;
       return v;                                                                                  \
     }                                                                                            \
     FW_DEVICE static TYPE load_acquire_stream(const void* p) {                                   \
-      TYPE v;                                                                                    \
-      asm volatile("ld.acquire.gpu.global.L2::cache_hint." PTX " %0, [%1], %2;"                  \
-                   : "=" REG(v)                                                                  \
-                   : "l"(p), "l"(evict_first())                                                  \
-                   : "memory");                                                                  \
-      return v;                                                                                  \
+      if constexpr (!kHasEvictFirst) {                                                           \
+        return load_acquire(p);                                                                  \
+      } else {                                                                                   \
+        TYPE v;                                                                                  \
+        asm volatile("ld.acquire.gpu.global.L2::cache_hint." PTX " %0, [%1], %2;"                \
+                     : "=" REG(v)                                                                \
+                     : "l"(p), "l"(evict_first())                                                \
+                     : "memory");                                                                \
+        return v;                                                                                \
+      }                                                                                          \
     }                                                                                            \
     FW_DEVICE static void store(void* p, TYPE v) {                                               \
       asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");       \
@@ -222,12 +227,16 @@ struct raw<16> {
     return v;
   }
   FW_DEVICE static word16 load_acquire_stream(const void* p) {
-    word16 v;
-    asm volatile("ld.acquire.gpu.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p), "l"(evict_first())
-                 : "memory");
-    return v;
+    if constexpr (!kHasEvictFirst) {
+      return load_acquire(p);
+    } else {
+      word16 v;
+      asm volatile("ld.acquire.gpu.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "l"(p), "l"(evict_first())
+                   : "memory");
+      return v;
+    }
   }
   FW_DEVICE static void store(void* p, word16 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x),
