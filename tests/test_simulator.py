@@ -121,8 +121,16 @@ def test_seed_gives_the_same_schedule_again(mode: str) -> None:
     assert run(0) != run(1000)
 
 
-def test_replay_command_repeats_the_failure() -> None:
-    found = simulate(scenario="queue", mode="sc", mutant="entry-after-mark", seeds=(0, 10_000))
+# A seed must say all: what went before it in the same process must not matter.
+@pytest.mark.parametrize("strategy", ["random", "priority", "round-robin", "rival"])
+def test_replay_command_repeats_the_failure(strategy: str) -> None:
+    found = simulate(
+        scenario="queue",
+        mode="sc",
+        strategy=strategy,
+        mutant="entry-after-mark",
+        seeds=(0, 100_000),
+    )
     options = dict(re.findall(r"--(\w+) (\S+)", found.replay))
     first, last = options["seeds"].split(":")
 

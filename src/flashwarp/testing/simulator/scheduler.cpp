@@ -66,7 +66,6 @@ void Scheduler::launch(uint32_t threads, uint32_t width,
   failed_ = false;
   changes_ = 0;
   lowest_priority_ = 0;
-  const uint64_t begun = points_;
   launch_limit_ = points_ + plan_.steps_max;
   for (uint32_t id = 0; id < fibre_count_; ++id) {
     Fibre& f = *fibres_[id];
@@ -92,10 +91,11 @@ void Scheduler::launch(uint32_t threads, uint32_t width,
   }
   drops_.clear();
   if (plan_.strategy == Strategy::kPriority) {
+    // How long the launch will be is not known: the seed's guess, so that a seed alone says when.
+    constexpr uint32_t kLengths[] = {100, 300, 1000, 3000, 10000};
+    const uint32_t length = random_.pick(kLengths);
     const uint32_t count = random_.below(4);
-    for (uint32_t i = 0; i < count; ++i) {
-      drops_.push_back(points_ + random_.next() % uint64_t(typical_points_ + 1));
-    }
+    for (uint32_t i = 0; i < count; ++i) drops_.push_back(points_ + random_.below(length));
     std::sort(drops_.rbegin(), drops_.rend());
   }
   memory.begin_launch(fibre_count_);
@@ -106,7 +106,6 @@ void Scheduler::launch(uint32_t threads, uint32_t width,
   switch_context(main_, current_->context);
   current_ = nullptr;
   here = &outside;
-  if (!calm_) typical_points_ += (double(points_ - begun) - typical_points_) / 16;
   if (failed_) throw Failure(failure_);
 }
 

@@ -225,7 +225,6 @@ class Scheduler {
   int64_t lowest_priority_ = 0;
   std::vector<uint64_t> drops_;  // PCT: points where the running fibre drops, last first
   uint32_t toucher_[256];        // by place in the arena: the last fibre there, plus one
-  double typical_points_ = 1000;
 };
 
 extern Scheduler scheduler;
