@@ -544,7 +544,7 @@ MUTANTS = {
             _COMPLETE,
             "  atomic::fence_sequential();\n  const bool any",
             "  const bool any",
-            "an entry that waited for room in the ring is never published",
+            "a drainer looks too early for an entry that waits for room, which is never published",
             "queue",
             mode="weak",
         ),
