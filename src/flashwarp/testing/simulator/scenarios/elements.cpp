@@ -82,6 +82,20 @@ void load_several(Machine& machine, Elements<>& data, fw::cursor<uint64_t>& curs
   }
 }
 
+// More lines than the frames of one set. Where data is copied, reads fail in some of the runs.
+Shape one_crowded_set(Run& run, uint32_t percent_with_faults) {
+  Shape shape;
+  shape.lines = 6;
+  shape.depth_log2 = 2;
+  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  shape.warps = kWidth == 32 ? 2 : 4;
+  if (!run.faults_given && shape.path == fw::nvme::kBounce &&
+      run.random.chance(percent_with_faults)) {
+    run.faults.errors = 40;
+  }
+  return shape;
+}
+
 }  // namespace
 
 FW_SCENARIO(elements, "loads, stores, prefetches and cursors on a cache of a few frames") {
@@ -96,15 +110,7 @@ FW_SCENARIO(faults, "the same over disks that fail, wait, tear and stop") {
 }
 
 FW_SCENARIO(cursors, "loads of several elements at a time by some, while others load and store") {
-  Shape shape;
-  shape.lines = 6;
-  shape.depth_log2 = 2;
-  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
-  shape.warps = kWidth == 32 ? 2 : 4;
-  if (!run.faults_given && shape.path == fw::nvme::kBounce && run.random.chance(20)) {
-    run.faults.errors = 40;
-  }
-  Machine machine(run, shape);
+  Machine machine(run, one_crowded_set(run, 20));
   Elements<> data(machine, 0);
   machine.launch([&](Thread& t) {
     fw::cursor<uint64_t> cursor(data.array());
@@ -141,15 +147,7 @@ FW_SCENARIO(pair, "two threads on two lines: small enough for every schedule") {
 }
 
 FW_SCENARIO(evict, "loads of more lines than one set holds, some of which fail") {
-  Shape shape;
-  shape.lines = 6;
-  shape.depth_log2 = 2;
-  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
-  shape.warps = kWidth == 32 ? 2 : 4;
-  if (!run.faults_given && shape.path == fw::nvme::kBounce && run.random.chance(60)) {
-    run.faults.errors = 40;
-  }
-  Machine machine(run, shape);
+  Machine machine(run, one_crowded_set(run, 60));
   Elements<> data(machine, 0);
   const uint32_t operations = kWidth == 1 ? 6 : 2;
   machine.launch([&](Thread& t) {
