@@ -50,7 +50,14 @@ def run(
         "Breadth-first search",
         lambda where, made: Search(where, made, made.pick_sources(sources, seed=1)),
         _PAPERS,
-        Options(line=line, file_line=file_line, share=share, slower=slower, runs=runs),
+        Options(
+            line=line,
+            file_line=file_line,
+            share=share,
+            slower=slower,
+            sources=sources,
+            runs=runs,
+        ),
         {"graph": graph, "small": small, "uniform": uniform},
         parts,
     )

@@ -46,6 +46,8 @@ class Options:
     """Size of the cache in sizes of the lists."""
     slower: float = 1
     """Divides the ceilings of the modelled drives."""
+    sources: int = 1
+    """Searches of which the mean is taken, for algorithms that start somewhere."""
     runs: int = 3
 
 

@@ -54,7 +54,7 @@ def run(
     names = {name: what or _GRAPHS[where.kind][name] for name, what in wanted.items()}
     report = Report(
         title=title,
-        settings={**names, **asdict(options)},
+        settings={**names, "parts": parts, **asdict(options)},
         machine=machine_facts(where.describe()),
     )
     bench = GraphBench(where, report, make, papers, options)
