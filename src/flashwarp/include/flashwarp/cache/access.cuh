@@ -173,7 +173,7 @@ FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t 
 }
 
 // Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the
-// lane's claim met a lock.
+// lane's claim met the lock of its set, or a fill of its line that had begun meanwhile.
 template <typename Policy>
 FW_DEVICE bool start_fills(page_cache& c, volume& v, uint32_t mask, bool asks, uint64_t line,
                            tally& count) {
