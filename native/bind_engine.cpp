@@ -23,13 +23,14 @@
 #include "software_controller.h"
 #include "ssd_model.h"
 #include "storage.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 using namespace fw::native;
 
 namespace {
 
-using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+using WithoutGil = nb::call_guard<Unlocked>;
 constexpr const char* kForkMessage =
     "opened before fork(): its threads exist in the parent process only; open it again here";
 
@@ -62,7 +63,7 @@ void run(Storage& storage, Act act) {
   IoFailure failure;
   int error;
   {
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     error = act(&failure);
   }
   check(storage, error, failure);
@@ -170,7 +171,7 @@ void bind_storage(nb::module_& m) {
              }
              const FileOptions options = {offset,           nbytes,      writable,
                                           mode == "direct", map_address, copies_cached};
-             nb::gil_scoped_release release;
+             const Unlocked unlocked;
              return FileStorage::open(path, options);
            }),
            nb::arg("path"), nb::arg("offset") = 0, nb::arg("nbytes") = 0,
@@ -299,24 +300,26 @@ void bind_controller(nb::module_& m) {
           [](SoftwareController* self, std::shared_ptr<Storage> storage,
              std::vector<QueuePairAddresses> queue_pairs, Regions dma_regions, uint32_t threads,
              uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields,
-             std::optional<SsdParameters> model) {
+             std::optional<SsdParameters> model, nb::object) {
             const ControllerOptions options = {threads, page_bytes, max_transfer_bytes,
                                                spin_ns, yields,     std::move(model)};
-            nb::gil_scoped_release release;
+            const Unlocked unlocked;
             new (self) SoftwareController(std::move(storage), std::move(queue_pairs),
                                           std::move(dma_regions), options);
           },
           nb::arg("storage"), nb::arg("queue_pairs"), nb::arg("dma_regions") = Regions(),
           nb::arg("threads") = 1, nb::arg("page_bytes") = uint64_t(2) << 20,
           nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000,
-          nb::arg("yields") = false, nb::arg("model") = nb::none())
+          nb::arg("yields") = false, nb::arg("model") = nb::none(), nb::arg("keeps") = nb::none(),
+          // What holds the rings and the memory that commands name: it outlives the threads.
+          nb::keep_alive<1, 11>())
       .def("start",
            [](SoftwareController& c) {
              require_parent(c);
-             nb::gil_scoped_release release;
+             const Unlocked unlocked;
              c.start();
            })
-      .def("stop", &SoftwareController::stop, Unlocked())
+      .def("stop", &SoftwareController::stop, WithoutGil())
       .def("wake", &SoftwareController::wake)
       .def("visitor_comes", &SoftwareController::visitor_comes)
       .def("visitor_leaves", &SoftwareController::visitor_leaves)
@@ -324,7 +327,7 @@ void bind_controller(nb::module_& m) {
           "serve_some",
           [](SoftwareController& c, uint32_t first_queue) {
             require_parent(c);
-            nb::gil_scoped_release release;
+            const Unlocked unlocked;
             return c.serve_some(first_queue);
           },
           nb::arg("first_queue") = 0)
@@ -342,10 +345,7 @@ void bind_controller(nb::module_& m) {
            [](SoftwareController& c) { return to_bytes(c.identify_controller_data()); })
       .def("identify_namespace",
            [](SoftwareController& c) { return to_bytes(c.identify_namespace_data()); })
-      .def_prop_ro("serving", &SoftwareController::serving)
-      .def_prop_ro("address",
-                   [](SoftwareController& c) { return reinterpret_cast<uintptr_t>(&c); });
-  m.def("serve_hook", [] { return reinterpret_cast<uintptr_t>(&fw_serve); });
+      .def_prop_ro("serving", &SoftwareController::serving);
 }
 
 nb::object direct_io_alignment(const std::string& path) {
@@ -357,7 +357,7 @@ nb::object direct_io_alignment(const std::string& path) {
 double residency_of(uint64_t address, uint64_t nbytes) {
   double part;
   {
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     part = residency(address, nbytes);
   }
   if (part < 0) raise_os_error(int(-part), std::strerror(int(-part)), "");
@@ -371,20 +371,11 @@ void bind_host_memory(nb::module_& m) {
     const IoUringProbe probe = probe_io_uring();
     return std::make_pair(probe.available, probe.reason);
   });
-  m.def(
-      "alloc_aligned",
-      [](size_t nbytes, size_t alignment) {
-        return reinterpret_cast<uintptr_t>(allocate_aligned(nbytes, alignment));
-      },
-      nb::arg("nbytes"), nb::arg("alignment") = 4096);
-  m.def(
-      "free_aligned",
-      [](uintptr_t address) {
-        if (!free_aligned(reinterpret_cast<void*>(address))) {
-          throw nb::value_error("the address was not allocated here, or is free already");
-        }
-      },
-      nb::arg("address"));
+  nb::class_<HostMemory>(m, "HostMemory")
+      .def(nb::init<size_t, size_t>(), nb::arg("nbytes"), nb::arg("alignment") = 4096)
+      .def_prop_ro("address",
+                   [](HostMemory& h) { return reinterpret_cast<uintptr_t>(h.address()); })
+      .def_prop_ro("nbytes", &HostMemory::nbytes);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "faulty_storage.h"
 #include "recording_storage.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 using namespace fw::native;
@@ -93,6 +94,5 @@ void bind_testing(nb::module_& m) {
            nb::arg("data_nbytes_max"))
       .def("events", &events_of)
       .def("clear", &RecordingStorage::clear)
-      .def("mark", &RecordingStorage::mark, nb::arg("label"),
-           nb::call_guard<nb::gil_scoped_release>());
+      .def("mark", &RecordingStorage::mark, nb::arg("label"), nb::call_guard<Unlocked>());
 }

@@ -1,5 +1,10 @@
 #include "cpu_device.h"
 
+#include <condition_variable>
+#include <mutex>
+#include <shared_mutex>
+#include <thread>
+
 #include "flashwarp/base/platform.cuh"
 
 // Defined by software_controller.cpp: serve once from the calling thread, from a queue pair on; and
@@ -29,13 +34,41 @@ int serve_next(void* argument) {
 
 }  // namespace
 
-CpuPool::CpuPool(uint32_t threads) : thread_count_(threads) {
-  for (uint32_t i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
-}
+struct CpuPool::Workers {
+  struct Job {
+    CpuTask task;
+    uint32_t count;
+    std::vector<void*>* controllers;
+  };
 
-CpuPool::~CpuPool() { close(); }
+  explicit Workers(uint32_t count) : count(count) {
+    try {
+      for (uint32_t i = 1; i < count; i++) threads.emplace_back([this, i] { work(i); });
+    } catch (...) {  // the system has no more threads to give
+      join();
+      throw;
+    }
+  }
+  void join();
+  void work(uint32_t index);
+  void hand_out(const Job& job);
+  void wait();
+  static void run(const Job& job, uint32_t index);
 
-void CpuPool::run(const Job& job, uint32_t index) {
+  const uint32_t count;    // with the launching thread
+  std::shared_mutex open;  // shared by launches, so that `close` waits for them
+  std::mutex launching;    // one launch of the workers at a time
+  std::mutex mutex;        // guards what follows
+  std::condition_variable start;
+  std::condition_variable done;
+  uint64_t generation = 0;
+  uint32_t running = 0;
+  bool closing = false;
+  Job job = {};
+  std::vector<std::thread> threads;
+};
+
+void CpuPool::Workers::run(const Job& job, uint32_t index) {
   if (index >= job.count) return;
   // Its own queue pair first, the one that `queue_of` in spread.cuh chooses: serving another
   // thread's would take the lock, and the data's core, from the thread that waits for them.
@@ -45,54 +78,76 @@ void CpuPool::run(const Job& job, uint32_t index) {
   base::this_thread = {};
 }
 
-void CpuPool::work(uint32_t index) {
+void CpuPool::Workers::work(uint32_t index) {
   uint64_t seen = 0;
   while (true) {
-    Job job;
+    Job mine;
     {
-      std::unique_lock lock(mutex_);
-      start_.wait(lock, [&] { return closing_ || generation_ != seen; });
-      if (closing_) return;
-      seen = generation_;
-      job = job_;
+      std::unique_lock lock(mutex);
+      start.wait(lock, [&] { return closing || generation != seen; });
+      if (closing) return;
+      seen = generation;
+      mine = job;
     }
-    run(job, index);
-    std::lock_guard lock(mutex_);
-    if (--running_ == 0) done_.notify_one();
+    run(mine, index);
+    std::lock_guard lock(mutex);
+    if (--running == 0) done.notify_one();
   }
 }
 
-void CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers) {
+void CpuPool::Workers::join() {
+  {
+    std::lock_guard lock(mutex);
+    closing = true;
+    start.notify_all();
+  }
+  for (std::thread& thread : threads) thread.join();
+  threads.clear();
+}
+
+void CpuPool::Workers::hand_out(const Job& next) {
+  std::lock_guard lock(mutex);
+  job = next;
+  generation++;
+  running = count - 1;
+  start.notify_all();
+}
+
+void CpuPool::Workers::wait() {
+  std::unique_lock lock(mutex);
+  done.wait(lock, [&] { return running == 0; });
+}
+
+CpuPool::CpuPool(uint32_t threads)
+    : thread_count_(threads), workers_(std::make_unique<Workers>(threads)) {}
+
+CpuPool::~CpuPool() {
+  close();
+  // Destroying what threads of the parent wait on would wait for them.
+  if (fork_guard_.in_child()) (void)workers_.release();
+}
+
+bool CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers) {
+  if (fork_guard_.in_child()) return false;
   const uint32_t count = threads == 0 || threads > thread_count_ ? thread_count_ : threads;
-  std::shared_lock open(open_);
-  std::unique_lock one_launch(launch_mutex_, std::defer_lock);
+  std::shared_lock open(workers_->open);
+  std::unique_lock one_launch(workers_->launching, std::defer_lock);
   if (count > 1) one_launch.lock();
-  Job job{task, count, &controllers};
+  // Set under `open` alone, which we share.
+  if (workers_->closing) return false;
+  const Workers::Job job{task, count, &controllers};
   for (void* controller : controllers) fw_visitor_comes(controller);
-  if (count > 1) {
-    std::lock_guard lock(mutex_);
-    job_ = job;
-    generation_++;
-    running_ = thread_count_ - 1;
-    start_.notify_all();
-  }
-  run(job, 0);
-  if (count > 1) {
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [&] { return running_ == 0; });
-  }
+  if (count > 1) workers_->hand_out(job);
+  Workers::run(job, 0);
+  if (count > 1) workers_->wait();
   for (void* controller : controllers) fw_visitor_leaves(controller);
+  return true;
 }
 
 void CpuPool::close() {
-  std::unique_lock no_launch(open_);
-  {
-    std::lock_guard lock(mutex_);
-    closing_ = true;
-    start_.notify_all();
-  }
-  for (std::thread& worker : workers_) worker.join();
-  workers_.clear();
+  if (fork_guard_.in_child()) return;
+  std::unique_lock no_launch(workers_->open);
+  workers_->join();
 }
 
 }  // namespace fw::native

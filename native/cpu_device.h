@@ -3,16 +3,15 @@
 // The launching thread works along, so a launch of one thread runs beside others; of those with
 // more there is one at a time. Each thread is a warp of one lane. While a thread waits for I/O it
 // serves the software controllers that it was given, so that a wait turns into work instead of a
-// context switch.
+// context switch. A child of fork() has none of the threads: there the pool refuses to launch, and
+// leaves what its threads wait on alone.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
-#include <shared_mutex>
-#include <string>
-#include <thread>
+#include <memory>
 #include <vector>
+
+#include "fork_guard.h"
 
 namespace fw::native {
 
@@ -29,32 +28,18 @@ class CpuPool {
   CpuPool(const CpuPool&) = delete;
   CpuPool& operator=(const CpuPool&) = delete;
 
-  // Runs `task` on up to `threads` threads (0: all) and returns when all are done.
-  void launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers);
-  // Joins the threads. Idempotent.
+  // Runs `task` on up to `threads` threads (0: all) and returns when all are done. False, with
+  // nothing run, once the pool is closed or in a forked child.
+  bool launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers);
+  // Waits for launches and joins the threads. Idempotent; nothing to do in a forked child.
   void close();
   uint32_t threads() const { return thread_count_; }
 
  private:
-  struct Job {
-    CpuTask task;
-    uint32_t count;
-    std::vector<void*>* controllers;
-  };
-  void work(uint32_t index);
-  static void run(const Job& job, uint32_t index);
-
-  uint32_t thread_count_;
-  std::shared_mutex open_;   // shared by launches, so that `close` waits for them
-  std::mutex launch_mutex_;  // one launch of the workers at a time
-  std::mutex mutex_;
-  std::condition_variable start_;
-  std::condition_variable done_;
-  uint64_t generation_ = 0;
-  uint32_t running_ = 0;
-  bool closing_ = false;
-  Job job_ = {};
-  std::vector<std::thread> workers_;
+  struct Workers;
+  const uint32_t thread_count_;
+  std::unique_ptr<Workers> workers_;
+  ForkGuard fork_guard_;
 };
 
 }  // namespace fw::native

@@ -60,7 +60,7 @@ CpuProgram::~CpuProgram() {
   if (still == nullptr) close(file_);
 }
 
-void launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
+bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
                     uint32_t threads, std::vector<void*> controllers) {
   struct Call {
     const entry& kernel;
@@ -71,7 +71,7 @@ void launch_program(CpuPool& pool, const entry& kernel, const void* const* argum
     const Call& call = *static_cast<const Call*>(data);
     call.kernel.run(call.arguments, &base::this_thread);
   };
-  pool.launch(CpuTask{run, &call}, threads, std::move(controllers));
+  return pool.launch(CpuTask{run, &call}, threads, std::move(controllers));
 }
 
 std::string demangle(const std::string& name) {

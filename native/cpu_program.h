@@ -31,9 +31,10 @@ class CpuProgram {
   const entry_table* table_ = nullptr;
 };
 
-// Runs a kernel on up to `threads` threads of the pool (0: all) and returns when all are done.
-// `arguments` points to one argument for each parameter, of the size that the entry says.
-void launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
+// Runs a kernel on up to `threads` threads of the pool (0: all) and returns when all are done;
+// false as CpuPool::launch has it. `arguments` points to one argument for each parameter, of the
+// size that the entry says.
+bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
                     uint32_t threads, std::vector<void*> controllers);
 
 // The C++ spelling of a mangled name; empty when it is none.

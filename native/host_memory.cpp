@@ -7,10 +7,8 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
-#include <mutex>
 #include <new>
 #include <stdexcept>
-#include <unordered_map>
 #include <vector>
 
 namespace fw::native {
@@ -30,50 +28,31 @@ uintptr_t round_up(uintptr_t value, size_t alignment) {
   return (value + alignment - 1) & ~(uintptr_t(alignment) - 1);
 }
 
-struct Blocks {
-  std::mutex lock;
-  std::unordered_map<void*, size_t> nbytes;
-};
-
-Blocks& blocks() {
-  static Blocks all;
-  return all;
-}
-
 }  // namespace
 
-void* allocate_aligned(size_t nbytes, size_t alignment) {
+HostMemory::HostMemory(size_t nbytes, size_t alignment) : nbytes_(nbytes) {
   if (!std::has_single_bit(alignment)) {
     throw std::invalid_argument("alignment must be a power of two");
   }
   alignment = std::max(alignment, page_bytes());
   if (nbytes > SIZE_MAX / 2 || alignment > SIZE_MAX / 4) throw std::bad_alloc();
-  const size_t size = round_up(std::max<size_t>(nbytes, 1), page_bytes());
+  mapped_nbytes_ = round_up(std::max<size_t>(nbytes, 1), page_bytes());
   // More than is needed, then the ends that alignment leaves over go back.
-  const size_t mapped = size + alignment - page_bytes();
-  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const size_t all = mapped_nbytes_ + alignment - page_bytes();
+  void* memory = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   const auto start = reinterpret_cast<uintptr_t>(memory);
   const uintptr_t aligned = round_up(start, alignment);
   const size_t head = aligned - start;
-  const size_t tail = mapped - head - size;
+  const size_t tail = all - head - mapped_nbytes_;
   if (head != 0) munmap(memory, head);
-  if (tail != 0) munmap(reinterpret_cast<void*>(aligned + size), tail);
-  auto* block = reinterpret_cast<void*>(aligned);
-  if (size >= kHugePageBytes) madvise(block, size, MADV_HUGEPAGE);
-  const std::lock_guard guard(blocks().lock);
-  blocks().nbytes[block] = size;
-  return block;
+  if (tail != 0) munmap(reinterpret_cast<void*>(aligned + mapped_nbytes_), tail);
+  address_ = reinterpret_cast<void*>(aligned);
+  // Random lines of a large cache miss the TLB on almost every access with 4 KiB pages.
+  if (mapped_nbytes_ >= kHugePageBytes) madvise(address_, mapped_nbytes_, MADV_HUGEPAGE);
 }
 
-bool free_aligned(void* address) {
-  const std::lock_guard guard(blocks().lock);
-  const auto found = blocks().nbytes.find(address);
-  if (found == blocks().nbytes.end()) return false;
-  munmap(address, found->second);
-  blocks().nbytes.erase(found);
-  return true;
-}
+HostMemory::~HostMemory() { munmap(address_, mapped_nbytes_); }
 
 double residency(uint64_t address, uint64_t nbytes) {
   const uint64_t start = address & ~uint64_t(page_bytes() - 1);

@@ -6,13 +6,25 @@
 
 namespace fw::native {
 
-// Zero-filled memory at a multiple of `alignment` (a power of two). Pages come when they are
-// touched; large blocks ask for huge pages. Throws std::bad_alloc, or invalid_argument for an
-// alignment that is no power of two.
-void* allocate_aligned(size_t nbytes, size_t alignment);
+// Zero-filled memory at a multiple of `alignment` (a power of two), given back with the object.
+// Whoever uses the memory holds the object, so no order of endings takes it away under running
+// code. Pages come when they are touched; large blocks ask for huge pages.
+class HostMemory {
+ public:
+  // Throws std::bad_alloc, or invalid_argument for an alignment that is no power of two.
+  HostMemory(size_t nbytes, size_t alignment);
+  ~HostMemory();
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
 
-// Gives back memory of `allocate_aligned`; false when the address is not one.
-bool free_aligned(void* address);
+  void* address() const { return address_; }
+  size_t nbytes() const { return nbytes_; }
+
+ private:
+  void* address_;
+  const size_t nbytes_;
+  size_t mapped_nbytes_;
+};
 
 // The part of the pages of [address, address + nbytes) that are in memory, 0 to 1; -errno on
 // failure.

@@ -3,30 +3,47 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "cpu_device.h"
 #include "cpu_kernels.h"
 #include "cpu_program.h"
+#include "software_controller.h"
+#include "unlocked.h"
 
 namespace nb = nanobind;
 using fw::native::CpuPool;
 using fw::native::CpuProgram;
+using fw::native::SoftwareController;
+using fw::native::Unlocked;
 
+void bind_endings(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_testing(nb::module_& m);
 
 namespace {
 
-std::vector<void*> pointers(const std::vector<uintptr_t>& addresses) {
+// What a launch uses: controllers, whose work waiting threads do, and memory. The caller's argument
+// keeps all of it alive until the launch has ended, whoever closes it meanwhile.
+using Uses = std::vector<nb::object>;
+
+std::vector<void*> controllers_of(const Uses& uses) {
   std::vector<void*> result;
-  for (uintptr_t address : addresses) result.push_back(reinterpret_cast<void*>(address));
+  for (const nb::object& each : uses) {
+    SoftwareController* controller = nullptr;
+    if (nb::try_cast(each, controller)) result.push_back(controller);
+  }
   return result;
 }
 
+void require_launched(bool launched) {
+  if (!launched) throw std::runtime_error("the pool was closed, or belongs to the parent process");
+}
+
 void cpu_launch(CpuPool& pool, const std::string& name, nb::bytes params, uint32_t threads,
-                const std::vector<uintptr_t>& controllers) {
+                const Uses& uses) {
   const fw::native::CpuKernel* kernel = fw::native::find_cpu_kernel(name);
   if (kernel == nullptr) throw nb::key_error(("no CPU kernel named " + name).c_str());
   if (params.size() != kernel->params_bytes) {
@@ -38,8 +55,10 @@ void cpu_launch(CpuPool& pool, const std::string& name, nb::bytes params, uint32
   alignas(64) char copy[1024];
   if (params.size() > sizeof copy) throw nb::value_error("kernel parameters exceed 1024 bytes");
   memcpy(copy, params.c_str(), params.size());
-  nb::gil_scoped_release release;
-  pool.launch({kernel->run, copy}, threads, pointers(controllers));
+  require_launched([&, controllers = controllers_of(uses)] {
+    const Unlocked unlocked;
+    return pool.launch({kernel->run, copy}, threads, controllers);
+  }());
 }
 
 const fw::entry& program_kernel(const CpuProgram& program, uint32_t index) {
@@ -49,7 +68,7 @@ const fw::entry& program_kernel(const CpuProgram& program, uint32_t index) {
 
 void cpu_launch_program(CpuPool& pool, const CpuProgram& program, uint32_t index,
                         const std::vector<nb::bytes>& arguments, uint32_t threads,
-                        const std::vector<uintptr_t>& controllers) {
+                        const Uses& uses) {
   const fw::entry& kernel = program_kernel(program, index);
   if (arguments.size() != kernel.param_count) {
     throw nb::value_error(("the kernel takes " + std::to_string(kernel.param_count) +
@@ -66,8 +85,10 @@ void cpu_launch_program(CpuPool& pool, const CpuProgram& program, uint32_t index
     }
     addresses.push_back(arguments[i].c_str());
   }
-  nb::gil_scoped_release release;
-  fw::native::launch_program(pool, kernel, addresses.data(), threads, pointers(controllers));
+  require_launched([&, controllers = controllers_of(uses)] {
+    const Unlocked unlocked;
+    return fw::native::launch_program(pool, kernel, addresses.data(), threads, controllers);
+  }());
 }
 
 // For each kernel its mangled name, and for each parameter its size and that of its elements.
@@ -101,11 +122,10 @@ NB_MODULE(_native, m) {
   nb::class_<CpuPool>(m, "CpuPool")
       .def(nb::init<uint32_t>(), nb::arg("threads"))
       .def("launch", &cpu_launch, nb::arg("name"), nb::arg("params"), nb::arg("threads") = 0,
-           nb::arg("controllers") = std::vector<uintptr_t>())
+           nb::arg("uses") = Uses())
       .def("launch_program", &cpu_launch_program, nb::arg("program"), nb::arg("index"),
-           nb::arg("arguments"), nb::arg("threads") = 0,
-           nb::arg("controllers") = std::vector<uintptr_t>())
-      .def("close", &CpuPool::close, nb::call_guard<nb::gil_scoped_release>())
+           nb::arg("arguments"), nb::arg("threads") = 0, nb::arg("uses") = Uses())
+      .def("close", &CpuPool::close, nb::call_guard<Unlocked>())
       .def_prop_ro("threads", &CpuPool::threads);
   nb::class_<CpuProgram>(m, "CpuProgram")
       .def(
@@ -122,6 +142,7 @@ NB_MODULE(_native, m) {
     return names;
   });
   m.def("layouts", &layouts);
+  bind_endings(m);
   bind_engine(m);
   bind_testing(m);
 }

@@ -128,9 +128,9 @@ void SoftwareController::start() {
 
 void SoftwareController::stop() {
   if (in_forked_child()) {
-    // The threads exist in the parent only: forget them without waiting.
-    for (std::thread& thread : threads_) thread.detach();
-    threads_.clear();
+    // The threads exist in the parent only. What stands for them here can be neither joined nor
+    // destroyed.
+    (void)new std::vector<std::thread>(std::move(threads_));
     serving_.store(false, std::memory_order_release);
     return;
   }

@@ -198,14 +198,15 @@ class FakePool:
 
 def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
     pool = device.__dict__["_pool"] = FakePool()
+    memory = object()
 
-    device.launch("gather_rows", b"\x01\x02", warps=1, serve=(4096,))
+    device.launch("gather_rows", b"\x01\x02", warps=1, uses=(memory,))
     device.launch("gather_rows", b"\x01\x02", warps=1 << 40)
     device.launch("gather_rows", b"\x01\x02", warps=0)
     device.close()
 
     assert pool.calls == [
-        ("fw_gather_rows", b"\x01\x02", 1, [4096]),
+        ("fw_gather_rows", b"\x01\x02", 1, [memory]),
         ("fw_gather_rows", b"\x01\x02", 2, []),
         ("close",),
     ]

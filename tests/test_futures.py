@@ -511,7 +511,7 @@ def test_failure_that_nobody_waited_for_is_raised(x: fw.Array, storage: Faulty) 
 
     with pytest.raises(StorageError) as caught:
         x.read_async([0])
-    assert sum("another call" in note for note in caught.value.__notes__) == 2
+    assert sum("another failed" in note for note in caught.value.__notes__) == 2
     storage.heal()
     assert x.read_async([0]).result() == [0]
 

@@ -169,17 +169,14 @@ def test_describe_says_what_it_is(tmp_path: Path, mode: str) -> None:
     assert striped["members"] == [facts]
 
 
-def test_aligned_memory_is_aligned_zeroed_and_freed_once() -> None:
-    address = _native.alloc_aligned(100_000, 1 << 21)
-    memory = _native.MemoryStorage(address, 100_000)
+def test_aligned_memory_is_aligned_and_zeroed() -> None:
+    held = _native.HostMemory(100_000, 1 << 21)
+    memory = _native.MemoryStorage(held.address, held.nbytes, owner=held)
 
-    assert address % (1 << 21) == 0
+    assert held.address % (1 << 21) == 0
     assert memory.read(0, 100_000) == bytes(100_000)
-    _native.free_aligned(address)
-    with pytest.raises(ValueError, match="free"):
-        _native.free_aligned(address)
     with pytest.raises(ValueError, match="power of two"):
-        _native.alloc_aligned(1, 3)
+        _native.HostMemory(1, 3)
 
 
 def test_residency_counts_pages_in_memory() -> None:

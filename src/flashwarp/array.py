@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import rows
+from flashwarp import endings, rows
 from flashwarp.attachment import Attachment
 from flashwarp.cache import Cache
 from flashwarp.device import Device
 from flashwarp.errors import (
     BoundsError,
     ClosedError,
+    CopyError,
     DeviceError,
     ForkError,
     ReadOnlyError,
@@ -43,10 +44,8 @@ __all__ = ["Array", "Explanation"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# What open arrays need to close. An array that is lost as a part of a cycle is closed by the
-# garbage collector, which would otherwise have freed their memory first: it runs the callbacks of
-# weak references before `__del__`.
-_kept: dict[int, Attachment] = {}
+_opening = threading.RLock()
+"""One pickled array opens at a time."""
 
 
 @dataclass(frozen=True)
@@ -82,20 +81,39 @@ def _locked(
 
     @functools.wraps(method)
     def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            self._begin()
-            try:
-                return method(self, *args, **kwargs)
-            except DeviceError as error:
-                reason = self._attachment.reason_of(error)
-                if reason is error:
-                    raise
-                raise reason from error
+        # Before the lock, which a thread of the parent may have held when a child was forked.
+        self._check_usable()
+        return endings.holding(
+            (self._lock,), functools.partial(_in_turn, self, method, args, kwargs)
+        )
 
     return call
 
 
-class Array:
+def _in_turn(
+    array: Array, method: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> R:
+    array._begin()
+    try:
+        return method(array, *args, **kwargs)
+    except DeviceError as error:
+        reason = array._attachment.reason_of(error)
+        if reason is error:
+            raise
+        raise reason from error
+
+
+class Recipe(Protocol):
+    """How to open an array again: what is pickled of one."""
+
+    def open(self) -> Array:
+        """Open it."""
+
+    def of(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Recipe:
+        """Return the recipe of what was opened; raises CopyError where that cannot be sent."""
+
+
+class Array(endings.NotCopied):
     """An array in a storage, read and written through a cache in device memory.
 
     Made by `flashwarp.open`, `create` and `from_storage`. Indices and results are numpy arrays on
@@ -115,6 +133,10 @@ class Array:
     checked first, which waits for them. Several Python threads may use one
     array; their calls take turns. Repeated indices in a store: one of the values wins in
     `scatter`, the last in ``x[...] = v``. A forked child must open its own.
+
+    An array that is open when the interpreter ends is closed then, which flushes it. A read-only
+    array that was opened from a path can be pickled: the other process opens the path again, with
+    the same settings, when it first uses the array. Others, and copies, raise CopyError.
 
     Examples
     --------
@@ -136,6 +158,7 @@ class Array:
         controller: AnyController,
         release: Callable[[], None] = lambda: None,
         why: str = "",
+        recipe: Recipe | None = None,
     ) -> None:
         self.shape = shape
         self.dtype = dtype
@@ -144,8 +167,7 @@ class Array:
         self._controller = controller
         self._why = why
         self._lock = cache.turn
-        self._pid = os.getpid()
-        self._closed = False
+        self._recipe = recipe
         self._operands = Operands(self.device, dtype, self._row_shape, self._row_count, self.device)
         self._attachment = Attachment(
             storage,
@@ -161,7 +183,6 @@ class Array:
         self._volume = self._attachment.volume
         self._launcher = self._attachment.launcher
         self._calls = self._attachment.calls
-        _kept[id(self)] = self._attachment
 
     # What it is.
 
@@ -187,8 +208,10 @@ class Array:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+        """Whether `close` was called, or the interpreter or its device has closed it."""
+        if "_attachment" not in self.__dict__:
+            return self._recipe is None
+        return self._attachment.closed
 
     @property
     def writable(self) -> bool:
@@ -201,7 +224,9 @@ class Array:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        state = "closed " if self._closed else ""
+        if "_attachment" not in self.__dict__:
+            return f"<unopened flashwarp.Array shape={self.shape} dtype={self.dtype}>"
+        state = "closed " if self.closed else ""
         return (
             f"<{state}flashwarp.Array {self._storage.path or 'in memory'} shape={self.shape} "
             f"dtype={self.dtype} device={self.device.name!r}>"
@@ -454,28 +479,28 @@ class Array:
     @property
     def stats(self) -> Stats:
         """A snapshot of the counters; waits for the array's other calls."""
-        with self._lock:
-            self._check_usable()
-            events = self._volume.counters()
-            queues = self._controller.queues.counters()
-            return Stats(
-                **events,
-                commands=queues.commands,
-                doorbells=queues.doorbells,
-                helps=queues.helps,
-            )
+        return self._read_counters()
+
+    @_locked
+    def _read_counters(self) -> Stats:
+        events = self._volume.counters()
+        queues = self._controller.queues.counters()
+        return Stats(
+            **events,
+            commands=queues.commands,
+            doorbells=queues.doorbells,
+            helps=queues.helps,
+        )
 
     @contextlib.contextmanager
     def _watched(self, watcher: Watcher) -> Iterator[None]:
         """Show a watcher what calls are about to move: byte offsets in the array, and bytes."""
-        with self._lock:
-            self._check_usable()
-            self._launcher.watchers.append(watcher)
+        self._check_usable()
+        self._launcher.watchers.append(watcher)
         try:
             yield
         finally:
-            with self._lock:
-                self._launcher.watchers.remove(watcher)
+            self._launcher.watchers.remove(watcher)
 
     @_locked
     def explain(self) -> Explanation:
@@ -557,28 +582,15 @@ class Array:
 
         Blocks. When the flush fails, everything is released all the same and the error raised:
         what could not be written is lost then, and the error says what. So is the failure of an
-        asynchronous call that nobody has looked at.
+        asynchronous call that nobody has looked at. When a signal handler raises meanwhile, as that
+        of Ctrl-C does, the array is open and usable afterwards, or closed.
         """
-        if os.getpid() != self._pid:
-            self._closed = True
-            _kept.pop(id(self), None)
+        if "_attachment" not in self.__dict__:  # pickled, and not used since
+            self._recipe = None
             return
-        # Not under the lock: callbacks of the calls may need it.
-        unseen = self._calls.close()
-        with self._lock:
-            failure = None if self._closed else self._tear_down()
-        if failure is not None and unseen is not None:
-            failure.add_note(f"and before, {type(unseen).__name__}: {unseen}")
-        if failure is not None or unseen is not None:
-            raise failure or unseen  # type: ignore[misc]
-
-    def _tear_down(self) -> Exception | None:
-        """Release everything, and return what could not be done."""
-        failure = self._attachment.settle()
-        self._closed = True
-        failure = self._attachment.release(failure)
-        _kept.pop(id(self), None)
-        return failure
+        failure = self._attachment.close()
+        if failure is not None:
+            raise failure
 
     def drop_cache(self, drop_dirty: bool = False) -> None:
         """Empty the cache of this array's lines, as a cold start has it. Dirty lines are flushed.
@@ -603,22 +615,47 @@ class Array:
         self.close()
 
     def __del__(self) -> None:
-        if not hasattr(self, "_calls") or self._closed or os.getpid() != self._pid:
+        attachment: Attachment | None = self.__dict__.get("_attachment")
+        if attachment is None or attachment.closed or attachment.in_child:
             return
         try:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
         finally:  # where warnings are errors, too
-            self.close()
+            attachment.close_lost()
+
+    # Pickling.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._recipe is None:
+            raise CopyError(
+                f"{self!r} cannot be pickled, only an array that was opened from a path: open it "
+                "in the other process"
+            )
+        return _unopened, (self._recipe.of(self.shape, self.dtype), self.shape, self.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        # Of a pickled array, all but what `_unopened` gives it is missing until it is opened.
+        if name.startswith("__") or "_attachment" in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with _opening:
+            if "_attachment" not in self.__dict__:
+                recipe: Recipe | None = self.__dict__.get("_recipe")
+                if recipe is None:
+                    raise ClosedError("the array is closed")
+                opened = recipe.open()
+                self.__dict__.update(opened.__dict__)
+                opened.__dict__.clear()
+        return getattr(self, name)
 
     # Checks.
 
     def _check_usable(self) -> None:
-        if self._closed:
+        if self._attachment.closed:
             raise ClosedError(f"the array {self._storage.path or 'in memory'} is closed")
-        if os.getpid() != self._pid:
+        if self._attachment.in_child:
             raise ForkError(
-                f"the array was opened by process {self._pid}; its threads do not exist in a "
-                "forked child: open it again there, or start children with 'spawn'"
+                f"the array was opened by process {self._attachment.opened_by}; its threads do not "
+                "exist in a forked child: open it again there, or start children with 'spawn'"
             )
 
     def _begin(self) -> None:
@@ -675,12 +712,19 @@ class Array:
                 self.device.download_into(address, block)
             held.close()
 
-    def _join_launch(self, stream: Any) -> tuple[int, ...]:
-        """Take part in a launch of somebody's own kernel, in the cache's turn; whom it serves."""
+    def _join_launch(self, stream: Any) -> tuple[object, ...]:
+        """Take part in a launch of a caller's kernel, in the cache's turn; return what it uses."""
         self._check_usable()
         if stream is not None:
             self._attachment.note_stream(stream)
         return self._launcher.wake()
+
+
+def _unopened(recipe: Recipe, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Make an array that is opened when it is first used."""
+    array = Array.__new__(Array)
+    array.__dict__.update(_recipe=recipe, shape=shape, dtype=dtype)
+    return array
 
 
 def _row_lead(chosen: rows.RowSelection) -> tuple[int, ...]:

@@ -1,20 +1,26 @@
-"""`Attachment`: a storage on a cache, from the first launch through it to its release.
+"""`Attachment`: a storage on a cache, from the first launch through it to its end.
 
-What an array is made of. It knows what is in flight, waits for it, raises what it met, and brings
-it to rest; `release` lets go of controller, volume, cache and storage, in this order. Callers hold
-the cache's turn.
+What an array is made of, and what the registry of `endings` holds, so that it outlives an array
+that is lost. It knows what is in flight, waits for it, raises what failed, and brings it to rest;
+`close` then lets go of controller, volume, cache and storage, in this order. Callers hold the
+cache's turn, but for `close`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from flashwarp import endings
 from flashwarp.cache import Cache
 from flashwarp.calls import Calls, time_limit_s
-from flashwarp.device import stream_handle
-from flashwarp.errors import DeviceError, FlashwarpError, StorageError
+from flashwarp.device import Device, stream_handle
+from flashwarp.errors import DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.failures import Failures
 from flashwarp.launcher import Launcher
 from flashwarp.operands import Operands
@@ -27,7 +33,7 @@ _FLUSH = 0x00
 _DROP_ALL = 2
 
 
-class Attachment:
+class Attachment(endings.NotCopied):
     """A storage that is attached to a cache, and the launches and calls that go through it.
 
     Parameters
@@ -37,7 +43,7 @@ class Attachment:
     owns_cache : bool
         Whether the cache is closed with it, rather than left to its other arrays.
     controller : SoftwareController or ControllerGroup
-        Started here, and closed by `release`.
+        Started here, and detached by `close`.
     operands : Operands
         The array's, for its calls.
     shape : tuple of int
@@ -70,15 +76,35 @@ class Attachment:
         self._release_storage = release_storage
         self._fault_told = False
         self._streams: set[int] = set()
-        queues = controller.attach(storage, cache.device, cache.line_bytes, cache.frames)
+        self._pid = os.getpid()
+        self.closed = False
+        queues = controller.attach(
+            storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
+        )
         try:
             self.volume = cache.attach(storage.nbytes, queues)
         except BaseException:
-            controller.close()
+            controller.detach()
             raise
         self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
         self.launcher = Launcher(cache, self.volume, controller, row_bytes, row_count)
         self.calls = Calls(self.launcher, operands, self._failures)
+        endings.remember(self)
+
+    @property
+    def device(self) -> Device:
+        """Where its kernels run."""
+        return self._device
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a forked child, which has neither its threads nor its memory."""
+        return os.getpid() != self._pid
+
+    @property
+    def opened_by(self) -> int:
+        """The process that opened it."""
+        return self._pid
 
     # Waiting.
 
@@ -132,7 +158,7 @@ class Attachment:
         if self.flush_failure is not None:
             raise _again(self.flush_failure)
         try:
-            warps = len(self.controller.addresses)
+            warps = len(self.controller.natives)
             self.maintain("submit_command", warps=warps, opcode=_FLUSH)
         except StorageError as error:
             # The kernel reports lost writes once: a second flush would succeed without them.
@@ -151,10 +177,52 @@ class Attachment:
 
     # The end.
 
-    def settle(self) -> Exception | None:
+    def close(self) -> BaseException | None:
+        """Flush, wait for what is in flight, and release everything; return what failed.
+
+        May be called twice, and by any thread. An exception that a signal handler raises meanwhile
+        leaves it open and usable, or closed. Nothing to do in a forked child.
+        """
+        if self.closed or self.in_child:
+            self.closed = True
+            endings.forget(self)
+            return None
+        try:
+            # Not in the cache's turn: callbacks of the calls may need it.
+            late = self.calls.shut()
+            return endings.holding((self.cache.turn,), partial(self._close, late))
+        except BaseException:
+            self.calls.reopen()
+            raise
+
+    def close_lost(self) -> None:
+        """Close it for an array that is lost, in whatever the calling thread is about to do."""
+        turn: Any = self.cache.turn
+        # The garbage collector may call in the middle of an array's call, or of its end.
+        if not turn._is_owned() and turn.acquire(blocking=False):
+            try:
+                self._close_or_raise()
+            finally:
+                turn.release()
+            return
+        with contextlib.suppress(RuntimeError):  # no thread: the interpreter ends, and closes it
+            threading.Thread(target=self._close_or_raise, name="flashwarp closing").start()
+
+    def _close_or_raise(self) -> None:
+        failure = self.close()
+        if failure is not None:
+            raise failure
+
+    def _close(self, late: DeviceTimeout | None) -> BaseException | None:
+        if self.closed:
+            return None
+        failure = self._settle()
+        return endings.uninterrupted(partial(self._end, failure, late))
+
+    def _settle(self) -> Exception | None:
         """Bring everything to rest: no dirty line, no command, no line of ours in a shared cache.
 
-        Goes as far as it can, and returns what it met first.
+        Goes as far as it can, and returns what failed first.
         """
         failure: Exception | None = None
         if self._fault_told and not self._device.alive():
@@ -176,8 +244,11 @@ class Attachment:
                 break
         return failure
 
-    def release(self, failure: Exception | None) -> Exception | None:
-        """Let go of everything, after `settle` has met `failure`; returns what is to be raised."""
+    def _end(self, failure: Exception | None, late: DeviceTimeout | None) -> BaseException | None:
+        """Let go of everything, after `_settle` has returned `failure`."""
+        self.closed = True
+        endings.forget(self)
+        unseen = self.calls.release(late)
         # Nothing can be saved from a device whose kernel has faulted; it is only let go.
         alive = self._device.alive()
         with self.cache.gate.shut():
@@ -186,14 +257,15 @@ class Attachment:
                     self._wait_neighbours()
             except Exception as error:  # raised by the caller, after the release
                 failure = failure or error
-            self.controller.close()
+            self.controller.detach()
             if failure is not None and not self._owns_cache and alive:
                 self._forget_lines(failure)
             self.cache.detach(self.volume)
         if self._owns_cache:
             self.cache.close()
         self._release_storage()
-        return failure
+        failures = [each for each in (failure, unseen) if each is not None]
+        return endings.first_of(failures)
 
     def _wait_neighbours(self) -> None:
         """Wait for kernels of other arrays on the cache, which may be helping our queues."""

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flashwarp import config
+from flashwarp import config, endings
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
+from flashwarp.endings import NotCopied
 from flashwarp.errors import CacheError, ClosedError
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs, QueueTable
@@ -209,6 +210,12 @@ class Volume:
         device.upload(entry.address, bytes(struct), stream)
         return replace(self, address=entry.address, errors=errors, entry=entry, stream=stream)
 
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds its memory, for launches; see `DeviceMemory.owners`."""
+        entry = () if self.entry is None else self.entry.owners
+        return *self.events.owners, *self.errors.owners, *entry
+
     def release(self) -> None:
         """Free what a copy has of its own."""
         if self.entry is not None:
@@ -262,7 +269,7 @@ class Gate:
                 self._changed.notify_all()
 
 
-class Cache:
+class Cache(NotCopied):
     """A set-associative cache of lines in device memory.
 
     Parameters
@@ -364,7 +371,8 @@ class Cache:
             struct.tier.frames = self._tier_frames.address
             struct.tier.subsets = self._tier.subsets
         self.device.upload(self.address, bytes(struct))
-        self._lock = threading.Lock()
+        # Reentrant: a lost array may be closed by the garbage collector in the middle of `attach`.
+        self._lock = threading.RLock()
         # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
         # none may close while one runs. Streams are those with calls that nobody has waited for.
         self.turn = threading.RLock()
@@ -374,11 +382,18 @@ class Cache:
         self.gate = Gate()
         self._volumes: dict[int, Volume] = {}
         self._closed = False
+        self.device.carries.add(self)
 
     @property
     def frames(self) -> tuple[int, int]:
         """Address and size of the frames."""
         return self._frames.address, self._frames.nbytes
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds its memory, for launches and controllers; see `DeviceMemory.owners`."""
+        tier = () if self._tier_frames is None else self._tier_frames.owners
+        return *self._metadata.owners, *self._frames.owners, *tier
 
     @property
     def host_lines(self) -> int:
@@ -481,8 +496,11 @@ class Cache:
             if self._volumes:
                 raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
             self._closed = True
-            self._metadata.close()
-            self._free_frames()
+        endings.uninterrupted(self._free)
+
+    def _free(self) -> None:
+        self._metadata.close()
+        self._free_frames()
 
     def _free_frames(self) -> None:
         self._frames.close()

@@ -26,6 +26,7 @@ import numpy as np
 
 from flashwarp import config, rows
 from flashwarp.device import DeviceArray, OwnedStream
+from flashwarp.endings import first_of
 from flashwarp.errors import ArgumentError, ClosedError, DeviceTimeout
 from flashwarp.failures import Failures, bad_index
 from flashwarp.futures import Future
@@ -113,6 +114,7 @@ class Calls:
         self._open: set[_Call] = set()  # until their futures are done
         self._worker: threading.Thread | None = None
         self._closed = False
+        self._released = False
         self._checking = threading.Lock()
         self._checker: tuple[_Lane, OwnedStream] | None = None
         # Failures that nobody has looked at: of futures that are gone, and futures that have one.
@@ -273,7 +275,7 @@ class Calls:
     @property
     def on_worker(self) -> bool:
         """Whether the calling thread is the one that ends calls, as in a callback."""
-        return threading.current_thread() is self._worker
+        return self._worker is not None and threading.get_ident() == self._worker.ident
 
     def _work(self) -> None:
         progress = time.monotonic()
@@ -430,28 +432,41 @@ class Calls:
 
     def raise_lost(self) -> None:
         """Raise the failures that nobody can look at any more, the first with notes of others."""
-        error = _first_of(self._take_lost())
+        error = first_of(self._take_lost())
         if error is not None:
             raise error
 
     def _take_lost(self) -> list[BaseException]:
         return [self._lost.popleft() for _ in range(len(self._lost))]
 
-    def close(self) -> BaseException | None:
-        """Wait for all calls, release everything; return what nobody has looked at."""
+    def shut(self) -> DeviceTimeout | None:
+        """Refuse new calls and wait for those in flight; return what it waited for in vain."""
         with self._changed:
             self._closed = True
-        unseen: list[BaseException] = []
         try:
             self.wait()
         except DeviceTimeout as error:
-            unseen.append(error)
+            return error
+        return None
+
+    def reopen(self) -> None:
+        """Take calls again after `shut`, unless everything was released."""
+        with self._changed:
+            self._closed = self._released
+
+    def release(self, late: DeviceTimeout | None) -> BaseException | None:
+        """Release everything, after `shut` has returned `late`; return what nobody looked at."""
+        with self._changed:
+            self._closed = self._released = True
+        late = late or self.shut()
+        unseen: list[BaseException] = [] if late is None else [late]
+        if late is not None:
             self._abandon("the array was closed")
         for future in list(self._failed):
             if not future._observed:
                 unseen += filter(None, [future.exception()])
         self._release()
-        return _first_of(unseen + self._take_lost())
+        return first_of(unseen + self._take_lost())
 
     def _abandon(self, why: str) -> None:
         """Fail the calls that do not end; what they use is left to the device."""
@@ -507,12 +522,3 @@ def _prefetch(chosen: range | Index, launcher: Launcher) -> None:
 
 def _nothing(_kept: Any, _stream: Any) -> None:
     pass
-
-
-def _first_of(errors: Sequence[BaseException]) -> BaseException | None:
-    """Return the first error, with the others as its notes."""
-    if not errors:
-        return None
-    for other in errors[1:]:
-        errors[0].add_note(f"and another call met {type(other).__name__}: {other}")
-    return errors[0]

@@ -6,13 +6,13 @@ are checked before anything is launched, and `flashwarp.Array`s become `fw::arra
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flashwarp import device as devices
+from flashwarp import endings
 from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -144,7 +144,7 @@ def _define_options(defines: Mapping[str, Define]) -> list[str]:
     return options
 
 
-class Program:
+class Program(endings.NotCopied):
     """Compiled kernels of one source. Made by `compile`.
 
     Attributes
@@ -196,7 +196,7 @@ class Program:
         return f"<Program of {', '.join(self._kernels)} on {self.device.name!r}>"
 
 
-class Kernel:
+class Kernel(endings.NotCopied):
     """A kernel of a `Program`; call it to launch it.
 
     Attributes
@@ -265,16 +265,16 @@ class Kernel:
             )
         arrays = [argument for argument in arguments if isinstance(argument, Array)]
         self._check_policies(arrays)
-        with contextlib.ExitStack() as turns:
-            # In one order everywhere, so that two launches never wait for each other.
-            for cache in sorted({array.cache for array in arrays}, key=id):
-                turns.enter_context(cache.turn)
+        # In one order everywhere, so that two launches never wait for each other.
+        caches = sorted({array.cache for array in arrays}, key=id)
+
+        def launch_in_turn() -> None:
             launch = Launch(self._device, stream)
             packed = [
                 param.pack(argument, launch)
                 for param, argument in zip(self._params, arguments, strict=True)
             ]
-            serve = {address: None for array in arrays for address in array._join_launch(stream)}
+            used = [each for array in arrays for each in array._join_launch(stream)]
             launch.begin()
             self._device.run_kernel(
                 self._loaded,
@@ -282,9 +282,11 @@ class Kernel:
                 warps=warps,
                 block_threads=block_threads,
                 stream=stream,
-                serve=list(serve),
+                uses=list({id(each): each for each in used}.values()),
             )
             launch.end()
+
+        endings.holding([cache.turn for cache in caches], launch_in_turn)
 
     def _check_policies(self, arrays: Sequence[Array]) -> None:
         # The policy is in the code: with another one it would mark what the cache does not have.

@@ -7,14 +7,14 @@ here.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from flashwarp import _native, config
 from flashwarp.device import CpuDevice, Device, Registration
-from flashwarp.errors import ArgumentError, ClosedError, ControllerError
+from flashwarp.endings import NotCopied
+from flashwarp.errors import ArgumentError, ClosedError, ControllerError, CopyError
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
 from flashwarp.ssd_model import SSDModel
 from flashwarp.storage import File, Memory, Storage
@@ -39,7 +39,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class SoftwareController:
+class SoftwareController(NotCopied):
     """Serves a storage as an NVMe namespace, from threads of this process.
 
     Parameters
@@ -90,18 +90,28 @@ class SoftwareController:
         self._wanted = (queue_pairs, depth, threads, data_path)
         self._queues: QueuePairs | None = None
         self._native: Any = None
+        self._served: Storage | None = None
         self._progress = (0, 0)
         self._waits = True
+        self._yields = False
         self._registration: Registration | None = None
+        self.path = ""
+        self.threads = 0
         self.reason = ""
 
     def like(self) -> SoftwareController:
         """Return another plan with the same settings, which serves nothing yet."""
-        other = copy.copy(self)
-        other.storage = None
-        other._queues = other._native = other._registration = None
-        other._progress, other._waits, other.reason = (0, 0), True, ""
-        return other
+        queue_pairs, depth, threads, data_path = self._wanted
+        return SoftwareController(
+            None, queue_pairs, depth, threads, data_path=data_path, model=self.model
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.storage is not None:
+            raise CopyError(
+                f"{self!r} cannot be pickled with its storage: only settings can be sent"
+            )
+        return _from_settings, (*self._wanted, self.model)
 
     # What an array does with it.
 
@@ -112,17 +122,18 @@ class SoftwareController:
         line_bytes: int,
         frames: tuple[int, int],
         *,
+        owners: Sequence[object] = (),
         together: int = 1,
     ) -> QueuePairs:
         """Allocate the queue pairs, choose the data path and start serving `storage`.
 
-        `frames` is the address and size of the cache's frames; `together` is the number of
-        controllers that serve the array, which share the cores. Raises ControllerError when the
-        controller is serving already.
+        `frames` is the address and size of the cache's frames, which `owners` hold; `together` is
+        the number of controllers that serve the array, which share the cores. Raises
+        ControllerError when the controller is serving already.
         """
         if self._native is not None:
             raise ControllerError("this controller serves another array: make one for each")
-        self.storage = storage
+        self._served = storage
         defaults = config.current()
         path, self.reason = self._choose_path(storage, device)
         if self.model is not None:
@@ -159,10 +170,11 @@ class SoftwareController:
                 _SPIN_NS[device.kind],
                 yields,
                 None if self.model is None else self.model.native_parameters(),
+                (*owners, *self._queues.owners),
             )
-            self._native.start()
+            self._start(threads)
         except BaseException:
-            self.close()
+            self.detach()
             raise
         self.path = path
         self.threads = threads
@@ -170,6 +182,15 @@ class SoftwareController:
         self._waits = True
         self._yields = yields
         return self._queues
+
+    def _start(self, threads: int) -> None:
+        try:
+            self._native.start()
+        except RuntimeError as error:
+            raise ControllerError(
+                f"{threads} threads of the controller cannot be started ({error}): raise the limit "
+                "of processes (ulimit -u), or ask for fewer threads"
+            ) from error
 
     @staticmethod
     def _can_map(storage: Storage, device: Device) -> bool:
@@ -248,14 +269,11 @@ class SoftwareController:
         return self._native is not None
 
     @property
-    def address(self) -> int:
-        """Address of the native controller, for threads that serve it while they wait."""
-        return int(self._native.address)
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of all native controllers of the array: this one."""
-        return (self.address,)
+    def natives(self) -> tuple[Any, ...]:
+        """The native controllers of the array, for launches whose waiting threads serve them."""
+        if self._native is None:
+            raise ClosedError("the controller serves no array")
+        return (self._native,)
 
     @property
     def in_place(self) -> int:
@@ -263,11 +281,11 @@ class SoftwareController:
 
         Only where nobody writes the storage, and no drive is modelled.
         """
-        if self.storage is None or self.path != "mapped":
+        if self._served is None or self.path != "mapped":
             return 0
-        if self.model is not None or self.storage.writable:
+        if self.model is not None or self._served.writable:
             return 0
-        return int(self.storage.native.mapped_base)
+        return int(self._served.native.mapped_base)
 
     def silent(self) -> str:
         """Name the storage that did not answer in time."""
@@ -278,7 +296,7 @@ class SoftwareController:
 
         Threads that leave the work to a launch of the CPU device sleep on.
         """
-        if not self._yields:
+        if not self._yields and self._native is not None:
             self._native.wake()
 
     def worth_looking_ahead(self) -> bool:
@@ -287,7 +305,7 @@ class SoftwareController:
         It does while commands wait for the storage, judged by those since the last call; before
         there were any; and where threads of the controller are there to serve them meanwhile.
         """
-        if not self._yields:
+        if not self._yields or self._native is None:
             return True
         commands, waited = self._native.progress()
         done, before = self._progress
@@ -314,13 +332,35 @@ class SoftwareController:
         return {} if self._native is None else dict(self._native.stats())
 
     def close(self) -> None:
+        """Nothing to do: the array that it serves stops it.
+
+        Raises ControllerError while it serves an array: close that, so that nothing is lost.
+        """
+        if self._native is not None:
+            raise ControllerError("the controller serves an open array: close the array")
+
+    def detach(self) -> None:
         """Stop the threads, free the rings. Waits for what is in flight; may be called twice."""
         if self._native is not None:
             self._native.stop()
-            self._native = None
+            self._native = self._served = None
         if self._queues is not None:
             self._queues.close()
             self._queues = None
         if self._registration is not None:
             self._registration.close()
             self._registration = None
+
+    def __repr__(self) -> str:
+        state = "serving" if self.serving else "idle"
+        return f"<{state} flashwarp.SoftwareController of {self._served or self.storage}>"
+
+
+def _from_settings(
+    queue_pairs: int | None,
+    depth: int | None,
+    threads: int | None,
+    data_path: str | None,
+    model: SSDModel | None,
+) -> SoftwareController:
+    return SoftwareController(None, queue_pairs, depth, threads, data_path=data_path, model=model)

@@ -14,6 +14,7 @@ __all__ = [
     "CompileError",
     "ControllerError",
     "ControllerTimeout",
+    "CopyError",
     "DataPathError",
     "DeviceError",
     "DeviceOutOfMemory",
@@ -112,6 +113,10 @@ class ShareError(FlashwarpError, RuntimeError):
 
 class ClosedError(FlashwarpError, ValueError):
     """Use of an array, cache, controller or device after `close()`."""
+
+
+class CopyError(FlashwarpError, TypeError):
+    """An object that owns memory, threads or a file was to be copied or pickled."""
 
 
 class CacheError(FlashwarpError, ValueError):

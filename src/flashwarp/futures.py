@@ -12,6 +12,7 @@ import os
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flashwarp.endings import NotCopied
 from flashwarp.errors import ForkError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = ["Future"]
 T = TypeVar("T")
 
 
-class Future(concurrent.futures.Future[T]):
+class Future(NotCopied, concurrent.futures.Future[T]):
     """The outcome of `Array.read_async` or `Array.write_async`.
 
     Attributes

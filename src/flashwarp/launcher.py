@@ -206,7 +206,9 @@ class Launcher:
             launches["drop_tier"] = self.cache.host_lines
         for name, lines in launches.items():
             params, warps = self._maintenance(drop=drop), self._warps(lines)
-            self.device.launch(name, params, warps=warps, policy=self.cache.policy)
+            self.device.launch(
+                name, params, warps=warps, uses=self.cache.owners, policy=self.cache.policy
+            )
 
     def _maintenance(self, **fields: int) -> MaintenanceParams:
         return MaintenanceParams(
@@ -221,10 +223,12 @@ class Launcher:
         self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: Any
     ) -> None:
         self.device.launch(
-            name, params, warps=warps, stream=stream, serve=self.wake(), policy=self.cache.policy
+            name, params, warps=warps, stream=stream, uses=self.wake(), policy=self.cache.policy
         )
 
-    def wake(self) -> tuple[int, ...]:
-        """Wake what serves the array; returns whom the waiting threads of a launch serve."""
+    def wake(self) -> tuple[object, ...]:
+        """Wake what serves the array; returns what a launch uses, see `Device.launch`."""
         self.controller.wake()
-        return self.controller.addresses if self.device.kind == "cpu" else ()
+        if self.device.kind != "cpu":
+            return ()
+        return *self.controller.natives, *self.cache.owners, *self.volume.owners

@@ -1,24 +1,28 @@
-"""Opening arrays: from a path or a storage to an `Array`, everything checked before any I/O."""
+"""Opening arrays: from a path or a storage to an `Array`, everything checked before any I/O.
+
+Opening runs apart from signal handlers, so that it is done whole or not at all.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, config, npy
+from flashwarp import _native, config, endings, npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, _check_line, automatic_capacity
 from flashwarp.config import parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
-from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
+from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
@@ -32,6 +36,21 @@ CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
 PathLike: TypeAlias = str | os.PathLike[str]
 
 
+P = ParamSpec("P")
+
+
+def _whole(function: Callable[P, Array]) -> Callable[P, Array]:
+    """Let a function that opens an array end as a whole; see `endings.uninterrupted`."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Array:
+        endings.check_not_ended()
+        return endings.uninterrupted(functools.partial(function, *args, **kwargs))
+
+    return call
+
+
+@_whole
 def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     path: PathLike | Sequence[PathLike],
     mode: Literal["r", "r+"] = "r",
@@ -111,6 +130,22 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
     writable = mode == "r+"
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
+    recipe = _Recipe.note(
+        path,
+        mode,
+        dtype,
+        shape,
+        device=device,
+        cache=cache,
+        line=line,
+        controller=controller,
+        strict=strict,
+        direct=direct,
+        policy=policy,
+        host_cache=host_cache,
+        layout=layout,
+        stripe_bytes=stripe_bytes,
+    )
     if not isinstance(path, str | os.PathLike):
         names = [os.fspath(each) for each in path]
         _check_spread(layout, stripe_bytes, len(names))
@@ -129,6 +164,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
                 *spread,
                 why=why,
                 release=release,
+                recipe=recipe,
             )
         except BaseException:
             release()
@@ -137,7 +173,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     name = os.fspath(path)
     _check_file(name, writable)
     form = _layout_of(name, dtype, shape)
-    return _open_one(name, form, plan, one, writable, direct)
+    return _open_one(name, form, plan, one, writable, direct, recipe)
 
 
 def _open_one(
@@ -147,18 +183,20 @@ def _open_one(
     controller: SoftwareController | None,
     writable: bool,
     direct: bool | None,
+    recipe: _Recipe,
 ) -> Array:
     if controller is not None and controller.storage is not None:
         storage, why, release = controller.storage, "the controller's own storage", _nothing
     else:
         storage, why, release = _file_storage(name, form, writable, direct, plan.device)
     try:
-        return _make(storage, form, plan, controller, why=why, release=release)
+        return _make(storage, form, plan, controller, why=why, release=release, recipe=recipe)
     except BaseException:
         release()
         raise
 
 
+@_whole
 def create(
     path: str | os.PathLike[str],
     shape: int | Sequence[int],
@@ -187,6 +225,7 @@ def create(
     return open(path, "r+", **options)
 
 
+@_whole
 def from_storage(
     storage: Storage | Sequence[Storage],
     dtype: npt.DTypeLike,
@@ -267,6 +306,60 @@ class _Plan:
     def line_bytes(self) -> int:
         """Bytes of a line of the cache."""
         return self.cache.line_bytes if isinstance(self.cache, Cache) else _check_line(self.line)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What `open` was given, to open the same file in another process."""
+
+    path: str | list[str]
+    mode: Literal["r", "r+"]
+    dtype: npt.DTypeLike | None
+    shape: int | Sequence[int] | None
+    settings: dict[str, Any]
+
+    @classmethod
+    def note(
+        cls,
+        path: PathLike | Sequence[PathLike],
+        mode: Literal["r", "r+"],
+        dtype: npt.DTypeLike | None,
+        shape: int | Sequence[int] | None,
+        **settings: Any,
+    ) -> _Recipe:
+        """Note them, with paths that hold in any folder."""
+        if isinstance(path, str | os.PathLike):
+            return cls(os.path.abspath(path), mode, dtype, shape, settings)
+        return cls([os.path.abspath(each) for each in path], mode, dtype, shape, settings)
+
+    def of(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Recipe:
+        """Say what must be found there; refuse to let two processes store to one file."""
+        if self.mode != "r":
+            raise CopyError(
+                f"an array of mode {self.mode!r} cannot be pickled, since two processes would "
+                f"store to {self.path}: flush it and open the file there with mode='r'"
+            )
+        return replace(self, shape=shape, dtype=dtype)
+
+    def open(self) -> Array:
+        """Open the file with the settings that it was opened with."""
+        return open(self.path, self.mode, self.dtype, self.shape, **self.settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        settings = dict(self.settings)
+        device, cache = settings["device"], settings["cache"]
+        if isinstance(device, Device):
+            settings["device"] = device.name
+        if isinstance(cache, Cache):
+            # The other process has a cache of its own, as large as this one's.
+            settings |= {
+                "device": cache.device.name,
+                "cache": cache.capacity,
+                "line": cache.line_bytes,
+                "policy": cache.policy,
+                "host_cache": cache.host_capacity or None,
+            }
+        return {**self.__dict__, "settings": settings}
 
 
 def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -421,13 +514,14 @@ def _make_several(
     *,
     why: str = "",
     release: Callable[[], None] = _nothing,
+    recipe: _Recipe | None = None,
 ) -> Array:
     stripe = None if stripe_bytes is None else parse_bytes(stripe_bytes)
     storage = spread_storage(members, layout, stripe, plan.line_bytes)
     size = (storage.nbytes // kind.itemsize,) if shape is None else shape
     form = npy.Layout(kind, size, 0)
     group = ControllerGroup(controller, len(members))
-    return _make(storage, form, plan, group, why=why, release=release)
+    return _make(storage, form, plan, group, why=why, release=release, recipe=recipe)
 
 
 def _file_storage(
@@ -457,13 +551,18 @@ def _file_storage(
                 path, layout.offset, layout.nbytes, _map_address=mapping.address, _mapping=mapping
             )
             why = f"{share}, and it fits the {budget} bytes that may be pinned"
-            return storage, why, mapping.close
+            return storage, why, lambda: _close(storage, mapping)
         share += f", but it exceeds the {budget} bytes that may be pinned"
     if mapping is not None:
         mapping.close()
     storage = File(path, layout.offset, layout.nbytes, writable=writable, direct=direct)
     why = f"{share}; {'O_DIRECT' if direct else 'through the page cache'}"
-    return storage, why, _nothing
+    return storage, why, storage.close
+
+
+def _close(*parts: Storage | Mapping) -> None:
+    for part in parts:
+        part.close()
 
 
 # Looking at more pages than this costs more than the answer is worth: sample the front.
@@ -494,6 +593,7 @@ def _make(
     *,
     why: str = "",
     release: Callable[[], None] = _nothing,
+    recipe: _Recipe | None = None,
 ) -> Array:
     strict = plan.strict
     if strict is not None and strict not in DATA_PATHS:
@@ -515,6 +615,7 @@ def _make(
             controller=controller or SoftwareController(),
             release=release,
             why=why,
+            recipe=recipe,
         )
     except BaseException:
         if owns:

@@ -13,6 +13,7 @@ from typing import Any
 
 from flashwarp import _native
 from flashwarp.device import Device
+from flashwarp.endings import NotCopied
 
 __all__ = ["DATA_PATHS", "QueueCounters", "QueuePairs", "QueueTable"]
 
@@ -78,7 +79,7 @@ class QueueCounters:
     helps: int
 
 
-class QueuePairs:
+class QueuePairs(NotCopied):
     """`count` queue pairs of `depth` entries, ready for a controller and for kernels.
 
     Parameters
@@ -168,6 +169,12 @@ class QueuePairs:
     def failed(self) -> bool:
         """Whether a wait for one of the pairs ran out of time."""
         return any(pair.failed for pair in self._download())
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds the memory, for those that use it; see `DeviceMemory.owners`."""
+        parts = (self._rings, self._memory, self._buffers)
+        return tuple(owner for part in parts if part is not None for owner in part.owners)
 
     @property
     def buffer_region(self) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from flashwarp.array import Array
 from flashwarp.cache import Cache
+from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, ClosedError, ShareError
 
 __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
@@ -40,7 +41,7 @@ class ShareTableStruct(ctypes.Structure):
     )
 
 
-class ShareTable:
+class ShareTable(NotCopied):
     """Where threads find each other's copies of lines; `fw::share_table` in kernels.
 
     Parameters

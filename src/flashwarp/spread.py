@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, DeviceMemory
+from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, ClosedError, ControllerError
 from flashwarp.queue_pair import QueueTable
 from flashwarp.storage import Replicated, Storage, Striped
@@ -52,7 +53,7 @@ def spread_storage(
     return Striped(members, stripe)
 
 
-class ControllerGroup:
+class ControllerGroup(NotCopied):
     """The controllers of an array's storages, attached and closed together.
 
     Stands where an array of one storage has its `SoftwareController`.
@@ -84,7 +85,13 @@ class ControllerGroup:
         self.reason = ""
 
     def attach(
-        self, storage: Storage, device: Device, line_bytes: int, frames: tuple[int, int]
+        self,
+        storage: Storage,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        owners: Sequence[object] = (),
     ) -> QueueTable:
         """Start one controller for each member of `storage`; see `SoftwareController.attach`."""
         if not isinstance(storage, Striped | Replicated):
@@ -100,7 +107,12 @@ class ControllerGroup:
         try:
             members = [
                 controller.attach(
-                    member, device, line_bytes, frames, together=len(self.controllers)
+                    member,
+                    device,
+                    line_bytes,
+                    frames,
+                    owners=owners,
+                    together=len(self.controllers),
                 )
                 for controller, member in zip(self.controllers, storage.members, strict=True)
             ]
@@ -114,7 +126,7 @@ class ControllerGroup:
                 fields["replica_writes"] = self._counts.address
             self._table = QueueTable(device, members, fields)
         except BaseException:
-            self.close()
+            self.detach()
             raise
         return self._table
 
@@ -143,9 +155,9 @@ class ControllerGroup:
         return 0
 
     @property
-    def addresses(self) -> tuple[int, ...]:
-        """Addresses of the native controllers, for threads that serve them while they wait."""
-        return tuple(controller.address for controller in self.controllers)
+    def natives(self) -> tuple[Any, ...]:
+        """The native controllers, for launches whose waiting threads serve them."""
+        return tuple(native for controller in self.controllers for native in controller.natives)
 
     def wake(self) -> None:
         """Wake the threads of all: work is about to be submitted."""
@@ -198,10 +210,10 @@ class ControllerGroup:
         """Return the counters of each controller, in the order of the storages."""
         return {"controllers": [controller.stats() for controller in self.controllers]}
 
-    def close(self) -> None:
+    def detach(self) -> None:
         """Stop all, then free what they share. May be called twice."""
         for controller in self.controllers:
-            controller.close()
+            controller.detach()
         if self._table is not None:
             self._table.close()
             self._table = None

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from flashwarp import _native, config
 from flashwarp.config import parse_bytes
+from flashwarp.endings import NotCopied
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -36,7 +37,7 @@ from flashwarp.errors import (
 __all__ = ["BlockDevice", "File", "Memory", "Replicated", "Storage", "Striped"]
 
 
-class Storage:
+class Storage(NotCopied):
     r"""Base of all storages.
 
     Attributes

@@ -38,17 +38,17 @@ double now_s() {
 }
 
 struct Rings {
-  nvme::command* sq;
-  nvme::completion* cq;
-  uint32_t* bells;
+  HostMemory sq_memory{kDepth * 64, 4096};
+  HostMemory cq_memory{kDepth * 16, 4096};
+  HostMemory bells_memory{4096, 4096};
+  nvme::command* sq = static_cast<nvme::command*>(sq_memory.address());
+  nvme::completion* cq = static_cast<nvme::completion*>(cq_memory.address());
+  uint32_t* bells = static_cast<uint32_t*>(bells_memory.address());
   uint32_t tail = 0;
   uint32_t head = 0;
   uint16_t phase = 1;
 
-  explicit Rings(uint64_t base)
-      : sq(static_cast<nvme::command*>(allocate_aligned(kDepth * 64, 4096))),
-        cq(static_cast<nvme::completion*>(allocate_aligned(kDepth * 16, 4096))),
-        bells(static_cast<uint32_t*>(allocate_aligned(4096, 4096))) {
+  explicit Rings(uint64_t base) {
     for (uint32_t i = 0; i < kDepth; ++i) write(i, base);
   }
 
@@ -88,8 +88,8 @@ SsdParameters drive() {
 }
 
 struct Setup {
-  void* memory = allocate_aligned(kNamespaceBytes, 2 << 20);
-  uint64_t base = reinterpret_cast<uint64_t>(memory);
+  HostMemory memory{kNamespaceBytes, 2 << 20};
+  uint64_t base = reinterpret_cast<uint64_t>(memory.address());
   std::vector<std::unique_ptr<Rings>> rings;
   std::unique_ptr<SoftwareController> controller;
 
@@ -102,7 +102,7 @@ struct Setup {
     ControllerOptions options;
     options.threads = threads;
     if (modelled) options.model = drive();
-    auto storage = std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true);
+    auto storage = std::make_shared<MemoryStorage>(memory.address(), kNamespaceBytes, true);
     controller = std::make_unique<SoftwareController>(
         storage, pairs, std::vector<std::pair<uint64_t, uint64_t>>(), options);
     controller->start();
@@ -180,23 +180,24 @@ std::string make_file() {
 
 double pread_ns(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY);
-  void* buffer = allocate_aligned(kDepth * 4096, 4096);
+  const HostMemory memory(kDepth * 4096, 4096);
+  auto* buffer = static_cast<char*>(memory.address());
   const double start = now_s();
   uint64_t done = 0;
   for (; now_s() - start < 0.5;) {
     for (uint32_t i = 0; i < kDepth; ++i, ++done) {
       const uint64_t lba = (i * 7919ull) % (kNamespaceBytes / 512 - 8);
-      read_fully(fd, static_cast<char*>(buffer) + i * 4096, 4096, lba * 512);
+      read_fully(fd, buffer + i * 4096, 4096, lba * 512);
     }
   }
   const double spent = now_s() - start;
   close(fd);
-  free_aligned(buffer);
   return spent / double(done) * 1e9;
 }
 
 double cached_ns(const std::string& path) {
-  auto* buffer = static_cast<char*>(allocate_aligned(kDepth * 4096, 4096));
+  const HostMemory memory(kDepth * 4096, 4096);
+  auto* buffer = static_cast<char*>(memory.address());
   const auto base = reinterpret_cast<uint64_t>(buffer);
   Rings rings(0);
   for (uint32_t i = 0; i < kDepth; ++i) rings.sq[i].prp1 = base + i * 4096;

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
@@ -34,17 +35,13 @@ uint64_t address(const T* p) {
 // Zero-filled memory that is freed at the end.
 class Arena {
  public:
-  ~Arena() {
-    for (void* block : blocks_) native::free_aligned(block);
-  }
   template <typename T>
   T* allocate(uint64_t count) {
-    blocks_.push_back(native::allocate_aligned(std::max<uint64_t>(count * sizeof(T), 1), 4096));
-    return static_cast<T*>(blocks_.back());
+    return static_cast<T*>(blocks_.emplace_back(count * sizeof(T), 4096).address());
   }
 
  private:
-  std::vector<void*> blocks_;
+  std::deque<native::HostMemory> blocks_;
 };
 
 // Makes `q` a queue pair over `data`, and returns what its controller is told of it. Bounce buffers

@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <random>
 #include <string>
@@ -50,25 +51,14 @@ void require(bool condition, const char* what) {
   std::abort();
 }
 
-template <typename Value>
-Value* allocate(uint64_t nbytes) {
-  return static_cast<Value*>(allocate_aligned(nbytes, 4096));
-}
-
 class Submitter {
  public:
   explicit Submitter(uint32_t number)
       : number_(number),
-        sq_(allocate<nvme::command>(kDepth * sizeof(nvme::command))),
-        cq_(allocate<nvme::completion>(kDepth * sizeof(nvme::completion))),
-        bells_(allocate<uint32_t>(4096)),
-        buffers_(allocate<std::byte>(kPartBytes)) {}
-
-  ~Submitter() {
-    for (void* memory : {(void*)sq_, (void*)cq_, (void*)bells_, (void*)buffers_}) {
-      free_aligned(memory);
-    }
-  }
+        sq_(take<nvme::command>(kDepth * sizeof(nvme::command))),
+        cq_(take<nvme::completion>(kDepth * sizeof(nvme::completion))),
+        bells_(take<uint32_t>(4096)),
+        buffers_(take<std::byte>(kPartBytes)) {}
 
   QueuePairAddresses addresses() const {
     return {reinterpret_cast<uint64_t>(sq_),
@@ -110,6 +100,10 @@ class Submitter {
   }
 
  private:
+  template <typename Value>
+  Value* take(uint64_t nbytes) {
+    return static_cast<Value*>(memory_.emplace_back(nbytes, 4096).address());
+  }
   uint64_t* words(uint32_t chunk) {
     return reinterpret_cast<uint64_t*>(buffers_ + uint64_t(chunk) * kChunkBytes);
   }
@@ -170,6 +164,7 @@ class Submitter {
   }
 
   const uint32_t number_;
+  std::deque<HostMemory> memory_;
   nvme::command* const sq_;
   nvme::completion* const cq_;
   uint32_t* const bells_;
@@ -288,15 +283,14 @@ void stress_files(uint32_t seed) {
 int main(int count, char** arguments) {
   const uint32_t seed = count > 1 ? uint32_t(std::atoi(arguments[1])) : std::random_device()();
   std::printf("seed %u\n", seed);
-  void* memory = allocate_aligned(kNamespaceBytes, 4096);
+  const HostMemory memory(kNamespaceBytes, 4096);
   for (const uint32_t threads : {0u, 1u, 3u}) {
-    auto storage = std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true);
+    auto storage = std::make_shared<MemoryStorage>(memory.address(), kNamespaceBytes, true);
     stress("memory", storage, threads, seed);
     stress("memory", storage, threads, seed, true);
   }
-  auto plain = std::make_shared<MemoryStorage>(memory, kNamespaceBytes, true);
+  auto plain = std::make_shared<MemoryStorage>(memory.address(), kNamespaceBytes, true);
   stress("faulty memory", with_faults(plain, seed), 2, seed);
-  free_aligned(memory);
   stress_files(seed);
   setenv("FLASHWARP_IO_ENGINE", "threads", 1);
   stress_files(seed);

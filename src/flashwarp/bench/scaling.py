@@ -206,7 +206,7 @@ class Drives:
             model=fw.SSDModel.named(profile, seed=number + 1),
         )
         controller.attach(storage, self.device, _LBA, (0, 0))
-        stack.callback(controller.close)
+        stack.callback(controller.detach)
         self.controllers.append(controller)
 
     def __enter__(self) -> Self:
@@ -252,7 +252,7 @@ class Drives:
                 params,
                 warps=-(-load.threads // width),
                 block_threads=max(32, min(load.threads, _BLOCK_THREADS)),
-                serve=[c.address for c in self.controllers[: load.drives]],
+                uses=[native for c in self.controllers[: load.drives] for native in c.natives],
             ),
         )
 

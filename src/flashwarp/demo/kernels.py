@@ -19,10 +19,8 @@ def launch(name: str, params: ctypes.Structure, arrays: Sequence[fw.Array], warp
     for array in arrays:
         array.controller.wake()
     # CPU threads that wait for a line do the controllers' work meanwhile.
-    serve: list[int] = []
-    if device.kind == "cpu":
-        serve = [address for array in arrays for address in array.controller.addresses]
-    device.launch(name, params, warps=warps, serve=serve, policy=arrays[0].cache.policy)
+    uses = [native for array in arrays for native in array.controller.natives]
+    device.launch(name, params, warps=warps, uses=uses, policy=arrays[0].cache.policy)
     for array in arrays:
         array.synchronize()
 

@@ -8,9 +8,9 @@ imports neither CUDA nor any array library but numpy.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
+from flashwarp import endings
 from flashwarp._foreign import ArrayView, empty_like_library, stream_handle, view
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
 from flashwarp.device.cpu import CpuDevice
@@ -73,10 +73,20 @@ def _open(name: str) -> Device:
     if kind not in ("cpu", "cuda") or not (number.isdecimal() or name == kind):
         raise ArgumentError(f"device {name!r} is neither 'cpu' nor 'cuda:N'")
     ordinal = int(number or 0)
-    key = f"{kind}:{ordinal}:{os.getpid()}"
+    key = f"{kind}:{ordinal}"
     with _opened_lock:
         found = _opened.get(key)
         if found is None or found._closed:
             found = CpuDevice() if kind == "cpu" else CudaDevice(ordinal)
             _opened[key] = found
         return found
+
+
+def _forget_opened() -> None:
+    """In a forked child: another thread may have held the lock, and no device works there."""
+    global _opened_lock
+    _opened_lock = threading.Lock()
+    _opened.clear()
+
+
+endings.after_fork(_forget_opened)

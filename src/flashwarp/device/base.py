@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp import endings
 from flashwarp._foreign import ArrayView, view
 from flashwarp._jit import compiler, driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -88,7 +89,7 @@ class Event(ABC):
 # The device.
 
 
-class Device(ABC):
+class Device(endings.NotCopied, ABC):
     """A place where kernels run. Use as a context manager, or close it; any thread may call.
 
     Attributes
@@ -110,6 +111,8 @@ class Device(ABC):
         self._owned_next = 0
         self._lock = threading.RLock()
         self._closed = False
+        # What else is closed with it, after its arrays: caches.
+        self.carries: weakref.WeakSet[Any] = weakref.WeakSet()
 
     # Memory. What moves bytes does so in the order of `stream`, by default the library's own.
 
@@ -180,7 +183,7 @@ class Device(ABC):
         block_threads: int = 256,
         max_blocks: int | None = None,
         stream: object = None,
-        serve: Sequence[int] = (),
+        uses: Sequence[object] = (),
         policy: Policy = CLOCK,
     ) -> None:
         """Launch the built-in kernel `fw_<name>`, whose one parameter is a struct by value.
@@ -200,8 +203,9 @@ class Device(ABC):
             A smaller limit on the blocks.
         stream : object, optional
             Where it is queued; see `stream_handle`. Default: the library's own stream.
-        serve : sequence of int
-            Addresses of software controllers whose work waiting CPU threads do.
+        uses : sequence
+            What a launch on the CPU holds until it ends: native controllers, whose work its waiting
+            threads do, and owners of memory.
         policy : Policy
             That of the cache which the parameters name: the kernel is compiled with it.
 
@@ -234,7 +238,7 @@ class Device(ABC):
         warps: int | None = None,
         block_threads: int = 256,
         stream: object = None,
-        serve: Sequence[int] = (),
+        uses: Sequence[object] = (),
     ) -> None:
         """Launch a kernel of a loaded program as `launch` does the built-in ones.
 
@@ -296,7 +300,20 @@ class Device(ABC):
             raise ClosedError(f"{self.name} is closed")
 
     def close(self) -> None:
-        """Release everything the device has handed out. May be called twice."""
+        """Close the arrays and caches that are on the device, then release all that it handed out.
+
+        May be called twice. Blocks while stores are flushed; what could not be is raised in the
+        end.
+        """
+        failure = endings.close_all(self)
+        for cache in list(self.carries):
+            cache.close()
+        endings.uninterrupted(self._release)
+        if failure is not None:
+            raise failure
+
+    def _release(self) -> None:
+        """Release everything; nothing is open on the device any more."""
         with self._lock:
             for finalizer in reversed(list(self._owned.values())):
                 finalizer()

@@ -7,15 +7,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import mmap
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from flashwarp import endings
 from flashwarp._jit import compiler, host_compiler
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
@@ -24,19 +25,37 @@ from flashwarp.device.memory import (
     MemoryInfo,
     OwnedStream,
     Registration,
-    align_up,
     check_alignment,
     host_bytes,
     positive,
 )
-from flashwarp.errors import ArgumentError, DeviceError, DeviceOutOfMemory, ForkError
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    DeviceError,
+    DeviceOutOfMemory,
+    ForkError,
+)
 from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-# Transparent huge pages come in this size, and so do the largest alignments anybody asks for.
+# Transparent huge pages come in this size.
 _HUGE_PAGE_BYTES = 2 << 20
+
+
+_with_threads: weakref.WeakSet[CpuDevice] = weakref.WeakSet()
+
+
+@endings.at_exit
+def _end_threads() -> None:
+    """Wait for launches of daemon threads: the interpreter goes without them."""
+    for device in list(_with_threads):
+        device._pool.close()
+
+
+endings.after_fork(_with_threads.clear)
 
 
 class CpuDevice(Device):
@@ -62,25 +81,27 @@ class CpuDevice(Device):
 
     @functools.cached_property
     def _pool(self) -> Any:
-        return _native().CpuPool(self.threads)
+        try:
+            pool = _native().CpuPool(self.threads)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{self.threads} threads of the CPU device cannot be started ({error}): raise the "
+                "limit of processes (ulimit -u), or give the device fewer"
+            ) from error
+        _with_threads.add(self)
+        return pool
 
     def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
         return self.allocate_host(nbytes, _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 4096)
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         check_alignment(alignment)
-        slack = alignment if alignment > mmap.PAGESIZE else 0
         try:
-            mapping = mmap.mmap(
-                -1, positive(nbytes) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-        except (OSError, OverflowError) as error:
+            memory = _native().HostMemory(positive(nbytes), alignment)
+        except (MemoryError, TypeError) as error:  # TypeError: more than an address can say
             raise DeviceOutOfMemory(f"allocating {nbytes} bytes of host memory: {error}") from error
-        if nbytes >= _HUGE_PAGE_BYTES:
-            # Random lines of a large cache miss the TLB on almost every access with 4 KiB pages.
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        return DeviceMemory(self, align_up(base, alignment), nbytes, mapping.close, on_host=True)
+        owners = [memory]
+        return DeviceMemory(self, memory.address, nbytes, owners.clear, on_host=True, owners=owners)
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
         return Registration(self, address, positive(nbytes), lambda: None)
@@ -118,7 +139,7 @@ class CpuDevice(Device):
         block_threads: int = 256,
         max_blocks: int | None = None,
         stream: object = None,
-        serve: Sequence[int] = (),
+        uses: Sequence[object] = (),
         policy: Policy = CLOCK,
     ) -> None:
         self._check_usable()
@@ -127,12 +148,14 @@ class CpuDevice(Device):
         struct, threads = bytes(params), min(warps, self.threads)
         try:
             if policy == CLOCK:
-                self._pool.launch(f"fw_{name}", struct, threads, list(serve))
+                self._pool.launch(f"fw_{name}", struct, threads, list(uses))
             else:
                 program, index = self._policy_kernels(policy)[f"fw_{name}"].handle
-                self._pool.launch_program(program, index, [struct], threads, list(serve))
+                self._pool.launch_program(program, index, [struct], threads, list(uses))
         except (KeyError, ValueError) as error:
             raise ArgumentError(f"launch of {name} on the CPU: {error.args[0]}") from error
+        except RuntimeError as error:
+            raise self._ended(error) from error
 
     def _policy_kernels(self, policy: Policy) -> dict[str, LoadedKernel]:
         """Find the built-in kernels with another policy: in the wheel, or compiled now."""
@@ -163,6 +186,14 @@ class CpuDevice(Device):
                 "wheel again"
             ) from error
         return _load_host_program(native, library)
+
+    def _ended(self, error: RuntimeError) -> Exception:
+        """Return the error of a launch that came after the device was closed, by another thread."""
+        try:
+            self._check_usable()
+        except (ClosedError, ForkError) as met:
+            return met
+        return DeviceError(f"launch on the CPU: {error}")
 
     def _check_usable(self) -> None:
         self._check_open()
@@ -203,24 +234,27 @@ class CpuDevice(Device):
         warps: int | None = None,
         block_threads: int = 256,
         stream: object = None,
-        serve: Sequence[int] = (),
+        uses: Sequence[object] = (),
     ) -> None:
         self._check_usable()
         threads = self.threads if warps is None else min(warps, self.threads)
         if threads <= 0:
             return
         program, index = kernel.handle
-        self._pool.launch_program(program, index, list(arguments), threads, list(serve))
+        try:
+            self._pool.launch_program(program, index, list(arguments), threads, list(uses))
+        except RuntimeError as error:
+            raise self._ended(error) from error
 
-    def close(self) -> None:
-        """Ends the threads and releases everything. May be called twice."""
+    def _release(self) -> None:
         with self._lock:
-            # Waits for a running launch. A forked child has none of its parent's threads.
-            if "_pool" in self.__dict__ and os.getpid() == self._pid:
+            self._closed = True
+            # Waits for a running launch, and ends the threads.
+            if "_pool" in self.__dict__:
                 self._pool.close()
             self._programs.clear()
             self._kernels_by_policy.clear()
-            super().close()
+            super()._release()
 
     def default_stream(self) -> Stream:
         return Stream(0)

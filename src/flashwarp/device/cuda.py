@@ -208,7 +208,7 @@ class CudaDevice(Device):
         block_threads: int = 256,
         max_blocks: int | None = None,
         stream: object = None,
-        serve: Sequence[int] = (),
+        uses: Sequence[object] = (),
         policy: Policy = CLOCK,
     ) -> None:
         blocks = self.grid(
@@ -277,7 +277,7 @@ class CudaDevice(Device):
         warps: int | None = None,
         block_threads: int = 256,
         stream: object = None,
-        serve: Sequence[int] = (),
+        uses: Sequence[object] = (),
     ) -> None:
         self._check_open()
         module, function = kernel.handle
@@ -343,17 +343,20 @@ class CudaDevice(Device):
         )
 
     def close(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Wait for the library's stream, then release everything. May be called twice.
+        """Close arrays and caches, wait for the library's stream, then release everything.
 
-        When the stream does not end in time, nothing is released and DeviceTimeout is raised:
-        freeing memory under a running kernel would wait without a limit.
+        May be called twice. When the stream does not end in time, DeviceTimeout is raised and the
+        rest is not released: freeing memory under a running kernel would wait without a limit.
         """
+        if not self._closed and self.context.usable:
+            self._wait_before_close(timeout_s)
+        super().close()
+
+    def _release(self) -> None:
         with self._lock:
             if self._closed:
                 return
-            if self.context.usable:
-                self._wait_before_close(timeout_s)
-            super().close()
+            super()._release()
             if self.context.usable:
                 self._close_context()
 

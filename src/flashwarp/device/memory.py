@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp._foreign import ArrayView
+from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class MemoryInfo:
     total_bytes: int
 
 
-class Owned:
+class Owned(NotCopied):
     """Something of a device to be released once: by `close`, by its device, or when lost."""
 
     def __init__(self, device: Device, release: Callable[[], None]) -> None:
@@ -71,17 +72,32 @@ class DeviceMemory(Owned):
     """
 
     def __init__(
-        self, device: Device, address: int, nbytes: int, release: Callable[[], None], on_host: bool
+        self,
+        device: Device,
+        address: int,
+        nbytes: int,
+        release: Callable[[], None],
+        on_host: bool,
+        owners: list[object] | None = None,
     ) -> None:
         super().__init__(device, release)
         self.address = address
         self.nbytes = nbytes
         self.on_host = on_host
+        self._owners = [] if owners is None else owners
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What to hold while running code uses the memory, which is there as long.
+
+        Nothing on a GPU, where freeing waits for kernels; nothing after `close`.
+        """
+        return tuple(self._owners)
 
     def as_numpy(self) -> npt.NDArray[np.uint8]:
         """Return the bytes themselves, not a copy.
 
-        The result keeps the memory from being lost, but not from `close`.
+        The result keeps the memory from being lost; of a GPU's pinned memory not from `close`.
         """
         if not self.on_host:
             raise DeviceError(f"the host cannot touch memory of {self.device.name}: download it")
@@ -96,7 +112,7 @@ class _HostBytes:
     """What numpy takes host memory from; numpy keeps it, and it keeps the memory."""
 
     def __init__(self, memory: DeviceMemory) -> None:
-        self._memory = memory
+        self._held = (memory, memory.owners)
         self.__array_interface__ = {
             "version": 3,
             "shape": (memory.nbytes,),
@@ -128,7 +144,7 @@ class OwnedStream(Owned):
         return 0, self.handle
 
 
-class DeviceArray:
+class DeviceArray(NotCopied):
     """A dense array in a device's memory, for callers whose library cannot hold the result.
 
     Any library that knows `__cuda_array_interface__` takes it without a copy; `numpy.asarray`

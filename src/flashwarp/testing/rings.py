@@ -63,14 +63,12 @@ class AlignedMemory:
 
     def __init__(self, nbytes: int, alignment: int = 4096) -> None:
         self.nbytes = nbytes
-        self.address = _native.alloc_aligned(nbytes, alignment)
+        self._memory = _native.HostMemory(nbytes, alignment)
+        self.address = self._memory.address
         array_type = ctypes.c_uint8 * nbytes
         self.view: npt.NDArray[np.uint8] = np.frombuffer(
             memoryview(array_type.from_address(self.address)), dtype=np.uint8
         )
-
-    def __del__(self) -> None:
-        _native.free_aligned(self.address)
 
 
 class Completion(NamedTuple):

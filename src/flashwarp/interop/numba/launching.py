@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from numba import cuda
 from numba.cuda import types
 
+from flashwarp import endings
 from flashwarp.array import Array
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError
@@ -96,11 +97,9 @@ class _Launcher:
                 "the caches of a kernel's arrays have one replacement policy, not "
                 f"{', '.join(sorted(policies))}"
             )
-        with contextlib.ExitStack() as turns:
-            # In one order everywhere, so that two launches never wait for each other.
-            for cache in sorted(caches, key=id):
-                turns.enter_context(cache.turn)
-            self._launch(*args)
+        # In one order everywhere, so that two launches never wait for each other.
+        turns = [cache.turn for cache in sorted(caches, key=id)]
+        endings.holding(turns, partial(self._launch, *args))
 
 
 _REGISTER_LIMIT = {"max_registers": 64}

@@ -1,0 +1,32 @@
+// The GIL, released for the duration of a scope.
+//
+// A thread that wants the GIL back while the interpreter is taken down is ended by CPython through
+// pthread_exit, which unwinds the stack; in our frames that would end the process ("terminate
+// called"). Such a thread sleeps here instead, until the process is gone.
+#pragma once
+
+#include <Python.h>
+#include <cxxabi.h>
+#include <unistd.h>
+
+namespace fw::native {
+
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  ~Unlocked() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (abi::__forced_unwind&) {
+      // Leaving this block without rethrowing would end the process as well.
+      while (true) pause();
+    }
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+}  // namespace fw::native

@@ -1,0 +1,534 @@
+"""How things end: whoever closes what first, whatever is copied, pickled, forked or interrupted.
+
+What happens to arrays at the end of a process, in many combinations, is in `edges/`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp import _native, endings
+from flashwarp.device import CpuDevice
+from flashwarp.errors import (
+    CacheError,
+    ClosedError,
+    ControllerError,
+    CopyError,
+    FileFormatError,
+    ForkError,
+    StorageError,
+)
+from flashwarp.storage import File
+from flashwarp.testing import Faulty
+
+PACKAGE = str(Path(fw.__file__).parent)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of 1000 rows of four int64, row i filled with i."""
+    name = tmp_path / "rows.npy"
+    np.save(name, np.repeat(np.arange(1000), 4).reshape(1000, 4))
+    return name
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    with CpuDevice(threads=2) as opened:
+        yield opened
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# Copies.
+
+
+def test_what_owns_something_is_not_copied(path: Path, device: CpuDevice) -> None:
+    with fw.open(path, "r+", device=device) as x, fw.Cache("64 KiB", device=device) as cache:
+        future = x.read_async([1])
+        owners = (x, cache, device, x._storage, future, device.allocate(1), x.controller.queues)
+        for owner in owners:
+            for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(CopyError):
+                    duplicate(owner)
+        with pytest.raises(CopyError):
+            copy.copy(x.controller)
+        gc.collect()
+
+        assert future.result().tolist() == [[1] * 4]
+
+
+def test_read_only_array_is_pickled_as_how_to_open_it(path: Path, device: CpuDevice) -> None:
+    with fw.open(path, device=device, cache="16 KiB", line=512) as x:
+        sent = pickle.dumps(x)
+
+    y = pickle.loads(sent)
+    assert (y.shape, y.dtype, y.closed) == (x.shape, x.dtype, False)
+    again = pickle.loads(pickle.dumps(y))  # sent on before it was used
+
+    assert y[7].tolist() == [7] * 4
+    assert y.cache.line_bytes == 512
+    y.close()
+    assert again.gather([3]).tolist() == [[3] * 4]
+    again.close()
+
+
+def test_pickled_array_has_its_path_and_a_cache_of_its_own(
+    path: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    plan = fw.SoftwareController(queue_pairs=2, depth=8)
+    with (
+        fw.Cache("64 KiB", line="2 KiB", policy="lru", device=device) as cache,
+        fw.open(path.name, cache=cache, controller=plan) as x,
+    ):
+        sent = pickle.dumps(x)
+        monkeypatch.chdir("/")
+
+        with pickle.loads(sent) as y:
+            assert y[-1].tolist() == [999] * 4
+            assert y.cache is not cache
+            assert (y.cache.capacity, y.cache.line_bytes) == (cache.capacity, 2048)
+            assert y.cache.policy == cache.policy
+            assert y.controller.queues.depth == 8
+
+
+def test_pickled_array_that_nobody_uses_opens_nothing(path: Path) -> None:
+    with fw.open(path, device="cpu") as x:
+        sent = pickle.dumps(x)
+
+    y = pickle.loads(sent)
+    assert "unopened" in repr(y)
+    y.close()
+
+    assert y.closed
+    with pytest.raises(ClosedError):
+        y.gather([0])
+
+
+def test_pickled_array_whose_file_has_changed_is_refused(path: Path) -> None:
+    with fw.open(path, device="cpu") as x:
+        sent = pickle.dumps(x)
+    np.save(path, np.zeros((3, 4)))
+
+    with pytest.raises(FileFormatError):
+        pickle.loads(sent)[0]
+
+
+def test_array_that_stores_names_the_way_out_when_pickled(path: Path) -> None:
+    with fw.open(path, "r+", device="cpu") as x, pytest.raises(CopyError, match="mode='r'"):
+        pickle.dumps(x)
+    memory = fw.storage.Memory(64)
+    with fw.from_storage(memory, "i8", device="cpu") as x, pytest.raises(CopyError, match="path"):
+        pickle.dumps(x)
+
+
+# Any order.
+
+
+def test_device_closes_what_is_on_it(path: Path) -> None:
+    device = CpuDevice(threads=2)
+    cache = fw.Cache("64 KiB", device=device)
+    x = fw.open(path, "r+", cache=cache)
+    y = fw.open(path.with_name(path.name), "r", device="cpu")
+    x[5] = -1
+
+    device.close()
+
+    assert x.closed
+    assert cache.closed
+    assert np.load(path)[5].tolist() == [-1] * 4
+    with pytest.raises(ClosedError):
+        x.gather([1])
+    assert y[3].tolist() == [3] * 4  # on another device
+    y.close()
+    x.close()
+    cache.close()
+    device.close()
+
+
+def test_device_raises_what_its_arrays_could_not_flush(tmp_path: Path) -> None:
+    np.arange(512).tofile(tmp_path / "f")
+    storage = Faulty(File(tmp_path / "f", writable=True))
+    device = CpuDevice(threads=1)
+    x = fw.from_storage(storage, "i8", device=device)
+    x[0] = 1
+    storage.inject("write eio")
+
+    with pytest.raises(StorageError, match="write"):
+        device.close()
+
+    assert x.closed
+
+
+def test_controller_is_not_closed_under_its_array(path: Path) -> None:
+    controller = fw.SoftwareController()
+    with fw.open(path, device="cpu", controller=controller) as x:
+        with pytest.raises(ControllerError, match="close the array"):
+            controller.close()
+        assert x[1].tolist() == [1] * 4
+
+    controller.close()
+    with fw.open(path, device="cpu", controller=controller) as x:
+        assert x[2].tolist() == [2] * 4
+
+
+def test_cache_is_not_closed_under_its_arrays(path: Path, device: CpuDevice) -> None:
+    cache = fw.Cache("64 KiB", device=device)
+    with fw.open(path, cache=cache) as x:
+        with pytest.raises(CacheError, match="1 arrays use the cache"):
+            cache.close()
+        assert x[1].tolist() == [1] * 4
+    cache.close()
+
+
+def test_closed_array_holds_no_file(path: Path) -> None:
+    def descriptors() -> list[str]:
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+            except FileNotFoundError:
+                continue
+        return [link for link in links if link == str(path)]
+
+    def mapped() -> bool:
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    x = fw.open(path, "r+", device="cpu", direct=False)
+    x[0] = x[1]
+    assert descriptors()
+
+    x.close()
+
+    assert not descriptors()
+    assert not mapped()
+
+
+def test_memory_that_somebody_looks_at_outlives_its_device() -> None:
+    device = CpuDevice(threads=1)
+    view = device.allocate(1 << 20).as_numpy()
+
+    device.close()
+    view[:] = 3
+
+    assert int(view.sum()) == 3 << 20
+
+
+def test_array_lost_in_the_turn_of_another_is_closed_afterwards(
+    path: Path, device: CpuDevice
+) -> None:
+    cache = fw.Cache("64 KiB", device=device)
+    x = fw.open(path, cache=cache)
+    other = path.with_name("other.npy")
+    np.save(other, np.zeros((8, 4)))
+    y = fw.open(other, "r+", cache=cache)
+    y[2] = 5
+
+    def lose() -> None:
+        nonlocal y
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            del y
+        assert x[4].tolist() == [4] * 4
+
+    endings.holding([cache.turn], lose)
+    for thread in threading.enumerate():
+        if thread.name == "flashwarp closing":
+            thread.join(30)
+
+    assert np.load(other)[2].tolist() == [5] * 4
+    x.close()
+    cache.close()
+
+
+# The end of the process.
+
+
+def test_array_that_is_open_at_exit_is_flushed(path: Path) -> None:
+    done = run(
+        """
+        import sys, flashwarp as fw
+        x = fw.open(sys.argv[1], "r+", device="cpu")
+        def hold(): return x
+        x[3] = 77
+        """,
+        path,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert np.load(path)[3].tolist() == [77] * 4
+
+
+def test_flush_that_fails_at_exit_is_told(tmp_path: Path) -> None:
+    np.arange(512).tofile(tmp_path / "f")
+    done = run(
+        """
+        import sys, flashwarp as fw
+        from flashwarp.testing import Faulty
+        storage = Faulty(fw.storage.File(sys.argv[1], writable=True))
+        x = fw.from_storage(storage, "i8", device="cpu")
+        x[3] = 77
+        storage.inject("write eio")
+        """,
+        tmp_path / "f",
+    )
+
+    assert "StorageError" in done.stderr
+
+
+def test_nothing_opens_once_the_interpreter_ends(path: Path) -> None:
+    done = run(
+        """
+        import atexit, sys
+        @atexit.register  # registered before the library's own, so it runs after it
+        def late():
+            try:
+                fw.open(sys.argv[1], device="cpu")
+            except fw.errors.ClosedError as error:
+                print(error)
+        import flashwarp as fw
+        """,
+        path,
+    )
+
+    assert "the interpreter is ending" in done.stdout, done.stderr
+
+
+def test_daemon_threads_may_gather_when_the_interpreter_ends(path: Path) -> None:
+    done = run(
+        """
+        import sys, threading, time, numpy as np, flashwarp as fw
+        x = fw.open(sys.argv[1], device="cpu", cache="4 KiB", line=512)
+        memory = fw.storage.Memory(1 << 20)
+        def gather():
+            while True:
+                try:
+                    x.gather(np.random.randint(0, 1000, 300))
+                except fw.errors.ClosedError:
+                    pass
+        def read():
+            while True:
+                memory.read(0, 1 << 20)
+        for work in (gather, gather, read, read):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.2)
+        """,
+        path,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Forks.
+
+
+def test_forked_child_ends_opens_anew_and_closes_nothing(path: Path) -> None:
+    done = run(
+        """
+        import os, sys, gc, flashwarp as fw
+        x = fw.open(sys.argv[1], "r+", device="cpu")
+        x[3] = 77
+        x.gather([1, 2])
+        y = fw.open(sys.argv[2], device="cpu")
+        y.gather([1, 2])
+        y.close()
+        child = os.fork()
+        if child == 0:
+            try:
+                x[1]
+            except fw.errors.ForkError:
+                print("refused", flush=True)
+            x.close()
+            with fw.open(sys.argv[2], device="cpu") as own:
+                print(own[5].tolist(), flush=True)
+            del x, y
+            gc.collect()
+            sys.exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print(x[3].tolist())
+        """,
+        path,
+        _copy(path),
+    )
+
+    assert done.stderr == ""
+    assert done.stdout.split("\n") == ["refused", "[5, 5, 5, 5]", "3", "[77, 77, 77, 77]", ""]
+    assert np.load(path)[3].tolist() == [77] * 4
+
+
+def _copy(path: Path) -> Path:
+    other = path.with_name("copy.npy")
+    other.write_bytes(path.read_bytes())
+    return other
+
+
+def test_child_of_a_process_that_closed_everything_ends(path: Path) -> None:
+    done = run(
+        """
+        import os, sys, flashwarp as fw
+        with fw.open(sys.argv[1], device="cpu") as x:
+            x.gather([1, 2])
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        """,
+        path,
+    )
+
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_counters_of_an_inherited_array_are_refused_even_in_a_turn(path: Path) -> None:
+    with fw.open(path, device="cpu") as x:
+        held, leave = threading.Event(), threading.Event()
+        holder = threading.Thread(
+            target=endings.holding, args=([x.cache.turn], lambda: held.set() or leave.wait())
+        )
+        holder.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                _ = x.stats
+            except ForkError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        leave.set()
+        holder.join()
+
+
+# Interrupts.
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupted(act: Callable[[], Any], line: int) -> tuple[bool, Any]:
+    """Call, and raise at the n-th line of the library; return whether that was, and the result."""
+    seen = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return trace if event == "call" else None
+        if event == "line":
+            seen += 1
+            if seen == line:
+                sys.settrace(None)
+                raise Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return False, act()
+    except Interrupt:
+        return True, None
+    finally:
+        sys.settrace(None)
+
+
+def works(x: fw.Array) -> None:
+    """Check that an array is usable, from another thread, or closed; and closes."""
+    found: list[Any] = []
+
+    def use() -> None:
+        try:
+            found.append(x.gather([7, 3])[:, 0].tolist())
+            x.read_async([1]).result()
+            x.close()
+        except ClosedError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "the array hangs"
+    assert found
+    assert found[0] == [7, 3] or isinstance(found[0], ClosedError)
+
+
+CALLS: dict[str, Callable[[fw.Array], Any]] = {
+    "close": lambda x: x.close(),
+    "flush": lambda x: x.flush(),
+    "gather": lambda x: x.gather(np.array([1, 500, 2])),
+    "scatter": lambda x: x.scatter([9], np.full((1, 4), 9)),
+    "item": lambda x: x[10:20],
+    "store": lambda x: x.__setitem__(11, 11),
+    "drop_cache": lambda x: x.drop_cache(),
+    "stats": lambda x: x.stats,
+    "read_async": lambda x: x.read_async([4]).result(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_interrupted_call_leaves_an_array_usable_or_closed(
+    name: str, path: Path, device: CpuDevice
+) -> None:
+    other = _copy(path)
+    line = 0
+    with fw.Cache("64 KiB", device=device) as cache, fw.open(other, cache=cache) as neighbour:
+        hit = True
+        while hit:
+            line += 1
+            x = fw.open(path, "r+", cache=cache)
+            x[900] = 900
+            hit, _ = interrupted(lambda x=x: CALLS[name](x), line)
+            works(x)
+            x.close()
+            assert neighbour.gather([5]).tolist() == [[5] * 4]
+    assert line > 5
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_interrupted_open_opens_or_does_not(path: Path, device: CpuDevice) -> None:
+    line, hit = 0, True
+    with fw.Cache("64 KiB", device=device) as cache:
+        while hit:
+            line += 1
+            hit, x = interrupted(lambda: fw.open(path, "r+", cache=cache), line)
+            gc.collect()
+            if x is not None:
+                works(x)
+            assert not cache._volumes
+    gc.collect()
+    assert not device._owned
+
+
+def test_lock_comes_free_when_what_held_it_raises() -> None:
+    lock = threading.Lock()
+
+    with pytest.raises(KeyError):
+        _native.holding(lock, lambda: {}[1])
+
+    assert lock.acquire(blocking=False)
