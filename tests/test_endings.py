@@ -490,6 +490,8 @@ CALLS: dict[str, Callable[[fw.Array], Any]] = {
 }
 
 
+# An interrupt in a finalizer is printed, as everywhere in Python.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_call_leaves_an_array_usable_or_closed(

@@ -637,15 +637,19 @@ class Array(endings.NotCopied):
         # Of a pickled array, all but what `_unopened` gives it is missing until it is opened.
         if name.startswith("__") or "_attachment" in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        with _opening:
-            if "_attachment" not in self.__dict__:
-                recipe: Recipe | None = self.__dict__.get("_recipe")
-                if recipe is None:
-                    raise ClosedError("the array is closed")
-                opened = recipe.open()
-                self.__dict__.update(opened.__dict__)
-                opened.__dict__.clear()
+        endings.uninterrupted(self._open)
         return getattr(self, name)
+
+    def _open(self) -> None:
+        with _opening:
+            if "_attachment" in self.__dict__:
+                return
+            recipe: Recipe | None = self.__dict__.get("_recipe")
+            if recipe is None:
+                raise ClosedError("the array is closed")
+            opened = recipe.open()
+            self.__dict__.update(opened.__dict__)
+            opened.__dict__.clear()
 
     # Checks.
 

@@ -490,13 +490,16 @@ class Cache(NotCopied):
 
         Raises CacheError while arrays are attached: close them first, so that nothing is lost.
         """
+        endings.uninterrupted(self._close)
+
+    def _close(self) -> None:
         with self._lock:
             if self._closed:
                 return
             if self._volumes:
                 raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
             self._closed = True
-        endings.uninterrupted(self._free)
+            self._free()
 
     def _free(self) -> None:
         self._metadata.close()

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from flashwarp import config, rows
+from flashwarp import config, endings, rows
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.endings import first_of
-from flashwarp.errors import ArgumentError, ClosedError, DeviceTimeout
+from flashwarp.errors import ArgumentError, BoundsError, ClosedError, DeviceTimeout
 from flashwarp.failures import Failures, bad_index
 from flashwarp.futures import Future
 from flashwarp.launcher import Launcher
@@ -173,16 +173,18 @@ class Calls:
 
         What kernels note meanwhile in the array's own record is not touched.
         """
-        with self._checking:
-            if self._checker is None:
-                self._checker = _Lane(self._launcher, self._side), self._device.create_stream()
-            lane, own = self._checker
-            self._device.order(stream, own)
-            lane.launcher.check_indices(index, own)
-            self._device.synchronize(own, time_limit_s())
-            error = bad_index(lane.volume, index, self._operands.row_count)
+        error = endings.holding([self._checking], functools.partial(self._check, index, stream))
         if error is not None:
             raise error
+
+    def _check(self, index: Index, stream: Any) -> BoundsError | None:
+        if self._checker is None:
+            self._checker = _Lane(self._launcher, self._side), self._device.create_stream()
+        lane, own = self._checker
+        self._device.order(stream, own)
+        lane.launcher.check_indices(index, own)
+        self._device.synchronize(own, time_limit_s())
+        return bad_index(lane.volume, index, self._operands.row_count)
 
     def _lines_of(self, chosen: range | Index) -> int:
         """Most lines that rows on the host name."""
@@ -202,7 +204,7 @@ class Calls:
     def _make(self, call: _Call, chosen: range | Index, out: Any, on_host: bool) -> Future[Any]:
         future = call.future = Future(self, out, on_host)
         if math.prod(_lead(chosen)[0]) * self._launcher.row_bytes:
-            self._submit(call)
+            endings.uninterrupted(functools.partial(self._submit, call))
         else:
             future.set_running_or_notify_cancel()
             future.set_result(call.finish(None))
@@ -400,12 +402,14 @@ class Calls:
 
     def wait(self) -> None:
         """Wait for all calls made so far; what they met stays with their futures."""
-        with self._changed:
-            futures = [call.future for call in self._open]
+        futures = endings.holding([self._changed], self._futures)
         # Launches on the CPU end by limits of their own, and must not lose their memory before.
         limit_s = None if self._on_cpu else time_limit_s()
         if not self.wait_for(futures, limit_s):
             raise DeviceTimeout(f"asynchronous calls of the array did not end in {limit_s:g} s")
+
+    def _futures(self) -> list[Future[Any]]:
+        return [call.future for call in self._open]
 
     def hold_stream(self, future: Future[Any], stream: Any) -> None:
         """Make a stream wait for the call; see `Future.wait_on`."""
@@ -417,10 +421,12 @@ class Calls:
                 "the rows go to host memory, where no stream can wait for them: use result(), or "
                 "give read_async an `out` on the GPU"
             )
-        with self._changed:
-            call = next((call for call in self._open if call.future is future), None)
-            if call is not None and call.lane is not None:
-                call.lane.event.wait_on(stream)
+        endings.holding([self._changed], functools.partial(self._order_after, future, stream))
+
+    def _order_after(self, future: Future[Any], stream: Any) -> None:
+        call = next((call for call in self._open if call.future is future), None)
+        if call is not None and call.lane is not None:
+            call.lane.event.wait_on(stream)
 
     # What nobody looks at, and the end.
 
@@ -441,8 +447,7 @@ class Calls:
 
     def shut(self) -> DeviceTimeout | None:
         """Refuse new calls and wait for those in flight; return what it waited for in vain."""
-        with self._changed:
-            self._closed = True
+        endings.holding([self._changed], functools.partial(self._set_closed, True))
         try:
             self.wait()
         except DeviceTimeout as error:
@@ -451,14 +456,16 @@ class Calls:
 
     def reopen(self) -> None:
         """Take calls again after `shut`, unless everything was released."""
-        with self._changed:
-            self._closed = self._released
+        endings.holding([self._changed], functools.partial(self._set_closed, False))
+
+    def _set_closed(self, closed: bool) -> None:
+        self._closed = closed or self._released
 
     def release(self, late: DeviceTimeout | None) -> BaseException | None:
         """Release everything, after `shut` has returned `late`; return what nobody looked at."""
         with self._changed:
-            self._closed = self._released = True
-        late = late or self.shut()
+            self._released = True
+        late = self.shut() or late
         unseen: list[BaseException] = [] if late is None else [late]
         if late is not None:
             self._abandon("the array was closed")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -33,11 +34,16 @@ __all__ = [
 
 T = TypeVar("T")
 
-uninterrupted = _native.uninterrupted
-"""Call a function in a thread of its own, where no signal handler runs; wait for it. Costs 50 us.
 
-Signals that come meanwhile are handled after it has returned.
-"""
+def uninterrupted(act: Callable[[], T]) -> T:
+    """Call a function where no signal handler runs; signals wait until it has returned.
+
+    Python runs handlers in the main thread only. There the call takes a thread of its own, and 50
+    us; elsewhere nothing.
+    """
+    if threading.get_ident() != threading.main_thread().ident:
+        return act()
+    return _native.uninterrupted(act)
 
 
 def holding(locks: Sequence[Any], act: Callable[[], T]) -> T:

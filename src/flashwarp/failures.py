@@ -7,13 +7,14 @@ controller's log, which knows path and errno.
 from __future__ import annotations
 
 import errno
+import functools
 import math
 import os
 import threading
 from collections import deque
 from typing import Any
 
-from flashwarp import config
+from flashwarp import config, endings
 from flashwarp.cache import ErrorRecordStruct, Volume
 from flashwarp.errors import (
     BoundsError,
@@ -138,19 +139,22 @@ class Failures:
 
     def _logged(self, lba: int, operation: str | None, alone: bool) -> dict[str, Any] | None:
         """Find the controller's entry for a failure on these blocks."""
-        with self._lock:
-            fresh = [e for e in self._controller.take_errors() if e.get("errno")]
-            # The log also holds failed prefetches, which nobody asked about: prefer the entry of
-            # the very blocks. While other calls are in flight, no other entry will do.
-            fitting = [e for e in fresh if operation in (None, e.get("op"))]
-            kept = [e for e in self._log if operation in (None, e.get("op"))]
-            exact = [e for e in fitting if e.get("lba") == lba]
-            earlier = [e for e in reversed(kept) if e.get("lba") == lba]
-            if alone:
-                self._log.clear()
-            else:
-                self._log.extend(fresh)
-            return next(iter(exact + earlier + (fitting if alone else [])), None)
+        find = functools.partial(self._find, lba, operation, alone)
+        return endings.holding([self._lock], find)
+
+    def _find(self, lba: int, operation: str | None, alone: bool) -> dict[str, Any] | None:
+        fresh = [e for e in self._controller.take_errors() if e.get("errno")]
+        # The log also holds failed prefetches, which nobody asked about: prefer the entry of
+        # the very blocks. While other calls are in flight, no other entry will do.
+        fitting = [e for e in fresh if operation in (None, e.get("op"))]
+        kept = [e for e in self._log if operation in (None, e.get("op"))]
+        exact = [e for e in fitting if e.get("lba") == lba]
+        earlier = [e for e in reversed(kept) if e.get("lba") == lba]
+        if alone:
+            self._log.clear()
+        else:
+            self._log.extend(fresh)
+        return next(iter(exact + earlier + (fitting if alone else [])), None)
 
 
 def bad_index(volume: Volume, index: Index, row_count: int) -> BoundsError | None:

@@ -58,8 +58,8 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         self.out = out
         self._calls = calls
         self._on_host = on_host
-        self._observed = False
         self._pid = os.getpid()
+        self._observed = False
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the call and return the rows; None for a write.

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp import endings
 from flashwarp.device import Device, DeviceArray, DeviceMemory, OwnedStream
 
 __all__ = ["Scratch"]
@@ -45,20 +47,26 @@ class Scratch:
 
     def _take(self, nbytes: int) -> DeviceMemory:
         wanted = max(_BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
-        with self._lock:
-            for i, block in enumerate(self._free):
-                if block.nbytes == wanted:
-                    return self._free.pop(i)
-        return self._device.allocate(wanted, self._stream)
+        block = endings.holding([self._lock], partial(self._reuse, wanted))
+        return self._device.allocate(wanted, self._stream) if block is None else block
+
+    def _reuse(self, wanted: int) -> DeviceMemory | None:
+        for i, block in enumerate(self._free):
+            if block.nbytes == wanted:
+                return self._free.pop(i)
+        return None
 
     def give(self, block: DeviceMemory) -> None:
         """Take a block back, and free it where enough is kept."""
-        with self._lock:
-            kept = sum(b.nbytes for b in self._free)
-            if not self._closed and kept + block.nbytes <= _KEPT_BYTES_MAX:
-                self._free.append(block)
-                return
-        block.close()
+        if not endings.holding([self._lock], partial(self._keep, block)):
+            block.close()
+
+    def _keep(self, block: DeviceMemory) -> bool:
+        kept = sum(b.nbytes for b in self._free)
+        if self._closed or kept + block.nbytes > _KEPT_BYTES_MAX:
+            return False
+        self._free.append(block)
+        return True
 
     def close(self) -> None:
         """Free what is not lent; the rest is freed when it comes back. May be called twice."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 from flashwarp import endings
 from flashwarp._foreign import ArrayView, empty_like_library, stream_handle, view
@@ -73,13 +74,15 @@ def _open(name: str) -> Device:
     if kind not in ("cpu", "cuda") or not (number.isdecimal() or name == kind):
         raise ArgumentError(f"device {name!r} is neither 'cpu' nor 'cuda:N'")
     ordinal = int(number or 0)
+    return endings.holding([_opened_lock], partial(_find_or_make, kind, ordinal))
+
+
+def _find_or_make(kind: str, ordinal: int) -> Device:
     key = f"{kind}:{ordinal}"
-    with _opened_lock:
-        found = _opened.get(key)
-        if found is None or found._closed:
-            found = CpuDevice() if kind == "cpu" else CudaDevice(ordinal)
-            _opened[key] = found
-        return found
+    found = _opened.get(key)
+    if found is None or found._closed:
+        found = _opened[key] = CpuDevice() if kind == "cpu" else CudaDevice(ordinal)
+    return found
 
 
 def _forget_opened() -> None:

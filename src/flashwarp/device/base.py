@@ -6,6 +6,7 @@ A device owns what it allocates: closing it frees all of it, in reverse. Waits h
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import math
 import threading
@@ -284,15 +285,17 @@ class Device(endings.NotCopied, ABC):
     # The end.
 
     def _own(self, thing: Owned, release: Callable[[], None]) -> weakref.finalize[Any, Any]:
-        with self._lock:
-            self._check_open()
-            key = self._owned_next
-            self._owned_next += 1
-            finalizer = weakref.finalize(thing, _release, self._owned, key, release)
-            # When the process ends, the system takes everything back, and a wait for a kernel that
-            # never ends would keep it from ending.
-            finalizer.atexit = False
-            self._owned[key] = finalizer
+        return endings.holding([self._lock], functools.partial(self._note, thing, release))
+
+    def _note(self, thing: Owned, release: Callable[[], None]) -> weakref.finalize[Any, Any]:
+        self._check_open()
+        key = self._owned_next
+        self._owned_next += 1
+        finalizer = weakref.finalize(thing, _release, self._owned, key, release)
+        # When the process ends, the system takes everything back, and a wait for a kernel that
+        # never ends would keep it from ending.
+        finalizer.atexit = False
+        self._owned[key] = finalizer
         return finalizer
 
     def _check_open(self) -> None:

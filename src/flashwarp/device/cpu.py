@@ -159,18 +159,22 @@ class CpuDevice(Device):
 
     def _policy_kernels(self, policy: Policy) -> dict[str, LoadedKernel]:
         """Find the built-in kernels with another policy: in the wheel, or compiled now."""
-        with self._lock:
-            found = self._kernels_by_policy.get(policy)
-            if found is None:
-                program = self._load_policy(policy)
-                # A compiled program's names are mangled, those of the wheel's are not.
-                demangle = _native().demangle
-                found = {
-                    (demangle(kernel.symbol) or kernel.symbol).partition("(")[0]: kernel
-                    for kernel in program.kernels
-                }
-                self._kernels_by_policy[policy] = found
+        found = self._kernels_by_policy.get(policy)
+        if found is None:
+            find = functools.partial(self._find_policy_kernels, policy)
+            found = endings.holding([self._lock], find)
         return found
+
+    def _find_policy_kernels(self, policy: Policy) -> dict[str, LoadedKernel]:
+        if policy not in self._kernels_by_policy:
+            program = self._load_policy(policy)
+            # A compiled program's names are mangled, those of the wheel's are not.
+            demangle = _native().demangle
+            self._kernels_by_policy[policy] = {
+                (demangle(kernel.symbol) or kernel.symbol).partition("(")[0]: kernel
+                for kernel in program.kernels
+            }
+        return self._kernels_by_policy[policy]
 
     def _load_policy(self, policy: Policy) -> LoadedProgram:
         if not policy.built_in:
@@ -211,20 +215,21 @@ class CpuDevice(Device):
         debug: bool = False,
     ) -> LoadedProgram:
         self._check_usable()
-        native = _native()
         artifact = host_compiler.compile_host(
             source,
             include_dirs=(*include_dirs, compiler.INCLUDE_DIR),
             options=options,
             debug=debug,
         )
-        with self._lock:
-            self._check_open()
-            if artifact.key not in self._programs:
-                self._programs[artifact.key] = _load_host_program(
-                    native, artifact.library, artifact.log, artifact.from_cache
-                )
-            return self._programs[artifact.key]
+        return endings.holding([self._lock], functools.partial(self._load_artifact, artifact))
+
+    def _load_artifact(self, artifact: host_compiler.HostArtifact) -> LoadedProgram:
+        self._check_open()
+        if artifact.key not in self._programs:
+            self._programs[artifact.key] = _load_host_program(
+                _native(), artifact.library, artifact.log, artifact.from_cache
+            )
+        return self._programs[artifact.key]
 
     def run_kernel(
         self,

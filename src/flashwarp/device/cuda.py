@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from flashwarp import endings
 from flashwarp._foreign import stream_handle
 from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -138,14 +139,18 @@ class CudaDevice(Device):
 
         One module for each replacement policy that a cache on this device has.
         """
-        with self._lock:
-            self._check_open()
-            module = self._modules.get(policy)
-            if module is None:
-                artifact = self.artifact if policy == CLOCK else self._compile(policy)
-                module = driver.Module(self.context, artifact.cubin, tuple(artifact.kernels))
-                self._modules[policy] = module
+        module = None if self._closed else self._modules.get(policy)
+        if module is None:
+            module = endings.holding([self._lock], functools.partial(self._load, policy))
         return module
+
+    def _load(self, policy: Policy) -> driver.Module:
+        self._check_open()
+        if policy not in self._modules:
+            artifact = self.artifact if policy == CLOCK else self._compile(policy)
+            names = tuple(artifact.kernels)
+            self._modules[policy] = driver.Module(self.context, artifact.cubin, names)
+        return self._modules[policy]
 
     def _compile(self, policy: Policy) -> compiler.Artifact:
         source = compiler.Source.read(compiler.MODULE).behind(policy)
@@ -247,13 +252,18 @@ class CudaDevice(Device):
             symbol: tuple(sizes.get(each, 0) for each in types)
             for symbol, types in elements.items()
         }
-        with self._lock:
-            self._check_open()
-            if artifact.key not in self._programs:
-                self._programs[artifact.key] = self._load_artifact(artifact, element_bytes)
-            return self._programs[artifact.key]
+        load = functools.partial(self._load_artifact, artifact, element_bytes)
+        return endings.holding([self._lock], load)
 
     def _load_artifact(
+        self, artifact: compiler.Artifact, element_bytes: dict[str, tuple[int, ...]]
+    ) -> LoadedProgram:
+        self._check_open()
+        if artifact.key not in self._programs:
+            self._programs[artifact.key] = self._loaded(artifact, element_bytes)
+        return self._programs[artifact.key]
+
+    def _loaded(
         self, artifact: compiler.Artifact, element_bytes: dict[str, tuple[int, ...]]
     ) -> LoadedProgram:
         module = driver.Module(self.context, artifact.cubin, tuple(artifact.kernels))
