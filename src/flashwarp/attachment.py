@@ -258,6 +258,7 @@ class Attachment(endings.NotCopied):
             except Exception as error:  # raised by the caller, after the release
                 failure = failure or error
             self.controller.detach()
+            self.launcher.let_go()
             if failure is not None and not self._owns_cache and alive:
                 self._forget_lines(failure)
             self.cache.detach(self.volume)

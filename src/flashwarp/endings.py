@@ -51,9 +51,9 @@ def holding(locks: Sequence[Any], act: Callable[[], T]) -> T:
 
     A handler that raises between two lines of a ``with`` statement could leave its lock taken.
     """
-    for lock in reversed(locks):
+    for lock in locks[:0:-1]:
         act = partial(_native.holding, lock, act)
-    return act()
+    return _native.holding(locks[0], act) if locks else act()
 
 
 class Open(Protocol):

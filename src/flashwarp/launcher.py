@@ -45,6 +45,7 @@ class Launcher:
         self.row_count = row_count
         # Each sees what is about to be moved: byte offsets in the array, and bytes at each.
         self.watchers: list[Watcher] = []
+        self._uses: tuple[object, ...] | None = None
 
     def on(self, volume: Volume) -> Launcher:
         """Return the same launches with another entry for the array, whose errors are its own."""
@@ -229,6 +230,13 @@ class Launcher:
     def wake(self) -> tuple[object, ...]:
         """Wake what serves the array; returns what a launch uses, see `Device.launch`."""
         self.controller.wake()
-        if self.device.kind != "cpu":
-            return ()
-        return *self.controller.natives, *self.cache.owners, *self.volume.owners
+        if self._uses is None:
+            self._uses = ()
+            if self.device.kind == "cpu":
+                held = (self.controller.natives, self.cache.owners, self.volume.owners)
+                self._uses = tuple(each for part in held for each in part)
+        return self._uses
+
+    def let_go(self) -> None:
+        """Hold nothing for launches any more: there are none."""
+        self._uses = ()
