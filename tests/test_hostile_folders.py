@@ -7,6 +7,7 @@ only root can give.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import socket
@@ -375,3 +376,22 @@ def test_full_temporary_folder_is_passed_over(
 
     with private_folder.build_folder() as folder:
         assert folder.parent == tmp_path / "free"
+
+
+# Simulators are built and run, so they lie in folders of the same kind.
+
+
+def test_simulators_are_not_run_from_a_folder_that_others_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The package's name for it is the function's.
+    simulate = importlib.import_module("flashwarp.testing.simulate")
+    monkeypatch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path))
+    assert simulate._directory() == tmp_path / "simulator"
+
+    (tmp_path / "simulator").chmod(0o777)
+    instead = simulate._directory()
+
+    assert instead.parent != tmp_path
+    assert instead.stat().st_mode & 0o777 == 0o700
+    assert simulate._directory() == instead

@@ -142,8 +142,8 @@ def compile_host(
     Returns
     -------
     HostArtifact
-        Blocks for some seconds when it has to compile, and else for the preprocessor's 50 to 100
-        milliseconds.
+        Blocks for some seconds when it has to compile, and else for the preprocessor's tenth of a
+        second.
     """
     cache = ArtifactCache() if cache is None else cache
     command = find_compiler()
