@@ -67,7 +67,7 @@ class Compiled:
         text = RUN.format(
             structs="\n".join(each.source for each in policies), cases=cases, sets=SETS, ways=WAYS
         )
-        self._call = fw.compile(text, device, options=["-O1"])["call"]
+        self._call = fw.compile(text, device, options=["-O0"])["call"]
 
     def on_hit(self, which: int, memory: Memory, way: int, seen: int) -> None:
         self._run(which, 0, memory, np.array([way, seen], np.uint64))
@@ -220,7 +220,7 @@ def functions_of(path: Path, writer: Writer) -> dict[str, Callable[..., Any]]:
     return {name: module[name] for name in ("on_hit", "on_fill", "choose_victim")}
 
 
-COUNT = 30
+COUNT = 15
 CALLS = 3
 """Of each function."""
 
