@@ -119,8 +119,8 @@ def test_what_goes_in_decides_what_is_found(
 ) -> None:
     header = tmp_path / "include" / "mine.cuh"
     header.parent.mkdir()
-    header.write_text("#pragma once\n")
-    text = '#include "mine.cuh"\n#include "flashwarp/array.cuh"\nFW_KERNEL k(int*) {}\n'
+    header.write_text("#pragma once\n#ifndef ONE\n#define ONE()\n#endif\n")
+    text = '#include "mine.cuh"\n#include "flashwarp/array.cuh"\nFW_KERNEL k(int*) { ONE(); }\n'
     cache = ArtifactCache(tmp_path / "cache")
     dirs = [header.parent, compiler.INCLUDE_DIR]
 
@@ -131,15 +131,15 @@ def test_what_goes_in_decides_what_is_found(
     build()
     assert build().from_cache
     if change == "text":
-        again = build(text + "// more\n")
+        again = build(text + "FW_KERNEL more(int*) {}\n")
     elif change == "define":
-        again = build(options=["-DONE=1"])
+        again = build(options=["-DONE()=int()"])
     elif change == "option":
         again = build(options=["-O2"])
     elif change == "debug":
         again = build(debug=True)
     elif change == "header":
-        header.write_text("#pragma once\n// changed\n")
+        header.write_text("#pragma once\n#define ONE() short()\n")
         again = build()
     else:
         fake = tmp_path / "other-g++"
@@ -200,7 +200,7 @@ def open_programs() -> int:
 
 
 def test_programs_leave_no_file_open_when_the_device_closes() -> None:
-    text = '#include "flashwarp/array.cuh"\nFW_KERNEL k(int*) {}\n'
+    text = '#include "flashwarp/array.cuh"\nFW_KERNEL k(int* p) { *p = N; }\n'
     gc.collect()
     before = open_programs()
 

@@ -161,3 +161,18 @@ def test_gpu_is_found_and_its_link_measured(tmp_path: Path) -> None:
     assert found["GPU"].state == "ok"
     assert found["pinned memory"].state == "ok"
     assert found["host-GPU link"].values["to_gpu_bytes_per_s"] > 1e9
+
+
+def test_folder_of_compiled_code_that_is_not_used_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path))
+
+    used = doctor._check_compiled_code()
+    tmp_path.chmod(0o777)
+    unused = doctor._check_compiled_code()
+
+    assert (used.state, used.values["used"]) == ("ok", True)
+    assert (unused.state, unused.values["used"]) == ("limited", False)
+    assert "in memory" in unused.detail
+    assert unused.advice.startswith(f"chmod 700 {tmp_path}")

@@ -6,7 +6,6 @@ input made of parts that are valid one by one. A failure prints the example and 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import resource
@@ -277,15 +276,15 @@ def test_settings_from_the_environment() -> None:
 def test_compiled_code_on_disk(tmp_path: Path) -> None:
     cache = artifact_cache.ArtifactCache(tmp_path)
     entry = artifact_cache.Entry(cubin=b"\x7fELF" * 20, log="größe: 4")
-    whole = artifact_cache._encode(entry)
+    whole = artifact_cache._encode("key", entry)
     start = len(artifact_cache._MAGIC) + 32
 
     def check(example: tuple[bytes, bool]) -> None:
         data, sign = example
         if sign:  # as somebody would who means it
             body = data[start:]
-            data = artifact_cache._MAGIC + hashlib.sha256(body).digest() + body
-        cache.path("key").write_bytes(data)
+            data = artifact_cache._MAGIC + artifact_cache._digest("key", body) + body
+        (tmp_path / "key.fwcubin").write_bytes(data)
         loaded = cache.load("key")
         assert loaded is None or sign or loaded == entry
 

@@ -343,13 +343,15 @@ class Cache(NotCopied):
         try:
             if self.host_capacity:
                 self._tier_frames = self.device.allocate_host(self.host_capacity)
-            self._metadata = self.device.allocate(struct_bytes + volume_bytes + self.metadata_bytes)
+            head_bytes = struct_bytes + volume_bytes + _POLICY_WORDS_ALIGNMENT
+            self._metadata = self.device.allocate(head_bytes + self.metadata_bytes)
         except BaseException:
             self._free_frames()
             raise
         self.address = self._metadata.address
         self._volumes_address = self.address + struct_bytes
-        tags = self._volumes_address + volume_bytes
+        # Before the tags: policy_refusals() in the header.
+        tags = self.address + head_bytes
         self.geometry = GeometryStruct(
             tags=tags,
             frames=self._frames.address,
@@ -407,11 +409,18 @@ class Cache(NotCopied):
 
     @property
     def refusals(self) -> int:
-        """Victims that the policy chose and could not have: 0, unless a policy of yours errs."""
+        """How often the policy asked for what it cannot have: 0, unless a policy of yours errs.
+
+        Victims that are no candidates, ways that are not there, and loops that were ended.
+        """
         if self._closed:
             raise ClosedError("the cache is closed")
-        place = self.address + PageCacheStruct.refusals.offset
-        return int.from_bytes(self.device.download(place, 4), "little")
+        victims = self.address + PageCacheStruct.refusals.offset
+        places = ((victims, 4), (self.geometry.tags - 8, 8))
+        return sum(
+            int.from_bytes(self.device.download(place, nbytes), "little")
+            for place, nbytes in places
+        )
 
     def attach(self, nbytes: int, queues: QueuePairs | QueueTable) -> Volume:
         """Give an array of `nbytes` a range of line numbers and an entry of the volume table.

@@ -71,8 +71,9 @@ def compile(  # noqa: A001 - the module's one verb
 
     Notes
     -----
-    Blocks for some seconds the first time. Compiled code is kept on disk under a key of everything
-    that went into it, headers and compiler version included.
+    Blocks for some seconds the first time, and later, on the CPU device, for the preprocessor's
+    tenth of a second. Compiled code is kept on disk under a key of everything that went into it, in
+    a folder that only you can write to; where there is none, in memory for this process.
 
     Examples
     --------
@@ -156,7 +157,7 @@ class Program(endings.NotCopied):
     log : str
         What the compiler said.
     from_cache : bool
-        Whether they were found compiled on disk.
+        Whether they were found compiled, on disk or in memory.
     """
 
     def __init__(self, device: Device, loaded: LoadedProgram, policy: Policy) -> None:

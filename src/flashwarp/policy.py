@@ -40,8 +40,9 @@ class Policy:
     -----
     It is compiled when the first kernel runs: with NVRTC for a GPU, with g++ or clang++ for the
     CPU device. Nothing that it answers can break the cache: a way that it may not have is refused,
-    counted in `Cache.refusals`, and another one is taken. It must come to an end, and its memory
-    accesses are its own affair.
+    counted in `Cache.refusals`, and another one is taken. What it reads and stores by the methods
+    of `fw::cache::set_view` and `fw::cache::hit_view` is checked and counted in the same way. It
+    must come to an end, and what it does with pointers is its own affair.
 
     Examples
     --------
@@ -101,7 +102,9 @@ class Policy:
         Notes
         -----
         docs/policies.md lists what the functions may use. Their numbers are unsigned and have 64
-        bits. They are read from their source now, and never called.
+        bits. They are read from their source now, and never called. They cannot break anything: a
+        way that is not there reads as 0 and is not stored to, a call whose loops make more than
+        16384 rounds is ended, and `Cache.refusals` counts both.
 
         Raises
         ------
@@ -118,7 +121,9 @@ class Policy:
         """
         from flashwarp.policy_source import policy_source
 
-        return cls(name, policy_source(name, on_hit, on_fill, choose_victim), keeps_words)
+        return cls(
+            name, policy_source(name, on_hit, on_fill, choose_victim, keeps_words), keeps_words
+        )
 
     @property
     def built_in(self) -> bool:
@@ -133,7 +138,10 @@ class Policy:
     @property
     def options(self) -> tuple[str, ...]:
         """The compiler's options that choose it; none for the default."""
-        return () if self.name == "clock" else (f"-DFW_POLICY={self.struct}",)
+        if self.name == "clock":
+            return ()
+        words = () if self.built_in or self.keeps_words else ("-DFW_POLICY_WORDS=0",)
+        return (f"-DFW_POLICY={self.struct}", *words)
 
     @property
     def prelude(self) -> str:

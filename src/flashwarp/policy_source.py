@@ -19,35 +19,30 @@ __all__ = ["policy_source"]
 
 _STRUCT = """\
 struct {name} {{
-  // What `on_hit` may do to the lines of the cache.
-  struct hit_view {{
-    const fw::cache::geometry& shape;
-    FW_DEVICE uint64_t ways() const {{ return shape.ways; }}
-    FW_DEVICE uint64_t word(uint64_t way) const {{
-      return fw::atomic::load_relaxed(fw::cache::policy_word(shape, way));
-    }}
-    // One try: when it fails, another hit has stored.
-    FW_DEVICE void set_word(uint64_t way, uint64_t mask, uint64_t bits) const {{
-      uint32_t* at = fw::cache::policy_word(shape, way);
-      const uint32_t seen = fw::atomic::load_relaxed(at);
-      fw::atomic::cas_acq_rel(at, seen, uint32_t((seen & ~mask) | bits));
-    }}
-    FW_DEVICE void mark(uint64_t way) const {{
-      fw::atomic::or_relaxed(&shape.tags[way], fw::cache::tag::kReferenced);
-    }}
-  }};
   // Where C++ leaves the result open.
   FW_DEVICE static uint64_t left(uint64_t a, uint64_t b) {{ return b < 64 ? a << b : 0; }}
   FW_DEVICE static uint64_t right(uint64_t a, uint64_t b) {{ return b < 64 ? a >> b : 0; }}
   FW_DEVICE static uint64_t quotient(uint64_t a, uint64_t b) {{ return b != 0 ? a / b : 0; }}
   FW_DEVICE static uint64_t remainder(uint64_t a, uint64_t b) {{ return b != 0 ? a % b : 0; }}
   FW_DEVICE static uint64_t lowest_bit(uint64_t a) {{
-    return uint32_t(a) != 0 ? fw::base::lowest_bit(uint32_t(a)) : fw::cache::kNoWay;
+    const uint32_t low = uint32_t(a), high = uint32_t(a >> 32);
+    if (low != 0) return fw::base::lowest_bit(low);
+    return high != 0 ? 32 + fw::base::lowest_bit(high) : fw::cache::kNoWay;
   }}
-  FW_DEVICE static uint64_t popcount(uint64_t a) {{ return fw::base::popcount(uint32_t(a)); }}
+  FW_DEVICE static uint64_t popcount(uint64_t a) {{
+    return fw::base::popcount(uint32_t(a)) + fw::base::popcount(uint32_t(a >> 32));
+  }}
+  // A number beyond 32 bits is no way, not the way that its lower half names.
+  FW_DEVICE static uint32_t way_of(uint64_t a) {{
+    return a < fw::cache::kNoWay ? uint32_t(a) : fw::cache::kNoWay;
+  }}
+  // How many rounds a range has. Its bounds have signs: range(n - 1) has none where n is 0.
+  FW_DEVICE static uint64_t rounds(uint64_t first, uint64_t end, uint64_t step) {{
+    return int64_t(first) < int64_t(end) ? (end - first - 1) / step + 1 : 0;
+  }}
 
   FW_DEVICE static void on_hit(const fw::cache::geometry& g, uint64_t way, uint64_t seen) {{
-    [[maybe_unused]] const hit_view p_cache = {{g}};
+    [[maybe_unused]] const fw::cache::hit_view p_cache = {{g}};
     [[maybe_unused]] uint64_t p_way = way;
     [[maybe_unused]] uint64_t p_seen = seen;
 {on_hit}  }}
@@ -108,29 +103,41 @@ def policy_source(
     on_hit: Callable[..., Any] | None,
     on_fill: Callable[..., Any] | None,
     choose_victim: Callable[..., Any],
+    keeps_words: bool = True,
 ) -> str:
     """Write the struct of a policy whose functions are given in Python.
+
+    Without `keeps_words` there are no words that they could use.
 
     Raises
     ------
     CompileError
         For what has no translation, with file and line.
     """
-    return _STRUCT.format(
-        name=name,
-        on_hit="" if on_hit is None else _Function(on_hit, "p_cache", "p_way", "p_seen").text(),
-        on_fill="" if on_fill is None else _Function(on_fill, "p_lines", "p_way").text(),
-        choose_victim=_Function(choose_victim, "p_lines", returns=True).text(),
-    )
+    hit = ("p_cache", "p_way", "p_seen")
+    parts = {
+        "on_hit": on_hit and _Function(on_hit, *hit, words=keeps_words).text(),
+        "on_fill": on_fill and _Function(on_fill, "p_lines", "p_way", words=keeps_words).text(),
+        "choose_victim": _Function(
+            choose_victim, "p_lines", returns=True, words=keeps_words
+        ).text(),
+    }
+    return _STRUCT.format(name=name, **{part: text or "" for part, text in parts.items()})
 
 
 class _Function:
     """One function's body as C++."""
 
     def __init__(
-        self, function: Callable[..., Any], *parameters: str, returns: bool = False
+        self,
+        function: Callable[..., Any],
+        *parameters: str,
+        words: bool,
+        returns: bool = False,
     ) -> None:
         self._function = function
+        self._owner = parameters[0]
+        self._words = words
         self._returns = returns
         self._loops = 0
         try:
@@ -159,7 +166,10 @@ class _Function:
                 self._names[node.id] = f"v_{node.id}"
         variables = [name for name in self._names.values() if name.startswith("v_")]
         declared = [f"[[maybe_unused]] uint64_t {name} = 0;" for name in variables]
-        return "".join(f"    {line}\n" for line in (*declared, *self._block(body)))
+        lines = list(self._block(body))
+        if self._loops:
+            declared.append("uint32_t steps = 0;")
+        return "".join(f"    {line}\n" for line in (*declared, *lines))
 
     def _fail(self, node: ast.AST, why: str) -> CompileError:
         line = self._first + getattr(node, "lineno", 1) - 1
@@ -185,12 +195,12 @@ class _Function:
             case ast.Expr(ast.Call() as call):
                 yield f"{self._call(call)};"
             case ast.Assign([target], value):
-                yield f"{self._target(target)} = {self._number(value)};"
+                yield self._stored(target, self._number(value))
             case ast.AnnAssign(target, _, ast.expr() as value):
-                yield f"{self._target(target)} = {self._number(value)};"
+                yield self._stored(target, self._number(value))
             case ast.AugAssign(target, operator, value):
                 changed = self._operation(node, operator, _loaded(target), value)
-                yield f"{self._target(target)} = {changed};"
+                yield self._stored(target, changed)
             case ast.If(test, body, orelse):
                 yield f"if ({self._condition(test)}) {{"
                 yield from self._block(body)
@@ -200,7 +210,7 @@ class _Function:
                 yield "}"
             case ast.While(test, body, []):
                 yield f"while ({self._condition(test)}) {{"
-                yield from self._block(body)
+                yield from self._rounds(body)
                 yield "}"
             case ast.For(ast.Name(name), ast.Call(ast.Name("range"), bounds, []), body, []):
                 yield from self._for(node, name, bounds, body)
@@ -212,24 +222,47 @@ class _Function:
             raise self._fail(
                 node, "a return without a way" if self._returns else "a result from this function"
             )
-        return "return;" if value is None else f"return uint32_t({self._number(value)});"
+        return "return;" if value is None else f"return way_of({self._number(value)});"
 
     def _for(
         self, node: ast.AST, name: str, bounds: list[ast.expr], body: list[ast.stmt]
     ) -> Iterator[str]:
+        if not 1 <= len(bounds) <= 3:
+            raise self._fail(node, "a range of no bounds, or of more than two and a step")
         step: ast.expr = bounds[2] if len(bounds) == 3 else ast.Constant(1)
         by = step.value if isinstance(step, ast.Constant) else None
-        if not isinstance(by, int) or by < 1:
+        if not isinstance(by, int) or not 1 <= by < 1 << 63:
             raise self._fail(node, "a range whose step is no positive constant")
         numbers = [self._number(bound) for bound in bounds]
         first, end = (["0", *numbers] if len(numbers) == 1 else numbers)[:2]
-        self._loops += 1
-        # As in Python: the body may change its variable, and the loop goes on as it was to.
-        at, stop = f"i_{self._loops}", f"e_{self._loops}"
-        yield f"for (uint64_t {at} = {first}, {stop} = {end}; {at} < {stop}; {at} += {by}) {{"
+        # As in Python: the body may change its variable, and the loop goes on as it was to. Counted
+        # down, so that the step after the last one may pass the largest number.
+        at, left = f"i_{self._loops}", f"n_{self._loops}"
+        yield (
+            f"for (uint64_t {at} = {first}, {left} = rounds({at}, {end}, {by}u); "
+            f"{left} != 0; {left}--, {at} += {by}u) {{"
+        )
         yield f"{self._names[name]} = {at};"
-        yield from self._block(body)
+        yield from self._rounds(body)
         yield "}"
+
+    def _rounds(self, body: list[ast.stmt]) -> Iterator[str]:
+        """Translate the body of a loop, which ends the call when it has made too many rounds."""
+        self._loops += 1
+        ended = "return fw::cache::kNoWay;" if self._returns else "return;"
+        yield "if (++steps > fw::cache::kPolicySteps) {"
+        yield f"fw::cache::refuse({self._owner}.shape);"
+        yield ended
+        yield "}"
+        yield from self._block(body)
+
+    def _stored(self, target: ast.expr, number: str) -> str:
+        where = self._target(target)
+        if where == "p_lines.hand":
+            number = f"uint32_t({number}) & fw::cache::kHandBits"
+        elif where == "p_lines.next":
+            number = f"way_of({number})"
+        return f"{where} = {number};"
 
     def _target(self, node: ast.expr) -> str:
         match node:
@@ -321,6 +354,8 @@ class _Function:
             case ast.Attribute(ast.Name(name), method):
                 owner = self._names.get(name, "")
                 count, called = _METHODS.get(owner, {}).get(method, -1), f"{owner}.{method}"
+                if count >= 0 and method in ("word", "set_word") and not self._words:
+                    raise self._fail(node, f"{method}: it was made with keeps_words=False")
         if count != len(arguments) or node.keywords:
             raise self._fail(node, f"this call: {ast.unparse(node)}")
         return f"{called}({', '.join(arguments)})"

@@ -1,8 +1,10 @@
-"""Compiled device code on disk, found by content: the same inputs never compile twice.
+"""Compiled device code, found by content: the same inputs never compile twice.
 
-An entry is one file, published by an atomic rename, with a checksum over everything it holds: a
-torn or damaged entry reads as absent and is built again. The folder has a size limit; the entries
-used longest ago go first. A folder that cannot be written only means compiling again next time.
+An entry is one file in a folder of this user's, published by an atomic rename, with a checksum
+over its key and all that it holds: an entry that is torn, damaged or another key's reads as absent
+and is built again. The folder has a size limit; the entries used longest ago go first. A folder
+that others may write to is not used, nor one that cannot be written to: its entries are then kept
+in memory, for this process.
 """
 
 from __future__ import annotations
@@ -11,19 +13,26 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import struct
-import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from flashwarp._jit import private_folder
+from flashwarp._jit.private_folder import UnsafeFolderError
 
 _log = logging.getLogger(__name__)
 
 LIMIT_BYTES = 512 << 20
 """Default limit of the cache folder. The built-in kernels take 2 to 3 MiB for each architecture."""
 
-# Entry: magic, SHA-256 of all that follows it, length of the log, log, cubin.
-_MAGIC = b"FWCUBIN1"
+MEMORY_BYTES = 64 << 20
+"""Limit of what is kept in memory where no folder can be used."""
+
+# Entry: magic, SHA-256 of its key and of all that follows, length of the log, log, cubin.
+_MAGIC = b"FWCUBIN2"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
 _SUFFIX = ".fwcubin"
@@ -39,13 +48,35 @@ class Entry:
     log: str
 
 
-def default_directory() -> Path:
-    """$FLASHWARP_CACHE_DIR, or the user's cache folder as the XDG rules have it."""
+@dataclass(frozen=True)
+class FolderState:
+    """Whether compiled code is kept on disk, for `flashwarp doctor`."""
+
+    folder: Path | None
+    used: bool
+    why_not: str = ""
+    advice: str = ""
+
+
+def default_directory() -> Path | None:
+    """$FLASHWARP_CACHE_DIR, or the user's cache folder as the XDG rules have it.
+
+    None for a user without a home: neither $HOME nor an entry in the password database.
+    """
     chosen = os.environ.get("FLASHWARP_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "flashwarp" / "cubin"
+    # Relative names are invalid there, and the rules say to ignore them.
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():
+        try:
+            home = Path.home()
+        except RuntimeError:
+            return None
+        if not home.is_absolute():
+            return None
+        caches = home / ".cache"
+    return caches / "flashwarp" / "cubin"
 
 
 def content_key(*parts: bytes) -> str:
@@ -61,81 +92,201 @@ class ArtifactCache:
     """A folder of entries. Any number of processes may use one folder at a time."""
 
     def __init__(self, directory: Path | None = None, limit_bytes: int = LIMIT_BYTES) -> None:
-        self.directory = default_directory() if directory is None else directory
+        chosen = default_directory() if directory is None else directory
+        self.directory = None if chosen is None else chosen.absolute()
         self.limit_bytes = limit_bytes
-
-    def path(self, key: str) -> Path:
-        return self.directory / f"{key}{_SUFFIX}"
 
     def load(self, key: str) -> Entry | None:
         """Return the entry, or None where there is none that is whole."""
-        path = self.path(key)
-        try:
-            entry = _decode(path.read_bytes())
-        except OSError:
-            return None
-        if entry is None:
-            _log.warning("damaged entry %s: compiling again", path)
-            return None
-        # The time of last use decides what goes first; a read-only folder keeps its old times.
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return entry
+        if self.directory is not None:
+            try:
+                with private_folder.opened(self.directory, create=False) as folder:
+                    entry = self._read(key, folder)
+                if entry is not None:
+                    return entry
+            except FileNotFoundError:
+                pass
+            except (OSError, UnsafeFolderError) as error:
+                self._warn(error)
+        return _memory.get(key)
 
     def publish(self, key: str, entry: Entry) -> bool:
-        """Store the entry for later processes; False where the folder cannot be written."""
+        """Store the entry for later processes; False where it is kept in memory only."""
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._write(key, _encode(entry))
-            self._trim(keep=self.path(key))
-        except OSError as error:
-            _log.info("compiled code is not kept: %s", error)
+            if self.directory is None:
+                raise _no_home()
+            with private_folder.opened(self.directory, create=True) as folder:
+                _write(key, _encode(key, entry), folder)
+                self._trim(folder, keep=_file_name(key))
+        except (OSError, UnsafeFolderError) as error:
+            self._warn(error)
+            _memory.put(key, entry)
             return False
         return True
 
-    def _write(self, key: str, content: bytes) -> None:
-        handle, temporary = tempfile.mkstemp(
-            prefix=f"{key[:16]}.", suffix=".tmp", dir=self.directory
-        )
+    def state(self) -> FolderState:
+        """Tell whether the folder can be used, without making it."""
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            Path(temporary).replace(self.path(key))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-            raise
+            if self.directory is None:
+                raise _no_home()
+            existing = self.directory
+            while not existing.exists() and existing != existing.parent:
+                existing = existing.parent
+            if existing == self.directory:
+                with private_folder.opened(self.directory, create=False):
+                    pass
+            else:
+                private_folder.check_place(existing)
+        except (OSError, UnsafeFolderError) as error:
+            return FolderState(self.directory, False, _reason(error), _advice(error))
+        return FolderState(self.directory, True)
 
-    def _trim(self, keep: Path) -> None:
+    def _warn(self, error: OSError | UnsafeFolderError) -> None:
+        if _warned.first(str(self.directory)):
+            where = f"the folder {self.directory} is not used: " if self.directory else ""
+            _log.warning(
+                "compiled code is kept in memory, for this process only: %s%s (%s)",
+                where,
+                _reason(error),
+                _advice(error),
+            )
+
+    def _read(self, key: str, folder: int) -> Entry | None:
+        name = _file_name(key)
+        try:
+            handle = private_folder.open_file(name, folder)
+        except FileNotFoundError:
+            return None
+        except (OSError, UnsafeFolderError) as error:
+            _log.warning("%s in %s: compiling again", _reason(error), self.directory)
+            return None
+        with os.fdopen(handle, "rb") as file:
+            entry = _decode(key, file.read())
+            # The time of last use decides what goes first; a read-only folder keeps its old times.
+            with contextlib.suppress(OSError):
+                os.utime(handle)
+        if entry is None:
+            _log.warning("damaged entry %s in %s: compiling again", name, self.directory)
+        return entry
+
+    def _trim(self, folder: int, keep: str) -> None:
         """Remove the oldest entries beyond the limit, and what dead processes left behind."""
-        entries: list[tuple[float, int, Path]] = []
-        for item in self.directory.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                status = item.stat()
-                if item.suffix == _SUFFIX:
-                    entries.append((status.st_mtime, status.st_size, item))
-                elif item.suffix == ".tmp" and status.st_mtime < time.time() - _STALE_S:
-                    item.unlink()
+        entries: list[tuple[float, int, str]] = []
+        with os.scandir(folder) as items:
+            for item in items:
+                with contextlib.suppress(FileNotFoundError):
+                    status = item.stat(follow_symlinks=False)
+                    if item.name.endswith(_SUFFIX):
+                        entries.append((status.st_mtime, status.st_size, item.name))
+                    elif item.name.endswith(".tmp") and status.st_mtime < time.time() - _STALE_S:
+                        os.unlink(item.name, dir_fd=folder)
         total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
+        for _, size, name in sorted(entries):
             if total <= self.limit_bytes:
                 return
-            if path != keep:
+            if name != keep:
                 with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
+                    os.unlink(name, dir_fd=folder)
                 total -= size
 
 
-def _encode(entry: Entry) -> bytes:
+def _file_name(key: str) -> str:
+    return f"{key}{_SUFFIX}"
+
+
+def _write(key: str, content: bytes, folder: int) -> None:
+    temporary = f"{key[:16]}.{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    handle = os.open(temporary, flags, 0o600, dir_fd=folder)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, _file_name(key), src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def _no_home() -> UnsafeFolderError:
+    return UnsafeFolderError(
+        f"HOME is not set, and user {os.geteuid()} has no home in the password database",
+        "let FLASHWARP_CACHE_DIR name a folder",
+    )
+
+
+def _reason(error: OSError | UnsafeFolderError) -> str:
+    if not isinstance(error, OSError):
+        return str(error)
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror}{where}"
+
+
+def _advice(error: OSError | UnsafeFolderError) -> str:
+    if isinstance(error, UnsafeFolderError):
+        return error.advice
+    return "make room or let FLASHWARP_CACHE_DIR name a folder that you can write to"
+
+
+class _Memory:
+    """Entries that no folder keeps, up to a limit: the ones used longest ago go first."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._entries: dict[str, Entry] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> Entry | None:
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._entries[key] = entry
+            return entry
+
+    def put(self, key: str, entry: Entry) -> None:
+        with self._lock:
+            self._entries.pop(key, None)
+            self._entries[key] = entry
+            total = sum(len(each.cubin) + len(each.log) for each in self._entries.values())
+            for oldest in list(self._entries):
+                if total <= self._limit_bytes or oldest == key:
+                    return
+                gone = self._entries.pop(oldest)
+                total -= len(gone.cubin) + len(gone.log)
+
+
+class _Once:
+    """What was said already, in this process."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._lock = threading.Lock()
+
+    def first(self, what: str) -> bool:
+        with self._lock:
+            new = what not in self._seen
+            self._seen.add(what)
+            return new
+
+
+_memory = _Memory(MEMORY_BYTES)
+_warned = _Once()
+
+
+def _encode(key: str, entry: Entry) -> bytes:
     log = entry.log.encode()
     body = _LENGTH.pack(len(log)) + log + entry.cubin
-    return _MAGIC + hashlib.sha256(body).digest() + body
+    return _MAGIC + _digest(key, body) + body
 
 
-def _decode(content: bytes) -> Entry | None:
+def _digest(key: str, body: bytes) -> bytes:
+    return bytes.fromhex(content_key(key.encode(), body))
+
+
+def _decode(key: str, content: bytes) -> Entry | None:
     header = len(_MAGIC) + _DIGEST_BYTES
     digest, body = content[len(_MAGIC) : header], content[header:]
-    if not content.startswith(_MAGIC) or hashlib.sha256(body).digest() != digest:
+    if not content.startswith(_MAGIC) or _digest(key, body) != digest:
         return None
     if len(body) < _LENGTH.size:
         return None

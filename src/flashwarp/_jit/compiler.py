@@ -1,15 +1,16 @@
 """Device code to cubins: NVRTC, the package's own headers and nothing else.
 
 All built-in kernels are one translation unit, compiled once for each architecture and kept on disk.
-Headers are handed to the compiler in memory under the names that `#include` uses, so what is hashed
-is what is compiled, and the place of installation changes neither key nor code. Needs no GPU.
+Headers are handed to the compiler in memory under the names that `#include` uses, and it looks
+nowhere else, so what is hashed is what is compiled, and the place of installation changes neither
+key nor code. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,10 +29,11 @@ MODULE = _PACKAGE / "kernels" / "module.cuh"
 
 # The verbose assembler reports each kernel's registers and spills. Kernels are optimized on all
 # cores: the built-in module takes 4.6 s in place of 7.5 s on two of them.
-OPTIONS = ("--std=c++20", "--ptxas-options=-v", "--split-compile=0")
+# Without the last one, NVRTC would find headers in the working directory, too.
+OPTIONS = ("--std=c++20", "--ptxas-options=-v", "--split-compile=0", "--no-source-include")
 
 # Bumped when a cubin of the same inputs has to be built again.
-_KEY_VERSION = "2"
+_KEY_VERSION = "3"
 
 
 @dataclass(frozen=True)
@@ -166,17 +168,9 @@ def compile_source(
     Artifact
         Blocks for one to some seconds when it has to compile.
     """
-    cache = ArtifactCache() if cache is None else cache
-    headers = own_headers(source, include_dirs)
-    arguments = (f"--gpu-architecture={arch}", *OPTIONS, *options)
-    version = "{}.{}".format(*driver.nvrtc_version())
-    key = source_key(source, headers, (_KEY_VERSION, version, *arguments))
-
-    entry = cache.load(key)
-    from_cache = entry is not None
-    if entry is None:
-        entry = Entry(*driver.nvrtc_compile(source.text, source.name, headers, arguments))
-        cache.publish(key, entry)
+    key, entry, from_cache = _compiled(
+        source, include_dirs, (f"--gpu-architecture={arch}", *OPTIONS), options, "CUBIN", cache
+    )
     return Artifact(
         arch, key, entry.cubin, entry.log, kernel_resources(entry.cubin, entry.log), from_cache
     )
@@ -194,18 +188,94 @@ def compile_lto(
     It holds no kernels but functions, which nvJitLink puts into kernels of other compilers. Made
     for the oldest architecture that NVRTC knows, it serves all others.
     """
-    cache = ArtifactCache() if cache is None else cache
-    headers = own_headers(source, include_dirs)
     arch = f"--gpu-architecture=compute_{driver.nvrtc_architectures()[0]}"
-    arguments = (arch, "--std=c++20", "-dlto", *options)
-    version = "{}.{}".format(*driver.nvrtc_version())
-    key = source_key(source, headers, (_KEY_VERSION, version, *arguments))
-    entry = cache.load(key)
-    if entry is None:
-        code, log = driver.nvrtc_compile(source.text, source.name, headers, arguments, "LTOIR")
-        entry = Entry(code, log)
+    how = (arch, "--std=c++20", "-dlto", "--no-source-include")
+    return _compiled(source, include_dirs, how, options, "LTOIR", cache)[1].cubin
+
+
+def _compiled(
+    source: Source,
+    include_dirs: Sequence[Path],
+    how: Sequence[str],
+    options: Sequence[str],
+    form: str,
+    cache: ArtifactCache | None,
+) -> tuple[str, Entry, bool]:
+    """Compiles, or finds what was compiled; returns its key, the entry, and whether it was found.
+
+    `options` are the user's. Where they name folders or files, those become part of what is handed
+    to the compiler.
+    """
+    cache = ArtifactCache() if cache is None else cache
+    paths, options = _split_options(options)
+    headers = Headers(source, [*include_dirs, *paths.folders])
+    for name in paths.includes:
+        # NVRTC takes them from the working directory, the others from there as well.
+        headers.include(name, Path.cwd())
+        options = (*options, f"--pre-include={name}")
+    arguments = (*how, *options)
+    key = _key(source, headers, (_KEY_VERSION, driver.nvrtc_identity(), form, *arguments))
+    kept = headers.known and not any(map(_READS_MORE.search, options))
+
+    entry = cache.load(key) if kept else None
+    if entry is not None:
+        return key, entry, True
+    entry = Entry(*_compile(source, headers, arguments, form))
+    if kept:
         cache.publish(key, entry)
-    return entry.cubin
+    else:
+        key = content_key(key.encode(), entry.cubin)
+    return key, entry, False
+
+
+def _compile(
+    source: Source, headers: Headers, arguments: Sequence[str], form: str
+) -> tuple[bytes, str]:
+    """Compiles; where the compiler lacks a header whose name a macro makes, hands that too."""
+    while True:
+        try:
+            return driver.nvrtc_compile(source.text, source.name, headers.contents, arguments, form)
+        except CompileError as error:
+            missing = _MISSING.search(error.log)
+            # Each round adds a header, so there are no more rounds than headers.
+            if missing is None or not headers.include_in(missing["includer"], missing["name"]):
+                raise
+
+
+# As NVRTC says it, in two ways.
+_MISSING = re.compile(
+    r"^(?P<includer>.+)\(\d+\): catastrophic error: (?:could not|cannot) open source file "
+    r'"(?P<name>[^"]+)"',
+    re.MULTILINE,
+)
+# Options that read files, or whose result depends on the time.
+_READS_MORE = re.compile(r"^--?(?:use-pch|create-pch|pch-dir)|__(?:DATE|TIME|TIMESTAMP)__")
+
+
+@dataclass(frozen=True)
+class _Paths:
+    folders: list[Path]
+    includes: list[str]
+
+
+_PATH_OPTION = re.compile(r"(?P<name>-I|--include-path|-include|--pre-include)(?:=?(?P<value>.*))")
+
+
+def _split_options(options: Sequence[str]) -> tuple[_Paths, tuple[str, ...]]:
+    """Take the options that name folders of headers, and headers, out of the others."""
+    paths, others = _Paths([], []), []
+    words = iter(options)
+    for word in words:
+        match = _PATH_OPTION.fullmatch(word)
+        if match is None:
+            others.append(word)
+            continue
+        value = match["value"] or next(words, "")
+        if "nclude" in match["name"] and "path" not in match["name"]:
+            paths.includes.append(value)
+        else:
+            paths.folders.append(Path(value))
+    return paths, tuple(others)
 
 
 _SIZE_PROBES = """
@@ -237,50 +307,84 @@ def type_sizes(
     return {each: artifact.kernels[f"fw_size_{i}"].param_bytes - 1 for i, each in enumerate(types)}
 
 
-def source_key(source: Source, headers: dict[str, bytes], how: Iterable[str]) -> str:
+def _key(source: Source, headers: Headers, how: Iterable[str]) -> str:
     """Make the key of a source and its headers, compiled as `how` says: never from a path."""
     contents = (
-        part for spelling in sorted(headers) for part in (spelling.encode(), headers[spelling])
+        part
+        for spelling in sorted(headers.contents)
+        for part in (spelling.encode(), headers.contents[spelling])
     )
     return content_key("\0".join(how).encode(), source.name.encode(), source.text, *contents)
 
 
 # Headers.
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.MULTILINE)
+# What may stand between the words of a directive, once lines that end in a backslash are joined.
+_GAP = rb"(?:[ \t\v\f]|/\*.*?\*/)*+"
+_NAME = rb'(?:"(?P<quoted>[^"\n]+)"|<(?P<angled>[^>\n]+)>)'
+_JOINED = re.compile(rb"\\[ \t]*\r?\n")
+# `%:` is another spelling of `#`. What stands in comments or strings is taken for a directive, too:
+# to hand over a header that nobody includes costs nothing.
+_INCLUDE = re.compile(rb"(?:\#|%%:)%b\binclude(?:_next)?\b%b(?:%b)?" % (_GAP, _GAP, _NAME), re.S)
+_HAS_INCLUDE = re.compile(rb"__has_include(?:_next)?\b(?:%b\(%b%b)?" % (_GAP, _GAP, _NAME), re.S)
+_ASKS_FOR_IT = re.compile(rb"(?:def|defined)[\s(]*\Z")
+_CLOCK = re.compile(rb"__(?:DATE|TIME|TIMESTAMP)__")
 
 
-def own_headers(source: Source, include_dirs: Sequence[Path]) -> dict[str, bytes]:
-    """Read every own header that a source can reach, by the name that includes it.
+class Headers:
+    """Every header that a source can reach, by the name that includes it.
 
     A name found nowhere is left out: it belongs to a host compiler's branch of the code, or else
     the compiler says where it is missing.
+
+    Attributes
+    ----------
+    contents : dict
+        What is handed to the compiler.
+    known : bool
+        Whether they are all that the code depends on. Names that a macro makes are not known before
+        the compiler asks for them, and may be absolute; neither is the time of day.
     """
-    found: dict[str, Path] = {}
-    contents: dict[str, bytes] = {}
-    waiting = [(source.text, source.folder, source.name)]
-    while waiting:
-        text, folder, includer = waiting.pop()
-        for quoted, name in _includes(text):
-            beside = [folder] if quoted and folder is not None else []
-            header = _find(name, beside, include_dirs)
-            if header is None:
-                continue
-            if name not in found:
-                found[name] = header
-                contents[name] = _read(header)
-                waiting.append((contents[name], header.parent, str(header)))
-            elif found[name] != header:
-                raise CompileError(
-                    f'#include "{name}" means {found[name]} in one file, {header} in {includer}: '
-                    "name headers from the include folder"
-                )
-    return contents
 
+    def __init__(self, source: Source, include_dirs: Sequence[Path]) -> None:
+        self.contents: dict[str, bytes] = {}
+        self.known = True
+        self._include_dirs = include_dirs
+        self._found: dict[str, Path] = {}
+        self._source = source
+        self._read_all(source.text, source.folder, source.name)
 
-def _includes(text: bytes) -> Iterator[tuple[bool, str]]:
-    for match in _INCLUDE.finditer(text):
-        yield match[1] == b'"', match[2].decode()
+    def include(self, name: str, beside: Path | None, includer: str = "") -> bool:
+        """Add a header and all that it includes; False where it is not found, or there already."""
+        header = _find(name, [] if beside is None else [beside], self._include_dirs)
+        known = self._found.get(name)
+        if header is None or header == known:
+            return False
+        if known is not None:
+            raise CompileError(
+                f'#include "{name}" means {known} in one file, {header} in {includer}: '
+                "name headers from the include folder"
+            )
+        self._found[name] = header
+        self.contents[name] = _read(header)
+        self._read_all(self.contents[name], header.parent, str(header))
+        return True
+
+    def include_in(self, includer: str, name: str) -> bool:
+        """Add a header that a file includes, which is named as in the compiler's messages."""
+        header = self._found.get(includer)
+        return self.include(name, self._source.folder if header is None else header.parent)
+
+    def _read_all(self, text: bytes, folder: Path | None, includer: str) -> None:
+        joined = _JOINED.sub(b"", text)
+        for match in (*_INCLUDE.finditer(joined), *_HAS_INCLUDE.finditer(joined)):
+            name = match["quoted"] or match["angled"]
+            if name is not None:
+                self.include(name.decode(), folder if match["quoted"] else None, includer)
+            elif not _ASKS_FOR_IT.search(joined, max(0, match.start() - 16), match.start()):
+                self.known = False
+        if _CLOCK.search(joined):
+            self.known = False
 
 
 def _find(name: str, beside: Sequence[Path], include_dirs: Sequence[Path]) -> Path | None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -515,6 +516,20 @@ def nvrtc_version() -> tuple[int, int]:
     """Return the version of the run-time compiler, as (major, minor)."""
     major, minor = _nvrtc_call("nvrtcVersion")
     return int(major), int(minor)
+
+
+@functools.cache
+def nvrtc_identity() -> str:
+    """Tell one build of the run-time compiler from another: version, and its libraries' files."""
+    major, minor = nvrtc_version()
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    loaded = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/libnvrtc.so" in line}
+    files = []
+    folders = {Path(line).parent for line in loaded}
+    for path in sorted(file for folder in folders for file in folder.glob("libnvrtc*")):
+        status = path.stat()
+        files.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
+    return f"{major}.{minor} {files}"
 
 
 def nvrtc_architectures() -> tuple[int, ...]:

@@ -1,26 +1,29 @@
 """Device source to code for the CPU device: g++ or clang++, with the flags of the built-in kernels.
 
-Compiles twice: quickly, to learn which kernels the text defines, then with optimization and an
-entry for each kernel (`entry.cuh`), by which threads of the device run it. What comes out is a
-shared library as bytes, kept in the same cache as cubins.
+The text is preprocessed first, each time, by the compiler itself: what comes out is what is found
+in the cache by its content, and what is compiled, so no header, macro or variable of the
+environment can change without a new compilation. Then it is compiled twice: quickly, to learn
+which kernels it defines, then with optimization and an entry for each kernel (`entry.cuh`), by
+which threads of the device run it. The result is a shared library as bytes, kept in the same cache
+as cubins.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashwarp._jit import compiler, elf, spelling
-from flashwarp._jit.artifact_cache import ArtifactCache, Entry
+from flashwarp._jit import elf, spelling
+from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
 from flashwarp._jit.compiler import INCLUDE_DIR, Source
+from flashwarp._jit.private_folder import build_folder
 from flashwarp.errors import CompileError
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -45,7 +48,32 @@ _DEBUGGED = ("-O1", "-g", "-DFW_DEBUG=1")
 
 _KERNEL_SECTION = "fw_kernels"
 # Bumped when a library of the same inputs has to be built again.
-_KEY_VERSION = "1"
+_KEY_VERSION = "2"
+
+# Read by the linker alone; the preprocessed text and the commands tell all other variables.
+_LINKER_VARIABLES = ("LIBRARY_PATH", "LD_RUN_PATH")
+
+# Options of the preprocessor alone; each takes the next word where none is joined to it.
+_PREPROCESSOR_WORDS = (
+    "-D",
+    "-U",
+    "-I",
+    "-include",
+    "-imacros",
+    "-iquote",
+    "-isystem",
+    "-idirafter",
+)
+# Options of the compiler that make it read nothing. With any other, such as a plugin, a profile or
+# a library, what is read is not known, and the code is not kept.
+_READS_NOTHING = re.compile(
+    r"-(?:[Ogw]|std=|pedantic|pthread$|nostdinc|m(?!llvm)|W(?![alp],)"
+    r"|f(?!lto|modules|profile|branch-prob|auto-prof)[A-Za-z0-9-]+$"
+    r"|f(?:visibility|fp-contract|fp-model|tls-model|sanitize|abi-version|cf-protection"
+    r"|inline-limit|template-depth|constexpr-[a-z-]+|diagnostics-[a-z-]+|[a-z]+-prefix-map)=)"
+)
+# Assembly that reads a file.
+_READING_DIRECTIVE = re.compile(rb"\.(?:incbin|include)\b")
 
 
 @dataclass(frozen=True)
@@ -114,35 +142,55 @@ def compile_host(
     Returns
     -------
     HostArtifact
-        Blocks for some seconds when it has to compile.
+        Blocks for some seconds when it has to compile, and else for the preprocessor's tenth of a
+        second.
     """
     cache = ArtifactCache() if cache is None else cache
     command = find_compiler()
     flags = (*_FLAGS, *_machine_flags(), *(_DEBUGGED if debug else _OPTIMIZED), *options)
-    headers = compiler.own_headers(source, include_dirs)
-    # The entries' own headers, too: the user's text may include less of ours.
-    headers |= compiler.own_headers(_ENTRIES, include_dirs)
-    key = compiler.source_key(source, headers, (_KEY_VERSION, _identity(command), *flags))
-
-    entry = cache.load(key)
-    from_cache = entry is not None
-    if entry is None:
-        entry = _Build(source, command, flags, include_dirs).run()
-        cache.publish(key, entry)
+    with build_folder() as folder:
+        build = _Build(source, command, flags, include_dirs, folder)
+        text, said = build.preprocess()
+        key = content_key(_KEY_VERSION.encode(), build.identity(), text)
+        kept = all(map(_READS_NOTHING.match, build.compiler_options))
+        entry = cache.load(key) if kept else None
+        from_cache = entry is not None
+        if entry is None:
+            entry, reads_more = build.run(text, said)
+            if kept and not reads_more:
+                cache.publish(key, entry)
+            else:
+                key = content_key(key.encode(), entry.cubin)
     return HostArtifact(key, entry.cubin, entry.log, from_cache)
 
 
-_ENTRIES = Source("entries", b'#include "flashwarp/entry.cuh"\n')
+def _programs(command: Sequence[str]) -> Sequence[str]:
+    """Return what comes before the options in a command such as `ccache g++ -DX`."""
+    count = next((i for i, word in enumerate(command) if word.startswith("-")), len(command))
+    return command[:count]
+
+
+def _without_preprocessor(options: Iterable[str]) -> Iterator[str]:
+    """Return the options that remain for text that has been preprocessed."""
+    words = iter(options)
+    for word in words:
+        if word in _PREPROCESSOR_WORDS:
+            next(words, None)
+        elif not word.startswith(_PREPROCESSOR_WORDS):
+            yield word
 
 
 def _machine_flags() -> tuple[str, ...]:
     return ("-march=x86-64-v2",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
-@functools.cache
-def _identity(command: tuple[str, ...]) -> str:
-    """What the compiler calls itself: another version may make other code."""
-    return _call([*command, "--version"], Path("/")).stdout + platform.machine()
+def _program_identity(word: str) -> str:
+    """Tell one program from another under its name, such as a compiler from its next version."""
+    path = shutil.which(word)
+    if path is None:
+        return word
+    status = Path(path).stat()
+    return f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns}"
 
 
 class _Build:
@@ -154,50 +202,109 @@ class _Build:
         command: Sequence[str],
         flags: Sequence[str],
         include_dirs: Sequence[Path],
+        folder: Path,
     ) -> None:
         self._source = source
+        self._folder = folder
+        self._programs = _programs(command)
         beside = [] if source.folder is None else ["-iquote", str(source.folder.absolute())]
-        includes = [f"-I{folder.absolute()}" for folder in include_dirs]
-        self._command = [*command, "-x", "c++", *flags, *beside, *includes]
+        includes = [f"-I{each.absolute()}" for each in include_dirs]
+        options = (*command[len(self._programs) :], *flags)
+        self._preprocessor = [*self._programs, *options, *beside, *includes]
+        self.compiler_options = tuple(_without_preprocessor(options))
+        self._compiler = [*self._programs, *self.compiler_options]
+        # No other user may exchange the compiler's own temporary files either.
+        self._environment = {**os.environ, "TMPDIR": str(folder)}
 
-    def run(self) -> Entry:
-        with tempfile.TemporaryDirectory(prefix="flashwarp-") as folder:
-            self._folder = Path(folder)
-            self._compile(b"", "kernels.o", "-O0", "-c")
-            symbols = elf.functions((self._folder / "kernels.o").read_bytes(), _KERNEL_SECTION)
-            entries = _entries([(_kernel_name(symbol), symbol) for symbol in symbols])
-            log = self._compile(entries, "program.so", "-shared")
-            return Entry((self._folder / "program.so").read_bytes(), log)
-
-    def _compile(self, appended: bytes, output: str, *flags: str) -> str:
-        # Messages name the user's own file and lines.
+    def preprocess(self) -> tuple[bytes, str]:
+        """Return the text with everything in it that is included, and what the compiler said."""
+        # Messages name the user's own file and lines. The entries' headers come too: the user's
+        # text may include less of ours. Two line ends: the text may end in a backslash.
         name = self._source.name.replace("\\", "\\\\").replace('"', '\\"')
-        text = b'#line 1 "%b"\n%b\n%b' % (name.encode(), self._source.text, appended)
-        (self._folder / "program.cpp").write_bytes(text)
-        result = _call([*self._command, *flags, "-o", output, "program.cpp"], self._folder)
-        log = (result.stdout + result.stderr).strip()
+        text = b'#line 1 "%b"\n%b\n\n#line 1 "flashwarp/entries"\n#include "flashwarp/entry.cuh"\n'
+        command = [*self._preprocessor, "-x", "c++", "-E", "-"]
+        result = self._call(command, text % (name.encode(), self._source.text))
+        said = self._checked(result)
+        return self._without_folder(result.stdout), said
+
+    def identity(self) -> bytes:
+        """Name the compiler and what it is told: `-###` shows the command that it would run.
+
+        There the driver has put its defaults, what the environment changes, and the processor that
+        -march=native stands for.
+        """
+        command = [*self._compiler, "-###", *_AS_IT_IS, "-S", "-o", "program.s", "program.ii"]
+        # The language of messages is not part of the code.
+        said = self._call(command, LC_ALL="C").stderr
+        parts = [
+            platform.machine(),
+            *map(_program_identity, self._programs),
+            # The compiler proper, which programs such as ccache may hide.
+            *map(_program_identity, sorted(set(_PROGRAM.findall(said.decode(errors="replace"))))),
+            *(f"{name}={os.environ.get(name, '')}" for name in _LINKER_VARIABLES),
+        ]
+        return "\0".join(parts).encode() + self._without_folder(said)
+
+    def run(self, text: bytes, said: str) -> tuple[Entry, bool]:
+        """Compile; returns the library, and whether its assembly reads files of its own."""
+        self._write("program.ii", text)
+        self._compile("-O0", "-c", "-o", "kernels.o")
+        symbols = elf.functions(self._read("kernels.o"), _KERNEL_SECTION)
+        entries = _entries([(_kernel_name(symbol), symbol) for symbol in symbols])
+        self._write("program.ii", text + entries)
+        log = self._compile("-S", "-o", "program.s")
+        self._checked(self._call([*self._compiler, "-shared", "-o", "program.so", "program.s"]))
+        reads_more = _READING_DIRECTIVE.search(self._read("program.s")) is not None
+        return Entry(self._read("program.so"), "\n".join(filter(None, (said, log)))), reads_more
+
+    def _compile(self, *how: str) -> str:
+        return self._checked(self._call([*self._compiler, *_AS_IT_IS, *how, "program.ii"]))
+
+    def _read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def _write(self, name: str, text: bytes) -> None:
+        try:
+            (self._folder / name).write_bytes(text)
+        except OSError as error:
+            raise CompileError(f"{self._folder / name} cannot be written: {error}") from error
+
+    def _without_folder(self, text: bytes) -> bytes:
+        # Its name is another one each time.
+        return text.replace(os.fsencode(self._folder), b".")
+
+    def _call(
+        self, command: Sequence[str], text: bytes = b"", **environment: str
+    ) -> subprocess.CompletedProcess[bytes]:
+        try:
+            return subprocess.run(
+                command,
+                cwd=self._folder,
+                env={**self._environment, **environment},
+                input=text,
+                capture_output=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileError(f"running {command[0]}: {error}") from error
+
+    def _checked(self, result: subprocess.CompletedProcess[bytes]) -> str:
+        """Return what the compiler said; raises CompileError where it failed."""
+        log = result.stderr.decode(errors="replace").strip()
         if result.returncode != 0:
             raise CompileError(
                 f"{self._source.name} does not compile for the CPU device "
-                f"({Path(self._command[0]).name}):\n{log}",
+                f"({Path(self._programs[0]).name}):\n{log}",
                 log,
             )
         return log
 
 
-def _call(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"running {command[0]}: {error}") from error
+# The language of the compiler's input, once preprocessed.
+_AS_IT_IS = ("-x", "c++-cpp-output")
+# A line of `-###` that runs something, by its whole path.
+_PROGRAM = re.compile(r'^ "?(/[^\s"]+)', re.MULTILINE)
 
 
 def _kernel_name(symbol: str) -> str:
@@ -213,8 +320,7 @@ def _entries(kernels: list[tuple[str, str]]) -> bytes:
             raise CompileError(f"two kernels are named {name}: rename one")
     rows = "".join(f'    fw::make_entry<&::{name}>("{symbol}"),\n' for name, symbol in kernels)
     return (
-        '#line 1 "flashwarp/entries"\n'
-        '#include "flashwarp/entry.cuh"\n'
+        '\n# 1 "flashwarp/entries"\n'
         f"static constexpr fw::entry fw_entry_list[] = {{\n{rows}    {{}}}};\n"
         'extern "C" __attribute__((visibility("default"))) const fw::entry_table fw_entries = '
         f"{{fw_entry_list, {len(kernels)}}};\n"

@@ -34,6 +34,7 @@ from rich.table import Table
 
 import flashwarp
 from flashwarp._jit import driver
+from flashwarp._jit.artifact_cache import ArtifactCache
 from flashwarp.device import CudaDevice
 from flashwarp.errors import FlashwarpError
 
@@ -133,6 +134,7 @@ def examine(path: Path) -> Iterator[tuple[str, Finding | None]]:
         ("CPU device", lambda: _check_rows("cpu", directory)),
         ("GPU", lambda: _check_gpu(directory)),
         ("run-time compiler", _check_nvrtc),
+        ("compiled code", _check_compiled_code),
         ("locked memory", _check_locked_memory),
         ("pinned memory", _check_pinned_memory),
         ("host-GPU link", _check_link),
@@ -286,6 +288,17 @@ def _check_nvrtc() -> Finding:
         return Finding(name, "missing", str(error), "only kernels on a GPU need it")
     detail = f"NVRTC {major}.{minor}, for sm_{architectures[0]} to sm_{architectures[-1]}"
     return Finding(name, "ok", detail, values={"architectures": list(architectures)})
+
+
+def _check_compiled_code() -> Finding:
+    name = "compiled code"
+    state = ArtifactCache().state()
+    values = {"folder": str(state.folder or ""), "used": state.used}
+    if state.used:
+        return Finding(name, "ok", f"kept in {state.folder}", values=values)
+    where = f"{state.folder} is not used: " if state.folder else ""
+    detail = f"kept in memory, for one process: {where}{state.why_not}"
+    return Finding(name, "limited", detail, state.advice, values)
 
 
 def _has_gpu() -> bool:

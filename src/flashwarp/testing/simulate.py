@@ -7,9 +7,11 @@ in the cache folder, under a key of everything that went into it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -20,10 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashwarp._jit import private_folder
 from flashwarp._jit.artifact_cache import content_key, default_directory
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import POLICIES
 from flashwarp.testing.mutants import MUTANTS, Mutant
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Simulation", "simulate"]
 
@@ -324,12 +329,26 @@ def _native_folder() -> Path:
 
 
 def _directory() -> Path:
-    directory = default_directory().parent / "simulator"
+    """Where built simulators are kept, which are run later: never where others may write."""
     chosen = os.environ.get("FLASHWARP_CACHE_DIR")
-    if chosen:
-        directory = Path(chosen) / "simulator"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return directory
+    default = default_directory()
+    parent = Path(chosen) if chosen else default and default.parent
+    if parent is None:
+        return _process_folder("there is no home folder")
+    directory = parent.absolute() / "simulator"
+    try:
+        with private_folder.opened(directory, create=True):
+            return directory
+    except (OSError, private_folder.UnsafeFolderError) as error:
+        return _process_folder(f"the folder {directory} is not used: {error}")
+
+
+@functools.cache
+def _process_folder(why: str) -> Path:
+    _log.warning("simulators are built for this process only: %s", why)
+    folder = tempfile.mkdtemp(prefix="flashwarp-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _text(path: Path) -> str:

@@ -21,6 +21,9 @@ class Hardware {
  public:
   Hardware(Run& run, const Shape& shape) : run_(run), shape_(shape) {
     const uint64_t ways = uint64_t(shape.sets) * shape.ways;
+    // Before the tags, where the geometry has them.
+    constexpr uint64_t kHead = cache::kPolicyWordsAlignment / sizeof(uint64_t);
+    uint64_t* refusals = allocate<uint64_t>(kHead, "policy_refusals", Sharing::kAtomic);
     Region tags = {"tags", nullptr, ways * 8};
     tags.describe = &describe_tag;
     tags.check = &check_tag;
@@ -42,6 +45,9 @@ class Hardware {
     cache_.page_bytes = 2 << 20;
     if (words != nullptr && words != cache::policy_word(cache_.shape, 0)) {
       throw Failure("the policy's words are not where the geometry has them\n");
+    }
+    if (refusals + kHead - 1 != cache::policy_refusals(cache_.shape)) {
+      throw Failure("the policy's refusals are not where the geometry has them\n");
     }
     attach_tier();
     uint64_t begin = 0;

@@ -11,13 +11,21 @@ namespace fw::simulator {
 
 struct hostile_policy {
   static constexpr bool kKeepsWords = true;
+  // Names a way when it is cut to 32 bits.
+  static constexpr uint64_t kFar = uint64_t(1) << 40;
 
   static void on_hit(const cache::geometry& g, uint64_t way, uint64_t seen) {
     atomic::store_relaxed(cache::policy_word(g, way), uint32_t(seen));
+    const cache::hit_view all = {g};
+    all.set_word(way + g.set_count * g.ways, ~0u, all.word(kFar));
+    all.mark(kFar + way);
   }
   static void on_fill(cache::set_view& s, uint32_t way) {
     s.hand = ~s.hand;
     s.next = way;
+    // Ways of other sets, and of none.
+    s.set_word(s.ways() + way, ~0u, s.word(kFar));
+    s.clear_mark(s.ways() + s.line_at(kFar));
   }
   static uint32_t choose_victim(cache::set_view& s) {
     // Its state is what it is given, so that a seed gives the same run again.

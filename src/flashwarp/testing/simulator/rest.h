@@ -107,8 +107,9 @@ inline void check(const Hardware& hardware) {
   for (uint64_t set = 0; set < c.shape.set_count; ++set) {
     require((c.set_control[set] & cache::kSetLocked) == 0, "a set is locked");
   }
-  require(c.refusals == 0 || std::is_same_v<policy, hostile_policy>,
-          "a policy chose a line that it may not have");
+  const bool refused = c.refusals != 0 || *cache::policy_refusals(c.shape) != 0;
+  require(!refused || std::is_same_v<policy, hostile_policy>,
+          "a policy asked for a line or a way that it may not have");
   for (uint32_t v = 0; v < hardware.shape().volumes; ++v) {
     const cache::volume& volume = hardware.volume(v);
     if (!hardware.faulty()) require(volume.errors->count == 0, "an error record without a fault");

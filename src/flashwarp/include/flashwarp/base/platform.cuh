@@ -94,6 +94,10 @@ typedef unsigned long long uintptr_t;
 #if !defined(FW_POLICY)
 #define FW_POLICY ::fw::cache::clock_policy
 #endif
+// Whether a cache has the words that a policy of the user's own may ask for.
+#if !defined(FW_POLICY_WORDS)
+#define FW_POLICY_WORDS 1
+#endif
 
 // ThreadSanitizer needs every racy access to be an atomic operation; see base/atomic.cuh.
 #if defined(__SANITIZE_THREAD__)

@@ -47,4 +47,8 @@ FW_HOST_DEVICE uint32_t* policy_word(const geometry& g, uint64_t way_index) {
   return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(g.tags) + distance) + way_index;
 }
 
+// How often a policy asked for what is not there, which a hit has to note too: the 64 bits before
+// the tags, in front of which they are aligned like the policy's words.
+FW_HOST_DEVICE uint64_t* policy_refusals(const geometry& g) { return g.tags - 1; }
+
 }  // namespace fw::cache

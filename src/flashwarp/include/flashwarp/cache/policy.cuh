@@ -13,6 +13,10 @@
 // policy answers can break the cache: the fill takes a way only if it is a candidate, by a
 // compare-and-swap that looks again. Any other answer is refused, counted, and replaced by the
 // lowest candidate. Whatever a policy keeps is a hint: concurrent hits may overwrite each other.
+//
+// A policy of the user's own reaches memory by `set_view` and `hit_view`, which check each way in
+// every build: a way that is not there reads as 0, is not stored to, and is counted. Our own
+// policies skip the check in hits, where the way is the one that the probe has found.
 #pragma once
 
 #include "flashwarp/cache/geometry.cuh"
@@ -22,42 +26,107 @@ namespace fw::cache {
 
 inline constexpr uint32_t kNoWay = ~uint32_t(0);
 
+// The bits of a set that are the policy's own.
+inline constexpr uint32_t kHandBits = ~(1u << 31);
+
+// The most rounds that all loops of a policy written in Python make in one call. Loops over all
+// ways, three deep, make 4368 in a set of 16.
+inline constexpr uint32_t kPolicySteps = 1u << 14;
+
+// Counts a request of a policy for what is not there. Any thread.
+FW_DEVICE void refuse(const geometry& g) { atomic::add_relaxed(policy_refusals(g), uint64_t(1)); }
+
+namespace detail {
+
+// What the two views below do to way `i` of the cache, which is there.
+FW_DEVICE uint32_t load_word(const geometry& g, uint64_t i) {
+  return atomic::load_relaxed(policy_word(g, i));
+}
+FW_DEVICE bool change_word(const geometry& g, uint64_t i, uint32_t mask, uint32_t bits) {
+  uint32_t* at = policy_word(g, i);
+  const uint32_t seen = atomic::load_relaxed(at);
+  return atomic::cas_acq_rel(at, seen, (seen & ~mask) | bits);
+}
+
+}  // namespace detail
+
+// The cache as `on_hit` of a user's policy sees it. Ways count in the whole cache.
+struct hit_view {
+  const geometry& shape;
+
+  FW_DEVICE uint64_t ways() const { return shape.ways; }
+  FW_DEVICE uint32_t word(uint64_t way) const {
+    return has_word(way) ? detail::load_word(shape, way) : 0;
+  }
+  // One try: when it fails, another hit has stored.
+  FW_DEVICE void set_word(uint64_t way, uint32_t mask, uint32_t bits) const {
+    if (has_word(way)) detail::change_word(shape, way, mask, bits);
+  }
+  FW_DEVICE void mark(uint64_t way) const {
+    if (has_way(way)) atomic::or_relaxed(&shape.tags[way], tag::kReferenced);
+  }
+
+ private:
+  FW_DEVICE bool has_way(uint64_t way) const {
+    if (way < shape.set_count * shape.ways) return true;
+    refuse(shape);
+    return false;
+  }
+  FW_DEVICE bool has_word(uint64_t way) const {
+    if constexpr (FW_POLICY_WORDS == 0) way = ~uint64_t(0);
+    return has_way(way);
+  }
+};
+
 // A set as its policy sees it while a fill holds its lock. Bit w of a mask stands for way w.
 struct set_view {
   const geometry& shape;
-  uint64_t first;       // index of the set's first way in the cache
-  uint64_t line;        // that the fill brings
-  uint32_t resident;    // ways that hold a line, or get one
-  uint32_t candidates;  // ways that may be chosen: clean lines, or else dirty ones to be cleaned
-  uint32_t referenced;  // ways whose mark is set
-  uint32_t dirty;       // ways that could be chosen after a write-back
-  uint32_t hand;        // 31 bits of the set that are the policy's own; 0 at first
+  const uint64_t first;  // index of the set's first way in the cache
+  const uint64_t line;   // that the fill brings
+  uint32_t resident;     // ways that hold a line, or get one
+  uint32_t candidates;   // ways that may be chosen: clean lines, or else dirty ones to be cleaned
+  uint32_t referenced;   // ways whose mark is set
+  uint32_t dirty;        // ways that could be chosen after a write-back
+  uint32_t hand;         // 31 bits of the set that are the policy's own; 0 at first
   // choose_victim may name the way that it expects to choose after this one. If that is dirty, its
   // write-back starts now, so that the next fill need not wait for it.
   uint32_t next;
-  bool prefetched;  // the fill is ahead of its use: the first hit is that use
+  const bool prefetched;  // the fill is ahead of its use: the first hit is that use
 
   FW_DEVICE uint32_t ways() const { return shape.ways; }
-  FW_DEVICE static bool has(uint32_t mask, uint32_t way) { return (mask >> way) & 1; }
+  FW_DEVICE static bool has(uint32_t mask, uint64_t way) {
+    return way < 32 && ((mask >> way) & 1) != 0;
+  }
 
-  FW_DEVICE uint32_t word(uint32_t way) const {
-    return atomic::load_relaxed(policy_word(shape, first + way));
+  FW_DEVICE uint32_t word(uint64_t way) const {
+    return has_word(way) ? detail::load_word(shape, first + way) : 0;
   }
   // Replaces the bits of `mask`. Hits may change other bits meanwhile: each failure is one of them.
-  FW_DEVICE void set_word(uint32_t way, uint32_t mask, uint32_t bits) const {
-    uint32_t* at = policy_word(shape, first + way);
-    uint32_t seen = atomic::load_relaxed(at);
-    while (!atomic::cas_acq_rel(at, seen, (seen & ~mask) | bits)) seen = atomic::load_relaxed(at);
+  FW_DEVICE void set_word(uint64_t way, uint32_t mask, uint32_t bits) const {
+    if (!has_word(way)) return;
+    while (!detail::change_word(shape, first + way, mask, bits)) {
+    }
   }
-  FW_DEVICE uint64_t line_at(uint32_t way) const {
-    return tag::line_of(atomic::load_relaxed(&shape.tags[first + way]));
+  FW_DEVICE uint64_t line_at(uint64_t way) const {
+    return has_way(way) ? tag::line_of(atomic::load_relaxed(&shape.tags[first + way])) : 0;
   }
   // Takes the mark of a hit away, as the clock hand does when it passes.
-  FW_DEVICE void clear_mark(uint32_t way) {
+  FW_DEVICE void clear_mark(uint64_t way) {
+    if (!has_way(way)) return;
     referenced &= ~(1u << way);
     update(
         &shape.tags[first + way], [](uint64_t w) { return (w & tag::kReferenced) != 0; },
         [](uint64_t w) { return w & ~tag::kReferenced; });
+  }
+
+  FW_DEVICE bool has_way(uint64_t way) const {
+    if (way < shape.ways) return true;
+    refuse(shape);
+    return false;
+  }
+  FW_DEVICE bool has_word(uint64_t way) const {
+    if constexpr (FW_POLICY_WORDS == 0) way = ~uint64_t(0);
+    return has_way(way);
   }
 };
 
