@@ -621,6 +621,36 @@ MUTANTS = {
             4,
         ),
         Mutant(
+            "queue-asked-again",
+            _MOVE,
+            "    const nvme::queue_pair& q = queue_on(v, f.seat, n);\n",
+            "    const nvme::queue_pair& q =\n"
+            "        queue_on(v, warp::index() + base::spread_index(), n);\n",
+            "a warp that has gone on elsewhere looks its ticket up in another ring",
+            "stripe",
+        ),
+        Mutant(
+            "seat-by-lane",
+            _SPREAD,
+            "  return warp::broadcast(mask, warp::index() + base::spread_index(), "
+            "base::lowest_bit(mask));\n",
+            "  return (void)mask, warp::index() + base::spread_index();\n",
+            "lanes that have asked at different times submit to different rings as one",
+            "elements",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "help-by-lane",
+            _MOVE,
+            "  queue = warp::broadcast(mask, queue, leader);\n",
+            "  queue = reinterpret_cast<uint64_t>(&queue_to_help(c, v, step));\n",
+            "lanes that have asked at different times help different rings as one",
+            "elements",
+            "sc",
+            4,
+        ),
+        Mutant(
             "window-keeps-slots",
             "flashwarp/kernels/drives.cuh",
             "      while (outstanding_ != 0) {\n",

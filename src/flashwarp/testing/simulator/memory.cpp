@@ -563,6 +563,8 @@ uint32_t active(site at) {
   return scheduler.converge(call ^ uintptr_t(depth) << 48, at);
 }
 
+uint32_t spread_index() { return running() ? scheduler.spread_index() : here->spread; }
+
 uint64_t clock_ns() { return scheduler.clock_ns(); }
 
 void pause(uint32_t ns) {

@@ -106,11 +106,14 @@ struct transfer {
 };
 
 // The queue pair that helps at `step` of a wait: every other time one to which this warp submits,
-// where what it waits for most likely is; else those of the volume and of all volumes in turn.
+// where what it waits for most likely is; else those of the volume and of all volumes in turn. One
+// lane chooses for all.
 FW_DEVICE nvme::queue_pair& queue_to_help(page_cache& c, volume& v, uint32_t step) {
   const uint32_t turn = step >> 1;
   if ((step & 1) == 0) {
-    return v.spread == kOneNamespace ? queue_of(v) : queue_on(v, turn % v.namespace_count);
+    const uint32_t seat = warp::index() + base::spread_index();
+    return v.spread == kOneNamespace ? queue_of(v, seat)
+                                     : queue_on(v, seat, turn % v.namespace_count);
   }
   volume* target = &v;
   uint32_t queue = warp::index() + (turn >> 1);
@@ -132,7 +135,11 @@ FW_DEVICE nvme::queue_pair& queue_to_help(page_cache& c, volume& v, uint32_t ste
 // be in flight for another volume on the cache, on behalf of a kernel that has ended.
 FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
   line_finisher finisher{c};
-  nvme::help(queue_to_help(c, v, step), mask, finisher);
+  const uint32_t leader = base::lowest_bit(mask);
+  uint64_t queue = 0;
+  if (warp::lane() == leader) queue = reinterpret_cast<uint64_t>(&queue_to_help(c, v, step));
+  queue = warp::broadcast(mask, queue, leader);
+  nvme::help(*reinterpret_cast<nvme::queue_pair*>(queue), mask, finisher);
 }
 
 // Where the device finds (or leaves) the data of a command: the command's PRP1.
@@ -234,8 +241,10 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   return true;
 }
 
-// What a lane has in flight: the namespaces, as bits, and its ticket on each.
+// What a lane has in flight: the namespaces, as bits, and its ticket on each. The seat, which is
+// the same for all lanes, says in which rings.
 struct flights {
+  uint32_t seat;
   uint32_t on;
   uint32_t tickets[kNamespacesMax];
 };
@@ -251,7 +260,7 @@ FW_DEVICE_NOINLINE uint32_t submit_spread(page_cache& c, volume& v, uint32_t mas
   for (uint32_t n = 0; n < v.namespace_count; n++) {
     const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
     if (members == 0) continue;
-    nvme::queue_pair& q = queue_on(v, n);
+    nvme::queue_pair& q = queue_on(v, f.seat, n);
     const uint32_t batch = first_batch(q, members);
     const bool mine = (batch >> warp::lane()) & 1;
     if (mine) targets &= ~(1u << n);
@@ -271,7 +280,7 @@ FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
   uint32_t done = 0;
   for (uint32_t rest = f.on; rest != 0; rest &= rest - 1) {
     const uint32_t n = base::lowest_bit(rest);
-    const nvme::queue_pair& q = queue_on(v, n);
+    const nvme::queue_pair& q = queue_on(v, f.seat, n);
     // Acquire: pairs with the drainer's release, behind which the controller's data lies.
     const uint64_t word = atomic::load_acquire(&q.slots[nvme::entry_of(q, f.tickets[n])]);
     if (nvme::slot::phase_of(word) == nvme::slot::kDone) done |= 1u << n;
@@ -316,7 +325,7 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t 
       const bool mine = (f.on >> n) & 1;
       const uint32_t batch = warp::ballot(mask, mine);
       if (batch == 0) continue;
-      nvme::queue_pair& q = queue_on(v, n);
+      nvme::queue_pair& q = queue_on(v, f.seat, n);
       if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {
         const bool dead = warp::any(mask, late || atomic::load_relaxed(&q.failed) != 0);
         if (!dead) {
@@ -338,11 +347,12 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t 
 
 // One command for each namespace in the lane's `targets`: submitted to all before any is waited
 // for. Returns the worst status of the lane's commands.
-FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t mask, uint32_t targets,
+FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t seat, uint32_t mask, uint32_t targets,
                            uint8_t opcode, const transfer& t) {
   uint32_t status = nvme::kSuccess;
   while (warp::any(mask, targets != 0)) {
     flights f;
+    f.seat = seat;
     status = worse_of(status, submit_spread(c, v, mask, targets, opcode, t, f));
     status = worse_of(status, wait_for_flights(c, v, mask, opcode, t, f));
   }
@@ -352,18 +362,19 @@ FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t mask, uint32_t tar
 // `move_lines` for a volume of several namespaces. A read that fails on one replica asks the next.
 FW_DEVICE_NOINLINE uint32_t move_lines_spread(page_cache& c, volume& v, uint32_t mask,
                                               uint32_t members, uint8_t opcode, const transfer& t) {
+  const uint32_t seat = take_seat(mask);
   uint32_t status = nvme::kSuccess;
   uint32_t tried = 0;
   while (members != 0) {
     const bool mine = (members >> warp::lane()) & 1;
-    const uint32_t targets = mine ? targets_of(v, opcode, t.line, tried) : 0;
-    const uint32_t got = move_to(c, v, mask, targets, opcode, t);
+    const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, tried) : 0;
+    const uint32_t got = move_to(c, v, seat, mask, targets, opcode, t);
     if (mine) status = got;
     tried |= targets;
     // On the direct path a command that has not come back may still write the frame.
     const bool lost = got == nvme::kTimedOut && v.path == nvme::kDirect;
     const bool again =
-        mine && got != nvme::kSuccess && !lost && targets_of(v, opcode, t.line, tried) != 0;
+        mine && got != nvme::kSuccess && !lost && targets_of(v, seat, opcode, t.line, tried) != 0;
     members = warp::ballot(mask, again);
   }
   return status;
@@ -373,7 +384,7 @@ FW_DEVICE_NOINLINE uint32_t move_lines_spread(page_cache& c, volume& v, uint32_t
 FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, uint32_t members,
                                        uint8_t opcode, const transfer& t) {
   if (v.spread != kOneNamespace) return move_lines_spread(c, v, mask, members, opcode, t);
-  nvme::queue_pair& q = queue_of(v);
+  nvme::queue_pair& q = queue_of(v, take_seat(mask));
   line_finisher finisher{c};
   uint32_t status = 0;
   while (members != 0) {
@@ -425,11 +436,12 @@ FW_DEVICE void move_detached_on(page_cache& c, volume& v, nvme::queue_pair& q, u
 FW_DEVICE_NOINLINE void move_detached_spread(page_cache& c, volume& v, uint32_t mask,
                                              uint32_t members, uint8_t opcode, const transfer& t) {
   const bool mine = (members >> warp::lane()) & 1;
-  const uint32_t targets = mine ? targets_of(v, opcode, t.line, 0) : 0;
+  const uint32_t seat = take_seat(mask);
+  const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, 0) : 0;
   if (mine && opcode == nvme::kWrite) begin_replicas(v, t.way);
   for (uint32_t n = 0; n < v.namespace_count; n++) {
     const uint32_t on = warp::ballot(mask, ((targets >> n) & 1) != 0);
-    if (on != 0) move_detached_on(c, v, queue_on(v, n), mask, on, opcode, t);
+    if (on != 0) move_detached_on(c, v, queue_on(v, seat, n), mask, on, opcode, t);
   }
 }
 
@@ -437,7 +449,7 @@ FW_DEVICE_NOINLINE void move_detached_spread(page_cache& c, volume& v, uint32_t 
 FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t mask,
                                             uint32_t members, uint8_t opcode, const transfer& t) {
   if (v.spread != kOneNamespace) return move_detached_spread(c, v, mask, members, opcode, t);
-  move_detached_on(c, v, queue_of(v), mask, members, opcode, t);
+  move_detached_on(c, v, queue_of(v, take_seat(mask)), mask, members, opcode, t);
 }
 
 }  // namespace fw::cache
