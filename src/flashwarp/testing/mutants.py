@@ -651,6 +651,16 @@ MUTANTS = {
             4,
         ),
         Mutant(
+            "doorbell-before-loads",
+            _COMPLETE,
+            "    warp::sync(mask);\n    // The controller's data before",
+            "    // The controller's data before",
+            "the controller may overwrite a completion that a lane other than the leader still loads",
+            "queue",
+            "weak",
+            4,
+        ),
+        Mutant(
             "window-keeps-slots",
             "flashwarp/kernels/drives.cuh",
             "      while (outstanding_ != 0) {\n",

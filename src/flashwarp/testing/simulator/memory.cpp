@@ -254,10 +254,11 @@ void Memory::push(uint32_t fibre, Cell& cell, const Region& region, uint64_t val
 
 void Memory::check_load(uint32_t fibre, Cell& cell, const Region& region, bool plain, const void* p,
                         site at) {
-  if (region.sharing != Sharing::kChecked) return;
+  const bool checked = region.sharing == Sharing::kChecked;
+  if (!checked && !region.keeps_loads) return;
   const Message& newest = cell.messages[0];
   const bool ordered = clock(fibre)[newest.writer] >= newest.time;
-  if (!ordered && (plain || newest.plain)) {
+  if (checked && !ordered && (plain || newest.plain)) {
     report_race(p, plain ? "a plain load" : "a load", newest.writer, at, newest.at);
   }
   if (cell.loads == kNone) {
@@ -391,6 +392,19 @@ void Memory::settle_stores() { horizon_ = scheduler.accesses(); }
 void Memory::begin_transfer() {
   const Fibre& f = *scheduler.current();
   if (weak_ && f.is_host) transfer_[f.id] = snapshot(f.id);
+}
+
+void Memory::check_handed_over(const void* p, uint64_t bytes) {
+  if (!weak_) return;
+  const uint32_t fibre = scheduler.current()->id;
+  for (uint64_t at = offset(p); at < offset(p) + bytes; at += region_of(at).cell_bytes) {
+    uint64_t base = 0;
+    const Cell& cell = cell_of(at, region_of(at), base);
+    for (uint32_t f = 0; f < fibres_ && cell.loads != kNone; ++f) {
+      if (f == fibre || snapshot_knows(fence_system_[fibre], f, tables_[cell.loads + f])) continue;
+      report_race(arena_ + at, "handing over", f, {__FILE__, __LINE__}, {});
+    }
+  }
 }
 
 void Memory::synchronize(uint32_t first_fibre, uint32_t lanes) {

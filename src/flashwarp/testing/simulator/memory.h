@@ -54,7 +54,8 @@ struct Region {
   // Called at every change of a cell, with its index: invariants that hold at all times.
   void (*check)(void* owner, uint64_t index, uint64_t before, uint64_t after) = nullptr;
   void* owner = nullptr;
-  bool of_block = false;  // stands for a GPU's shared memory: base::scope_of
+  bool of_block = false;     // stands for a GPU's shared memory: base::scope_of
+  bool keeps_loads = false;  // for `check_handed_over`; kChecked ones are kept anyway
 };
 
 class Memory {
@@ -91,6 +92,9 @@ class Memory {
   void settle_stores();
   // A controller begins to move data.
   void begin_transfer();
+  // The running fibre tells a controller, by a relaxed store, that it may overwrite these bytes:
+  // every load of them so far must be before that, by a fence that the store carries. Weak mode.
+  void check_handed_over(const void* p, uint64_t bytes);
 
   // Happens-before between fibres, for oracles. Weak mode only.
   using Clock = const uint32_t*;
