@@ -26,6 +26,9 @@ __all__ = ["Attachment"]
 _FLUSH = 0x00
 _DROP_ALL = 2
 
+# Attachments whose queues a neighbour's kernel has not left: kept for the life of the process.
+_VISITED: list[Attachment] = []
+
 
 class Attachment:
     """A storage that is attached to a cache, and the launches and calls that go through it.
@@ -186,6 +189,13 @@ class Attachment:
                     self._wait_neighbours()
             except Exception as error:  # raised by the caller, after the release
                 failure = failure or error
+            try:
+                if not self._owns_cache and alive:
+                    self.cache.withdraw(self.volume, time_limit_s())
+            except DeviceError as error:
+                # A kernel of a neighbour is at our queues: nothing that it may touch is freed.
+                _VISITED.append(self)
+                return failure or error
             self.controller.close()
             if failure is not None and not self._owns_cache and alive:
                 self._forget_lines(failure)

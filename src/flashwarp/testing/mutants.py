@@ -47,6 +47,8 @@ _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
+_VISITS = "flashwarp/cache/visits.cuh"
+_WRITE = "flashwarp/cache/write_back.cuh"
 _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
@@ -551,10 +553,46 @@ MUTANTS = {
         Mutant(
             "own-volume-only",
             _MOVE,
-            "  if ((turn & 1) != 0) {\n",
-            "  if (false) {\n",
+            "  if ((step & 3) != 3) return v;\n",
+            "  return v;\n",
             "a frame that another array's queue fills is waited for in vain",
             "foreign",
+        ),
+        Mutant(
+            "visit-unannounced",
+            _MOVE,
+            "    if (ours || begin_visit(target)) {\n      if (!ours) visited = &target;\n",
+            "    if (ours || atomic::load_acquire(&target.attached) != 0) {\n",
+            "a neighbour frees its rings while a warp that waits helps them",
+            "neighbour_closes",
+        ),
+        Mutant(
+            "write-back-unannounced",
+            _WRITE,
+            "const bool visits = !same_array(*v, self);",
+            "const bool visits = false;",
+            "a neighbour frees its rings while a warp has just written its dirty line back",
+            "neighbour_closes",
+            strategy="random",
+        ),
+        Mutant(
+            "visit-looks-first",
+            _VISITS,
+            "  atomic::add_relaxed(&v.visitors, 1u);\n",
+            "  const bool there = atomic::load_acquire(&v.attached) != 0;\n"
+            "  atomic::add_relaxed(&v.visitors, 1u);\n"
+            "  if (there) return true;\n",
+            "the neighbour closes between the look and the announcement",
+            "neighbour_closes",
+        ),
+        Mutant(
+            "visit-without-fence",
+            _VISITS,
+            "  atomic::fence_sequential();\n",
+            "",
+            "the look overtakes the announcement: visitor and host miss each other",
+            "neighbour_closes",
+            "weak",
         ),
         Mutant(
             "arrays-mixed",
@@ -644,7 +682,7 @@ MUTANTS = {
             "help-by-lane",
             _MOVE,
             "  queue = warp::broadcast(mask, queue, leader);\n",
-            "  queue = reinterpret_cast<uint64_t>(&queue_to_help(c, v, step));\n",
+            "  queue = reinterpret_cast<uint64_t>(&queue_to_help(v, step));\n",
             "lanes that have asked at different times help different rings as one",
             "elements",
             "sc",
@@ -655,7 +693,7 @@ MUTANTS = {
             _COMPLETE,
             "    warp::sync(mask);\n    // The controller's data before",
             "    // The controller's data before",
-            "the controller may overwrite a completion that a lane other than the leader still loads",
+            "the controller may overwrite a completion that a lane beside the leader still loads",
             "queue",
             "weak",
             4,

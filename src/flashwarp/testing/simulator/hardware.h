@@ -136,6 +136,8 @@ class Hardware {
   struct Volume {
     cache::volume* entry = nullptr;
     std::vector<Namespace> namespaces;
+    uint32_t serving = 0;  // controllers that are at its queues
+    bool closed = false;
   };
 
   Run& run_;
@@ -175,6 +177,7 @@ class Hardware {
       attach_namespace(number, n, queues + n * shape_.queues);
       if (several) v.entry->spans[n] = {n * shape_.queues, shape_.queues};
     }
+    v.entry->attached = 1;
     v.entry->line_begin = line_begin;
     v.entry->line_count = shape_.lines;
     v.entry->bytes = storage_bytes();

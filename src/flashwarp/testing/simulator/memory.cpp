@@ -59,6 +59,7 @@ void Memory::begin(MemoryMode mode, uint64_t seed) {
   std::memset(arena_, 0, used_);
   used_ = 0;
   regions_.clear();
+  some_unmapped_ = false;
 }
 
 char* Memory::allocate(const Region& region) {
@@ -72,6 +73,16 @@ char* Memory::allocate(const Region& region) {
   regions_.back().base = base;
   used_ += bytes;
   return base;
+}
+
+void Memory::unmap(int volume) {
+  some_unmapped_ = true;
+  for (Region& region : regions_) region.is_unmapped |= region.volume == volume;
+}
+
+void Memory::check_mapped(const void* p, site at) const {
+  if (!some_unmapped_ || !contains(p) || !region_of(offset(p)).is_unmapped) return;
+  scheduler.fail("an access to freed memory: " + describe(p, 0) + " at " + place_of(at));
 }
 
 void Memory::begin_launch(uint32_t fibres) {
@@ -313,6 +324,7 @@ bool is_private(order o) { return o == order::kPlain; }
 }  // namespace
 
 uint64_t Memory::load(const void* p, uint32_t bytes, order o, scope s, site at) {
+  check_mapped(p, at);
   const bool inside = contains(p);
   if (!weak_ || (!inside && is_private(o))) return peek(p, bytes);
   const Region& region = inside ? region_of(offset(p)) : kOutside;
@@ -330,6 +342,7 @@ uint64_t Memory::load(const void* p, uint32_t bytes, order o, scope s, site at) 
 }
 
 void Memory::store(void* p, uint64_t value, uint32_t bytes, order o, scope s, site at) {
+  check_mapped(p, at);
   const bool inside = contains(p);
   if (weak_ && (inside || !is_private(o))) {
     const Region& region = inside ? region_of(offset(p)) : kOutside;
@@ -346,6 +359,7 @@ void Memory::store(void* p, uint64_t value, uint32_t bytes, order o, scope s, si
 
 template <typename Change>
 uint64_t Memory::modify(void* p, uint32_t bytes, order o, site at, Change change) {
+  check_mapped(p, at);
   const uint64_t before = peek(p, bytes);
   uint64_t after = before;
   const bool changes = change(before, after);

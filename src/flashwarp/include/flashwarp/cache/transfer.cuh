@@ -8,6 +8,7 @@
 #pragma once
 
 #include "flashwarp/cache/spread.cuh"
+#include "flashwarp/cache/visits.cuh"
 #include "flashwarp/nvme/prp.cuh"
 
 namespace fw::cache {
@@ -105,30 +106,29 @@ struct transfer {
   uint64_t way;   // the frame
 };
 
-// The queue pair that helps at `step` of a wait: every other time one to which this warp submits,
-// where what it waits for most likely is; else those of the volume and of all volumes in turn. One
-// lane chooses for all.
-FW_DEVICE nvme::queue_pair& queue_to_help(page_cache& c, volume& v, uint32_t step) {
+// The volume that helps at `step` of a wait: our own, and every fourth time each in turn.
+FW_DEVICE volume& volume_to_help(page_cache& c, volume& v, uint32_t step) {
+  if ((step & 3) != 3) return v;
+  const uint32_t end = atomic::load_relaxed(&c.volume_end);
+  for (uint32_t i = 0; i < end; i++) {
+    volume& candidate = c.volumes[((step >> 2) + warp::index() + i) % end];
+    if (atomic::load_acquire(&candidate.attached) != 0) return candidate;
+  }
+  return v;
+}
+
+// Its queue pair: every other time one to which this warp submits, where what it waits for most
+// likely is; else those of the volume in turn.
+FW_DEVICE nvme::queue_pair& queue_to_help(const volume& v, uint32_t step) {
   const uint32_t turn = step >> 1;
   if ((step & 1) == 0) {
     const uint32_t seat = warp::index() + base::spread_index();
     return v.spread == kOneNamespace ? queue_of(v, seat)
                                      : queue_on(v, seat, turn % v.namespace_count);
   }
-  volume* target = &v;
-  uint32_t queue = warp::index() + (turn >> 1);
-  if ((turn & 1) != 0) {
-    const uint32_t end = atomic::load_relaxed(&c.volume_end);
-    for (uint32_t i = 0; i < end; i++) {
-      volume* candidate = &c.volumes[((turn >> 1) + warp::index() + i) % end];
-      if (candidate->line_count == 0) continue;
-      target = candidate;
-      break;
-    }
-    // A queue at random (Fibonacci hashing): in step with the volume, some would never be met.
-    queue = ((warp::index() + step) * 0x9E3779B1u) >> 16;
-  }
-  return target->queues[queue % target->queue_count];
+  // A queue at random (Fibonacci hashing): in step with the volume, some would never be met.
+  const uint32_t random = ((warp::index() + step) * 0x9E3779B1u) >> 16;
+  return v.queues[((turn & 1) != 0 ? random : warp::index() + (turn >> 1)) % v.queue_count];
 }
 
 // One step of a wait for a line, of which `step` counts the steps. The frame that we wait for may
@@ -136,10 +136,27 @@ FW_DEVICE nvme::queue_pair& queue_to_help(page_cache& c, volume& v, uint32_t ste
 FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
   line_finisher finisher{c};
   const uint32_t leader = base::lowest_bit(mask);
+  // One lane chooses for all: they may read different numbers.
+  volume* visited = nullptr;
   uint64_t queue = 0;
-  if (warp::lane() == leader) queue = reinterpret_cast<uint64_t>(&queue_to_help(c, v, step));
+  if (warp::lane() == leader) {
+    volume& target = volume_to_help(c, v, step);
+    const bool ours = same_array(target, v);
+    if (ours || begin_visit(target)) {
+      if (!ours) visited = &target;
+      queue = reinterpret_cast<uint64_t>(&queue_to_help(target, step));
+    }
+  }
   queue = warp::broadcast(mask, queue, leader);
+  if (queue == 0) {
+    // A neighbour that has just closed: nothing of it is in flight any more.
+    base::pause(nvme::kBackOffNs);
+    return;
+  }
   nvme::help(*reinterpret_cast<nvme::queue_pair*>(queue), mask, finisher);
+  // All lanes have left the queue before the one that says so.
+  warp::sync(mask);
+  if (visited != nullptr) end_visit(*visited);
 }
 
 // Where the device finds (or leaves) the data of a command: the command's PRP1.
