@@ -114,7 +114,7 @@ class VolumeStruct(ctypes.Structure):
     )
 
 
-_RESERVED_COUNTERS = tuple(f"reserved{n}" for n in range(6))
+_RESERVED_COUNTERS = tuple(f"reserved{n}" for n in range(4))
 
 
 class CountersStruct(ctypes.Structure):
@@ -133,6 +133,8 @@ class CountersStruct(ctypes.Structure):
             "errors",
             "tier_hits",
             "tier_lines",
+            "kernel_misses",
+            "kernel_bytes_read",
             *_RESERVED_COUNTERS,
         )
     )

@@ -43,7 +43,7 @@ FW_DEVICE_NOINLINE void fetch_span(cache::page_cache* c, cache::volume* v, const
     const bool wants = at.more() && is_meant(*c, *v, s, at.line, which);
     cache::prefetch<policy>(*c, *v, mask, wants, v->line_begin + at.line, count);
   }
-  count.add_to(*v, mask);
+  count.add_kernel_to(*v, mask);
   warp::sync(mask);
 }
 
@@ -58,7 +58,7 @@ FW_DEVICE_NOINLINE uint32_t touch_span(cache::page_cache* c, cache::volume* v, c
                                                v->line_begin + at.line, false, op, count);
     if (at.more() && status == nvme::kSuccess) status = got;
   }
-  count.add_to(*v, mask);
+  count.add_kernel_to(*v, mask);
   warp::sync(mask);
   return status;
 }

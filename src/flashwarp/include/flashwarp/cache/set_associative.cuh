@@ -27,7 +27,11 @@ struct alignas(64) counters {
   uint64_t errors;
   uint64_t tier_hits;   // misses that the host tier answered
   uint64_t tier_lines;  // lines that went there
-  uint64_t reserved[6];
+  // Of `misses` and `bytes_read`, those of kernels that use the array by elements: a load that hits
+  // counts nothing, so these have no hits and no bytes used to be set against.
+  uint64_t kernel_misses;
+  uint64_t kernel_bytes_read;
+  uint64_t reserved[4];
 };
 static_assert(sizeof(counters) == 128);
 inline constexpr uint32_t kCounterShards = 64;

@@ -57,6 +57,18 @@ struct tally {
     }
     *this = tally();
   }
+
+  // The same for what a kernel did through an array. Its hits are left out: those that no call met,
+  // which are nearly all, are not counted either.
+  FW_DEVICE void add_kernel_to(const volume& v, uint32_t mask) {
+    hits = 0;
+    if (warp::lane() == base::lowest_bit(mask)) {
+      counters& shard = shard_of(v);
+      if (misses != 0) atomic::add_relaxed(&shard.kernel_misses, uint64_t(misses));
+      if (bytes_read != 0) atomic::add_relaxed(&shard.kernel_bytes_read, bytes_read);
+    }
+    add_to(v, mask);
+  }
 };
 
 // Finishes detached fills and write-backs for whoever drained their completions.
