@@ -203,8 +203,8 @@ MUTANTS = {
         Mutant(
             "doorbell-device-fence",
             _SUBMIT,
-            "        atomic::fence_system();\n        atomic::store_relaxed_system(q.sq_doorbell",
-            "        atomic::fence();\n        atomic::store_relaxed_system(q.sq_doorbell",
+            "        atomic::fence_system();\n        ring(q, q.sq_doorbell",
+            "        atomic::fence();\n        ring(q, q.sq_doorbell",
             "a fence of the device does not order the entries for the controller",
             "queue",
             "weak",

@@ -99,7 +99,7 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
       atomic::store_relaxed(&q.fetched, fetched + entry_of(q, sqhd - fetched));
       atomic::store_relaxed(&q.head, head + count);
       atomic::store_relaxed(&q.helps, atomic::load_plain(&q.helps) + 1);
-      atomic::store_relaxed_system(q.cq_doorbell, entry_of(q, head + count));
+      ring(q, q.cq_doorbell, entry_of(q, head + count));
     }
   }
   warp::sync(mask);
