@@ -43,6 +43,7 @@ class Mutant:
 
 _ARRAY = "flashwarp/array/view.cuh"
 _CURSOR = "flashwarp/array/cursor.cuh"
+_COPY = "flashwarp/base/copy.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
@@ -656,6 +657,16 @@ MUTANTS = {
             "a lane takes a completion of two passes before for a new one",
             "queue",
             "weak",
+            4,
+        ),
+        Mutant(
+            "elements-in-halves",
+            _COPY,
+            "  if (all % 8 == 0) {\n",
+            "  if (false) {\n",
+            "a gathered element has parts of two stores",
+            "rows",
+            "sc",
             4,
         ),
         Mutant(
