@@ -298,8 +298,9 @@ MUTANTS = {
         Mutant(
             "one-replica-asked",
             _SPREAD,
-            "  const uint32_t n = choose_replica(v, line, tried);\n",
-            "  const uint32_t n = tried != 0 ? kNamespacesMax : choose_replica(v, line, 0);\n",
+            "  const uint32_t n = choose_replica(v, seat, line, tried);\n",
+            "  const uint32_t n =\n"
+            "      tried != 0 ? kNamespacesMax : choose_replica(v, seat, line, 0);\n",
             "a read that failed on one replica fails",
             "replica_lost",
         ),
