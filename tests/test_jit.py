@@ -171,6 +171,26 @@ def test_damaged_cubin_is_a_compile_error() -> None:
         compiler.kernel_resources(b"\x7fELF", "")
 
 
+RING = b"""
+#include "flashwarp/nvme/queue_pair.cuh"
+extern "C" __global__ void ring(fw::nvme::queue_pair* q) { fw::nvme::ring(*q, q->sq_doorbell, 1); }
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_75", *ARCHITECTURES])
+def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
+    source = compiler.Source("ring.cu", RING)
+    headers = compiler.own_headers(source, (compiler.INCLUDE_DIR,))
+    options = [f"--gpu-architecture={arch}", "--std=c++20"]
+
+    cubin, _ = driver.nvrtc_compile(source.text, source.name, headers, options)
+    ptx, _ = driver.nvrtc_compile(source.text, source.name, headers, options, "PTX")
+
+    assert cubin.startswith(b"\x7fELF")
+    assert ptx.count(b"st.mmio.relaxed.sys.global.u32") == 1
+    assert ptx.count(b"st.relaxed.sys.global.u32") == 1
+
+
 # Programs of users'.
 
 

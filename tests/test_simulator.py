@@ -86,7 +86,7 @@ def test_no_schedule_with_one_preemption_is_left(scenario: str) -> None:
     assert result.schedules > 500
 
 
-# Some of the mistakes were ours, before the simulator found them: the last six of the list.
+# Some of the mistakes were ours, before the simulator found them: the last ones of the list.
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mistake_is_found(name: str) -> None:
     mutant = MUTANTS[name]

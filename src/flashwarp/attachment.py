@@ -32,6 +32,9 @@ __all__ = ["Attachment"]
 _FLUSH = 0x00
 _DROP_ALL = 2
 
+# Attachments whose queues a neighbour's kernel has not left: kept for the life of the process.
+_visited: list[Attachment] = []
+
 
 class Attachment(endings.NotCopied):
     """A storage that is attached to a cache, and the launches and calls that go through it.
@@ -251,27 +254,23 @@ class Attachment(endings.NotCopied):
         unseen = self.calls.release(late)
         # Nothing can be saved from a device whose kernel has faulted; it is only let go.
         alive = self._device.alive()
-        with self.cache.gate.shut():
+        if not self._owns_cache and alive:
             try:
-                if not self._owns_cache and alive:
-                    self._wait_neighbours()
-            except Exception as error:  # raised by the caller, after the release
-                failure = failure or error
-            self.controller.detach()
-            self.launcher.let_go()
-            if failure is not None and not self._owns_cache and alive:
-                self._forget_lines(failure)
-            self.cache.detach(self.volume)
+                self.cache.withdraw(self.volume, time_limit_s())
+            except DeviceError as error:
+                # A kernel of a neighbour is at our queues: nothing that it may touch is freed.
+                _visited.append(self)
+                return failure or error
+        self.controller.detach()
+        self.launcher.let_go()
+        if failure is not None and not self._owns_cache and alive:
+            self._forget_lines(failure)
+        self.cache.detach(self.volume)
         if self._owns_cache:
             self.cache.close()
         self._release_storage()
         failures = [each for each in (failure, unseen) if each is not None]
         return endings.first_of(failures)
-
-    def _wait_neighbours(self) -> None:
-        """Wait for kernels of other arrays on the cache, which may be helping our queues."""
-        while self.cache.streams:
-            self._device.synchronize(self.cache.streams.pop())
 
     def _forget_lines(self, failure: Exception) -> None:
         """Give frames back that commands without an answer held, now that none can come."""

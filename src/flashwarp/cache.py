@@ -7,10 +7,9 @@ size of the data.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from flashwarp import config, endings
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.endings import NotCopied
-from flashwarp.errors import CacheError, ClosedError
+from flashwarp.errors import CacheError, ClosedError, DeviceTimeout
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs, QueueTable
 from flashwarp.spread import NAMESPACES_MAX
@@ -36,6 +35,8 @@ _TIER_LINES = 1 << 37
 _TIER_WAYS_MAX = 16
 _TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
+# How often `withdraw` looks: visits last for microseconds, or for a command.
+_POLL_S = 50e-6
 # `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
 _POLICY_WORDS_ALIGNMENT = 128
 
@@ -105,13 +106,14 @@ class VolumeStruct(ctypes.Structure):
         ("namespace_count", ctypes.c_uint32),
         ("failed", ctypes.c_uint32),
         ("index_errors", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("attached", ctypes.c_uint32),
         ("spans", QueueSpanStruct * NAMESPACES_MAX),
-        ("_pad", ctypes.c_uint8 * 32),
+        ("visitors", ctypes.c_uint32),
+        ("_pad", ctypes.c_uint8 * 28),
     )
 
 
-_RESERVED_COUNTERS = tuple(f"reserved{n}" for n in range(6))
+_RESERVED_COUNTERS = tuple(f"reserved{n}" for n in range(4))
 
 
 class CountersStruct(ctypes.Structure):
@@ -130,6 +132,8 @@ class CountersStruct(ctypes.Structure):
             "errors",
             "tier_hits",
             "tier_lines",
+            "kernel_misses",
+            "kernel_bytes_read",
             *_RESERVED_COUNTERS,
         )
     )
@@ -231,42 +235,6 @@ class Volume:
             for field in CountersStruct._fields_
             if field[0] not in _RESERVED_COUNTERS
         }
-
-
-class Gate:
-    """Many may be inside at a time, or one who shuts it."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._shut = False
-
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
-        """Be inside; waits while it is shut."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._shut)
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def shut(self) -> Iterator[None]:
-        """Keep everybody out; waits until all have left."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._shut)
-            self._shut = True
-            self._changed.wait_for(lambda: self._inside == 0)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._shut = False
-                self._changed.notify_all()
 
 
 class Cache(NotCopied):
@@ -379,9 +347,6 @@ class Cache(NotCopied):
         # none may close while one runs. Streams are those with calls that nobody has waited for.
         self.turn = threading.RLock()
         self.streams: set[int] = set()
-        # Asynchronous launches take no turns, so that none waits for another thread's call. This
-        # keeps them out while an array frees its queues, which they might write lines back through.
-        self.gate = Gate()
         self._volumes: dict[int, Volume] = {}
         self._closed = False
         self.device.carries.add(self)
@@ -456,12 +421,55 @@ class Cache(NotCopied):
                 path=DATA_PATHS.index(queues.path),
                 **queues.volume_fields(),
             )
-            self.device.upload(address, bytes(struct))
+            self._enter(address, struct)
             self._volumes[slot] = volume
             end = max(self._volumes) + 1
             place = self.address + PageCacheStruct.volume_end.offset
             self.device.upload(place, end.to_bytes(4, "little"))
+            self._set_word(volume, VolumeStruct.attached, 1)
             return volume
+
+    def _enter(self, address: int, struct: VolumeStruct) -> None:
+        """Write an entry of the table, which kernels of other arrays look through meanwhile.
+
+        They take `line_count` for the sign that the rest is there. `visitors` stays: one that came
+        too late may still be counted.
+        """
+        count, struct.line_count = struct.line_count, 0
+        self.device.upload(address, bytes(struct)[: VolumeStruct.visitors.offset])
+        place = address + VolumeStruct.line_count.offset
+        self.device.upload(place, int(count).to_bytes(8, "little"))
+
+    def _set_word(self, volume: Volume, field: Any, value: int) -> None:
+        self.device.upload(volume.address + field.offset, value.to_bytes(4, "little"))
+
+    def _word(self, volume: Volume, field: Any) -> int:
+        return int.from_bytes(self.device.download(volume.address + field.offset, 4), "little")
+
+    def withdraw(self, volume: Volume, timeout_s: float = 60.0) -> None:
+        """Keep kernels of other arrays from an array's queues, and wait until none uses them.
+
+        For an array that no kernel of its own uses any more, whose lines are at rest, and before
+        anything of it is freed: its controller serves until this returns, since a kernel may wait
+        for a write-back of one of its lines. Kernels of other arrays go on, whoever launched them:
+        they help its queues no more. May be called twice. See `cache/visits.cuh`.
+
+        Raises DeviceTimeout when a kernel stays inside for `timeout_s` seconds. Then nothing that
+        the queues consist of may be freed, as long as that kernel runs.
+        """
+        self._set_word(volume, VolumeStruct.attached, 0)
+        # Store-load order against visitors, who announce themselves and then look at `attached`: on
+        # a GPU both copies have ended at the memory that they meet in, one after the other. Threads
+        # of a CPU need a barrier between, which taking and leaving a lock is.
+        with threading.Lock():
+            end = time.monotonic() + timeout_s
+        while inside := self._word(volume, VolumeStruct.visitors):
+            if time.monotonic() >= end:
+                raise DeviceTimeout(
+                    f"kernels of other arrays on the cache are still inside the queues of the "
+                    f"array after {timeout_s:g} s ({inside} warps): end them before you close it"
+                )
+            time.sleep(_POLL_S)
 
     def _lines_for(self, path: str) -> tuple[int, int]:
         """Line numbers that a volume may have: they tell whether its lines enter the host tier."""
@@ -485,12 +493,14 @@ class Cache(NotCopied):
         return begin
 
     def detach(self, volume: Volume) -> None:
-        """Forget an array none of whose lines are left."""
+        """Forget an array none of whose lines are left, after `withdraw`."""
         with self._lock:
             if self._volumes.pop(volume.slot, None) is None:
                 return
             if not self._closed and self.device.alive():
-                self.device.fill(volume.address, 0, ctypes.sizeof(VolumeStruct))
+                # First of all it has no lines: kernels look through the table meanwhile.
+                self.device.fill(volume.address + VolumeStruct.line_count.offset, 0, 8)
+                self.device.fill(volume.address, 0, VolumeStruct.visitors.offset)
             volume.events.close()
             volume.errors.close()
 

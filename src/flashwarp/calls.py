@@ -10,6 +10,7 @@ something to do, and the interpreter waits for it. Not more than `config.async_c
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import logging
@@ -263,14 +264,11 @@ class Calls:
         return queue
 
     def _launch(self, call: _Call, lane: _Lane, stream: OwnedStream) -> None:
-        cache = self._launcher.cache
-        with cache.gate.inside():
-            # Whoever frees queues that this launch may help waits for its stream.
-            cache.streams.add(stream.handle)
-            for before in call.after:
-                self._device.order(before, stream)
-            call.start(lane.launcher, stream)
-            lane.event.record(stream)
+        self._launcher.cache.streams.add(stream.handle)
+        for before in call.after:
+            self._device.order(before, stream)
+        call.start(lane.launcher, stream)
+        lane.event.record(stream)
 
     # Ending them.
 
@@ -339,8 +337,7 @@ class Calls:
     def _outcome(self, queue: _Queue, call: _Call, lane: _Lane) -> Any:
         if self._on_cpu:
             self._fetch_ahead(queue)
-            with self._launcher.cache.gate.inside():
-                call.start(lane.launcher, None)
+            call.start(lane.launcher, None)
         else:
             lane.event.done()
         failure = self._failures.take(call.what, lane.volume, alone=False)
@@ -361,10 +358,9 @@ class Calls:
                     call.fetching = True
                     chosen.append(call.prefetch)
         for prefetch in chosen:
-            # `close` frees what they need only when nobody is inside.
-            with self._launcher.cache.gate.inside():
-                if not self._closed:
-                    prefetch(self._launcher)
+            # The array may be closed meanwhile: then nobody wants the lines any more.
+            with contextlib.suppress(ClosedError):
+                prefetch(self._launcher)
 
     def _deliver(self, future: Future[Any], result: Any, error: Exception | None) -> None:
         try:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from flashwarp import config, rows
 from flashwarp.cache import Cache, Volume
 from flashwarp.device import CpuDevice, Device
+from flashwarp.errors import ClosedError
 from flashwarp.operands import Index
 from flashwarp.rows import MaintenanceParams, RowParams
 from flashwarp.spread import AnyController
@@ -46,6 +47,7 @@ class Launcher:
         # Each sees what is about to be moved: byte offsets in the array, and bytes at each.
         self.watchers: list[Watcher] = []
         self._uses: tuple[object, ...] | None = None
+        self._closed = False
 
     def on(self, volume: Volume) -> Launcher:
         """Return the same launches with another entry for the array, whose errors are its own."""
@@ -208,7 +210,11 @@ class Launcher:
         for name, lines in launches.items():
             params, warps = self._maintenance(drop=drop), self._warps(lines)
             self.device.launch(
-                name, params, warps=warps, uses=self.cache.owners, policy=self.cache.policy
+                name,
+                params,
+                warps=warps,
+                uses=(*self.cache.owners, *self.volume.owners),
+                policy=self.cache.policy,
             )
 
     def _maintenance(self, **fields: int) -> MaintenanceParams:
@@ -229,14 +235,17 @@ class Launcher:
 
     def wake(self) -> tuple[object, ...]:
         """Wake what serves the array; returns what a launch uses, see `Device.launch`."""
+        uses = self._uses
+        if uses is None:
+            held = (self.controller.natives, self.cache.owners, self.volume.owners)
+            on_cpu = self.device.kind == "cpu"
+            uses = self._uses = tuple(each for part in held for each in part) if on_cpu else ()
+        if self._closed:
+            raise ClosedError("the array is closed")
         self.controller.wake()
-        if self._uses is None:
-            self._uses = ()
-            if self.device.kind == "cpu":
-                held = (self.controller.natives, self.cache.owners, self.volume.owners)
-                self._uses = tuple(each for part in held for each in part)
-        return self._uses
+        return uses
 
     def let_go(self) -> None:
-        """Hold nothing for launches any more: there are none."""
+        """Hold nothing for launches any more: they are refused."""
+        self._closed = True
         self._uses = ()

@@ -12,7 +12,9 @@ class Stats:
     """A snapshot, taken when `Array.stats` is read. All counts are since the array was opened.
 
     Hits and misses count line accesses of the built-in operations: a row that touches two lines
-    counts two. Element loads in kernels count their misses only.
+    counts two. A kernel that uses the array by elements counts what it brings in, and no hit: a
+    load that hits costs two looks at a tag, and a counter would double that. So `kernel_misses` and
+    `kernel_bytes_read` tell those apart, and the ratios leave them out.
     """
 
     hits: int
@@ -41,17 +43,28 @@ class Stats:
     """Misses that the host-memory tier answered in place of the storage."""
     tier_lines: int = 0
     """Lines that made room and went to the host-memory tier."""
+    kernel_misses: int = 0
+    """Of `misses`, those that kernels met through the array, element by element."""
+    kernel_bytes_read: int = 0
+    """Of `bytes_read`, those for them."""
 
     @property
     def hit_rate(self) -> float:
-        """Hits among all line accesses; 0 before the first."""
-        accesses = self.hits + self.misses
+        """Hits among the line accesses of built-in operations; 0 before the first.
+
+        Kernels that use the array by elements are left out: their hits are not counted.
+        """
+        accesses = self.hits + self.misses - self.kernel_misses
         return self.hits / accesses if accesses else 0.0
 
     @property
     def io_amplification(self) -> float:
-        """Bytes read from the storage for each byte used; 0 before the first."""
-        return self.bytes_read / self.bytes_used if self.bytes_used else 0.0
+        """Bytes read from the storage for each byte used; 0 before the first.
+
+        Of built-in operations, as `hit_rate`.
+        """
+        read = self.bytes_read - self.kernel_bytes_read
+        return read / self.bytes_used if self.bytes_used else 0.0
 
     def as_dict(self) -> dict[str, float]:
         """Return counts and ratios, for JSON."""

@@ -188,6 +188,12 @@ class Memory(Storage):
         The memory itself, kept alive and never copied; or a size in bytes to allocate, zero-filled.
     writable : bool, optional
         Default: as the buffer allows.
+
+    Notes
+    -----
+    An array knows of the stores that go through it, and of no others. After you have written to the
+    memory yourself, call the array's `drop_cache`: until then it may have the old bytes, and of a
+    line that it read while you wrote, some of both.
     """
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:

@@ -285,6 +285,7 @@ class Rig {
                 g_.namespaces,
                 0,
                 {}};
+    v.entry->attached = 1;
     // Stripes of whole lines; else the last line is as partial as the array's.
     const uint64_t rows = lines / g_.stripe_lines / g_.namespaces + 1;
     const uint64_t part =

@@ -159,6 +159,7 @@ class Rig {
     v.events = arena_.allocate<cache::counters>(cache::kCounterShards);
     v.errors = arena_.allocate<cache::error_record>(1);
     v.queue_count = 1;
+    v.attached = 1;
     v.path = path;
     array_ = {cache_->shape, cache_, &v, 0, elements_};
   }

@@ -43,10 +43,13 @@ class Mutant:
 
 _ARRAY = "flashwarp/array/view.cuh"
 _CURSOR = "flashwarp/array/cursor.cuh"
+_COPY = "flashwarp/base/copy.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _MOVE = "flashwarp/cache/transfer.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
+_VISITS = "flashwarp/cache/visits.cuh"
+_WRITE = "flashwarp/cache/write_back.cuh"
 _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
@@ -201,8 +204,8 @@ MUTANTS = {
         Mutant(
             "doorbell-device-fence",
             _SUBMIT,
-            "        atomic::fence_system();\n        atomic::store_relaxed_system(q.sq_doorbell",
-            "        atomic::fence();\n        atomic::store_relaxed_system(q.sq_doorbell",
+            "        atomic::fence_system();\n        ring(q, q.sq_doorbell",
+            "        atomic::fence();\n        ring(q, q.sq_doorbell",
             "a fence of the device does not order the entries for the controller",
             "queue",
             "weak",
@@ -295,8 +298,9 @@ MUTANTS = {
         Mutant(
             "one-replica-asked",
             _SPREAD,
-            "  const uint32_t n = choose_replica(v, line, tried);\n",
-            "  const uint32_t n = tried != 0 ? kNamespacesMax : choose_replica(v, line, 0);\n",
+            "  const uint32_t n = choose_replica(v, seat, line, tried);\n",
+            "  const uint32_t n =\n"
+            "      tried != 0 ? kNamespacesMax : choose_replica(v, seat, line, 0);\n",
             "a read that failed on one replica fails",
             "replica_lost",
         ),
@@ -551,10 +555,46 @@ MUTANTS = {
         Mutant(
             "own-volume-only",
             _MOVE,
-            "  if ((turn & 1) != 0) {\n",
-            "  if (false) {\n",
+            "  if ((step & 3) != 3) return v;\n",
+            "  return v;\n",
             "a frame that another array's queue fills is waited for in vain",
             "foreign",
+        ),
+        Mutant(
+            "visit-unannounced",
+            _MOVE,
+            "    if (ours || begin_visit(target)) {\n      if (!ours) visited = &target;\n",
+            "    if (ours || atomic::load_acquire(&target.attached) != 0) {\n",
+            "a neighbour frees its rings while a warp that waits helps them",
+            "neighbour_closes",
+        ),
+        Mutant(
+            "write-back-unannounced",
+            _WRITE,
+            "const bool visits = !same_array(*v, self);",
+            "const bool visits = false;",
+            "a neighbour frees its rings while a warp has just written its dirty line back",
+            "neighbour_closes",
+            strategy="random",
+        ),
+        Mutant(
+            "visit-looks-first",
+            _VISITS,
+            "  atomic::add_relaxed(&v.visitors, 1u);\n",
+            "  const bool there = atomic::load_acquire(&v.attached) != 0;\n"
+            "  atomic::add_relaxed(&v.visitors, 1u);\n"
+            "  if (there) return true;\n",
+            "the neighbour closes between the look and the announcement",
+            "neighbour_closes",
+        ),
+        Mutant(
+            "visit-without-fence",
+            _VISITS,
+            "  atomic::fence_sequential();\n",
+            "",
+            "the look overtakes the announcement: visitor and host miss each other",
+            "neighbour_closes",
+            "weak",
         ),
         Mutant(
             "arrays-mixed",
@@ -616,6 +656,56 @@ MUTANTS = {
             " older pass.\n  warp::sync(mask);\n",
             "",
             "a lane takes a completion of two passes before for a new one",
+            "queue",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "elements-in-halves",
+            _COPY,
+            "  if (all % 8 == 0) {\n",
+            "  if (false) {\n",
+            "a gathered element has parts of two stores",
+            "rows",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "queue-asked-again",
+            _MOVE,
+            "    const nvme::queue_pair& q = queue_on(v, f.seat, n);\n",
+            "    const nvme::queue_pair& q =\n"
+            "        queue_on(v, warp::index() + base::spread_index(), n);\n",
+            "a warp that has gone on elsewhere looks its ticket up in another ring",
+            "stripe",
+        ),
+        Mutant(
+            "seat-by-lane",
+            _SPREAD,
+            "  return warp::broadcast(mask, warp::index() + base::spread_index(), "
+            "base::lowest_bit(mask));\n",
+            "  return (void)mask, warp::index() + base::spread_index();\n",
+            "lanes that have asked at different times submit to different rings as one",
+            "elements",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "help-by-lane",
+            _MOVE,
+            "  queue = warp::broadcast(mask, queue, leader);\n",
+            "  queue = reinterpret_cast<uint64_t>(&queue_to_help(v, step));\n",
+            "lanes that have asked at different times help different rings as one",
+            "elements",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "doorbell-before-loads",
+            _COMPLETE,
+            "    warp::sync(mask);\n    // The controller's data before",
+            "    // The controller's data before",
+            "the controller may overwrite a completion that a lane beside the leader still loads",
             "queue",
             "weak",
             4,

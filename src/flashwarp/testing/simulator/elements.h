@@ -11,7 +11,8 @@
 
 namespace fw::simulator {
 
-// The elements of one volume, with a history: every value names its place and its version.
+// The elements of one volume, with a history: every value names its place and its version. Those of
+// 8 bytes have the version at both ends, so that a value of two parts of different stores shows.
 template <typename T = uint64_t>
 class Elements {
   static_assert(sizeof(T) == 8 || sizeof(T) == 4);
@@ -95,7 +96,11 @@ class Elements {
   T next_value(uint32_t i) { return value_of(i, ++versions_[i]); }
   void check_owner(uint32_t i, T value) const {
     if (value == T()) return;
-    if ((value ^ value_of(i, 0)) >> kVersionBits != 0) {
+    if (sizeof(T) == 8 && uint16_t(value) != uint16_t(uint64_t(value) >> 48)) {
+      scheduler.fail("element " + std::to_string(i) + " of volume " + std::to_string(volume_) +
+                     " yields parts of two stores");
+    }
+    if (value != value_of(i, uint16_t(value))) {
       scheduler.fail("element " + std::to_string(i) + " of volume " + std::to_string(volume_) +
                      " yields a value of another place: " + std::to_string(value));
     }
@@ -115,11 +120,10 @@ class Elements {
   }
 
  private:
-  static constexpr uint32_t kVersionBits = sizeof(T) == 8 ? 32 : 16;
-
   T value_of(uint32_t i, uint32_t version) const {
     const uint64_t place = uint64_t(volume_ + 1) << (sizeof(T) == 8 ? 24 : 12) | i;
-    return T(place << kVersionBits | version);
+    const uint64_t ends = uint64_t(version) << 48 | version;
+    return T(place << 16 | (sizeof(T) == 8 ? ends : version));
   }
   T first_value(uint32_t i) const { return value_of(i, initial_[i]); }
   void note(const char* verb, uint32_t i) {

@@ -142,6 +142,8 @@ class Hardware {
   struct Volume {
     cache::volume* entry = nullptr;
     std::vector<Namespace> namespaces;
+    uint32_t serving = 0;  // controllers that are at its queues
+    bool closed = false;
   };
 
   Run& run_;
@@ -181,6 +183,7 @@ class Hardware {
       attach_namespace(number, n, queues + n * shape_.queues);
       if (several) v.entry->spans[n] = {n * shape_.queues, shape_.queues};
     }
+    v.entry->attached = 1;
     v.entry->line_begin = line_begin;
     v.entry->line_count = shape_.lines;
     v.entry->bytes = storage_bytes();
@@ -227,11 +230,18 @@ class Hardware {
     std::vector<native::QueuePairAddresses> pairs;
     for (uint32_t i = 0; i < shape_.queues; ++i) {
       nvme::queue_pair& q = queues[i];
-      auto* bells = allocate<uint32_t>(64, "doorbells", Sharing::kAtomic);
+      Region doorbells = {"doorbells", nullptr, 64 * sizeof(uint32_t), 4, 4};
+      doorbells.check = &check_doorbell;
+      doorbells.owner = &q;
+      doorbells.volume = attaching_;
+      auto* bells = reinterpret_cast<uint32_t*>(memory.allocate(doorbells));
       q.sq = allocate<nvme::command>(depth, "sq");
-      q.cq = allocate<nvme::completion>(depth, "cq", Sharing::kAtomic, 8);
+      Region cq = {"cq", nullptr, depth * sizeof(nvme::completion), sizeof(nvme::completion)};
+      cq.keeps_loads = true;
+      cq.volume = attaching_;
+      q.cq = reinterpret_cast<const nvme::completion*>(memory.allocate(cq));
       q.sq_doorbell = bells;
-      q.cq_doorbell = bells + 32;
+      q.cq_doorbell = bells + kCqDoorbell;
       Region slots = {"slots", nullptr, depth * 8};
       slots.describe = &describe_slot;
       slots.check = &check_slot;

@@ -59,6 +59,7 @@ class Machine : public Hardware {
     healed_ = true;
     if (timed_out()) return rest::check_timeouts(*this);
     for (uint32_t v = 0; v < shape_.volumes; ++v) {
+      if (volumes_[v].closed) continue;
       kernels::maintenance_params p = maintenance(v);
       launch([&](Thread&) { fw_flush_lines(p); }, 1);
       launch([&](Thread&) { fw_quiesce(p); }, 1);
@@ -79,6 +80,19 @@ class Machine : public Hardware {
     if (shape_.tier_ways != 0) launch([&](Thread&) { fw_drop_tier(p); }, 1);
     tag_rules_.may_drop = false;
     scheduler.calm(false);
+  }
+
+  // The end of a volume, of which no line is left: as `Cache.withdraw`, the controller and the
+  // host's memory do it. By one thread of a launch, while others use the other volumes.
+  void close(uint32_t v) {
+    Volume& closing = volumes_[v];
+    atomic::store_relaxed(&closing.entry->attached, 0u);
+    atomic::fence_sequential();
+    while (atomic::load_acquire(&closing.entry->visitors) != 0) base::pause(nvme::kBackOffNs);
+    closing.closed = true;
+    while (closing.serving != 0) scheduler.yield();
+    atomic::store_relaxed(&closing.entry->line_count, uint64_t(0));
+    memory.unmap(int(v));
   }
 
   kernels::maintenance_params maintenance(uint32_t v) {
@@ -112,6 +126,8 @@ class Machine : public Hardware {
       uint32_t moved = 0;
       bool in_flight = false;
       for (Volume& v : volumes_) {
+        if (v.closed) continue;
+        ++v.serving;
         for (uint32_t n = 0; n < v.namespaces.size(); ++n) {
           if (stopped && n == uint32_t(shape_.bad)) continue;
           auto& servers = v.namespaces[n].servers;
@@ -122,6 +138,7 @@ class Machine : public Hardware {
             in_flight = in_flight || server.has_in_flight();
           }
         }
+        --v.serving;
       }
       if (moved != 0) continue;
       if (looks_away || in_flight) {

@@ -59,6 +59,7 @@ void Memory::begin(MemoryMode mode, uint64_t seed) {
   std::memset(arena_, 0, used_);
   used_ = 0;
   regions_.clear();
+  some_unmapped_ = false;
 }
 
 char* Memory::allocate(const Region& region) {
@@ -72,6 +73,16 @@ char* Memory::allocate(const Region& region) {
   regions_.back().base = base;
   used_ += bytes;
   return base;
+}
+
+void Memory::unmap(int volume) {
+  some_unmapped_ = true;
+  for (Region& region : regions_) region.is_unmapped |= region.volume == volume;
+}
+
+void Memory::check_mapped(const void* p, site at) const {
+  if (!some_unmapped_ || !contains(p) || !region_of(offset(p)).is_unmapped) return;
+  scheduler.fail("an access to freed memory: " + describe(p, 0) + " at " + place_of(at));
 }
 
 void Memory::begin_launch(uint32_t fibres) {
@@ -254,10 +265,11 @@ void Memory::push(uint32_t fibre, Cell& cell, const Region& region, uint64_t val
 
 void Memory::check_load(uint32_t fibre, Cell& cell, const Region& region, bool plain, const void* p,
                         site at) {
-  if (region.sharing != Sharing::kChecked) return;
+  const bool checked = region.sharing == Sharing::kChecked;
+  if (!checked && !region.keeps_loads) return;
   const Message& newest = cell.messages[0];
   const bool ordered = clock(fibre)[newest.writer] >= newest.time;
-  if (!ordered && (plain || newest.plain)) {
+  if (checked && !ordered && (plain || newest.plain)) {
     report_race(p, plain ? "a plain load" : "a load", newest.writer, at, newest.at);
   }
   if (cell.loads == kNone) {
@@ -312,6 +324,7 @@ bool is_private(order o) { return o == order::kPlain; }
 }  // namespace
 
 uint64_t Memory::load(const void* p, uint32_t bytes, order o, scope s, site at) {
+  check_mapped(p, at);
   const bool inside = contains(p);
   if (!weak_ || (!inside && is_private(o))) return peek(p, bytes);
   const Region& region = inside ? region_of(offset(p)) : kOutside;
@@ -329,6 +342,7 @@ uint64_t Memory::load(const void* p, uint32_t bytes, order o, scope s, site at) 
 }
 
 void Memory::store(void* p, uint64_t value, uint32_t bytes, order o, scope s, site at) {
+  check_mapped(p, at);
   const bool inside = contains(p);
   if (weak_ && (inside || !is_private(o))) {
     const Region& region = inside ? region_of(offset(p)) : kOutside;
@@ -345,6 +359,7 @@ void Memory::store(void* p, uint64_t value, uint32_t bytes, order o, scope s, si
 
 template <typename Change>
 uint64_t Memory::modify(void* p, uint32_t bytes, order o, site at, Change change) {
+  check_mapped(p, at);
   const uint64_t before = peek(p, bytes);
   uint64_t after = before;
   const bool changes = change(before, after);
@@ -391,6 +406,19 @@ void Memory::settle_stores() { horizon_ = scheduler.accesses(); }
 void Memory::begin_transfer() {
   const Fibre& f = *scheduler.current();
   if (weak_ && f.is_host) transfer_[f.id] = snapshot(f.id);
+}
+
+void Memory::check_handed_over(const void* p, uint64_t bytes) {
+  if (!weak_) return;
+  const uint32_t fibre = scheduler.current()->id;
+  for (uint64_t at = offset(p); at < offset(p) + bytes; at += region_of(at).cell_bytes) {
+    uint64_t base = 0;
+    const Cell& cell = cell_of(at, region_of(at), base);
+    for (uint32_t f = 0; f < fibres_ && cell.loads != kNone; ++f) {
+      if (f == fibre || snapshot_knows(fence_system_[fibre], f, tables_[cell.loads + f])) continue;
+      report_race(arena_ + at, "handing over", f, {__FILE__, __LINE__}, {});
+    }
+  }
 }
 
 void Memory::synchronize(uint32_t first_fibre, uint32_t lanes) {
@@ -562,6 +590,8 @@ uint32_t active(site at) {
       scheduler.current()->stack.top() - static_cast<char*>(__builtin_frame_address(0));
   return scheduler.converge(call ^ uintptr_t(depth) << 48, at);
 }
+
+uint32_t spread_index() { return running() ? scheduler.spread_index() : here->spread; }
 
 uint64_t clock_ns() { return scheduler.clock_ns(); }
 

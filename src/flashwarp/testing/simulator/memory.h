@@ -55,6 +55,8 @@ struct Region {
   void (*check)(void* owner, uint64_t index, uint64_t before, uint64_t after) = nullptr;
   void* owner = nullptr;
   bool of_block = false;  // stands for a GPU's shared memory: base::scope_of
+  bool is_unmapped = false;
+  bool keeps_loads = false;  // for `check_handed_over`; kChecked ones are kept anyway
 };
 
 class Memory {
@@ -67,6 +69,8 @@ class Memory {
   void begin(MemoryMode mode, uint64_t seed);
   // Zero-filled memory for a region, 128-byte aligned. Throws std::bad_alloc beyond the arena.
   char* allocate(const Region& region);
+  // Unmaps what belongs to a volume: whoever touches it from now on fails.
+  void unmap(int volume);
   // Starts a launch: everything written so far is known to everyone.
   void begin_launch(uint32_t fibres);
 
@@ -91,6 +95,9 @@ class Memory {
   void settle_stores();
   // A controller begins to move data.
   void begin_transfer();
+  // The running fibre tells a controller, by a relaxed store, that it may overwrite these bytes:
+  // every load of them so far must be before that, by a fence that the store carries. Weak mode.
+  void check_handed_over(const void* p, uint64_t bytes);
 
   // Happens-before between fibres, for oracles. Weak mode only.
   using Clock = const uint32_t*;
@@ -145,6 +152,7 @@ class Memory {
   void check_store(uint32_t fibre, Cell& cell, const Region& region, bool plain, const void* p,
                    site at);
   void write(void* p, uint64_t value, uint32_t bytes);
+  void check_mapped(const void* p, site at) const;
   [[noreturn]] void report_race(const void* p, const char* what, uint32_t other, site at,
                                 site other_at);
 
@@ -152,6 +160,7 @@ class Memory {
   uint64_t used_ = 0;
   uint64_t digest_ = 0;
   std::vector<Region> regions_;
+  bool some_unmapped_ = false;
   std::vector<uint16_t> region_index_;  // by 128 bytes of the arena
 
   bool weak_ = false;

@@ -15,6 +15,7 @@ namespace {
 thread_place outside;  // of any launch
 
 constexpr uint32_t kFruitlessMax = 500;
+constexpr uint32_t kMultiprocessors = 7;
 
 }  // namespace
 
@@ -34,6 +35,9 @@ void Scheduler::begin(const Plan& plan, Explorer* explorer) {
   burst_mask_ = random_.pick(kBursts);
   data_step_ = random_.pick(kDataSteps);
   gather_percent_ = explorer != nullptr ? 100 : random_.pick(kGathers);
+  constexpr uint32_t kMoves[] = {0, 0, 3, 30};
+  moves_ = Random(plan.seed, 4);
+  move_percent_ = explorer != nullptr ? 0 : moves_.pick(kMoves);
   quantum_ = 1 + random_.below(24);
   quantum_left_ = quantum_;
   preemptions_left_ = plan.preemptions;
@@ -75,7 +79,7 @@ void Scheduler::launch(uint32_t threads, uint32_t width,
     f.count = f.is_host ? hosts : threads;
     f.warp = f.is_host ? 0 : id / width;
     f.lane = f.is_host ? 0 : id % width;
-    f.spread = uint32_t(mix(plan_.seed + (f.is_host ? ~id : f.warp)) % 7);
+    f.spread = uint32_t(mix(plan_.seed + (f.is_host ? ~id : f.warp)) % kMultiprocessors);
     f.last_ran = points_;
     f.seen_changes = f.seen_own_changes = 0;
     f.read_stale = false;
@@ -417,6 +421,15 @@ void Scheduler::complete(Warp& warp, const Group& group) {
     }
     if (&f != current_) add_runnable(f);
   }
+}
+
+uint32_t Scheduler::spread_index() {
+  if (!calm_ && !current_->is_host && moves_.chance(move_percent_)) {
+    const Warp& warp = warps_[current_->warp];
+    const uint32_t to = moves_.below(kMultiprocessors);
+    for (uint32_t lane = 0; lane < warp.width; ++lane) fibres_[warp.first + lane]->spread = to;
+  }
+  return current_->spread;
 }
 
 void Scheduler::pause(uint32_t ns) {

@@ -99,6 +99,8 @@ class Scheduler {
   // Between launches: housekeeping that need not be explored runs each fibre as long as it can.
   void calm(bool on) { calm_ = on; }
   bool is_calm() const { return calm_; }
+  // The multiprocessor of the current fibre's warp: some seeds move warps, at any call.
+  uint32_t spread_index();
   // Whether waits may run out of time.
   void let_time_pass(bool on) { plan_.time_passes = on; }
 
@@ -192,6 +194,8 @@ class Scheduler {
   uint32_t burst_mask_ = 0;
   uint32_t data_step_ = 1;
   uint32_t gather_percent_ = 0;
+  Random moves_;  // of warps; a stream of its own, so that it changes no other choice
+  uint32_t move_percent_ = 0;
   bool calm_ = false;
   uint32_t quantum_ = 1;
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "flashwarp/array.cuh"
+#include "memory.h"
 #include "scheduler.h"
 
 namespace fw::simulator {
@@ -105,6 +106,19 @@ inline void check_slot(void* owner, uint64_t entry, uint64_t before, uint64_t af
   if (goes_on) return;
   scheduler.fail("slots[" + std::to_string(entry) + "] from " + describe_slot(before) + " to " +
                  describe_slot(after));
+}
+
+// Doorbells: word 0 is the SQ tail, word 32 the CQ head. Entries before the head are the
+// controller's again.
+inline constexpr uint32_t kCqDoorbell = 32;
+
+inline void check_doorbell(void* owner, uint64_t word, uint64_t before, uint64_t after) {
+  if (word != kCqDoorbell) return;
+  const auto& q = *static_cast<const nvme::queue_pair*>(owner);
+  const uint32_t mask = (1u << q.depth_log2) - 1;
+  for (uint32_t e = uint32_t(before); e != uint32_t(after); e = (e + 1) & mask) {
+    memory.check_handed_over(&q.cq[e], sizeof(nvme::completion));
+  }
 }
 
 }  // namespace fw::simulator

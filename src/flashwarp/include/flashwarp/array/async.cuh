@@ -43,7 +43,7 @@ FW_DEVICE_NOINLINE void fetch_span(cache::page_cache* c, cache::volume* v, const
     const bool wants = at.more() && is_meant(*c, *v, s, at.line, which);
     cache::prefetch<policy>(*c, *v, mask, wants, v->line_begin + at.line, count);
   }
-  count.add_to(*v, mask);
+  count.add_kernel_to(*v, mask);
   warp::sync(mask);
 }
 
@@ -58,7 +58,7 @@ FW_DEVICE_NOINLINE uint32_t touch_span(cache::page_cache* c, cache::volume* v, c
                                                v->line_begin + at.line, false, op, count);
     if (at.more() && status == nvme::kSuccess) status = got;
   }
-  count.add_to(*v, mask);
+  count.add_kernel_to(*v, mask);
   warp::sync(mask);
   return status;
 }
@@ -79,7 +79,7 @@ FW_DEVICE_NOINLINE void clean_span(cache::page_cache* c, cache::volume* v, const
     if (at.more()) where = cache::probe(c->shape, line);
     const bool taken = where.found && cache::begin_write(&c->shape.tags[where.way], line);
     const uint32_t members = warp::ballot(mask, taken);
-    if (members != 0) cache::write_back(*c, mask, members, {line, where.way}, true);
+    if (members != 0) cache::write_back(*c, *v, mask, members, {line, where.way}, true);
   }
   warp::sync(mask);
 }
@@ -102,7 +102,7 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, c
                          cache::begin_write(&c->shape.tags[where.way], line);
       const uint32_t members = warp::ballot(mask, taken);
       if (members != 0) {
-        const uint32_t got = cache::write_back(*c, mask, members, {line, where.way}, false);
+        const uint32_t got = cache::write_back(*c, *v, mask, members, {line, where.way}, false);
         if (taken && status == nvme::kSuccess) status = got;
       }
       pending = pending && in_flight;

@@ -106,7 +106,7 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::page_c
     copy_piece<false> op = {0, claimed ? cache::bytes_of_line(*c, *v, line) : 0, buffer};
     cache::tally count;
     status = cache::access<policy>(c->shape, *c, *v, mask, claimed, line, false, op, count);
-    count.add_to(*v, mask);
+    count.add_kernel_to(*v, mask);
     if (claimed && status == nvme::kSuccess) {
       cache::share_open(t, mine.entry, line, base::popcount(group) - 1,
                         base::scope_of(buffer) != 0);
@@ -153,7 +153,7 @@ FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::page_c
     copy_piece<true> op = {0, writes ? cache::bytes_of_line(*c, *v, held.line) : 0, held.buffer};
     cache::tally count;
     status = cache::access<policy>(c->shape, *c, *v, mask, writes, held.line, writes, op, count);
-    count.add_to(*v, mask);
+    count.add_kernel_to(*v, mask);
   }
   if (!held.owner) return nvme::kSuccess;
   if (!alone) return kShareLater;
@@ -202,7 +202,7 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::page_cac
     cache::tally count;
     const uint32_t got =
         cache::access<policy>(c->shape, *c, *v, mask, claimed, line, false, op, count);
-    count.add_to(*v, mask);
+    count.add_kernel_to(*v, mask);
     if (claimed) {
       status = got;
       cache::share_end(t, mine.entry, line);

@@ -114,7 +114,7 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, 
   cache::tally count;
   const uint32_t status =
       cache::access<policy>(c->shape, *c, *v, mask, true, line, false, op, count);
-  count.add_to(*v, mask);
+  count.add_kernel_to(*v, mask);
   warp::sync(mask);
   return status;
 }
@@ -176,7 +176,7 @@ FW_DEVICE_NOINLINE void prefetch_slow(cache::page_cache* c, cache::volume* v, ui
   const uint32_t mask = active_on(v);
   cache::tally count;
   cache::prefetch<policy>(*c, *v, mask, true, line, count);
-  count.add_to(*v, mask);
+  count.add_kernel_to(*v, mask);
   warp::sync(mask);
 }
 
@@ -283,7 +283,7 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::page_cache* c, cache::volume* v, ui
     if (wants && status == nvme::kSuccess) status = got;
     at.line += s.stride;
   }
-  count.add_to(*v, mask);
+  count.add_kernel_to(*v, mask);
   warp::sync(mask);
   return status;
 }

@@ -120,6 +120,11 @@ FW_DEVICE word16 load16_relaxed_system(const word16* p) {
                : "memory");
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
+// A store to a register of a device: done once, as it is, and never merged with another (PTX ISA
+// 8.2). For memory it would only be slower.
+FW_DEVICE void store_mmio(uint32_t* p, uint32_t v) {
+  asm volatile("st.mmio.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 FW_DEVICE void or_relaxed(uint64_t* p, uint64_t bits) {
   asm volatile("red.relaxed.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
 }
@@ -322,6 +327,7 @@ inline word16 load16_relaxed_system(const word16* p) {
   uint64_t low = load_relaxed(q);
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
+inline void store_mmio(uint32_t* p, uint32_t v) { store_relaxed_system(p, v); }
 inline void or_relaxed(uint64_t* p, uint64_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
 template <typename T>
 inline T load_plain(const T* p) {

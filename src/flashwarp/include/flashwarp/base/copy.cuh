@@ -57,11 +57,18 @@ FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint6
 }
 
 // The widths that aligned rows never need, out of the way of the code that they share a kernel
-// with.
+// with. As wide as all three allow: an element of up to 8 bytes that is aligned to its size, on
+// both sides, goes in one access, so that a copy beside a store has it before or after, never
+// parts.
 template <source kSource>
 FW_DEVICE_NOINLINE void copy_narrow(uint32_t mask, char* to, const char* from, uint64_t bytes) {
-  if ((reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | bytes) % 4 == 0) {
+  const uint64_t all = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | bytes;
+  if (all % 8 == 0) {
+    copy_words<8, kSource>(mask, to, from, bytes);
+  } else if (all % 4 == 0) {
     copy_words<4, kSource>(mask, to, from, bytes);
+  } else if (all % 2 == 0) {
+    copy_words<2, kSource>(mask, to, from, bytes);
   } else {
     copy_words<1, kSource>(mask, to, from, bytes);
   }

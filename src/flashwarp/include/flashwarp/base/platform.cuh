@@ -169,7 +169,9 @@ FW_DEVICE uint32_t lowest_bit(uint32_t bits) { return __ffs(bits) - 1; }
 FW_DEVICE uint32_t thread_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
 FW_DEVICE uint32_t thread_count() { return gridDim.x * blockDim.x; }
 
-// A number that differs between neighbours on the chip, to spread work over queues and counters.
+// A number that differs between neighbours on the chip, to spread work over queues and counters. It
+// may be another at the next call: a warp that was preempted can go on elsewhere. What must stay is
+// asked for once, by one lane for all.
 FW_DEVICE uint32_t spread_index() {
   uint32_t sm;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
@@ -211,7 +213,7 @@ inline bool pause(uint32_t ns) {
 }
 inline uint32_t thread_index() { return simulator::here->index; }
 inline uint32_t thread_count() { return simulator::here->count; }
-inline uint32_t spread_index() { return simulator::here->spread; }
+inline uint32_t spread_index() { return simulator::spread_index(); }
 
 #else
 

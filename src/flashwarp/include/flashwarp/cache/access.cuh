@@ -66,7 +66,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
 
   const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
   if (ahead != 0) {
-    write_back(c, mask, ahead, {tag::line_of(mine.dirty_word), mine.dirty_way}, true);
+    write_back(c, v, mask, ahead, {tag::line_of(mine.dirty_word), mine.dirty_way}, true);
   }
   const bool claimed = misses && leader == lane && mine.result == claim_result::kClaimed;
   const uint32_t claims = warp::ballot(mask, claimed);
@@ -107,7 +107,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   const uint32_t dirty = warp::ballot(mask, cleans);
   uint32_t failure = 0;
   if (dirty != 0) {
-    failure = write_back(c, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
+    failure = write_back(c, v, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
     failure = cleans ? failure : 0;
     // The victim's volume knows already. Where ours is another, or a copy of it with a record of
     // its own, it must know too: our access fails for it.
@@ -184,7 +184,7 @@ FW_DEVICE bool start_fills(page_cache& c, volume& v, uint32_t mask, bool asks, u
   const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
   if (dirty != 0) {
     const uint64_t word = victim ? mine.word : mine.dirty_word;
-    write_back(c, mask, dirty, {tag::line_of(word), victim ? mine.way : mine.dirty_way}, true);
+    write_back(c, v, mask, dirty, {tag::line_of(word), victim ? mine.way : mine.dirty_way}, true);
   }
   if ((kept >> warp::lane()) & 1) publish_fill(c, mine.way, mine.word, false);
   const uint32_t claims = warp::ballot(mask, mine.result == claim_result::kClaimed);

@@ -27,7 +27,11 @@ struct alignas(64) counters {
   uint64_t errors;
   uint64_t tier_hits;   // misses that the host tier answered
   uint64_t tier_lines;  // lines that went there
-  uint64_t reserved[6];
+  // Of `misses` and `bytes_read`, those of kernels that use the array by elements: a load that hits
+  // counts nothing, so these have no hits and no bytes used to be set against.
+  uint64_t kernel_misses;
+  uint64_t kernel_bytes_read;
+  uint64_t reserved[4];
 };
 static_assert(sizeof(counters) == 128);
 inline constexpr uint32_t kCounterShards = 64;
@@ -80,12 +84,17 @@ struct alignas(64) volume {
   uint32_t namespace_count;
   uint32_t failed;        // kReplicated: see failure_mark
   uint32_t index_errors;  // indices out of bounds that kernels met
-  uint32_t reserved;
+  uint32_t attached;      // 0: gone, or not there yet; see visits.cuh
   queue_span spans[kNamespacesMax];
+  // Warps of other arrays that use the queues. Stays through attach and detach: who comes too late
+  // counts itself, and leaves.
+  alignas(32) uint32_t visitors;
 };
 static_assert(sizeof(volume) == 256);
 FW_CHECK_OFFSET(volume, stripe_lines, 64);
 FW_CHECK_OFFSET(volume, spans, 96);
+FW_CHECK_OFFSET(volume, attached, 92);
+FW_CHECK_OFFSET(volume, visitors, 224);
 
 inline constexpr uint32_t kVolumesMax = 64;
 
@@ -326,7 +335,9 @@ FW_DEVICE void abandon_fill(page_cache& c, uint64_t way, uint64_t busy_word) {
 // The volume that owns a global line number. Only write-back of another array's line asks.
 FW_DEVICE volume& volume_of(const page_cache& c, uint64_t line) {
   for (uint32_t i = 0; i < kVolumesMax; i++) {
-    if (line - c.volumes[i].line_begin < c.volumes[i].line_count) return c.volumes[i];
+    // Acquire: an array that is attached meanwhile has its first line before it has any.
+    const uint64_t count = atomic::load_acquire(&c.volumes[i].line_count);
+    if (line - c.volumes[i].line_begin < count) return c.volumes[i];
   }
   FW_ASSERT(false);
   return c.volumes[0];

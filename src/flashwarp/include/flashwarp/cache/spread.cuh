@@ -13,15 +13,22 @@
 
 namespace fw::cache {
 
-// The queue pair of this warp, where the volume has one namespace.
-FW_DEVICE nvme::queue_pair& queue_of(const volume& v) {
-  return v.queues[(warp::index() + base::spread_index()) % v.queue_count];
+// Which of a volume's queue pairs a warp uses. Taken once for a command, by one lane for all of
+// `mask`, and kept until the command has ended: asked again, the warp may be elsewhere, and its
+// ticket would be looked up in another ring.
+FW_DEVICE uint32_t take_seat(uint32_t mask) {
+  return warp::broadcast(mask, warp::index() + base::spread_index(), base::lowest_bit(mask));
+}
+
+// The queue pair of a seat, where the volume has one namespace.
+FW_DEVICE nvme::queue_pair& queue_of(const volume& v, uint32_t seat) {
+  return v.queues[seat % v.queue_count];
 }
 
 // The same on namespace `n` of several.
-FW_DEVICE nvme::queue_pair& queue_on(const volume& v, uint32_t n) {
+FW_DEVICE nvme::queue_pair& queue_on(const volume& v, uint32_t seat, uint32_t n) {
   const queue_span span = v.spans[n];
-  return v.queues[span.first + (warp::index() + base::spread_index()) % span.count];
+  return v.queues[span.first + seat % span.count];
 }
 
 // A line's place in stripes: out of line, since a division is a long piece of code.
@@ -45,7 +52,7 @@ FW_DEVICE uint64_t line_in_namespace(const volume& v, uint64_t line) {
 // The replica that a read of `line` asks, of those not in `tried`; kNamespacesMax when none is
 // left. Each line has a favourite, so that the replicas share the reads and each caches its own
 // part; replicas that have stopped answering come last.
-FW_DEVICE uint32_t choose_replica(const volume& v, uint64_t line, uint32_t tried) {
+FW_DEVICE uint32_t choose_replica(const volume& v, uint32_t seat, uint64_t line, uint32_t tried) {
   // Fibonacci hashing: a stride that the count divides must not end on one replica.
   // The high bits count: they are what a product of a multiple of a power of two has.
   const uint64_t hash = (line * 0x9E3779B97F4A7C15ull) >> 32;
@@ -54,7 +61,7 @@ FW_DEVICE uint32_t choose_replica(const volume& v, uint64_t line, uint32_t tried
   for (uint32_t i = 0; i < v.namespace_count; i++) {
     const uint32_t n = (favourite + i) % v.namespace_count;
     if ((tried >> n) & 1) continue;
-    if (atomic::load_relaxed(&queue_on(v, n).failed) == 0) return n;
+    if (atomic::load_relaxed(&queue_on(v, seat, n).failed) == 0) return n;
     if (silent == kNamespacesMax) silent = n;
   }
   return silent;
@@ -62,11 +69,11 @@ FW_DEVICE uint32_t choose_replica(const volume& v, uint64_t line, uint32_t tried
 
 // The namespaces that a lane's command goes to, as bits. A read that failed on those of `tried`
 // has another replica, or none; a write goes to all.
-FW_DEVICE_NOINLINE uint32_t targets_of(const volume& v, uint32_t opcode, uint64_t line,
-                                       uint32_t tried) {
+FW_DEVICE_NOINLINE uint32_t targets_of(const volume& v, uint32_t seat, uint32_t opcode,
+                                       uint64_t line, uint32_t tried) {
   if (v.spread == kStriped) return tried != 0 ? 0 : 1u << striped(v, line - v.line_begin).on;
   if (opcode == nvme::kWrite) return tried != 0 ? 0 : (1u << v.namespace_count) - 1;
-  const uint32_t n = choose_replica(v, line, tried);
+  const uint32_t n = choose_replica(v, seat, line, tried);
   return n == kNamespacesMax ? 0 : 1u << n;
 }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "flashwarp/cache/spread.cuh"
+#include "flashwarp/cache/visits.cuh"
 #include "flashwarp/nvme/prp.cuh"
 
 namespace fw::cache {
@@ -55,6 +56,18 @@ struct tally {
       if (tier_lines != 0) atomic::add_relaxed(&shard.tier_lines, uint64_t(tier_lines));
     }
     *this = tally();
+  }
+
+  // The same for what a kernel did through an array. Its hits are left out: those that no call met,
+  // which are nearly all, are not counted either.
+  FW_DEVICE void add_kernel_to(const volume& v, uint32_t mask) {
+    hits = 0;
+    if (warp::lane() == base::lowest_bit(mask)) {
+      counters& shard = shard_of(v);
+      if (misses != 0) atomic::add_relaxed(&shard.kernel_misses, uint64_t(misses));
+      if (bytes_read != 0) atomic::add_relaxed(&shard.kernel_bytes_read, bytes_read);
+    }
+    add_to(v, mask);
   }
 };
 
@@ -105,34 +118,57 @@ struct transfer {
   uint64_t way;   // the frame
 };
 
-// The queue pair that helps at `step` of a wait: every other time one to which this warp submits,
-// where what it waits for most likely is; else those of the volume and of all volumes in turn.
-FW_DEVICE nvme::queue_pair& queue_to_help(page_cache& c, volume& v, uint32_t step) {
+// The volume that helps at `step` of a wait: our own, and every fourth time each in turn.
+FW_DEVICE volume& volume_to_help(page_cache& c, volume& v, uint32_t step) {
+  if ((step & 3) != 3) return v;
+  const uint32_t end = atomic::load_relaxed(&c.volume_end);
+  for (uint32_t i = 0; i < end; i++) {
+    volume& candidate = c.volumes[((step >> 2) + warp::index() + i) % end];
+    if (atomic::load_acquire(&candidate.attached) != 0) return candidate;
+  }
+  return v;
+}
+
+// Its queue pair: every other time one to which this warp submits, where what it waits for most
+// likely is; else those of the volume in turn.
+FW_DEVICE nvme::queue_pair& queue_to_help(const volume& v, uint32_t step) {
   const uint32_t turn = step >> 1;
   if ((step & 1) == 0) {
-    return v.spread == kOneNamespace ? queue_of(v) : queue_on(v, turn % v.namespace_count);
+    const uint32_t seat = warp::index() + base::spread_index();
+    return v.spread == kOneNamespace ? queue_of(v, seat)
+                                     : queue_on(v, seat, turn % v.namespace_count);
   }
-  volume* target = &v;
-  uint32_t queue = warp::index() + (turn >> 1);
-  if ((turn & 1) != 0) {
-    const uint32_t end = atomic::load_relaxed(&c.volume_end);
-    for (uint32_t i = 0; i < end; i++) {
-      volume* candidate = &c.volumes[((turn >> 1) + warp::index() + i) % end];
-      if (candidate->line_count == 0) continue;
-      target = candidate;
-      break;
-    }
-    // A queue at random (Fibonacci hashing): in step with the volume, some would never be met.
-    queue = ((warp::index() + step) * 0x9E3779B1u) >> 16;
-  }
-  return target->queues[queue % target->queue_count];
+  // A queue at random (Fibonacci hashing): in step with the volume, some would never be met.
+  const uint32_t random = ((warp::index() + step) * 0x9E3779B1u) >> 16;
+  return v.queues[((turn & 1) != 0 ? random : warp::index() + (turn >> 1)) % v.queue_count];
 }
 
 // One step of a wait for a line, of which `step` counts the steps. The frame that we wait for may
 // be in flight for another volume on the cache, on behalf of a kernel that has ended.
 FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
   line_finisher finisher{c};
-  nvme::help(queue_to_help(c, v, step), mask, finisher);
+  const uint32_t leader = base::lowest_bit(mask);
+  // One lane chooses for all: they may read different numbers.
+  volume* visited = nullptr;
+  uint64_t queue = 0;
+  if (warp::lane() == leader) {
+    volume& target = volume_to_help(c, v, step);
+    const bool ours = same_array(target, v);
+    if (ours || begin_visit(target)) {
+      if (!ours) visited = &target;
+      queue = reinterpret_cast<uint64_t>(&queue_to_help(target, step));
+    }
+  }
+  queue = warp::broadcast(mask, queue, leader);
+  if (queue == 0) {
+    // A neighbour that has just closed: nothing of it is in flight any more.
+    base::pause(nvme::kBackOffNs);
+    return;
+  }
+  nvme::help(*reinterpret_cast<nvme::queue_pair*>(queue), mask, finisher);
+  // All lanes have left the queue before the one that says so.
+  warp::sync(mask);
+  if (visited != nullptr) end_visit(*visited);
 }
 
 // Where the device finds (or leaves) the data of a command: the command's PRP1.
@@ -234,8 +270,10 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   return true;
 }
 
-// What a lane has in flight: the namespaces, as bits, and its ticket on each.
+// What a lane has in flight: the namespaces, as bits, and its ticket on each. The seat, which is
+// the same for all lanes, says in which rings.
 struct flights {
+  uint32_t seat;
   uint32_t on;
   uint32_t tickets[kNamespacesMax];
 };
@@ -251,7 +289,7 @@ FW_DEVICE_NOINLINE uint32_t submit_spread(page_cache& c, volume& v, uint32_t mas
   for (uint32_t n = 0; n < v.namespace_count; n++) {
     const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
     if (members == 0) continue;
-    nvme::queue_pair& q = queue_on(v, n);
+    nvme::queue_pair& q = queue_on(v, f.seat, n);
     const uint32_t batch = first_batch(q, members);
     const bool mine = (batch >> warp::lane()) & 1;
     if (mine) targets &= ~(1u << n);
@@ -271,7 +309,7 @@ FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
   uint32_t done = 0;
   for (uint32_t rest = f.on; rest != 0; rest &= rest - 1) {
     const uint32_t n = base::lowest_bit(rest);
-    const nvme::queue_pair& q = queue_on(v, n);
+    const nvme::queue_pair& q = queue_on(v, f.seat, n);
     // Acquire: pairs with the drainer's release, behind which the controller's data lies.
     const uint64_t word = atomic::load_acquire(&q.slots[nvme::entry_of(q, f.tickets[n])]);
     if (nvme::slot::phase_of(word) == nvme::slot::kDone) done |= 1u << n;
@@ -316,7 +354,7 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t 
       const bool mine = (f.on >> n) & 1;
       const uint32_t batch = warp::ballot(mask, mine);
       if (batch == 0) continue;
-      nvme::queue_pair& q = queue_on(v, n);
+      nvme::queue_pair& q = queue_on(v, f.seat, n);
       if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {
         const bool dead = warp::any(mask, late || atomic::load_relaxed(&q.failed) != 0);
         if (!dead) {
@@ -338,11 +376,12 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t 
 
 // One command for each namespace in the lane's `targets`: submitted to all before any is waited
 // for. Returns the worst status of the lane's commands.
-FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t mask, uint32_t targets,
+FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t seat, uint32_t mask, uint32_t targets,
                            uint8_t opcode, const transfer& t) {
   uint32_t status = nvme::kSuccess;
   while (warp::any(mask, targets != 0)) {
     flights f;
+    f.seat = seat;
     status = worse_of(status, submit_spread(c, v, mask, targets, opcode, t, f));
     status = worse_of(status, wait_for_flights(c, v, mask, opcode, t, f));
   }
@@ -352,18 +391,19 @@ FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t mask, uint32_t tar
 // `move_lines` for a volume of several namespaces. A read that fails on one replica asks the next.
 FW_DEVICE_NOINLINE uint32_t move_lines_spread(page_cache& c, volume& v, uint32_t mask,
                                               uint32_t members, uint8_t opcode, const transfer& t) {
+  const uint32_t seat = take_seat(mask);
   uint32_t status = nvme::kSuccess;
   uint32_t tried = 0;
   while (members != 0) {
     const bool mine = (members >> warp::lane()) & 1;
-    const uint32_t targets = mine ? targets_of(v, opcode, t.line, tried) : 0;
-    const uint32_t got = move_to(c, v, mask, targets, opcode, t);
+    const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, tried) : 0;
+    const uint32_t got = move_to(c, v, seat, mask, targets, opcode, t);
     if (mine) status = got;
     tried |= targets;
     // On the direct path a command that has not come back may still write the frame.
     const bool lost = got == nvme::kTimedOut && v.path == nvme::kDirect;
     const bool again =
-        mine && got != nvme::kSuccess && !lost && targets_of(v, opcode, t.line, tried) != 0;
+        mine && got != nvme::kSuccess && !lost && targets_of(v, seat, opcode, t.line, tried) != 0;
     members = warp::ballot(mask, again);
   }
   return status;
@@ -373,7 +413,7 @@ FW_DEVICE_NOINLINE uint32_t move_lines_spread(page_cache& c, volume& v, uint32_t
 FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, uint32_t members,
                                        uint8_t opcode, const transfer& t) {
   if (v.spread != kOneNamespace) return move_lines_spread(c, v, mask, members, opcode, t);
-  nvme::queue_pair& q = queue_of(v);
+  nvme::queue_pair& q = queue_of(v, take_seat(mask));
   line_finisher finisher{c};
   uint32_t status = 0;
   while (members != 0) {
@@ -425,11 +465,12 @@ FW_DEVICE void move_detached_on(page_cache& c, volume& v, nvme::queue_pair& q, u
 FW_DEVICE_NOINLINE void move_detached_spread(page_cache& c, volume& v, uint32_t mask,
                                              uint32_t members, uint8_t opcode, const transfer& t) {
   const bool mine = (members >> warp::lane()) & 1;
-  const uint32_t targets = mine ? targets_of(v, opcode, t.line, 0) : 0;
+  const uint32_t seat = take_seat(mask);
+  const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, 0) : 0;
   if (mine && opcode == nvme::kWrite) begin_replicas(v, t.way);
   for (uint32_t n = 0; n < v.namespace_count; n++) {
     const uint32_t on = warp::ballot(mask, ((targets >> n) & 1) != 0);
-    if (on != 0) move_detached_on(c, v, queue_on(v, n), mask, on, opcode, t);
+    if (on != 0) move_detached_on(c, v, queue_on(v, seat, n), mask, on, opcode, t);
   }
 }
 
@@ -437,7 +478,7 @@ FW_DEVICE_NOINLINE void move_detached_spread(page_cache& c, volume& v, uint32_t 
 FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t mask,
                                             uint32_t members, uint8_t opcode, const transfer& t) {
   if (v.spread != kOneNamespace) return move_detached_spread(c, v, mask, members, opcode, t);
-  move_detached_on(c, v, queue_of(v), mask, members, opcode, t);
+  move_detached_on(c, v, queue_of(v, take_seat(mask)), mask, members, opcode, t);
 }
 
 }  // namespace fw::cache

@@ -8,10 +8,32 @@
 
 namespace fw::cache {
 
+// Gives up a line, taken for write-back, of an array that is gone. Its close has failed: it waits
+// for lines in write-back, and has told what it could not write.
+FW_DEVICE void give_up_line(page_cache& c, const transfer& t) {
+  update(
+      &c.shape.tags[t.way],
+      [&](uint64_t w) { return tag::holds(w, t.line) && (w & tag::kWriting) != 0; },
+      [](uint64_t w) { return tag::emptied(w); });
+}
+
+// What becomes of a line whose write-back was waited for. Returns its status.
+FW_DEVICE uint32_t end_write_back(page_cache& c, volume& v, const transfer& t, uint32_t status) {
+  if (status != nvme::kSuccess) record_error(v, status, nvme::kWrite, t.line);
+  // A command that has not come back may still read the frame, and write these blocks after a
+  // newer one: the line stays WRITING, so that neither is given away.
+  if (status != nvme::kTimedOut) {
+    end_write(&c.shape.tags[t.way], status == nvme::kSuccess);
+  } else if (v.spread == kReplicated) {
+    atomic::store_relaxed(&v.failed, 1u);
+  }
+  return status;
+}
+
 // Writes back the line of each lane in `members`, volume by volume: a victim may belong to another
-// array of the same cache. Detached, or waited for. Returns the lane's status.
-FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t members,
-                                       const transfer& t, bool detached) {
+// array than `self` on the same cache. Detached, or waited for. Returns the lane's status.
+FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, const volume& self, uint32_t mask,
+                                       uint32_t members, const transfer& t, bool detached) {
   uint32_t status = 0;
   const bool mine = (members >> warp::lane()) & 1;
   volume* owner = mine ? &volume_of(c, t.line) : nullptr;
@@ -22,6 +44,11 @@ FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t me
     const uint32_t batch = members & warp::ballot(mask, mine && owner == v);
     members &= ~batch;
     const bool in_batch = (batch >> warp::lane()) & 1;
+    const bool visits = !same_array(*v, self);
+    if (visits && !begin_visit(*v, mask)) {
+      if (in_batch) give_up_line(c, t);
+      continue;
+    }
     if (in_batch) {
       counters& shard = shard_of(*v);
       atomic::add_relaxed(&shard.write_backs, uint64_t(1));
@@ -29,19 +56,11 @@ FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, uint32_t mask, uint32_t me
     }
     if (detached) {
       move_lines_detached(c, *v, mask, batch, nvme::kWrite, t);
-      continue;
+    } else {
+      const uint32_t got = move_lines(c, *v, mask, batch, nvme::kWrite, t);
+      if (in_batch) status = end_write_back(c, *v, t, got);
     }
-    const uint32_t got = move_lines(c, *v, mask, batch, nvme::kWrite, t);
-    if (!in_batch) continue;
-    status = got;
-    if (got != nvme::kSuccess) record_error(*v, got, nvme::kWrite, t.line);
-    // A command that has not come back may still read the frame, and write these blocks after a
-    // newer one: the line stays WRITING, so that neither is given away.
-    if (got != nvme::kTimedOut) {
-      end_write(&c.shape.tags[t.way], got == nvme::kSuccess);
-    } else if (v->spread == kReplicated) {
-      atomic::store_relaxed(&v->failed, 1u);
-    }
+    if (visits) end_visit(*v, mask);
   }
   return status;
 }
@@ -64,7 +83,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
     const bool dirty = ours && !in_flight && (word & tag::kDirty) != 0;
     const bool taken = dirty && begin_write(&c.shape.tags[way], line);
     const uint32_t members = warp::ballot(mask, taken);
-    if (members != 0) write_back(c, mask, members, {line, way}, false);
+    if (members != 0) write_back(c, v, mask, members, {line, way}, false);
     // A line that changed under us (dirty, not taken) is looked at again.
     pending = pending && (in_flight || (dirty && !taken));
     if (!warp::any(mask, pending) || members != 0) continue;

@@ -80,7 +80,11 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
   uint32_t entry = 0;
   const bool mine = rank < count;
   if (count != 0) {
-    // The controller's data before our consumers' reads of it: they acquire from the slot word.
+    // Each lane has loaded an entry that the leader's doorbell gives back: the votes above order no
+    // memory, so without this a load could still be on its way when the controller overwrites it.
+    warp::sync(mask);
+    // The controller's data before our consumers' reads of it: they acquire from the slot word. And
+    // all lanes' loads of entries before the doorbell.
     atomic::fence_system();
     if (mine) {
       entry = raw.w & 0xffff;
@@ -95,7 +99,7 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
       atomic::store_relaxed(&q.fetched, fetched + entry_of(q, sqhd - fetched));
       atomic::store_relaxed(&q.head, head + count);
       atomic::store_relaxed(&q.helps, atomic::load_plain(&q.helps) + 1);
-      atomic::store_relaxed_system(q.cq_doorbell, entry_of(q, head + count));
+      ring(q, q.cq_doorbell, entry_of(q, head + count));
     }
   }
   warp::sync(mask);

@@ -21,6 +21,13 @@ enum data_path : uint32_t {
   kDirect = 2,  // the controller writes device memory itself
 };
 
+// What a doorbell is. A controller in software polls words of host memory; a drive's are registers
+// behind its BAR, for which a store has to be one of MMIO.
+enum doorbell_kind : uint32_t {
+  kDoorbellInMemory = 0,
+  kDoorbellRegister = 1,
+};
+
 // What the drainer must know to finish a command that nobody waits for.
 struct detached_command {
   uint64_t tag;     // address of the line's tag word
@@ -51,6 +58,7 @@ struct alignas(128) queue_pair {
   uint64_t* slots;
   detached_command* detached;
   transport data;
+  uint32_t doorbell_kind;
   // Submitters: the next ticket. Free-running; entry = ticket mod depth, turn = ticket div depth.
   alignas(128) uint32_t ticket;
   uint32_t depth_log2;
@@ -69,6 +77,7 @@ struct alignas(128) queue_pair {
 };
 static_assert(sizeof(queue_pair) == 256);
 FW_CHECK_OFFSET(queue_pair, data, 48);
+FW_CHECK_OFFSET(queue_pair, doorbell_kind, 88);
 FW_CHECK_OFFSET(queue_pair, ticket, 128);
 FW_CHECK_OFFSET(queue_pair, depth_log2, 132);
 FW_CHECK_OFFSET(queue_pair, id, 136);
@@ -110,6 +119,15 @@ FW_HOST_DEVICE uint32_t next_turn(const queue_pair& q, uint32_t ticket) {
 }
 FW_HOST_DEVICE uint64_t buffer_of(const queue_pair& q, uint32_t ticket) {
   return q.data.buffers + entry_of(q, ticket) * q.data.buffer_stride;
+}
+
+// Rings a doorbell, by one lane. What it tells of comes before, by a fence of the system.
+FW_DEVICE void ring(const queue_pair& q, uint32_t* doorbell, uint32_t value) {
+  if (q.doorbell_kind == kDoorbellRegister) {
+    atomic::store_mmio(doorbell, value);
+  } else {
+    atomic::store_relaxed_system(doorbell, value);
+  }
 }
 
 // The bound of one wait loop. Starts its clock at the first look, so that a wait which is over at

@@ -92,7 +92,7 @@ FW_DEVICE_NOINLINE void publish(queue_pair& q, uint32_t mask) {
         // The entries, ours and those acquired from other submitters, before the doorbell: the
         // controller reads them as soon as it sees the tail move.
         atomic::fence_system();
-        atomic::store_relaxed_system(q.sq_doorbell, entry_of(q, tail + count));
+        ring(q, q.sq_doorbell, entry_of(q, tail + count));
       }
       atomic::unlock(&q.publish_lock);
     }

@@ -29,6 +29,7 @@ template <typename T>
 inline void store_relaxed_system(T* p, T v, FW_SITE) {
   simulator::store(p, v, sizeof(T), order::kRelaxed, scope::kSystem, at);
 }
+inline void store_mmio(uint32_t* p, uint32_t v, FW_SITE) { store_relaxed_system(p, v, at); }
 template <typename T>
 inline T add_relaxed(T* p, T v, FW_SITE) {
   return T(simulator::add(p, v, sizeof(T), order::kRelaxed, at));

@@ -41,6 +41,9 @@ uint32_t active(site at);
 // Whether an address stands for memory of the caller's block, as a GPU's shared memory does.
 bool is_of_block(const void* p);
 
+// The multiprocessor of the caller, which may be another at every call.
+uint32_t spread_index();
+
 uint64_t clock_ns();
 void pause(uint32_t ns);
 [[noreturn]] void fail_assertion(const char* condition, site at);
