@@ -8,6 +8,7 @@
 #include <ctime>
 #include <thread>
 
+#include "fault_guard.h"
 #include "identify.h"
 
 namespace fw::native {
@@ -77,6 +78,7 @@ void QueueServer::unlock() { atomic::unlock(&lock_); }
 
 uint32_t QueueServer::serve() {
   if (!try_lock()) return 0;
+  const GuardedVisit visit;
   uint32_t moved = 0;
   if (open_.load(std::memory_order_relaxed)) {
     if (drive_ != nullptr) moved += post_due();
