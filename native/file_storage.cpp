@@ -242,14 +242,41 @@ FileStorage::~FileStorage() {
 }
 
 void FileStorage::refresh_backing(int64_t now_ns) {
-  if (mapped_base_ == nullptr) return;
+  // What nobody maps and nobody writes is found out by the reads.
+  if (mapped_base_ == nullptr && (!writable() || block_device_)) return;
   // Relaxed: two threads that both look at the file do no harm.
   if (now_ns - refreshed_ns_.load(std::memory_order_relaxed) < kRefreshNs) return;
   refreshed_ns_.store(now_ns, std::memory_order_relaxed);
+  look_at_size();
+}
+
+// How many bytes of the namespace the file has now.
+uint64_t FileStorage::look_at_size() {
   struct stat information;
-  if (fstat(fd_, &information) != 0) return set_backed_nbytes(0);
-  const uint64_t size = size_of(fd_, information);
-  set_backed_nbytes(size <= file_offset_ ? 0 : std::min(nbytes(), size - file_offset_));
+  const uint64_t size = fstat(fd_, &information) == 0 ? size_of(fd_, information) : 0;
+  const uint64_t backed = size <= file_offset_ ? 0 : std::min(nbytes(), size - file_offset_);
+  set_backed_nbytes(backed);
+  return backed;
+}
+
+// kTruncated when a write of [offset, offset + n) would make a file longer that others cut short:
+// what they cut would read as zeros. A look costs half of a small write, so one serves the writes
+// of a millisecond. A write that makes the file longer in this time leaves it too short still,
+// which `flush` finds; only the write of the last byte would not, and so it always looks.
+int FileStorage::check_extent(uint64_t offset, uint64_t n) {
+  if (block_device_) return 0;
+  const bool reaches_end = offset + n == nbytes();
+  if (!reaches_end) refresh_backing(monotonic_ns());
+  const bool fits = !reaches_end && offset + n <= backed_nbytes();
+  if (!fits && offset + n > look_at_size()) return kTruncated;
+  // Relaxed: whoever flushes has waited for the writes that it is about.
+  if (!written_.load(std::memory_order_relaxed)) written_.store(true, std::memory_order_relaxed);
+  return 0;
+}
+
+// Whether a write of ours may have made a file longer that had been cut.
+bool FileStorage::has_extended() {
+  return written_.load(std::memory_order_relaxed) && look_at_size() < nbytes();
 }
 
 int FileStorage::validate(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -310,6 +337,7 @@ int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* f
 
 int FileStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
+  if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
   const auto* source = static_cast<const std::byte*>(data);
   return fail(write_range(file_offset_ + offset, source, n), offset, n, failure);
 }
@@ -341,6 +369,8 @@ Piece FileStorage::piece(uint64_t file_offset, uint64_t n, uint32_t request_offs
 }
 
 bool FileStorage::resolve(const Request& request, PieceList& pieces) {
+  // The blocking call reports it.
+  if (request.is_write && check_extent(request.offset, request.nbytes) != 0) return false;
   const uint64_t start = file_offset_ + request.offset;
   const uint64_t end = start + request.nbytes;
   const uint32_t at = request.request_offset;
@@ -358,12 +388,16 @@ bool FileStorage::resolve(const Request& request, PieceList& pieces) {
 }
 
 bool FileStorage::resolve_flush(PieceList& pieces) {
+  // The blocking call reports it.
+  if (has_extended()) return false;
   return pieces.add(piece(file_offset_, 0, 0, true));
 }
 
 int FileStorage::flush(IoFailure* failure) {
   if (in_forked_child()) return fail(kForked, 0, 0, failure);
-  return fail(fdatasync(fd_) == 0 ? 0 : errno, 0, nbytes(), failure);
+  if (fdatasync(fd_) != 0) return fail(errno, 0, nbytes(), failure);
+  if (has_extended()) return fail(kTruncated, 0, nbytes(), failure);
+  return 0;
 }
 
 int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -379,6 +413,7 @@ int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
 int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
   if (n == 0) return 0;
+  if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
   const int mode = FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE;
   if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
   // Block devices answer EINVAL to a range that their sectors do not divide.

@@ -3,7 +3,8 @@
 // Direct mode reads and writes past the page cache and hides its alignment rules: reads are
 // widened, pages that a write covers only in part go through the page cache instead. A page is
 // therefore never written in part by one path while the other holds it dirty. A read-only file may
-// name an existing mapping of itself, which then is the namespace's memory.
+// name an existing mapping of itself, which then is the namespace's memory. A file that others cut
+// short is not made longer again: writes beyond its end fail.
 #pragma once
 
 #include <atomic>
@@ -68,6 +69,9 @@ class FileStorage final : public Storage {
   int read_direct(uint64_t file_offset, std::byte* data, size_t n);
   int write_range(uint64_t file_offset, const std::byte* data, size_t n);
   int zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure);
+  int check_extent(uint64_t offset, uint64_t n);
+  uint64_t look_at_size();
+  bool has_extended();
   int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
 
   const std::string path_;
@@ -83,6 +87,7 @@ class FileStorage final : public Storage {
   std::string window_refusal_;               // why there is none
   std::atomic<bool> nowait_refused_{false};
   std::atomic<int64_t> refreshed_ns_{0};
+  std::atomic<bool> written_{false};
 };
 
 // Blocking, complete transfers on a descriptor. Reads return ENODATA at the end of the file.
