@@ -5,8 +5,6 @@
 #include "file_storage.h"
 
 #include <fcntl.h>
-#include <linux/fs.h>
-#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -17,6 +15,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+
+#include "file_lock.h"
+#include "open_file.h"
+#include "page_cache_window.h"
 
 namespace fw::native {
 namespace {
@@ -90,14 +92,10 @@ DirectAlignment alignment_of(int direct_fd) {
   return {0, 0, "direct reads fail with 512 and with 4096 byte alignment"};
 }
 
-int open_file(const std::string& path, int flags) {
-  return ::open(path.c_str(), flags | O_CLOEXEC);
-}
-
-uint64_t size_of(int fd, const struct stat& information) {
-  if (!S_ISBLK(information.st_mode)) return uint64_t(information.st_size);
-  uint64_t nbytes = 0;
-  return ioctl(fd, BLKGETSIZE64, &nbytes) == 0 ? nbytes : 0;
+bool is_same_file(int one, int other) {
+  struct stat first, second;
+  return fstat(one, &first) == 0 && fstat(other, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
 }
 
 // Page-cache reads of these never wait, and some refuse RWF_NOWAIT.
@@ -139,8 +137,12 @@ int write_fully(int fd, const void* data, size_t n, uint64_t offset) {
 }
 
 DirectAlignment probe_direct_alignment(const std::string& path) {
-  const int fd = open_file(path, O_RDONLY | O_DIRECT);
-  if (fd < 0) return {0, 0, "open with O_DIRECT: " + error_text(errno)};
+  int fd = -1;
+  try {
+    fd = open_file(path, false, O_DIRECT);
+  } catch (const OpenError& error) {
+    return {0, 0, std::string("open with O_DIRECT: ") + error.what()};
+  }
   DirectAlignment alignment = alignment_of(fd);
   close(fd);
   return alignment;
@@ -159,10 +161,12 @@ struct FileStorage::Opened {
   bool memory_file_system = false;
   uint64_t map_address = 0;
   bool copies_cached = false;
+  std::unique_ptr<FileLock> lock;
 
   explicit Opened(std::string file) : path(std::move(file)) {}
   Opened(const Opened&) = delete;
   ~Opened() {
+    lock.reset();
     if (fd >= 0) close(fd);
     if (direct_fd >= 0) close(direct_fd);
   }
@@ -173,16 +177,13 @@ struct FileStorage::Opened {
 
   void open_buffered(bool for_writing) {
     writable = for_writing;
-    fd = open_file(path, for_writing ? O_RDWR : O_RDONLY);
-    if (fd < 0) refuse(errno, error_text(errno));
+    fd = open_file(path, for_writing);
   }
 
   void find_range(const FileOptions& options) {
     struct stat information;
     if (fstat(fd, &information) != 0) refuse(errno, error_text(errno));
-    if (!S_ISREG(information.st_mode) && !S_ISBLK(information.st_mode)) {
-      refuse(EINVAL, "neither a regular file nor a block device");
-    }
+    if (options.lock) lock = FileLock::take(fd, information, writable, path);
     block_device = S_ISBLK(information.st_mode);
     memory_file_system = is_memory_file_system(fd);
     const uint64_t size = size_of(fd, information);
@@ -193,8 +194,12 @@ struct FileStorage::Opened {
   }
 
   void open_direct() {
-    direct_fd = open_file(path, (writable ? O_RDWR : O_RDONLY) | O_DIRECT);
-    if (direct_fd < 0) refuse(errno, "open with O_DIRECT: " + error_text(errno));
+    try {
+      direct_fd = open_file(path, writable, O_DIRECT);
+    } catch (const OpenError& error) {
+      refuse(error.error, std::string("open with O_DIRECT: ") + error.what());
+    }
+    if (!is_same_file(fd, direct_fd)) refuse(ESTALE, "was replaced while it was opened");
     const DirectAlignment found = alignment_of(direct_fd);
     if (!found.error.empty()) refuse(EINVAL, found.error);
     alignment = std::max(found.memory, found.offset);
@@ -212,6 +217,7 @@ std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
   if (options.direct) opened.open_direct();
   opened.map_address = options.map_address;
   opened.copies_cached = options.copies_cached;
+  if (!options.name.empty()) opened.path = options.name;
   return std::shared_ptr<FileStorage>(new FileStorage(std::move(opened)));
 }
 
@@ -227,7 +233,8 @@ FileStorage::FileStorage(Opened&& opened)
       memory_file_system_(opened.memory_file_system),
       mapped_base_(opened.map_address == 0
                        ? nullptr
-                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)) {
+                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)),
+      lock_(std::move(opened.lock)) {
   if (direct() || mapped_base_ != nullptr) return;
   if (opened.copies_cached) {
     window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
@@ -237,6 +244,7 @@ FileStorage::FileStorage(Opened&& opened)
 }
 
 FileStorage::~FileStorage() {
+  lock_.reset();
   close(fd_);
   if (direct_fd_ >= 0) close(direct_fd_);
 }
@@ -447,6 +455,9 @@ Description FileStorage::describe() const {
   description.add("direct", direct());
   if (direct()) description.add("alignment", uint64_t(alignment_));
   description.add("mapped", mapped_base_ != nullptr);
+  if (writable()) {
+    description.add("lock", lock_ != nullptr ? lock_->state() : std::string("none, as asked for"));
+  }
   if (direct() || mapped_base_ != nullptr) return description;
   description.add("cached reads", window_ != nullptr ? std::string("copied in place")
                                                      : "by system calls: " + window_refusal_);

@@ -11,10 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "page_cache_window.h"
 #include "storage.h"
 
 namespace fw::native {
+
+class FileLock;
+class PageCacheWindow;
 
 // Alignment that direct I/O on a file needs, or why it is not possible.
 struct DirectAlignment {
@@ -31,11 +33,14 @@ struct FileOptions {
   bool direct = false;
   uint64_t map_address = 0;   // of byte 0 of the file, or 0
   bool copies_cached = true;  // read what is in the page cache without system calls
+  bool lock = false;          // exclude others, as FileLock has it
+  std::string name = {};      // what messages call it; empty: its path
 };
 
 class FileStorage final : public Storage {
  public:
-  // Throws OpenError when the file cannot serve the options, invalid_argument when they conflict.
+  // Throws OpenError when the file cannot serve the options or its lock is taken,
+  // invalid_argument when they conflict.
   static std::shared_ptr<FileStorage> open(const std::string& path, const FileOptions& options);
   ~FileStorage() override;
 
@@ -85,6 +90,7 @@ class FileStorage final : public Storage {
   std::byte* const mapped_base_;
   std::unique_ptr<PageCacheWindow> window_;  // null: every read is a system call
   std::string window_refusal_;               // why there is none
+  std::unique_ptr<FileLock> lock_;           // null: nobody asked for it
   std::atomic<bool> nowait_refused_{false};
   std::atomic<int64_t> refreshed_ns_{0};
   std::atomic<bool> written_{false};
