@@ -48,8 +48,7 @@ void check(const Storage& storage, int error, const IoFailure& failure) {
         ("the range is outside of the storage's " + std::to_string(storage.nbytes()) + " bytes")
             .c_str());
   }
-  std::string text =
-      error == kTruncated ? "truncated: the file is shorter than it was" : std::strerror(error);
+  std::string text = error_text(error);
   text += " at byte " + std::to_string(failure.file_offset) + " (" +
           std::to_string(failure.nbytes) + " bytes)";
   nb::object raised = nb::borrow(PyExc_OSError)(error, text, failure.path);

@@ -47,8 +47,6 @@ uint64_t round_up(uint64_t value, uint64_t alignment) {
 }
 bool is_aligned(uint64_t value, uint64_t alignment) { return (value & (alignment - 1)) == 0; }
 
-std::string error_text(int error) { return std::strerror(error); }
-
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };
@@ -282,9 +280,15 @@ int FileStorage::check_extent(uint64_t offset, uint64_t n) {
   return 0;
 }
 
-// Whether a write of ours may have made a file longer that had been cut.
-bool FileStorage::has_extended() {
-  return written_.load(std::memory_order_relaxed) && look_at_size() < nbytes();
+// What a flush must report although the medium has all that was written: kTruncated when a write
+// may have made a file longer that had been cut, kReplaced when the file ends with its descriptor.
+int FileStorage::check_kept() {
+  if (!written_.load(std::memory_order_relaxed)) return 0;
+  if (look_at_size() < nbytes()) return kTruncated;
+  struct stat mine, named;
+  if (fstat(fd_, &mine) != 0) return errno;
+  // A file that was only removed is scratch, and meant to end so.
+  return mine.st_nlink == 0 && stat(path_.c_str(), &named) == 0 ? kReplaced : 0;
 }
 
 int FileStorage::validate(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -397,15 +401,14 @@ bool FileStorage::resolve(const Request& request, PieceList& pieces) {
 
 bool FileStorage::resolve_flush(PieceList& pieces) {
   // The blocking call reports it.
-  if (has_extended()) return false;
+  if (check_kept() != 0) return false;
   return pieces.add(piece(file_offset_, 0, 0, true));
 }
 
 int FileStorage::flush(IoFailure* failure) {
   if (in_forked_child()) return fail(kForked, 0, 0, failure);
   if (fdatasync(fd_) != 0) return fail(errno, 0, nbytes(), failure);
-  if (has_extended()) return fail(kTruncated, 0, nbytes(), failure);
-  return 0;
+  return fail(check_kept(), 0, nbytes(), failure);
 }
 
 int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {

@@ -76,7 +76,7 @@ class FileStorage final : public Storage {
   int zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure);
   int check_extent(uint64_t offset, uint64_t n);
   uint64_t look_at_size();
-  bool has_extended();
+  int check_kept();
   int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
 
   const std::string path_;

@@ -532,7 +532,7 @@ void QueueServer::record(const nvme::command& entry, uint16_t status, int error,
   ErrorRecord record;
   record.operation = command_name(kind_of(entry));
   record.path = failure.path;
-  record.reason = error == kTruncated ? "truncated: the file is shorter than it was" : reason;
+  record.reason = error == 0 ? std::string(reason) : error_text(error);
   record.file_offset = failure.file_offset;
   record.nbytes = failure.nbytes;
   record.lba = first_lba(entry);

@@ -29,6 +29,7 @@ from flashwarp.errors import (
     LockedError,
     MissingFileError,
     PathError,
+    StorageError,
 )
 
 OLD = np.arange(4096.0)
@@ -294,12 +295,16 @@ def test_reader_of_the_old_file_keeps_it(old: Path) -> None:
 
 
 def test_file_that_is_written_is_not_replaced(old: Path) -> None:
-    with fw.open(old, "r+", device="cpu") as x:
-        x[0] = 5.0
-        with pytest.raises(LockedError, match="this process") as caught:
-            create(old, overwrite=True)
-        assert caught.value.holder == os.getpid()
-        create(old, overwrite=True, lock=False).close()
+    x = fw.open(old, "r+", device="cpu")
+    x[0] = 5.0
+    with pytest.raises(LockedError, match="this process") as caught:
+        create(old, overwrite=True)
+    assert caught.value.holder == os.getpid()
+
+    create(old, overwrite=True, lock=False).close()
+
+    with pytest.raises(StorageError, match="another file has its name"):
+        x.close()
     assert np.load(old).shape == (100,)
 
 

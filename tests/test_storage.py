@@ -279,6 +279,38 @@ def test_file_that_was_cut_and_not_written_is_flushed(tmp_path: Path) -> None:
     assert path.stat().st_size == 4096
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("how", ["replaced", "removed", "moved", "linked"])
+def test_stores_to_a_file_that_lost_its_name(tmp_path: Path, how: str, direct: bool) -> None:
+    """They ended with the array, and nothing said so; of a removed file that is meant."""
+    path, new = tmp_path / "f", tmp_path / "new"
+    np.arange(1 << 12, dtype="<i8").tofile(path)
+    new.write_bytes(bytes(1 << 15))
+    direct = direct and direct_works(tmp_path)
+    x = fw.open(path, "r+", dtype="<i8", device="cpu", cache="64 KiB", direct=direct)
+    x[:] = 1
+    x.flush()
+    if how == "removed":
+        path.unlink()
+    if how == "moved":
+        path.rename(tmp_path / "elsewhere")
+    if how == "linked":
+        os.link(path, tmp_path / "elsewhere")
+    if how != "removed":
+        new.replace(path)
+    x[:] = 2
+
+    if how == "replaced":
+        with pytest.raises(StorageError, match="another file has its name") as caught:
+            x.flush()
+        assert caught.value.errno == errno.ESTALE
+        with pytest.raises(StorageError, match="another file has its name"):
+            x.close()
+    else:
+        x.flush()
+        x.close()
+
+
 def test_bytes_behind_the_range_are_not_the_range(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "f"
     make_file(path, 1 << 16)
