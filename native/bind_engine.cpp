@@ -16,10 +16,12 @@
 #include <string>
 
 #include "composite_storage.h"
+#include "file_lock.h"
 #include "file_storage.h"
 #include "host_memory.h"
 #include "identify.h"
 #include "io_uring.h"
+#include "open_file.h"
 #include "software_controller.h"
 #include "ssd_model.h"
 #include "storage.h"
@@ -47,8 +49,7 @@ void check(const Storage& storage, int error, const IoFailure& failure) {
         ("the range is outside of the storage's " + std::to_string(storage.nbytes()) + " bytes")
             .c_str());
   }
-  std::string text =
-      error == kTruncated ? "truncated: the file is shorter than it was" : std::strerror(error);
+  std::string text = error_text(error);
   text += " at byte " + std::to_string(failure.file_offset) + " (" +
           std::to_string(failure.nbytes) + " bytes)";
   nb::object raised = nb::borrow(PyExc_OSError)(error, text, failure.path);
@@ -165,18 +166,19 @@ void bind_storage(nb::module_& m) {
 
   nb::class_<FileStorage, Storage>(m, "FileStorage")
       .def(nb::new_([](const std::string& path, uint64_t offset, uint64_t nbytes, bool writable,
-                       const std::string& mode, uintptr_t map_address, bool copies_cached) {
+                       const std::string& mode, uintptr_t map_address, bool copies_cached,
+                       bool lock, const std::string& name) {
              if (mode != "direct" && mode != "buffered") {
                throw nb::value_error("mode must be 'direct' or 'buffered'");
              }
-             const FileOptions options = {offset,           nbytes,      writable,
-                                          mode == "direct", map_address, copies_cached};
+             const FileOptions options = {offset,      nbytes,        writable, mode == "direct",
+                                          map_address, copies_cached, lock,     name};
              const Unlocked unlocked;
              return FileStorage::open(path, options);
            }),
            nb::arg("path"), nb::arg("offset") = 0, nb::arg("nbytes") = 0,
            nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0,
-           nb::arg("copies_cached") = true)
+           nb::arg("copies_cached") = true, nb::arg("lock") = false, nb::arg("name") = "")
       .def_prop_ro("path", &FileStorage::path)
       .def_prop_ro("direct", &FileStorage::direct)
       .def_prop_ro("fd", &FileStorage::fd)
@@ -365,6 +367,10 @@ double residency_of(uint64_t address, uint64_t nbytes) {
 }
 
 void bind_host_memory(nb::module_& m) {
+  m.def("lock_for_writing", &lock_for_writing, WithoutGil(), nb::arg("fd"));
+  m.def(
+      "open_file", [](const std::string& path, bool writable) { return open_file(path, writable); },
+      WithoutGil(), nb::arg("path"), nb::arg("writable") = false);
   m.def("residency", &residency_of, nb::arg("address"), nb::arg("nbytes"));
   m.def("direct_io_alignment", &direct_io_alignment, nb::arg("path"));
   m.def("io_uring_available", [] {

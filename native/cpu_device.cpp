@@ -5,6 +5,7 @@
 #include <shared_mutex>
 #include <thread>
 
+#include "fault_guard.h"
 #include "flashwarp/base/platform.cuh"
 
 // Defined by software_controller.cpp: serve once from the calling thread, from a queue pair on; and
@@ -70,6 +71,7 @@ struct CpuPool::Workers {
 
 void CpuPool::Workers::run(const Job& job, uint32_t index) {
   if (index >= job.count) return;
+  const GuardedVisit visit;
   // Its own queue pair first, the one that `queue_of` in spread.cuh chooses: serving another
   // thread's would take the lock, and the data's core, from the thread that waits for them.
   ServeList list{job.controllers, index, 2 * index};

@@ -67,13 +67,23 @@ bool install() {
   return sigaction(SIGBUS, nullptr, &previous) == 0 && sigaction(SIGBUS, &ours, nullptr) == 0;
 }
 
-// The kernel ends a process that faults while it blocks SIGBUS, whatever the handler.
-bool thread_blocks_signal() {
+bool mask_blocks_signal() {
   sigset_t blocked;
   return pthread_sigmask(SIG_SETMASK, nullptr, &blocked) != 0 || sigismember(&blocked, SIGBUS) != 0;
 }
 
 }  // namespace
+
+// The kernel ends a process that faults while it blocks SIGBUS, whatever the handler. To ask takes
+// about as long as a copy.
+bool signal_reaches_thread() {
+  using Mask = GuardedVisit::Mask;
+  if (GuardedVisit::mask == Mask::kOutside) return !mask_blocks_signal();
+  if (GuardedVisit::mask == Mask::kUnknown) {
+    GuardedVisit::mask = mask_blocks_signal() ? Mask::kBlocked : Mask::kOpen;
+  }
+  return GuardedVisit::mask == Mask::kOpen;
+}
 
 bool install_fault_guard() {
   static const bool installed = install();
@@ -87,9 +97,7 @@ bool fault_guard_holds() {
 }
 
 CopyResult guarded_copy(void* target, const void* source, size_t n) {
-  // Once a thread: a system call for each copy would cost more than the copy.
-  static thread_local const bool exposed = thread_blocks_signal();
-  if (exposed) return CopyResult::kFailed;
+  if (!signal_reaches_thread()) return CopyResult::kFailed;
   const auto* from = static_cast<const char*>(source);
   Guard guard;
   guard.begin = reinterpret_cast<uintptr_t>(source);

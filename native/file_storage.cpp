@@ -5,8 +5,6 @@
 #include "file_storage.h"
 
 #include <fcntl.h>
-#include <linux/fs.h>
-#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -17,6 +15,10 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+
+#include "file_lock.h"
+#include "open_file.h"
+#include "page_cache_window.h"
 
 namespace fw::native {
 namespace {
@@ -44,8 +46,6 @@ uint64_t round_up(uint64_t value, uint64_t alignment) {
   return round_down(value + alignment - 1, alignment);
 }
 bool is_aligned(uint64_t value, uint64_t alignment) { return (value & (alignment - 1)) == 0; }
-
-std::string error_text(int error) { return std::strerror(error); }
 
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
@@ -90,14 +90,10 @@ DirectAlignment alignment_of(int direct_fd) {
   return {0, 0, "direct reads fail with 512 and with 4096 byte alignment"};
 }
 
-int open_file(const std::string& path, int flags) {
-  return ::open(path.c_str(), flags | O_CLOEXEC);
-}
-
-uint64_t size_of(int fd, const struct stat& information) {
-  if (!S_ISBLK(information.st_mode)) return uint64_t(information.st_size);
-  uint64_t nbytes = 0;
-  return ioctl(fd, BLKGETSIZE64, &nbytes) == 0 ? nbytes : 0;
+bool is_same_file(int one, int other) {
+  struct stat first, second;
+  return fstat(one, &first) == 0 && fstat(other, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
 }
 
 // Page-cache reads of these never wait, and some refuse RWF_NOWAIT.
@@ -139,8 +135,12 @@ int write_fully(int fd, const void* data, size_t n, uint64_t offset) {
 }
 
 DirectAlignment probe_direct_alignment(const std::string& path) {
-  const int fd = open_file(path, O_RDONLY | O_DIRECT);
-  if (fd < 0) return {0, 0, "open with O_DIRECT: " + error_text(errno)};
+  int fd = -1;
+  try {
+    fd = open_file(path, false, O_DIRECT);
+  } catch (const OpenError& error) {
+    return {0, 0, std::string("open with O_DIRECT: ") + error.what()};
+  }
   DirectAlignment alignment = alignment_of(fd);
   close(fd);
   return alignment;
@@ -159,10 +159,12 @@ struct FileStorage::Opened {
   bool memory_file_system = false;
   uint64_t map_address = 0;
   bool copies_cached = false;
+  std::unique_ptr<FileLock> lock;
 
   explicit Opened(std::string file) : path(std::move(file)) {}
   Opened(const Opened&) = delete;
   ~Opened() {
+    lock.reset();
     if (fd >= 0) close(fd);
     if (direct_fd >= 0) close(direct_fd);
   }
@@ -173,16 +175,13 @@ struct FileStorage::Opened {
 
   void open_buffered(bool for_writing) {
     writable = for_writing;
-    fd = open_file(path, for_writing ? O_RDWR : O_RDONLY);
-    if (fd < 0) refuse(errno, error_text(errno));
+    fd = open_file(path, for_writing);
   }
 
   void find_range(const FileOptions& options) {
     struct stat information;
     if (fstat(fd, &information) != 0) refuse(errno, error_text(errno));
-    if (!S_ISREG(information.st_mode) && !S_ISBLK(information.st_mode)) {
-      refuse(EINVAL, "neither a regular file nor a block device");
-    }
+    if (options.lock) lock = FileLock::take(fd, information, writable, path);
     block_device = S_ISBLK(information.st_mode);
     memory_file_system = is_memory_file_system(fd);
     const uint64_t size = size_of(fd, information);
@@ -193,8 +192,12 @@ struct FileStorage::Opened {
   }
 
   void open_direct() {
-    direct_fd = open_file(path, (writable ? O_RDWR : O_RDONLY) | O_DIRECT);
-    if (direct_fd < 0) refuse(errno, "open with O_DIRECT: " + error_text(errno));
+    try {
+      direct_fd = open_file(path, writable, O_DIRECT);
+    } catch (const OpenError& error) {
+      refuse(error.error, std::string("open with O_DIRECT: ") + error.what());
+    }
+    if (!is_same_file(fd, direct_fd)) refuse(ESTALE, "was replaced while it was opened");
     const DirectAlignment found = alignment_of(direct_fd);
     if (!found.error.empty()) refuse(EINVAL, found.error);
     alignment = std::max(found.memory, found.offset);
@@ -212,6 +215,7 @@ std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
   if (options.direct) opened.open_direct();
   opened.map_address = options.map_address;
   opened.copies_cached = options.copies_cached;
+  if (!options.name.empty()) opened.path = options.name;
   return std::shared_ptr<FileStorage>(new FileStorage(std::move(opened)));
 }
 
@@ -227,7 +231,8 @@ FileStorage::FileStorage(Opened&& opened)
       memory_file_system_(opened.memory_file_system),
       mapped_base_(opened.map_address == 0
                        ? nullptr
-                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)) {
+                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)),
+      lock_(std::move(opened.lock)) {
   if (direct() || mapped_base_ != nullptr) return;
   if (opened.copies_cached) {
     window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
@@ -237,19 +242,53 @@ FileStorage::FileStorage(Opened&& opened)
 }
 
 FileStorage::~FileStorage() {
+  lock_.reset();
   close(fd_);
   if (direct_fd_ >= 0) close(direct_fd_);
 }
 
 void FileStorage::refresh_backing(int64_t now_ns) {
-  if (mapped_base_ == nullptr) return;
+  // What nobody maps and nobody writes is found out by the reads.
+  if (mapped_base_ == nullptr && (!writable() || block_device_)) return;
   // Relaxed: two threads that both look at the file do no harm.
   if (now_ns - refreshed_ns_.load(std::memory_order_relaxed) < kRefreshNs) return;
   refreshed_ns_.store(now_ns, std::memory_order_relaxed);
+  look_at_size();
+}
+
+// How many bytes of the namespace the file has now.
+uint64_t FileStorage::look_at_size() {
   struct stat information;
-  if (fstat(fd_, &information) != 0) return set_backed_nbytes(0);
-  const uint64_t size = size_of(fd_, information);
-  set_backed_nbytes(size <= file_offset_ ? 0 : std::min(nbytes(), size - file_offset_));
+  const uint64_t size = fstat(fd_, &information) == 0 ? size_of(fd_, information) : 0;
+  const uint64_t backed = size <= file_offset_ ? 0 : std::min(nbytes(), size - file_offset_);
+  set_backed_nbytes(backed);
+  return backed;
+}
+
+// kTruncated when a write of [offset, offset + n) would make a file longer that others cut short:
+// what they cut would read as zeros. A look costs half of a small write, so one serves the writes
+// of a millisecond. A write that makes the file longer in this time leaves it too short still,
+// which `flush` finds; only the write of the last byte would not, and so it always looks.
+int FileStorage::check_extent(uint64_t offset, uint64_t n) {
+  if (block_device_) return 0;
+  const bool reaches_end = offset + n == nbytes();
+  if (!reaches_end) refresh_backing(monotonic_ns());
+  const bool fits = !reaches_end && offset + n <= backed_nbytes();
+  if (!fits && offset + n > look_at_size()) return kTruncated;
+  // Relaxed: whoever flushes has waited for the writes that it is about.
+  if (!written_.load(std::memory_order_relaxed)) written_.store(true, std::memory_order_relaxed);
+  return 0;
+}
+
+// What a flush must report although the medium has all that was written: kTruncated when a write
+// may have made a file longer that had been cut, kReplaced when the file ends with its descriptor.
+int FileStorage::check_kept() {
+  if (!written_.load(std::memory_order_relaxed)) return 0;
+  if (look_at_size() < nbytes()) return kTruncated;
+  struct stat mine, named;
+  if (fstat(fd_, &mine) != 0) return errno;
+  // A file that was only removed is scratch, and meant to end so.
+  return mine.st_nlink == 0 && stat(path_.c_str(), &named) == 0 ? kReplaced : 0;
 }
 
 int FileStorage::validate(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -310,6 +349,7 @@ int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* f
 
 int FileStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
+  if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
   const auto* source = static_cast<const std::byte*>(data);
   return fail(write_range(file_offset_ + offset, source, n), offset, n, failure);
 }
@@ -341,6 +381,8 @@ Piece FileStorage::piece(uint64_t file_offset, uint64_t n, uint32_t request_offs
 }
 
 bool FileStorage::resolve(const Request& request, PieceList& pieces) {
+  // The blocking call reports it.
+  if (request.is_write && check_extent(request.offset, request.nbytes) != 0) return false;
   const uint64_t start = file_offset_ + request.offset;
   const uint64_t end = start + request.nbytes;
   const uint32_t at = request.request_offset;
@@ -358,12 +400,15 @@ bool FileStorage::resolve(const Request& request, PieceList& pieces) {
 }
 
 bool FileStorage::resolve_flush(PieceList& pieces) {
+  // The blocking call reports it.
+  if (check_kept() != 0) return false;
   return pieces.add(piece(file_offset_, 0, 0, true));
 }
 
 int FileStorage::flush(IoFailure* failure) {
   if (in_forked_child()) return fail(kForked, 0, 0, failure);
-  return fail(fdatasync(fd_) == 0 ? 0 : errno, 0, nbytes(), failure);
+  if (fdatasync(fd_) != 0) return fail(errno, 0, nbytes(), failure);
+  return fail(check_kept(), 0, nbytes(), failure);
 }
 
 int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -379,6 +424,7 @@ int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
 int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
   if (n == 0) return 0;
+  if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
   const int mode = FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE;
   if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
   // Block devices answer EINVAL to a range that their sectors do not divide.
@@ -412,6 +458,9 @@ Description FileStorage::describe() const {
   description.add("direct", direct());
   if (direct()) description.add("alignment", uint64_t(alignment_));
   description.add("mapped", mapped_base_ != nullptr);
+  if (writable()) {
+    description.add("lock", lock_ != nullptr ? lock_->state() : std::string("none, as asked for"));
+  }
   if (direct() || mapped_base_ != nullptr) return description;
   description.add("cached reads", window_ != nullptr ? std::string("copied in place")
                                                      : "by system calls: " + window_refusal_);

@@ -3,17 +3,20 @@
 // Direct mode reads and writes past the page cache and hides its alignment rules: reads are
 // widened, pages that a write covers only in part go through the page cache instead. A page is
 // therefore never written in part by one path while the other holds it dirty. A read-only file may
-// name an existing mapping of itself, which then is the namespace's memory.
+// name an existing mapping of itself, which then is the namespace's memory. A file that others cut
+// short is not made longer again: writes beyond its end fail.
 #pragma once
 
 #include <atomic>
 #include <string>
 #include <vector>
 
-#include "page_cache_window.h"
 #include "storage.h"
 
 namespace fw::native {
+
+class FileLock;
+class PageCacheWindow;
 
 // Alignment that direct I/O on a file needs, or why it is not possible.
 struct DirectAlignment {
@@ -30,11 +33,14 @@ struct FileOptions {
   bool direct = false;
   uint64_t map_address = 0;   // of byte 0 of the file, or 0
   bool copies_cached = true;  // read what is in the page cache without system calls
+  bool lock = false;          // exclude others, as FileLock has it
+  std::string name = {};      // what messages call it; empty: its path
 };
 
 class FileStorage final : public Storage {
  public:
-  // Throws OpenError when the file cannot serve the options, invalid_argument when they conflict.
+  // Throws OpenError when the file cannot serve the options or its lock is taken,
+  // invalid_argument when they conflict.
   static std::shared_ptr<FileStorage> open(const std::string& path, const FileOptions& options);
   ~FileStorage() override;
 
@@ -68,6 +74,9 @@ class FileStorage final : public Storage {
   int read_direct(uint64_t file_offset, std::byte* data, size_t n);
   int write_range(uint64_t file_offset, const std::byte* data, size_t n);
   int zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure);
+  int check_extent(uint64_t offset, uint64_t n);
+  uint64_t look_at_size();
+  int check_kept();
   int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
 
   const std::string path_;
@@ -81,8 +90,10 @@ class FileStorage final : public Storage {
   std::byte* const mapped_base_;
   std::unique_ptr<PageCacheWindow> window_;  // null: every read is a system call
   std::string window_refusal_;               // why there is none
+  std::unique_ptr<FileLock> lock_;           // null: nobody asked for it
   std::atomic<bool> nowait_refused_{false};
   std::atomic<int64_t> refreshed_ns_{0};
+  std::atomic<bool> written_{false};
 };
 
 // Blocking, complete transfers on a descriptor. Reads return ENODATA at the end of the file.

@@ -8,6 +8,7 @@
 #include <ctime>
 #include <thread>
 
+#include "fault_guard.h"
 #include "identify.h"
 
 namespace fw::native {
@@ -77,6 +78,7 @@ void QueueServer::unlock() { atomic::unlock(&lock_); }
 
 uint32_t QueueServer::serve() {
   if (!try_lock()) return 0;
+  const GuardedVisit visit;
   uint32_t moved = 0;
   if (open_.load(std::memory_order_relaxed)) {
     if (drive_ != nullptr) moved += post_due();
@@ -530,7 +532,7 @@ void QueueServer::record(const nvme::command& entry, uint16_t status, int error,
   ErrorRecord record;
   record.operation = command_name(kind_of(entry));
   record.path = failure.path;
-  record.reason = error == kTruncated ? "truncated: the file is shorter than it was" : reason;
+  record.reason = error == 0 ? std::string(reason) : error_text(error);
   record.file_offset = failure.file_offset;
   record.nbytes = failure.nbytes;
   record.lba = first_lba(entry);

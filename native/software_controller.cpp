@@ -11,6 +11,8 @@
 #include <ctime>
 #include <stdexcept>
 
+#include "fault_guard.h"
+
 namespace fw::native {
 namespace {
 
@@ -187,6 +189,7 @@ uint32_t SoftwareController::sweep(uint32_t thread) {
 }
 
 void SoftwareController::run(uint32_t thread) {
+  const GuardedVisit visit;
   // The default slack of 50 us would double the sentinel's shortest sleep.
   prctl(PR_SET_TIMERSLACK, 1'000, 0, 0, 0);
   int64_t idle_since = 0;

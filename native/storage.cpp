@@ -2,6 +2,7 @@
 #include "storage.h"
 
 #include <cerrno>
+#include <cstring>
 #include <ctime>
 
 #include "flashwarp/base/atomic.cuh"
@@ -10,8 +11,15 @@
 namespace fw::native {
 
 static_assert(kTruncated == ENODATA);
+static_assert(kReplaced == ESTALE);
 static_assert(kForked == ENOTRECOVERABLE);
 static_assert(kOutOfRange == ERANGE);
+
+std::string error_text(int error) {
+  if (error == kTruncated) return "truncated: the file is shorter than it was";
+  if (error == kReplaced) return "replaced: another file has its name, and what was written none";
+  return std::strerror(error);
+}
 
 int64_t monotonic_ns() {
   timespec now;

@@ -25,6 +25,12 @@ class IoEngine;
 // Status of a read beyond the present end of a file that was longer when it was opened.
 inline constexpr int kTruncated = 61;  // ENODATA
 
+// Status of a flush of a file whose name another file has taken: what was written has none.
+inline constexpr int kReplaced = 116;  // ESTALE
+
+// A status for people.
+std::string error_text(int error);
+
 // Status of a request outside of the storage: the caller's mistake, nothing was touched.
 inline constexpr int kOutOfRange = 34;  // ERANGE
 

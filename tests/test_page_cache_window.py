@@ -216,6 +216,61 @@ host = Host(_native.FileStorage(str(path)))
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
+BLOCKED_LATER = """
+import threading
+import numpy as np
+import flashwarp as fw
+
+for on_main_thread in (True, False):
+    path.write_bytes(b"x" * (1 << 20))
+    with fw.open(path, dtype="u1", shape=(256, 4096), device="cpu", cache=16384) as x:
+        def reads_and_blocks_and_reads():
+            x.gather(np.arange(256))
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGBUS])
+            # The signal is blocked in this thread, and was not when it copied first.
+            for _ in range(20):
+                x.gather(np.arange(256))
+            os.truncate(path, 1 << 16)
+            try:
+                x.gather(np.arange(255, -1, -1))
+            except StorageError as error:
+                assert "truncated" in str(error), error
+            else:
+                sys.exit("rows that are gone were read")
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGBUS])
+            assert (x.gather(np.arange(16)) == ord("x")).all()
+
+        if on_main_thread:
+            reads_and_blocks_and_reads()
+        else:
+            thread = threading.Thread(target=reads_and_blocks_and_reads)
+            thread.start()
+            thread.join()
+print("alive")
+"""
+
+
+def test_signal_that_is_blocked_after_the_first_read(path: Path) -> None:
+    """The mask was asked for once a thread, and the process was killed."""
+    done = run_script(path, BLOCKED_LATER)
+
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+def test_signal_that_is_blocked_after_the_first_visit(path: Path) -> None:
+    done = run_script(
+        path,
+        """
+host = Host(_native.FileStorage(str(path)))
+assert host.read(0, 8) == SUCCESS
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGBUS])
+"""
+        + SHRINK,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
 FOREIGN_FAULT = """
 host = Host(_native.FileStorage(str(path)))
 assert host.read(0, 8) == SUCCESS

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import flashwarp as fw
 from flashwarp import _native
+from flashwarp.errors import StorageError
 from flashwarp.testing.rings import AlignedMemory as Memory
 
 
@@ -72,7 +76,7 @@ def test_open_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         _native.FileStorage(str(path), offset=101)
     with pytest.raises(OSError, match="ends beyond"):
         _native.FileStorage(str(path), offset=1, nbytes=100)
-    with pytest.raises(OSError, match="neither a regular file"):
+    with pytest.raises(OSError, match="is a directory"):
         _native.FileStorage(str(tmp_path))
     with pytest.raises(ValueError, match="mode"):
         _native.FileStorage(str(path), mode="fast")
@@ -190,3 +194,193 @@ def test_residency_counts_pages_in_memory() -> None:
 
 def test_direct_alignment_of_directory_is_an_explanation(tmp_path: Path) -> None:
     assert isinstance(_native.direct_io_alignment(str(tmp_path / "missing")), str)
+
+
+# A file that others cut short while it is written.
+
+
+def cut_by(path: Path, nbytes: int) -> int:
+    """Make a file shorter by so many bytes, and return what is left."""
+    left = path.stat().st_size - nbytes
+    os.truncate(path, left)
+    return left
+
+
+@pytest.mark.parametrize("operation", ["write", "write_zeroes"])
+@pytest.mark.parametrize("where", ["last", "before the last", "across the end"])
+def test_write_does_not_extend_a_file_that_was_cut(
+    tmp_path: Path, mode: str, operation: str, where: str
+) -> None:
+    """What was cut read as zeros then, up to what was written."""
+    path = tmp_path / "f"
+    content = make_file(path, 1 << 20)
+    storage = _native.FileStorage(str(path), writable=True, mode=mode)
+    storage.write(0, content[:4096])
+    left = cut_by(path, 1 << 19)
+    offset = {"last": (1 << 20) - 4096, "before the last": left, "across the end": left - 2048}
+
+    time.sleep(0.003)  # older than a look at the size is trusted
+    argument = bytes(4096) if operation == "write" else 4096
+    with pytest.raises(OSError, match="truncated") as caught:
+        getattr(storage, operation)(offset[where], argument)
+
+    assert caught.value.errno == errno.ENODATA
+    assert path.stat().st_size == left
+    storage.write(0, content[:4096])
+    assert path.read_bytes() == content[:left]
+
+
+def test_last_bytes_are_never_written_on_an_old_look(tmp_path: Path, mode: str) -> None:
+    """They would give the file its length back, and nobody could notice any more."""
+    path = tmp_path / "f"
+    make_file(path, 1 << 16)
+    storage = _native.FileStorage(str(path), writable=True, mode=mode)
+    for _ in range(50):
+        storage.write((1 << 16) - 8192, bytes(4096))  # looks, at most once a millisecond
+        os.truncate(path, 4096)
+        with pytest.raises(OSError, match="truncated"):
+            storage.write((1 << 16) - 4096, bytes(4096))
+        assert path.stat().st_size == 4096
+        os.truncate(path, 1 << 16)
+
+
+def test_flush_finds_what_a_write_on_an_old_look_extended(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "f"
+    make_file(path, 1 << 16)
+    storage = _native.FileStorage(str(path), writable=True, mode=mode)
+    extended = 0
+    for _ in range(50):
+        storage.write(0, bytes(4096))
+        os.truncate(path, 4096)
+        with contextlib.suppress(OSError):
+            storage.write(1 << 15, bytes(4096))
+            extended += 1
+        with pytest.raises(OSError, match="truncated"):
+            storage.flush()
+        os.truncate(path, 1 << 16)
+        storage.flush()
+    assert extended, "the window of a millisecond was never met: this test shows nothing"
+
+
+def test_file_that_was_cut_and_not_written_is_flushed(tmp_path: Path) -> None:
+    """Nothing of ours can be lost: what was stored before is in what is left, or was cut later."""
+    path = tmp_path / "f"
+    rows = np.arange(1 << 15, dtype="<i8")
+    rows.tofile(path)
+    with fw.open(path, "r+", dtype="<i8", device="cpu", cache="64 KiB") as x:
+        assert x[5] == 5
+        os.truncate(path, 4096)
+        with pytest.raises(StorageError, match="truncated"):
+            x[len(rows) - 1]
+        x.flush()
+    assert path.stat().st_size == 4096
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("how", ["replaced", "removed", "moved", "linked"])
+def test_stores_to_a_file_that_lost_its_name(tmp_path: Path, how: str, direct: bool) -> None:
+    """They ended with the array, and nothing said so; of a removed file that is meant."""
+    path, new = tmp_path / "f", tmp_path / "new"
+    np.arange(1 << 12, dtype="<i8").tofile(path)
+    new.write_bytes(bytes(1 << 15))
+    direct = direct and direct_works(tmp_path)
+    x = fw.open(path, "r+", dtype="<i8", device="cpu", cache="64 KiB", direct=direct)
+    x[:] = 1
+    x.flush()
+    if how == "removed":
+        path.unlink()
+    if how == "moved":
+        path.rename(tmp_path / "elsewhere")
+    if how == "linked":
+        os.link(path, tmp_path / "elsewhere")
+    if how != "removed":
+        new.replace(path)
+    x[:] = 2
+
+    if how == "replaced":
+        with pytest.raises(StorageError, match="another file has its name") as caught:
+            x.flush()
+        assert caught.value.errno == errno.ESTALE
+        with pytest.raises(StorageError, match="another file has its name"):
+            x.close()
+    else:
+        x.flush()
+        x.close()
+
+
+def test_bytes_behind_the_range_are_not_the_range(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "f"
+    make_file(path, 1 << 16)
+    storage = _native.FileStorage(str(path), nbytes=1 << 15, writable=True, mode=mode)
+
+    os.truncate(path, 1 << 15)
+
+    storage.write(0, bytes(1 << 15))
+    storage.flush()
+    assert path.read_bytes() == bytes(1 << 15)
+
+
+@pytest.mark.parametrize("layout", ["one", "stripe", "replicate"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_array_keeps_what_it_cannot_write_and_says_so(
+    tmp_path: Path, layout: str, direct: bool
+) -> None:
+    rows = np.arange(1 << 16, dtype="<i8").reshape(-1, 512)
+    names = [tmp_path / f"{n}" for n in range(1 if layout == "one" else 2)]
+    for name in names:
+        name.write_bytes(rows.tobytes())
+    options: dict[str, Any] = {} if layout == "one" else {"layout": layout}
+    x = fw.open(
+        names[0] if layout == "one" else names,
+        "r+",
+        dtype="<i8",
+        device="cpu",
+        cache="2 MiB",
+        direct=direct and direct_works(tmp_path),
+        **options,
+    )
+    stored = np.arange(x.size, dtype="<i8") * -1
+    x[...] = stored
+    left = cut_by(names[-1], 1 << 18)
+    time.sleep(0.003)
+
+    for _ in range(2):
+        with pytest.raises(StorageError, match="truncated") as caught:
+            x.flush()
+        assert caught.value.errno == errno.ENODATA
+        assert caught.value.filename == str(names[-1])
+        assert names[-1].stat().st_size == left
+        assert x[x.size - 1] == stored[-1], "the line is dirty still"
+
+    os.truncate(names[-1], rows.nbytes)
+    x.flush()
+    x.drop_cache()
+    np.testing.assert_array_equal(x[...], stored)
+
+    x[...] = 0
+    os.truncate(names[-1], left)
+    time.sleep(0.003)
+    with pytest.raises(StorageError, match="truncated"):
+        x.close()
+    assert names[-1].stat().st_size == left
+    fw.open(names[-1], "r+", dtype="<i8", device="cpu").close()
+
+
+def test_line_that_makes_room_is_not_lost_in_a_file_that_was_cut(tmp_path: Path) -> None:
+    rows = np.arange(1 << 16, dtype="<i8").reshape(-1, 512)
+    path = tmp_path / "f"
+    rows.tofile(path)
+    x = fw.open(path, "r+", dtype="<i8", shape=rows.shape, device="cpu", cache="64 KiB")
+    x[len(rows) - 4 :] = -1
+    os.truncate(path, rows.nbytes // 2)
+    time.sleep(0.003)
+
+    with contextlib.suppress(StorageError):
+        for _ in range(4):
+            x.gather(np.arange(len(rows) // 2))
+    with pytest.raises(StorageError, match="truncated"):
+        x.flush()
+
+    assert path.stat().st_size == rows.nbytes // 2
+    with pytest.raises(StorageError, match="truncated"):
+        x.close()

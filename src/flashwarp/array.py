@@ -608,6 +608,27 @@ class Array(endings.NotCopied):
     def _drop_cache_in_turn(self, drop_dirty: bool) -> None:
         self._attachment.drop_lines(drop_dirty)
 
+    def refresh(self) -> None:
+        """Forget what was read before, so that it is read again as the file has it now.
+
+        For a reader beside a writer in another process, after the writer's `flush`. Blocks, and
+        waits for asynchronous calls made before. Dirty lines of a writable array are flushed.
+
+        Raises
+        ------
+        StorageError
+            When the file was cut short (ENODATA), or replaced or removed (ESTALE): the array then
+            goes on with the file that it has open. Open the path again to see the new one.
+        """
+        self._begin()
+        self._calls.wait()
+        self._refresh_in_turn()
+
+    @_locked
+    def _refresh_in_turn(self) -> None:
+        self._attachment.drop_lines(drop_dirty=False)
+        self._storage.check_unchanged()
+
     def __enter__(self) -> Self:
         return self
 

@@ -20,10 +20,12 @@ __all__ = [
     "DeviceOutOfMemory",
     "DeviceTimeout",
     "DtypeError",
+    "ExistingFileError",
     "FileFormatError",
     "FlashwarpError",
     "ForkError",
     "IndexDtypeError",
+    "LockedError",
     "MissingFileError",
     "PathError",
     "ReadOnlyError",
@@ -56,16 +58,34 @@ class FileFormatError(FlashwarpError, ValueError):
     """A file whose contents do not match what it claims or what the caller asked for."""
 
 
+class ExistingFileError(FlashwarpError, FileExistsError):
+    """`create` found something at the path, and was not told to replace it."""
+
+
 class IndexDtypeError(DtypeError, IndexError):
     """An index that is not made of integers."""
 
 
 class MissingFileError(FlashwarpError, FileNotFoundError):
-    """The file does not exist."""
+    """The file or its folder does not exist."""
 
 
 class PathError(FlashwarpError, OSError):
-    """The file exists but cannot be opened as asked: permission, kind, or file system."""
+    """A file cannot be opened or created as asked: permission, kind, space, or file system."""
+
+
+class LockedError(PathError):
+    """Somebody writes the file already, or this process reads what is to be written.
+
+    Attributes
+    ----------
+    holder : int or None
+        Process that has the file open, where the system says so; this process, if it is the one.
+    """
+
+    def __init__(self, errno: int, message: str, filename: str, holder: int | None = None) -> None:
+        super().__init__(errno, message, filename)
+        self.holder = holder
 
 
 class StorageError(FlashwarpError, OSError):

@@ -5,23 +5,39 @@ from __future__ import annotations
 import io
 import math
 import os
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib import format as npy_format
 
+from flashwarp import files
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
 
-__all__ = ["DATA_OFFSET", "Layout", "check_dtype", "header", "read_layout", "write_empty"]
+__all__ = [
+    "DATA_OFFSET",
+    "MAGIC",
+    "Layout",
+    "check_dtype",
+    "empty_layout",
+    "header",
+    "layout_of",
+    "read_layout",
+    "write_empty",
+]
 
 DATA_OFFSET = 4096
 """Where `header` puts the data: page-aligned, so that O_DIRECT transfers need no shifting."""
 
+MAGIC = b"\x93NUMPY"
+"""How every .npy file begins."""
+
 # A header says shape and dtype; numpy itself refuses longer ones unless told that the file is safe.
 _HEADER_BYTES_MAX = 10_000
+
+# What off_t counts.
+_FILE_BYTES_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,8 @@ class Layout:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int
+    identity: tuple[int, int] | None = field(default=None, compare=False)
+    """Device and inode of the file that was looked at."""
 
     @property
     def nbytes(self) -> int:
@@ -68,27 +86,37 @@ def read_layout(path: str) -> Layout:
         When it is no .npy file, is Fortran-ordered, or has fewer bytes than its header promises.
     DtypeError
         When it holds Python objects.
+    MissingFileError, PathError
+        When it cannot be opened.
     """
-    with Path(path).open("rb") as file:
-        try:
-            shape, fortran, dtype = _read_header(file)
-            offset = file.tell()
-        except OSError:
-            raise
-        # numpy parses the header as Python text, and lets pass whatever a tokenizer, a literal or a
-        # dtype of nonsense raises, down to RecursionError.
-        except Exception as error:
-            raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
-        size = os.fstat(file.fileno()).st_size
+    with files.open_for_reading(path) as file:
+        return layout_of(file, path)
+
+
+def layout_of(file: BinaryIO, path: str) -> Layout:
+    """Read the header of an open .npy file, from its beginning; see `read_layout`."""
+    file.seek(0)
+    try:
+        shape, fortran, dtype = _read_header(file)
+        offset = file.tell()
+    except OSError:
+        raise
+    # numpy parses the header as Python text, and lets pass whatever a tokenizer, a literal or a
+    # dtype of nonsense raises, down to RecursionError.
+    except Exception as error:
+        raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
+    status = os.fstat(file.fileno())
     dtype = check_dtype(dtype)
     if any(type(n) is not int or n < 0 for n in shape):
         raise FileFormatError(f"{path} is not a readable .npy file: its shape is {shape}")
     if fortran and len(shape) > 1 and math.prod(shape) > 0:
         raise FileFormatError(
-            f"{path} is in Fortran order, in which a row is scattered over the file: "
-            "save it again with numpy.ascontiguousarray"
+            f"{path} is in Fortran order, in which a row is scattered over the file: save it again "
+            "with numpy.ascontiguousarray, or open its transpose, whose rows lie in one piece: "
+            f"dtype={str(dtype)!r}, shape={shape[::-1]}, offset={offset}"
         )
-    layout = Layout(dtype, tuple(shape), offset)
+    layout = Layout(dtype, tuple(shape), offset, (status.st_dev, status.st_ino))
+    size = status.st_size
     if size < offset + layout.nbytes:
         raise FileFormatError(
             f"{path} is truncated: shape {shape} of {dtype} needs {offset + layout.nbytes} bytes, "
@@ -132,14 +160,35 @@ def header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
     return prefix + len(padded).to_bytes(4, "little") + padded
 
 
-def write_empty(path: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:
-    """Create a .npy file of zeros, sparse where the file system can. Replaces an existing file."""
-    dtype = check_dtype(dtype)
+def empty_layout(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:
+    """Return the layout of a file that `write_empty` can make.
+
+    Raises
+    ------
+    ArgumentError, DtypeError
+        When no file can have this shape or dtype.
+    """
+    layout = Layout(check_dtype(dtype), shape, DATA_OFFSET)
     if any(n < 0 for n in shape):
         raise ArgumentError(f"shape {shape} has a negative length")
-    layout = Layout(dtype, shape, DATA_OFFSET)
-    first_page = header(shape, dtype)
-    with Path(path).open("wb") as file:
-        file.write(first_page)
-        file.truncate(DATA_OFFSET + layout.nbytes)
+    if layout.offset + layout.nbytes > _FILE_BYTES_MAX:
+        raise ArgumentError(
+            f"shape {shape} of {layout.dtype} needs {layout.nbytes} bytes, a file has at most "
+            f"{_FILE_BYTES_MAX}"
+        )
+    header(shape, layout.dtype)
     return layout
+
+
+def write_empty(descriptor: int, layout: Layout) -> None:
+    """Make an empty file a .npy file of zeros, sparse where the file system can, and durable.
+
+    Raises
+    ------
+    OSError
+        When the file system has no room, or no files so large.
+    """
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(header(layout.shape, layout.dtype))
+    os.ftruncate(descriptor, layout.offset + layout.nbytes)
+    os.fsync(descriptor)

@@ -5,34 +5,38 @@ Opening runs apart from signal handlers, so that it is done whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, config, endings, npy
+from flashwarp import _native, config, containers, endings, files, npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, _check_line, automatic_capacity
 from flashwarp.config import parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
-from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError
+from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError, PathError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
-from flashwarp.storage import File, Mapping, Memory, Storage, _check_file
+from flashwarp.storage import File, Mapping, Memory, Storage
 
 __all__ = ["create", "from_storage", "open"]
 
 _log = logging.getLogger(__name__)
 
 CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
+# The longest load of a GPU thread, and so the strictest alignment.
+_LOAD_BYTES_MAX = 16
+
 PathLike: TypeAlias = str | os.PathLike[str]
 
 
@@ -67,6 +71,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     host_cache: int | str | None = None,
     layout: Spread | None = None,
     stripe_bytes: int | str | None = None,
+    offset: int | None = None,
+    lock: bool = True,
 ) -> Array:
     """Open a .npy or raw file as an array that device threads read on demand.
 
@@ -74,7 +80,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     ----------
     path : path-like, or a sequence of these
         A ``.npy`` file, or any file together with `dtype`. Several files with `layout`: raw files
-        in stripes, or replicas of one file.
+        in stripes, or replicas of one file. Regular files and block devices only.
     mode : {"r", "r+"}
         Read, or read and write.
     dtype, shape : optional
@@ -104,6 +110,13 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         the next one after an error, writes go to all.
     stripe_bytes : int or str, optional
         Bytes of a stripe, a multiple of `line` and of 4 KiB; default 128 KiB or a longer line.
+    offset : int, optional
+        Byte of each file at which raw data begins; any byte, with `dtype`. Whatever else the file
+        holds is not looked at: so is data inside of other formats opened. Default: raw data is all
+        of the file, which must be no known container.
+    lock : bool
+        Refuse what loses stores in silence: a second writer of a file, in any process, and a reader
+        beside a writer in this one. False: look for nobody, and be seen by nobody.
 
     Returns
     -------
@@ -113,7 +126,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     Raises
     ------
     MissingFileError, PathError
-        When the file is absent or may not be opened so.
+        When the file is absent, may not be opened so, or is no regular file or block device.
+    LockedError
+        When the file is open in a way that excludes this one; `holder` says by which process.
     FileFormatError, DtypeError
         When contents, dtype and shape do not fit together.
     ArgumentError, CacheError, DeviceError, DeviceOutOfMemory
@@ -130,33 +145,34 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
     writable = mode == "r+"
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
-    recipe = _Recipe.note(
-        path,
-        mode,
-        dtype,
-        shape,
-        device=device,
-        cache=cache,
-        line=line,
-        controller=controller,
-        strict=strict,
-        direct=direct,
-        policy=policy,
-        host_cache=host_cache,
-        layout=layout,
-        stripe_bytes=stripe_bytes,
-    )
-    if not isinstance(path, str | os.PathLike):
-        names = [os.fspath(each) for each in path]
+    settings = {
+        "device": device,
+        "cache": cache,
+        "line": line,
+        "controller": controller,
+        "strict": strict,
+        "direct": direct,
+        "policy": policy,
+        "host_cache": host_cache,
+        "layout": layout,
+        "stripe_bytes": stripe_bytes,
+        "offset": offset,
+        "lock": lock,
+    }
+    given = _Recipe([], mode, dtype, shape, settings)
+    start = None if offset is None else files.check_bytes("offset", offset)
+    lock = _flag("lock", lock)
+    if _are_several(path):
+        names = [files.check_name(each) for each in path]
         _check_spread(layout, stripe_bytes, len(names))
         for each in names:
-            _check_file(each, writable)
-        several = _form_of_several(names, layout, dtype, shape)
-        files, why, release = _several_files(names, several, writable, direct, plan.device)
+            files.check(each, writable)
+        several = _form_of_several(names, layout, dtype, shape, start)
+        storages, why, release = _several_files(names, several, writable, direct, plan.device, lock)
         spread = (layout, stripe_bytes)
         try:
             return _make_several(
-                files,
+                storages,
                 several.dtype,
                 several.shape,
                 plan,
@@ -164,16 +180,27 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
                 *spread,
                 why=why,
                 release=release,
-                recipe=recipe,
+                recipe=given.for_files(names),
             )
         except BaseException:
             release()
             raise
     one = _one(layout, stripe_bytes, controller)
-    name = os.fspath(path)
-    _check_file(name, writable)
-    form = _layout_of(name, dtype, shape)
-    return _open_one(name, form, plan, one, writable, direct, recipe)
+    name = files.check_name(path)
+    files.check(name, writable)
+    form = _layout_of(name, dtype, shape, start)
+    return _open_one(name, form, plan, one, writable, direct, lock, recipe=given.for_files(name))
+
+
+def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
+    one = isinstance(path, str | bytes | os.PathLike) or hasattr(path, "read")
+    return not one and isinstance(path, Iterable)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(f"{name}={value!r} is neither True nor False")
+    return bool(value)
 
 
 def _open_one(
@@ -183,12 +210,15 @@ def _open_one(
     controller: SoftwareController | None,
     writable: bool,
     direct: bool | None,
-    recipe: _Recipe,
+    lock: bool,
+    shown: str = "",
+    recipe: _Recipe | None = None,
 ) -> Array:
+    """Open the file `name`, which messages call `shown`."""
     if controller is not None and controller.storage is not None:
         storage, why, release = controller.storage, "the controller's own storage", _nothing
     else:
-        storage, why, release = _file_storage(name, form, writable, direct, plan.device)
+        storage, why, release = _reach(name, form, writable, direct, plan.device, lock, shown)
     try:
         return _make(storage, form, plan, controller, why=why, release=release, recipe=recipe)
     except BaseException:
@@ -196,33 +226,108 @@ def _open_one(
         raise
 
 
+def _reach(
+    path: str,
+    form: npy.Layout,
+    writable: bool,
+    direct: bool | None,
+    device: Device,
+    lock: bool,
+    shown: str = "",
+    in_place: bool = True,
+) -> tuple[Storage, str, Callable[[], None]]:
+    """Open the part of a file that an array takes, and say how to let go of it."""
+    # Elements that device code reads where they are must lie as loads need them.
+    in_place = in_place and form.offset % _LOAD_BYTES_MAX == 0
+    storage, why, undo = _file_storage(
+        path, form, writable, direct, device, in_place, lock=lock, shown=shown
+    )
+
+    def release() -> None:
+        storage.close()
+        undo()
+
+    if isinstance(storage, File) and form.identity not in (None, storage.identity):
+        release()
+        raise PathError(errno.ESTALE, "was replaced while it was opened: open it again", path)
+    return storage, why, release
+
+
 @_whole
 def create(
-    path: str | os.PathLike[str],
+    path: PathLike,
     shape: int | Sequence[int],
     dtype: npt.DTypeLike,
-    **options: Any,
+    *,
+    overwrite: bool = False,
+    device: Any = None,
+    cache: CacheLike = "auto",
+    line: int | str = "4 KiB",
+    controller: SoftwareController | None = None,
+    strict: str | None = None,
+    direct: bool | None = None,
+    policy: str | Policy | None = None,
+    host_cache: int | str | None = None,
+    lock: bool = True,
+    **unknown: Any,
 ) -> Array:
     """Create a ``.npy`` file of zeros and open it for reading and writing.
 
-    The file is valid for `numpy.load` at once, sparse where the file system can, and its data
-    begins on a page, as O_DIRECT likes it. An existing file is replaced.
+    The file appears whole, and only after everything else has succeeded: it is built beside `path`
+    and takes the name last. It is valid for `numpy.load` at once, sparse where the file system can,
+    and its data begins on a page, as O_DIRECT likes it. A call that fails, or a crash, leaves what
+    was there before.
 
     Parameters
     ----------
     path : path-like
-        Where; by custom it ends with ``.npy``.
+        Where; by custom it ends with ``.npy``. A link is followed.
     shape : int or sequence of int
     dtype : dtype
-    **options
+    overwrite : bool
+        Replace a regular file that is there. Arrays that read it, and its other hard links, keep
+        the old file; one that is open for writing is not replaced.
+    device, cache, line, controller, strict, direct, policy, host_cache, lock
         As for `open`.
 
     Returns
     -------
     Array
+
+    Raises
+    ------
+    ExistingFileError
+        When something is there already, and `overwrite` is false. It is a FileExistsError.
+    LockedError
+        When the file to replace is open for writing.
+    MissingFileError, PathError
+        When the folder is absent, may not be written, or has no room.
+    ArgumentError, DtypeError, CacheError, DataPathError, DeviceError, DeviceOutOfMemory
+        As for `open`.
     """
-    npy.write_empty(os.fspath(path), _shape(shape), dtype)
-    return open(path, "r+", **options)
+    if unknown:
+        names = ", ".join(f"{name}=" for name in unknown)
+        raise ArgumentError(f"create has no {names}: it makes one .npy file, and opens it with r+")
+    overwrite, lock = _flag("overwrite", overwrite), _flag("lock", lock)
+    form = npy.empty_layout(_shape(shape), dtype)
+    name = files.check_name(path)
+    target = files.check_new(name, overwrite)
+    plan = _Plan.of(device, cache, line, policy, strict, host_cache)
+    one = _one(None, None, controller)
+    if one is not None and one.storage is not None:
+        raise ArgumentError("the controller has a storage of its own: use from_storage")
+    with files.Draft(target, overwrite, lock) as draft:
+        try:
+            npy.write_empty(draft.descriptor, form)
+        except OSError as error:
+            raise files.write_error(error, name) from error
+        array = _open_one(draft.path, form, plan, one, True, direct, lock, name)
+        try:
+            draft.publish()
+        except BaseException:
+            array.close()
+            raise
+    return array
 
 
 @_whole
@@ -299,6 +404,8 @@ class _Plan:
         host_cache: int | str | None,
     ) -> _Plan:
         """Resolve the device, which a cache of one's own has already."""
+        if strict is not None and strict not in DATA_PATHS:
+            raise ArgumentError(f"strict={strict!r} is none of {', '.join(DATA_PATHS)}")
         where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
         return cls(where, cache, line, policy, strict, host_cache)
 
@@ -318,19 +425,11 @@ class _Recipe:
     shape: int | Sequence[int] | None
     settings: dict[str, Any]
 
-    @classmethod
-    def note(
-        cls,
-        path: PathLike | Sequence[PathLike],
-        mode: Literal["r", "r+"],
-        dtype: npt.DTypeLike | None,
-        shape: int | Sequence[int] | None,
-        **settings: Any,
-    ) -> _Recipe:
-        """Note them, with paths that hold in any folder."""
-        if isinstance(path, str | os.PathLike):
-            return cls(os.path.abspath(path), mode, dtype, shape, settings)
-        return cls([os.path.abspath(each) for each in path], mode, dtype, shape, settings)
+    def for_files(self, names: str | list[str]) -> _Recipe:
+        """Return it with the files, by paths that hold in any folder."""
+        if isinstance(names, str):
+            return replace(self, path=os.path.abspath(names))
+        return replace(self, path=[os.path.abspath(each) for each in names])
 
     def of(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Recipe:
         """Say what must be found there; refuse to let two processes store to one file."""
@@ -376,33 +475,60 @@ def _same_device(cache: Cache, device: Any) -> Device:
 
 
 def _layout_of(
-    path: str, dtype: npt.DTypeLike | None, shape: int | Sequence[int] | None
+    path: str,
+    dtype: npt.DTypeLike | None,
+    shape: int | Sequence[int] | None,
+    offset: int | None,
 ) -> npy.Layout:
     wanted = None if dtype is None else npy.check_dtype(dtype)
-    with Path(path).open("rb") as file:
-        is_npy = file.read(6) == b"\x93NUMPY"
-    if is_npy or (path.endswith(".npy") and wanted is None):
-        layout = npy.read_layout(path)
-        if wanted is not None and wanted != layout.dtype:
-            raise FileFormatError(f"{path} holds {layout.dtype}, not {wanted}")
-        if shape is not None and _shape(shape) != layout.shape:
-            raise FileFormatError(f"{path} has shape {layout.shape}, not {_shape(shape)}")
-        return layout
+    if offset is not None and wanted is None:
+        raise ArgumentError("offset= is where raw data begins: say its dtype")
+    with files.open_for_reading(path) as file:
+        head = file.read(containers.HEAD_BYTES)
+        nbytes = file.seek(0, os.SEEK_END)
+        status = os.fstat(file.fileno())
+        is_npy = offset is None and head.startswith(npy.MAGIC)
+        if offset is None and not is_npy:
+            containers.refuse_container(path, head, nbytes, wanted)
+        if is_npy or (path.endswith(".npy") and wanted is None):
+            return _checked(npy.layout_of(file, path), path, wanted, shape)
     if wanted is None:
         raise ArgumentError(f"{path} is a raw file: say its dtype")
-    size = Path(path).stat().st_size
+    start, identity = offset or 0, (status.st_dev, status.st_ino)
+    room = nbytes - start
+    if room < 0:
+        raise ArgumentError(f"offset={start} is beyond the end of {path}, which has {nbytes} bytes")
     if shape is None:
-        if size % wanted.itemsize:
+        if room % wanted.itemsize:
             raise FileFormatError(
-                f"{path} has {size} bytes, no multiple of the {wanted.itemsize} of {wanted}: "
-                "give a shape, or another dtype"
+                f"{path} has {room} bytes{_from(start)}, no multiple of the {wanted.itemsize} of "
+                f"{wanted}: give a shape, or another dtype"
             )
-        return npy.Layout(wanted, (size // wanted.itemsize,), 0)
-    layout = npy.Layout(wanted, _shape(shape), 0)
-    if layout.nbytes > size:
+        return npy.Layout(wanted, (room // wanted.itemsize,), start, identity)
+    layout = npy.Layout(wanted, _shape(shape), start, identity)
+    if layout.nbytes > room:
         raise FileFormatError(
-            f"shape {layout.shape} of {wanted} needs {layout.nbytes} bytes, {path} has {size}"
+            f"shape {layout.shape} of {wanted} needs {layout.nbytes} bytes, {path} has {room}"
+            f"{_from(start)}"
         )
+    return layout
+
+
+def _from(start: int) -> str:
+    return f" from byte {start} on" if start else ""
+
+
+def _checked(
+    layout: npy.Layout,
+    path: str,
+    dtype: np.dtype[Any] | None,
+    shape: int | Sequence[int] | None,
+) -> npy.Layout:
+    """Return the layout of a .npy file, if it is what the caller says."""
+    if dtype is not None and dtype != layout.dtype:
+        raise FileFormatError(f"{path} holds {layout.dtype}, not {dtype}")
+    if shape is not None and _shape(shape) != layout.shape:
+        raise FileFormatError(f"{path} has shape {layout.shape}, not {_shape(shape)}")
     return layout
 
 
@@ -411,13 +537,13 @@ def _layout_of(
 
 def _check_spread(layout: str | None, stripe_bytes: int | str | None, count: int) -> None:
     """Check what needs no storage; `spread_storage` checks the rest."""
+    if count == 0:
+        raise ArgumentError("no storage is given: the list is empty")
     if layout not in ("stripe", "replicate"):
         raise ArgumentError(
             f"layout={layout!r}: say how the array lies on {count} storages, 'stripe' or "
             "'replicate'"
         )
-    if count == 0:
-        raise ArgumentError("no storage is given")
     if layout == "replicate" and stripe_bytes is not None:
         raise ArgumentError("stripe_bytes is for layout='stripe'")
 
@@ -440,14 +566,15 @@ def _form_of_several(
     layout: str | None,
     dtype: npt.DTypeLike | None,
     shape: int | Sequence[int] | None,
+    offset: int | None,
 ) -> _Several:
     if layout == "stripe":
         if dtype is None:
             raise ArgumentError("stripes are raw files: say the dtype of the array")
         kind = npy.check_dtype(dtype)
-        raw = [npy.Layout(np.dtype(np.uint8), (Path(p).stat().st_size,), 0) for p in paths]
+        raw = [_raw_part(path, kind, offset) for path in paths]
         return _Several(kind, None if shape is None else _shape(shape), raw)
-    forms = [_layout_of(path, dtype, shape) for path in paths]
+    forms = [_layout_of(path, dtype, shape, offset) for path in paths]
     for path, form in zip(paths, forms, strict=True):
         if (form.dtype, form.shape) != (forms[0].dtype, forms[0].shape):
             raise FileFormatError(
@@ -457,6 +584,26 @@ def _form_of_several(
     if forms[0].nbytes == 0:
         raise ArgumentError("an empty array has nothing to replicate: open one of its files")
     return _Several(forms[0].dtype, forms[0].shape, forms)
+
+
+def _raw_part(path: str, kind: np.dtype[Any], offset: int | None) -> npy.Layout:
+    """All bytes of a file of stripes, from `offset` on."""
+    with files.open_for_reading(path) as file:
+        head = file.read(containers.HEAD_BYTES)
+        nbytes = file.seek(0, os.SEEK_END)
+        status = os.fstat(file.fileno())
+    if offset is None:
+        containers.refuse_container(path, head, nbytes, kind)
+        if head.startswith(npy.MAGIC):
+            raise FileFormatError(
+                f"{path} is a .npy file, and stripes are raw files, in which its header would be "
+                "data: say where the data begins in each file, as offset=128"
+            )
+    start = offset or 0
+    if start > nbytes:
+        raise ArgumentError(f"offset={start} is beyond the end of {path}, which has {nbytes} bytes")
+    identity = (status.st_dev, status.st_ino)
+    return npy.Layout(np.dtype(np.uint8), (nbytes - start,), start, identity)
 
 
 @dataclass(frozen=True)
@@ -474,6 +621,7 @@ def _several_files(
     writable: bool,
     direct: bool | None,
     device: Device,
+    lock: bool,
 ) -> tuple[list[Storage], str, Callable[[], None]]:
     """Choose how the files are reached: all in place, or none."""
     releases: list[Callable[[], None]] = []
@@ -483,24 +631,24 @@ def _several_files(
             releases.pop()()
 
     def reach(in_place: bool) -> tuple[list[Storage], list[str]]:
-        files, reasons = [], []
+        storages, reasons = [], []
         for path, part in zip(paths, form.parts, strict=True):
-            file, why, undo = _file_storage(path, part, writable, direct, device, in_place)
+            file, why, undo = _reach(path, part, writable, direct, device, lock, in_place=in_place)
             releases.append(undo)
-            files.append(file)
+            storages.append(file)
             reasons.append(f"{path}: {why}")
-        return files, reasons
+        return storages, reasons
 
     try:
-        files, reasons = reach(True)
-        mapped = [isinstance(file, File) and file.mapping is not None for file in files]
+        storages, reasons = reach(True)
+        mapped = [isinstance(file, File) and file.mapping is not None for file in storages]
         if any(mapped) and not all(mapped):
             release()
-            files, reasons = reach(False)
+            storages, reasons = reach(False)
     except BaseException:
         release()
         raise
-    return files, "; ".join(reasons), release
+    return storages, "; ".join(reasons), release
 
 
 def _make_several(
@@ -521,7 +669,12 @@ def _make_several(
     size = (storage.nbytes // kind.itemsize,) if shape is None else shape
     form = npy.Layout(kind, size, 0)
     group = ControllerGroup(controller, len(members))
-    return _make(storage, form, plan, group, why=why, release=release, recipe=recipe)
+
+    def let_go() -> None:
+        storage.close()
+        release()
+
+    return _make(storage, form, plan, group, why=why, release=let_go, recipe=recipe)
 
 
 def _file_storage(
@@ -531,6 +684,9 @@ def _file_storage(
     direct: bool | None,
     device: Device,
     in_place: bool = True,
+    *,
+    lock: bool = True,
+    shown: str = "",
 ) -> tuple[Storage, str, Callable[[], None]]:
     """Choose how the file is reached: in place, through the page cache, or past it."""
     if layout.nbytes == 0:
@@ -548,21 +704,29 @@ def _file_storage(
         budget = int(CpuDevice(1).memory_info().free_bytes * defaults.mapped_budget)
         if end <= budget:
             storage = File(
-                path, layout.offset, layout.nbytes, _map_address=mapping.address, _mapping=mapping
+                path,
+                layout.offset,
+                layout.nbytes,
+                lock=lock,
+                _map_address=mapping.address,
+                _mapping=mapping,
             )
             why = f"{share}, and it fits the {budget} bytes that may be pinned"
-            return storage, why, lambda: _close(storage, mapping)
+            return storage, why, mapping.close
         share += f", but it exceeds the {budget} bytes that may be pinned"
     if mapping is not None:
         mapping.close()
-    storage = File(path, layout.offset, layout.nbytes, writable=writable, direct=direct)
+    storage = File(
+        path,
+        layout.offset,
+        layout.nbytes,
+        writable=writable,
+        direct=direct,
+        lock=lock,
+        _name=shown,
+    )
     why = f"{share}; {'O_DIRECT' if direct else 'through the page cache'}"
-    return storage, why, storage.close
-
-
-def _close(*parts: Storage | Mapping) -> None:
-    for part in parts:
-        part.close()
+    return storage, why, _nothing
 
 
 # Looking at more pages than this costs more than the answer is worth: sample the front.
@@ -596,8 +760,6 @@ def _make(
     recipe: _Recipe | None = None,
 ) -> Array:
     strict = plan.strict
-    if strict is not None and strict not in DATA_PATHS:
-        raise ArgumentError(f"strict={strict!r} is none of {', '.join(DATA_PATHS)}")
     if storage.nbytes < form.nbytes:
         raise ArgumentError(
             f"shape {form.shape} of {form.dtype} needs {form.nbytes} bytes, the storage has "

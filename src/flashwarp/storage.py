@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, config
+from flashwarp import _native, config, files
 from flashwarp.config import parse_bytes
 from flashwarp.endings import NotCopied
 from flashwarp.errors import (
@@ -28,7 +28,6 @@ from flashwarp.errors import (
     ClosedError,
     FlashwarpError,
     ForkError,
-    MissingFileError,
     PathError,
     ReadOnlyError,
     StorageError,
@@ -129,6 +128,12 @@ class Storage(NotCopied):
         with _typed_errors("flush"):
             self.native.flush()
 
+    def check_unchanged(self) -> None:
+        """Raise StorageError when a file behind it was cut short, replaced or removed.
+
+        Such a change is by others: an array on it goes on with what the file was.
+        """
+
     def close(self) -> None:
         """Let go of what it holds; an array that serves it goes on. May be called twice."""
         self._native = None
@@ -212,40 +217,29 @@ class Memory(Storage):
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
 
 
-def _check_file(path: str, writable: bool) -> os.stat_result:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError as error:
-        raise MissingFileError(errno.ENOENT, "no such file", path) from error
-    except OSError as error:
-        raise PathError(error.errno, error.strerror, path) from error
-    if stat.S_ISDIR(status.st_mode):
-        raise PathError(errno.EISDIR, "is a directory, not a file", path)
-    if not os.access(path, os.R_OK):
-        raise PathError(errno.EACCES, "is not readable for this user", path)
-    if writable and not os.access(path, os.W_OK):
-        raise PathError(errno.EACCES, 'is not writable for this user: open it with mode="r"', path)
-    return status
-
-
 class File(Storage):
     """A byte range of a file.
 
     Parameters
     ----------
     path : path-like
-        An existing regular file.
+        An existing regular file or block device.
     offset, nbytes : int, optional
         The range; default the whole file. Bytes past `nbytes` are never written.
     writable : bool
         Open for writing too.
     direct : bool
         O_DIRECT (past the page cache), its alignment handled here; or through the page cache.
+    lock : bool
+        Refuse a second writer, in any process, and readers beside a writer in this process. False:
+        look for nobody, and be seen by nobody. Until the last of this and the arrays on it closes.
 
     Raises
     ------
     MissingFileError, PathError
         When it cannot be opened as asked.
+    LockedError
+        When it is open in a way that excludes this one; `holder` says by which process.
     """
 
     def __init__(
@@ -256,39 +250,77 @@ class File(Storage):
         *,
         writable: bool = False,
         direct: bool = False,
+        lock: bool = True,
         _map_address: int = 0,
         _mapping: Any = None,
+        _name: str = "",
     ) -> None:
-        self._path = os.fspath(path)
-        status = _check_file(self._path, writable)
+        name = files.check_name(path)
+        self._path = _name or name
+        status = files.check(name, writable)
+        offset = files.check_bytes("offset", offset)
+        if nbytes is not None:
+            nbytes = files.check_bytes("nbytes", nbytes, 1)
         size = status.st_size
         if stat.S_ISREG(status.st_mode):
             wanted = size - offset if nbytes is None else nbytes
-            if offset < 0 or wanted < 0 or offset + wanted > size:
+            if wanted < 0 or offset + wanted > size:
                 raise ArgumentError(
                     f"bytes [{offset}, {offset + wanted}) of {self._path}: it has {size} bytes"
                 )
         self.offset = offset
         self.direct = direct
         self.mapping = _mapping
-        try:
-            native = _native.FileStorage(
-                self._path,
+        native = files.opened(
+            lambda: _native.FileStorage(
+                name,
                 offset,
                 nbytes or 0,
                 writable,
                 "direct" if direct else "buffered",
                 _map_address,
                 bool(config.current().copy_cached),
-            )
-        except OSError as error:
-            raise PathError(error.errno, error.strerror, self._path) from error
+                lock,
+                _name,
+            ),
+            self._path,
+            writable=writable,
+        )
+        status = os.fstat(native.fd)
+        self.identity = status.st_dev, status.st_ino
+        # Where it is still after a change of the working directory.
+        self._absolute = Path(self._path).absolute()
         super().__init__(native)
 
     @property
     def path(self) -> str | None:
         """The file as it was named."""
         return self._path
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError when the file was cut short, replaced or removed."""
+        end = self.offset + self.nbytes
+        size = os.lseek(self.native.fd, 0, os.SEEK_END)
+        if size < end:
+            raise StorageError(
+                errno.ENODATA,
+                f"truncated: the file has {size} bytes, and had at least {end} when it was opened",
+                self._path,
+                offset=size,
+            )
+        try:
+            status = os.stat(self._absolute)
+        except OSError:
+            how = "removed"
+        else:
+            how = "" if (status.st_dev, status.st_ino) == self.identity else "replaced"
+        if how:
+            raise StorageError(
+                errno.ESTALE,
+                f"the file was {how} since it was opened: what is read is what it was, and what is "
+                "written is lost; open it again",
+                self._path,
+            )
 
 
 class BlockDevice(File):
@@ -298,6 +330,8 @@ class BlockDevice(File):
     ----------
     path : path-like
         Such as ``/dev/nvme0n1p2``. Needs the right to open it.
+    offset, nbytes, writable, lock
+        As for `File`.
     """
 
     def __init__(
@@ -307,16 +341,27 @@ class BlockDevice(File):
         nbytes: int | None = None,
         *,
         writable: bool = False,
+        lock: bool = True,
     ) -> None:
-        status = _check_file(os.fspath(path), writable)
+        name = files.check_name(path)
+        status = files.check(name, writable)
         if not stat.S_ISBLK(status.st_mode):
-            raise PathError(
-                errno.ENOTBLK, "is not a block device: use storage.File", os.fspath(path)
-            )
-        super().__init__(path, offset, nbytes, writable=writable, direct=True)
+            raise PathError(errno.ENOTBLK, "is not a block device: use storage.File", name)
+        super().__init__(path, offset, nbytes, writable=writable, direct=True, lock=lock)
 
 
-class Striped(Storage):
+class _Composite(Storage):
+    """Several storages as one."""
+
+    members: tuple[Storage, ...]
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError for the first member whose file was changed."""
+        for member in self.members:
+            member.check_unchanged()
+
+
+class Striped(_Composite):
     """Several storages as one, in stripes dealt round robin.
 
     Parameters
@@ -342,7 +387,7 @@ class Striped(Storage):
         super().__init__(native)
 
 
-class Replicated(Storage):
+class Replicated(_Composite):
     """Several storages with the same bytes: reads go round robin, writes to all.
 
     A read that fails on one is tried on the next; members must have equal sizes.
@@ -373,6 +418,7 @@ class Mapping:
         return float(_native.residency(self.address, self.nbytes))
 
     def close(self) -> None:
-        """Unmap it. Nobody may hold its address any more."""
-        del self._view
-        self._map.close()
+        """Unmap it. Nobody may hold its address any more. May be called twice."""
+        if not self._map.closed:
+            del self._view
+            self._map.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +169,57 @@ def test_out_of_device_memory_is_typed(tmp_path, device):
     save(tmp_path / "a.npy", (10, 10))
     with pytest.raises(errors.DeviceOutOfMemory):
         fw.open(tmp_path / "a.npy", device=device, cache="900 GiB")
+
+
+@pytest.mark.parametrize("direct", [None, True, False])
+@pytest.mark.parametrize("offset", [0, 5, 16, 4096, 4100])
+def test_raw_data_begins_at_any_byte(tmp_path, device, offset, direct):
+    content = np.random.default_rng(offset).standard_normal((3000, 130))
+    path = tmp_path / "model"
+    path.write_bytes(os.urandom(offset) + content.tobytes() + b"behind")
+    index = np.random.default_rng(1).integers(-3000, 3000, 5000)
+
+    with fw.open(
+        path, "r", "f8", content.shape, device, "1 MiB", offset=offset, direct=direct
+    ) as x:
+        assert (x.gather(index) == content[index]).all()
+        assert x.in_place is None or x.in_place % 16 == 0
+    with fw.open(path, "r+", "f8", content.shape, device, "1 MiB", offset=offset) as x:
+        x[[5, 2999]] = 1.5
+
+    content[[5, 2999]] = 1.5
+    assert path.read_bytes()[offset:] == content.tobytes() + b"behind"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_refresh_reads_what_another_process_has_flushed(tmp_path, device, direct):
+    path = tmp_path / "a.npy"
+    content = save(path, (4000, 256))
+    store = f"""
+import flashwarp as fw
+with fw.open({str(path)!r}, "r+", device="cpu", direct={direct}) as x:
+    x[100:200] = -1
+"""
+    with fw.open(path, device=device, cache="16 MiB", direct=direct) as x:
+        assert (x[...] == content).all()
+        subprocess.run([sys.executable, "-c", store], check=True, timeout=60)
+
+        x.refresh()
+
+        content[100:200] = -1
+        assert (x[...] == content).all()
+
+
+def test_stores_to_a_file_that_was_cut_are_reported(tmp_path, device):
+    path = tmp_path / "a.npy"
+    content = save(path, (4000, 1024))
+    for direct in (False, True):
+        np.save(path, content)
+        x = fw.open(path, "r+", device=device, cache="4 MiB", direct=direct)
+        x[3990:] = 7
+        os.truncate(path, 1 << 20)
+        with pytest.raises(errors.StorageError, match="truncated"):
+            x.flush()
+        with pytest.raises(errors.StorageError, match="truncated"):
+            x.close()
+        assert path.stat().st_size == 1 << 20

@@ -73,7 +73,7 @@ def _counter(rows: int, words: int) -> npt.NDArray[np.uint32]:
 
 def _write_counter(path: Path, rows: int) -> None:
     """Make the file as `fw.create` does, with its data at the start of a page."""
-    fw.create(path, (rows, _ROW_WORDS), "uint32").close()
+    fw.create(path, (rows, _ROW_WORDS), "uint32", overwrite=True).close()
     data = np.load(path, mmap_mode="r+")
     data[...] = _counter(rows, _ROW_WORDS)
     data.flush()

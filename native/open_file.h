@@ -1,0 +1,22 @@
+// Opens regular files and block devices, and nothing else.
+//
+// A FIFO would block, a character device never ends, and a file of /proc has no size: each is
+// refused by name before it is opened, and again on the descriptor, which nobody can exchange.
+#pragma once
+
+#include <sys/stat.h>
+
+#include <cstdint>
+#include <string>
+
+namespace fw::native {
+
+// Returns a descriptor that the caller closes; `flags` are added to those of open(2). Throws
+// OpenError. kLeased: a lease on the file is being taken back from another process; try again.
+inline constexpr int kLeased = 115;  // EINPROGRESS, which open(2) never gives
+int open_file(const std::string& path, bool writable, int flags = 0);
+
+// Bytes of an open file or block device.
+uint64_t size_of(int fd, const struct stat& information);
+
+}  // namespace fw::native

@@ -1,0 +1,147 @@
+"""What a file's first bytes say it is: containers whose bytes are not the numbers in them.
+
+Opened as raw numbers they would give garbage, and nothing would tell. Each refusal has a recipe.
+Whoever names an `offset=` knows where the numbers begin, and is not asked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashwarp.errors import FileFormatError
+
+__all__ = ["HEAD_BYTES", "refuse_container"]
+
+HEAD_BYTES = 4096
+"""How much of a file `refuse_container` looks at."""
+
+_ARRAYS = "read its arrays with its own library, and save each with numpy.save"
+_DECOMPRESS = "decompress it first"
+_DECODE = "decode it first, and save the result with numpy.save"
+_HDF5 = (
+    "for a contiguous dataset give the place of its data, offset=h5py.File(path)[name].id."
+    "get_offset(), with its dtype and shape; save any other with numpy.save"
+)
+_SAFETENSORS = (
+    "its first 8 bytes are the length n of a JSON header that follows: give offset=8 + n + "
+    "data_offsets[0] of a tensor, with its dtype and shape"
+)
+
+# By the bytes at the beginning. What two or three bytes decide is likely enough by chance, one file
+# in millions, that the message must name the way out: it always does.
+_MAGIC: tuple[tuple[bytes, str, str], ...] = (
+    (b"PAR1", "a Parquet file", "read its columns with pyarrow, and save each with numpy.save"),
+    (b"ARROW1\0\0", "an Arrow (Feather) file", "read its columns with pyarrow, and save each"),
+    (b"FEA1", "a Feather file", "read its columns with pyarrow, and save each with numpy.save"),
+    (b"ORC", "an ORC file", "read its columns with pyarrow, and save each with numpy.save"),
+    (b"Obj\1", "an Avro file", _ARRAYS),
+    (b"\x1f\x8b\x08", "compressed with gzip", _DECOMPRESS),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", _DECOMPRESS),
+    (b"\xfd7zXZ\0", "compressed with xz", _DECOMPRESS),
+    (b"\x04\x22\x4d\x18", "compressed with lz4", _DECOMPRESS),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", _DECOMPRESS),
+    (b"SQLite format 3\0", "an SQLite database", "select what is needed, and save it"),
+    (b"\x89PNG\r\n\x1a\n", "a PNG image", _DECODE),
+    (b"\xff\xd8\xff", "a JPEG image", _DECODE),
+    (b"GIF87a", "a GIF image", _DECODE),
+    (b"GIF89a", "a GIF image", _DECODE),
+    (b"II*\0", "a TIFF image", _DECODE),
+    (b"MM\0*", "a TIFF image", _DECODE),
+    (b"%PDF-", "a PDF document", _DECODE),
+    (b"\x7fELF", "a program", _DECODE),
+    (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", "a PyTorch file", _ARRAYS),
+    (b"\x80\x04\x95", "a pickle", _ARRAYS),
+    (b"\x80\x05\x95", "a pickle", _ARRAYS),
+    (b"GGUF", "a GGUF model", _ARRAYS),
+    (b"MATLAB 5.0 MAT-file", "a MATLAB file", _ARRAYS),
+    (b"SIMPLE  =", "a FITS file", _ARRAYS),
+    (b"CDF\1", "a netCDF file", _ARRAYS),
+    (b"CDF\2", "a netCDF file", _ARRAYS),
+    (b"CDF\5", "a netCDF file", _ARRAYS),
+)
+
+_HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+_ZIP_MAGICS = (b"PK\3\4", b"PK\5\6")
+
+# The library itself refuses longer headers.
+_SAFETENSORS_HEADER_MAX = 100_000_000
+
+# Printable ASCII, tab, newline, carriage return.
+_TEXT = bytes([9, 10, 13, *range(32, 127)])
+_TEXT_BYTES_MIN = 16
+
+
+def refuse_container(
+    path: str, head: bytes, nbytes: int, dtype: np.dtype[np.generic] | None
+) -> None:
+    """Raise FileFormatError when a file is no raw numbers.
+
+    Parameters
+    ----------
+    path : str
+        For the message.
+    head : bytes
+        Its first `HEAD_BYTES`, or all of it.
+    nbytes : int
+        Its size.
+    dtype : dtype, optional
+        What the caller takes it for. Text is refused to numbers of several bytes only: to others it
+        may well be the data.
+    """
+    found = _container(head, nbytes)
+    if found is None and dtype is not None and _is_text(head, dtype):
+        found = "text", "parse it, as with numpy.loadtxt, and save the result with numpy.save"
+    if found is not None:
+        what, recipe = found
+        raise FileFormatError(
+            f"{path} is {what}, not raw numbers: {recipe}. If its bytes are the data all the same, "
+            "say where they begin, as offset=0"
+        )
+
+
+def _container(head: bytes, nbytes: int) -> tuple[str, str] | None:
+    for magic, what, recipe in _MAGIC:
+        if head.startswith(magic):
+            return what, recipe
+    # Its superblock may come after a block of the user's own, whose size is a power of two.
+    if any(head.startswith(_HDF5_MAGIC, at) for at in (0, 512, 1024, 2048)):
+        return "an HDF5 file", _HDF5
+    if head.startswith(_ZIP_MAGICS):
+        return _zip(head)
+    if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":
+        return "compressed with bzip2", _DECOMPRESS
+    if head.startswith(b"RIFF") and head[8:12] in (b"WAVE", b"WEBP", b"AVI "):
+        return f"a {head[8:12].decode().strip()} file", _DECODE
+    if head[257:262] == b"ustar":
+        return "a tar archive", "unpack it first"
+    if _is_safetensors(head, nbytes):
+        return "a safetensors file", _SAFETENSORS
+    return None
+
+
+def _zip(head: bytes) -> tuple[str, str]:
+    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    if name.endswith(b".npy"):
+        return (
+            "an .npz archive",
+            "save what is needed of it, numpy.save(..., numpy.load(path)[name])",
+        )
+    if name.endswith((b"/data.pkl", b"/version")):
+        return "a PyTorch file", "save its tensors, numpy.save(..., torch.load(path)[name].numpy())"
+    return "a zip archive", "unpack it first"
+
+
+def _is_safetensors(head: bytes, nbytes: int) -> bool:
+    length = int.from_bytes(head[:8], "little")
+    if not 2 <= length <= min(nbytes - 8, _SAFETENSORS_HEADER_MAX):
+        return False
+    text = head[8 : 8 + length]
+    ends = text.rstrip(b" ").endswith(b"}") or len(text) < length
+    return ends and (text.startswith(b'{"') or text.rstrip(b" ") == b"{}")
+
+
+def _is_text(head: bytes, dtype: np.dtype[np.generic]) -> bool:
+    is_number = dtype.kind in "iufcmM" and dtype.itemsize > 1
+    if not is_number or len(head) < _TEXT_BYTES_MIN or b"\n" not in head:
+        return False
+    return not head.translate(None, _TEXT)

@@ -1,0 +1,415 @@
+"""Files by name: what may be opened, and why the rest may not, as errors of ours.
+
+Regular files and block devices only. Their kind is checked on the descriptor, so that nobody can
+exchange the file in between; `native/open_file.h` says how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import operator
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, TypeVar
+
+from flashwarp import _native
+from flashwarp.errors import (
+    ArgumentError,
+    ExistingFileError,
+    LockedError,
+    MissingFileError,
+    PathError,
+)
+
+__all__ = [
+    "Draft",
+    "check",
+    "check_bytes",
+    "check_name",
+    "check_new",
+    "open_for_reading",
+    "opened",
+    "path_error",
+    "write_error",
+]
+
+T = TypeVar("T")
+
+# The kernel takes a lease back after /proc/sys/fs/lease-break-time, 45 s by default.
+_LEASE_WAIT_S = 60.0
+_LEASE_POLL_S = 0.005
+
+
+def check_name(path: Any) -> str:
+    """Return the name of a file as text, or raise ArgumentError for what names none."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise ArgumentError(f"{path!r} is not a path: {_instead(path)}")
+    try:
+        name = os.fsdecode(path)
+    except TypeError as error:
+        raise ArgumentError(f"{path!r} is not a path: {error}") from error
+    if not name:
+        raise ArgumentError("the path is empty")
+    if "\0" in name:
+        raise ArgumentError(f"the path {name!r} contains a null byte, which no file name can")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise PathError(
+            errno.EILSEQ, "the name is no UTF-8: rename the file, or make a link to it", name
+        ) from error
+    return name
+
+
+def _instead(path: Any) -> str:
+    if isinstance(path, int):
+        return f"for a file descriptor give '/proc/self/fd/{path}'"
+    if hasattr(path, "getbuffer"):
+        return "for memory use from_storage with storage.Memory(x.getbuffer())"
+    if hasattr(path, "read"):
+        return "for an open file give its name"
+    return "give a str, bytes or pathlib.Path"
+
+
+def check_bytes(name: str, value: Any, least: int = 0) -> int:
+    """Return a number of bytes, or raise ArgumentError for what is none or less than `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentError(f"{name}={value!r} is not a whole number of bytes")
+    count = operator.index(value)
+    if count < least:
+        raise ArgumentError(f"{name}={count} is less than {least}")
+    return count
+
+
+def check(path: str, writable: bool) -> os.stat_result:
+    """Refuse by name what cannot be opened; its descriptor is checked again.
+
+    Raises
+    ------
+    MissingFileError, PathError
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise path_error(error, path, writable=writable) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise PathError(errno.EISDIR, "is a directory, not a file", path)
+    for how, refused in ((os.R_OK, False), (os.W_OK, True)):
+        if (how == os.R_OK or writable) and not os.access(path, how):
+            raise path_error(PermissionError(errno.EACCES, ""), path, writable=refused)
+    return status
+
+
+def open_for_reading(path: str) -> BinaryIO:
+    """Open a regular file or block device; never waits for a FIFO.
+
+    Raises
+    ------
+    MissingFileError, PathError
+    """
+    return os.fdopen(opened(lambda: _native.open_file(path), path, writable=False), "rb")
+
+
+def opened(attempt: Callable[[], T], path: str, *, writable: bool) -> T:
+    """Return what `attempt` opens, after it has waited for others to give up a lease.
+
+    Raises
+    ------
+    MissingFileError, PathError
+    """
+    end = time.monotonic() + _LEASE_WAIT_S
+    while True:
+        try:
+            return attempt()
+        except OSError as error:
+            if error.errno != errno.EINPROGRESS or time.monotonic() >= end:
+                raise path_error(error, path, writable=writable) from error
+        time.sleep(_LEASE_POLL_S)
+
+
+def path_error(error: OSError, path: str, *, writable: bool) -> MissingFileError | PathError:
+    """Say why a file could not be opened, and what can be done."""
+    number = error.errno or errno.EIO
+    if number == errno.ENOENT:
+        return _missing(path)
+    if number in (errno.EWOULDBLOCK, errno.EDEADLK):
+        return _locked(number, error.strerror or "", path)
+    why = error.strerror or os.strerror(number)
+    if number == errno.EINPROGRESS:
+        number = errno.EBUSY
+        why += f", and has not given it up in {_LEASE_WAIT_S:g} s"
+    if number in (errno.EACCES, errno.EPERM):
+        if writable:
+            why = 'is not writable for this user: open it with mode="r", or change its permissions'
+        else:
+            why = "is not readable for this user: change its permissions"
+    elif number == errno.EROFS and writable:
+        why = 'lies on a file system that is mounted read-only: open it with mode="r"'
+    elif number == errno.ETXTBSY and writable:
+        why = 'is a program that runs: open it with mode="r"'
+    elif number == errno.ENOTDIR:
+        why = "treats a file as a folder: remove what follows the file's name, as a slash"
+    elif number in (errno.EMFILE, errno.ENFILE):
+        why = f"{why}: close arrays, or raise the limit (ulimit -n)"
+    return PathError(number, why, path)
+
+
+def _missing(path: str) -> MissingFileError:
+    """Say which part of a path does not exist."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        return MissingFileError(errno.ENOENT, f"the folder {folder} does not exist", path)
+    why = "is a link to what does not exist" if Path(path).is_symlink() else "no such file"
+    return MissingFileError(errno.ENOENT, why, path)
+
+
+# New files.
+
+
+def check_new(name: str, overwrite: bool) -> str:
+    """Return the file that a name stands for, links followed, if it may be made there.
+
+    Raises
+    ------
+    ExistingFileError
+        When it exists, and `overwrite` is false.
+    ArgumentError, MissingFileError, PathError
+        When nothing can be made there.
+    """
+    if name.endswith("/"):
+        raise ArgumentError(f"the path {name!r} ends with a slash, as a folder's: name a file")
+    target = os.path.realpath(name)
+    try:
+        status = os.lstat(target)
+    except FileNotFoundError:
+        folder = Path(target).parent
+        if not folder.is_dir():
+            raise _missing(name) from None
+        return target
+    except OSError as error:
+        raise path_error(error, name, writable=True) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise PathError(errno.EISDIR, "is a directory, not a file", name)
+    if not overwrite:
+        raise ExistingFileError(
+            errno.EEXIST,
+            'exists: open it with flashwarp.open(path, "r+"), choose another name, or give '
+            "overwrite=True to replace it",
+            name,
+        )
+    if not stat.S_ISREG(status.st_mode):
+        raise PathError(errno.EINVAL, "is no regular file, and nothing else is replaced", name)
+    if not os.access(target, os.W_OK):
+        raise PathError(errno.EACCES, "is write-protected for this user: remove it first", name)
+    return target
+
+
+class Draft:
+    """A file that is built beside its place and takes it at once, by `publish`.
+
+    Without that the end of the ``with`` statement removes it. The file that it replaces is locked
+    meanwhile, and gives it owner and permissions.
+
+    Parameters
+    ----------
+    target : str
+        Where it comes to lie; as `check_new` returns it.
+    overwrite : bool
+        Whether something may lie there.
+    lock : bool
+        Whether a writer of the old file is a reason to refuse.
+    """
+
+    def __init__(self, target: str, overwrite: bool, lock: bool) -> None:
+        self.target = target
+        self.descriptor = -1
+        self._overwrite = overwrite
+        self._lock = lock
+        self._folder = str(Path(target).parent)
+        # Nobody can guess it, and names of any length have room for it.
+        self.path = str(Path(self._folder) / f".flashwarp-{secrets.token_hex(8)}")
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as made:
+            old = self._old_file(made)
+            made.callback(self._remove)
+            try:
+                self.descriptor = os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
+                )
+                made.callback(os.close, self.descriptor)
+                if old is not None:
+                    with contextlib.suppress(PermissionError):
+                        os.fchown(self.descriptor, old.st_uid, old.st_gid)
+                    os.fchmod(self.descriptor, stat.S_IMODE(old.st_mode))
+            except OSError as error:
+                raise write_error(error, self.target) from error
+            self._held = made.pop_all()
+        return self
+
+    def _old_file(self, held: contextlib.ExitStack) -> os.stat_result | None:
+        """Look at what is replaced, and keep writers from it until the end."""
+        if not self._overwrite:
+            return None
+        try:
+            file = held.enter_context(open_for_reading(self.target))
+        except MissingFileError:
+            return None
+        if self._lock:
+            # Another error than this is that of a file system without locks.
+            if (number := _native.lock_for_writing(file.fileno())) == errno.EWOULDBLOCK:
+                raise _locked(number, "", self.target)
+            if number == 0:
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        return os.fstat(file.fileno())
+
+    def publish(self) -> None:
+        """Give the file its name, durably.
+
+        Raises
+        ------
+        ExistingFileError
+            When somebody else has made a file there meanwhile.
+        PathError
+        """
+        try:
+            if self._overwrite:
+                os.replace(self.path, self.target)
+            else:
+                self._take_free_name()
+            self._sync_folder()
+        except FileExistsError as error:
+            raise ExistingFileError(
+                errno.EEXIST, "was made by somebody else meanwhile", self.target
+            ) from error
+        except OSError as error:
+            raise write_error(error, self.target) from error
+
+    def _take_free_name(self) -> None:
+        try:
+            os.link(self.path, self.target)
+        except FileExistsError:
+            raise
+        except OSError:
+            # A file system without hard links: who makes the same file in this moment loses it.
+            if os.path.lexists(self.target):
+                raise FileExistsError(errno.EEXIST, "", self.target) from None
+            os.rename(self.path, self.target)
+
+    def _sync_folder(self) -> None:
+        """Make the name durable, where the folder can be opened for it."""
+        with contextlib.suppress(PermissionError):
+            descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a file system that has no such thing
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._held.close()
+
+
+def write_error(error: OSError, path: str) -> PathError:
+    """Say why a file could not be made, and what can be done."""
+    number = error.errno or errno.EIO
+    folder = Path(path).absolute().parent
+    why = {
+        errno.EACCES: f"the folder {folder} is not writable for this user: choose another",
+        errno.EPERM: f"the folder {folder} does not let this user replace it: choose another",
+        errno.EROFS: f"the folder {folder} is mounted read-only: choose another",
+        errno.ENOSPC: f"the file system of {folder} is full: make room, or choose another",
+        errno.EDQUOT: f"the quota of this user in {folder} is used up: make room",
+        errno.EFBIG: f"the file system of {folder}, or a limit (ulimit -f), has no files so large",
+    }.get(number, error.strerror or os.strerror(number))
+    return PathError(number, why, path)
+
+
+# Who has a file.
+
+
+def _locked(number: int, how: str, path: str) -> LockedError:
+    opt_out = "or open it with lock=False if you keep their changes apart"
+    if number == errno.EDEADLK:
+        use = "use that array" if "writing" in how else "close that first"
+        return LockedError(
+            errno.EWOULDBLOCK,
+            f"is {how} (process {os.getpid()}), whose caches do not know of each other: {use}, "
+            f"{opt_out}",
+            path,
+            os.getpid(),
+        )
+    holder = _holder(path)
+    if holder == os.getpid():
+        who = f"this process ({holder})"
+    elif holder is None:
+        who = "another process, which /proc/locks does not show,"
+    elif not Path(f"/proc/{holder}").exists():
+        who = f"process {holder}, which has ended, or more likely one that it forked,"
+    else:
+        who = f"process {holder}{_command(holder)}"
+    return LockedError(
+        errno.EWOULDBLOCK,
+        f'{who} has it open for writing: wait until it closes it, open it with mode="r", {opt_out}',
+        path,
+        holder,
+    )
+
+
+def _holder(path: str) -> int | None:
+    """Return the process that holds flock(2) on a file, if the system shows it."""
+    try:
+        status = os.stat(path)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    inode = f"{status.st_ino}"
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    found: dict[int, bool] = {}
+    for line in lines:
+        # "7: FLOCK  ADVISORY  WRITE 4242 fe:00:131234 0 EOF", with "->" before what waits for it.
+        words = line.split()
+        if len(words) < 6 or words[1] != "FLOCK" or words[3] != "WRITE":
+            continue
+        where, _, number = words[5].rpartition(":")
+        if number == inode and words[4].isdigit() and int(words[4]) > 0:
+            found[int(words[4])] = where == device
+    exact = [pid for pid, same_device in found.items() if same_device]
+    # Btrfs and overlays show another device there than stat(2): ask the process itself.
+    candidates = exact or [pid for pid in found if _has_open(pid, status)]
+    return candidates[0] if candidates else None
+
+
+def _has_open(pid: int, status: os.stat_result) -> bool:
+    try:
+        return any(
+            os.path.samestat(os.stat(each), status) for each in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    except OSError:
+        return False
+
+
+def _command(pid: int) -> str:
+    try:
+        return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    except OSError:
+        return ""

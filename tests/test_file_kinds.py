@@ -1,0 +1,577 @@
+"""What may be opened: regular files and block devices, raw numbers and no containers of them."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import errno
+import fcntl
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import resource
+import signal
+import socket
+import sqlite3
+import struct
+import tarfile
+import threading
+import wave
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp import _native, files, graphs, opening
+from flashwarp.errors import ArgumentError, FileFormatError, FlashwarpError, PathError
+from flashwarp.npy import read_layout
+from flashwarp.storage import File
+
+NUMBERS = np.random.default_rng(5).standard_normal((64, 16))
+
+
+def open_raw(path: Any, dtype: Any = "f8", **options: Any) -> fw.Array:
+    return fw.open(path, dtype=dtype, device="cpu", **options)
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """What blocks is ended by a signal, and fails."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError("blocked")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+# Kinds.
+
+
+def make_fifo(folder: Path) -> Path:
+    os.mkfifo(folder / "fifo")
+    return folder / "fifo"
+
+
+def make_socket(folder: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as made:
+        before = Path.cwd()
+        os.chdir(folder)  # names of sockets are short
+        made.bind("socket")
+        os.chdir(before)
+    return folder / "socket"
+
+
+def make_loop(folder: Path) -> Path:
+    (folder / "loop").symlink_to(folder / "loop")
+    return folder / "loop"
+
+
+def make_slash(folder: Path) -> Path:
+    (folder / "file").write_bytes(bytes(64))
+    return Path(f"{folder}/file/x")
+
+
+STRANGE: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("fifo", make_fifo, "FIFO"),
+    ("socket", make_socket, "socket"),
+    ("folder", lambda folder: folder, "directory"),
+    ("zero", lambda _: "/dev/zero", "character device"),
+    ("null", lambda _: "/dev/null", "character device"),
+    ("urandom", lambda _: "/dev/urandom", "character device"),
+    ("tty", lambda _: "/dev/tty", "character device|No such"),
+    ("proc", lambda _: "/proc/self/maps", "made by the kernel"),
+    ("proc of one", lambda _: "/proc/version", "made by the kernel"),
+    ("sys", lambda _: "/sys/kernel/mm/transparent_hugepage/enabled", "made by the kernel|folder"),
+    ("loop of links", make_loop, "symbolic links"),
+    ("file as folder", make_slash, "treats a file as a folder"),
+    ("slash", lambda folder: f"{make_slash(folder).parent}/", "treats a file as a folder"),
+]
+
+NATIVE = 6
+WAYS: list[Callable[[Any], Any]] = [
+    lambda path: fw.open(path, dtype="u1", device="cpu"),
+    lambda path: fw.open(path, dtype="u1", offset=0, device="cpu"),
+    lambda path: fw.open(path, device="cpu"),
+    lambda path: fw.open([path], dtype="u1", layout="stripe", device="cpu"),
+    lambda path: fw.open([path, path], dtype="u1", layout="replicate", device="cpu"),
+    lambda path: File(path),
+    lambda path: _native.FileStorage(str(path)),
+    lambda path: read_layout(str(path)),
+]
+
+
+@pytest.mark.parametrize("how", range(len(WAYS)))
+@pytest.mark.parametrize(("make", "words"), [s[1:] for s in STRANGE], ids=[s[0] for s in STRANGE])
+def test_only_regular_files_and_block_devices_are_opened(
+    tmp_path: Path, make: Callable[[Path], Any], words: str, how: int
+) -> None:
+    path = make(tmp_path)
+    if how == NATIVE:
+        with pytest.raises(OSError, match=rf"{words}|Not a directory|No such"):
+            WAYS[how](path)
+        return
+    with pytest.raises(FlashwarpError, match=words) as caught:
+        WAYS[how](path)
+    assert isinstance(caught.value, OSError)
+    assert caught.value.filename == str(path)
+
+
+def test_fifo_that_would_be_written_does_not_block(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match="FIFO"):
+        open_raw(make_fifo(tmp_path), mode="r+")
+
+
+def test_file_that_becomes_a_fifo_does_not_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look by name and the open by descriptor."""
+    (tmp_path / "f").write_bytes(bytes(4096))
+    fifo = make_fifo(tmp_path)
+    monkeypatch.setattr(os, "stat", lambda *_, **__: os.lstat(tmp_path / "f"))
+    with pytest.raises(PathError, match="FIFO"):
+        File(fifo)
+
+
+def test_graph_of_a_fifo_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "offsets.npy")
+    with pytest.raises(FlashwarpError):
+        graphs.CsrGraph.open(tmp_path)
+
+
+def test_descriptor_does_not_stay_nonblocking(tmp_path: Path) -> None:
+    """For such a descriptor io_uring gives EAGAIN instead of waiting."""
+    (tmp_path / "f").write_bytes(bytes(4096))
+    storage = _native.FileStorage(str(tmp_path / "f"))
+    assert not fcntl.fcntl(storage.fd, fcntl.F_GETFL) & os.O_NONBLOCK
+    assert not os.get_inheritable(storage.fd)
+
+
+def test_lease_of_somebody_else_is_waited_for(tmp_path: Path) -> None:
+    """Its holder is asked to let go: the open waits instead of failing."""
+    path = tmp_path / "f"
+    path.write_bytes(bytes(4096))
+    with path.open("rb") as held:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        asked: list[int] = []
+
+        def let_go(number: int, _: Any) -> None:
+            asked.append(number)
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+        before = signal.signal(signal.SIGIO, let_go)
+        try:
+            opened: list[Any] = []
+            thread = threading.Thread(target=lambda: opened.append(File(path, writable=True)))
+            thread.start()
+            while thread.is_alive():
+                thread.join(0.01)
+        finally:
+            signal.signal(signal.SIGIO, before)
+    assert asked == [signal.SIGIO]
+    assert opened[0].nbytes == 4096
+
+
+def test_lease_that_is_never_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(4096))
+    monkeypatch.setattr(files, "_LEASE_WAIT_S", 0.05)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    try:
+        with path.open("rb") as held:
+            fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            with pytest.raises(PathError, match=r"lease.* in 0\.05 s") as caught:
+                File(path, writable=True)
+            assert caught.value.errno == errno.EBUSY
+            File(path).close()
+    finally:
+        signal.signal(signal.SIGIO, before)
+
+
+def test_limit_of_descriptors(tmp_path: Path) -> None:
+    NUMBERS.tofile(tmp_path / "f")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(int(each) for each in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, limits[1]))
+    held: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        with pytest.raises(PathError, match="ulimit -n") as caught:
+            open_raw(tmp_path / "f")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in held:
+            os.close(each)
+    assert caught.value.errno == errno.EMFILE
+
+
+def test_empty_raw_file_is_an_empty_array(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"")
+    with open_raw(tmp_path / "f") as x:
+        assert x.shape == (0,)
+
+
+# Containers.
+
+
+def compressed(module: Any) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(module.compress(NUMBERS.tobytes()))
+
+
+def write_npy(path: Path) -> None:
+    with path.open("wb") as file:
+        np.save(file, NUMBERS)
+
+
+def write_npz(path: Path) -> None:
+    with path.open("wb") as file:
+        np.savez(file, first=NUMBERS)
+
+
+def write_zip(path: Path, name: str = "some.txt") -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(name, NUMBERS.tobytes())
+
+
+def write_safetensors(path: Path, **metadata: Any) -> int:
+    """Write a file of one tensor by hand; returns where its data begins."""
+    header = json.dumps(
+        {
+            **({"__metadata__": metadata} if metadata else {}),
+            "rows": {"dtype": "F64", "shape": [64, 16], "data_offsets": [0, NUMBERS.nbytes]},
+        }
+    ).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + NUMBERS.tobytes())
+    return 8 + len(header)
+
+
+def write_tar(path: Path) -> None:
+    with tarfile.open(path, "w") as file:
+        file.addfile(tarfile.TarInfo("x"), io.BytesIO())
+
+
+def write_sqlite(path: Path) -> None:
+    with sqlite3.connect(path) as base:
+        base.execute("CREATE TABLE t (a)")
+    base.close()
+
+
+def write_wave(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 44100, 0, "NONE", ""))
+        file.writeframes(NUMBERS.tobytes())
+
+
+def begins_with(head: bytes) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(head + NUMBERS.tobytes())
+
+
+HDF5 = b"\x89HDF\r\n\x1a\n"
+
+CONTAINERS: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("parquet", begins_with(b"PAR1"), "Parquet.*pyarrow"),
+    ("arrow", begins_with(b"ARROW1\0\0"), "Arrow.*pyarrow"),
+    ("feather", begins_with(b"FEA1"), "Feather.*pyarrow"),
+    ("hdf5", begins_with(HDF5), "HDF5.*get_offset"),
+    ("hdf5 after a block of the user's", begins_with(bytes(512) + HDF5), "HDF5.*get_offset"),
+    ("npz", write_npz, "npz.*numpy.save"),
+    ("torch", lambda path: write_zip(path, "model/data.pkl"), "PyTorch.*torch.load"),
+    ("torch of old", begins_with(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."), "PyTorch"),
+    ("zip", write_zip, "zip archive"),
+    ("empty zip", lambda path: zipfile.ZipFile(path, "w").close(), "zip archive"),
+    ("safetensors", write_safetensors, "safetensors.*data_offsets"),
+    ("safetensors of many", lambda path: write_safetensors(path, a="x" * 9000), "safetensors"),
+    ("gzip", compressed(gzip), "gzip.*decompress"),
+    ("xz", compressed(lzma), "xz.*decompress"),
+    ("bzip2", compressed(bz2), "bzip2.*decompress"),
+    ("zstd", begins_with(b"\x28\xb5\x2f\xfd"), "zstd.*decompress"),
+    ("sqlite", write_sqlite, "SQLite"),
+    ("png", begins_with(b"\x89PNG\r\n\x1a\n"), "PNG"),
+    ("tar", write_tar, "tar archive"),
+    ("wave", write_wave, "WAVE"),
+    ("pickle", lambda path: path.write_bytes(pickle.dumps(NUMBERS)), "pickle"),
+    ("csv", lambda path: np.savetxt(path, NUMBERS, delimiter=","), "text.*loadtxt"),
+    ("json", lambda path: path.write_text(json.dumps(NUMBERS.tolist(), indent=1)), "text"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["f8", None, "<u2"])
+@pytest.mark.parametrize("mode", ["r", "r+"])
+@pytest.mark.parametrize(
+    ("write", "words"), [c[1:] for c in CONTAINERS], ids=[c[0] for c in CONTAINERS]
+)
+def test_container_is_refused_with_a_recipe(
+    tmp_path: Path, write: Callable[[Path], Any], words: str, mode: Any, dtype: Any
+) -> None:
+    path = tmp_path / "data"
+    write(path)
+    before = path.read_bytes()
+    if words.startswith("text") and dtype is None:
+        words = "say its dtype"
+
+    with pytest.raises((FileFormatError, ArgumentError), match=words) as caught:
+        fw.open(path, mode, dtype=dtype, shape=(8,), device="cpu")
+
+    assert path.read_bytes() == before
+    if dtype is None:
+        return
+    assert "offset=0" in str(caught.value)
+    with fw.open(path, dtype="u1", offset=0, device="cpu") as x:
+        assert x[...].tobytes() == before
+
+
+def test_container_under_the_name_of_a_npy_file(tmp_path: Path) -> None:
+    write_npz(tmp_path / "data.npy")
+    with pytest.raises(FileFormatError, match="npz"):
+        fw.open(tmp_path / "data.npy", device="cpu")
+
+
+@pytest.mark.parametrize("write", [write_npz, write_npy])
+def test_stripes_are_raw_files(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    write(tmp_path / "a")
+    (tmp_path / "b").write_bytes(bytes(1 << 17))
+    with pytest.raises(FileFormatError, match=r"npz|npy file"):
+        open_raw([tmp_path / "a", tmp_path / "b"], layout="stripe")
+
+
+@pytest.mark.parametrize("dtype", ["u1", "S8", "V16", "?"])
+def test_text_may_be_the_data(tmp_path: Path, dtype: str) -> None:
+    (tmp_path / "corpus.txt").write_bytes(b"all work and no play makes jack\n" * 128)
+    with open_raw(tmp_path / "corpus.txt", dtype) as x:
+        assert x.nbytes == 4096
+
+
+def test_raw_numbers_are_no_container(tmp_path: Path) -> None:
+    """No random file, no zeros, and nothing that begins like a small number is refused."""
+    path = tmp_path / "f"
+    random = np.random.default_rng(1)
+    for dtype in ["u1", "i2", "i4", "i8", "f4", "f8"]:
+        for make in (np.zeros, np.ones, np.arange):
+            make(1000).astype(dtype).tofile(path)
+            open_raw(path, dtype).close()
+        for _ in range(30):
+            random.integers(0, 256, 8000, dtype=np.uint8).tofile(path)
+            open_raw(path, dtype).close()
+    for length in range(64):
+        # The length of a safetensors header, and nothing of the kind behind it.
+        np.array([length, 1, 2, 3], "<u8").tofile(path)
+        open_raw(path).close()
+
+
+# Raw data inside of other files.
+
+
+@pytest.mark.parametrize("mode", ["r", "r+"])
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("offset", [0, 1, 7, 512, 4095, 4096, 5001])
+def test_offset_is_any_byte(tmp_path: Path, offset: int, direct: bool, mode: Any) -> None:
+    path = tmp_path / "f"
+    rows = np.random.default_rng(offset).standard_normal((500, 12))
+    head, tail = os.urandom(offset), os.urandom(999)
+    path.write_bytes(head + rows.tobytes() + tail)
+
+    with open_raw(
+        path, shape=rows.shape, offset=offset, direct=direct, mode=mode, cache=16384
+    ) as x:
+        assert x.explain().storage["offset"] == offset
+        np.testing.assert_array_equal(x[...], rows)
+        index = np.random.default_rng(1).integers(0, 500, 300)
+        np.testing.assert_array_equal(x.gather(index), rows[index])
+        if mode == "r+":
+            x[index] = rows[index] * 2
+            rows[index] *= 2
+
+    assert path.read_bytes() == head + rows.tobytes() + tail
+
+
+def test_offset_without_a_shape_goes_to_the_end(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"123" + NUMBERS.tobytes())
+    with open_raw(tmp_path / "f", offset=np.int64(3)) as x:
+        np.testing.assert_array_equal(x[...], NUMBERS.reshape(-1))
+    with open_raw(tmp_path / "f", offset=3 + NUMBERS.nbytes) as x:
+        assert x.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"offset": -1}, "less than 0"),
+        ({"offset": 1.0}, "not a whole number"),
+        ({"offset": "128"}, "not a whole number"),
+        ({"offset": True}, "not a whole number"),
+        ({"offset": 8193}, "beyond the end"),
+        ({"offset": 2**70}, "beyond the end"),
+        ({"offset": 4}, "no multiple of the 8 .*"),
+        ({"offset": 4096, "shape": (513,)}, "needs 4104 bytes, .* has 4096 from byte 4096 on"),
+        ({"offset": 0, "dtype": None}, "say its dtype"),
+        ({"lock": "no"}, "neither True nor False"),
+    ],
+    ids=str,
+)
+def test_offset_that_cannot_be(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    (tmp_path / "f").write_bytes(bytes(8192))
+    with pytest.raises((ArgumentError, FileFormatError), match=words):
+        open_raw(tmp_path / "f", **options)
+
+
+@pytest.mark.parametrize(("offset", "aligned"), [(8, False), (16, True), (4096, True), (1, False)])
+def test_only_aligned_data_is_read_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, aligned: bool
+) -> None:
+    """Loads of a GPU fault at any other address."""
+    NUMBERS.tofile(tmp_path / "f")
+    reach = opening._file_storage
+    asked: list[bool] = []
+
+    def note(*args: Any, **options: Any) -> Any:
+        asked.append(args[5])
+        return reach(*args, **options)
+
+    monkeypatch.setattr(opening, "_file_storage", note)
+    open_raw(tmp_path / "f", shape=4, offset=offset).close()
+    assert asked == [aligned]
+
+
+def test_offset_of_a_npy_file_is_raw(tmp_path: Path) -> None:
+    """Also what its Fortran order needs: the transpose lies row by row."""
+    np.save(tmp_path / "x.npy", np.asfortranarray(NUMBERS))
+    with pytest.raises(FileFormatError, match=r"shape=\(16, 64\), offset=128"):
+        fw.open(tmp_path / "x.npy", device="cpu")
+    with open_raw(tmp_path / "x.npy", shape=(16, 64), offset=128) as x:
+        np.testing.assert_array_equal(x[...], NUMBERS.T)
+
+
+@pytest.mark.parametrize("layout", ["stripe", "replicate"])
+def test_offset_in_each_of_several_files(tmp_path: Path, layout: Any) -> None:
+    rows = np.arange(1 << 16, dtype="<i8")
+    parts = [rows.tobytes()] * 2
+    if layout == "stripe":
+        stripes = rows.reshape(-1, 2, 4096 // 8)
+        parts = [stripes[:, n].tobytes() for n in range(2)]
+    names = []
+    for n, part in enumerate(parts):
+        names.append(tmp_path / f"{n}")
+        names[-1].write_bytes(b"head\n" + part)
+    options = {"stripe_bytes": 4096} if layout == "stripe" else {}
+    with open_raw(names, "<i8", layout=layout, offset=5, **options) as x:
+        np.testing.assert_array_equal(x[...], rows)
+
+
+def test_tensor_of_a_safetensors_file(tmp_path: Path) -> None:
+    """As the documentation shows it."""
+    path = tmp_path / "model.safetensors"
+    begin = write_safetensors(path, made="by hand")
+
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        tensor = json.loads(file.read(length))["rows"]
+    offset = 8 + length + tensor["data_offsets"][0]
+    with open_raw(path, "f8", shape=tensor["shape"], offset=offset) as x:
+        np.testing.assert_array_equal(x[...], NUMBERS)
+    assert offset == begin
+
+
+# Ways to name what is opened.
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (io.BytesIO(b"x" * 64), "Memory"),
+        (3, "file descriptor"),
+        (True, "file descriptor"),
+        (None, "not a path"),
+        (1.5, "not a path"),
+        ("", "empty"),
+        ("a\0b", "null byte"),
+        ([], "list is empty"),
+        ([io.BytesIO()], "Memory"),
+        ([None], "not a path"),
+        (bytearray(b"ab"), "file descriptor"),
+        ("\udcff", "UTF-8"),
+    ],
+    ids=lambda value: repr(value).partition(" at 0x")[0],
+)
+def test_what_names_no_file(path: Any, words: str) -> None:
+    with pytest.raises(FlashwarpError, match=words):
+        open_raw(path, **({"layout": "stripe"} if path else {}) if isinstance(path, list) else {})
+    if not isinstance(path, list | bytearray):
+        with pytest.raises(FlashwarpError, match=words):
+            File(path)
+
+
+class OddPath:
+    """As py.path.local, which can read itself; or one that names nothing."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    def __fspath__(self) -> Any:
+        return self.name
+
+    def read(self) -> bytes:
+        return b""
+
+
+def test_path_that_can_read_itself_is_a_path(tmp_path: Path) -> None:
+    NUMBERS.tofile(tmp_path / "f")
+    open_raw(OddPath(str(tmp_path / "f"))).close()
+    with pytest.raises(ArgumentError, match="not a path"):
+        open_raw(OddPath(3))
+
+
+def test_open_file_is_no_path(tmp_path: Path) -> None:
+    NUMBERS.tofile(tmp_path / "f")
+    with (tmp_path / "f").open("rb") as file:
+        with pytest.raises(ArgumentError, match="give its name"):
+            open_raw(file)
+        with open_raw(f"/proc/self/fd/{file.fileno()}") as x:
+            np.testing.assert_array_equal(x[...], NUMBERS.reshape(-1))
+
+
+def test_name_in_bytes_and_missing_folder(tmp_path: Path) -> None:
+    NUMBERS.tofile(tmp_path / "f")
+    open_raw(os.fsencode(tmp_path / "f")).close()
+    with pytest.raises(FileNotFoundError, match=r"the folder .*/absent does not exist"):
+        open_raw(tmp_path / "absent" / "f")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="link to what does not exist"):
+        open_raw(tmp_path / "dangling")
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 1.5, "8", True])
+def test_bytes_of_a_storage_that_cannot_be(tmp_path: Path, nbytes: Any) -> None:
+    """Zero was taken for all of the file."""
+    NUMBERS.tofile(tmp_path / "f")
+    with pytest.raises(ArgumentError, match="nbytes="):
+        File(tmp_path / "f", 0, nbytes)
+
+
+def test_file_that_is_replaced_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header of one file with the data of another would be garbage."""
+    path = tmp_path / "x.npy"
+    np.save(path, NUMBERS)
+    reach = opening._file_storage
+
+    def late(*args: Any, **options: Any) -> Any:
+        np.save(tmp_path / "new.npy", NUMBERS.astype("f4").repeat(4))
+        (tmp_path / "new.npy").replace(path)
+        return reach(*args, **options)
+
+    monkeypatch.setattr(opening, "_file_storage", late)
+    with pytest.raises(PathError, match="replaced while it was opened"):
+        fw.open(path, device="cpu")
