@@ -33,6 +33,7 @@ LAYERS = [
     ["spread"],
     ["cache"],
     ["rows"],
+    ["selection"],
     ["scratch"],
     ["operands"],
     ["failures", "launcher"],

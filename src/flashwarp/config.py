@@ -77,6 +77,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "mapped_residency": (0, 1e9),
     "cache_share": (0, 1),
     "look_ahead": (0, 1 << 20),
+    "key_bytes": (1, _SIZE_MAX),
+    "asarray_bytes": (0, _SIZE_MAX),
     "async_calls": (1, 4096),
     "async_streams": (1, 128),
 }
@@ -121,6 +123,14 @@ class Config:
 
     look_ahead: int = 64
     """Rows that a CPU thread has in flight ahead of the one it copies, for storage that waits."""
+
+    key_bytes: int = 64 << 20
+    """Most bytes of rows that ``x[key]`` reads or stores at a time, beside the selection itself, if
+    the key takes only parts of them. A longer row is read by itself."""
+
+    asarray_bytes: int = 1 << 30
+    """Most bytes of an array that ``numpy.asarray(x)`` reads: code that takes any array calls it
+    unseen. ``x[...]`` has no such limit."""
 
     async_calls: int = 64
     """Most asynchronous calls of one array in flight; one more waits until one has ended."""
