@@ -21,6 +21,7 @@ from flashwarp.rows import host_indices
 __all__ = ["Block", "Selection", "rows_of_slice", "select"]
 
 _ALL = slice(None)
+_NO_BYTES = np.dtype("V0")
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,10 @@ def _in_range(parts: tuple[Any, ...], at: int, shape: tuple[int, ...], whole: bo
     rows = range(length) if first is ... else range(*first.indices(length))
     key = (*parts[:at], _ALL if isinstance(first, slice) else first, *parts[at + 1 :])
     found = _apply(key, (1, *row))
-    axis = _growing_axis(found, _apply(key, (2, *row)))
+    if whole:
+        axis = sum(part is None for part in parts[:at])
+    else:
+        axis = _growing_axis(found, _apply(key, (2, *row)))
     selected = (*found.shape[:axis], len(rows), *found.shape[axis + 1 :])
     return Selection(selected, False, whole, rows, key, axis)
 
@@ -316,8 +320,9 @@ def _apply(key: tuple[Any, ...], shape: tuple[int, ...]) -> _Found:
         taken = sum(map(_axes, used))
         shape, rest = shape[:taken], shape[taken:]
     try:
-        found = np.empty(shape, "V0")[used]
-        np.empty((0,) * (found.ndim + len(rest)), "V0")  # numpy's limit of axes
+        found = np.empty(shape, _NO_BYTES)[used]
+        if found.ndim + len(rest) > 32:
+            np.empty((*found.shape, *rest), _NO_BYTES)  # raises beyond numpy's limit of axes
     except (IndexError, ValueError) as error:
         raise BoundsError(str(error)) from error
     return _Found(found.shape + rest, len(used) == len(key) and isinstance(found, np.void))
