@@ -18,12 +18,14 @@ from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.arguments import Launch, parse_signature
 from flashwarp.array import Array
+from flashwarp.config import integer
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 
 __all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
 
+_WARPS_MAX = (1 << 31) - 1
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
 
 Define = str | int | float | bool | None
@@ -263,6 +265,11 @@ class Kernel:
             raise ArgumentError(
                 f"{self.signature} takes {len(self._params)} arguments, not {len(arguments)}"
             )
+        if warps is not None:
+            warps = integer("warps", warps, 0, _WARPS_MAX)
+        block_threads = integer("block_threads", block_threads, 32, 256)
+        if block_threads % 32:
+            raise ArgumentError(f"block_threads={block_threads} is not a multiple of 32")
         arrays = [argument for argument in arguments if isinstance(argument, Array)]
         self._check_policies(arrays)
         with contextlib.ExitStack() as turns:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flashwarp import _native, config, npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, _check_line, automatic_capacity
-from flashwarp.config import parse_bytes
+from flashwarp.config import flag, parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
@@ -110,6 +110,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     if mode not in ("r", "r+"):
         raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
     writable = mode == "r+"
+    direct = None if direct is None else flag("direct", direct)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(path, str | os.PathLike):
         names = [os.fspath(each) for each in path]
@@ -183,7 +184,7 @@ def create(
     -------
     Array
     """
-    npy.write_empty(os.fspath(path), _shape(shape), dtype)
+    npy.write_empty(os.fspath(path), _shape(shape, dtype), dtype)
     return open(path, "r+", **options)
 
 
@@ -222,10 +223,10 @@ def from_storage(
     if not isinstance(storage, Storage):
         members = list(storage)
         _check_spread(layout, stripe_bytes, len(members))
-        given = None if shape is None else _shape(shape)
+        given = None if shape is None else _shape(shape, kind)
         return _make_several(members, kind, given, plan, controller, layout, stripe_bytes)
     one = _one(layout, stripe_bytes, controller)
-    size = _shape(shape) if shape is not None else (storage.nbytes // kind.itemsize,)
+    size = _shape(shape, kind) if shape is not None else (storage.nbytes // kind.itemsize,)
     form = npy.Layout(kind, size, 0)
     if form.nbytes > storage.nbytes:
         raise ArgumentError(
@@ -269,11 +270,8 @@ class _Plan:
         return self.cache.line_bytes if isinstance(self.cache, Cache) else _check_line(self.line)
 
 
-def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    result = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-    if any(n < 0 for n in result):
-        raise ArgumentError(f"shape {result} has a negative length")
-    return result
+def _shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[int, ...]:
+    return npy.check_shape(shape, npy.check_dtype(dtype).itemsize)
 
 
 def _same_device(cache: Cache, device: Any) -> Device:
@@ -292,8 +290,8 @@ def _layout_of(
         layout = npy.read_layout(path)
         if wanted is not None and wanted != layout.dtype:
             raise FileFormatError(f"{path} holds {layout.dtype}, not {wanted}")
-        if shape is not None and _shape(shape) != layout.shape:
-            raise FileFormatError(f"{path} has shape {layout.shape}, not {_shape(shape)}")
+        if shape is not None and _shape(shape, layout.dtype) != layout.shape:
+            raise FileFormatError(f"{path} has shape {layout.shape}, not {shape}")
         return layout
     if wanted is None:
         raise ArgumentError(f"{path} is a raw file: say its dtype")
@@ -305,7 +303,7 @@ def _layout_of(
                 "give a shape, or another dtype"
             )
         return npy.Layout(wanted, (size // wanted.itemsize,), 0)
-    layout = npy.Layout(wanted, _shape(shape), 0)
+    layout = npy.Layout(wanted, _shape(shape, wanted), 0)
     if layout.nbytes > size:
         raise FileFormatError(
             f"shape {layout.shape} of {wanted} needs {layout.nbytes} bytes, {path} has {size}"
@@ -353,7 +351,7 @@ def _form_of_several(
             raise ArgumentError("stripes are raw files: say the dtype of the array")
         kind = npy.check_dtype(dtype)
         raw = [npy.Layout(np.dtype(np.uint8), (Path(p).stat().st_size,), 0) for p in paths]
-        return _Several(kind, None if shape is None else _shape(shape), raw)
+        return _Several(kind, None if shape is None else _shape(shape, kind), raw)
     forms = [_layout_of(path, dtype, shape) for path in paths]
     for path, form in zip(paths, forms, strict=True):
         if (form.dtype, form.shape) != (forms[0].dtype, forms[0].shape):
@@ -422,7 +420,7 @@ def _make_several(
     why: str = "",
     release: Callable[[], None] = _nothing,
 ) -> Array:
-    stripe = None if stripe_bytes is None else parse_bytes(stripe_bytes)
+    stripe = None if stripe_bytes is None else parse_bytes(stripe_bytes, "stripe_bytes")
     storage = spread_storage(members, layout, stripe, plan.line_bytes)
     size = (storage.nbytes // kind.itemsize,) if shape is None else shape
     form = npy.Layout(kind, size, 0)
@@ -540,15 +538,16 @@ def _cache_of(plan: _Plan, nbytes: int) -> Cache:
                 f"{chosen.name!r}: all arrays on a cache share its policy"
             )
         return plan.cache
+    host = None if plan.host_cache is None else parse_bytes(plan.host_cache, "host_cache")
     capacity = (
         automatic_capacity(nbytes, plan.line, plan.device)
         if plan.cache == "auto"
-        else parse_bytes(plan.cache)
+        else parse_bytes(plan.cache, "cache")
     )
     return Cache(
         capacity,
         plan.line,
         policy=chosen,
         device=plan.device,
-        host_capacity=plan.host_cache,
+        host_capacity=host,
     )

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config
-from flashwarp.config import parse_bytes
+from flashwarp.config import SIZE_MAX, flag, integer, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     ClosedError,
+    DtypeError,
     FlashwarpError,
     ForkError,
     MissingFileError,
@@ -102,7 +103,10 @@ class Storage:
     def write(self, offset: int, data: Any) -> None:
         """Store a contiguous buffer from byte `offset` on; `flush` makes it durable."""
         self._check_writable()
-        view = memoryview(data)
+        try:
+            view = memoryview(data)
+        except TypeError as error:
+            raise ArgumentError(f"data of type {type(data).__name__}: {error}") from error
         if not view.c_contiguous:
             raise ArgumentError("the data is not contiguous: copy it first")
         self._check_range(offset, view.nbytes)
@@ -148,6 +152,7 @@ class Storage:
             raise ReadOnlyError(f"the storage {self.path or 'in memory'} is read-only")
 
     def _check_range(self, offset: int, nbytes: int) -> None:
+        offset, nbytes = integer("offset", offset), integer("nbytes", nbytes)
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise BoundsError(
                 f"bytes [{offset}, {offset + nbytes}) of a storage of {self.nbytes} bytes"
@@ -192,16 +197,26 @@ class Memory(Storage):
     def __init__(self, data: Any, writable: bool | None = None) -> None:
         if isinstance(data, int | str):
             data = np.zeros(parse_bytes(data), np.uint8)
-        array: npt.NDArray[Any] = (
-            data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-        )
+        try:
+            array: npt.NDArray[Any] = (
+                data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+            )
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"data of type {type(data).__name__} is neither a size nor contiguous memory: "
+                f"{error}"
+            ) from error
+        if array.dtype.hasobject:
+            raise DtypeError("the memory holds Python objects, whose bytes are addresses")
         if not array.flags.c_contiguous:
             raise ArgumentError("the memory is not contiguous: copy it first")
         if writable and not array.flags.writeable:
             raise ReadOnlyError("the memory is read-only, so the storage cannot be writable")
         self.array = array
         self.address = int(array.ctypes.data)
-        allowed = bool(array.flags.writeable) if writable is None else writable
+        if writable is None:
+            writable = array.flags.writeable
+        allowed = flag("writable", writable)
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
 
 
@@ -253,6 +268,10 @@ class File(Storage):
         _mapping: Any = None,
     ) -> None:
         self._path = os.fspath(path)
+        offset = integer("offset", offset, 0, SIZE_MAX)
+        if nbytes is not None:
+            nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
+        writable, direct = flag("writable", writable), flag("direct", direct)
         status = _check_file(self._path, writable)
         size = status.st_size
         if stat.S_ISREG(status.st_mode):
@@ -309,6 +328,13 @@ class BlockDevice(File):
         super().__init__(path, offset, nbytes, writable=writable, direct=True)
 
 
+def _storages(members: Sequence[Storage]) -> tuple[Storage, ...]:
+    for member in members:
+        if not isinstance(member, Storage):
+            raise ArgumentError(f"{member!r} is not a Storage")
+    return tuple(members)
+
+
 class Striped(Storage):
     """Several storages as one, in stripes dealt round robin.
 
@@ -325,8 +351,10 @@ class Striped(Storage):
     def __init__(
         self, members: Sequence[Storage], stripe: int | str = "128 KiB", nbytes: int | None = None
     ) -> None:
-        self.members = tuple(members)
-        self.stripe_bytes = parse_bytes(stripe)
+        self.members = _storages(members)
+        self.stripe_bytes = parse_bytes(stripe, "stripe")
+        if nbytes is not None:
+            nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
         natives = [member.native for member in self.members]
         try:
             native = _native.StripedStorage(natives, self.stripe_bytes, nbytes or 0)
@@ -342,7 +370,7 @@ class Replicated(Storage):
     """
 
     def __init__(self, members: Sequence[Storage]) -> None:
-        self.members = tuple(members)
+        self.members = _storages(members)
         natives = [member.native for member in self.members]
         try:
             native = _native.ReplicatedStorage(natives)
