@@ -14,9 +14,16 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import config
+from flashwarp import config, graphs, trace
 from flashwarp.config import Config, flag, integer, number, parse_bytes
-from flashwarp.errors import ArgumentError, BoundsError, CacheError, DtypeError, FlashwarpError
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    CacheError,
+    DtypeError,
+    FileFormatError,
+    FlashwarpError,
+)
 from flashwarp.storage import BlockDevice, File, Memory, Replicated, Striped
 
 NOT_INTEGERS = [2.5, 4096.0, np.float64(2), math.nan, True, np.True_, "2", b"2", 1j, [2], {}]
@@ -93,6 +100,8 @@ def opened(path: Path, **options: Any) -> fw.Array:
     return fw.open(path, device="cpu", **options)
 
 
+LOOP = trace.make("loop", 100)
+
 INTEGERS: dict[str, Callable[[Any], Any]] = {
     "ways": lambda value: fw.Cache("1 MiB", ways=value, device="cpu"),
     "queue_pairs": lambda value: fw.SoftwareController(queue_pairs=value),
@@ -117,6 +126,15 @@ INTEGERS: dict[str, Callable[[Any], Any]] = {
     "alignment": lambda value: fw.CpuDevice(1).allocate_host(4096, value),
     "shape of an allocation": lambda value: fw.CpuDevice(1).empty_array(value, "f4"),
     "length of an allocation": lambda value: fw.CpuDevice(1).empty_array((3, value), "f4"),
+    "scale": lambda value: graphs.kronecker(value),
+    "edge_factor": lambda value: graphs.uniform(4, value),
+    "seed of a graph": lambda value: graphs.uniform(4, seed=value),
+    "accesses": lambda value: trace.make("loop", value),
+    "capacity_lines": lambda value: trace.replay(LOOP, capacity_lines=value),
+    "ways of a replay": lambda value: trace.replay(LOOP, capacity_lines=64, ways=value),
+    "capacity": lambda value: trace.min_misses(LOOP.lines, value),
+    "row_bytes": lambda value: trace.trace_of_indices([1], value),
+    "line_bytes": lambda value: trace.trace_of_indices([1], 8, line_bytes=value),
     "Config.depth": lambda value: Config(depth=value),
     "Config.async_calls": lambda value: Config(async_calls=value),
     "Config.copy_cached": lambda value: Config(copy_cached=value),
@@ -312,6 +330,20 @@ def test_64_axes_work(tmp_path: Path) -> None:
         x[...] = 3
         assert x[...].shape == x[[1, 0]].shape == shape
         assert x[1].sum() == 3
+
+
+def test_a_file_of_65_axes_is_refused(tmp_path: Path) -> None:
+    text = repr({"descr": "<f4", "fortran_order": False, "shape": (1,) * 65}).encode() + b"\n"
+    header = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+    (tmp_path / "x.npy").write_bytes(header + bytes(4))
+
+    with pytest.raises(FileFormatError, match="65 axes"):
+        fw.open(tmp_path / "x.npy", device="cpu")
+
+
+def test_rows_of_a_trace_beyond_all_files() -> None:
+    with pytest.raises(ArgumentError, match="beyond byte"):
+        trace.trace_of_indices(np.array([2**63], np.uint64), 4096)
 
 
 # Dtypes.

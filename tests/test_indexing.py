@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import resource
 import threading
 import warnings
 from collections import Counter
@@ -485,6 +486,16 @@ def test_stores_to_parts_of_one_row_from_two_threads_keep_both() -> None:
         assert x[1, :3].tolist() == [300, 300, 0]
 
 
+def test_an_array_indexes_another() -> None:
+    with (
+        fw.from_storage(Memory(np.arange(10) * 2), "i8", device="cpu") as x,
+        fw.from_storage(Memory(np.array([3, -1])), "i8", device="cpu") as index,
+    ):
+        assert x[index].tolist() == x.gather(index).tolist() == [6, 18]
+        x[index] = index
+        assert x[[3, 9]].tolist() == [3, -1]
+
+
 def test_arrays_store_each_other_from_two_threads() -> None:
     with (
         fw.from_storage(Memory(bytearray(8192)), "i8", (1024,), device="cpu") as x,
@@ -507,6 +518,29 @@ def test_a_store_to_a_read_only_array_changes_nothing(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(6).reshape(3, 2))
     with fw.open(tmp_path / "x.npy", device="cpu") as x, pytest.raises(ReadOnlyError):
         x[0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[...],
+        lambda x: x[::2],
+        lambda x: x[:, 0],
+        lambda x: x.gather(np.zeros(1 << 17, int)),
+    ],
+)
+def test_more_than_fits_into_memory_is_a_typed_error(tmp_path: Path, read: Any) -> None:
+    with fw.create(tmp_path / "x.npy", (1 << 28, 4096), "u1", device="cpu", cache="1 MiB") as x:
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (160 << 20), limits[1]))
+        try:
+            with pytest.raises(MemoryError, match="bytes of host memory") as caught:
+                read(x)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert isinstance(caught.value, FlashwarpError)
+        assert x[5, :3].tolist() == [0, 0, 0]
 
 
 # As numpy and Python see an array.

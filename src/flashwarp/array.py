@@ -33,7 +33,7 @@ from flashwarp.errors import (
 )
 from flashwarp.futures import Future
 from flashwarp.launcher import Watcher
-from flashwarp.operands import Index, Operands, is_foreign
+from flashwarp.operands import Index, Operands, host_empty, host_index, is_foreign
 from flashwarp.rows import ArrayStruct
 from flashwarp.selection import Selection, rows_of_slice, select
 from flashwarp.spread import AnyController
@@ -273,6 +273,8 @@ class Array:
         BoundsError, IndexDtypeError, ArgumentError
             For what numpy refuses, single booleans and names of fields; nothing is read then.
         """
+        if isinstance(key, Array):
+            key = np.asarray(key)  # in its own turn: two turns at a time could wait for ever
         if is_foreign(key):
             return self.gather(key)
         return self._select(select(key, self.shape))
@@ -281,7 +283,7 @@ class Array:
     def _select(self, chosen: Selection) -> Any:
         if chosen.whole:
             return self._read_rows(chosen.rows)[chosen.whole_key]
-        result = np.empty(chosen.shape, self.dtype)
+        result = host_empty(chosen.shape, self.dtype)
         if result.size:
             for block in chosen.blocks(self._rows_of(config.current().key_bytes)):
                 result[block.place] = self._read_rows(block.rows)[block.key]
@@ -289,11 +291,12 @@ class Array:
 
     def _read_rows(self, chosen: range | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
-            result = np.empty(self._shape_of(chosen), self.dtype)
+            result = host_empty(self._shape_of(chosen), self.dtype)
             if result.nbytes:
                 self._move_range("gather", chosen, result)
             return result
-        return np.asarray(self.gather(np.asarray(chosen, np.int64)))
+        index = host_index(chosen) if isinstance(chosen, range) else chosen
+        return np.asarray(self.gather(index))
 
     def _rows_of(self, nbytes: int) -> int:
         """Count the rows that so many bytes hold: at least one."""
@@ -426,7 +429,7 @@ class Array:
         """
         self._need_axis()
         if isinstance(idx_or_slice, slice):
-            idx_or_slice = np.asarray(rows_of_slice(idx_or_slice, self.shape[0]), np.int64)
+            idx_or_slice = host_index(rows_of_slice(idx_or_slice, self.shape[0]))
         index = self._index(idx_or_slice, stream)
         if not index.size or not self._row_bytes:
             return
@@ -515,12 +518,14 @@ class Array:
         BoundsError, IndexDtypeError, ArgumentError, ReadOnlyError
             For what numpy refuses, and as for `__getitem__`; nothing is stored then.
         """
+        if isinstance(key, Array):
+            key = np.asarray(key)  # in its own turn, as above
+        if isinstance(value, Array):
+            value = np.asarray(value)
         if is_foreign(key):
             self.scatter(key, value)
             return
         chosen = select(key, self.shape)
-        if isinstance(value, Array):
-            value = np.asarray(value)  # in its own turn: two turns at a time could wait for ever
         self._store(chosen, value)
 
     @_locked
@@ -543,7 +548,7 @@ class Array:
             if chosen.in_order and values.as_stored(part, shape):
                 self._store_rows(block.rows, part)
                 continue
-            held = np.empty(shape, self.dtype) if chosen.whole else self._read_rows(block.rows)
+            held = host_empty(shape, self.dtype) if chosen.whole else self._read_rows(block.rows)
             values.assign(held, block.key, part)
             self._store_rows(block.rows, held)
 
@@ -552,7 +557,7 @@ class Array:
         if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
             self._move_range("scatter", chosen, block)
         else:
-            self.scatter(np.asarray(chosen, np.int64), block)
+            self.scatter(host_index(chosen) if isinstance(chosen, range) else chosen, block)
 
     def flush(self) -> None:
         """Write dirty lines back and make them durable: after it, a crash loses nothing stored.

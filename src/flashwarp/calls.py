@@ -22,15 +22,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from flashwarp import config
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.errors import ArgumentError, ClosedError, DeviceTimeout
 from flashwarp.failures import Failures, bad_index
 from flashwarp.futures import Future
 from flashwarp.launcher import Launcher
-from flashwarp.operands import Index, Operands
+from flashwarp.operands import Index, Operands, host_index
 from flashwarp.scratch import Scratch
 from flashwarp.selection import rows_of_slice
 
@@ -160,7 +158,7 @@ class Calls:
             chosen = rows_of_slice(idx, self._operands.row_count)
             if chosen.step == 1 or len(chosen) < 2:
                 return chosen
-            idx = np.asarray(chosen, np.int64)
+            idx = host_index(chosen)
         index = self._operands.index(idx)
         if not index.checked and index.size:
             self.check(index, *self._streams_before(stream, index.library))

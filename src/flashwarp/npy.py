@@ -121,6 +121,10 @@ def read_layout(path: str) -> Layout:
     dtype = check_dtype(dtype)
     if any(type(n) is not int or n < 0 for n in shape):
         raise FileFormatError(f"{path} is not a readable .npy file: its shape is {shape}")
+    try:
+        check_shape(shape, dtype.itemsize)
+    except ArgumentError as error:
+        raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
     if fortran and len(shape) > 1 and math.prod(shape) > 0:
         raise FileFormatError(
             f"{path} is in Fortran order, in which a row is scattered over the file: "

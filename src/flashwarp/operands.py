@@ -25,10 +25,10 @@ from flashwarp.device import (
     empty_like_library,
     stream_handle,
 )
-from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
+from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
 from flashwarp.scratch import Scratch
 
-__all__ = ["Index", "Operands", "Source", "Target", "is_foreign"]
+__all__ = ["Index", "Operands", "Source", "Target", "host_empty", "host_index", "is_foreign"]
 
 # Libraries that results on a GPU are made in; others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
@@ -102,6 +102,25 @@ def is_foreign(key: Any) -> bool:
     return hasattr(key, "__cuda_array_interface__") or (
         hasattr(key, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)
     )
+
+
+def host_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Allocate an array of the host; raises DeviceOutOfMemory, which names the size."""
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"{math.prod(shape) * dtype.itemsize} bytes of host memory for rows of shape {shape}: "
+            "read fewer at a time, with slices or gather()"
+        ) from error
+
+
+def host_index(chosen: range) -> npt.NDArray[np.int64]:
+    """Make an index array of a range; as `host_empty` otherwise."""
+    index = host_empty((len(chosen),), np.dtype(np.int64))
+    index[:] = chosen.step
+    index[:1] = chosen.start
+    return np.cumsum(index, out=index)
 
 
 def _is_array(out: Any) -> bool:
@@ -185,7 +204,7 @@ class Operands:
         on_gpu = self.device.kind == "cuda"
         if out is None:
             if not on_gpu and library in ("numpy", "other"):
-                out = np.empty(shape, self.dtype)
+                out = host_empty(shape, self.dtype)
                 return Target(out.ctypes.data, out, None)
             if on_gpu and library == "numpy":
                 held = self.memory.empty_array(shape, self.dtype)
