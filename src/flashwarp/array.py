@@ -237,7 +237,8 @@ class Array:
             Rows of the first axis; negative ones count from the end. On a GPU: anything with
             `__cuda_array_interface__` or DLPack, int32 or int64; or a numpy array.
         out : array, optional
-            Contiguous array of shape ``idx.shape + self.shape[1:]`` and this dtype.
+            Contiguous array of shape ``idx.shape + self.shape[1:]`` and this dtype, apart from the
+            memory of `idx`.
         stream : optional
             GPU only: queue the work there and return at once. Keep `idx` and `out` until done.
 
@@ -447,7 +448,8 @@ class Array:
         idx : array of int
             As for `gather`. Where an index repeats, one of its rows wins.
         values : array
-            Broadcastable to ``idx.shape + self.shape[1:]``; on a GPU an array there, of this shape
+            Broadcastable to ``idx.shape + self.shape[1:]``, and cast as numpy's assignment casts:
+            floats stored as integers lose their fraction. On a GPU an array there, of this shape
             and dtype, or a host array.
         stream : optional
             As for `gather`.
