@@ -5,6 +5,7 @@ None is bent: no float is cut to an integer, no True is a 1, no text is taken le
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -255,6 +256,45 @@ def test_a_flag_of_open(path: Path, field: str) -> None:
 def test_other_arguments(path: Path, make: Callable[[Path], Any]) -> None:
     with pytest.raises(FlashwarpError):
         make(path)
+
+
+ODD = [5, None, 2.5, [], {}, object(), b"x", True, np.zeros(2), (1, 2), "no", "a\0b", io.BytesIO()]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: repr(value)[:20])
+def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, value: Any) -> None:
+    here: dict[str, Any] = {"device": "cpu"}
+    given = 0 if value is None else value  # where None is the default
+    tries: list[Callable[[], Any]] = [
+        lambda: fw.open(path, value, **here),
+        lambda: fw.from_storage(value, "i8", **here),
+        lambda: fw.from_storage(Memory(4096), "i8", controller=given, **here),
+        lambda: fw.SoftwareController(given),
+        lambda: fw.ShareTable(value),
+        lambda: fw.SSDModel.named(value),
+        lambda: Striped(value),
+        lambda: Replicated(value),
+        lambda: fw.compile("", "cpu", options=given),
+        lambda: fw.compile("", "cpu", defines=given),
+        lambda: fw.compile("", "cpu", include_dirs=given),
+        lambda: fw.compile("", "cpu", policy=value),
+    ]
+    for name in ("strict", "policy", "layout", "stripe_bytes", "line", "cache", "host_cache"):
+        tries.append(lambda name=name: opened(path, **{name: given}))
+    if not isinstance(value, str) or value != "no":
+        tries += [
+            lambda: fw.open(value, **here),
+            lambda: fw.create(value, 3, "i8", **here),
+            lambda: File(value),
+            lambda: BlockDevice(value),
+        ]
+    for place, attempt in enumerate(tries):
+        with pytest.raises(FlashwarpError):
+            print(f"attempt {place} made {attempt()!r}")
+    with fw.create(tmp_path / "x.npy", 3, "i8", **here) as x:
+        if value is not True:
+            with pytest.raises(ArgumentError, match="drop_dirty"):
+                x.drop_cache(value)
 
 
 def test_no_device_is_a_block_device(path: Path) -> None:

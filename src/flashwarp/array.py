@@ -22,6 +22,7 @@ import numpy.typing as npt
 from flashwarp import config
 from flashwarp.attachment import Attachment
 from flashwarp.cache import Cache
+from flashwarp.config import flag
 from flashwarp.device import Device
 from flashwarp.errors import (
     ArgumentError,
@@ -717,6 +718,7 @@ class Array:
         drop_dirty : bool
             Give up lines that cannot be written, instead of raising.
         """
+        drop_dirty = flag("drop_dirty", drop_dirty)
         self._begin()
         self._calls.wait()
         self._drop_cache_in_turn(drop_dirty)

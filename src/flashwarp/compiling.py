@@ -18,7 +18,7 @@ from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.arguments import Launch, parse_signature
 from flashwarp.array import Array
-from flashwarp.config import integer
+from flashwarp.config import integer, path_text
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
@@ -97,8 +97,12 @@ def compile(  # noqa: A001 - the module's one verb
     chosen = resolve_policy(policy)
     loaded = where.load_program(
         _source(source).behind(chosen),
-        include_dirs=[Path(folder) for folder in include_dirs],
-        options=(*chosen.options, *_define_options(defines or {}), *_strings("options", options)),
+        include_dirs=[Path(path_text("include_dirs", folder)) for folder in _listed(include_dirs)],
+        options=(
+            *chosen.options,
+            *_define_options(defines),
+            *_strings("options", options),
+        ),
         debug=debug,
     )
     return Program(where, loaded, chosen)
@@ -126,16 +130,27 @@ def _source(source: str | Path) -> Source:
     return Source("program.cu", source.encode())
 
 
+def _listed(folders: Sequence[str | Path]) -> Sequence[str | Path]:
+    if not isinstance(folders, Sequence) or isinstance(folders, str | bytes):
+        raise ArgumentError(f"include_dirs={folders!r} is not a sequence of paths")
+    return folders
+
+
 def _strings(what: str, values: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+    listed = isinstance(values, Sequence) and not isinstance(values, str)
+    if not listed or not all(isinstance(value, str) for value in values):
         raise ArgumentError(f"{what} is a sequence of strings, not {values!r}")
     return tuple(values)
 
 
-def _define_options(defines: Mapping[str, Define]) -> list[str]:
-    options = []
+def _define_options(defines: Mapping[str, Define] | None) -> list[str]:
+    options: list[str] = []
+    if defines is None:
+        return options
+    if not isinstance(defines, Mapping):
+        raise ArgumentError(f"defines={defines!r} is not a mapping of macros to their values")
     for name, value in defines.items():
-        if not _IDENTIFIER.match(name):
+        if not isinstance(name, str) or not _IDENTIFIER.match(name):
             raise ArgumentError(f"a macro cannot be named {name!r}")
         if value is None:
             options.append(f"-D{name}")

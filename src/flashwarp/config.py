@@ -10,13 +10,24 @@ import numbers
 import operator
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["SIZE_MAX", "Config", "current", "flag", "integer", "number", "parse_bytes"]
+__all__ = [
+    "SIZE_MAX",
+    "Config",
+    "choice",
+    "current",
+    "flag",
+    "integer",
+    "number",
+    "parse_bytes",
+    "path_text",
+]
 
 _UNITS = {
     "": 1,
@@ -66,6 +77,20 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
         raise ArgumentError(f"{name}={value!r} is neither True nor False")
     return bool(value)
+
+
+def choice(name: str, value: object, options: Sequence[str]) -> None:
+    """Check a name that is one of several; raises ArgumentError, which lists them."""
+    if not isinstance(value, str) or value not in options:
+        raise ArgumentError(f"{name}={value!r} is none of {', '.join(map(repr, options))}")
+
+
+def path_text(name: str, value: object) -> str:
+    """Return a path as text; raises ArgumentError for what is none, and for paths in bytes."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise ArgumentError(f"{name}={value!r} is not a path: give a str or a pathlib.Path")
+    return text
 
 
 def _integer(value: object) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashwarp import _native, config
-from flashwarp.config import integer
+from flashwarp.config import choice, integer
 from flashwarp.device import CpuDevice, Device, Registration
 from flashwarp.errors import ArgumentError, ClosedError, ControllerError
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
@@ -84,8 +84,8 @@ class SoftwareController:
                 raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
         if threads is not None:
             threads = integer("threads", threads, 1, 256)
-        if data_path is not None and data_path not in DATA_PATHS:
-            raise ArgumentError(f"data_path={data_path!r} is none of {', '.join(DATA_PATHS)}")
+        if data_path is not None:
+            choice("data_path", data_path, DATA_PATHS)
         self.storage = storage
         if isinstance(model, str):
             model = SSDModel.named(model)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flashwarp import _native, config, npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, _check_line, automatic_capacity
-from flashwarp.config import flag, parse_bytes
+from flashwarp.config import choice, flag, parse_bytes, path_text
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
@@ -107,13 +107,14 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     ...     x[[4, 0]].tolist()
     [[8.0, 9.0], [0.0, 1.0]]
     """
-    if mode not in ("r", "r+"):
-        raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
+    choice("mode", mode, ("r", "r+"))
     writable = mode == "r+"
     direct = None if direct is None else flag("direct", direct)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(path, str | os.PathLike):
-        names = [os.fspath(each) for each in path]
+        if not isinstance(path, Sequence):
+            raise ArgumentError(f"path={path!r} is neither a path nor a sequence of paths")
+        names = [path_text("path", each) for each in path]
         _check_spread(layout, stripe_bytes, len(names))
         for each in names:
             _check_file(each, writable)
@@ -135,7 +136,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
             release()
             raise
     one = _one(layout, stripe_bytes, controller)
-    name = os.fspath(path)
+    name = path_text("path", path)
     _check_file(name, writable)
     form = _layout_of(name, dtype, shape)
     return _open_one(name, form, plan, one, writable, direct)
@@ -184,7 +185,7 @@ def create(
     -------
     Array
     """
-    npy.write_empty(os.fspath(path), _shape(shape, dtype), dtype)
+    npy.write_empty(path_text("path", path), _shape(shape, dtype), dtype)
     return open(path, "r+", **options)
 
 
@@ -221,6 +222,8 @@ def from_storage(
     kind = npy.check_dtype(dtype)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(storage, Storage):
+        if not isinstance(storage, Sequence):
+            raise ArgumentError(f"storage={storage!r} is neither a Storage nor a sequence of these")
         members = list(storage)
         _check_spread(layout, stripe_bytes, len(members))
         given = None if shape is None else _shape(shape, kind)
@@ -316,7 +319,7 @@ def _layout_of(
 
 def _check_spread(layout: str | None, stripe_bytes: int | str | None, count: int) -> None:
     """Check what needs no storage; `spread_storage` checks the rest."""
-    if layout not in ("stripe", "replicate"):
+    if not isinstance(layout, str) or layout not in ("stripe", "replicate"):
         raise ArgumentError(
             f"layout={layout!r}: say how the array lies on {count} storages, 'stripe' or "
             "'replicate'"
@@ -494,8 +497,8 @@ def _make(
     release: Callable[[], None] = _nothing,
 ) -> Array:
     strict = plan.strict
-    if strict is not None and strict not in DATA_PATHS:
-        raise ArgumentError(f"strict={strict!r} is none of {', '.join(DATA_PATHS)}")
+    if strict is not None:
+        choice("strict", strict, DATA_PATHS)
     if storage.nbytes < form.nbytes:
         raise ArgumentError(
             f"shape {form.shape} of {form.dtype} needs {form.nbytes} bytes, the storage has "
@@ -541,7 +544,7 @@ def _cache_of(plan: _Plan, nbytes: int) -> Cache:
     host = None if plan.host_cache is None else parse_bytes(plan.host_cache, "host_cache")
     capacity = (
         automatic_capacity(nbytes, plan.line, plan.device)
-        if plan.cache == "auto"
+        if isinstance(plan.cache, str) and plan.cache == "auto"
         else parse_bytes(plan.cache, "cache")
     )
     return Cache(

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config
-from flashwarp.config import SIZE_MAX, flag, integer, parse_bytes
+from flashwarp.config import SIZE_MAX, flag, integer, parse_bytes, path_text
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -210,13 +210,11 @@ class Memory(Storage):
             raise DtypeError("the memory holds Python objects, whose bytes are addresses")
         if not array.flags.c_contiguous:
             raise ArgumentError("the memory is not contiguous: copy it first")
-        if writable and not array.flags.writeable:
+        allowed = bool(array.flags.writeable) if writable is None else flag("writable", writable)
+        if allowed and not array.flags.writeable:
             raise ReadOnlyError("the memory is read-only, so the storage cannot be writable")
         self.array = array
         self.address = int(array.ctypes.data)
-        if writable is None:
-            writable = array.flags.writeable
-        allowed = flag("writable", writable)
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
 
 
@@ -267,7 +265,7 @@ class File(Storage):
         _map_address: int = 0,
         _mapping: Any = None,
     ) -> None:
-        self._path = os.fspath(path)
+        self._path = path_text("path", path)
         offset = integer("offset", offset, 0, SIZE_MAX)
         if nbytes is not None:
             nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
@@ -320,18 +318,16 @@ class BlockDevice(File):
         *,
         writable: bool = False,
     ) -> None:
-        status = _check_file(os.fspath(path), writable)
+        path = path_text("path", path)
+        status = _check_file(path, writable)
         if not stat.S_ISBLK(status.st_mode):
-            raise PathError(
-                errno.ENOTBLK, "is not a block device: use storage.File", os.fspath(path)
-            )
+            raise PathError(errno.ENOTBLK, "is not a block device: use storage.File", path)
         super().__init__(path, offset, nbytes, writable=writable, direct=True)
 
 
 def _storages(members: Sequence[Storage]) -> tuple[Storage, ...]:
-    for member in members:
-        if not isinstance(member, Storage):
-            raise ArgumentError(f"{member!r} is not a Storage")
+    if not isinstance(members, Sequence) or not all(isinstance(m, Storage) for m in members):
+        raise ArgumentError(f"members={members!r} is not a sequence of storages")
     return tuple(members)
 
 
