@@ -454,6 +454,19 @@ def test_values_that_do_not_fit_are_refused(
     assert same(x[...], model)
 
 
+def test_values_that_cannot_be_cast_store_nothing_in_any_block(
+    cube: tuple[fw.Array, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHWARP_KEY_BYTES", "1")
+    x, model = cube
+
+    for values in (["1"] * 6 + ["x"], [1] * 6 + [None]):
+        with pytest.raises(ArgumentError):
+            x[:, 0, 0] = np.array(values)
+
+    assert same(x[...], model)
+
+
 def test_a_column_is_read_and_stored_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = np.zeros((4096, 1024), np.int64)
     monkeypatch.setenv("FLASHWARP_KEY_BYTES", str(1 << 20))

@@ -66,7 +66,7 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
 
 def number(name: str, value: object, low: float, high: float) -> float:
     """Return a number as a float; as `integer` otherwise."""
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    real = isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
     if not real or not low <= value <= high:  # type: ignore[operator]
         raise ArgumentError(f"{name}={value!r} is not a number between {low:g} and {high:g}")
     return float(value)  # type: ignore[arg-type]
@@ -215,6 +215,9 @@ class Config:
                 raise ArgumentError(f"{name}={value!r} is not a power of two")
 
 
+_DEFAULTS = Config()
+
+
 def current() -> Config:
     """Return the defaults, with what the environment overrides.
 
@@ -232,9 +235,9 @@ def current() -> Config:
         kind: type[Any] = type(field.default)
         try:
             changes[field.name] = kind(text)
-            replace(Config(), **{field.name: changes[field.name]})
+            replace(_DEFAULTS, **{field.name: changes[field.name]})
         except ArgumentError as error:
             raise ArgumentError(f"{variable}={text!r}: {error}") from None
         except ValueError:
             raise ArgumentError(f"{variable}={text!r} is not {kind.__name__}") from None
-    return replace(Config(), **changes)
+    return replace(_DEFAULTS, **changes) if changes else _DEFAULTS

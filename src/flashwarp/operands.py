@@ -243,9 +243,13 @@ class Operands:
         return np.ascontiguousarray(self.broadcast(given, shape))
 
     def as_array(self, values: Any) -> npt.NDArray[Any]:
-        """Make an array of values. Arrays keep their dtype: they are cast where they are stored."""
+        """Make an array of values. One of numbers keeps its dtype: it is cast as it is stored.
+
+        Other casts may fail, and must do so before anything is stored.
+        """
+        numbers = isinstance(values, np.ndarray) and values.dtype.kind in "biufc"
         with _typed_errors(values, self.dtype):
-            return np.asarray(values, None if isinstance(values, np.ndarray) else self.dtype)
+            return np.asarray(values, None if numbers else self.dtype)
 
     def broadcast(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Broadcast values to a view of `shape` as numpy's assignment does."""
