@@ -183,14 +183,14 @@ def test_huge_unsigned_index(x: fw.Array) -> None:
         x.gather(np.array([2**64 - 1], np.uint64))
 
 
-@pytest.mark.parametrize("index", [1.5, [0.0, 1.0], "a", None, slice(0.5, 2), {}, (1, None)])
+@pytest.mark.parametrize("index", [1.5, [0.0, 1.0], "a", True, slice(0.5, 2), {}, (1, "a")])
 def test_index_of_a_wrong_type(x: fw.Array, index: Any) -> None:
     with pytest.raises(IndexDtypeError):
         x[index]
 
 
 def test_keys_of_a_wrong_form(x: fw.Array) -> None:
-    for key in ((1, 2, 3), (..., ...), np.ones(999, bool), np.ones((1000, 4), bool)):
+    for key in ((1, 2, 3), (..., ...), np.ones(999, bool), np.ones((1000, 3), bool)):
         with pytest.raises(IndexError):
             x[key]
 

@@ -407,10 +407,10 @@ def test_offset_without_a_shape_goes_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"offset": -1}, "less than 0"),
-        ({"offset": 1.0}, "not a whole number"),
-        ({"offset": "128"}, "not a whole number"),
-        ({"offset": True}, "not a whole number"),
+        ({"offset": -1}, "not an integer"),
+        ({"offset": 1.0}, "not an integer"),
+        ({"offset": "128"}, "not an integer"),
+        ({"offset": True}, "not an integer"),
         ({"offset": 8193}, "beyond the end"),
         ({"offset": 2**70}, "beyond the end"),
         ({"offset": 4}, "no multiple of the 8 .*"),

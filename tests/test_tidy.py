@@ -23,7 +23,8 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 # Lowest first. A module imports from its own line and from those above it, never from below.
 LAYERS = [
     ["errors"],
-    ["config", "containers", "endings", "files", "stats", "npy", "policy", "policy_source"],
+    ["config", "containers", "endings", "files"],
+    ["stats", "npy", "policy", "policy_source"],
     ["_jit"],
     ["_foreign"],
     ["device"],
@@ -33,6 +34,7 @@ LAYERS = [
     ["spread"],
     ["cache"],
     ["rows"],
+    ["selection"],
     ["scratch"],
     ["operands"],
     ["failures", "launcher"],

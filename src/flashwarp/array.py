@@ -19,11 +19,13 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import endings, rows
+from flashwarp import config, endings
 from flashwarp.attachment import Attachment
 from flashwarp.cache import Cache
+from flashwarp.config import flag
 from flashwarp.device import Device
 from flashwarp.errors import (
+    ArgumentError,
     BoundsError,
     ClosedError,
     CopyError,
@@ -33,8 +35,9 @@ from flashwarp.errors import (
 )
 from flashwarp.futures import Future
 from flashwarp.launcher import Watcher
-from flashwarp.operands import Index, Operands, is_foreign
+from flashwarp.operands import Index, Operands, host_empty, host_index, is_foreign
 from flashwarp.rows import ArrayStruct
+from flashwarp.selection import Selection, rows_of_slice, select
 from flashwarp.spread import AnyController
 from flashwarp.stats import Stats
 from flashwarp.storage import Storage
@@ -137,6 +140,10 @@ class Array(endings.NotCopied):
     An array that is open when the interpreter ends is closed then, which flushes it. A read-only
     array that was opened from a path can be pickled: the other process opens the path again, with
     the same settings, when it first uses the array. Others, and copies, raise CopyError.
+
+    ``x[key]`` and ``x[key] = value`` do what numpy does with an array in memory, or raise. Arrays
+    are compared by identity: ``x == y`` is ``x is y``, as for a file; compare ``x[...]``. Functions
+    and arrays of numpy that are given an array read all of it, up to `config.asarray_bytes`.
 
     Examples
     --------
@@ -256,7 +263,8 @@ class Array(endings.NotCopied):
             Rows of the first axis; negative ones count from the end. On a GPU: anything with
             `__cuda_array_interface__` or DLPack, int32 or int64; or a numpy array.
         out : array, optional
-            Contiguous array of shape ``idx.shape + self.shape[1:]`` and this dtype.
+            Contiguous array of shape ``idx.shape + self.shape[1:]`` and this dtype, apart from the
+            memory of `idx`.
         stream : optional
             GPU only: queue the work there and return at once. Keep `idx` and `out` until done.
 
@@ -274,32 +282,124 @@ class Array(endings.NotCopied):
         """
         self._need_axis()
         index = self._index(idx, stream)
-        target = self._operands.target(out, index.shape, index.library)
+        target = self._operands.target(out, index, index.shape, index.library)
         if index.size and self._row_bytes:
             self._move_rows("gather", index, target.address, stream)
         return target.finish(stream)
 
-    @_locked
     def __getitem__(self, key: Any) -> Any:
+        """Read what numpy selects from an array in memory, and return it as numpy does.
+
+        Blocks. Takes integers, slices, Ellipsis, None, and integer or boolean arrays on any axes;
+        an array of another library as the whole key is given to `gather`. Reads whole rows of the
+        first axis. If a key takes only a part of them, as ``x[:, 0]`` does, they are read in blocks
+        of `config.key_bytes`. The result has memory of its own: it is never a view of the array.
+
+        Raises
+        ------
+        BoundsError, IndexDtypeError, ArgumentError
+            For what numpy refuses, single booleans and names of fields; nothing is read then.
+        """
+        if isinstance(key, Array):
+            key = np.asarray(key)  # in its own turn: two turns at a time could wait for ever
         if is_foreign(key):
             return self.gather(key)
-        chosen = rows.select(key, self.shape)
-        result = self._read_selection(chosen)
-        if chosen.scalar:
-            result = result.reshape(self._row_shape)
-        if chosen.rest:
-            lead = () if chosen.scalar else (slice(None),) * (result.ndim - len(self._row_shape))
-            result = result[lead + chosen.rest]
-        return result[()] if result.ndim == 0 else result
+        return self._select(select(key, self.shape))
 
-    def _read_selection(self, chosen: rows.RowSelection) -> npt.NDArray[Any]:
-        if isinstance(chosen.rows, range) and (chosen.rows.step == 1 or len(chosen.rows) < 2):
-            result = np.empty((len(chosen.rows), *self._row_shape), self.dtype)
+    @_locked
+    def _select(self, chosen: Selection) -> Any:
+        if chosen.whole:
+            return self._read_rows(chosen.rows)[chosen.whole_key]
+        result = host_empty(chosen.shape, self.dtype)
+        if result.size:
+            for block in chosen.blocks(self._rows_of(config.current().key_bytes)):
+                result[block.place] = self._read_rows(block.rows)[block.key]
+        return result[()] if chosen.scalar else result
+
+    def _read_rows(self, chosen: range | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
+            result = host_empty(self._shape_of(chosen), self.dtype)
             if result.nbytes:
-                self._move_range("gather", chosen.rows, result)
+                self._move_range("gather", chosen, result)
             return result
-        index = np.asarray(chosen.rows, np.int64)
+        index = host_index(chosen) if isinstance(chosen, range) else chosen
         return np.asarray(self.gather(index))
+
+    def _rows_of(self, nbytes: int) -> int:
+        """Count the rows that so many bytes hold: at least one."""
+        return max(1, nbytes // max(1, self._row_bytes))
+
+    def _shape_of(self, chosen: range | npt.NDArray[np.int64]) -> tuple[int, ...]:
+        if not self.shape:
+            return ()
+        lead = (len(chosen),) if isinstance(chosen, range) else chosen.shape
+        return lead + self._row_shape
+
+    # As numpy and Python see it.
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """Copy the whole array to memory, by one read; `numpy.asarray` and its kin call this.
+
+        Blocks. Raises ArgumentError if the array has more bytes than `config.asarray_bytes`: what
+        takes an array in memory is rarely meant for one that does not fit there. Also for
+        ``copy=False``, as the data is not in memory.
+        """
+        if copy is False:
+            raise ArgumentError("the array is not in memory: numpy can have it only by a copy")
+        limit = config.current().asarray_bytes
+        if self.nbytes > limit:
+            raise ArgumentError(
+                f"an array of {self.nbytes} bytes is not copied to memory unasked: at most {limit} "
+                "(FLASHWARP_ASARRAY_BYTES); x[...] reads all of it, x[10:20] or gather() some rows"
+            )
+        held: npt.NDArray[Any] = self[...]
+        return held if dtype is None else held.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export a copy in host memory, with the limit of `__array__`: for `torch.as_tensor`."""
+        copy = options.pop("copy", None)
+        return self.__array__(copy=copy).__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return host memory, where `__dlpack__` puts the copy."""
+        return 1, 0  # kDLCPU
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over copies of the rows, which are read in blocks of `config.key_bytes`."""
+        return self._each_row(range(len(self)))
+
+    def __reversed__(self) -> Iterator[Any]:
+        """Iterate from the last row to the first."""
+        return self._each_row(range(len(self) - 1, -1, -1))
+
+    def _each_row(self, numbers: range) -> Iterator[Any]:
+        step = self._rows_of(config.current().key_bytes)
+        for start in range(0, len(numbers), step):
+            part = numbers[start : start + step]
+            low, high = sorted((part[0], part[-1]))
+            for row in self[low : high + 1][:: numbers.step]:
+                # A view would keep its whole block.
+                yield row.copy() if isinstance(row, np.ndarray | np.void) else row
+
+    def __contains__(self, item: object) -> bool:
+        """Tell whether an element or row equals `item`, as numpy does: one pass over the data."""
+        axes = np.ndim(item)  # type: ignore[arg-type]
+        if axes >= max(1, self.ndim):
+            raise ArgumentError(
+                f"an item with {axes} axes in an array with {self.ndim}: (x[...] == item).any() "
+                "compares all"
+            )
+        step = self._rows_of(config.current().key_bytes)
+        keys = [slice(i, i + step) for i in range(0, len(self), step)] if self.shape else [...]
+        return any(bool(np.any(self[key] == item)) for key in keys)
+
+    def __bool__(self) -> bool:
+        """Refuse: numpy's truth value would need all elements."""
+        raise ArgumentError(
+            "an array has no truth value: compare with None, ask for len(x), or for x[...].any()"
+        )
 
     def read_async(self, idx: Any, out: Any = None, stream: Any = None) -> Future[Any]:
         """Start copying rows ``self[idx]``, and return a future of them.
@@ -356,10 +456,7 @@ class Array(endings.NotCopied):
         """
         self._need_axis()
         if isinstance(idx_or_slice, slice):
-            chosen = rows.select(idx_or_slice, self.shape).rows
-            if isinstance(chosen, range):
-                chosen = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64)
-            idx_or_slice = chosen
+            idx_or_slice = host_index(rows_of_slice(idx_or_slice, self.shape[0]))
         index = self._index(idx_or_slice, stream)
         if not index.size or not self._row_bytes:
             return
@@ -377,7 +474,8 @@ class Array(endings.NotCopied):
         idx : array of int
             As for `gather`. Where an index repeats, one of its rows wins.
         values : array
-            Broadcastable to ``idx.shape + self.shape[1:]``; on a GPU an array there, of this shape
+            Broadcastable to ``idx.shape + self.shape[1:]``, and cast as numpy's assignment casts:
+            floats stored as integers lose their fraction. On a GPU an array there, of this shape
             and dtype, or a host array.
         stream : optional
             As for `gather`.
@@ -432,30 +530,62 @@ class Array(endings.NotCopied):
         self._need_axis()
         return self._calls.write(idx, values, stream)
 
-    @_locked
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._need_writable()
+        """Store as numpy does in an array in memory: its broadcasting, casts and last value.
+
+        Takes the keys of `__getitem__`. Blocks; the rows are in the cache then, and `flush` makes
+        them durable. Casts are those of numpy's assignment, which drops fractions without a word.
+
+        A key that takes only a part of its rows reads them, changes the part and stores them whole,
+        a block of `config.key_bytes` after another. Calls of other threads to arrays on this cache
+        wait meanwhile. What `write_async` or a kernel stores to other parts of the same rows
+        meanwhile may be lost. After a StorageError some of the rows are stored.
+
+        Raises
+        ------
+        BoundsError, IndexDtypeError, ArgumentError, ReadOnlyError
+            For what numpy refuses, and as for `__getitem__`; nothing is stored then.
+        """
+        if isinstance(key, Array):
+            key = np.asarray(key)  # in its own turn, as above
+        if isinstance(value, Array):
+            value = np.asarray(value)
         if is_foreign(key):
             self.scatter(key, value)
             return
-        chosen = rows.select(key, self.shape)
-        lead = () if chosen.scalar else _row_lead(chosen)
-        shape = lead + self._row_shape
-        if chosen.rest:
-            held = self._read_selection(chosen).reshape(shape)
-            held[(slice(None),) * len(lead) + chosen.rest] = np.asarray(value)
-            value = held
-        block = self._operands.host_values(value, shape)
-        if isinstance(chosen.rows, range) and (chosen.rows.step == 1 or len(chosen.rows) < 2):
-            if block.nbytes:
-                self._move_range("scatter", chosen.rows, block)
+        chosen = select(key, self.shape)
+        self._store(chosen, value)
+
+    @_locked
+    def _store(self, chosen: Selection, value: Any) -> None:
+        self._need_writable()
+        values = self._operands
+        if chosen.is_mask and (ndim := values.as_array(value).ndim) > 1:
+            raise ArgumentError(
+                f"values with {ndim} axes for a mask of the whole array: it takes one value, or "
+                "one axis of them"
+            )
+        if 0 in chosen.shape:
+            values.assign(np.empty(chosen.shape, self.dtype), ..., value)
             return
-        index = np.asarray(chosen.rows, np.int64).reshape(-1)
-        block = block.reshape(-1, *self._row_shape)
-        last = _last_of_each(index)
-        if last is not None:
-            index, block = index[last], np.ascontiguousarray(block[last])
-        self.scatter(index, block)
+        blocks = list(chosen.blocks(self._rows_of(config.current().key_bytes)))
+        given = value if len(blocks) == 1 else values.broadcast(value, chosen.shape)
+        for block in blocks:
+            part = value if len(blocks) == 1 else given[block.place]
+            shape = self._shape_of(block.rows)
+            if chosen.in_order and values.as_stored(part, shape):
+                self._store_rows(block.rows, part)
+                continue
+            held = host_empty(shape, self.dtype) if chosen.whole else self._read_rows(block.rows)
+            values.assign(held, block.key, part)
+            self._store_rows(block.rows, held)
+
+    def _store_rows(self, chosen: range | npt.NDArray[np.int64], block: npt.NDArray[Any]) -> None:
+        """Store a dense block to rows none of which is named twice."""
+        if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
+            self._move_range("scatter", chosen, block)
+        else:
+            self.scatter(host_index(chosen) if isinstance(chosen, range) else chosen, block)
 
     def flush(self) -> None:
         """Write dirty lines back and make them durable: after it, a crash loses nothing stored.
@@ -600,6 +730,7 @@ class Array(endings.NotCopied):
         drop_dirty : bool
             Give up lines that cannot be written, instead of raising.
         """
+        drop_dirty = flag("drop_dirty", drop_dirty)
         self._begin()
         self._calls.wait()
         self._drop_cache_in_turn(drop_dirty)
@@ -750,15 +881,3 @@ def _unopened(recipe: Recipe, shape: tuple[int, ...], dtype: np.dtype[Any]) -> A
     array = Array.__new__(Array)
     array.__dict__.update(_recipe=recipe, shape=shape, dtype=dtype)
     return array
-
-
-def _row_lead(chosen: rows.RowSelection) -> tuple[int, ...]:
-    return (len(chosen.rows),) if isinstance(chosen.rows, range) else chosen.rows.shape
-
-
-def _last_of_each(index: npt.NDArray[np.int64]) -> npt.NDArray[np.intp] | None:
-    """Positions of the last occurrence of each index, or None when none repeats."""
-    values, first = np.unique(index[::-1], return_index=True)
-    if len(values) == len(index):
-        return None
-    return index.size - 1 - first

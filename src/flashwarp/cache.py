@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashwarp import config, endings
-from flashwarp.config import parse_bytes
+from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.endings import NotCopied
 from flashwarp.errors import CacheError, ClosedError, DeviceTimeout
@@ -275,11 +275,12 @@ class Cache(NotCopied):
     ) -> None:
         self.device: Device = resolve(device)
         self.line_bytes = _check_line(line)
+        ways = integer("ways", ways, 1, 16)
         if ways not in (4, 8, 16):
             raise CacheError(f"ways={ways} is none of 4, 8, 16")
         self.ways = ways
         self.policy = resolve_policy(policy)
-        wanted = parse_bytes(capacity)
+        wanted = parse_bytes(capacity, "capacity")
         set_bytes = ways * self.line_bytes
         if wanted < set_bytes:
             raise CacheError(
@@ -559,7 +560,7 @@ class TierShape:
         """
         if capacity is None:
             return cls(sets, 1, 0)
-        wanted = parse_bytes(capacity)
+        wanted = parse_bytes(capacity, "host_capacity")
         each = wanted // (sets * line_bytes)
         if each == 0:
             raise CacheError(
@@ -583,7 +584,7 @@ class TierShape:
 
 
 def _check_line(line: int | str) -> int:
-    nbytes = parse_bytes(line)
+    nbytes = parse_bytes(line, "line")
     if not LINE_BYTES_MIN <= nbytes <= LINE_BYTES_MAX or nbytes & (nbytes - 1):
         raise CacheError(
             f"a line of {nbytes} bytes is not a power of two from {LINE_BYTES_MIN} to "

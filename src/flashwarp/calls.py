@@ -23,17 +23,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from flashwarp import config, endings, rows
+from flashwarp import config, endings
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.endings import first_of
 from flashwarp.errors import ArgumentError, BoundsError, ClosedError, DeviceTimeout
 from flashwarp.failures import Failures, bad_index
 from flashwarp.futures import Future
 from flashwarp.launcher import Launcher
-from flashwarp.operands import Index, Operands
+from flashwarp.operands import Index, Operands, host_index
 from flashwarp.scratch import Scratch
+from flashwarp.selection import rows_of_slice
 
 __all__ = ["Calls", "time_limit_s"]
 
@@ -128,7 +127,8 @@ class Calls:
         """Read rows; see `Array.read_async`."""
         chosen = self._choose(idx, stream)
         lead, library = _lead(chosen)
-        target = self._operands.target(out, lead, library, stream)
+        index = chosen if isinstance(chosen, Index) else None
+        target = self._operands.target(out, index, lead, library, stream)
         call = _Call(
             what="read_async",
             start=functools.partial(_start, "gather", chosen, target.address),
@@ -158,12 +158,10 @@ class Calls:
     def _choose(self, idx: Any, stream: Any) -> range | Index:
         """Check which rows are meant: a range where they lie back to back, else indices."""
         if isinstance(idx, slice):
-            chosen = rows.select(idx, (self._operands.row_count,)).rows
-            if not isinstance(chosen, range):
-                raise ArgumentError(f"{idx} is no slice of rows")
+            chosen = rows_of_slice(idx, self._operands.row_count)
             if chosen.step == 1 or len(chosen) < 2:
                 return chosen
-            idx = np.arange(chosen.start, chosen.stop, chosen.step, dtype=np.int64)
+            idx = host_index(chosen)
         index = self._operands.index(idx)
         if not index.checked and index.size:
             self.check(index, *self._streams_before(stream, index.library))

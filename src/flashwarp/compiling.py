@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from flashwarp import device as devices
-from flashwarp import endings
+from flashwarp import endings, files
 from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.arguments import Launch, parse_signature
 from flashwarp.array import Array
+from flashwarp.config import integer
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 
 __all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
 
+_WARPS_MAX = (1 << 31) - 1
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
 
 Define = str | int | float | bool | None
@@ -96,8 +98,12 @@ def compile(  # noqa: A001 - the module's one verb
     chosen = resolve_policy(policy)
     loaded = where.load_program(
         _source(source).behind(chosen),
-        include_dirs=[Path(folder) for folder in include_dirs],
-        options=(*chosen.options, *_define_options(defines or {}), *_strings("options", options)),
+        include_dirs=[Path(files.check_name(folder)) for folder in _listed(include_dirs)],
+        options=(
+            *chosen.options,
+            *_define_options(defines),
+            *_strings("options", options),
+        ),
         debug=debug,
     )
     return Program(where, loaded, chosen)
@@ -125,16 +131,27 @@ def _source(source: str | Path) -> Source:
     return Source("program.cu", source.encode())
 
 
+def _listed(folders: Sequence[str | Path]) -> Sequence[str | Path]:
+    if not isinstance(folders, Sequence) or isinstance(folders, str | bytes):
+        raise ArgumentError(f"include_dirs={folders!r} is not a sequence of paths")
+    return folders
+
+
 def _strings(what: str, values: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+    listed = isinstance(values, Sequence) and not isinstance(values, str)
+    if not listed or not all(isinstance(value, str) for value in values):
         raise ArgumentError(f"{what} is a sequence of strings, not {values!r}")
     return tuple(values)
 
 
-def _define_options(defines: Mapping[str, Define]) -> list[str]:
-    options = []
+def _define_options(defines: Mapping[str, Define] | None) -> list[str]:
+    options: list[str] = []
+    if defines is None:
+        return options
+    if not isinstance(defines, Mapping):
+        raise ArgumentError(f"defines={defines!r} is not a mapping of macros to their values")
     for name, value in defines.items():
-        if not _IDENTIFIER.match(name):
+        if not isinstance(name, str) or not _IDENTIFIER.match(name):
             raise ArgumentError(f"a macro cannot be named {name!r}")
         if value is None:
             options.append(f"-D{name}")
@@ -264,6 +281,11 @@ class Kernel(endings.NotCopied):
             raise ArgumentError(
                 f"{self.signature} takes {len(self._params)} arguments, not {len(arguments)}"
             )
+        if warps is not None:
+            warps = integer("warps", warps, 0, _WARPS_MAX)
+        block_threads = integer("block_threads", block_threads, 32, 256)
+        if block_threads % 32:
+            raise ArgumentError(f"block_threads={block_threads} is not a multiple of 32")
         arrays = [argument for argument in arguments if isinstance(argument, Array)]
         self._check_policies(arrays)
         # In one order everywhere, so that two launches never wait for each other.

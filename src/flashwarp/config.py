@@ -6,15 +6,27 @@ prefix ``FLASHWARP_``; arguments of calls win over both.
 
 from __future__ import annotations
 
+import numbers
+import operator
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["Config", "current", "parse_bytes"]
+__all__ = [
+    "SIZE_MAX",
+    "Config",
+    "choice",
+    "current",
+    "flag",
+    "integer",
+    "number",
+    "parse_bytes",
+]
 
 _UNITS = {
     "": 1,
@@ -32,37 +44,82 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
-_SIZE_MAX = (1 << 63) - 1
+SIZE_MAX = (1 << 63) - 1
+"""Most bytes of anything: what a signed offset of a file can name."""
 
 
-def parse_bytes(size: int | str) -> int:
+def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """Return an integer argument; no float, bool or text stands for one.
+
+    Raises ArgumentError, which names the argument, its value and its limits. None: no limits here.
+    """
+    found = _integer(value)
+    if low is None or high is None:
+        if found is None:
+            raise ArgumentError(f"{name}={value!r} is not an integer")
+        return found
+    if found is None or not low <= found <= high:
+        raise ArgumentError(f"{name}={value!r} is not an integer between {low} and {high}")
+    return found
+
+
+def number(name: str, value: object, low: float, high: float) -> float:
+    """Return a number as a float; as `integer` otherwise."""
+    real = isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
+    if not real or not low <= value <= high:  # type: ignore[operator]
+        raise ArgumentError(f"{name}={value!r} is not a number between {low:g} and {high:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def flag(name: str, value: object) -> bool:
+    """Return an argument that is True or False, of Python or numpy; raises ArgumentError."""
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
+        raise ArgumentError(f"{name}={value!r} is neither True nor False")
+    return bool(value)
+
+
+def choice(name: str, value: object, options: Sequence[str]) -> None:
+    """Check a name that is one of several; raises ArgumentError, which lists them."""
+    if not isinstance(value, str) or value not in options:
+        raise ArgumentError(f"{name}={value!r} is none of {', '.join(map(repr, options))}")
+
+
+def _integer(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def parse_bytes(size: int | str, name: str = "") -> int:
     """Return a size in bytes from an int or a text such as ``"4 MiB"``.
 
     Raises
     ------
     ArgumentError
-        When the text has no number, an unknown unit, or the size is negative or beyond 2^63.
+        When the text has no number, an unknown unit, or the size is negative or beyond 2^63; for
+        anything but an integer or a text. It names the argument `name`.
 
     Examples
     --------
     >>> parse_bytes("4 KiB")
     4096
     """
-    if isinstance(size, int) and not isinstance(size, bool):
-        if size < 0:
-            raise ArgumentError(f"a size of {size} bytes is negative")
-        return _bounded(size)
-    match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*", str(size))
-    if match is None or match[2].lower() not in _UNITS:
-        raise ArgumentError(f"{size!r} is not a size: write bytes as an int, or e.g. '4 KiB'")
-    # Exact, as a float would not be from 2^53 on.
-    return _bounded(int(Fraction(match[1]) * _UNITS[match[2].lower()]))
-
-
-def _bounded(size: int) -> int:
-    if size > _SIZE_MAX:
-        raise ArgumentError(f"a size of {size} bytes is more than {_SIZE_MAX}")
-    return size
+    found = _integer(size)
+    if found is None:
+        pattern = r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*"
+        match = re.fullmatch(pattern, size) if isinstance(size, str) else None
+        if match is None or match[2].lower() not in _UNITS:
+            text = f"{name}={size!r}" if name else f"{size!r}"
+            raise ArgumentError(f"{text} is not a size: write bytes as an int, or e.g. '4 KiB'")
+        # Exact, as a float would not be from 2^53 on.
+        found = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if not 0 <= found <= SIZE_MAX:
+        what = "negative" if found < 0 else f"more than {SIZE_MAX}"
+        raise ArgumentError(f"{name or 'a size'} of {found} bytes is {what}")
+    return found
 
 
 # What each setting may be; the sizes of rings are those of the specification's queues.
@@ -71,12 +128,15 @@ _RANGES: dict[str, tuple[float, float]] = {
     "queue_pairs": (1, 1024),
     "depth": (2, 32768),
     "bounce_depth": (2, 32768),
-    "bounce_bytes": (0, _SIZE_MAX),
+    "bounce_bytes": (0, SIZE_MAX),
     "controller_threads": (0, 256),
     "mapped_budget": (0, 1),
     "mapped_residency": (0, 1e9),
     "cache_share": (0, 1),
+    "copy_cached": (0, 1),
     "look_ahead": (0, 1 << 20),
+    "key_bytes": (1, SIZE_MAX),
+    "asarray_bytes": (0, SIZE_MAX),
     "async_calls": (1, 4096),
     "async_streams": (1, 128),
 }
@@ -122,6 +182,14 @@ class Config:
     look_ahead: int = 64
     """Rows that a CPU thread has in flight ahead of the one it copies, for storage that waits."""
 
+    key_bytes: int = 64 << 20
+    """Most bytes of rows that ``x[key]`` reads or stores at a time, beside the selection itself, if
+    the key takes only parts of them. A longer row is read by itself."""
+
+    asarray_bytes: int = 1 << 30
+    """Most bytes of an array that ``numpy.asarray(x)`` reads: code that takes any array calls it
+    unseen. ``x[...]`` has no such limit."""
+
     async_calls: int = 64
     """Most asynchronous calls of one array in flight; one more waits until one has ended."""
 
@@ -130,13 +198,15 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high:  # a NaN is in no range
-                raise ArgumentError(f"{name}={value!r} is not between {low} and {high}")
+            check = integer if isinstance(type(self).__dict__[name], int) else number
+            check(name, getattr(self, name), low, high)  # type: ignore[arg-type]
         for name in ("depth", "bounce_depth"):
             value = getattr(self, name)
             if value & (value - 1):
                 raise ArgumentError(f"{name}={value!r} is not a power of two")
+
+
+_DEFAULTS = Config()
 
 
 def current() -> Config:
@@ -156,9 +226,9 @@ def current() -> Config:
         kind: type[Any] = type(field.default)
         try:
             changes[field.name] = kind(text)
-            replace(Config(), **{field.name: changes[field.name]})
+            replace(_DEFAULTS, **{field.name: changes[field.name]})
         except ArgumentError as error:
             raise ArgumentError(f"{variable}={text!r}: {error}") from None
         except ValueError:
             raise ArgumentError(f"{variable}={text!r} is not {kind.__name__}") from None
-    return replace(Config(), **changes)
+    return replace(_DEFAULTS, **changes) if changes else _DEFAULTS

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashwarp import _native, config
+from flashwarp.config import choice, integer
 from flashwarp.device import CpuDevice, Device, Registration
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, ClosedError, ControllerError, CopyError
@@ -73,14 +74,18 @@ class SoftwareController(NotCopied):
         data_path: str | None = None,
         model: SSDModel | str | None = None,
     ) -> None:
-        if queue_pairs is not None and not 1 <= queue_pairs <= 1024:
-            raise ArgumentError(f"queue_pairs={queue_pairs} is not between 1 and 1024")
-        if depth is not None and (not 2 <= depth <= 32768 or depth & (depth - 1)):
-            raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
-        if threads is not None and not 1 <= threads <= 256:
-            raise ArgumentError(f"threads={threads} is not between 1 and 256")
-        if data_path is not None and data_path not in DATA_PATHS:
-            raise ArgumentError(f"data_path={data_path!r} is none of {', '.join(DATA_PATHS)}")
+        if storage is not None and not isinstance(storage, Storage):
+            raise ArgumentError(f"storage={storage!r} is not a Storage: see flashwarp.storage")
+        if queue_pairs is not None:
+            queue_pairs = integer("queue_pairs", queue_pairs, 1, 1024)
+        if depth is not None:
+            depth = integer("depth", depth, 2, 32768)
+            if depth & (depth - 1):
+                raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
+        if threads is not None:
+            threads = integer("threads", threads, 1, 256)
+        if data_path is not None:
+            choice("data_path", data_path, DATA_PATHS)
         self.storage = storage
         if isinstance(model, str):
             model = SSDModel.named(model)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import operator
 import os
 import secrets
 import stat
@@ -31,7 +30,6 @@ from flashwarp.errors import (
 __all__ = [
     "Draft",
     "check",
-    "check_bytes",
     "check_name",
     "check_new",
     "open_for_reading",
@@ -76,16 +74,6 @@ def _instead(path: Any) -> str:
     if hasattr(path, "read"):
         return "for an open file give its name"
     return "give a str, bytes or pathlib.Path"
-
-
-def check_bytes(name: str, value: Any, least: int = 0) -> int:
-    """Return a number of bytes, or raise ArgumentError for what is none or less than `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentError(f"{name}={value!r} is not a whole number of bytes")
-    count = operator.index(value)
-    if count < least:
-        raise ArgumentError(f"{name}={count} is less than {least}")
-    return count
 
 
 def check(path: str, writable: bool) -> os.stat_result:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import math
 import os
+import warnings
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -13,6 +15,7 @@ import numpy.typing as npt
 from numpy.lib import format as npy_format
 
 from flashwarp import files
+from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "MAGIC",
     "Layout",
     "check_dtype",
+    "check_shape",
     "empty_layout",
     "header",
     "layout_of",
@@ -58,9 +62,11 @@ class Layout:
 
 def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Return a dtype whose values are their bytes, or raise DtypeError."""
+    if dtype is None:
+        raise DtypeError("no dtype is given; numpy would take float64")
     try:
         result = np.dtype(dtype)
-    except TypeError as error:
+    except Exception as error:  # numpy parses texts: ValueError, SyntaxError and others, too
         raise DtypeError(f"{dtype!r} is not a dtype") from error
     if result.hasobject:
         raise DtypeError(
@@ -74,6 +80,31 @@ def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
         )
     if result.itemsize == 0:
         raise DtypeError(f"dtype {result} has elements of no bytes")
+    return result
+
+
+def check_shape(shape: int | Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return a shape as a tuple of int, or raise ArgumentError.
+
+    Lengths are integers, and neither floats nor bools nor texts. An array has no more axes than
+    numpy's, and its lengths but for those of 0 make no more bytes than 2^63 - 1.
+    """
+    lengths: Any = shape if np.iterable(shape) else (shape,)
+    if isinstance(lengths, str | bytes | bytearray | Mapping | Set):
+        raise ArgumentError(f"shape={shape!r} is neither an integer nor a sequence of integers")
+    try:
+        result = tuple(integer("length", n) for n in lengths)
+    except ArgumentError as error:
+        raise ArgumentError(f"shape={shape!r}: {error}") from None
+    if any(n < 0 for n in result):
+        raise ArgumentError(f"shape={shape!r} has a negative length")
+    try:
+        np.empty((0,) * len(result))
+    except ValueError as error:
+        raise ArgumentError(f"a shape of {len(result)} axes: {error}") from error
+    nbytes = math.prod(n for n in result if n) * itemsize
+    if nbytes > SIZE_MAX:
+        raise ArgumentError(f"shape={shape!r} makes {nbytes} bytes, more than {SIZE_MAX}")
     return result
 
 
@@ -109,6 +140,10 @@ def layout_of(file: BinaryIO, path: str) -> Layout:
     dtype = check_dtype(dtype)
     if any(type(n) is not int or n < 0 for n in shape):
         raise FileFormatError(f"{path} is not a readable .npy file: its shape is {shape}")
+    try:
+        check_shape(shape, dtype.itemsize)
+    except ArgumentError as error:
+        raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
     if fortran and len(shape) > 1 and math.prod(shape) > 0:
         raise FileFormatError(
             f"{path} is in Fortran order, in which a row is scattered over the file: save it again "
@@ -150,7 +185,7 @@ def _read_header(file: BinaryIO) -> tuple[tuple[Any, ...], bool, np.dtype[Any]]:
 def header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
     """Make the first page of a .npy file, after which its data begins."""
     dtype = check_dtype(dtype)
-    text = repr({"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+    text = repr({"descr": _descr(dtype), "fortran_order": False, "shape": shape})
     # Version 2: its header length has four bytes, so padding to a page is as valid as any.
     prefix = npy_format.magic(2, 0)
     room = DATA_OFFSET - len(prefix) - 4
@@ -160,7 +195,21 @@ def header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
     return prefix + len(padded).to_bytes(4, "little") + padded
 
 
-def empty_layout(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:
+def _descr(dtype: np.dtype[Any]) -> Any:
+    """Describe a dtype as headers do, so that a reader makes the same of it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            descr = npy_format.dtype_to_descr(dtype)
+            again = npy_format.descr_to_dtype(descr)
+    except Exception as error:  # numpy's own words for what it cannot describe are of many types
+        raise DtypeError(f"the .npy format cannot describe dtype {dtype}: {error}") from error
+    if again != dtype:
+        raise DtypeError(f"the .npy format describes dtype {dtype} as {again}")
+    return descr
+
+
+def empty_layout(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Layout:
     """Return the layout of a file that `write_empty` can make.
 
     Raises
@@ -168,15 +217,13 @@ def empty_layout(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Layout:
     ArgumentError, DtypeError
         When no file can have this shape or dtype.
     """
-    layout = Layout(check_dtype(dtype), shape, DATA_OFFSET)
-    if any(n < 0 for n in shape):
-        raise ArgumentError(f"shape {shape} has a negative length")
-    if layout.offset + layout.nbytes > _FILE_BYTES_MAX:
+    kind = check_dtype(dtype)
+    layout = Layout(kind, check_shape(shape, kind.itemsize), DATA_OFFSET)
+    if layout.nbytes > SIZE_MAX - DATA_OFFSET:
         raise ArgumentError(
-            f"shape {shape} of {layout.dtype} needs {layout.nbytes} bytes, a file has at most "
-            f"{_FILE_BYTES_MAX}"
+            f"shape {shape} of {kind} needs {layout.nbytes} bytes, a file has at most {SIZE_MAX}"
         )
-    header(shape, layout.dtype)
+    header(layout.shape, kind)
     return layout
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from flashwarp import _native, config, containers, endings, files, npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, _check_line, automatic_capacity
-from flashwarp.config import parse_bytes
+from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError, PathError
@@ -141,9 +141,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     ...     x[[4, 0]].tolist()
     [[8.0, 9.0], [0.0, 1.0]]
     """
-    if mode not in ("r", "r+"):
-        raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
+    choice("mode", mode, ("r", "r+"))
     writable = mode == "r+"
+    direct = None if direct is None else flag("direct", direct)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     settings = {
         "device": device,
@@ -160,8 +160,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         "lock": lock,
     }
     given = _Recipe([], mode, dtype, shape, settings)
-    start = None if offset is None else files.check_bytes("offset", offset)
-    lock = _flag("lock", lock)
+    start = None if offset is None else integer("offset", offset, 0, SIZE_MAX)
+    lock = flag("lock", lock)
     if _are_several(path):
         names = [files.check_name(each) for each in path]
         _check_spread(layout, stripe_bytes, len(names))
@@ -195,12 +195,6 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
 def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
     one = isinstance(path, str | bytes | os.PathLike) or hasattr(path, "read")
     return not one and isinstance(path, Iterable)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise ArgumentError(f"{name}={value!r} is neither True nor False")
-    return bool(value)
 
 
 def _open_one(
@@ -308,8 +302,9 @@ def create(
     if unknown:
         names = ", ".join(f"{name}=" for name in unknown)
         raise ArgumentError(f"create has no {names}: it makes one .npy file, and opens it with r+")
-    overwrite, lock = _flag("overwrite", overwrite), _flag("lock", lock)
-    form = npy.empty_layout(_shape(shape), dtype)
+    overwrite, lock = flag("overwrite", overwrite), flag("lock", lock)
+    direct = None if direct is None else flag("direct", direct)
+    form = npy.empty_layout(shape, dtype)
     name = files.check_name(path)
     target = files.check_new(name, overwrite)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
@@ -364,12 +359,14 @@ def from_storage(
     kind = npy.check_dtype(dtype)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(storage, Storage):
+        if not isinstance(storage, Sequence):
+            raise ArgumentError(f"storage={storage!r} is neither a Storage nor a sequence of these")
         members = list(storage)
         _check_spread(layout, stripe_bytes, len(members))
-        given = None if shape is None else _shape(shape)
+        given = None if shape is None else _shape(shape, kind)
         return _make_several(members, kind, given, plan, controller, layout, stripe_bytes)
     one = _one(layout, stripe_bytes, controller)
-    size = _shape(shape) if shape is not None else (storage.nbytes // kind.itemsize,)
+    size = _shape(shape, kind) if shape is not None else (storage.nbytes // kind.itemsize,)
     form = npy.Layout(kind, size, 0)
     if form.nbytes > storage.nbytes:
         raise ArgumentError(
@@ -404,8 +401,8 @@ class _Plan:
         host_cache: int | str | None,
     ) -> _Plan:
         """Resolve the device, which a cache of one's own has already."""
-        if strict is not None and strict not in DATA_PATHS:
-            raise ArgumentError(f"strict={strict!r} is none of {', '.join(DATA_PATHS)}")
+        if strict is not None:
+            choice("strict", strict, DATA_PATHS)
         where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
         return cls(where, cache, line, policy, strict, host_cache)
 
@@ -461,11 +458,8 @@ class _Recipe:
         return {**self.__dict__, "settings": settings}
 
 
-def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    result = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-    if any(n < 0 for n in result):
-        raise ArgumentError(f"shape {result} has a negative length")
-    return result
+def _shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[int, ...]:
+    return npy.check_shape(shape, npy.check_dtype(dtype).itemsize)
 
 
 def _same_device(cache: Cache, device: Any) -> Device:
@@ -505,7 +499,7 @@ def _layout_of(
                 f"{wanted}: give a shape, or another dtype"
             )
         return npy.Layout(wanted, (room // wanted.itemsize,), start, identity)
-    layout = npy.Layout(wanted, _shape(shape), start, identity)
+    layout = npy.Layout(wanted, _shape(shape, wanted), start, identity)
     if layout.nbytes > room:
         raise FileFormatError(
             f"shape {layout.shape} of {wanted} needs {layout.nbytes} bytes, {path} has {room}"
@@ -527,8 +521,8 @@ def _checked(
     """Return the layout of a .npy file, if it is what the caller says."""
     if dtype is not None and dtype != layout.dtype:
         raise FileFormatError(f"{path} holds {layout.dtype}, not {dtype}")
-    if shape is not None and _shape(shape) != layout.shape:
-        raise FileFormatError(f"{path} has shape {layout.shape}, not {_shape(shape)}")
+    if shape is not None and _shape(shape, layout.dtype) != layout.shape:
+        raise FileFormatError(f"{path} has shape {layout.shape}, not {shape}")
     return layout
 
 
@@ -539,7 +533,7 @@ def _check_spread(layout: str | None, stripe_bytes: int | str | None, count: int
     """Check what needs no storage; `spread_storage` checks the rest."""
     if count == 0:
         raise ArgumentError("no storage is given: the list is empty")
-    if layout not in ("stripe", "replicate"):
+    if not isinstance(layout, str) or layout not in ("stripe", "replicate"):
         raise ArgumentError(
             f"layout={layout!r}: say how the array lies on {count} storages, 'stripe' or "
             "'replicate'"
@@ -573,7 +567,7 @@ def _form_of_several(
             raise ArgumentError("stripes are raw files: say the dtype of the array")
         kind = npy.check_dtype(dtype)
         raw = [_raw_part(path, kind, offset) for path in paths]
-        return _Several(kind, None if shape is None else _shape(shape), raw)
+        return _Several(kind, None if shape is None else _shape(shape, kind), raw)
     forms = [_layout_of(path, dtype, shape, offset) for path in paths]
     for path, form in zip(paths, forms, strict=True):
         if (form.dtype, form.shape) != (forms[0].dtype, forms[0].shape):
@@ -664,7 +658,7 @@ def _make_several(
     release: Callable[[], None] = _nothing,
     recipe: _Recipe | None = None,
 ) -> Array:
-    stripe = None if stripe_bytes is None else parse_bytes(stripe_bytes)
+    stripe = None if stripe_bytes is None else parse_bytes(stripe_bytes, "stripe_bytes")
     storage = spread_storage(members, layout, stripe, plan.line_bytes)
     size = (storage.nbytes // kind.itemsize,) if shape is None else shape
     form = npy.Layout(kind, size, 0)
@@ -803,15 +797,16 @@ def _cache_of(plan: _Plan, nbytes: int) -> Cache:
                 f"{chosen.name!r}: all arrays on a cache share its policy"
             )
         return plan.cache
+    host = None if plan.host_cache is None else parse_bytes(plan.host_cache, "host_cache")
     capacity = (
         automatic_capacity(nbytes, plan.line, plan.device)
-        if plan.cache == "auto"
-        else parse_bytes(plan.cache)
+        if isinstance(plan.cache, str) and plan.cache == "auto"
+        else parse_bytes(plan.cache, "cache")
     )
     return Cache(
         capacity,
         plan.line,
         policy=chosen,
         device=plan.device,
-        host_capacity=plan.host_cache,
+        host_capacity=host,
     )

@@ -7,7 +7,9 @@ which the array launches.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import rows
-from flashwarp.device import Device, DeviceArray, OwnedStream, empty_like_library, stream_handle
-from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
+from flashwarp.device import (
+    ArrayView,
+    Device,
+    DeviceArray,
+    OwnedStream,
+    empty_like_library,
+    stream_handle,
+)
+from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
 from flashwarp.scratch import Scratch
 
-__all__ = ["Index", "Operands", "Source", "Target", "is_foreign"]
+__all__ = ["Index", "Operands", "Source", "Target", "host_empty", "host_index", "is_foreign"]
 
 # Libraries that results on a GPU are made in; others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
@@ -95,6 +104,48 @@ def is_foreign(key: Any) -> bool:
     )
 
 
+def host_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Allocate an array of the host; raises DeviceOutOfMemory, which names the size."""
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"{math.prod(shape) * dtype.itemsize} bytes of host memory for rows of shape {shape}: "
+            "read fewer at a time, with slices or gather()"
+        ) from error
+
+
+def host_index(chosen: range) -> npt.NDArray[np.int64]:
+    """Make an index array of a range; as `host_empty` otherwise."""
+    index = host_empty((len(chosen),), np.dtype(np.int64))
+    index[:] = chosen.step
+    index[:1] = chosen.start
+    return np.cumsum(index, out=index)
+
+
+def _is_array(out: Any) -> bool:
+    """Tell what has memory to write to; of anything else a view would be a copy."""
+    if hasattr(out, "kernel_handle"):  # an array of ours, whose memory is in a storage
+        return False
+    return isinstance(out, np.ndarray) or hasattr(out, "__flashwarp_view__") or is_foreign(out)
+
+
+def _overlap(index: Index, view: ArrayView) -> bool:
+    end, index_end = view.address + view.nbytes, index.address + index.size * index.itemsize
+    return view.address < index_end and index.address < end and bool(index.size and view.nbytes)
+
+
+@contextlib.contextmanager
+def _typed_errors(values: object, dtype: np.dtype[Any]) -> Iterator[None]:
+    """Raise what numpy has against values as errors of ours."""
+    if hasattr(values, "__cuda_array_interface__"):
+        raise ArgumentError("the values are on a GPU: scatter(rows, values) stores them from there")
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ArgumentError(f"values cannot be stored as {dtype}: {error}") from error
+
+
 @dataclass(frozen=True)
 class Operands:
     """Checks and places the operands of one array, whose rows have this dtype and shape."""
@@ -137,17 +188,23 @@ class Operands:
         return Index(copy.address, host.shape, 8, library, copy, held=copy)
 
     def target(
-        self, out: Any, lead: tuple[int, ...], library: str, stream: object = None
+        self,
+        out: Any,
+        index: Index | None,
+        lead: tuple[int, ...],
+        library: str,
+        stream: object = None,
     ) -> Target:
         """Place the rows that a read returns: in `out`, or in a new array of `library`.
 
         The new array is allocated in the order of `stream`; default: the library's present one.
+        `index` is read while the rows are written.
         """
         shape = lead + self.row_shape
         on_gpu = self.device.kind == "cuda"
         if out is None:
             if not on_gpu and library in ("numpy", "other"):
-                out = np.empty(shape, self.dtype)
+                out = host_empty(shape, self.dtype)
                 return Target(out.ctypes.data, out, None)
             if on_gpu and library == "numpy":
                 held = self.memory.empty_array(shape, self.dtype)
@@ -156,6 +213,11 @@ class Operands:
                 out = self.device.empty_array(shape, self.dtype, self.stream)
             else:
                 out = empty_like_library(library, shape, self.dtype, self.device, stream)
+        elif not _is_array(out):
+            raise ArgumentError(
+                f"out is a {type(out).__name__}: rows go to an array of numpy or of a library with "
+                "__cuda_array_interface__ or DLPack"
+            )
         view = self.device.view(out)
         if view.shape != shape:
             raise ArgumentError(f"out has shape {view.shape}, the rows have {shape}")
@@ -163,6 +225,8 @@ class Operands:
             raise DtypeError(f"out has dtype {view.dtype}, the array {self.dtype}")
         if not view.contiguous or view.read_only:
             raise ArgumentError("out must be contiguous and writable")
+        if index is not None and _overlap(index, view):
+            raise ArgumentError("out overlaps the indices, which are read meanwhile: copy them")
         if view.device_kind == "cpu" and on_gpu:
             held = self.memory.empty_array(shape, self.dtype)
             return Target(held.address, out, held)
@@ -170,17 +234,47 @@ class Operands:
             raise ArgumentError("out is on a GPU, the array is on the CPU device")
         return Target(view.address, out, None, view.library)
 
+    # Values of the host.
+
     def host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Broadcast values of the host to a dense array of `shape`."""
-        try:
+        """Broadcast values of the host to a dense array of `shape`, cast as numpy assigns."""
+        with _typed_errors(values, self.dtype):
             given = np.asarray(values, self.dtype)
-            # As numpy's assignment does: leading axes of one are dropped, but not for a scalar.
-            while given.ndim > len(shape) >= 1 and given.shape[0] == 1:
-                given = given[0]
-            host = np.broadcast_to(given, shape)
+        return np.ascontiguousarray(self.broadcast(given, shape))
+
+    def as_array(self, values: Any) -> npt.NDArray[Any]:
+        """Make an array of values. One of numbers keeps its dtype: it is cast as it is stored.
+
+        Other casts may fail, and must do so before anything is stored.
+        """
+        numbers = isinstance(values, np.ndarray) and values.dtype.kind in "biufc"
+        with _typed_errors(values, self.dtype):
+            return np.asarray(values, None if numbers else self.dtype)
+
+    def broadcast(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Broadcast values to a view of `shape` as numpy's assignment does."""
+        given = self.as_array(values)
+        # Leading axes of one are dropped, but not for a scalar.
+        while given.ndim > len(shape) >= 1 and given.shape[0] == 1:
+            given = given[0]
+        try:
+            return np.broadcast_to(given, shape)
         except ValueError as error:
             raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
-        return np.ascontiguousarray(host)
+
+    def assign(self, held: npt.NDArray[Any], key: Any, values: Any) -> None:
+        """Store values to a block of the host, ``held[key] = values``."""
+        with _typed_errors(values, self.dtype):
+            held[key] = values
+
+    def as_stored(self, values: Any, shape: tuple[int, ...]) -> bool:
+        """Tell whether values lie in memory as rows of `shape` do."""
+        return (
+            isinstance(values, np.ndarray)
+            and values.dtype == self.dtype
+            and values.shape == shape
+            and values.flags.c_contiguous
+        )
 
     def source(self, values: Any, lead: tuple[int, ...]) -> Source:
         """Place rows to store. What a GPU's library has queued on them is not waited for."""

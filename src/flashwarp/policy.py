@@ -179,7 +179,7 @@ def resolve_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    found = POLICIES.get(policy)
+    found = POLICIES.get(policy) if isinstance(policy, str) else None
     if found is None:
         raise CacheError(f"policy={policy!r} is none of {', '.join(POLICIES)}, nor a Policy")
     return found

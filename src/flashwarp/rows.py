@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
-from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -21,12 +19,10 @@ __all__ = [
     "ArrayStruct",
     "MaintenanceParams",
     "RowParams",
-    "RowSelection",
     "element_bytes",
     "host_indices",
     "segments_per_batch",
     "segments_per_row",
-    "select",
 ]
 
 # Rows below this many bytes go an element a lane: a warp a row would leave most lanes idle.
@@ -88,19 +84,6 @@ class MaintenanceParams(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class RowSelection:
-    """What ``x[key]`` means: rows of the first axis, then `rest` applied to what they hold.
-
-    `rows` is a range of the first axis or an array of indices; `scalar` tells that the first axis
-    disappears.
-    """
-
-    rows: range | npt.NDArray[np.int64]
-    scalar: bool
-    rest: tuple[Any, ...]
-
-
 def element_bytes(row_bytes: int, *alignments: int) -> int | None:
     """Width of the element kernel for rows of this size, or None where rows are wide."""
     width = math.gcd(16, row_bytes, *alignments)
@@ -131,7 +114,10 @@ def host_indices(indices: Any, length: int) -> npt.NDArray[np.int64]:
     BoundsError
         For the first index that is out of bounds.
     """
-    array = np.asarray(indices)
+    try:
+        array = np.asarray(indices)
+    except (ValueError, TypeError) as error:
+        raise IndexDtypeError(f"indices of type {type(indices).__name__}: {error}") from error
     if array.size == 0 and array.dtype == np.float64 and not isinstance(indices, np.ndarray):
         array = array.astype(np.int64)  # an empty list
     if array.dtype == np.bool_:
@@ -139,7 +125,10 @@ def host_indices(indices: Any, length: int) -> npt.NDArray[np.int64]:
             raise BoundsError(f"a mask of shape {array.shape} for an axis of length {length}")
         return np.flatnonzero(array)
     if array.dtype.kind not in "iu":
-        raise IndexDtypeError(f"indices of dtype {array.dtype}: use integers or a boolean mask")
+        raise IndexDtypeError(
+            f"indices of type {type(indices).__name__} and dtype {array.dtype}: use integers or a "
+            "boolean mask"
+        )
     if array.dtype == np.uint64 and array.size and array.max() >= np.uint64(1 << 63):
         raise BoundsError(f"index {array.max()} is out of bounds for length {length}")
     array = np.ascontiguousarray(array, np.int64).reshape(array.shape)
@@ -151,39 +140,3 @@ def host_indices(indices: Any, length: int) -> npt.NDArray[np.int64]:
         if low < 0:
             array = np.where(array < 0, array + length, array)
     return array
-
-
-def select(key: Any, shape: tuple[int, ...]) -> RowSelection:
-    """Split a key into rows of the first axis and the rest.
-
-    Raises IndexDtypeError and BoundsError as numpy raises IndexError.
-    """
-    parts = list(key) if isinstance(key, tuple) else [key]
-    if any(part is None for part in parts):
-        raise IndexDtypeError("None (a new axis) is not supported: reshape the result")
-    ellipses = [i for i, part in enumerate(parts) if isinstance(part, EllipsisType)]
-    if len(ellipses) > 1:
-        raise IndexDtypeError("an index can hold only one Ellipsis")
-    if ellipses:
-        missing = len(shape) - (len(parts) - 1)
-        if missing < 0:
-            raise BoundsError(f"{len(parts) - 1} indices for an array of {len(shape)} axes")
-        parts[ellipses[0] : ellipses[0] + 1] = [slice(None)] * missing
-    if len(parts) > len(shape):
-        raise BoundsError(f"{len(parts)} indices for an array of {len(shape)} axes")
-    if not parts:
-        return RowSelection(range(shape[0] if shape else 1), not shape, ())
-    first, rest = parts[0], tuple(parts[1:])
-    if all(isinstance(part, slice) and part == slice(None) for part in rest):
-        rest = ()
-    length = shape[0]
-    if isinstance(first, slice):
-        try:
-            return RowSelection(range(*first.indices(length)), False, rest)
-        except TypeError as error:
-            raise IndexDtypeError(f"slice {first} is not made of integers") from error
-    if isinstance(first, int | np.integer) and not isinstance(first, bool):
-        row = int(host_indices(int(first), length))
-        return RowSelection(range(row, row + 1), True, rest)
-    indices = host_indices(first, length)
-    return RowSelection(indices, indices.ndim == 0 and not isinstance(first, np.ndarray), rest)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from flashwarp.array import Array
 from flashwarp.cache import Cache
+from flashwarp.config import integer
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, ClosedError, ShareError
 
@@ -93,8 +94,7 @@ class ShareTable(NotCopied):
     def __init__(self, of: Array | Cache, entries: int = 1024) -> None:
         if not isinstance(of, Array | Cache):
             raise ArgumentError(f"a share table is of an Array or a Cache, not {of!r}")
-        if not 1 <= entries <= ENTRIES_MAX:
-            raise ArgumentError(f"entries={entries} is not between 1 and {ENTRIES_MAX}")
+        entries = integer("entries", entries, 1, ENTRIES_MAX)
         self._array = of if isinstance(of, Array) else None
         cache = of.cache if isinstance(of, Array) else of
         if of.closed:

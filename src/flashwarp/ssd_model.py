@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native
+from flashwarp.config import SIZE_MAX, integer, number
 from flashwarp.errors import ArgumentError
 
 __all__ = ["SSDModel", "Saturation"]
@@ -30,6 +31,8 @@ _QUANTILES = 1024
 # Service times end here: a logarithmic normal has no end of its own.
 _LAST_QUANTILE = 0.99999
 _LATENCY_MAX_US = 1e6
+_BLOCK_BYTES_MAX = 1 << 30
+_COMMANDS_MAX = 1 << 40
 _UNITS_MAX = 65536
 
 
@@ -104,13 +107,11 @@ class SSDModel:
         for field in ("read_iops", "write_iops"):
             object.__setattr__(self, field, _ceilings(field, getattr(self, field)))
         for field in ("read_bytes_per_s", "write_bytes_per_s"):
-            _number(field, getattr(self, field), 1e3, 1e15)
+            object.__setattr__(self, field, number(field, getattr(self, field), 1e3, 1e15))
         for field in ("read_latency_us", "write_latency_us"):
             object.__setattr__(self, field, _latency(field, getattr(self, field)))
         for field, most in (("units", _UNITS_MAX), ("seed", 2**64 - 1)):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ArgumentError(f"{field}={value!r} is not an integer between 1 and {most}")
+            object.__setattr__(self, field, integer(field, getattr(self, field), 1, most))
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -130,6 +131,7 @@ class SSDModel:
 
     def iops(self, block_bytes: int, *, write: bool = False) -> float:
         """Ceiling in commands per second of one block size, of commands, bytes and units."""
+        block_bytes = integer("block_bytes", block_bytes, 1, _BLOCK_BYTES_MAX)
         points = self.write_iops if write else self.read_iops
         sizes = [size for size, _ in points]
         seconds = float(np.interp(block_bytes, sizes, [1 / per_s for _, per_s in points]))
@@ -156,7 +158,8 @@ class SSDModel:
         Blocks for a microsecond a command.
         """
         drive, blocks = self.native_model(), _blocks(block_bytes)
-        return np.array([drive.admit(int(t), write, blocks) for t in arrival_ns], np.int64)
+        times = [integer("arrival_ns", t, 0, SIZE_MAX) for t in arrival_ns]
+        return np.array([drive.admit(t, write, blocks) for t in times], np.int64)
 
     def saturation(
         self, depth: int, block_bytes: int, *, write: bool = False, commands: int = 20_000
@@ -165,8 +168,8 @@ class SSDModel:
 
         Blocks for microseconds a command. The first `depth` commands are not counted.
         """
-        if depth < 1 or commands < 1:
-            raise ArgumentError(f"depth={depth} and commands={commands} must be 1 at least")
+        depth = integer("depth", depth, 1, _COMMANDS_MAX)
+        commands = integer("commands", commands, 1, _COMMANDS_MAX)
         drive, blocks = self.native_model(), _blocks(block_bytes)
         outstanding = [drive.admit(0, write, blocks) for _ in range(depth)]
         heapq.heapify(outstanding)
@@ -197,25 +200,16 @@ class SSDModel:
         return _native.SsdModel(self.native_parameters())
 
 
-def _number(field: str, value: object, least: float, most: float) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
-        raise ArgumentError(f"{field}={value!r} is not a number between {least:g} and {most:g}")
-    return float(value)
-
-
 def _ceilings(field: str, value: Any) -> tuple[tuple[int, float], ...]:
     try:
-        points = tuple((int(size), float(per_s)) for size, per_s in value)
-    except (TypeError, ValueError):
+        points = tuple(
+            (integer("size", size, 1, _BLOCK_BYTES_MAX), number("per_s", per_s, 1, 1e9))
+            for size, per_s in value
+        )
+    except (TypeError, ValueError):  # an ArgumentError is a ValueError
         points = ()
     sizes = [size for size, _ in points]
-    fine = (
-        bool(points)
-        and sizes == sorted(set(sizes))
-        and all(1 <= size <= 1 << 30 for size in sizes)
-        and all(1 <= per_s <= 1e9 for _, per_s in points)
-    )
-    if not fine:
+    if not points or sizes != sorted(set(sizes)):
         raise ArgumentError(
             f"{field}={value!r} is not a sequence of (block bytes, commands per second) with "
             "ascending sizes and 1 to 1e9 commands per second"
@@ -225,10 +219,10 @@ def _ceilings(field: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 def _latency(field: str, value: Any) -> tuple[float, float, float]:
     try:
-        least, median, high = (float(part) for part in value)
+        least, median, high = (number("part", part, 0, _LATENCY_MAX_US) for part in value)
     except (TypeError, ValueError):
         least, median, high = math.nan, math.nan, math.nan
-    if not 0 <= least < median < high <= _LATENCY_MAX_US:
+    if not least < median < high:
         raise ArgumentError(
             f"{field}={value!r} is not (least, median, 99th percentile) in ascending microseconds "
             f"from 0 to {_LATENCY_MAX_US:g}"
@@ -256,7 +250,8 @@ def _direction(
 
 
 def _blocks(block_bytes: int) -> int:
-    if block_bytes < _LBA or block_bytes % _LBA:
+    block_bytes = integer("block_bytes", block_bytes, 1, _BLOCK_BYTES_MAX)
+    if block_bytes % _LBA:
         raise ArgumentError(f"block_bytes={block_bytes} is not a positive multiple of {_LBA}")
     return block_bytes // _LBA
 

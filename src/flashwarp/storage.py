@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config, files
-from flashwarp.config import parse_bytes
+from flashwarp.config import SIZE_MAX, flag, integer, parse_bytes
 from flashwarp.endings import NotCopied
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     ClosedError,
+    DtypeError,
     FlashwarpError,
     ForkError,
     PathError,
@@ -102,7 +103,10 @@ class Storage(NotCopied):
     def write(self, offset: int, data: Any) -> None:
         """Store a contiguous buffer from byte `offset` on; `flush` makes it durable."""
         self._check_writable()
-        view = memoryview(data)
+        try:
+            view = memoryview(data)
+        except TypeError as error:
+            raise ArgumentError(f"data of type {type(data).__name__}: {error}") from error
         if not view.c_contiguous:
             raise ArgumentError("the data is not contiguous: copy it first")
         self._check_range(offset, view.nbytes)
@@ -154,6 +158,7 @@ class Storage(NotCopied):
             raise ReadOnlyError(f"the storage {self.path or 'in memory'} is read-only")
 
     def _check_range(self, offset: int, nbytes: int) -> None:
+        offset, nbytes = integer("offset", offset), integer("nbytes", nbytes)
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise BoundsError(
                 f"bytes [{offset}, {offset + nbytes}) of a storage of {self.nbytes} bytes"
@@ -204,16 +209,24 @@ class Memory(Storage):
     def __init__(self, data: Any, writable: bool | None = None) -> None:
         if isinstance(data, int | str):
             data = np.zeros(parse_bytes(data), np.uint8)
-        array: npt.NDArray[Any] = (
-            data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-        )
+        try:
+            array: npt.NDArray[Any] = (
+                data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+            )
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"data of type {type(data).__name__} is neither a size nor contiguous memory: "
+                f"{error}"
+            ) from error
+        if array.dtype.hasobject:
+            raise DtypeError("the memory holds Python objects, whose bytes are addresses")
         if not array.flags.c_contiguous:
             raise ArgumentError("the memory is not contiguous: copy it first")
-        if writable and not array.flags.writeable:
+        allowed = bool(array.flags.writeable) if writable is None else flag("writable", writable)
+        if allowed and not array.flags.writeable:
             raise ReadOnlyError("the memory is read-only, so the storage cannot be writable")
         self.array = array
         self.address = int(array.ctypes.data)
-        allowed = bool(array.flags.writeable) if writable is None else writable
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
 
 
@@ -258,9 +271,14 @@ class File(Storage):
         name = files.check_name(path)
         self._path = _name or name
         status = files.check(name, writable)
-        offset = files.check_bytes("offset", offset)
+        offset = integer("offset", offset, 0, SIZE_MAX)
         if nbytes is not None:
-            nbytes = files.check_bytes("nbytes", nbytes, 1)
+            nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
+        writable, direct, lock = (
+            flag("writable", writable),
+            flag("direct", direct),
+            flag("lock", lock),
+        )
         size = status.st_size
         if stat.S_ISREG(status.st_mode):
             wanted = size - offset if nbytes is None else nbytes
@@ -350,6 +368,12 @@ class BlockDevice(File):
         super().__init__(path, offset, nbytes, writable=writable, direct=True, lock=lock)
 
 
+def _storages(members: Sequence[Storage]) -> tuple[Storage, ...]:
+    if not isinstance(members, Sequence) or not all(isinstance(m, Storage) for m in members):
+        raise ArgumentError(f"members={members!r} is not a sequence of storages")
+    return tuple(members)
+
+
 class _Composite(Storage):
     """Several storages as one."""
 
@@ -377,8 +401,10 @@ class Striped(_Composite):
     def __init__(
         self, members: Sequence[Storage], stripe: int | str = "128 KiB", nbytes: int | None = None
     ) -> None:
-        self.members = tuple(members)
-        self.stripe_bytes = parse_bytes(stripe)
+        self.members = _storages(members)
+        self.stripe_bytes = parse_bytes(stripe, "stripe")
+        if nbytes is not None:
+            nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
         natives = [member.native for member in self.members]
         try:
             native = _native.StripedStorage(natives, self.stripe_bytes, nbytes or 0)
@@ -394,7 +420,7 @@ class Replicated(_Composite):
     """
 
     def __init__(self, members: Sequence[Storage]) -> None:
-        self.members = tuple(members)
+        self.members = _storages(members)
         natives = [member.native for member in self.members]
         try:
             native = _native.ReplicatedStorage(natives)

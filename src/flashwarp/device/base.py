@@ -18,10 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import numpy.typing as npt
 
-from flashwarp import endings
+from flashwarp import endings, npy
 from flashwarp._foreign import ArrayView, view
 from flashwarp._jit import compiler, driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -33,7 +32,7 @@ from flashwarp.device.memory import (
     OwnedStream,
     Registration,
 )
-from flashwarp.errors import ArgumentError, ClosedError, DeviceError
+from flashwarp.errors import ClosedError, DeviceError
 from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
@@ -165,9 +164,8 @@ class Device(endings.NotCopied, ABC):
         self, shape: Sequence[int], dtype: npt.DTypeLike, stream: object = None
     ) -> DeviceArray:
         """Allocate a zero-filled array in device memory."""
-        shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
-        if min(shape, default=0) < 0:
-            raise ArgumentError(f"shape {shape} has a negative length")
+        dtype = npy.check_dtype(dtype)
+        shape = npy.check_shape(shape, dtype.itemsize)
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self.allocate(nbytes, stream) if nbytes else None
         return DeviceArray(memory, shape, dtype, self)

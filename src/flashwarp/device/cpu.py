@@ -19,6 +19,7 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp._jit import compiler, host_compiler
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
+from flashwarp.config import integer
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
 from flashwarp.device.memory import (
     DeviceMemory,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 # Transparent huge pages come in this size.
 _HUGE_PAGE_BYTES = 2 << 20
+_THREADS_MAX = 1024
 
 
 _with_threads: weakref.WeakSet[CpuDevice] = weakref.WeakSet()
@@ -64,7 +66,7 @@ class CpuDevice(Device):
     Parameters
     ----------
     threads : int, optional
-        Default: every core this process may use.
+        Default: every core this process may use; at most 1024.
     """
 
     name = "cpu"
@@ -72,9 +74,9 @@ class CpuDevice(Device):
 
     def __init__(self, threads: int | None = None) -> None:
         super().__init__()
-        self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
-        if self.threads < 1:
-            raise ArgumentError(f"a CPU device needs at least one thread, not {threads}")
+        if threads is None:
+            threads = len(os.sched_getaffinity(0))
+        self.threads = integer("threads", threads, 1, _THREADS_MAX)
         self._pid = os.getpid()
         self._programs: dict[str, LoadedProgram] = {}
         self._kernels_by_policy: dict[Policy, dict[str, LoadedKernel]] = {}
@@ -92,7 +94,9 @@ class CpuDevice(Device):
         return pool
 
     def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
-        return self.allocate_host(nbytes, _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 4096)
+        return self.allocate_host(
+            positive(nbytes), _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 4096
+        )
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         check_alignment(alignment)

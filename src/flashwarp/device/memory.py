@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp._foreign import ArrayView
+from flashwarp.config import integer
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 
@@ -268,14 +269,14 @@ class DeviceArray(NotCopied):
 
 def positive(nbytes: int) -> int:
     """Check the size of an allocation."""
-    if nbytes <= 0:
+    if integer("nbytes", nbytes) <= 0:
         raise ArgumentError(f"cannot allocate {nbytes} bytes")
     return nbytes
 
 
 def check_alignment(alignment: int) -> None:
     """Refuse what is not a power of two."""
-    if alignment <= 0 or alignment & (alignment - 1):
+    if integer("alignment", alignment) <= 0 or alignment & (alignment - 1):
         raise ArgumentError(f"alignment {alignment} is not a power of two")
 
 

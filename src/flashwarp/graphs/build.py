@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwarp import npy
+from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, FileFormatError
 from flashwarp.graphs.csr import NEIGHBOURS, OFFSETS, WEIGHTS, CsrGraph, begin, finish
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource, parallel_map
@@ -45,6 +46,7 @@ def write_csr(source: EdgeSource, folder: Path, memory_bytes: int = MEMORY_BYTES
     """
     if not 1 <= source.vertices <= VERTICES_MAX:
         raise ArgumentError(f"{source.vertices} vertices: 1 to {VERTICES_MAX} fit into 4 bytes")
+    memory_bytes = integer("memory_bytes", memory_bytes, 1, SIZE_MAX)
     folder.mkdir(parents=True, exist_ok=True)
     begin(folder, source.labels)
     dtype: np.dtype[Any] = _RECORD if source.weighted else np.dtype("<u8")

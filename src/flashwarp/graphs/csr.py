@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwarp.array import Array
+from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.npy import read_layout
 from flashwarp.opening import open as open_array
@@ -112,6 +113,7 @@ class CsrGraph:
 
     def vertex_of(self, label: int) -> int:
         """Return the number of the vertex that the user calls `label`."""
+        label = integer("label", label)
         if not 0 <= label < self.vertices:
             raise ArgumentError(f"{label} is not one of {self.vertices} vertices")
         return label if self.labels is None else int(self._vertices[label])
@@ -184,6 +186,8 @@ class CsrGraph:
 
     def pick_sources(self, count: int, seed: int, degree_min: int = 3) -> list[int]:
         """Pick labels with more than two neighbours, as the BaM paper does."""
+        count = integer("count", count, 0, self.vertices)
+        seed = integer("seed", seed, 0, SIZE_MAX)
         eligible = np.flatnonzero(self.by_label(self.degrees) >= degree_min)
         if len(eligible) < count:
             raise ArgumentError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.graphs.edges import Edges, EdgeSource, parallel_map
 
@@ -54,6 +55,8 @@ Draw = Callable[[np.random.Generator, int, int], Ends]
 
 
 def _source(scale: int, edge_factor: int, seed: int, draw: Draw) -> EdgeSource:
+    scale, edge_factor = integer("scale", scale), integer("edge_factor", edge_factor)
+    seed = integer("seed", seed, 0, SIZE_MAX)
     if not 1 <= scale <= SCALE_MAX:
         raise ArgumentError(f"scale {scale}: 2**scale vertices need a scale of 1 to {SCALE_MAX}")
     if edge_factor < 1:

@@ -11,6 +11,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp.config import integer
 from flashwarp.errors import ArgumentError
 
 __all__ = ["min_misses", "min_misses_in_sets"]
@@ -26,7 +27,7 @@ def min_misses(lines: npt.NDArray[np.int64], capacity: int) -> int:
     >>> min_misses(np.array([1, 2, 3, 1, 2, 3]), 2)
     4
     """
-    if capacity < 1:
+    if integer("capacity", capacity) < 1:
         raise ArgumentError(f"a cache of {capacity} lines holds nothing")
     # The farthest first. An entry that the line's later use has replaced is passed over.
     farthest: list[tuple[int, int]] = []
@@ -63,7 +64,7 @@ def _next_uses(lines: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def min_misses_in_sets(lines: npt.NDArray[np.int64], sets: int, ways: int) -> int:
     """Count the misses of MIN within each set of a set-associative cache."""
-    if sets < 1:
+    if integer("sets", sets) < 1:
         raise ArgumentError(f"a cache of {sets} sets holds nothing")
     number = lines % sets
     order = np.argsort(number, kind="stable")

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from flashwarp.array import Array
 from flashwarp.cache import LINE_BYTES_MAX, LINE_BYTES_MIN
+from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace
 
@@ -58,11 +59,16 @@ def trace_of_indices(
         raise ArgumentError(f"indices have dtype {rows.dtype}, and must be integers")
     if rows.size and rows.min() < 0:
         raise ArgumentError(f"index {rows.min()} is negative, and the trace has no end to count")
+    row_bytes, line_bytes = integer("row_bytes", row_bytes), integer("line_bytes", line_bytes)
     if row_bytes < 1:
         raise ArgumentError(f"rows of {row_bytes} bytes touch no line")
     if not LINE_BYTES_MIN <= line_bytes <= LINE_BYTES_MAX or line_bytes & (line_bytes - 1):
         raise ArgumentError(
             f"line_bytes={line_bytes} is no power of two from {LINE_BYTES_MIN} to {LINE_BYTES_MAX}"
+        )
+    if rows.size and (int(rows.max()) + 1) * row_bytes > SIZE_MAX:
+        raise ArgumentError(
+            f"index {rows.max()} with rows of {row_bytes} bytes lies beyond byte {SIZE_MAX}"
         )
     starts = rows.reshape(-1).astype(np.int64) * row_bytes
     return Trace(lines_of_rows(starts, row_bytes, line_bytes), line_bytes, name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashwarp.cache import Cache
+from flashwarp.config import integer
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError
@@ -67,6 +68,8 @@ def replay(
     >>> trace.replay(trace.make("loop", accesses=4000), "fifo", capacity_lines=500).hits
     0
     """
+    ways = integer("ways", ways, 1, 16)
+    capacity_lines = integer("capacity_lines", capacity_lines)
     if capacity_lines < ways:
         raise ArgumentError(f"a cache of {capacity_lines} lines has no set of {ways} ways")
     chosen = resolve_policy(policy)

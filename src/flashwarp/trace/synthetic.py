@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace
 
@@ -122,6 +123,7 @@ def make(name: str, accesses: int = 200_000, seed: int = 1) -> Trace:
     maker = SYNTHETIC.get(name)
     if maker is None:
         raise ArgumentError(f"no trace is called {name!r}; there are {', '.join(SYNTHETIC)}")
+    accesses, seed = integer("accesses", accesses), integer("seed", seed, 0, SIZE_MAX)
     if accesses < 1:
         raise ArgumentError(f"a trace of {accesses} accesses says nothing")
     line_bytes = _GRAPH_LINE_BYTES if name == "bfs" else _LINE_BYTES
