@@ -4,6 +4,7 @@
 // take turns. It owns no data: memory named by an operation stays valid until its result is reaped.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -90,8 +91,9 @@ class IoEngineFactory {
   // Where the kernel refuses one more ring, this and the description fall back to threads.
   std::unique_ptr<IoEngine> make(uint32_t capacity);
 
-  // "io_uring", or "thread-pool: " and why; complete once all engines are made.
-  const std::string& description() const { return description_; }
+  // "io_uring", or "thread-pool: " and why; complete once all engines are made. An engine whose
+  // ring the kernel refuses later adds that. Any thread may ask then.
+  std::string description() const;
 
  private:
   std::unique_ptr<IoEngine> make_threaded(uint32_t capacity);
@@ -100,6 +102,8 @@ class IoEngineFactory {
   bool use_io_uring_ = false;
   std::string description_;
   std::unique_ptr<IoThreadPool> pool_;
+  // The errno with which the kernel refused an engine's commands, or 0.
+  const std::shared_ptr<std::atomic<int>> refusal_ = std::make_shared<std::atomic<int>>(0);
 };
 
 }  // namespace fw::native

@@ -112,7 +112,6 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
     }
     servers_.push_back(std::make_unique<QueueServer>(pair, context_, std::move(engine)));
   }
-  engine_description_ = needs_engine ? engines_->description() : "memory";
 }
 
 SoftwareController::~SoftwareController() { stop(); }

@@ -14,7 +14,7 @@ from typing import Any
 
 from flashwarp.errors import ArgumentError
 
-__all__ = ["Config", "current", "parse_bytes"]
+__all__ = ["Config", "cores", "current", "parse_bytes"]
 
 _UNITS = {
     "": 1,
@@ -57,6 +57,14 @@ def parse_bytes(size: int | str) -> int:
         raise ArgumentError(f"{size!r} is not a size: write bytes as an int, or e.g. '4 KiB'")
     # Exact, as a float would not be from 2^53 on.
     return _bounded(int(Fraction(match[1]) * _UNITS[match[2].lower()]))
+
+
+def cores() -> int:
+    """Return how many cores this process may use; all, where a sandbox does not say."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except OSError:
+        return os.cpu_count() or 1
 
 
 def _bounded(size: int) -> int:

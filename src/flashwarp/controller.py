@@ -8,7 +8,6 @@ here.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ _WAITS_COUNT_FROM = 1024
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return config.cores()
 
 
 class SoftwareController:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from flashwarp import config
 from flashwarp._jit import compiler, host_compiler
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
@@ -53,7 +54,7 @@ class CpuDevice(Device):
 
     def __init__(self, threads: int | None = None) -> None:
         super().__init__()
-        self.threads = len(os.sched_getaffinity(0)) if threads is None else threads
+        self.threads = config.cores() if threads is None else threads
         if self.threads < 1:
             raise ArgumentError(f"a CPU device needs at least one thread, not {threads}")
         self._pid = os.getpid()
