@@ -583,6 +583,9 @@ class Array:
     def drop_cache(self, drop_dirty: bool = False) -> None:
         """Empty the cache of this array's lines, as a cold start has it. Dirty lines are flushed.
 
+        Waits for asynchronous calls made before. Lines that calls and kernels beside this one store
+        to stay in the cache, dirty: nothing is lost, and the next flush writes them back.
+
         Parameters
         ----------
         drop_dirty : bool
