@@ -484,7 +484,8 @@ class Array:
         return Explanation(
             path=self._controller.path,
             reason=reason,
-            storage=self._storage.describe(),
+            # Who opened the storage may have closed it: the controller keeps serving it.
+            storage={"closed": True} if self._storage.closed else self._storage.describe(),
             controller=self._controller.describe(),
             cache=f"{self.cache!r}{self._volume.tier_note()}",
             device=self.device.describe(),
