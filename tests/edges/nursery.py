@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Outcome:
         )
 
 
-def run(programs: Sequence[Program], folder: Path) -> Iterator[Outcome]:
+def run(programs: Iterable[Program], folder: Path) -> Generator[Outcome, None, None]:
     """Run the programs one after the other, each in a folder of its own below `folder`."""
     environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTHONFAULTHANDLER": ""}
     nursery = subprocess.Popen(
