@@ -325,7 +325,12 @@ std::string IoEngineFactory::description() const {
 }
 
 std::unique_ptr<IoEngine> IoEngineFactory::make_threaded(uint32_t capacity) {
-  if (pool_ == nullptr) pool_ = std::make_unique<IoThreadPool>(kPoolThreads);
+  try {
+    if (pool_ == nullptr) pool_ = std::make_unique<IoThreadPool>(kPoolThreads);
+  } catch (const std::system_error& error) {
+    description_ = std::string("blocking calls: no thread can be started: ") + error.what();
+    return nullptr;
+  }
   return std::make_unique<ThreadedEngine>(capacity, *pool_);
 }
 

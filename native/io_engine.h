@@ -88,11 +88,12 @@ class IoEngineFactory {
   explicit IoEngineFactory(Options options);
   ~IoEngineFactory();
 
-  // Where the kernel refuses one more ring, this and the description fall back to threads.
+  // Where the kernel refuses one more ring, this and the description fall back to threads; where it
+  // refuses threads too, to none, and the caller's transfers block.
   std::unique_ptr<IoEngine> make(uint32_t capacity);
 
-  // "io_uring", or "thread-pool: " and why; complete once all engines are made. An engine whose
-  // ring the kernel refuses later adds that. Any thread may ask then.
+  // "io_uring", or "thread-pool: " or "blocking calls: " and why; complete once all engines are
+  // made. An engine whose ring the kernel refuses later adds that. Any thread may ask then.
   std::string description() const;
 
  private:
