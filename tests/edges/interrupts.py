@@ -79,6 +79,10 @@ def use(name: str, *arguments: Any) -> Callable[[Scene], object]:
     return lambda here: getattr(here.array, name)(*arguments)
 
 
+def use_async(name: str, *arguments: Any) -> Callable[[Scene], object]:
+    return lambda here: getattr(here.array, name)(*arguments).result()
+
+
 # Whether it needs an array, and the call. Each is tried with a cache of its own and a shared one.
 OPERATIONS: dict[str, tuple[bool, Callable[[Scene], object]]] = {
     "open": (False, lambda here: make(here, lambda: open_rows(here))),
@@ -97,8 +101,8 @@ OPERATIONS: dict[str, tuple[bool, Callable[[Scene], object]]] = {
     "drop_cache": (True, use("drop_cache")),
     "__getitem__": (True, use("__getitem__", slice(10, 50, 3))),
     "__setitem__": (True, use("__setitem__", slice(20, 24), -1)),
-    "read_async": (True, lambda here: here.array.read_async(INDEX).result()),  # type: ignore[union-attr]
-    "write_async": (True, lambda here: here.array.write_async(slice(20, 24), -1).result()),  # type: ignore[union-attr]
+    "read_async": (True, use_async("read_async", INDEX)),
+    "write_async": (True, use_async("write_async", slice(20, 24), -1)),
 }
 
 
@@ -203,10 +207,11 @@ class Left:
     @classmethod
     def now(cls) -> Left:
         gc.collect()
+        maps = Path("/proc/self/maps").read_text()
         return cls(
             len(os.listdir("/proc/self/task")),
             len(os.listdir("/proc/self/fd")),
-            sum(".npy" in line or "io_uring" in line for line in open("/proc/self/maps")),
+            sum(".npy" in line or "io_uring" in line for line in maps.splitlines()),
         )
 
     def check(self) -> None:
@@ -256,14 +261,16 @@ def main(action: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def at_lines(name: str, shared: bool, first: int, step: int, seconds: float) -> None:
-    """Interrupt at each `step`-th line from `first` on; print what fails."""
+def at_lines(name: str, shared: bool, seed: int, first: int, seconds: float) -> None:
+    """Interrupt at lines in a drawn order, from the `first` of these on; print what fails."""
     lines, left = steady(name, shared)
+    order = list(range(1, lines + 1))
+    random.Random(seed).shuffle(order)
     end = time.monotonic() + seconds
     tried = 0
-    for place in range(first, lines + 1, step):
+    for turn, place in enumerate(order[first:], first):
         tracer = AtLine(place)
-        print(f"AT {place}", flush=True)
+        print(f"AT {turn} line {place}", flush=True)
         try:
             attempt(name, shared, tracer.run)
             left.check()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -35,19 +34,18 @@ def failures_of(call: str, folder: Path, limit_s: float) -> tuple[list[str], str
 @pytest.mark.parametrize("shared", [False, True], ids=["own cache", "shared cache"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_interrupt_at_any_line(tmp_path: Path, name: str, shared: bool) -> None:
-    """A call of some hundred lines; a small budget tries every so-manieth, from a drawn one on."""
-    step = max(1, round(80 / budget.SECONDS))
-    place = random.Random(f"{budget.SEED} {name} {shared}").randint(1, step)
     failures: list[str] = []
+    first = 0
     for turn in range(20):
-        call = f"at_lines({name!r}, {shared}, {place}, {step}, {EACH_S})"
+        call = f"at_lines({name!r}, {shared}, {budget.SEED}, {first}, {EACH_S})"
         found, at = failures_of(call, tmp_path / str(turn), 60 + 2 * EACH_S)
         failures += found
+        # Beyond a line at which it crashed or hung, as long as it is worth knowing more.
         if not at or len(failures) > 3 or not at.split()[1].isdecimal():
             break
-        place = int(at.split()[1]) + step
+        first = int(at.split()[1]) + 1
 
-    assert not failures, f"seed {budget.SEED}, {step=}:\n" + "\n".join(failures)
+    assert not failures, f"seed {budget.SEED}:\n" + "\n".join(failures)
 
 
 @pytest.mark.timeout(600 + 4 * budget.SECONDS)
