@@ -96,6 +96,9 @@ bool is_same_file(int one, int other) {
          first.st_ino == second.st_ino;
 }
 
+// Whether a system call does not exist here: for this file, in this kernel or in this sandbox.
+bool is_unavailable(int error) { return error == EOPNOTSUPP || error == ENOSYS || error == EPERM; }
+
 // Page-cache reads of these never wait, and some refuse RWF_NOWAIT.
 bool is_memory_file_system(int fd) {
   constexpr long kTmpfsMagic = 0x01021994;
@@ -342,7 +345,7 @@ int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* f
   // preadv2 takes the offset as two longs, low half first; 64-bit kernels ignore the second.
   const long result = syscall(SYS_preadv2, fd_, &target, 1, from, 0, RWF_NOWAIT);
   if (result == long(n)) return 0;
-  if (result < 0 && errno == EOPNOTSUPP) nowait_refused_.store(true, std::memory_order_relaxed);
+  if (result < 0 && is_unavailable(errno)) nowait_refused_.store(true, std::memory_order_relaxed);
   // Short, refused or not cached: the waiting path finds out which.
   return EAGAIN;
 }
@@ -418,7 +421,7 @@ int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
   // Deallocation is a hint (NVM command set, Dataset Management): a medium without it has
   // succeeded.
-  return errno == EOPNOTSUPP ? 0 : fail(errno, offset, n, failure);
+  return is_unavailable(errno) ? 0 : fail(errno, offset, n, failure);
 }
 
 int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -428,7 +431,7 @@ int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   const int mode = FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE;
   if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
   // Block devices answer EINVAL to a range that their sectors do not divide.
-  if (errno == EOPNOTSUPP || errno == EINVAL) return zero_by_writing(offset, n, failure);
+  if (is_unavailable(errno) || errno == EINVAL) return zero_by_writing(offset, n, failure);
   return fail(errno, offset, n, failure);
 }
 

@@ -7,12 +7,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <string_view>
+#include <system_error>
 #include <thread>
 
 #include "io_uring.h"
@@ -32,6 +34,18 @@ constexpr uint32_t kRingEntriesMax = 32768;
 
 constexpr uint64_t kCancelToken = ~uint64_t(0);
 
+// pwritev2 alone can write durably in one call; where it is refused, two calls do it.
+long write_once(const IoOperation& operation) {
+  const iovec source = {operation.memory, operation.nbytes};
+  const long written = syscall(SYS_pwritev2, operation.fd, &source, 1, operation.offset, 0,
+                               operation.durable ? RWF_DSYNC : 0);
+  const bool refused = errno == ENOSYS || errno == EPERM || errno == EOPNOTSUPP;
+  if (written >= 0 || !refused) return written;
+  const long result =
+      syscall(SYS_pwrite64, operation.fd, operation.memory, operation.nbytes, operation.offset);
+  return result >= 0 && operation.durable && fdatasync(operation.fd) != 0 ? -1 : result;
+}
+
 int32_t run_blocking(const IoOperation& operation) {
   long result = 0;
   switch (operation.kind) {
@@ -39,12 +53,9 @@ int32_t run_blocking(const IoOperation& operation) {
       result =
           syscall(SYS_pread64, operation.fd, operation.memory, operation.nbytes, operation.offset);
       break;
-    case IoOperation::Kind::kWrite: {
-      const iovec source = {operation.memory, operation.nbytes};
-      result = syscall(SYS_pwritev2, operation.fd, &source, 1, operation.offset, 0,
-                       operation.durable ? RWF_DSYNC : 0);
+    case IoOperation::Kind::kWrite:
+      result = write_once(operation);
       break;
-    }
     case IoOperation::Kind::kSync:
       result = fdatasync(operation.fd);
       break;
@@ -54,7 +65,8 @@ int32_t run_blocking(const IoOperation& operation) {
 
 class UringEngine final : public IoEngine {
  public:
-  explicit UringEngine(uint32_t capacity) : IoEngine(capacity) {}
+  UringEngine(uint32_t capacity, std::shared_ptr<std::atomic<int>> refusal)
+      : IoEngine(capacity), refusal_(std::move(refusal)) {}
 
   int open(const IoEngineFactory::Options& options) {
     if (int error = ring_.open(capacity_)) return error;
@@ -64,22 +76,30 @@ class UringEngine final : public IoEngine {
   }
 
   void submit(const IoOperation& operation) override {
-    io_uring_sqe* entry = ring_.prepare();
-    if (entry == nullptr) {
-      kick();
-      entry = ring_.prepare();
-    }
-    if (entry == nullptr) return refuse(operation);
     ++in_flight_;
+    io_uring_sqe* entry = broken_ ? nullptr : ring_.prepare();
+    if (entry == nullptr && !broken_) {
+      kick();
+      if (!broken_) entry = ring_.prepare();
+    }
+    if (entry == nullptr) return refuse(operation.token);
     fill(entry, operation);
   }
 
   void kick() override {
     if (ring_.unsubmitted() == 0) return;
     ++kernel_enters_;
+    const int error = ring_.submit();
     // EAGAIN and EBUSY mean that the kernel is short of memory or we of reaping: the entries stay
-    // prepared and the next kick offers them again. Other errors cannot happen on a sound ring.
-    ring_.submit();
+    // prepared and the next kick offers them again.
+    if (error == 0 || error == EAGAIN || error == EBUSY) return;
+    // A filter of system calls that came after the ring, or somebody closed its descriptor: the
+    // server of the queue does itself what the kernel has not taken. What it has taken comes back.
+    broken_ = true;
+    refusal_->store(error, std::memory_order_relaxed);
+    ring_.withdraw([this](uint64_t token) {
+      if (token != kCancelToken) refuse(token);
+    });
   }
 
   uint32_t reap(IoResult* results, uint32_t limit) override {
@@ -97,7 +117,7 @@ class UringEngine final : public IoEngine {
 
   void cancel_all() override {
     kick();
-    io_uring_sqe* entry = ring_.prepare();
+    io_uring_sqe* entry = broken_ ? nullptr : ring_.prepare();
     if (entry == nullptr) return;
     entry->opcode = IORING_OP_ASYNC_CANCEL;
     entry->cancel_flags = IORING_ASYNC_CANCEL_ANY | IORING_ASYNC_CANCEL_ALL;
@@ -161,12 +181,11 @@ class UringEngine final : public IoEngine {
   }
 
   // The kernel takes no more entries: the command learns it as an ordinary, retryable result.
-  void refuse(const IoOperation& operation) {
-    ++in_flight_;
-    refused_.push_back({operation.token, -EAGAIN});
-  }
+  void refuse(uint64_t token) { refused_.push_back({token, -EAGAIN}); }
 
   IoUring ring_;
+  bool broken_ = false;  // the kernel takes no entries any more
+  const std::shared_ptr<std::atomic<int>> refusal_;
   std::vector<int32_t> file_index_;  // by descriptor; -1 where it is not registered
   std::vector<std::pair<uint64_t, uint64_t>> buffers_;
   std::vector<IoResult> refused_;
@@ -197,7 +216,13 @@ struct IoThreadPool::State {
 };
 
 IoThreadPool::IoThreadPool(uint32_t threads) : state_(std::make_unique<State>()) {
-  for (uint32_t i = 0; i < threads; ++i) state_->threads.emplace_back([this] { run(); });
+  try {
+    for (uint32_t i = 0; i < threads; ++i) state_->threads.emplace_back([this] { run(); });
+  } catch (const std::system_error&) {
+    // Fewer threads than wanted serve too, only later; none serve nobody.
+    if (!state_->threads.empty()) return;
+    throw;
+  }
 }
 
 IoThreadPool::~IoThreadPool() {
@@ -292,19 +317,31 @@ IoEngineFactory::IoEngineFactory(Options options) : options_(std::move(options))
 
 IoEngineFactory::~IoEngineFactory() = default;
 
+std::string IoEngineFactory::description() const {
+  const int error = refusal_->load(std::memory_order_relaxed);
+  if (error == 0) return description_;
+  return description_ +
+         ", then by blocking calls: " + describe_io_uring_refusal("io_uring_enter", error);
+}
+
 std::unique_ptr<IoEngine> IoEngineFactory::make_threaded(uint32_t capacity) {
-  if (pool_ == nullptr) pool_ = std::make_unique<IoThreadPool>(kPoolThreads);
+  try {
+    if (pool_ == nullptr) pool_ = std::make_unique<IoThreadPool>(kPoolThreads);
+  } catch (const std::system_error& error) {
+    description_ = std::string("blocking calls: no thread can be started: ") + error.what();
+    return nullptr;
+  }
   return std::make_unique<ThreadedEngine>(capacity, *pool_);
 }
 
 std::unique_ptr<IoEngine> IoEngineFactory::make(uint32_t capacity) {
   capacity = std::min(capacity, kRingEntriesMax);
   if (use_io_uring_) {
-    auto engine = std::make_unique<UringEngine>(capacity);
+    auto engine = std::make_unique<UringEngine>(capacity, refusal_);
     const int error = engine->open(options_);
     if (error == 0) return engine;
     use_io_uring_ = false;
-    description_ = "thread-pool: " + describe_io_uring_refusal(error);
+    description_ = "thread-pool: " + describe_io_uring_refusal("io_uring_setup", error);
   }
   return make_threaded(capacity);
 }

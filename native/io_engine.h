@@ -4,6 +4,7 @@
 // take turns. It owns no data: memory named by an operation stays valid until its result is reaped.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -87,11 +88,13 @@ class IoEngineFactory {
   explicit IoEngineFactory(Options options);
   ~IoEngineFactory();
 
-  // Where the kernel refuses one more ring, this and the description fall back to threads.
+  // Where the kernel refuses one more ring, this and the description fall back to threads; where it
+  // refuses threads too, to none, and the caller's transfers block.
   std::unique_ptr<IoEngine> make(uint32_t capacity);
 
-  // "io_uring", or "thread-pool: " and why; complete once all engines are made.
-  const std::string& description() const { return description_; }
+  // "io_uring", or "thread-pool: " or "blocking calls: " and why; complete once all engines are
+  // made. An engine whose ring the kernel refuses later adds that. Any thread may ask then.
+  std::string description() const;
 
  private:
   std::unique_ptr<IoEngine> make_threaded(uint32_t capacity);
@@ -100,6 +103,8 @@ class IoEngineFactory {
   bool use_io_uring_ = false;
   std::string description_;
   std::unique_ptr<IoThreadPool> pool_;
+  // The errno with which the kernel refused an engine's commands, or 0.
+  const std::shared_ptr<std::atomic<int>> refusal_ = std::make_shared<std::atomic<int>>(0);
 };
 
 }  // namespace fw::native

@@ -12,9 +12,9 @@
 
 namespace fw::native {
 
-std::string describe_io_uring_refusal(int error) {
+std::string describe_io_uring_refusal(const char* call, int error) {
   const char* name = strerrorname_np(error);
-  std::string text = std::string("io_uring_setup refused: ") + (name ? name : "unknown error");
+  std::string text = std::string(call) + " refused: " + (name ? name : "unknown error");
   if (error == EPERM) text += " (container seccomp profile? kernel.io_uring_disabled?)";
   if (error == ENOSYS) text += " (kernel without io_uring, or a sandbox that hides it)";
   if (error == ENOMEM) text += " (memory lock limit, see ulimit -l)";
@@ -104,12 +104,24 @@ int IoUring::submit() {
   return 0;
 }
 
+int IoUring::try_out() {
+  io_uring_sqe* entry = prepare();
+  if (entry == nullptr) return EIO;
+  entry->opcode = IORING_OP_NOP;
+  if (int error = submit()) return error;
+  // The kernel completes this one before the call that submits it returns.
+  return reap(1, [](uint64_t, int32_t) {}) == 1 ? 0 : EIO;
+}
+
 void IoUring::poke() { syscall(SYS_io_uring_enter, fd_, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0); }
 
 IoUringProbe probe_io_uring() {
   IoUring ring;
-  const int error = ring.open(8);
-  if (error != 0) return {false, describe_io_uring_refusal(error)};
+  if (int error = ring.open(8)) return {false, describe_io_uring_refusal("io_uring_setup", error)};
+  // A sandbox may allow one call and refuse the other, which nothing but a call reveals.
+  if (int error = ring.try_out()) {
+    return {false, describe_io_uring_refusal("io_uring_enter", error)};
+  }
   return {true, "io_uring"};
 }
 

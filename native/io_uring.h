@@ -33,6 +33,20 @@ class IoUring {
   int submit();
   uint32_t unsubmitted() const { return prepared_; }
 
+  // Takes prepared entries back, for a kernel that refuses them; calls visit(user_data) for each.
+  template <typename Visit>
+  void withdraw(Visit visit) {
+    for (; prepared_ != 0; --prepared_) {
+      const uint32_t tail = *sq_tail_ - 1;
+      visit(sqes_[tail & sq_mask_].user_data);
+      // Release is not needed: see `prepare`.
+      __atomic_store_n(sq_tail_, tail, __ATOMIC_RELAXED);
+    }
+  }
+
+  // Sends one command that does nothing through a new ring; 0, or the errno of what failed.
+  int try_out();
+
   // Calls visit(user_data, result) for at most `limit` completions; returns their number.
   template <typename Visit>
   uint32_t reap(uint32_t limit, Visit visit) {
@@ -73,8 +87,8 @@ class IoUring {
   size_t cq_ring_nbytes_ = 0;
 };
 
-// What a failed io_uring_setup means, for people.
-std::string describe_io_uring_refusal(int error);
+// What the failure of one of io_uring's system calls means, for people.
+std::string describe_io_uring_refusal(const char* call, int error);
 
 // Whether this process may use io_uring, and if not what the kernel said.
 struct IoUringProbe {

@@ -110,11 +110,11 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
   for (const QueuePairAddresses& pair : queue_pairs) {
     std::unique_ptr<IoEngine> engine;
     if (needs_engine) {
-      engine = context_.storage->decorate(engines_->make(pair.depth + PieceList::kCountMax));
+      engine = engines_->make(pair.depth + PieceList::kCountMax);
+      if (engine != nullptr) engine = context_.storage->decorate(std::move(engine));
     }
     servers_.push_back(std::make_unique<QueueServer>(pair, context_, std::move(engine)));
   }
-  engine_description_ = needs_engine ? engines_->description() : "memory";
 }
 
 SoftwareController::~SoftwareController() { stop(); }

@@ -69,7 +69,9 @@ class SoftwareController {
 
   bool in_forked_child() const { return fork_guard_.in_child(); }
   bool serving() const { return serving_.load(std::memory_order_acquire); }
-  const std::string& engine_description() const { return engine_description_; }
+  std::string engine_description() const {
+    return engines_ == nullptr ? "memory" : engines_->description();
+  }
   ControllerCounters counters() const;
   ErrorLog& errors() { return context_.errors; }
   const Storage& storage() const { return *context_.storage; }
@@ -100,7 +102,6 @@ class SoftwareController {
   const bool yields_;
   const uint32_t thread_count_;
   std::unique_ptr<IoEngineFactory> engines_;
-  std::string engine_description_;
   std::vector<std::unique_ptr<QueueServer>> servers_;
 
   std::mutex life_;  // start and stop, one at a time

@@ -597,3 +597,12 @@ def test_a_waiter_drains_every_queue(tmp_path: Path) -> None:
             for _ in range(4):
                 x.prefetch(index[:200])
                 assert (x.gather(index) == content[index]).all()
+
+
+def test_array_explains_itself_after_its_storage_was_closed():
+    with fw.storage.Memory("64 KiB") as storage:
+        x = fw.from_storage(storage, "i4", device="cpu")
+
+    with x:
+        assert x.explain().storage == {"closed": True}
+        assert x[3] == 0

@@ -639,7 +639,8 @@ class Array(endings.NotCopied):
         return Explanation(
             path=self._controller.path,
             reason=reason,
-            storage=self._storage.describe(),
+            # Who opened the storage may have closed it: the controller keeps serving it.
+            storage={"closed": True} if self._storage.closed else self._storage.describe(),
             controller=self._controller.describe(),
             cache=f"{self.cache!r}{self._volume.tier_note()}",
             device=self.device.describe(),
@@ -724,6 +725,9 @@ class Array(endings.NotCopied):
 
     def drop_cache(self, drop_dirty: bool = False) -> None:
         """Empty the cache of this array's lines, as a cold start has it. Dirty lines are flushed.
+
+        Waits for asynchronous calls made before. Lines that calls and kernels beside this one store
+        to stay in the cache, dirty: nothing is lost, and the next flush writes them back.
 
         Parameters
         ----------

@@ -21,6 +21,7 @@ __all__ = [
     "SIZE_MAX",
     "Config",
     "choice",
+    "cores",
     "current",
     "flag",
     "integer",
@@ -120,6 +121,14 @@ def parse_bytes(size: int | str, name: str = "") -> int:
         what = "negative" if found < 0 else f"more than {SIZE_MAX}"
         raise ArgumentError(f"{name or 'a size'} of {found} bytes is {what}")
     return found
+
+
+def cores() -> int:
+    """Return how many cores this process may use; all, where a sandbox does not say."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except OSError:
+        return os.cpu_count() or 1
 
 
 # What each setting may be; the sizes of rings are those of the specification's queues.

@@ -7,7 +7,6 @@ here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,10 +33,6 @@ _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
 
 # One wait costs what a thousand commands ahead of their time cost: 100 us against 0.1 us.
 _WAITS_COUNT_FROM = 1024
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 class SoftwareController(NotCopied):
@@ -147,7 +142,7 @@ class SoftwareController(NotCopied):
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
-        yields = isinstance(device, CpuDevice) and device.threads >= _cores() and not asked
+        yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
         mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
         if path == "mapped" and device.kind == "cuda":
             self._register(storage, device)
@@ -228,7 +223,7 @@ class SoftwareController(NotCopied):
         self, path: str, device: Device, line_bytes: int, defaults: config.Config, together: int
     ) -> tuple[int, int, int]:
         count, depth, threads, _ = self._wanted
-        cores = _cores()
+        cores = config.cores()
         if count is None:
             count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
         if depth is None:

@@ -687,12 +687,12 @@ def _file_storage(
         # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
         return Memory(np.zeros(512, np.uint8), writable), "the array is empty", _nothing
     end = layout.offset + layout.nbytes
-    resident, mapping = _residency(path, end)
+    resident, mapping, unknown = _residency(path, end)
     defaults = config.current()
     warm = resident >= defaults.mapped_residency
-    share = f"{resident:.0%} of the file is in the page cache"
+    share = unknown or f"{resident:.0%} of the file is in the page cache"
     if direct is None:
-        direct = not warm and resident < 0.5 and _accepts_direct(path)
+        direct = not unknown and not warm and resident < 0.5 and _accepts_direct(path)
     may_map = in_place and device.kind == "cuda" and not writable and not direct
     if may_map and mapping is not None and warm:
         budget = int(CpuDevice(1).memory_info().free_bytes * defaults.mapped_budget)
@@ -727,16 +727,20 @@ def _file_storage(
 _RESIDENCY_BYTES_MAX = 64 << 30
 
 
-def _residency(path: str, nbytes: int) -> tuple[float, Mapping | None]:
-    """Share of the file in the page cache, and the mapping that was used to look."""
+def _residency(path: str, nbytes: int) -> tuple[float, Mapping | None, str]:
+    """Share of the file in the page cache, the mapping used to look, and why nobody can tell."""
     if nbytes > _RESIDENCY_BYTES_MAX:
-        return 0.0, None
+        return 0.0, None, ""
     try:
         mapping = Mapping(Path(path), nbytes)
     except (OSError, ValueError) as error:
         _log.info("cannot map %s: %s", path, error)
-        return 0.0, None
-    return mapping.residency(), mapping
+        return 0.0, None, ""
+    try:
+        return mapping.residency(), mapping, ""
+    except OSError as error:  # a sandbox may refuse mincore
+        mapping.close()
+        return 0.0, None, f"how much of the file is in the page cache is unknown (mincore: {error})"
 
 
 def _accepts_direct(path: str) -> bool:

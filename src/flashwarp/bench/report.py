@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flashwarp import config
+
 __all__ = ["Report", "Row", "machine_facts"]
 
 
@@ -107,7 +109,7 @@ def machine_facts(device: str) -> dict[str, Any]:
     return {
         "device": device,
         "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": config.cores(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "kernel": platform.release().split("-")[0],
         "python": platform.python_version(),

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 import flashwarp as fw
+from flashwarp import config
 from flashwarp.bench.report import Report, Row
 from flashwarp.bench.timing import in_turns, wall_seconds
 from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, Ours
@@ -63,7 +64,7 @@ def measure(
 ) -> None:
     """Add vectors of `nbytes` each through our arrays, and in tiles of each size."""
     nbytes = nbytes // ELEMENT_BYTES * ELEMENT_BYTES
-    threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
+    threads = min(_THREADS_MAX, config.cores())
     with ExitStack() as stack:
         files = _Files(stack, folder, nbytes)
         shared = stack.enter_context(fw.Cache(cache, line=line, device=device))

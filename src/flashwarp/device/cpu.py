@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from flashwarp import endings
+from flashwarp import config, endings
 from flashwarp._jit import compiler, host_compiler
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
@@ -74,8 +74,7 @@ class CpuDevice(Device):
 
     def __init__(self, threads: int | None = None) -> None:
         super().__init__()
-        if threads is None:
-            threads = len(os.sched_getaffinity(0))
+        threads = config.cores() if threads is None else threads
         self.threads = integer("threads", threads, 1, _THREADS_MAX)
         self._pid = os.getpid()
         self._programs: dict[str, LoadedProgram] = {}

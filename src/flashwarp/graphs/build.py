@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from flashwarp import npy
 from flashwarp.config import SIZE_MAX, integer
+from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError, FileFormatError
 from flashwarp.graphs.csr import NEIGHBOURS, OFFSETS, WEIGHTS, CsrGraph, begin, finish
 from flashwarp.graphs.edges import VERTICES_MAX, Edges, EdgeSource, parallel_map
@@ -42,11 +43,19 @@ def write_csr(source: EdgeSource, folder: Path, memory_bytes: int = MEMORY_BYTES
     Raises
     ------
     FileFormatError
-        For an edge to a vertex outside the graph.
+        For an edge to a vertex outside the graph, and for so many vertices that their offsets
+        exceed the free memory.
     """
     if not 1 <= source.vertices <= VERTICES_MAX:
         raise ArgumentError(f"{source.vertices} vertices: 1 to {VERTICES_MAX} fit into 4 bytes")
     memory_bytes = integer("memory_bytes", memory_bytes, 1, SIZE_MAX)
+    # Degrees, and the offsets that they add up to.
+    needed, free = 16 * (source.vertices + 1), CpuDevice(1).memory_info().free_bytes
+    if needed > free:
+        raise FileFormatError(
+            f"{source.vertices} vertices need {needed} bytes of memory, and {free} are free: "
+            "number the vertices without gaps"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     begin(folder, source.labels)
     dtype: np.dtype[Any] = _RECORD if source.weighted else np.dtype("<u8")

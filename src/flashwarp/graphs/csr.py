@@ -31,6 +31,9 @@ OFFSETS, NEIGHBOURS, WEIGHTS = "offsets.npy", "neighbours.npy", "weights.npy"
 _LABELS, _FORMAT = "labels.npy", "graph.json"
 _BY_DEGREE = {"version": 2, "order": "degree"}
 
+# Much longer than what `finish` writes.
+_FORMAT_BYTES_MAX = 4096
+
 # What `check` looks at a time.
 _CHECK_ENTRIES = 1 << 24
 
@@ -74,7 +77,10 @@ class CsrGraph:
         MissingFileError
             When a file is not there.
         FileFormatError
-            When the files do not fit together. What a neighbour is, only `check` looks at.
+            When the files do not fit together: offsets that do not begin with 0, fall or end
+            elsewhere than the lists; weights or labels that are not one each. This reads offsets
+            and labels. What a neighbour is, `check` looks at, and `in_memory`; device code takes
+            it for a vertex without a look, so check a folder that you have not made.
         """
         folder = Path(folder)
         offsets = _load_offsets(folder / OFFSETS)
@@ -163,8 +169,9 @@ class CsrGraph:
         return open_array(self.weights_path, **options)
 
     def in_memory(self) -> NDArray[np.uint32]:
-        """Read all lists, as far as memory goes."""
-        lists: NDArray[np.uint32] = np.load(self.neighbours_path)
+        """Read all lists, as far as memory goes, and check them as `check` does."""
+        lists: NDArray[np.uint32] = _read(self.neighbours_path)
+        self._check_part(0, lists)
         return lists
 
     def matrix(self) -> Any:
@@ -197,16 +204,19 @@ class CsrGraph:
         return [int(vertex) for vertex in picked]
 
     def check(self) -> None:
-        """Read all lists and raise FileFormatError for a neighbour that is no vertex."""
+        """Read all lists once and raise FileFormatError for a neighbour that is no vertex."""
         lists = np.load(self.neighbours_path, mmap_mode="r")
         for first in range(0, self.entries, _CHECK_ENTRIES):
-            wrong = np.flatnonzero(lists[first : first + _CHECK_ENTRIES] >= self.vertices)
-            if len(wrong):
-                at = first + int(wrong[0])
-                raise FileFormatError(
-                    f"{self.neighbours_path}: entry {at} is {lists[at]}, and there are "
-                    f"{self.vertices} vertices"
-                )
+            self._check_part(first, lists[first : first + _CHECK_ENTRIES])
+
+    def _check_part(self, first: int, lists: NDArray[np.uint32]) -> None:
+        wrong = np.flatnonzero(lists >= self.vertices)
+        if len(wrong):
+            at = int(wrong[0])
+            raise FileFormatError(
+                f"{self.neighbours_path}: entry {first + at} is {lists[at]}, and there are "
+                f"{self.vertices} vertices"
+            )
 
 
 def begin(folder: Path, labels: NDArray[np.uint32] | None) -> None:
@@ -230,14 +240,15 @@ def _load_labels(folder: Path, vertices: int) -> NDArray[np.uint32] | None:
             raise FileFormatError(f"{folder}: {_LABELS} without {_FORMAT}: not written to its end")
         return None
     try:
-        found = json.loads(named.read_text())
-    except ValueError as error:
+        with named.open() as file:
+            found = json.loads(file.read(_FORMAT_BYTES_MAX))
+    except (ValueError, RecursionError, OSError) as error:
         raise FileFormatError(f"{named} is damaged: {error}") from error
     if found != _BY_DEGREE:
         raise FileFormatError(f"{named} says {found}: a graph of another version of flashwarp")
     if _entries_of(folder / _LABELS, np.dtype(np.uint32)) != vertices:
         raise FileFormatError(f"{folder}: there is not one label for each of {vertices} vertices")
-    labels: NDArray[np.uint32] = np.load(folder / _LABELS)
+    labels: NDArray[np.uint32] = _read(folder / _LABELS)
     seen = np.zeros(vertices, bool)
     seen[labels[labels < vertices]] = True
     if not seen.all():
@@ -248,16 +259,28 @@ def _load_labels(folder: Path, vertices: int) -> NDArray[np.uint32] | None:
 
 def _load_offsets(path: Path) -> NDArray[np.int64]:
     _entries_of(path, np.dtype(np.int64))
-    offsets: NDArray[np.int64] = np.load(path)
+    offsets: NDArray[np.int64] = _read(path)
     if len(offsets) == 0 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
         raise FileFormatError(f"{path}: offsets begin with 0 and never fall")
     return offsets
+
+
+def _read(path: Path) -> NDArray[Any]:
+    """Read a file whose header `_entries_of` has checked."""
+    try:
+        whole: NDArray[Any] = np.load(path)
+    except MemoryError as error:
+        nbytes = path.stat().st_size
+        raise FileFormatError(f"{path} has {nbytes} bytes, more than memory") from error
+    return whole
 
 
 def _entries_of(path: Path, dtype: np.dtype[Any]) -> int:
     """Return the length of a file with one axis of this dtype, or raise."""
     if not path.exists():
         raise MissingFileError(f"{path} is missing: a graph is a folder with {OFFSETS} and more")
+    if not path.is_file():
+        raise FileFormatError(f"{path} is not a regular file, and not a part of a graph")
     layout = read_layout(str(path))
     if layout.dtype != dtype or len(layout.shape) != 1:
         raise FileFormatError(

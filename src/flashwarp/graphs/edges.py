@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from flashwarp import config
 
 __all__ = ["VERTICES_MAX", "EdgeSource", "Edges", "parallel_map"]
 
@@ -48,7 +49,7 @@ class EdgeSource:
 
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield the results in order, computed by a thread a core, with a bounded number in flight."""
-    threads = len(os.sched_getaffinity(0))
+    threads = config.cores()
     waiting: deque[Future[Result]] = deque()
     source = iter(items)
     with ThreadPoolExecutor(threads) as pool:

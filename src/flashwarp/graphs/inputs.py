@@ -10,7 +10,6 @@ import gzip
 import importlib
 import tempfile
 import warnings
-import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +70,14 @@ def load(
     CsrGraph
         Lists sorted, without loops; of duplicate edges the first counts.
 
+    Raises
+    ------
+    MissingFileError
+        When there is no such file.
+    FileFormatError
+        When a file is damaged, or says what cannot be. All of a file is looked at before a list is
+        written, and all of a folder, its neighbours included, before this returns: one pass.
+
     Examples
     --------
     >>> import pathlib, tempfile
@@ -82,6 +89,7 @@ def load(
     folder = Path(folder)
     if Path(what).is_dir():
         found = CsrGraph.open(what)
+        found.check()
         if not by_degree or found.labels is not None:
             return found
         return order.by_degree(found, folder, memory_bytes=memory_bytes)
@@ -107,6 +115,8 @@ def source_of(
     if not path.exists():
         generators = " or ".join(f"{known}:SCALE" for known in _GENERATORS)
         raise MissingFileError(f"{what} is no file, and not {generators} either")
+    if not path.is_file():
+        raise FileFormatError(f"{what} is neither a regular file nor a folder: copy it into a file")
     suffixes = [s for s in path.suffixes if s != ".gz"]
     if suffixes[-1:] == [".mtx"]:
         return _matrix_market(path, symmetric)
@@ -116,7 +126,7 @@ def source_of(
 
 
 def _square(path: Path, shape: Any) -> int:
-    if len(shape) != 2 or shape[0] != shape[1]:
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] % 1 != 0:
         raise FileFormatError(f"{path} holds a matrix of shape {tuple(shape)}, which is no graph")
     if not 1 <= shape[0] <= VERTICES_MAX:
         raise FileFormatError(f"{path} has {shape[0]} vertices, not 1 to {VERTICES_MAX}")
@@ -198,8 +208,11 @@ def _npz(path: Path, symmetric: bool) -> EdgeSource:
             raise FileFormatError(f"{path} holds a matrix in format {kind!r}, not csr, csc or coo")
     except FileFormatError:
         raise
-    except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    # As above: an archive can claim anything of its arrays, also that they fill all memory.
+    except Exception as error:
         raise FileFormatError(f"{path} is not a sparse matrix of scipy: {error}") from error
+    if data.ndim != 1:
+        raise FileFormatError(f"{path}: its values have {data.ndim} axes, not one")
     for ends in (row, column):
         if ends.ndim != 1 or ends.dtype.kind not in "iu":
             raise FileFormatError(f"{path}: indices are one axis of integers")
@@ -217,7 +230,8 @@ def _expand(
         raise FileFormatError(f"{path}: its row starts are not {vertices + 1} rising numbers")
     if starts[-1] != len(indices):
         raise FileFormatError(f"{path}: rows end at {starts[-1]} of {len(indices)} entries")
-    return np.repeat(np.arange(vertices), np.diff(starts)), indices
+    starts = starts.astype(np.int64)
+    return np.repeat(np.arange(vertices), starts[1:] - starts[:-1]), indices
 
 
 # Edge lists.

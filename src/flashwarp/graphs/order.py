@@ -79,6 +79,7 @@ def _renamed(graph: CsrGraph, number: NDArray[np.uint32]) -> Iterator[Edges]:
         # The vertices whose lists have entries in [first, end).
         low = int(np.searchsorted(end_of, first, side="right"))
         high = int(np.searchsorted(begin_of, end, side="left"))
+        graph._check_part(first, lists[first:end])
         counts = np.minimum(end_of[low:high], end) - np.maximum(begin_of[low:high], first)
         return Edges(
             np.repeat(number[low:high], np.maximum(counts, 0)),

@@ -96,7 +96,8 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
 }
 
 // Empties one way a lane if it holds a line of the volume: waits for fills and pins, drops the
-// rest. Dirty lines are kept unless `drop_dirty`; they count as errors.
+// rest. Dirty lines are kept unless `drop_dirty`: after a flush they are what others have stored
+// meanwhile, which is neither lost nor an error.
 FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                                bool drop_dirty) {
   nvme::deadline limit(v.queues[0].data.timeout_ns);
@@ -113,7 +114,6 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
         tag::state_of(word) == tag::kBusy || (word & (tag::kPinMask | tag::kWriting)) != 0;
     if (pending && !unmovable) {
       if ((word & tag::kDirty) != 0 && !drop_dirty) {
-        record_error(v, nvme::kWriteFault, nvme::kWrite, line);
         pending = false;
       } else if (atomic::cas_acq_rel(&c.shape.tags[way], word, tag::emptied(word))) {
         pending = false;

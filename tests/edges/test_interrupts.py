@@ -1,0 +1,57 @@
+"""Interrupts at each line of the calls of an array, and at any time; see `interrupts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edges import budget, nursery
+
+OPERATIONS = (
+    "open", "create", "Cache", "close", "gather", "scatter", "flush", "drop_cache", "__getitem__",
+    "__setitem__", "read_async", "write_async",
+)  # fmt: skip
+EACH_S = budget.SECONDS / len(OPERATIONS) / 2
+
+
+def failures_of(call: str, folder: Path, limit_s: float) -> tuple[list[str], str]:
+    """Run a program of interrupts; returns what failed, and where it was when it ended."""
+    folder.mkdir()
+    code = f"from edges import interrupts\ninterrupts.main(lambda: interrupts.{call})\n"
+    (outcome,) = nursery.run([nursery.Program("interrupts", code, limit_s)], folder)
+    lines = outcome.out.splitlines()
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    if outcome.status == 0 and not outcome.hung:
+        assert lines[-1].startswith("TRIED"), outcome
+        return wrong, ""
+    at = next((line for line in reversed(lines) if line.startswith("AT")), "AT the start")
+    how = "hangs" if outcome.hung else f"status {outcome.status}"
+    return [*wrong, f"{how} {at}: {outcome.err[-600:]}"], at
+
+
+@pytest.mark.timeout(600 + 4 * budget.SECONDS)
+@pytest.mark.parametrize("shared", [False, True], ids=["own cache", "shared cache"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_interrupt_at_any_line(tmp_path: Path, name: str, shared: bool) -> None:
+    failures: list[str] = []
+    first = 0
+    for turn in range(20):
+        call = f"at_lines({name!r}, {shared}, {budget.SEED}, {first}, {EACH_S})"
+        found, at = failures_of(call, tmp_path / str(turn), 60 + 2 * EACH_S)
+        failures += found
+        # Beyond a line at which it crashed or hung, as long as it is worth knowing more.
+        if not at or len(failures) > 3 or not at.split()[1].isdecimal():
+            break
+        first = int(at.split()[1]) + 1
+
+    assert not failures, f"seed {budget.SEED}:\n" + "\n".join(failures)
+
+
+@pytest.mark.timeout(600 + 4 * budget.SECONDS)
+def test_signal_at_any_time(tmp_path: Path) -> None:
+    call = f"at_times({budget.SEED}, {budget.SECONDS / 2})"
+
+    failures, _ = failures_of(call, tmp_path / "signals", 60 + 2 * budget.SECONDS)
+
+    assert not failures, f"seed {budget.SEED}:\n" + "\n".join(failures)

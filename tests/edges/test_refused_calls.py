@@ -1,0 +1,126 @@
+"""Containers and sandboxes refuse system calls: everything works without them, or says which."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from edges import nursery, seccomp
+
+pytestmark = pytest.mark.skipif(bool(seccomp.why_not()), reason=seccomp.why_not())
+
+# Names of calls, and what has to be said of their absence by `explain` or by the doctor.
+REFUSED = {
+    "io_uring_setup": r"thread-pool: io_uring_setup refused: {error}",
+    "io_uring_enter": r"thread-pool: io_uring_enter refused: {error}",
+    "io_uring_register": "",
+    "mincore": r"is unknown \(mincore: .*",
+    "mincore cachestat": r"is unknown \(mincore: .*",
+    "cachestat preadv2 fadvise64": "",
+    "io_uring_setup pwritev2": r"thread-pool: io_uring_setup refused: {error}",
+    "fallocate": "",
+    "statx": "",
+    "memfd_create": "",
+    "madvise mlock": "",
+    "sched_getaffinity": "",
+    "flock": "",
+}
+
+USE = """
+from edges import seccomp
+import errno, time
+
+rows = np.arange(64 * 256, dtype="i4").reshape(256, 64)
+np.save("rows.npy", rows)
+seccomp.refuse({names!r}.split(), errno.{error})
+start = time.monotonic()
+for direct in (None, False, True):
+    with fw.open("rows.npy", "r+", device="cpu", direct=direct, cache="16 KiB") as x:
+        index = np.random.default_rng(1).integers(0, 256, 500)
+        assert (x.gather(index) == rows[index]).all()
+        x.scatter(index, rows[index] + 1)
+        x.flush()
+        rows[index] += 1
+        x.drop_cache()
+        assert (x[...] == rows).all()
+        pending = x.write_async(slice(0, 4), -1), x.read_async(slice(8, 12))
+        rows[:4] = -1
+        assert (pending[1].result() == rows[8:12]).all()
+        if direct is None:
+            print(x.explain())
+    assert (np.load("rows.npy") == rows).all()
+with fw.storage.File("rows.npy", writable=True) as file:
+    file.write_zeroes(4096, 512)
+    file.discard(8192, 512)
+    assert file.read(4096, 512) == bytes(512)
+assert time.monotonic() - start < 10
+"""
+
+REFUSED_LATER = """
+from edges import seccomp
+import errno
+
+rows = np.arange(64 * 256, dtype="i4").reshape(256, 64)
+np.save("rows.npy", rows)
+device = fw.CpuDevice(1)  # the filter is of this thread
+x = fw.open("rows.npy", "r+", device=device, direct=True, cache="16 KiB")
+index = np.random.default_rng(1).integers(0, 256, 500)
+assert (x.gather(index) == rows[index]).all()
+seccomp.refuse(["io_uring_enter"], errno.EPERM)
+assert (x.gather(index[::-1]) == rows[index[::-1]]).all()
+x.scatter(index, rows[index] + 1)
+print(x.explain())
+x.close()
+rows[index] += 1
+assert (np.load("rows.npy") == rows).all()
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, nursery.Outcome]:
+    programs = [
+        nursery.Program(f"{names}, {error}", USE.format(names=names, error=error))
+        for names in REFUSED
+        for error in ("EPERM", "ENOSYS")
+    ]
+    later = nursery.Program("later", textwrap.dedent(REFUSED_LATER))
+    ran = nursery.run([*programs, later], tmp_path_factory.mktemp("refused"))
+    return {outcome.name: outcome for outcome in ran}
+
+
+@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
+@pytest.mark.parametrize("names", REFUSED)
+def test_arrays_work_without(outcomes: dict[str, nursery.Outcome], names: str, error: str) -> None:
+    outcome = outcomes[f"{names}, {error}"]
+
+    assert (outcome.status, outcome.err) == (0, ""), outcome
+    assert re.search(REFUSED[names].format(error=error), outcome.out), outcome
+
+
+def test_a_ring_that_is_refused_while_it_is_used_hands_its_commands_on(
+    outcomes: dict[str, nursery.Outcome],
+) -> None:
+    outcome = outcomes["later"]
+
+    assert (outcome.status, outcome.err) == (0, ""), outcome
+    assert "then by blocking calls: io_uring_enter refused: EPERM" in outcome.out
+
+
+def test_the_doctor_says_what_is_refused(tmp_path: Path) -> None:
+    code = """
+from edges import seccomp
+import errno, sys
+seccomp.refuse(["mincore", "cachestat", "io_uring_enter"], errno.EPERM)
+from flashwarp.cli.main import main
+sys.argv = ["flashwarp", "doctor"]
+main()
+"""
+    (outcome,) = nursery.run([nursery.Program("doctor", code)], tmp_path)
+
+    assert outcome.status == 0, outcome
+    assert "io_uring_enter refused: EPERM" in outcome.out
+    assert "page cache view" in outcome.out
+    assert "not possible" in outcome.out
