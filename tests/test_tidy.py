@@ -29,6 +29,7 @@ LAYERS = [
     ["_foreign"],
     ["device"],
     ["storage"],
+    ["file_access"],
     ["queue_pair", "ssd_model"],
     ["controller"],
     ["spread"],

@@ -276,8 +276,11 @@ class SoftwareController:
     def wake(self) -> None:
         """Wake the threads now: work is about to be submitted. Costs a microsecond.
 
-        Threads that leave the work to a launch of the CPU device sleep on.
+        Threads that leave the work to a launch of the CPU device sleep on. The storage may look
+        again how it is reached.
         """
+        if self.storage is not None:
+            self.storage.look_again()
         if not self._yields:
             self._native.wake()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,21 +11,20 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, config, npy
+from flashwarp import npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, _check_line, automatic_capacity
 from flashwarp.config import parse_bytes
 from flashwarp.controller import SoftwareController
-from flashwarp.device import CpuDevice, Device, resolve
+from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
+from flashwarp.file_access import file_storage
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
-from flashwarp.storage import File, Mapping, Memory, Storage, _check_file
+from flashwarp.storage import File, Storage, _check_file
 
 __all__ = ["create", "from_storage", "open"]
-
-_log = logging.getLogger(__name__)
 
 CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -73,8 +71,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     strict : {"mapped", "bounce", "direct"}, optional
         Raise DataPathError unless the data goes this way.
     direct : bool, optional
-        Read and write past the page cache (O_DIRECT), or through it. Default: by how much of the
-        file is in the page cache.
+        Read and write past the page cache (O_DIRECT), or through it. Default: through it if the
+        file fits the memory, else past it; a file that is only read may change later. See
+        docs/tuning.md.
     policy : str or Policy, optional
         Which line makes room for another; see `Cache`. Default "clock". A `Cache` has its own.
     host_cache : int or str, optional
@@ -117,7 +116,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         for each in names:
             _check_file(each, writable)
         several = _form_of_several(names, layout, dtype, shape)
-        files, why, release = _several_files(names, several, writable, direct, plan.device)
+        files, why, release = _several_files(names, several, writable, direct, plan)
         spread = (layout, stripe_bytes)
         try:
             return _make_several(
@@ -151,7 +150,10 @@ def _open_one(
     if controller is not None and controller.storage is not None:
         storage, why, release = controller.storage, "the controller's own storage", _nothing
     else:
-        storage, why, release = _file_storage(name, form, writable, direct, plan.device)
+        reserved = plan.host_bytes(form.nbytes)
+        storage, why, release = file_storage(
+            name, form, writable, direct, plan.device, reserved_bytes=reserved
+        )
     try:
         return _make(storage, form, plan, controller, why=why, release=release)
     except BaseException:
@@ -262,6 +264,23 @@ class _Plan:
         """Resolve the device, which a cache of one's own has already."""
         where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
         return cls(where, cache, line, policy, strict, host_cache)
+
+    def host_bytes(self, nbytes: int) -> int:
+        """Host memory that the cache of an array of `nbytes` will take."""
+        if isinstance(self.cache, Cache):
+            return 0
+        tier = 0 if self.host_cache is None else parse_bytes(self.host_cache)
+        if self.device.kind != "cpu":
+            return tier
+        return tier + self.capacity(nbytes)
+
+    def capacity(self, nbytes: int) -> int:
+        """Bytes of frames of the cache that is made for a storage of `nbytes`."""
+        if isinstance(self.cache, Cache):
+            return self.cache.capacity
+        if self.cache == "auto":
+            return automatic_capacity(nbytes, self.line, self.device)
+        return parse_bytes(self.cache)
 
     @property
     def line_bytes(self) -> int:
@@ -380,10 +399,13 @@ def _several_files(
     form: _Several,
     writable: bool,
     direct: bool | None,
-    device: Device,
+    plan: _Plan,
 ) -> tuple[list[Storage], str, Callable[[], None]]:
     """Choose how the files are reached: all in place, or none."""
     releases: list[Callable[[], None]] = []
+    # All files together must fit the memory, so each reserves what the others take.
+    sizes = [part.nbytes for part in form.parts]
+    frames = plan.host_bytes(sum(sizes))
 
     def release() -> None:
         while releases:
@@ -391,8 +413,11 @@ def _several_files(
 
     def reach(in_place: bool) -> tuple[list[Storage], list[str]]:
         files, reasons = [], []
-        for path, part in zip(paths, form.parts, strict=True):
-            file, why, undo = _file_storage(path, part, writable, direct, device, in_place)
+        for path, part, size in zip(paths, form.parts, sizes, strict=True):
+            reserved = frames + sum(sizes) - size
+            file, why, undo = file_storage(
+                path, part, writable, direct, plan.device, in_place, reserved
+            )
             releases.append(undo)
             files.append(file)
             reasons.append(f"{path}: {why}")
@@ -430,62 +455,6 @@ def _make_several(
     return _make(storage, form, plan, group, why=why, release=release)
 
 
-def _file_storage(
-    path: str,
-    layout: npy.Layout,
-    writable: bool,
-    direct: bool | None,
-    device: Device,
-    in_place: bool = True,
-) -> tuple[Storage, str, Callable[[], None]]:
-    """Choose how the file is reached: in place, through the page cache, or past it."""
-    if layout.nbytes == 0:
-        # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
-        return Memory(np.zeros(512, np.uint8), writable), "the array is empty", _nothing
-    end = layout.offset + layout.nbytes
-    resident, mapping = _residency(path, end)
-    defaults = config.current()
-    warm = resident >= defaults.mapped_residency
-    share = f"{resident:.0%} of the file is in the page cache"
-    if direct is None:
-        direct = not warm and resident < 0.5 and _accepts_direct(path)
-    may_map = in_place and device.kind == "cuda" and not writable and not direct
-    if may_map and mapping is not None and warm:
-        budget = int(CpuDevice(1).memory_info().free_bytes * defaults.mapped_budget)
-        if end <= budget:
-            storage = File(
-                path, layout.offset, layout.nbytes, _map_address=mapping.address, _mapping=mapping
-            )
-            why = f"{share}, and it fits the {budget} bytes that may be pinned"
-            return storage, why, mapping.close
-        share += f", but it exceeds the {budget} bytes that may be pinned"
-    if mapping is not None:
-        mapping.close()
-    storage = File(path, layout.offset, layout.nbytes, writable=writable, direct=direct)
-    why = f"{share}; {'O_DIRECT' if direct else 'through the page cache'}"
-    return storage, why, _nothing
-
-
-# Looking at more pages than this costs more than the answer is worth: sample the front.
-_RESIDENCY_BYTES_MAX = 64 << 30
-
-
-def _residency(path: str, nbytes: int) -> tuple[float, Mapping | None]:
-    """Share of the file in the page cache, and the mapping that was used to look."""
-    if nbytes > _RESIDENCY_BYTES_MAX:
-        return 0.0, None
-    try:
-        mapping = Mapping(Path(path), nbytes)
-    except (OSError, ValueError) as error:
-        _log.info("cannot map %s: %s", path, error)
-        return 0.0, None
-    return mapping.residency(), mapping
-
-
-def _accepts_direct(path: str) -> bool:
-    return not isinstance(_native.direct_io_alignment(path), str)
-
-
 def _make(
     storage: Storage,
     form: npy.Layout,
@@ -520,7 +489,7 @@ def _make(
         if owns:
             held.close()
         raise
-    path = array.explain().path
+    path = array.controller.path
     if strict is not None and path != strict:
         reason = str(array.explain())
         array.close()
@@ -540,13 +509,8 @@ def _cache_of(plan: _Plan, nbytes: int) -> Cache:
                 f"{chosen.name!r}: all arrays on a cache share its policy"
             )
         return plan.cache
-    capacity = (
-        automatic_capacity(nbytes, plan.line, plan.device)
-        if plan.cache == "auto"
-        else parse_bytes(plan.cache)
-    )
     return Cache(
-        capacity,
+        plan.capacity(nbytes),
         plan.line,
         policy=chosen,
         device=plan.device,
