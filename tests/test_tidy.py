@@ -24,7 +24,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 LAYERS = [
     ["errors"],
     ["config", "stats", "npy", "policy", "policy_source"],
-    ["host_memory"],
+    ["advice", "host_memory"],
     ["_jit"],
     ["_foreign"],
     ["device"],

@@ -7,6 +7,7 @@ launches waits, and asks `failures` what went wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +28,19 @@ Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 _BYTES_WORTH_A_THREAD = 128 << 10
 
 
+@dataclass
+class Moved:
+    """How many calls moved rows, and how many rows they moved. Threads may lose each other's."""
+
+    calls: int = 0
+    rows: int = 0
+
+    def add(self, rows: int) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.rows += rows
+
+
 class Launcher:
     """What the kernels of one array need to know, and their launches."""
 
@@ -45,11 +59,13 @@ class Launcher:
         self.row_count = row_count
         # Each sees what is about to be moved: byte offsets in the array, and bytes at each.
         self.watchers: list[Watcher] = []
+        self.moved = Moved()
 
     def on(self, volume: Volume) -> Launcher:
         """Return the same launches with another entry for the array, whose errors are its own."""
         made = Launcher(self.cache, volume, self.controller, self.row_bytes, self.row_count)
         made.watchers = self.watchers
+        made.moved = self.moved
         return made
 
     @property
@@ -113,6 +129,7 @@ class Launcher:
 
     def move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
         """Launch "gather" or "scatter" of the rows at `index`."""
+        self.moved.add(index.size)
         if self.watchers:
             self._tell(self._rows_of(index) * self.row_bytes, self.row_bytes)
         params = self.row_params(index, buffer)
@@ -128,6 +145,7 @@ class Launcher:
         self, verb: str, first_row: int, buffer: int, nbytes: int, stream: Any = None
     ) -> None:
         """Launch "gather" or "scatter" of rows that lie back to back from `first_row` on."""
+        self.moved.add(nbytes // max(1, self.row_bytes))
         if self.watchers:
             self._tell(np.array([first_row * self.row_bytes]), nbytes)
         params = self._range_params(first_row, buffer, nbytes)

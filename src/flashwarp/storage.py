@@ -382,6 +382,13 @@ class Replicated(Storage):
         super().__init__(native)
 
 
+def members_of(storage: Storage) -> tuple[Storage, ...]:
+    """Return the storages that hold the bytes of one: it, or those that it is made of."""
+    if not isinstance(storage, Striped | Replicated):
+        return (storage,)
+    return tuple(inner for member in storage.members for inner in members_of(member))
+
+
 class Mapping:
     """A file's pages, mapped read-only; what the GPU reads in place."""
 
