@@ -22,6 +22,7 @@
 #include "identify.h"
 #include "io_uring.h"
 #include "open_file.h"
+#include "read_census.h"
 #include "software_controller.h"
 #include "ssd_model.h"
 #include "storage.h"
@@ -167,18 +168,39 @@ void bind_storage(nb::module_& m) {
   nb::class_<FileStorage, Storage>(m, "FileStorage")
       .def(nb::new_([](const std::string& path, uint64_t offset, uint64_t nbytes, bool writable,
                        const std::string& mode, uintptr_t map_address, bool copies_cached,
-                       bool lock, const std::string& name) {
+                       bool lock, const std::string& name, bool may_change) {
              if (mode != "direct" && mode != "buffered") {
                throw nb::value_error("mode must be 'direct' or 'buffered'");
              }
              const FileOptions options = {offset,      nbytes,        writable, mode == "direct",
-                                          map_address, copies_cached, lock,     name};
+                                          map_address, copies_cached, lock,     name,
+                                          may_change};
              const Unlocked unlocked;
              return FileStorage::open(path, options);
            }),
            nb::arg("path"), nb::arg("offset") = 0, nb::arg("nbytes") = 0,
            nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0,
-           nb::arg("copies_cached") = true, nb::arg("lock") = false, nb::arg("name") = "")
+           nb::arg("copies_cached") = true, nb::arg("lock") = false, nb::arg("name") = "",
+           nb::arg("may_change") = false)
+      .def("choose_direct",
+           [](FileStorage& file, bool direct) {
+             if (!file.choose_direct(direct)) throw nb::value_error("this file keeps its way");
+           })
+      .def("read_figures",
+           [](const FileStorage& file) {
+             const ReadCensus* census = file.census();
+             const auto found = census == nullptr ? ReadCensus::Figures{} : census->figures();
+             return nb::make_tuple(found.reads, found.nbytes, found.waited_nbytes, found.near_reads,
+                                   found.touched_nbytes, found.busy_ns);
+           })
+      .def("restart_figures",
+           [](FileStorage& file) {
+             if (file.census() != nullptr) file.census()->restart();
+           })
+      .def_prop_ro("nbytes_noted",
+                   [](const FileStorage& file) {
+                     return file.census() == nullptr ? 0 : file.census()->nbytes();
+                   })
       .def_prop_ro("path", &FileStorage::path)
       .def_prop_ro("direct", &FileStorage::direct)
       .def_prop_ro("fd", &FileStorage::fd)

@@ -19,6 +19,7 @@
 #include "file_lock.h"
 #include "open_file.h"
 #include "page_cache_window.h"
+#include "read_census.h"
 
 namespace fw::native {
 namespace {
@@ -163,6 +164,8 @@ struct FileStorage::Opened {
   uint64_t map_address = 0;
   bool copies_cached = false;
   std::unique_ptr<FileLock> lock;
+  bool direct = false;
+  bool may_change = false;
 
   explicit Opened(std::string file) : path(std::move(file)) {}
   Opened(const Opened&) = delete;
@@ -212,10 +215,15 @@ std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
   if (options.map_address != 0 && options.writable) {
     throw std::invalid_argument("only a read-only file can be served from a mapping");
   }
+  if (options.may_change && (options.writable || options.map_address != 0)) {
+    throw std::invalid_argument("only a read-only file without a mapping can change its way");
+  }
   Opened opened(path);
   opened.open_buffered(options.writable);
   opened.find_range(options);
-  if (options.direct) opened.open_direct();
+  if (options.direct || options.may_change) opened.open_direct();
+  opened.direct = options.direct;
+  opened.may_change = options.may_change;
   opened.map_address = options.map_address;
   opened.copies_cached = options.copies_cached;
   if (!options.name.empty()) opened.path = options.name;
@@ -235,8 +243,10 @@ FileStorage::FileStorage(Opened&& opened)
       mapped_base_(opened.map_address == 0
                        ? nullptr
                        : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)),
+      direct_(opened.direct),
       lock_(std::move(opened.lock)) {
-  if (direct() || mapped_base_ != nullptr) return;
+  if (opened.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
+  if ((direct() && !opened.may_change) || mapped_base_ != nullptr) return;
   if (opened.copies_cached) {
     window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
   } else {
@@ -303,8 +313,19 @@ int FileStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure
   return error;
 }
 
+bool FileStorage::choose_direct(bool direct) {
+  if (census_ == nullptr) return false;
+  direct_.store(direct, std::memory_order_relaxed);
+  return true;
+}
+
+void FileStorage::note_read(uint64_t offset, uint64_t n, bool waited) const {
+  if (census_ != nullptr) census_->note(offset, n, waited);
+}
+
 int FileStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
   if (int status = check_range(offset, n)) return fail(status, offset, n, failure);
+  note_read(offset, n, true);
   const uint64_t from = file_offset_ + offset;
   auto* target = static_cast<std::byte*>(data);
   const int status = direct() ? read_direct(from, target, n) : read_fully(fd_, target, n, from);
@@ -336,7 +357,10 @@ int FileStorage::read_direct(uint64_t file_offset, std::byte* data, size_t n) {
 int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
   if (direct()) return EAGAIN;
   if (int status = check_range(offset, n)) return fail(status, offset, n, failure);
-  if (window_ != nullptr && window_->read(offset, data, n)) return 0;
+  if (window_ != nullptr && window_->read(offset, data, n)) {
+    note_read(offset, n, false);
+    return 0;
+  }
   if (memory_file_system_) return read(offset, data, n, failure);
   // Relaxed: the flag only saves a system call that would be refused again.
   if (nowait_refused_.load(std::memory_order_relaxed)) return EAGAIN;
@@ -344,7 +368,10 @@ int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* f
   const uint64_t from = file_offset_ + offset;
   // preadv2 takes the offset as two longs, low half first; 64-bit kernels ignore the second.
   const long result = syscall(SYS_preadv2, fd_, &target, 1, from, 0, RWF_NOWAIT);
-  if (result == long(n)) return 0;
+  if (result == long(n)) {
+    note_read(offset, n, false);
+    return 0;
+  }
   if (result < 0 && is_unavailable(errno)) nowait_refused_.store(true, std::memory_order_relaxed);
   // Short, refused or not cached: the waiting path finds out which.
   return EAGAIN;
@@ -389,6 +416,7 @@ bool FileStorage::resolve(const Request& request, PieceList& pieces) {
   const uint64_t start = file_offset_ + request.offset;
   const uint64_t end = start + request.nbytes;
   const uint32_t at = request.request_offset;
+  if (!request.is_write) note_read(request.offset, request.nbytes, true);
   if (!direct()) return pieces.add(piece(start, request.nbytes, at, true));
   if (!request.is_write) return pieces.add(piece(start, request.nbytes, at, false));
 

@@ -5,6 +5,11 @@
 // therefore never written in part by one path while the other holds it dirty. A read-only file may
 // name an existing mapping of itself, which then is the namespace's memory. A file that others cut
 // short is not made longer again: writes beyond its end fail.
+//
+// A read-only file may be opened for both ways and change between them at any time: a transfer
+// keeps the way that it began with, and a direct read first writes back what others hold dirty. A
+// file that is written keeps its way. A page that a direct write has under way could else be
+// brought into the page cache as it was before, and stay.
 #pragma once
 
 #include <atomic>
@@ -17,6 +22,7 @@ namespace fw::native {
 
 class FileLock;
 class PageCacheWindow;
+class ReadCensus;
 
 // Alignment that direct I/O on a file needs, or why it is not possible.
 struct DirectAlignment {
@@ -35,6 +41,7 @@ struct FileOptions {
   bool copies_cached = true;  // read what is in the page cache without system calls
   bool lock = false;          // exclude others, as FileLock has it
   std::string name = {};      // what messages call it; empty: its path
+  bool may_change = false;    // open both ways, so that `choose_direct` can change it
 };
 
 class FileStorage final : public Storage {
@@ -60,7 +67,12 @@ class FileStorage final : public Storage {
   void collect_files(std::vector<int>& files) const override;
   Description describe() const override;
 
-  bool direct() const { return direct_fd_ >= 0; }
+  // Relaxed: either way reads the same bytes.
+  bool direct() const { return direct_.load(std::memory_order_relaxed); }
+  // Figures of the reads, or null for a file that keeps its way.
+  ReadCensus* census() const { return census_.get(); }
+  // Sends later reads past the page cache or through it. False: this file keeps its way.
+  bool choose_direct(bool direct);
   const std::string& path() const { return path_; }
   int fd() const { return fd_; }
   int direct_fd() const { return direct_fd_; }
@@ -77,6 +89,7 @@ class FileStorage final : public Storage {
   int check_extent(uint64_t offset, uint64_t n);
   uint64_t look_at_size();
   int check_kept();
+  void note_read(uint64_t offset, uint64_t n, bool waited) const;
   int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
 
   const std::string path_;
@@ -88,6 +101,8 @@ class FileStorage final : public Storage {
   const bool block_device_;
   const bool memory_file_system_;
   std::byte* const mapped_base_;
+  std::atomic<bool> direct_;
+  std::unique_ptr<ReadCensus> census_;
   std::unique_ptr<PageCacheWindow> window_;  // null: every read is a system call
   std::string window_refusal_;               // why there is none
   std::unique_ptr<FileLock> lock_;           // null: nobody asked for it

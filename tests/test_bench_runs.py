@@ -3,8 +3,19 @@
 import pytest
 
 from flashwarp._jit.compiler import Source, compile_source
-from flashwarp.bench import bfs, cc, ctc, registers, spmv, tiers, vectoradd, vectoradd_files
-from flashwarp.errors import ArgumentError
+from flashwarp.bench import (
+    bfs,
+    cc,
+    ctc,
+    defaults,
+    registers,
+    small_memory,
+    spmv,
+    tiers,
+    vectoradd,
+    vectoradd_files,
+)
+from flashwarp.errors import ArgumentError, FlashwarpError
 
 
 def right(report):
@@ -128,3 +139,52 @@ def test_tiers_and_drives_give_the_right_rows():
     assert [name for name in rows if "drives" in name] == [
         f"stripes over {n} drives" for n in (1, 2, 4, 8)
     ]
+
+
+@pytest.mark.parametrize("memory", ["", "300 MiB"])
+def test_defaults_are_compared_with_both_ways(tmp_path, memory):
+    report = defaults.run(
+        "cpu", tmp_path, memory=memory, sizes="3 MB", epochs=2, runs=1, seconds=0.1
+    )
+    rows = right(report)
+
+    uses = [name.partition(": ")[0] for name in rows if name.endswith("first epoch")]
+    assert len(uses) == 6
+    assert all(rows[f"{use}: later epochs"].reference > 0 for use in uses)
+    assert all(row.checked for name, row in rows.items() if name.endswith(("epoch", "epochs")))
+    assert "way, page cache; " in rows[f"{uses[0]}: first epoch"].note
+    assert rows["figures of 12 where the default took it"].value <= 12
+    assert report.settings["memory_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stores_that_do_not_come_to_the_file_are_found(tmp_path, monkeypatch):
+    path = tmp_path / "table.npy"
+    defaults._make(path, 64)
+    plan = defaults._Plan("cpu", str(tmp_path), 64 * 4096, 0, 8, 2, 1, 1.0)
+    turn = defaults._Turn(plan, defaults._Use("cold", "random updates"), path, 64)
+    monkeypatch.setattr(defaults, "_make", lambda path, rows: None)
+    assert turn.take(None)[1]
+    lying = defaults._Turn(plan, defaults._Use("cold", "random updates"), path, 64)
+
+    # Its rows hold 2 more by now.
+    assert not lying.take(None)[1]
+
+
+def test_a_process_without_memory_is_an_error_that_says_so(tmp_path):
+    with small_memory.small_group(16 << 20) as group:
+        if group is None:
+            pytest.skip("no memory control group can be made here")
+        with pytest.raises(FlashwarpError, match="memory is too small"):
+            list(small_memory.events_of(_take_memory, (256 << 20,), group))
+
+
+def test_an_error_of_the_measuring_process_is_raised_here():
+    with pytest.raises(ArgumentError, match="negative"):
+        list(small_memory.events_of(_take_memory, (-1,), None))
+
+
+def _take_memory(nbytes):
+    if nbytes < 0:
+        raise ArgumentError(f"{nbytes} is negative")
+    yield len(bytearray(nbytes).replace(b"\0", b"\1"))

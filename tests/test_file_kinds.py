@@ -432,14 +432,14 @@ def test_only_aligned_data_is_read_in_place(
 ) -> None:
     """Loads of a GPU fault at any other address."""
     NUMBERS.tofile(tmp_path / "f")
-    reach = opening._file_storage
+    reach = opening.file_storage
     asked: list[bool] = []
 
     def note(*args: Any, **options: Any) -> Any:
         asked.append(args[5])
         return reach(*args, **options)
 
-    monkeypatch.setattr(opening, "_file_storage", note)
+    monkeypatch.setattr(opening, "file_storage", note)
     open_raw(tmp_path / "f", shape=4, offset=offset).close()
     assert asked == [aligned]
 
@@ -565,13 +565,13 @@ def test_file_that_is_replaced_while_it_is_opened(
     """The header of one file with the data of another would be garbage."""
     path = tmp_path / "x.npy"
     np.save(path, NUMBERS)
-    reach = opening._file_storage
+    reach = opening.file_storage
 
     def late(*args: Any, **options: Any) -> Any:
         np.save(tmp_path / "new.npy", NUMBERS.astype("f4").repeat(4))
         (tmp_path / "new.npy").replace(path)
         return reach(*args, **options)
 
-    monkeypatch.setattr(opening, "_file_storage", late)
+    monkeypatch.setattr(opening, "file_storage", late)
     with pytest.raises(PathError, match="replaced while it was opened"):
         fw.open(path, device="cpu")

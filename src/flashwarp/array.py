@@ -19,7 +19,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import config, endings
+from flashwarp import config, endings, host_memory
+from flashwarp.advice import Usage, advise
 from flashwarp.attachment import Attachment
 from flashwarp.cache import Cache
 from flashwarp.config import flag
@@ -33,6 +34,7 @@ from flashwarp.errors import (
     ForkError,
     ReadOnlyError,
 )
+from flashwarp.file_access import room_for_pages
 from flashwarp.futures import Future
 from flashwarp.launcher import Watcher
 from flashwarp.operands import Index, Operands, host_empty, host_index, is_foreign
@@ -40,7 +42,7 @@ from flashwarp.rows import ArrayStruct
 from flashwarp.selection import Selection, rows_of_slice, select
 from flashwarp.spread import AnyController
 from flashwarp.stats import Stats
-from flashwarp.storage import Storage
+from flashwarp.storage import File, Storage, members_of
 
 __all__ = ["Array", "Explanation"]
 
@@ -62,6 +64,8 @@ class Explanation:
     controller: dict[str, Any]
     cache: str
     device: str
+    advice: tuple[str, ...] = ()
+    """What the counters say could be done better; empty if nothing, or too little was read yet."""
 
     def __str__(self) -> str:
         facts = ", ".join(f"{k}: {v}" for k, v in self.storage.items())
@@ -73,6 +77,7 @@ class Explanation:
                 f"engine      {engine}",
                 f"cache       {self.cache}",
                 f"device      {self.device}",
+                *(f"advice      {sentence}" for sentence in self.advice),
             )
         )
 
@@ -634,7 +639,10 @@ class Array(endings.NotCopied):
 
     @_locked
     def explain(self) -> Explanation:
-        """Tell which data path is used, and why."""
+        """Tell which data path is used and why, and what the counters advise.
+
+        Blocks as `stats` does.
+        """
         reason = "; ".join(filter(None, (self._controller.reason, self._why)))
         return Explanation(
             path=self._controller.path,
@@ -644,6 +652,30 @@ class Array(endings.NotCopied):
             controller=self._controller.describe(),
             cache=f"{self.cache!r}{self._volume.tier_note()}",
             device=self.device.describe(),
+            advice=advise(self._usage()),
+        )
+
+    def _usage(self) -> Usage:
+        files = [each for each in members_of(self._storage) if isinstance(each, File)]
+        told = [(file.describe(), file.review is not None) for file in files]
+        available = host_memory.available_bytes()
+        tier = self.cache.host_capacity if self._volume.in_host_tier else 0
+        return Usage(
+            nbytes=self.nbytes,
+            row_bytes=self._row_bytes,
+            line_bytes=self.cache.line_bytes,
+            capacity=self.cache.capacity,
+            host_capacity=tier,
+            on_cpu=self.device.kind == "cpu",
+            mapped=self._controller.path == "mapped",
+            direct=any(facts["direct"] and not may_change for facts, may_change in told),
+            alignment=max((int(facts.get("alignment", 1)) for facts, _ in told), default=1),
+            device_free_bytes=self.device.memory_info().free_bytes,
+            host_free_bytes=available,
+            page_room=room_for_pages(available, 0, config.current()),
+            calls=self._launcher.moved.calls,
+            rows=self._launcher.moved.rows,
+            stats=self.stats,
         )
 
     @property

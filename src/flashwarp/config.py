@@ -141,6 +141,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "controller_threads": (0, 256),
     "mapped_budget": (0, 1),
     "mapped_residency": (0, 1e9),
+    "page_cache_share": (0, 1),
+    "review_bytes": (0, SIZE_MAX),
     "cache_share": (0, 1),
     "copy_cached": (0, 1),
     "look_ahead": (0, 1 << 20),
@@ -180,6 +182,15 @@ class Config:
 
     mapped_residency: float = 0.9
     """Least share of a file in the page cache for which mapping it beats reading it."""
+
+    page_cache_share: float = 1.0
+    """Share of the host's available memory that the pages of one file may take; a larger file is
+    read and written with O_DIRECT. 1, since the page cache is still the faster way where a small
+    part of the pages finds no room."""
+
+    review_bytes: int = 16 << 20
+    """Bytes read from a file before the choice between page cache and O_DIRECT is reviewed, and
+    between reviews. 0: never; what was chosen at open stays."""
 
     copy_cached: int = 1
     """1: bytes of a file that are in the page cache are copied from a mapping, which takes half the

@@ -294,8 +294,11 @@ class SoftwareController(NotCopied):
     def wake(self) -> None:
         """Wake the threads now: work is about to be submitted. Costs a microsecond.
 
-        Threads that leave the work to a launch of the CPU device sleep on.
+        Threads that leave the work to a launch of the CPU device sleep on. The storage may look
+        again how it is reached.
         """
+        if self._served is not None:
+            self._served.look_again()
         if not self._yields and self._native is not None:
             self._native.wake()
 

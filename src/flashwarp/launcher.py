@@ -7,6 +7,7 @@ launches waits, and asks `failures` what went wrong.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,6 +27,19 @@ Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
 _BYTES_WORTH_A_THREAD = 128 << 10
+
+
+@dataclass
+class Moved:
+    """How many calls moved rows, and how many rows they moved. Threads may lose each other's."""
+
+    calls: int = 0
+    rows: int = 0
+
+    def add(self, rows: int) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.rows += rows
 
 
 class Launcher:
@@ -48,11 +62,13 @@ class Launcher:
         self.watchers: list[Watcher] = []
         self._uses: tuple[object, ...] | None = None
         self._closed = False
+        self.moved = Moved()
 
     def on(self, volume: Volume) -> Launcher:
         """Return the same launches with another entry for the array, whose errors are its own."""
         made = Launcher(self.cache, volume, self.controller, self.row_bytes, self.row_count)
         made.watchers = self.watchers
+        made.moved = self.moved
         return made
 
     @property
@@ -116,6 +132,7 @@ class Launcher:
 
     def move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
         """Launch "gather" or "scatter" of the rows at `index`."""
+        self.moved.add(index.size)
         if self.watchers:
             self._tell(self._rows_of(index) * self.row_bytes, self.row_bytes)
         params = self.row_params(index, buffer)
@@ -131,6 +148,7 @@ class Launcher:
         self, verb: str, first_row: int, buffer: int, nbytes: int, stream: Any = None
     ) -> None:
         """Launch "gather" or "scatter" of rows that lie back to back from `first_row` on."""
+        self.moved.add(nbytes // max(1, self.row_bytes))
         if self.watchers:
             self._tell(np.array([first_row * self.row_bytes]), nbytes)
         params = self._range_params(first_row, buffer, nbytes)

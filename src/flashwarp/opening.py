@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import errno
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, config, containers, endings, files, npy
+from flashwarp import containers, endings, files, npy
 from flashwarp.array import Array
 from flashwarp.cache import Cache, _check_line, automatic_capacity
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.controller import SoftwareController
-from flashwarp.device import CpuDevice, Device, resolve
+from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError, PathError
+from flashwarp.file_access import file_storage
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
-from flashwarp.storage import File, Mapping, Memory, Storage
+from flashwarp.storage import File, Storage
 
 __all__ = ["create", "from_storage", "open"]
-
-_log = logging.getLogger(__name__)
 
 CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
 # The longest load of a GPU thread, and so the strictest alignment.
@@ -98,8 +95,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     strict : {"mapped", "bounce", "direct"}, optional
         Raise DataPathError unless the data goes this way.
     direct : bool, optional
-        Read and write past the page cache (O_DIRECT), or through it. Default: by how much of the
-        file is in the page cache.
+        Read and write past the page cache (O_DIRECT), or through it. Default: through it if the
+        file fits the memory, else past it; a file that is only read may change later. See
+        docs/tuning.md.
     policy : str or Policy, optional
         Which line makes room for another; see `Cache`. Default "clock". A `Cache` has its own.
     host_cache : int or str, optional
@@ -168,7 +166,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         for each in names:
             files.check(each, writable)
         several = _form_of_several(names, layout, dtype, shape, start)
-        storages, why, release = _several_files(names, several, writable, direct, plan.device, lock)
+        storages, why, release = _several_files(names, several, writable, direct, plan, lock)
         spread = (layout, stripe_bytes)
         try:
             return _make_several(
@@ -212,7 +210,10 @@ def _open_one(
     if controller is not None and controller.storage is not None:
         storage, why, release = controller.storage, "the controller's own storage", _nothing
     else:
-        storage, why, release = _reach(name, form, writable, direct, plan.device, lock, shown)
+        reserved = plan.host_bytes(form.nbytes)
+        storage, why, release = _reach(
+            name, form, writable, direct, plan.device, lock, shown, reserved_bytes=reserved
+        )
     try:
         return _make(storage, form, plan, controller, why=why, release=release, recipe=recipe)
     except BaseException:
@@ -229,12 +230,13 @@ def _reach(
     lock: bool,
     shown: str = "",
     in_place: bool = True,
+    reserved_bytes: int = 0,
 ) -> tuple[Storage, str, Callable[[], None]]:
     """Open the part of a file that an array takes, and say how to let go of it."""
     # Elements that device code reads where they are must lie as loads need them.
     in_place = in_place and form.offset % _LOAD_BYTES_MAX == 0
-    storage, why, undo = _file_storage(
-        path, form, writable, direct, device, in_place, lock=lock, shown=shown
+    storage, why, undo = file_storage(
+        path, form, writable, direct, device, in_place, reserved_bytes, lock=lock, shown=shown
     )
 
     def release() -> None:
@@ -405,6 +407,28 @@ class _Plan:
             choice("strict", strict, DATA_PATHS)
         where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
         return cls(where, cache, line, policy, strict, host_cache)
+
+    def host_bytes(self, nbytes: int) -> int:
+        """Host memory that the cache of an array of `nbytes` will take."""
+        if isinstance(self.cache, Cache):
+            return 0
+        tier = self.host_capacity or 0
+        if self.device.kind != "cpu":
+            return tier
+        return tier + self.capacity(nbytes)
+
+    def capacity(self, nbytes: int) -> int:
+        """Bytes of frames of the cache that is made for a storage of `nbytes`."""
+        if isinstance(self.cache, Cache):
+            return self.cache.capacity
+        if isinstance(self.cache, str) and self.cache == "auto":
+            return automatic_capacity(nbytes, self.line, self.device)
+        return parse_bytes(self.cache, "cache")
+
+    @property
+    def host_capacity(self) -> int | None:
+        """Bytes of the host tier of the cache that is made."""
+        return None if self.host_cache is None else parse_bytes(self.host_cache, "host_cache")
 
     @property
     def line_bytes(self) -> int:
@@ -614,11 +638,14 @@ def _several_files(
     form: _Several,
     writable: bool,
     direct: bool | None,
-    device: Device,
+    plan: _Plan,
     lock: bool,
 ) -> tuple[list[Storage], str, Callable[[], None]]:
     """Choose how the files are reached: all in place, or none."""
     releases: list[Callable[[], None]] = []
+    # All files together must fit the memory, so each reserves what the others take.
+    sizes = [part.nbytes for part in form.parts]
+    frames = plan.host_bytes(sum(sizes))
 
     def release() -> None:
         while releases:
@@ -626,8 +653,17 @@ def _several_files(
 
     def reach(in_place: bool) -> tuple[list[Storage], list[str]]:
         storages, reasons = [], []
-        for path, part in zip(paths, form.parts, strict=True):
-            file, why, undo = _reach(path, part, writable, direct, device, lock, in_place=in_place)
+        for path, part, size in zip(paths, form.parts, sizes, strict=True):
+            file, why, undo = _reach(
+                path,
+                part,
+                writable,
+                direct,
+                plan.device,
+                lock,
+                in_place=in_place,
+                reserved_bytes=frames + sum(sizes) - size,
+            )
             releases.append(undo)
             storages.append(file)
             reasons.append(f"{path}: {why}")
@@ -671,82 +707,6 @@ def _make_several(
     return _make(storage, form, plan, group, why=why, release=let_go, recipe=recipe)
 
 
-def _file_storage(
-    path: str,
-    layout: npy.Layout,
-    writable: bool,
-    direct: bool | None,
-    device: Device,
-    in_place: bool = True,
-    *,
-    lock: bool = True,
-    shown: str = "",
-) -> tuple[Storage, str, Callable[[], None]]:
-    """Choose how the file is reached: in place, through the page cache, or past it."""
-    if layout.nbytes == 0:
-        # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
-        return Memory(np.zeros(512, np.uint8), writable), "the array is empty", _nothing
-    end = layout.offset + layout.nbytes
-    resident, mapping, unknown = _residency(path, end)
-    defaults = config.current()
-    warm = resident >= defaults.mapped_residency
-    share = unknown or f"{resident:.0%} of the file is in the page cache"
-    if direct is None:
-        direct = not unknown and not warm and resident < 0.5 and _accepts_direct(path)
-    may_map = in_place and device.kind == "cuda" and not writable and not direct
-    if may_map and mapping is not None and warm:
-        budget = int(CpuDevice(1).memory_info().free_bytes * defaults.mapped_budget)
-        if end <= budget:
-            storage = File(
-                path,
-                layout.offset,
-                layout.nbytes,
-                lock=lock,
-                _map_address=mapping.address,
-                _mapping=mapping,
-            )
-            why = f"{share}, and it fits the {budget} bytes that may be pinned"
-            return storage, why, mapping.close
-        share += f", but it exceeds the {budget} bytes that may be pinned"
-    if mapping is not None:
-        mapping.close()
-    storage = File(
-        path,
-        layout.offset,
-        layout.nbytes,
-        writable=writable,
-        direct=direct,
-        lock=lock,
-        _name=shown,
-    )
-    why = f"{share}; {'O_DIRECT' if direct else 'through the page cache'}"
-    return storage, why, _nothing
-
-
-# Looking at more pages than this costs more than the answer is worth: sample the front.
-_RESIDENCY_BYTES_MAX = 64 << 30
-
-
-def _residency(path: str, nbytes: int) -> tuple[float, Mapping | None, str]:
-    """Share of the file in the page cache, the mapping used to look, and why nobody can tell."""
-    if nbytes > _RESIDENCY_BYTES_MAX:
-        return 0.0, None, ""
-    try:
-        mapping = Mapping(Path(path), nbytes)
-    except (OSError, ValueError) as error:
-        _log.info("cannot map %s: %s", path, error)
-        return 0.0, None, ""
-    try:
-        return mapping.residency(), mapping, ""
-    except OSError as error:  # a sandbox may refuse mincore
-        mapping.close()
-        return 0.0, None, f"how much of the file is in the page cache is unknown (mincore: {error})"
-
-
-def _accepts_direct(path: str) -> bool:
-    return not isinstance(_native.direct_io_alignment(path), str)
-
-
 def _make(
     storage: Storage,
     form: npy.Layout,
@@ -781,7 +741,7 @@ def _make(
         if owns:
             held.close()
         raise
-    path = array.explain().path
+    path = array.controller.path
     if strict is not None and path != strict:
         reason = str(array.explain())
         array.close()
@@ -801,16 +761,10 @@ def _cache_of(plan: _Plan, nbytes: int) -> Cache:
                 f"{chosen.name!r}: all arrays on a cache share its policy"
             )
         return plan.cache
-    host = None if plan.host_cache is None else parse_bytes(plan.host_cache, "host_cache")
-    capacity = (
-        automatic_capacity(nbytes, plan.line, plan.device)
-        if isinstance(plan.cache, str) and plan.cache == "auto"
-        else parse_bytes(plan.cache, "cache")
-    )
     return Cache(
-        capacity,
+        plan.capacity(nbytes),
         plan.line,
         policy=chosen,
         device=plan.device,
-        host_capacity=host,
+        host_capacity=plan.host_capacity,
     )

@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,9 @@ class Storage(NotCopied):
     def path(self) -> str | None:
         """The file behind it, when there is one."""
         return None
+
+    def look_again(self) -> None:
+        """Choose anew, at a cheap moment, how later transfers are made, if there is a choice."""
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: kind, path, engine, alignment, reasons."""
@@ -230,6 +233,15 @@ class Memory(Storage):
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
 
 
+class Review(Protocol):
+    """What looks at the reads of a file from time to time; see `file_access.WayReview`."""
+
+    changes: list[str]
+
+    def look(self, file: Any) -> None:
+        """Look, and change the way of the native file if there is a reason."""
+
+
 class File(Storage):
     """A byte range of a file.
 
@@ -267,6 +279,7 @@ class File(Storage):
         _map_address: int = 0,
         _mapping: Any = None,
         _name: str = "",
+        _may_change: bool = False,
     ) -> None:
         name = files.check_name(path)
         self._path = _name or name
@@ -289,6 +302,8 @@ class File(Storage):
         self.offset = offset
         self.direct = direct
         self.mapping = _mapping
+        self.review: Review | None = None
+        """Changes the way of a file that may change it."""
         native = files.opened(
             lambda: _native.FileStorage(
                 name,
@@ -300,6 +315,7 @@ class File(Storage):
                 bool(config.current().copy_cached),
                 lock,
                 _name,
+                _may_change,
             ),
             self._path,
             writable=writable,
@@ -339,6 +355,21 @@ class File(Storage):
                 "written is lost; open it again",
                 self._path,
             )
+
+    def look_again(self) -> None:
+        """Change to the page cache or to O_DIRECT, if that was left to the library and is worth it.
+
+        Costs 0.2 us, and 50 us each time that `Config.review_bytes` were read.
+        """
+        if self.review is not None:
+            self.review.look(self.native)
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people; see `Storage.describe`. ``changed``: each change of the way."""
+        facts = super().describe()
+        if self.review is not None and self.review.changes:
+            facts["changed"] = "; ".join(self.review.changes)
+        return facts
 
 
 class BlockDevice(File):
@@ -427,6 +458,13 @@ class Replicated(_Composite):
         except ValueError as error:
             raise ArgumentError(str(error)) from error
         super().__init__(native)
+
+
+def members_of(storage: Storage) -> tuple[Storage, ...]:
+    """Return the storages that hold the bytes of one: it, or those that it is made of."""
+    if not isinstance(storage, Striped | Replicated):
+        return (storage,)
+    return tuple(inner for member in storage.members for inner in members_of(member))
 
 
 class Mapping:

@@ -15,6 +15,7 @@ DEFAULT = "first_light"
 BENCHES = {
     "asynchronous": "How many warps fill the link, waiting for each block or reading ahead.",
     "first_light": "Rows, elements and files against the ceilings of this machine.",
+    "defaults": "Page cache or O_DIRECT as chosen without being told, against both ways.",
     "hits": "Loads of resident elements against reference counts and plain memory.",
     "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
     "bfs": "Breadth-first search on a graph larger than the cache (BaM figures 7 to 11).",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from flashwarp import config, endings
+from flashwarp import config, endings, host_memory
 from flashwarp._jit import compiler, host_compiler
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
@@ -125,13 +125,7 @@ class CpuDevice(Device):
         ctypes.memset(address, byte, nbytes)
 
     def memory_info(self) -> MemoryInfo:
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * page
-        with Path("/proc/meminfo").open() as file:
-            fields = dict(line.split(":", 1) for line in file)
-        # "MemAvailable:   123456 kB": what could be used without swapping, page cache included.
-        available = int(fields["MemAvailable"].split()[0]) << 10
-        return MemoryInfo(available, total)
+        return MemoryInfo(host_memory.available_bytes(), host_memory.total_bytes())
 
     def launch(
         self,

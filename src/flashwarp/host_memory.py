@@ -1,0 +1,91 @@
+"""How much memory of the host this process may still use: free, reclaimable, and not forbidden.
+
+The machine is one limit, each control group that the process is in is another; the least counts.
+What the kernel holds of files counts as available, since it gives that up for others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["available_bytes", "total_bytes"]
+
+# Names of the files of a memory control group: limit, use, and the lines of `memory.stat` for what
+# can be reclaimed. Version 1 counts the groups below in the lines with `total_`.
+_V2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+_V1 = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+
+
+def total_bytes() -> int:
+    """Return the memory of the machine in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return bytes that can be used without swapping, page cache included.
+
+    Parameters
+    ----------
+    proc, groups : Path
+        Where the kernel tells it.
+
+    Returns
+    -------
+    int
+        The least of the machine's ``MemAvailable`` and of what each control group leaves.
+    """
+    available = [_machine(proc), *_left_in_groups(proc, groups)]
+    return max(0, min(available))
+
+
+def _machine(proc: Path) -> int:
+    try:
+        with (proc / "meminfo").open() as file:
+            fields = dict(line.split(":", 1) for line in file)
+        # "MemAvailable:   123456 kB"
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError):  # no /proc here, or a kernel before 3.14: what nobody uses at all
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
+    """Yield what the group of this process leaves, and each group above it."""
+    try:
+        entries = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for entry in entries:
+        _, controllers, name = entry.split(":", 2)
+        # Version 2 is one tree, mounted as such or beside those of version 1, without memory then.
+        roots = {"": groups, "memory": groups / "memory"}
+        if controllers not in roots:
+            continue
+        names = _V1 if controllers else _V2
+        root = roots[controllers]
+        # Inside of a container the path may be the host's, and only the root be there.
+        inner = root / name.lstrip("/")
+        for group in (inner, *inner.parents):
+            if group == root.parent:
+                break
+            left = _left(group, *names)
+            if left is not None:
+                yield left
+
+
+def _left(group: Path, limit: str, used: str, reclaimable: tuple[str, ...]) -> int | None:
+    """Return what a group leaves; None without a limit, or where nothing can be read."""
+    try:
+        most = (group / limit).read_text().strip()
+        if most == "max":
+            return None
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = int(most) - int((group / used).read_text())
+        return free + sum(int(stat.get(name, 0)) for name in reclaimable)
+    except (OSError, ValueError):
+        return None
