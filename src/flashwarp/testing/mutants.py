@@ -621,6 +621,14 @@ MUTANTS = {
             4,
         ),
         Mutant(
+            "prefetch-dies-silently",
+            _MOVE,
+            "  if (opcode == nvme::kWrite || v.spread != kReplicated) {\n",
+            "  if (opcode == nvme::kWrite) {\n",
+            "a queue pair dies under a prefetch, and nobody is told",
+            "prefetch_lost",
+        ),
+        Mutant(
             "window-keeps-slots",
             "flashwarp/kernels/drives.cuh",
             "      while (outstanding_ != 0) {\n",

@@ -121,6 +121,18 @@ FW_SCENARIO(async, "each thread starts more transfers than the ring has entries,
   start_more_than_fit(run, small_rings(run.random));
 }
 
+FW_SCENARIO(prefetch_lost, "threads prefetch and wait for nothing, and the controllers stop") {
+  Shape shape = small_rings(run.random);
+  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  run.faults.stop_after = 1 + run.random.below(8);
+  Machine machine(run, shape);
+  Words data(machine, 0);
+  machine.launch([&](Thread& t) {
+    for (uint32_t n = 0; n < (kWidth == 1 ? 4 : 1); ++n) data.prefetch(data.pick(t.random));
+  });
+  machine.settle();
+}
+
 FW_SCENARIO(async_faults, "the same over disks that fail, wait, tear and stop") {
   const Shape shape = small_rings(run.random);
   draw_faults(run);
