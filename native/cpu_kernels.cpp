@@ -62,6 +62,7 @@ std::vector<MemberLayout> make_layouts() {
       FW_MEMBER("transport", nvme::transport, buffers),
       FW_MEMBER("transport", nvme::transport, timeout_ns),
       FW_MEMBER("transport", nvme::transport, path),
+      FW_MEMBER("transport", nvme::transport, heartbeat),
       FW_SIZE("queue_pair", nvme::queue_pair),
       FW_MEMBER("queue_pair", nvme::queue_pair, sq),
       FW_MEMBER("queue_pair", nvme::queue_pair, cq),

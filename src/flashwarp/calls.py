@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from flashwarp import config, rows
+from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.errors import ArgumentError, ClosedError, DeviceTimeout
 from flashwarp.failures import Failures, bad_index
@@ -208,7 +209,7 @@ class Calls:
 
     def _submit(self, call: _Call) -> None:
         limit_s = time_limit_s()
-        end = time.monotonic() + limit_s
+        waited = Waited()
         while True:
             with self._changed:
                 if self._closed:
@@ -216,14 +217,13 @@ class Calls:
                 if self._has_room():
                     queue = self._enter(call)
                     break
-                left = end - time.monotonic()
-                if left <= 0:
+                if waited.look() >= limit_s:
                     raise DeviceTimeout(
                         f"{config.current().async_calls} asynchronous calls of the array are in "
                         f"flight (FLASHWARP_ASYNC_CALLS), and none ended in {limit_s:g} s"
                     )
                 if not self.on_worker:
-                    self._changed.wait(left)
+                    self._changed.wait(STEP_MAX_S)
             if self.on_worker and not self._step():
                 time.sleep(_POLL_MIN_S)
         if self._on_cpu:
@@ -401,8 +401,11 @@ class Calls:
         with self._changed:
             futures = [call.future for call in self._open]
         # Launches on the CPU end by limits of their own, and must not lose their memory before.
-        limit_s = None if self._on_cpu else time_limit_s()
-        if not self.wait_for(futures, limit_s):
+        limit_s = math.inf if self._on_cpu else time_limit_s()
+        waited = Waited()
+        while not self.wait_for(futures, STEP_MAX_S):
+            if waited.look() < limit_s:
+                continue
             raise DeviceTimeout(f"asynchronous calls of the array did not end in {limit_s:g} s")
 
     def hold_stream(self, future: Future[Any], stream: Any) -> None:

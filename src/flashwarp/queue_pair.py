@@ -36,6 +36,7 @@ class TransportStruct(ctypes.Structure):
         ("timeout_ns", ctypes.c_uint64),
         ("path", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("heartbeat", ctypes.c_uint64),
     )
 
 
@@ -50,7 +51,7 @@ class QueuePairStruct(ctypes.Structure):
         ("slots", ctypes.c_uint64),
         ("detached", ctypes.c_uint64),
         ("data", TransportStruct),
-        ("_pad0", ctypes.c_uint8 * 40),
+        ("_pad0", ctypes.c_uint8 * 32),
         ("ticket", ctypes.c_uint32),
         ("depth_log2", ctypes.c_uint32),
         ("id", ctypes.c_uint32),
@@ -117,13 +118,16 @@ class QueuePairs:
             if path == "bounce"
             else None
         )
+        # Behind the doorbells one word more, by which kernels see that the process runs.
         rings = count * (depth * (_SQE_BYTES + _CQE_BYTES) + 2 * _DOORBELL_STRIDE)
-        self._rings = device.allocate_host(rings)
+        heartbeat_bytes = _DOORBELL_STRIDE
+        self._rings = device.allocate_host(rings + heartbeat_bytes)
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         self._memory = device.allocate(count * (pair_bytes + depth * (8 + _DETACHED_BYTES)))
         self.address = self._memory.address
         sq, cq = self._rings.address, self._rings.address + count * depth * _SQE_BYTES
         doorbells = cq + count * depth * _CQE_BYTES
+        self.heartbeat = doorbells + 2 * count * _DOORBELL_STRIDE
         detached = self.address + count * pair_bytes
         slots = detached + count * depth * _DETACHED_BYTES
         self.native = []
@@ -141,6 +145,7 @@ class QueuePairs:
             pair.data.buffer_stride = buffer_bytes
             pair.data.timeout_ns = int(timeout_s * 1e9)
             pair.data.path = DATA_PATHS.index(path)
+            pair.data.heartbeat = self.heartbeat
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(
@@ -151,6 +156,7 @@ class QueuePairs:
                     cq_doorbell=pair.cq_doorbell,
                     depth=depth,
                     id=i + 1,
+                    heartbeat=self.heartbeat,
                 )
             )
         device.upload(self.address, bytes(self._structs))

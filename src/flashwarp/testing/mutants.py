@@ -52,6 +52,7 @@ _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
 _SHARE = "flashwarp/cache/share_table.cuh"
 _VIEW = "flashwarp/array/shared.cuh"
+_QUEUE = "flashwarp/nvme/queue_pair.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 
@@ -619,6 +620,22 @@ MUTANTS = {
             "queue",
             "weak",
             4,
+        ),
+        Mutant(
+            "deadline-ignores-heartbeat",
+            _QUEUE,
+            "  } else if (beat != age.beat) {\n",
+            "  } else {\n",
+            "waits run out of time while the host's process is stopped",
+            "suspended",
+        ),
+        Mutant(
+            "deadline-believes-in-host",
+            _QUEUE,
+            " || age.total + age.since > kLimitsUntilDead * t.timeout_ns;",
+            ";",
+            "waits for a host that does not come back have no end",
+            "host_lost",
         ),
         Mutant(
             "prefetch-dies-silently",

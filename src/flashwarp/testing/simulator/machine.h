@@ -98,6 +98,11 @@ class Machine : public Hardware {
     const Faults& faults = run_.faults;
     while (!scheduler.stopping()) {
       ++sweeps_;
+      if (is_suspended()) {
+        scheduler.pause(uint32_t(timeout_ns() / 64));
+        continue;
+      }
+      if (index == 0) beat();
       const bool stopped = faults.stop_after != 0 && !healed_ && sweeps_ > faults.stop_after &&
                            (faults.stop_for == 0 || sweeps_ < faults.stop_after + faults.stop_for);
       if (stopped && shape_.bad < 0) {
@@ -132,9 +137,28 @@ class Machine : public Hardware {
     }
   }
 
+  // Whether nothing of the host's process runs now.
+  bool is_suspended() {
+    const Faults& faults = run_.faults;
+    if (faults.suspend_after == 0 || healed_ || sweeps_ < faults.suspend_after) return false;
+    if (suspended_until_ns_ == 0) suspended_until_ns_ = scheduler.clock_ns() + faults.suspend_ns;
+    return faults.loses_host() || scheduler.clock_ns() < suspended_until_ns_;
+  }
+
+  // After a sweep: who has seen a beat has given the controller its turn. Not at each, since every
+  // store is news to those who nap.
+  void beat() {
+    if (heartbeat_ == nullptr || scheduler.clock_ns() < next_beat_ns_) return;
+    next_beat_ns_ = scheduler.clock_ns() + timeout_ns() / 16;
+    atomic::store_relaxed_system(heartbeat_, ++beats_);
+  }
+
   std::vector<std::function<void()>> checks_;
   uint32_t launches_ = 0;
   uint32_t sweeps_ = 0;
+  uint32_t beats_ = 1;
+  uint64_t next_beat_ns_ = 0;
+  uint64_t suspended_until_ns_ = 0;
   bool healed_ = false;
 };
 

@@ -19,6 +19,7 @@ inline void require(bool condition, const std::string& what) {
 
 // After a controller was given up, nothing else can be expected.
 inline void check_timeouts(const Hardware& hardware) {
+  require(hardware.may_time_out(), "a wait ran out of time while the host was stopped");
   // Another replica may have had what one did not answer.
   bool recorded = hardware.replicas() > 1;
   for (uint32_t v = 0; v < hardware.shape().volumes; ++v) {

@@ -306,7 +306,7 @@ FW_DEVICE_NOINLINE uint32_t end_flight(page_cache& c, volume& v, nvme::queue_pai
 FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t mask,
                                              uint8_t opcode, const transfer& t, flights& f) {
   line_finisher finisher{c};
-  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  nvme::deadline limit(v.queues[0].data);
   uint32_t status = nvme::kSuccess;
   while (warp::any(mask, f.on != 0)) {
     const uint32_t done = done_flights(v, f);

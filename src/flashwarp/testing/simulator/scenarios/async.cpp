@@ -133,6 +133,21 @@ FW_SCENARIO(prefetch_lost, "threads prefetch and wait for nothing, and the contr
   machine.settle();
 }
 
+FW_SCENARIO(suspended, "the host's process is stopped for several time limits: no wait runs out") {
+  const Shape shape = small_rings(run.random);
+  if (!run.faults_given) {
+    run.faults.suspend_after = 1 + run.random.below(30);
+    run.faults.suspend_ns = uint32_t(Machine::kFairTimeoutNs * (2 + run.random.below(5)));
+  }
+  start_more_than_fit(run, shape);
+}
+
+FW_SCENARIO(host_lost, "the host's process is stopped for good: every wait ends all the same") {
+  const Shape shape = small_rings(run.random);
+  if (!run.faults_given) run.faults.suspend_after = 1 + run.random.below(30);
+  start_more_than_fit(run, shape);
+}
+
 FW_SCENARIO(async_faults, "the same over disks that fail, wait, tear and stop") {
   const Shape shape = small_rings(run.random);
   draw_faults(run);
