@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,3 +124,48 @@ def test_stray_index_is_not_of_an_asynchronous_call(program: fw.Program, x: fw.A
     assert (x.read_async([1]).result() == np.arange(10, 20)).all()
     with pytest.raises(BoundsError, match="index 1000"):
         x.synchronize()
+
+
+def test_nothing_that_is_noted_while_somebody_reads_gets_lost(
+    program: fw.Program, x: fw.Array
+) -> None:
+    """The host cleared the record after it had read it: what came in between was gone."""
+    each, rounds = 20_000, 20
+    stray = np.full(each, 1000, np.int64)
+    total = np.zeros(1, np.int64)
+    ended = threading.Event()
+
+    def note() -> None:
+        for _ in range(rounds):
+            program["add_up"](x, stray, each, total, warps=1)
+        ended.set()
+
+    writer = threading.Thread(target=note)
+    writer.start()
+    told, reads = 0, 0
+    while True:
+        last = ended.is_set()
+        failure = x._attachment._failures.take("a read", x._volume, alone=True)
+        if failure is not None:
+            told += int(re.findall("first of (.*) such", str(failure))[0])
+            reads += 1
+        if last:
+            break
+    writer.join()
+
+    assert told == each * rounds
+    assert reads > 1
+
+
+def test_failures_after_the_first_are_told_too(x: fw.Array, storage: Faulty) -> None:
+    """They were not even counted."""
+    storage.inject("read eio")
+
+    with pytest.raises(StorageError) as caught:
+        x.gather(np.arange(100))
+
+    notes = "".join(caught.value.__notes__)
+    assert re.search(r"and \d+ more commands failed: on bytes \d+\.\., ", notes)
+    assert re.search(r", and \d+ of which no more is known", notes)
+    storage.heal()
+    assert (x.gather(np.arange(100)) == np.arange(1000).reshape(100, 10)).all()

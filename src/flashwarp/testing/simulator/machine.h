@@ -33,8 +33,10 @@ class Machine : public Hardware {
  public:
   using Hardware::Hardware;
 
-  // Runs `work` on all device threads of the shape, or of `warps` warps.
-  void launch(const std::function<void(Thread&)>& work, uint32_t warps = 0) {
+  // Runs `work` on all device threads of the shape, or of `warps` warps; and `host`, where there is
+  // one, on a thread of the host beside the controllers.
+  void launch(const std::function<void(Thread&)>& work, uint32_t warps = 0,
+              const std::function<void()>& host = nullptr) {
     ++launches_;
     const uint32_t count = (warps != 0 ? warps : shape_.warps) * kWidth;
     scheduler.launch(
@@ -44,7 +46,8 @@ class Machine : public Hardware {
                            Random(run_.seed, 1000 * launches_ + index)};
           work(thread);
         },
-        shape_.controllers, [&](uint32_t index) { serve(index); });
+        shape_.controllers + (host ? 1 : 0),
+        [&](uint32_t index) { index < shape_.controllers ? serve(index) : host(); });
   }
 
   // What a scenario wants to be checked at rest, after the storage is up to date.
