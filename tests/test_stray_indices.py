@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +156,30 @@ def test_nothing_that_is_noted_while_somebody_reads_gets_lost(
 
     assert told == each * rounds
     assert reads > 1
+
+
+def test_failure_that_comes_while_another_is_read_is_told_next(
+    program: fw.Program, x: fw.Array, storage: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the record taken, and what it should have read passed as zeros."""
+    storage.inject("read eio")
+    add_up(program, x, [1])
+    for name in ("upload", "fill"):  # by which the host lets kernels know that it has read
+        real = getattr(x.device, name)
+
+        def meanwhile(*arguments: Any, real: Any = real) -> None:
+            monkeypatch.undo()
+            assert add_up(program, x, [500, 1000]) == 0
+            real(*arguments)
+
+        monkeypatch.setattr(x.device, name, meanwhile)
+
+    with pytest.raises(StorageError, match="at offset 0 ") as caught:
+        x.synchronize()
+    assert "index 1000" in caught.value.__notes__[0], "indices are read after commands"
+    with pytest.raises(StorageError, match="at offset 3584 "):
+        x.synchronize()
+    x.synchronize()  # once
 
 
 def test_failures_after_the_first_are_told_too(x: fw.Array, storage: Faulty) -> None:

@@ -165,8 +165,8 @@ class Failures:
             earlier = [e for e in reversed(kept) if e.get("lba") == lba]
             if alone:
                 self._log.clear()
-            else:
-                self._log.extend(fresh)
+            # One of them may be of a failure that kernels note right now: the next call tells it.
+            self._log.extend(fresh)
             return next(iter(exact + earlier + (fitting if alone else [])), None)
 
 
