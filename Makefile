@@ -25,7 +25,7 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   src/flashwarp/testing/simulator/scenarios/*.cpp)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format native-test tsan asan models simulate simulate-coverage \
+.PHONY: help demo test bench lint format native-test tsan asan models simulate explore simulate-coverage \
   cost docs clean
 
 help:  ## List the targets
@@ -85,6 +85,10 @@ simulate: TIME ?= 60
 simulate: $(VENV)/dev.stamp  ## Explore schedules: SEEDS=first:last TIME=seconds for each warp width
 	for width in 1 4 32; do \
 	  $(BIN)/flashwarp simulate --width $$width --seeds $(SEEDS) --time $(TIME) $(ARGS); done
+
+explore: SCHEDULES ?= 100000
+explore: $(VENV)/dev.stamp  ## Explore everything on all cores: SCHEDULES=n, seeds of today or FIRST=seed
+	$(BIN)/flashwarp simulate --schedules $(SCHEDULES) $(if $(FIRST),--seeds $(FIRST)) $(ARGS)
 
 simulate-coverage: $(VENV)/dev.stamp  ## Lines of the device headers that the simulator runs
 	$(BIN)/python -m flashwarp.testing.coverage $(ARGS)

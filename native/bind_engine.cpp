@@ -305,11 +305,11 @@ void bind_controller(nb::module_& m) {
       .def(
           "__init__",
           [](QueuePairAddresses* self, uint64_t sq, uint64_t cq, uint64_t sq_doorbell,
-             uint64_t cq_doorbell, uint32_t depth, uint16_t id) {
-            new (self) QueuePairAddresses{sq, cq, sq_doorbell, cq_doorbell, depth, id};
+             uint64_t cq_doorbell, uint32_t depth, uint16_t id, uint64_t heartbeat) {
+            new (self) QueuePairAddresses{sq, cq, sq_doorbell, cq_doorbell, depth, id, heartbeat};
           },
           nb::kw_only(), nb::arg("sq"), nb::arg("cq"), nb::arg("sq_doorbell"),
-          nb::arg("cq_doorbell"), nb::arg("depth"), nb::arg("id"))
+          nb::arg("cq_doorbell"), nb::arg("depth"), nb::arg("id"), nb::arg("heartbeat") = 0)
       .def_ro("sq", &QueuePairAddresses::sq)
       .def_ro("cq", &QueuePairAddresses::cq)
       .def_ro("sq_doorbell", &QueuePairAddresses::sq_doorbell)

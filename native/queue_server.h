@@ -33,7 +33,8 @@ struct QueuePairAddresses {
   uint64_t sq_doorbell = 0;
   uint64_t cq_doorbell = 0;
   uint32_t depth = 0;
-  uint16_t id = 0;  // 0 is the admin queue
+  uint16_t id = 0;         // 0 is the admin queue
+  uint64_t heartbeat = 0;  // a word that the controller advances while the process runs; 0: none
 };
 
 // What all queue pairs of a controller share. Read-only but for the log and the modelled drive.

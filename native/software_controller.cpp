@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "fault_guard.h"
+#include "flashwarp/nvme/queue_pair.cuh"
 
 namespace fw::native {
 namespace {
@@ -98,6 +99,11 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
   require(!queue_pairs.empty(), "at least one queue pair is needed");
   check_options(options);
   for (const QueuePairAddresses& pair : queue_pairs) check_queue_pair(pair);
+  heartbeat_ = reinterpret_cast<uint32_t*>(queue_pairs.front().heartbeat);
+  for (const QueuePairAddresses& pair : queue_pairs) {
+    require(pair.heartbeat == queue_pairs.front().heartbeat && pair.heartbeat % 4 == 0,
+            "the queue pairs need one heartbeat, 4-byte aligned");
+  }
 
   IoEngineFactory::Options engine_options;
   context_.storage->collect_files(engine_options.files);
@@ -125,6 +131,7 @@ void SoftwareController::start() {
   stopping_.store(false, std::memory_order_relaxed);
   for (auto& server : servers_) server->reopen();
   serving_.store(true, std::memory_order_release);
+  if (heartbeat_ != nullptr) threads_.emplace_back([this] { beat(); });
   for (uint32_t i = 0; i < thread_count_; ++i) threads_.emplace_back([this, i] { run(i); });
 }
 
@@ -139,6 +146,9 @@ void SoftwareController::stop() {
   const std::lock_guard guard(life_);
   if (!serving()) return;
   stopping_.store(true, std::memory_order_release);
+  // The heart sleeps on `stopped_`, which only this changes.
+  stopped_.fetch_add(1, std::memory_order_release);
+  futex_wake_all(stopped_);
   wake();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
@@ -214,6 +224,22 @@ void SoftwareController::run(uint32_t thread) {
     if (woken) idle_since = 0;
     idle_sweeps = woken ? 0 : kSweepsPerClock - 1;
   }
+}
+
+// The heart: tells waiting device code that the process runs, whatever becomes of the threads that
+// serve. A storage that hangs takes one of these with it; a stopped process stops this one too.
+void SoftwareController::beat() {
+  std::atomic_ref<uint32_t> word(*heartbeat_);
+  uint32_t beats = 0;
+  const uint32_t seen = stopped_.load(std::memory_order_acquire);
+  while (!stopping_.load(std::memory_order_acquire)) {
+    // 0 stands for a heart that nobody has.
+    if (++beats == 0) beats = 1;
+    // Relaxed: it orders nothing.
+    word.store(beats, std::memory_order_relaxed);
+    futex_wait(stopped_, seen, int64_t(nvme::kBeatNs));
+  }
+  word.store(0, std::memory_order_relaxed);
 }
 
 // Whether anything is rung, in flight or held.

@@ -85,6 +85,7 @@ class SoftwareController {
 
  private:
   void run(uint32_t thread);
+  void beat();
   uint32_t sweep(uint32_t thread);
   bool has_unfinished() const;
   bool has_in_flight() const;
@@ -108,6 +109,8 @@ class SoftwareController {
   std::vector<std::thread> threads_;
   std::atomic<bool> serving_{true};
   std::atomic<bool> stopping_{false};
+  std::atomic<uint32_t> stopped_{0};  // how often: what the heart sleeps on (a futex)
+  uint32_t* heartbeat_ = nullptr;     // of the queue pairs; null: none
 
   // Sleep: threads wait for `epoch_` to change (a futex).
   alignas(128) std::atomic<uint32_t> epoch_{0};

@@ -563,6 +563,8 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "queue_pair": queue_pair.QueuePairStruct,
     "counters": cache.CountersStruct,
     "error_record": cache.ErrorRecordStruct,
+    "failure": cache.FailureStruct,
+    "failure_log": cache.FailureLogStruct,
     "volume": cache.VolumeStruct,
     "geometry": cache.GeometryStruct,
     "page_cache": cache.PageCacheStruct,

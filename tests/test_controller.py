@@ -411,7 +411,7 @@ def test_constructor_refuses_what_cannot_be() -> None:
 
     def pair(**changes: int) -> Any:
         names = ["sq", "cq", "sq_doorbell", "cq_doorbell", "depth", "id"]
-        return _native.QueuePair(**{n: changes.get(n, getattr(ring.pair, n)) for n in names})
+        return _native.QueuePair(**{**{n: getattr(ring.pair, n) for n in names}, **changes})
 
     for pairs, options, text in [
         ([], {}, "at least one"),
@@ -422,9 +422,32 @@ def test_constructor_refuses_what_cannot_be() -> None:
         ([pair()], {"page_bytes": 5000}, "page_bytes"),
         ([pair()], {"max_transfer_bytes": 512}, "max_transfer"),
         ([pair()], {"threads": 1000}, "threads"),
+        ([pair(heartbeat=6)], {}, "heartbeat"),
+        ([pair(), pair(heartbeat=64)], {}, "heartbeat"),
     ]:
         with pytest.raises(ValueError, match=text):
             _native.SoftwareController(storage, pairs, **options)
+
+
+def test_heart_beats_while_a_storage_hangs_and_says_when_it_stops() -> None:
+    storage, _ = random_memory()
+    ring, word = Ring(8), Memory(64)
+    names = ["sq", "cq", "sq_doorbell", "cq_doorbell", "depth", "id"]
+    pair = _native.QueuePair(**{n: getattr(ring.pair, n) for n in names}, heartbeat=word.address)
+    # No thread serves, as when each is held by a storage that does not answer.
+    controller = _native.SoftwareController(storage, [pair], threads=0)
+    beats = word.view.view("<u4")
+    assert beats[0] == 0
+
+    controller.start()
+    first = int(beats[0])
+    time.sleep(1)
+    last = int(beats[0])
+    controller.stop()
+
+    # Each 25 ms; device code looks at each second beat.
+    assert 20 < last - first < 60
+    assert beats[0] == 0
 
 
 def test_stats_count_commands_by_kind_and_queue() -> None:

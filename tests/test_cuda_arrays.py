@@ -31,6 +31,7 @@ from fake_cuda import (
     report,
 )
 from flashwarp import calls, controller
+from flashwarp.cache import FailureSequence
 from flashwarp.device import CudaDevice, DeviceArray
 from flashwarp.errors import (
     ArgumentError,
@@ -164,6 +165,13 @@ def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
         fake().fake_hold(0)
 
 
+def note(failures: FailureSequence, where: int, status: int = 0, opcode: int = 0) -> None:
+    """Append an entry, as a kernel does."""
+    entry = failures._entries[failures._read % len(failures._entries)]
+    entry.where, entry.status, entry.opcode = where, status, opcode
+    entry.number = failures._read + 1
+
+
 def check_values_on_the_gpu_are_waited_for() -> None:
     with open_array() as x:
         values = x.device.empty_array((2,), "i8")
@@ -178,23 +186,20 @@ def check_values_on_the_gpu_are_waited_for() -> None:
 def check_indices_on_the_gpu_are_checked_apart() -> None:
     with open_array() as x:
         index = x.device.empty_array((2,), "i8")
-        record = x._volume.error_record()
-        record.index_count = 1  # of another call
+        note(x._volume.indices, 0)  # of another call
 
         fake().fake_hold(0)
         read = x.read_async(index, stream=1)
 
         assert fake().fake_waits(LANE, 1) == 1, "where they are checked"
         assert isinstance(read.result(), DeviceArray)
-        assert record.index_count == 1
-        x._volume.clear_errors()
+        assert x._volume.indices.read().count == 1
 
 
 def check_failure_is_of_the_call_in_whose_lane_it_is_noted() -> None:
     with open_array() as x:
         read, other = x.read_async([1]), x.read_async([2])
-        record = calls_of(x)[0].lane.volume.error_record()
-        record.count, record.status, record.opcode, record.line = 1, 0x281, 2, 0
+        note(calls_of(x)[0].lane.volume.commands, 0, status=0x281, opcode=2)
 
         fake().fake_hold(0)
 
@@ -262,8 +267,7 @@ def check_index_that_stopped_a_kernel_is_told() -> None:
     """As a kernel built for debugging leaves it: the record, then a trap."""
     with open_array() as x:
         fake().fake_hold(0)
-        record = x._volume.error_record()
-        record.index, record.index_count = 64, 1
+        note(x._volume.indices, 64)
         fake().fake_fault(LAUNCH_FAILED)
 
         told = (
@@ -295,8 +299,7 @@ def check_fault_without_a_record_stays_what_it_is() -> None:
 def check_fault_that_nobody_was_told_of_is_raised_by_close() -> None:
     with open_array() as x:
         fake().fake_hold(0)
-        record = x._volume.error_record()
-        record.index, record.index_count = (1 << 64) - 3, 1
+        note(x._volume.indices, (1 << 64) - 3)
         fake().fake_fault(LAUNCH_FAILED)
 
         with pytest.raises(BoundsError, match="index -3,"):

@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import flashwarp.device as fw_device
+from flashwarp._jit import driver
 from flashwarp.device import (
     ArrayView,
     CpuDevice,
@@ -30,6 +32,7 @@ from flashwarp.errors import (
     ClosedError,
     DeviceError,
     DeviceOutOfMemory,
+    DeviceTimeout,
     DtypeError,
     ForkError,
 )
@@ -299,6 +302,7 @@ def test_unknown_device_is_refused(name: str) -> None:
 
 WITHOUT_CUDA = """
 import sys
+import time
 import flashwarp.device as d
 from flashwarp.errors import DeviceError
 sys.modules["cuda"] = None
@@ -565,3 +569,21 @@ def test_every_export_exists() -> None:
 
 def test_device_error_is_what_a_reader_expects() -> None:
     assert issubclass(DeviceError, RuntimeError)
+
+
+def test_host_wait_does_not_count_the_time_of_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped for longer than the limit used to give up at its first look."""
+    jumps = iter([0.0, 0.01, 3600.0, 3600.02, 3600.03, 3600.04])
+    monkeypatch.setattr(time, "monotonic", lambda: next(jumps))
+    answers = iter([False, False, False, True])
+
+    driver.wait_until(lambda: next(answers), 1.0, "a stream")
+
+
+def test_host_wait_ends_at_its_limit() -> None:
+    started = time.monotonic()
+
+    with pytest.raises(DeviceTimeout, match="a stream is not done"):
+        driver.wait_until(lambda: False, 0.2, "a stream")
+
+    assert time.monotonic() - started < 5

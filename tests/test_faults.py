@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -268,6 +269,68 @@ assert x.closed
     assert "timeout" in done.stdout
     assert issubclass(ControllerTimeout, TimeoutError)
     assert time.monotonic() - started < 30
+
+
+# A read of 4 s, for 3 of which the process is stopped, and a limit of 2 s.
+SLOW_READ = """
+import sys
+import flashwarp as fw
+from flashwarp.testing import Faulty
+storage = Faulty(fw.storage.File(sys.argv[1]), "read delay=4000000us n=1", blocking=%s)
+with fw.from_storage(storage, "i8", device="cpu", line=512, cache=2048) as x:
+    print("waits", flush=True)
+    assert x[3] == 3
+print("done")
+"""
+
+
+def test_stopped_process_has_not_waited(file: Path, blocking: bool) -> None:
+    """Ctrl-Z for longer than the time limit used to end every wait, and the queue pairs with it."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", SLOW_READ % blocking, str(file)],
+        env={**os.environ, "FLASHWARP_TIMEOUT_S": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "waits\n"
+    time.sleep(0.4)
+    child.send_signal(signal.SIGSTOP)
+    time.sleep(3)
+    child.send_signal(signal.SIGCONT)
+
+    output, errors = child.communicate(timeout=60)
+
+    assert (output, errors) == ("done\n", "")
+
+
+def test_hang_is_a_timeout_within_the_limit_while_the_process_runs(file: Path) -> None:
+    program = """
+import sys, time
+import flashwarp as fw
+from flashwarp.testing import Faulty
+x = fw.from_storage(Faulty(fw.storage.File(sys.argv[1]), "read hang n=1"), "i8", device="cpu")
+start = time.monotonic()
+try:
+    x[3]
+except fw.errors.ControllerTimeout:
+    print(time.monotonic() - start)
+try:
+    x.close()
+except fw.errors.ControllerTimeout:
+    pass
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(file)],
+        env={**os.environ, "FLASHWARP_TIMEOUT_S": "1.5"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert 1.5 <= float(done.stdout) < 4
 
 
 def test_store_that_found_no_frame_because_of_a_neighbour_is_raised(blocking: bool) -> None:

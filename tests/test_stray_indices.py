@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,3 +125,72 @@ def test_stray_index_is_not_of_an_asynchronous_call(program: fw.Program, x: fw.A
     assert (x.read_async([1]).result() == np.arange(10, 20)).all()
     with pytest.raises(BoundsError, match="index 1000"):
         x.synchronize()
+
+
+def test_nothing_that_is_noted_while_somebody_reads_gets_lost(
+    program: fw.Program, x: fw.Array
+) -> None:
+    """The host cleared the record after it had read it: what came in between was gone."""
+    each, rounds = 20_000, 20
+    stray = np.full(each, 1000, np.int64)
+    total = np.zeros(1, np.int64)
+    ended = threading.Event()
+
+    def note() -> None:
+        for _ in range(rounds):
+            program["add_up"](x, stray, each, total, warps=1)
+        ended.set()
+
+    writer = threading.Thread(target=note)
+    writer.start()
+    told, reads = 0, 0
+    while True:
+        last = ended.is_set()
+        failure = x._attachment._failures.take("a read", x._volume, alone=True)
+        if failure is not None:
+            told += int(re.findall("first of (.*) such", str(failure))[0])
+            reads += 1
+        if last:
+            break
+    writer.join()
+
+    assert told == each * rounds
+    assert reads > 1
+
+
+def test_failure_that_comes_while_another_is_read_is_told_next(
+    program: fw.Program, x: fw.Array, storage: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the record taken, and what it should have read passed as zeros."""
+    storage.inject("read eio")
+    add_up(program, x, [1])
+    for name in ("upload", "fill"):  # by which the host lets kernels know that it has read
+        real = getattr(x.device, name)
+
+        def meanwhile(*arguments: Any, real: Any = real) -> None:
+            monkeypatch.undo()
+            assert add_up(program, x, [500, 1000]) == 0
+            real(*arguments)
+
+        monkeypatch.setattr(x.device, name, meanwhile)
+
+    with pytest.raises(StorageError, match="at offset 0 ") as caught:
+        x.synchronize()
+    assert "index 1000" in caught.value.__notes__[0], "indices are read after commands"
+    with pytest.raises(StorageError, match="at offset 3584 "):
+        x.synchronize()
+    x.synchronize()  # once
+
+
+def test_failures_after_the_first_are_told_too(x: fw.Array, storage: Faulty) -> None:
+    """They were not even counted."""
+    storage.inject("read eio")
+
+    with pytest.raises(StorageError) as caught:
+        x.gather(np.arange(100))
+
+    notes = "".join(caught.value.__notes__)
+    assert re.search(r"and \d+ more commands failed: on bytes \d+\.\., ", notes)
+    assert re.search(r", and \d+ of which no more is known", notes)
+    storage.heal()
+    assert (x.gather(np.arange(100)) == np.arange(1000).reshape(100, 10)).all()

@@ -24,7 +24,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 LAYERS = [
     ["errors"],
     ["config", "containers", "endings", "files"],
-    ["stats", "npy", "policy", "policy_source"],
+    ["stats", "npy", "policy", "policy_source", "_waiting"],
     ["advice", "host_memory"],
     ["_jit"],
     ["_foreign"],

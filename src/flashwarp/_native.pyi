@@ -99,6 +99,7 @@ class QueuePair:
         cq_doorbell: int,
         depth: int,
         id: int,  # noqa: A002 - what the specification calls it
+        heartbeat: int = 0,
     ) -> None: ...
     @property
     def sq(self) -> int: ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashwarp import config, endings
@@ -37,6 +37,8 @@ _TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
 # How often `withdraw` looks: visits last for microseconds, or for a command.
 _POLL_S = 50e-6
+# `kFailuresKept`: entries of a sequence of failures that wait to be read.
+_FAILURES_KEPT = 8
 # `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
 _POLICY_WORDS_ALIGNMENT = 128
 
@@ -87,6 +89,38 @@ class QueueSpanStruct(ctypes.Structure):
     _fields_ = (("first", ctypes.c_uint32), ("count", ctypes.c_uint32))
 
 
+class FailureStruct(ctypes.Structure):
+    """Mirror of `cache::failure`."""
+
+    _fields_ = (
+        ("where", ctypes.c_uint64),
+        ("status", ctypes.c_uint32),
+        ("opcode", ctypes.c_uint32),
+        ("number", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 3),
+    )
+
+
+class ErrorRecordStruct(ctypes.Structure):
+    """Mirror of `cache::error_record`."""
+
+    _fields_ = (
+        ("commands", FailureStruct * _FAILURES_KEPT),
+        ("indices", FailureStruct * _FAILURES_KEPT),
+    )
+
+
+class FailureLogStruct(ctypes.Structure):
+    """Mirror of `cache::failure_log`."""
+
+    _fields_ = (
+        ("noted", ctypes.c_uint32),
+        ("read", ctypes.c_uint32),
+        ("untold", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
 class VolumeStruct(ctypes.Structure):
     """Mirror of `cache::volume`."""
 
@@ -99,17 +133,19 @@ class VolumeStruct(ctypes.Structure):
         ("errors", ctypes.c_uint64),
         ("queue_count", ctypes.c_uint32),
         ("path", ctypes.c_uint32),
-        ("error_lock", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
         ("spread", ctypes.c_uint32),
         ("stripe_lines", ctypes.c_uint64),
         ("replica_writes", ctypes.c_uint64),
         ("namespace_count", ctypes.c_uint32),
         ("failed", ctypes.c_uint32),
-        ("index_errors", ctypes.c_uint32),
+        ("reserved2", ctypes.c_uint32),
         ("attached", ctypes.c_uint32),
         ("spans", QueueSpanStruct * NAMESPACES_MAX),
+        ("commands", FailureLogStruct),
+        ("indices", FailureLogStruct),
         ("visitors", ctypes.c_uint32),
-        ("_pad", ctypes.c_uint8 * 28),
+        ("_pad", ctypes.c_uint8 * 60),
     )
 
 
@@ -139,19 +175,85 @@ class CountersStruct(ctypes.Structure):
     )
 
 
-class ErrorRecordStruct(ctypes.Structure):
-    """Mirror of `cache::error_record`."""
+@dataclass(frozen=True)
+class Noted:
+    """Failures of one kind, since the last read: those kept in full, and how many there were."""
 
-    _fields_ = (
-        ("count", ctypes.c_uint32),
-        ("status", ctypes.c_uint32),
-        ("opcode", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        ("line", ctypes.c_uint64),
-        ("index", ctypes.c_uint64),
-        ("index_count", ctypes.c_uint32),
-        ("reserved2", ctypes.c_uint32 * 7),
-    )
+    kept: tuple[FailureStruct, ...]
+    count: int
+
+    def __bool__(self) -> bool:
+        return self.count != 0
+
+
+class FailureSequence:
+    """One sequence of failures that kernels append to, and how far it was read. Any thread.
+
+    Nothing that kernels own is ever written, so what they note while somebody reads is in what is
+    read next.
+
+    Parameters
+    ----------
+    entries : ctypes array of FailureStruct
+        Host memory that kernels write.
+    log : int
+        Device address of its `FailureLogStruct`.
+    device : Device
+    stream : OwnedStream, optional
+        In whose order the log is read and changed.
+    """
+
+    def __init__(
+        self,
+        entries: ctypes.Array[FailureStruct],
+        log: int,
+        device: Device,
+        stream: OwnedStream | None,
+    ) -> None:
+        self._entries = entries
+        self._log = log
+        self._device = device
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._read = 0  # entries
+        self._untold = 0
+
+    def first(self) -> FailureStruct | None:
+        """Return the oldest that was not read, without reading it; asks no device."""
+        return self._entry(self._read)
+
+    def read(self) -> Noted:
+        """Return what was noted since the last call. Host memory: no transfer if there is nothing.
+
+        Once as many entries were read as the ring holds, some may have found it full, and each call
+        asks the device how many: a transfer of 4 bytes. What a device that fails keeps us from
+        acknowledging stays unread.
+        """
+        with self._lock:
+            kept: list[FailureStruct] = []
+            while len(kept) < _FAILURES_KEPT:
+                entry = self._entry(self._read + len(kept))
+                if entry is None:
+                    break
+                kept.append(FailureStruct.from_buffer_copy(entry))
+            end = self._read + len(kept)
+            untold = self._download_untold() if end >= _FAILURES_KEPT else 0
+            if kept:
+                word = (end & 0xFFFFFFFF).to_bytes(4, "little")
+                place = self._log + FailureLogStruct.read.offset
+                self._device.upload(place, word, self._stream)
+            count = len(kept) + (untold - self._untold & 0xFFFFFFFF)
+            self._read, self._untold = end, untold
+            return Noted(tuple(kept), count)
+
+    def _entry(self, position: int) -> FailureStruct | None:
+        # An entry is whole once it has its number.
+        entry = self._entries[position % _FAILURES_KEPT]
+        return entry if entry.number == (position + 1) & 0xFFFFFFFF else None
+
+    def _download_untold(self) -> int:
+        place = self._log + FailureLogStruct.untold.offset
+        return int.from_bytes(self._device.download(place, 4, self._stream), "little")
 
 
 @dataclass
@@ -169,6 +271,20 @@ class Volume:
     """Of a copy: where its struct lies. Others lie in the cache's table."""
     stream: OwnedStream | None = None
     """Of a copy: in whose order the struct is changed."""
+    commands: FailureSequence = field(init=False)
+    """Commands that failed."""
+    indices: FailureSequence = field(init=False)
+    """Indices out of bounds; of a check of indices, the places of such."""
+
+    def __post_init__(self) -> None:
+        record = ErrorRecordStruct.from_address(self.errors.address)
+        place, device = self.address, self.cache.device
+        self.commands = FailureSequence(
+            record.commands, place + VolumeStruct.commands.offset, device, self.stream
+        )
+        self.indices = FailureSequence(
+            record.indices, place + VolumeStruct.indices.offset, device, self.stream
+        )
 
     @property
     def in_host_tier(self) -> bool:
@@ -180,23 +296,6 @@ class Volume:
         if not self.cache.host_capacity or self.in_host_tier:
             return ""
         return "; this array's lines do not enter its host memory: their storage is memory already"
-
-    def error_record(self) -> ErrorRecordStruct:
-        """Read what kernels noted; host memory, so no transfer."""
-        return ErrorRecordStruct.from_address(self.errors.address)
-
-    def clear_errors(self) -> None:
-        """Make room for the next note."""
-        ctypes.memset(self.errors.address, 0, ctypes.sizeof(ErrorRecordStruct))
-        lock = self.address + VolumeStruct.error_lock.offset
-        self.cache.device.fill(lock, 0, 4, self.stream)
-        strays = self.address + VolumeStruct.index_errors.offset
-        self.cache.device.fill(strays, 0, 4, self.stream)
-
-    def index_errors(self) -> int:
-        """Read how many indices out of bounds kernels met."""
-        word = self.address + VolumeStruct.index_errors.offset
-        return int.from_bytes(self.cache.device.download(word, 4, self.stream), "little")
 
     def with_own_errors(self, stream: OwnedStream) -> Volume:
         """Copy the entry, so that what its kernels meet is noted apart; to be released.
@@ -210,7 +309,7 @@ class Volume:
         there = device.download(self.address, entry.nbytes, stream)
         struct = VolumeStruct.from_buffer_copy(there)
         struct.errors = errors.address
-        struct.error_lock = struct.index_errors = 0
+        struct.commands = struct.indices = FailureLogStruct()
         device.upload(entry.address, bytes(struct), stream)
         return replace(self, address=entry.address, errors=errors, entry=entry, stream=stream)
 

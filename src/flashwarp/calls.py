@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashwarp import config, endings
+from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.endings import first_of
 from flashwarp.errors import ArgumentError, BoundsError, ClosedError, DeviceTimeout
@@ -211,7 +212,7 @@ class Calls:
 
     def _submit(self, call: _Call) -> None:
         limit_s = time_limit_s()
-        end = time.monotonic() + limit_s
+        waited = Waited()
         while True:
             with self._changed:
                 if self._closed:
@@ -219,14 +220,13 @@ class Calls:
                 if self._has_room():
                     queue = self._enter(call)
                     break
-                left = end - time.monotonic()
-                if left <= 0:
+                if waited.look() >= limit_s:
                     raise DeviceTimeout(
                         f"{config.current().async_calls} asynchronous calls of the array are in "
                         f"flight (FLASHWARP_ASYNC_CALLS), and none ended in {limit_s:g} s"
                     )
                 if not self.on_worker:
-                    self._changed.wait(left)
+                    self._changed.wait(STEP_MAX_S)
             if self.on_worker and not self._step():
                 time.sleep(_POLL_MIN_S)
         if self._on_cpu:
@@ -398,8 +398,11 @@ class Calls:
         """Wait for all calls made so far; what they met stays with their futures."""
         futures = endings.holding([self._changed], self._futures)
         # Launches on the CPU end by limits of their own, and must not lose their memory before.
-        limit_s = None if self._on_cpu else time_limit_s()
-        if not self.wait_for(futures, limit_s):
+        limit_s = math.inf if self._on_cpu else time_limit_s()
+        waited = Waited()
+        while not self.wait_for(futures, STEP_MAX_S):
+            if waited.look() < limit_s:
+                continue
             raise DeviceTimeout(f"asynchronous calls of the array did not end in {limit_s:g} s")
 
     def _futures(self) -> list[Future[Any]]:

@@ -1,7 +1,7 @@
 """What went wrong in a launch, as one exception.
 
-Two notes are put together: the device's, which is the error record of the array's volume, and the
-controller's log, which knows path and errno.
+Two notes are put together: the device's, which are the sequences of failures of the array's volume,
+and the controller's log, which knows path and errno.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import deque
 from typing import Any
 
 from flashwarp import config, endings
-from flashwarp.cache import ErrorRecordStruct, Volume
+from flashwarp.cache import FailureStruct, Noted, Volume
 from flashwarp.errors import (
     BoundsError,
     ControllerError,
@@ -75,44 +75,61 @@ class Failures:
         self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_ENTRIES_MAX)
 
     def take(self, what: str, volume: Volume, *, alone: bool) -> FlashwarpError | None:
-        """Return what kernels noted in `volume` since the last call, and forget it.
+        """Return what kernels noted in `volume` since the last call.
 
         `what` is the operation for people. `alone` tells that no other call of the array is in
-        flight, so that the controller's log is about this one.
+        flight, so that the controller's log is about this one. What is noted meanwhile is for the
+        next call.
         """
-        record = volume.error_record()
-        if not record.count and not record.index_count:
-            return None
-        noted = ErrorRecordStruct.from_buffer_copy(record)
-        strays = volume.index_errors() if noted.index_count else 0
-        volume.clear_errors()
-        stray = self._stray(int(noted.index), f", the first of {strays} such") if strays else None
-        if not noted.count:
+        failed, strays = volume.commands.read(), volume.indices.read()
+        stray = None
+        if strays:
+            first = int(strays.kept[0].where) if strays.kept else None
+            stray = self._stray(first, f", the first of {strays.count} such")
+        if not failed:
             return stray
-        failure = self._failure(what, noted, alone)
+        failure = self._failure(what, failed, alone)
         if stray is not None:
             failure.add_note(f"and {stray}")
         return failure
 
     def after_fault(self, volume: Volume, fault: DeviceError) -> FlashwarpError:
         """Return why a kernel was stopped, as far as it could note it; the device is dead then."""
-        record = volume.error_record()
-        if not record.index_count:
+        noted = volume.indices.first()
+        if noted is None:
             return fault
-        return self._stray(int(record.index), f", where it was stopped ({fault})")
+        return self._stray(int(noted.where), f", where it was stopped ({fault})")
 
-    def _stray(self, index: int, how: str) -> BoundsError:
+    def _stray(self, index: int | None, how: str) -> BoundsError:
         # A negative index comes as one beyond 2^63.
-        index -= (index >> 63) << 64
+        known = "an index" if index is None else f"index {index - ((index >> 63) << 64)}"
         return BoundsError(
-            f"a kernel used index {index}, which is out of bounds for the array "
+            f"a kernel used {known}, which is out of bounds for the array "
             f"{self._path or 'in memory'} of shape {self._shape}, {math.prod(self._shape)} "
             f"elements{how}"
         )
 
-    def _failure(self, what: str, record: ErrorRecordStruct, alone: bool) -> FlashwarpError:
+    def _failure(self, what: str, failed: Noted, alone: bool) -> FlashwarpError:
+        """Make an exception of the first failure, with a note of the others."""
+        if not failed.kept:
+            # Noted when others had filled the record, and read after those were.
+            return ControllerError(
+                f"{what}: {failed.count} commands failed, of which no more is known"
+            )
+        failure = self._described(what, failed.kept[0], alone)
+        others = [int(each.where) * self._line_bytes for each in failed.kept[1:]]
+        if others:
+            places = ", ".join(f"{offset}.." for offset in dict.fromkeys(others))
+            unknown = failed.count - len(failed.kept)
+            and_more = f", and {unknown} of which no more is known" if unknown else ""
+            failure.add_note(
+                f"and {failed.count - 1} more commands failed: on bytes {places}{and_more}"
+            )
+        return failure
+
+    def _described(self, what: str, record: FailureStruct, alone: bool) -> FlashwarpError:
         status, opcode = int(record.status), int(record.opcode)
-        offset = int(record.line) * self._line_bytes
+        offset = int(record.where) * self._line_bytes
         logged = self._logged(offset // _LBA_BYTES, _OPERATIONS.get(opcode), alone)
         if status == _TIMED_OUT:
             return ControllerTimeout(
@@ -152,18 +169,19 @@ class Failures:
         earlier = [e for e in reversed(kept) if e.get("lba") == lba]
         if alone:
             self._log.clear()
-        else:
-            self._log.extend(fresh)
+        # One of them may be of a failure that kernels note right now: the next call tells it.
+        self._log.extend(fresh)
         return next(iter(exact + earlier + (fitting if alone else [])), None)
 
 
 def bad_index(volume: Volume, index: Index, row_count: int) -> BoundsError | None:
     """Return the error of the first index that a check on the device found, and forget it."""
-    record = volume.error_record()
-    if not record.index_count:
+    noted = volume.indices.read()
+    if not noted:
         return None
-    position = int(record.index)
-    volume.clear_errors()
+    if not noted.kept:
+        return BoundsError(f"{noted.count} indices are out of bounds for an axis of {row_count}")
+    position = int(noted.kept[0].where)
     device = volume.cache.device
     raw = device.download(index.address + position * index.itemsize, index.itemsize, volume.stream)
     value = int.from_bytes(raw, "little", signed=True)

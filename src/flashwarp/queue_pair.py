@@ -37,6 +37,7 @@ class TransportStruct(ctypes.Structure):
         ("timeout_ns", ctypes.c_uint64),
         ("path", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("heartbeat", ctypes.c_uint64),
     )
 
 
@@ -52,7 +53,7 @@ class QueuePairStruct(ctypes.Structure):
         ("detached", ctypes.c_uint64),
         ("data", TransportStruct),
         ("doorbell_kind", ctypes.c_uint32),
-        ("_pad0", ctypes.c_uint8 * 36),
+        ("_pad0", ctypes.c_uint8 * 28),
         ("ticket", ctypes.c_uint32),
         ("depth_log2", ctypes.c_uint32),
         ("id", ctypes.c_uint32),
@@ -119,13 +120,16 @@ class QueuePairs(NotCopied):
             if path == "bounce"
             else None
         )
+        # Behind the doorbells one word more, by which kernels see that the process runs.
         rings = count * (depth * (_SQE_BYTES + _CQE_BYTES) + 2 * _DOORBELL_STRIDE)
-        self._rings = device.allocate_host(rings)
+        heartbeat_bytes = _DOORBELL_STRIDE
+        self._rings = device.allocate_host(rings + heartbeat_bytes)
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         self._memory = device.allocate(count * (pair_bytes + depth * (8 + _DETACHED_BYTES)))
         self.address = self._memory.address
         sq, cq = self._rings.address, self._rings.address + count * depth * _SQE_BYTES
         doorbells = cq + count * depth * _CQE_BYTES
+        self.heartbeat = doorbells + 2 * count * _DOORBELL_STRIDE
         detached = self.address + count * pair_bytes
         slots = detached + count * depth * _DETACHED_BYTES
         self.native = []
@@ -143,6 +147,7 @@ class QueuePairs(NotCopied):
             pair.data.buffer_stride = buffer_bytes
             pair.data.timeout_ns = int(timeout_s * 1e9)
             pair.data.path = DATA_PATHS.index(path)
+            pair.data.heartbeat = self.heartbeat
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(
@@ -153,6 +158,7 @@ class QueuePairs(NotCopied):
                     cq_doorbell=pair.cq_doorbell,
                     depth=depth,
                     id=i + 1,
+                    heartbeat=self.heartbeat,
                 )
             )
         device.upload(self.address, bytes(self._structs))

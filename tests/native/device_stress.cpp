@@ -191,8 +191,9 @@ class Rig {
       controllers_.launch([&](uint32_t) { fw_flush_lines(p); });
       controllers_.launch([&](uint32_t) { fw_submit_command(p); });
       controllers_.launch([&](uint32_t) { fw_quiesce(p); });
-      if (v.entry->errors->count != 0) {
-        fail("a command", v.entry->errors->line, v.entry->errors->status, 0);
+      if (v.entry->commands.noted != 0) {
+        fail("a command", v.entry->errors->commands[0].where, v.entry->errors->commands[0].status,
+             0);
       }
     }
     for (uint32_t which = 0; which < kArrays; ++which) {

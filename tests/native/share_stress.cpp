@@ -104,7 +104,9 @@ class Rig {
     p.opcode = nvme::kFlush;
     controllers_.launch([&](uint32_t) { fw_flush_lines(p); });
     controllers_.launch([&](uint32_t) { fw_quiesce(p); });
-    if (p.volume->errors->count != 0) fail("a command", 0, p.volume->errors->status, 0);
+    if (p.volume->commands.noted != 0) {
+      fail("a command", 0, p.volume->errors->commands[0].status, 0);
+    };
     for (uint32_t i = 0; i < elements_; ++i) {
       const uint64_t expected = value_of(i, finished_[i]);
       if (data_[i] != expected) fail("storage after flush", i, data_[i], expected);

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from flashwarp._waiting import Waited
 from flashwarp.errors import (
     ClosedError,
     CompileError,
@@ -473,10 +474,13 @@ def dlpack_view(array: Any, stream: int | None) -> Any:
 
 
 def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Poll `done` with growing sleeps; raise DeviceTimeout after `timeout_s` seconds."""
-    start = time.monotonic()
+    """Poll `done` with growing sleeps; raise DeviceTimeout after `timeout_s` seconds.
+
+    Time in which the process was stopped does not count.
+    """
+    clock = Waited()
     while not done():
-        waited = time.monotonic() - start
+        waited = clock.look()
         if waited >= timeout_s:
             raise DeviceTimeout(
                 f"{what} is not done after {waited:.1f} s (limit {timeout_s:g} s): a kernel still "

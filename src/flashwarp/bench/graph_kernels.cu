@@ -103,7 +103,10 @@ FW_DEVICE_NOINLINE uint32_t load_by_command(cache::page_cache* c, cache::volume*
     const bool mine = (batch >> warp::lane()) & 1;
     rest &= ~batch;
     const uint32_t ticket = nvme::take_tickets(q, mask, batch);
-    if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) return value;
+    if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
+      cache::record_error(*v, nvme::kTimedOut, nvme::kRead, v->line_begin);
+      return value;
+    }
     const uint64_t block = byte >> nvme::kLbaShift;
     const bool mapped = q.data.path == nvme::kMapped;
     const uint64_t address =

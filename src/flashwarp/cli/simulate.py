@@ -20,6 +20,24 @@ def _seeds(text: str) -> tuple[int, int]:
         raise ArgumentError(f"--seeds {text}: give FIRST:LAST, as in 0:1000") from None
 
 
+def _explore(schedules: int, jobs: int, seeds: str) -> None:
+    from flashwarp.testing.exploration import explore, seed_of_today
+
+    first = _seeds(seeds)[0] if seeds else seed_of_today()
+    typer.echo(f"{schedules} schedules over all scenarios and widths, from seed {first} on")
+    found = explore(
+        schedules,
+        jobs=jobs or None,
+        first_seed=first,
+        progress=lambda line: typer.echo(line, err=True),
+    )
+    for report in found.failures:
+        typer.echo(report)
+    typer.echo(str(found))
+    if found.failures:
+        raise typer.Exit(1)
+
+
 def simulate(
     scenario: Annotated[str, typer.Option(help="One scenario; default all, in turn.")] = "",
     width: Annotated[int, typer.Option(help="Lanes of a warp: 1, 4 or 32.")] = 1,
@@ -30,7 +48,9 @@ def simulate(
             help="random, priority, round-robin, rival, exhaustive, or any: the seed chooses."
         ),
     ] = "any",
-    seeds: Annotated[str, typer.Option(help="FIRST:LAST, without the last.")] = "0:1000000",
+    seeds: Annotated[
+        str, typer.Option(help="FIRST:LAST, without the last; default 0:1000000.")
+    ] = "",
     time: Annotated[float, typer.Option(help="Budget in seconds.")] = 10.0,
     faults: Annotated[str, typer.Option(help="As errors=5,delay=20; default by the seed.")] = "",
     preemptions: Annotated[int, typer.Option(help="Bound of the exhaustive strategy.")] = 2,
@@ -41,6 +61,14 @@ def simulate(
     source: Annotated[
         Path | None, typer.Option(help="A C++ file with scenarios of your own.")
     ] = None,
+    schedules: Annotated[
+        int,
+        typer.Option(
+            help="Explore everything: so many schedules over all scenarios and widths, on all "
+            "cores. --seeds FIRST: where to begin; default today's."
+        ),
+    ] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes for --schedules; default one a core.")] = 0,
     trace: Annotated[bool, typer.Option(help="Print every event.")] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List scenarios and mutants.")] = False,
 ) -> None:
@@ -54,13 +82,16 @@ def simulate(
         for name, chosen in MUTANTS.items():
             typer.echo(f"  mutant {name}: {chosen.why}")
         return
+    if schedules:
+        _explore(schedules, jobs, seeds)
+        return
     result = run(
         source,
         scenario=scenario,
         width=width,
         mode=mode,
         strategy=strategy,
-        seeds=_seeds(seeds),
+        seeds=_seeds(seeds or "0:1000000"),
         seconds=time,
         faults=faults,
         preemptions=preemptions,

@@ -276,15 +276,12 @@ FW_KERNEL_RESIDENT(4) fw_scatter_elements_16(const FW_GRID_CONSTANT fw::kernels:
   fw::kernels::for_each_element<16, true>(p);
 }
 
-// Looks for the first index that is out of bounds and notes it in the volume's error record.
+// Looks for indices that are out of bounds and notes where they are in the volume's error record.
 FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::cache::volume& v = *p.volume;
   for (uint64_t k = fw::base::thread_index(); k < p.index_count; k += fw::base::thread_count()) {
     if (fw::kernels::row_of(p, k) < p.row_count) continue;
-    if (!fw::atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) return;
-    fw::atomic::store_plain(&v.errors->index, k);
-    fw::atomic::fence_system();
-    fw::atomic::store_relaxed_system(&v.errors->index_count, 1u);
+    fw::cache::note_failure(v.indices, v.errors->indices, k, 0, 0);
     return;
   }
 }

@@ -76,7 +76,7 @@ FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance
   fw::cache::volume& v = *p.volume;
   for (uint32_t i = fw::warp::index(); i < v.queue_count; i += fw::warp::count()) {
     fw::nvme::queue_pair& q = v.queues[i];
-    fw::nvme::deadline limit(q.data.timeout_ns);
+    fw::nvme::deadline limit(q.data);
     // All lanes go on while one sees a command: they must not part at a collective.
     while (fw::warp::any(fw::warp::kFullMask, fw::atomic::load_relaxed(&q.head) !=
                                                   fw::atomic::load_relaxed(&q.ticket))) {

@@ -62,7 +62,10 @@ FW_KERNEL_RESIDENT(2) fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_pa
       const bool mine = (batch >> warp::lane()) & 1;
       rest &= ~batch;
       const uint32_t ticket = nvme::take_tickets(q, mask, batch);
-      if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) return;
+      if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
+        if (mine) cache::record_error(v, nvme::kTimedOut, nvme::kRead, v.line_begin);
+        return;
+      }
       uint64_t address = target;
       if (q.data.path == nvme::kMapped) address = q.data.mapped_base + block * p.block_bytes;
       if (q.data.path == nvme::kBounce) address = nvme::buffer_of(q, ticket);

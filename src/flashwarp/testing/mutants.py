@@ -55,6 +55,8 @@ _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
 _SHARE = "flashwarp/cache/share_table.cuh"
 _VIEW = "flashwarp/array/shared.cuh"
+_RECORD = "flashwarp/cache/error_record.cuh"
+_QUEUE = "flashwarp/nvme/queue_pair.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 
@@ -709,6 +711,66 @@ MUTANTS = {
             "queue",
             "weak",
             4,
+        ),
+        Mutant(
+            "failure-over-unread",
+            _RECORD,
+            "    if (int32_t(at - read) >= int32_t(kFailuresKept)) {\n",
+            "    if (int32_t(at - read) > int32_t(kFailuresKept)) {\n",
+            "a failure is stored over one that the host has not read",
+            "records",
+        ),
+        Mutant(
+            "failure-uncounted",
+            _RECORD,
+            "      atomic::add_relaxed(&log.untold, 1u);\n",
+            "",
+            "a failure that finds no room is lost",
+            "records",
+        ),
+        Mutant(
+            "failure-numbered-early",
+            _RECORD,
+            "  // The entry before its number, by which the host knows it.\n"
+            "  atomic::fence_system();\n",
+            "",
+            "the host knows of an entry before it is whole",
+            "records",
+            "weak",
+        ),
+        Mutant(
+            "failure-stored-early",
+            _RECORD,
+            "  // What the host has read of the entry before we store to it.\n"
+            "  atomic::fence_system();\n",
+            "",
+            "an entry is stored to while the host may still read it",
+            "records",
+            "weak",
+        ),
+        Mutant(
+            "deadline-ignores-heartbeat",
+            _QUEUE,
+            "  } else if (beat != age.beat) {\n",
+            "  } else {\n",
+            "waits run out of time while the host's process is stopped",
+            "suspended",
+        ),
+        Mutant(
+            "deadline-believes-in-host",
+            _QUEUE,
+            " || age.total + age.since > kLimitsUntilDead * t.timeout_ns;",
+            ";",
+            "waits for a host that does not come back have no end",
+            "host_lost",
+        ),
+        Mutant(
+            "prefetch-dies-silently",
+            _MOVE,
+            "  if (opcode == nvme::kWrite || v.spread != kReplicated) {\n",
+            "  if (opcode == nvme::kWrite) {\n",
+            "a queue pair dies under a prefetch, and nobody is told",
+            "prefetch_lost",
         ),
         Mutant(
             "window-keeps-slots",

@@ -99,6 +99,12 @@ class Simulation:
     replay: str = ""
 
     @property
+    def failing_seed(self) -> int:
+        """The seed of the failure; ValueError where there is none."""
+        words = self.replay.split()
+        return int(words[words.index("--seeds") + 1].partition(":")[0])
+
+    @property
     def points_per_second(self) -> float:
         """Scheduling decisions a second."""
         return self.points / self.seconds if self.seconds > 0 else 0.0
@@ -193,7 +199,17 @@ def simulate(
     if trace:
         command.append("--trace")
     limit = None if seconds is None else seconds + _GRACE_S
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    return _result(_output_of(command, limit), source, policy, mutant, trace)
+
+
+def run_seeds(program: Path, seeds: tuple[int, int]) -> Simulation:
+    """Run all scenarios of a program that `build_program` has made, up to the first failure."""
+    command = [str(program), "--seeds", f"{seeds[0]}:{seeds[1]}"]
+    return _result(_output_of(command, None), None, "clock", "", False)
+
+
+def _output_of(command: Sequence[str], limit_s: float | None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode == 2:
         raise ArgumentError(done.stderr.strip())
     if done.returncode not in (0, 1):
@@ -201,7 +217,7 @@ def simulate(
             f"the simulator ended with {done.returncode}: {shlex.join(command)}\n"
             f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
         )
-    return _result(done.stdout, source, policy, mutant, trace)
+    return done.stdout
 
 
 def scenarios(source: str | os.PathLike[str] | None = None) -> str:

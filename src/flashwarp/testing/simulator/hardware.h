@@ -52,17 +52,16 @@ class Hardware {
     attach_tier();
     uint64_t begin = 0;
     for (uint32_t v = 0; v < shape.volumes; ++v) begin = attach(v, begin);
-    if (run.faults.stop_after != 0) {
-      scheduler.let_time_pass(true);
-      for (Volume& v : volumes_) {
-        for (uint32_t q = 0; q < v.entry->queue_count; ++q) {
-          v.entry->queues[q].data.timeout_ns = 20'000;
-        }
-      }
-    }
+    if (run.faults.stop_after != 0 || run.faults.suspend_after != 0) let_time_pass();
   }
   Hardware(const Hardware&) = delete;
   Hardware& operator=(const Hardware&) = delete;
+
+  // The bound of a wait, where time passes: short, so that controllers which stop do not cost many
+  // points; longer than any schedule starves a thread where no wait may run out.
+  static constexpr uint64_t kTimeoutNs = 20'000;
+  static constexpr uint64_t kFairTimeoutNs = 50'000'000;
+  uint64_t timeout_ns() const { return may_time_out() ? kTimeoutNs : kFairTimeoutNs; }
 
   const Shape& shape() const { return shape_; }
   cache::page_cache& page_cache() { return cache_; }
@@ -105,9 +104,9 @@ class Hardware {
             storage_bytes() / sizeof(T)};
   }
   // Whether accesses may fail in this run.
-  bool faulty() const {
-    return !spared_ && (run_.faults.errors != 0 || run_.faults.stop_after != 0);
-  }
+  bool faulty() const { return !spared_ && (run_.faults.errors != 0 || may_time_out()); }
+  // Whether what waits are for may never come.
+  bool may_time_out() const { return run_.faults.stop_after != 0 || run_.faults.loses_host(); }
   // What fails are commands that another replica answers: no access may.
   void spare_accesses() { spared_ = true; }
   // Whether a controller was given up: nothing on its queues can be expected any more.
@@ -150,11 +149,24 @@ class Hardware {
   const Shape shape_;
   std::vector<Volume> volumes_;
   TagRules tag_rules_{&cache_};
+  uint32_t* heartbeat_ = nullptr;  // where time passes
 
  private:
   template <typename T>
   static uint64_t address(const T* p) {
     return reinterpret_cast<uint64_t>(p);
+  }
+
+  void let_time_pass() {
+    scheduler.let_time_pass(true);
+    heartbeat_ = allocate<uint32_t>(1, "heartbeat", Sharing::kAtomic);
+    *heartbeat_ = 1;
+    for (Volume& v : volumes_) {
+      for (uint32_t q = 0; q < v.entry->queue_count; ++q) {
+        v.entry->queues[q].data.timeout_ns = timeout_ns();
+        v.entry->queues[q].data.heartbeat = heartbeat_;
+      }
+    }
   }
 
   void attach_tier() {

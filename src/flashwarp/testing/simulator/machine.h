@@ -33,8 +33,10 @@ class Machine : public Hardware {
  public:
   using Hardware::Hardware;
 
-  // Runs `work` on all device threads of the shape, or of `warps` warps.
-  void launch(const std::function<void(Thread&)>& work, uint32_t warps = 0) {
+  // Runs `work` on all device threads of the shape, or of `warps` warps; and `host`, where there is
+  // one, on a thread of the host beside the controllers.
+  void launch(const std::function<void(Thread&)>& work, uint32_t warps = 0,
+              const std::function<void()>& host = nullptr) {
     ++launches_;
     const uint32_t count = (warps != 0 ? warps : shape_.warps) * kWidth;
     scheduler.launch(
@@ -44,7 +46,8 @@ class Machine : public Hardware {
                            Random(run_.seed, 1000 * launches_ + index)};
           work(thread);
         },
-        shape_.controllers, [&](uint32_t index) { serve(index); });
+        shape_.controllers + (host ? 1 : 0),
+        [&](uint32_t index) { index < shape_.controllers ? serve(index) : host(); });
   }
 
   // What a scenario wants to be checked at rest, after the storage is up to date.
@@ -112,6 +115,11 @@ class Machine : public Hardware {
     const Faults& faults = run_.faults;
     while (!scheduler.stopping()) {
       ++sweeps_;
+      if (is_suspended()) {
+        scheduler.pause(uint32_t(timeout_ns() / 64));
+        continue;
+      }
+      if (index == 0) beat();
       const bool stopped = faults.stop_after != 0 && !healed_ && sweeps_ > faults.stop_after &&
                            (faults.stop_for == 0 || sweeps_ < faults.stop_after + faults.stop_for);
       if (stopped && shape_.bad < 0) {
@@ -149,9 +157,28 @@ class Machine : public Hardware {
     }
   }
 
+  // Whether nothing of the host's process runs now.
+  bool is_suspended() {
+    const Faults& faults = run_.faults;
+    if (faults.suspend_after == 0 || healed_ || sweeps_ < faults.suspend_after) return false;
+    if (suspended_until_ns_ == 0) suspended_until_ns_ = scheduler.clock_ns() + faults.suspend_ns;
+    return faults.loses_host() || scheduler.clock_ns() < suspended_until_ns_;
+  }
+
+  // After a sweep: who has seen a beat has given the controller its turn. Not at each, since every
+  // store is news to those who nap.
+  void beat() {
+    if (heartbeat_ == nullptr || scheduler.clock_ns() < next_beat_ns_) return;
+    next_beat_ns_ = scheduler.clock_ns() + timeout_ns() / 16;
+    atomic::store_relaxed_system(heartbeat_, ++beats_);
+  }
+
   std::vector<std::function<void()>> checks_;
   uint32_t launches_ = 0;
   uint32_t sweeps_ = 0;
+  uint32_t beats_ = 1;
+  uint64_t next_beat_ns_ = 0;
+  uint64_t suspended_until_ns_ = 0;
   bool healed_ = false;
 };
 

@@ -23,10 +23,15 @@ struct FaultField {
   uint32_t Faults::* member;
 };
 constexpr FaultField kFaultFields[] = {
-    {"errors", &Faults::errors},     {"torn", &Faults::torn},
-    {"wait", &Faults::wait},         {"delay", &Faults::delay},
-    {"coalesce", &Faults::coalesce}, {"stop_after", &Faults::stop_after},
+    {"errors", &Faults::errors},
+    {"torn", &Faults::torn},
+    {"wait", &Faults::wait},
+    {"delay", &Faults::delay},
+    {"coalesce", &Faults::coalesce},
+    {"stop_after", &Faults::stop_after},
     {"stop_for", &Faults::stop_for},
+    {"suspend_after", &Faults::suspend_after},
+    {"suspend_ns", &Faults::suspend_ns},
 };
 
 }  // namespace

@@ -19,10 +19,11 @@ inline void require(bool condition, const std::string& what) {
 
 // After a controller was given up, nothing else can be expected.
 inline void check_timeouts(const Hardware& hardware) {
+  require(hardware.may_time_out(), "a wait ran out of time while the host was stopped");
   // Another replica may have had what one did not answer.
   bool recorded = hardware.replicas() > 1;
   for (uint32_t v = 0; v < hardware.shape().volumes; ++v) {
-    recorded = recorded || hardware.volume(v).errors->count != 0;
+    recorded = recorded || hardware.volume(v).commands.noted != 0;
   }
   require(recorded, "a wait ran out of time and no error record says so");
 }
@@ -112,7 +113,7 @@ inline void check(const Hardware& hardware) {
           "a policy asked for a line or a way that it may not have");
   for (uint32_t v = 0; v < hardware.shape().volumes; ++v) {
     const cache::volume& volume = hardware.volume(v);
-    if (!hardware.faulty()) require(volume.errors->count == 0, "an error record without a fault");
+    if (!hardware.faulty()) require(volume.commands.noted == 0, "an error record without a fault");
     for (uint32_t i = 0; i < volume.queue_count; ++i) check_queue(hardware, v, i);
   }
 }

@@ -13,13 +13,17 @@ namespace fw::simulator {
 
 // What goes wrong in the storage and the controller. Chances are in percent.
 struct Faults {
-  uint32_t errors = 0;      // commands that fail in the storage
-  uint32_t torn = 0;        // engine transfers that move only a part
-  uint32_t wait = 0;        // commands that wait for the engine
-  uint32_t delay = 0;       // most sweeps that an operation stays in the engine
-  uint32_t coalesce = 0;    // most sweeps that a controller looks away between two looks
-  uint32_t stop_after = 0;  // sweeps after which the controllers stop; 0: never
-  uint32_t stop_for = 0;    // sweeps for which they stop; 0: for good
+  uint32_t errors = 0;         // commands that fail in the storage
+  uint32_t torn = 0;           // engine transfers that move only a part
+  uint32_t wait = 0;           // commands that wait for the engine
+  uint32_t delay = 0;          // most sweeps that an operation stays in the engine
+  uint32_t coalesce = 0;       // most sweeps that a controller looks away between two looks
+  uint32_t stop_after = 0;     // sweeps after which the controllers stop; 0: never
+  uint32_t stop_for = 0;       // sweeps for which they stop; 0: for good
+  uint32_t suspend_after = 0;  // sweeps after which the host's process is stopped, heart and all
+  uint32_t suspend_ns = 0;     // the time for which it is; 0: for good
+
+  bool loses_host() const { return suspend_after != 0 && suspend_ns == 0; }
 };
 
 // As text, both ways: "errors=5,delay=20". Throws std::invalid_argument.

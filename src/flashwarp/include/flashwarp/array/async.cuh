@@ -90,7 +90,7 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, c
   uint32_t step = 0;
   uint32_t status = 0;
   for (walk at(c->shape, s); warp::any(mask, at.more()); at.line += at.stride) {
-    nvme::deadline limit(v->queues[0].data.timeout_ns);
+    nvme::deadline limit(v->queues[0].data);
     const uint64_t line = v->line_begin + at.line;
     bool pending = at.more();
     while (warp::any(mask, pending)) {

@@ -222,7 +222,7 @@ FW_DEVICE_NOINLINE void help_share(cache::page_cache* c, cache::volume* v, uint3
 class share_wait {
  public:
   FW_DEVICE share_wait(cache::page_cache* c, cache::volume* v)
-      : cache_(c), volume_(v), limit_(v->queues[0].data.timeout_ns) {}
+      : cache_(c), volume_(v), limit_(v->queues[0].data) {}
 
   // Whether to leave a copy to the owner that wants it back.
   FW_DEVICE bool patient() const { return looks_ < kSharePatience; }

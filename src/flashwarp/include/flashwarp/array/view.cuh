@@ -119,13 +119,9 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, 
   return status;
 }
 
-// Notes an index out of bounds for the host, which names the array. The first one counts.
+// Notes an index out of bounds for the host, which names the array.
 FW_DEVICE_NOINLINE void refuse_index(cache::volume* v, uint64_t i) {
-  if (atomic::add_relaxed(&v->index_errors, 1u) == 0) {
-    atomic::store_plain(&v->errors->index, i);
-    atomic::fence_system();
-    atomic::store_relaxed_system(&v->errors->index_count, 1u);
-  }
+  cache::note_failure(v->indices, v->errors->indices, i, 0, 0);
   base::trap_in_debug();
 }
 

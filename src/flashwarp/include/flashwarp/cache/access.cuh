@@ -133,7 +133,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
 template <typename Policy, typename Op>
 FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t mask, bool wants,
                           uint64_t line, bool whole, Op& op, tally& count) {
-  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   uint32_t status = 0;
   bool pending = wants;

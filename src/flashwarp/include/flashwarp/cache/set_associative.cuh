@@ -8,6 +8,7 @@
 
 #include "flashwarp/base/assert.cuh"
 #include "flashwarp/base/copy.cuh"
+#include "flashwarp/cache/error_record.cuh"
 #include "flashwarp/cache/geometry.cuh"
 #include "flashwarp/cache/host_tier.cuh"
 #include "flashwarp/cache/policy.cuh"
@@ -36,21 +37,6 @@ struct alignas(64) counters {
 static_assert(sizeof(counters) == 128);
 inline constexpr uint32_t kCounterShards = 64;
 
-// What went wrong, for the host to raise; host-visible memory. `count` is stored last.
-struct alignas(64) error_record {
-  uint32_t count;   // failures so far
-  uint32_t status;  // NVMe status field of the first, or kTimedOut
-  uint32_t opcode;  // of the first
-  uint32_t reserved;
-  uint64_t line;   // of the first, counted from the volume's start
-  uint64_t index;  // first index out of bounds
-  uint32_t index_count;
-  uint32_t reserved2[7];
-};
-static_assert(sizeof(error_record) == 64);
-FW_CHECK_OFFSET(error_record, line, 16);
-FW_CHECK_OFFSET(error_record, index_count, 32);
-
 // How the lines of a volume lie on its namespaces.
 enum spread : uint32_t {
   kOneNamespace = 0,
@@ -76,25 +62,28 @@ struct alignas(64) volume {
   error_record* errors;  // host-visible
   uint32_t queue_count;  // of all namespaces
   uint32_t path;         // nvme::data_path
-  uint32_t error_lock;
+  uint32_t reserved;
   uint32_t spread;
   // Looked at seldom: after errors, and where there are several namespaces.
   uint64_t stripe_lines;
   uint32_t* replica_writes;  // kReplicated: one word a frame, see finish_replica
   uint32_t namespace_count;
-  uint32_t failed;        // kReplicated: see failure_mark
-  uint32_t index_errors;  // indices out of bounds that kernels met
-  uint32_t attached;      // 0: gone, or not there yet; see visits.cuh
+  uint32_t failed;  // kReplicated: see failure_mark
+  uint32_t reserved2;
+  uint32_t attached;  // 0: gone, or not there yet; see visits.cuh
   queue_span spans[kNamespacesMax];
+  failure_log commands;  // how far the sequences of `errors` have got
+  failure_log indices;
   // Warps of other arrays that use the queues. Stays through attach and detach: who comes too late
   // counts itself, and leaves.
-  alignas(32) uint32_t visitors;
+  alignas(64) uint32_t visitors;
 };
-static_assert(sizeof(volume) == 256);
+static_assert(sizeof(volume) == 320);
 FW_CHECK_OFFSET(volume, stripe_lines, 64);
 FW_CHECK_OFFSET(volume, spans, 96);
 FW_CHECK_OFFSET(volume, attached, 92);
-FW_CHECK_OFFSET(volume, visitors, 224);
+FW_CHECK_OFFSET(volume, commands, 224);
+FW_CHECK_OFFSET(volume, visitors, 256);
 
 inline constexpr uint32_t kVolumesMax = 64;
 
@@ -353,17 +342,10 @@ FW_DEVICE counters& shard_of(const volume& v) {
   return v.events[(base::spread_index() + warp::index()) % kCounterShards];
 }
 
-// Notes a failed command for the host. The first one's details win.
+// Notes a failed command for the host to raise.
 FW_DEVICE_NOINLINE void record_error(volume& v, uint32_t status, uint32_t opcode, uint64_t line) {
   atomic::add_relaxed(&shard_of(v).errors, uint64_t(1));
-  error_record& record = *v.errors;
-  if (atomic::cas_acq_rel(&v.error_lock, 0u, 1u)) {
-    atomic::store_plain(&record.opcode, opcode);
-    atomic::store_plain(&record.line, line - v.line_begin);
-    atomic::store_plain(&record.status, status);
-    atomic::fence_system();
-    atomic::store_relaxed_system(&record.count, 1u);
-  }
+  note_failure(v.commands, v.errors->commands, line - v.line_begin, status, opcode);
 }
 
 }  // namespace fw::cache

@@ -344,7 +344,7 @@ FW_DEVICE_NOINLINE uint32_t end_flight(page_cache& c, volume& v, nvme::queue_pai
 FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t mask,
                                              uint8_t opcode, const transfer& t, flights& f) {
   line_finisher finisher{c};
-  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  nvme::deadline limit(v.queues[0].data);
   uint32_t status = nvme::kSuccess;
   while (warp::any(mask, f.on != 0)) {
     const uint32_t done = done_flights(v, f);
@@ -438,13 +438,16 @@ FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, 
   return status;
 }
 
-// Ends a detached transfer for which no slot came free.
+// Ends a detached transfer for which no slot came free. The queue pair is dead then, which nobody
+// else may ever notice: so a prefetch says it too, unless another replica can answer in its place.
 FW_DEVICE void give_up_detached(page_cache& c, volume& v, uint8_t opcode, const transfer& t) {
+  if (opcode == nvme::kWrite || v.spread != kReplicated) {
+    record_error(v, nvme::kTimedOut, opcode, t.line);
+  }
   if (opcode != nvme::kWrite) {
     abandon_fill(c, t.way, atomic::load_relaxed(&c.shape.tags[t.way]));
     return;
   }
-  record_error(v, nvme::kTimedOut, opcode, t.line);
   uint32_t status = nvme::kTimedOut;
   uint32_t* count = reinterpret_cast<uint32_t*>(replica_count(v, t.way));
   if (count == nullptr || finish_replica(count, status)) end_write(&c.shape.tags[t.way], false);

@@ -72,7 +72,7 @@ FW_DEVICE bool has_failed(volume& v) { return atomic::load_relaxed(&failure_mark
 // write of such a line, ours or another's, is in flight. Failures are recorded and end the wait.
 FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                           uint64_t line_begin, uint64_t line_end) {
-  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
@@ -100,7 +100,7 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
 // meanwhile, which is neither lost nor an error.
 FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                                bool drop_dirty) {
-  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
@@ -132,7 +132,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
 // that is being copied is waited for: its copier waits for nothing, and then it is in the tier, or
 // in a frame that is not ours.
 FW_DEVICE void drop_from_tier(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t place) {
-  nvme::deadline limit(v.queues[0].data.timeout_ns);
+  nvme::deadline limit(v.queues[0].data);
   bool pending = wants;
   while (warp::any(mask, pending)) {
     const uint64_t word = pending ? atomic::load_acquire(&c.tier.tags[place]) : 0;

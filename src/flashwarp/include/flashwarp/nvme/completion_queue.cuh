@@ -124,7 +124,7 @@ FW_DEVICE void help(queue_pair& q, uint32_t mask, Finisher& finisher) {
 template <typename Finisher>
 FW_DEVICE bool wait_for_slots(queue_pair& q, uint32_t mask, uint32_t members, uint32_t ticket,
                               Finisher& finisher) {
-  deadline limit(q.data.timeout_ns);
+  deadline limit(q.data);
   const bool mine = (members >> warp::lane()) & 1;
   while (warp::any(mask, mine && !slot_is_free(q, ticket))) {
     if (warp::any(mask, limit.passed() || atomic::load_relaxed(&q.failed) != 0)) {
@@ -141,7 +141,7 @@ FW_DEVICE bool wait_for_slots(queue_pair& q, uint32_t mask, uint32_t members, ui
 template <typename Finisher>
 FW_DEVICE uint32_t wait_for_completions(queue_pair& q, uint32_t mask, uint32_t members,
                                         uint32_t ticket, Finisher& finisher) {
-  deadline limit(q.data.timeout_ns);
+  deadline limit(q.data);
   const bool mine = (members >> warp::lane()) & 1;
   uint32_t status = 0;
   bool pending = mine;

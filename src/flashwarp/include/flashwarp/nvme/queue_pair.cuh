@@ -46,8 +46,11 @@ struct transport {
   uint64_t timeout_ns;     // the bound of every wait
   uint32_t path;           // data_path
   uint32_t reserved;
+  // Host-visible: the host's process advances it while it runs, at least each kBeatNs. 0, or a null
+  // pointer: nobody does.
+  const uint32_t* heartbeat;
 };
-static_assert(sizeof(transport) == 40);
+static_assert(sizeof(transport) == 48);
 
 struct alignas(128) queue_pair {
   // Fixed at open.
@@ -77,7 +80,7 @@ struct alignas(128) queue_pair {
 };
 static_assert(sizeof(queue_pair) == 256);
 FW_CHECK_OFFSET(queue_pair, data, 48);
-FW_CHECK_OFFSET(queue_pair, doorbell_kind, 88);
+FW_CHECK_OFFSET(queue_pair, doorbell_kind, 96);
 FW_CHECK_OFFSET(queue_pair, ticket, 128);
 FW_CHECK_OFFSET(queue_pair, depth_log2, 132);
 FW_CHECK_OFFSET(queue_pair, id, 136);
@@ -130,23 +133,78 @@ FW_DEVICE void ring(const queue_pair& q, uint32_t* doorbell, uint32_t value) {
   }
 }
 
+// How long a wait has lasted, by the device's clock and by the host's heartbeat.
+struct wait_age {
+  uint64_t last;   // the clock at the last look
+  uint64_t since;  // nanoseconds since the heartbeat was seen to change
+  uint64_t asks;   // the value of `since` at which to look at the heartbeat again
+  uint64_t lived;  // while the host was alive
+  uint64_t total;
+  uint32_t beat;
+};
+
+// How often the host's process advances the heartbeat.
+inline constexpr uint64_t kBeatNs = 25'000'000;
+// How often a wait looks at it, each time over the PCIe link: two beats.
+inline constexpr uint64_t kAskNs = 2 * kBeatNs;
+// What one beat vouches for, and what passes between two looks of a thread that runs. A process
+// that was stopped, or a thread that was, has not waited meanwhile.
+inline constexpr uint64_t kStepNsMax = 4 * kBeatNs;
+// A host that does not come back: the wait ends after this many of its time limits.
+inline constexpr uint64_t kLimitsUntilDead = 10;
+// Polls between two looks at the clock, which on a GPU is far slower than a poll. A CPU thread may
+// wait for its core at each of them.
+inline constexpr uint32_t kPollsPerLook = FW_ON_GPU ? 64 : 8;
+
+FW_DEVICE uint32_t heartbeat_of(const transport& t) {
+  return t.heartbeat == nullptr ? 0 : atomic::load_relaxed_system(t.heartbeat);
+}
+
+// Adds what has passed to the age of a wait. True once the wait has lasted for the time limit while
+// both sides ran, or far longer in any case. A beat vouches for a quarter of the limit at most, so
+// that the host has come round a few times before a wait ends.
+FW_DEVICE_NOINLINE bool grow_older(wait_age& age, const transport& t, bool first) {
+  const uint64_t now = base::clock_ns();
+  if (first) {
+    age = {now, 0, 0, 0, 0, heartbeat_of(t)};
+    return false;
+  }
+  const uint64_t step = now - age.last;
+  age.last = now;
+  age.since += step < kStepNsMax ? step : kStepNsMax;
+  if (age.since < age.asks) return false;
+  const uint32_t beat = heartbeat_of(t);
+  if (beat == 0) {
+    age.lived += age.since;
+  } else if (beat != age.beat) {
+    const uint64_t most = t.timeout_ns / 4 < kStepNsMax ? t.timeout_ns / 4 : kStepNsMax;
+    age.lived += age.since < most ? age.since : most;
+  }
+  if (beat == 0 || beat != age.beat) {
+    age.total += age.since;
+    age.since = 0;
+    age.beat = beat;
+  }
+  age.asks = age.since + (t.timeout_ns / 8 < kAskNs ? t.timeout_ns / 8 : kAskNs);
+  return age.lived > t.timeout_ns || age.total + age.since > kLimitsUntilDead * t.timeout_ns;
+}
+
 // The bound of one wait loop. Starts its clock at the first look, so that a wait which is over at
-// once never reads the clock.
+// once reads no clock, and keeps what it knows out of the registers until then.
 class deadline {
  public:
-  FW_DEVICE explicit deadline(uint64_t limit_ns) : limit_ns_(limit_ns) {}
+  FW_DEVICE explicit deadline(const transport& t) : transport_(&t) {}
   FW_DEVICE bool passed() {
-    // The clock is far slower than a poll; looking at every 64th keeps the loop tight.
-    if ((++polls_ & 63) != 0) return false;
-    const uint64_t now = base::clock_ns();
-    if (start_ == 0) start_ = now;
-    return now - start_ > limit_ns_;
+    if (++polls_ % kPollsPerLook != 0) return false;
+    const bool first = polls_ == kPollsPerLook;
+    polls_ = kPollsPerLook;
+    return base::opaque(&grow_older)(age_, *transport_, first);
   }
 
  private:
-  uint64_t limit_ns_;
-  uint64_t start_ = 0;
+  const transport* transport_;
   uint32_t polls_ = 0;
+  wait_age age_;  // from the first look on
 };
 
 }  // namespace fw::nvme

@@ -121,6 +121,33 @@ FW_SCENARIO(async, "each thread starts more transfers than the ring has entries,
   start_more_than_fit(run, small_rings(run.random));
 }
 
+FW_SCENARIO(prefetch_lost, "threads prefetch and wait for nothing, and the controllers stop") {
+  Shape shape = small_rings(run.random);
+  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  run.faults.stop_after = 1 + run.random.below(8);
+  Machine machine(run, shape);
+  Words data(machine, 0);
+  machine.launch([&](Thread& t) {
+    for (uint32_t n = 0; n < (kWidth == 1 ? 4 : 1); ++n) data.prefetch(data.pick(t.random));
+  });
+  machine.settle();
+}
+
+FW_SCENARIO(suspended, "the host's process is stopped for several time limits: no wait runs out") {
+  const Shape shape = small_rings(run.random);
+  if (!run.faults_given) {
+    run.faults.suspend_after = 1 + run.random.below(30);
+    run.faults.suspend_ns = uint32_t(Machine::kFairTimeoutNs * (2 + run.random.below(5)));
+  }
+  start_more_than_fit(run, shape);
+}
+
+FW_SCENARIO(host_lost, "the host's process is stopped for good: every wait ends all the same") {
+  const Shape shape = small_rings(run.random);
+  if (!run.faults_given) run.faults.suspend_after = 1 + run.random.below(30);
+  start_more_than_fit(run, shape);
+}
+
 FW_SCENARIO(async_faults, "the same over disks that fail, wait, tear and stop") {
   const Shape shape = small_rings(run.random);
   draw_faults(run);

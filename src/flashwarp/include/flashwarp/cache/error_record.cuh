@@ -1,0 +1,66 @@
+// What went wrong, as sequences that are never reset: kernels append, the host reads on.
+//
+// A volume has two of them, failed commands and indices out of bounds. Each has a ring of entries
+// in host-visible memory, and a log in device memory. A failure takes a free entry, or is counted:
+// one of the two, and never both. The host owns one word, how many entries it has read, which frees
+// them. So whatever a kernel notes, at any moment, is in what the host reads now or in what it
+// reads next; and the first failures after each read are those that are kept in full.
+#pragma once
+
+#include "flashwarp/base/atomic.cuh"
+
+namespace fw::cache {
+
+// Entries that wait for the host; a power of two.
+inline constexpr uint32_t kFailuresKept = 8;
+
+struct alignas(32) failure {
+  uint64_t where;   // the line, counted from the volume's start; or the index
+  uint32_t status;  // NVMe status field, or kTimedOut
+  uint32_t opcode;
+  uint32_t number;  // in the sequence, from 1 on; stored last
+  uint32_t reserved[3];
+};
+static_assert(sizeof(failure) == 32);
+FW_CHECK_OFFSET(failure, number, 16);
+
+struct alignas(64) error_record {
+  failure commands[kFailuresKept];
+  failure indices[kFailuresKept];
+};
+static_assert(sizeof(error_record) == 512);
+
+struct failure_log {
+  uint32_t noted;   // entries taken so far
+  uint32_t read;    // the host's: entries that it has read
+  uint32_t untold;  // failures that found no free entry
+  uint32_t reserved;
+};
+static_assert(sizeof(failure_log) == 16);
+
+// Appends one failure. Any thread; waits for nothing. The host need not look at `untold` before it
+// has seen kFailuresKept entries: as many were taken before the first one is counted there.
+FW_DEVICE void note_failure(failure_log& log, failure* entries, uint64_t where, uint32_t status,
+                            uint32_t opcode) {
+  uint32_t at;
+  do {
+    const uint32_t read = atomic::load_relaxed_system(&log.read);
+    at = atomic::load_relaxed(&log.noted);
+    // `noted` may be the older of the two: then the exchange fails.
+    if (int32_t(at - read) >= int32_t(kFailuresKept)) {
+      atomic::add_relaxed(&log.untold, 1u);
+      return;
+    }
+  } while (!atomic::cas_acq_rel(&log.noted, at, at + 1));
+  // What the host has read of the entry before we store to it.
+  atomic::fence_system();
+  failure& entry = entries[at % kFailuresKept];
+  atomic::store_plain(&entry.where, where);
+  atomic::store_plain(&entry.status, status);
+  atomic::store_plain(&entry.opcode, opcode);
+  // The entry before its number, by which the host knows it.
+  atomic::fence_system();
+  atomic::store_relaxed_system(&entry.number, at + 1);
+}
+
+}  // namespace fw::cache
