@@ -228,7 +228,7 @@ FileStorage::FileStorage(Opened&& opened)
       mapped_base_(opened.map_address == 0
                        ? nullptr
                        : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)) {
-  if (direct() || mapped_base_ != nullptr) return;
+  if (direct()) return;
   if (opened.copies_cached) {
     window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
   } else {

@@ -14,7 +14,9 @@ from typing import Any
 
 from flashwarp import _native, config
 from flashwarp.device import CpuDevice, Device, Registration
-from flashwarp.errors import ArgumentError, ClosedError, ControllerError
+from flashwarp.device.memory import OwnedStream
+from flashwarp.errors import ArgumentError, ClosedError, ControllerError, StorageError
+from flashwarp.lease import Lease
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
 from flashwarp.ssd_model import SSDModel
 from flashwarp.storage import File, Memory, Storage
@@ -51,12 +53,19 @@ class SoftwareController:
     threads : int, optional
         Serving threads; any number may serve any number of queue pairs. Default by path.
     data_path : {"mapped", "bounce", "direct"}, optional
-        How data moves. "mapped": the device reads the namespace's own memory. "bounce": through
+        How data moves. "mapped": the device reads the namespace's own memory; of a file only under
+        a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow, as `Array.explain` tells.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
+
+    Attributes
+    ----------
+    changes : int
+        How often a file that was read in place may have changed since it was attached: what the
+        cache holds of it may be old.
 
     Notes
     -----
@@ -93,14 +102,24 @@ class SoftwareController:
         self._progress = (0, 0)
         self._waits = True
         self._registration: Registration | None = None
+        self._lease: Lease | None = None
+        self._side: OwnedStream | None = None
+        self._stale: StorageError | None = None
+        self.changes = 0
         self.reason = ""
+
+    @property
+    def asked_path(self) -> str | None:
+        """The data path that was asked for, if any."""
+        return self._wanted[3]
 
     def like(self) -> SoftwareController:
         """Return another plan with the same settings, which serves nothing yet."""
         other = copy.copy(self)
         other.storage = None
         other._queues = other._native = other._registration = None
-        other._progress, other._waits, other.reason = (0, 0), True, ""
+        other._lease = other._side = other._stale = None
+        other._progress, other._waits, other.reason, other.changes = (0, 0), True, "", 0
         return other
 
     # What an array does with it.
@@ -123,11 +142,21 @@ class SoftwareController:
         if self._native is not None:
             raise ControllerError("this controller serves another array: make one for each")
         self.storage = storage
+        self.changes, self._stale = 0, None
         defaults = config.current()
         path, self.reason = self._choose_path(storage, device)
         if self.model is not None:
             self.reason += f"; {self.model}"
-        count, depth, threads = self._geometry(path, device, line_bytes, defaults, together)
+        lease = storage.lease if isinstance(storage, File) else None
+        if lease is not None and path != "mapped":
+            # No writer has to wait for what goes through the rings.
+            lease.close()
+            lease = None
+        # A file that is read in place under a lease may have to go through buffers later.
+        buffered = path == "bounce" or lease is not None
+        count, depth, threads = self._geometry(
+            path, buffered, device, line_bytes, defaults, together
+        )
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
@@ -142,7 +171,8 @@ class SoftwareController:
                 depth,
                 path,
                 mapped_base=mapped_base,
-                buffer_bytes=line_bytes if path == "bounce" else 0,
+                buffer_bytes=line_bytes if buffered else 0,
+                leased=lease is not None,
                 timeout_s=defaults.timeout_s,
             )
             buffers = self._queues.buffer_region
@@ -161,10 +191,14 @@ class SoftwareController:
                 None if self.model is None else self.model.native_parameters(),
             )
             self._native.start()
+            self.path = path
+            if lease is not None:
+                self._side = device.create_stream()
+                self._lease = lease
+                lease.watch(self._leave_in_place, self._file_changed)
         except BaseException:
             self.close()
             raise
-        self.path = path
         self.threads = threads
         self._progress = (0, 0)
         self._waits = True
@@ -176,9 +210,12 @@ class SoftwareController:
         if not int(storage.native.mapped_base):
             return False
         # A kernel thread of the CPU that touches a mapped file's page after a truncation dies of
-        # SIGBUS; the GPU's registration pins the pages. So files are mapped for GPUs only. On the
-        # CPU the storage copies from a mapping of its own, where a fault is an error of the read.
-        return isinstance(storage, Memory) or device.kind == "cuda"
+        # SIGBUS; the GPU's registration pins the pages. So on the CPU files are mapped only under a
+        # lease. Else the storage copies from a mapping of its own, where a fault is an error of the
+        # read.
+        if isinstance(storage, Memory) or device.kind == "cuda":
+            return True
+        return isinstance(storage, File) and storage.lease is not None
 
     def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
         wanted = self._wanted[3]
@@ -186,7 +223,8 @@ class SoftwareController:
         if wanted == "mapped" and not mappable:
             raise ArgumentError(
                 "data_path='mapped' needs a namespace in memory that the device can read: "
-                "storage.Memory, or a read-only file opened for a GPU with direct=False"
+                "storage.Memory, or a read-only file opened for a GPU with direct=False, or under "
+                f"a lease{_refused(storage)}"
             )
         if wanted == "direct" and device.kind != "cpu":
             raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
@@ -199,19 +237,22 @@ class SoftwareController:
         return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
 
     def _geometry(
-        self, path: str, device: Device, line_bytes: int, defaults: config.Config, together: int
+        self,
+        path: str,
+        buffered: bool,
+        device: Device,
+        line_bytes: int,
+        defaults: config.Config,
+        together: int,
     ) -> tuple[int, int, int]:
         count, depth, threads, _ = self._wanted
         cores = _cores()
         if count is None:
             count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
         if depth is None:
-            depth = defaults.depth if path == "mapped" else defaults.bounce_depth
-            while (
-                path == "bounce"
-                and depth > 2
-                and count * depth * line_bytes > defaults.bounce_bytes
-            ):
+            fixed = path == "mapped" and not buffered
+            depth = defaults.depth if fixed else defaults.bounce_depth
+            while buffered and depth > 2 and count * depth * line_bytes > defaults.bounce_bytes:
                 depth //= 2
         if threads is None:
             threads = defaults.controller_threads
@@ -232,6 +273,41 @@ class SoftwareController:
             self._registration = device.register_host(
                 storage.address, storage.nbytes, not storage.writable
             )
+
+    # Leaving a file's own pages.
+
+    def _leave_in_place(self) -> bool:
+        """Send what is submitted from now on through the slots' buffers; in the keeper's thread."""
+        if self.path != "mapped":
+            return False
+        try:
+            self.queues.leave_in_place(self._side)
+            storage = self.storage
+            if isinstance(storage, File) and self.queues.device.kind == "cpu":
+                # A GPU's registration keeps the pages that it has pinned.
+                storage.mapping.leave()
+        except BaseException:
+            # Kernels may read in place still: let their misses fail, rather than pass for current.
+            self._native.stop()
+            raise
+        finally:
+            self.path = "bounce"
+            self.reason = (
+                "somebody has opened the file for writing, so it is not read in place any more"
+            )
+        return True
+
+    def _file_changed(self, stale: StorageError | None) -> None:
+        """Note that cached lines may be old; in the keeper's thread."""
+        if stale is not None:
+            self._stale = stale
+        # An array compares it with what it has seen.
+        self.changes += 1
+
+    def take_stale(self) -> StorageError | None:
+        """Return and forget what went wrong when the file's pages were left."""
+        stale, self._stale = self._stale, None
+        return stale
 
     # What it can tell.
 
@@ -261,9 +337,12 @@ class SoftwareController:
     def in_place(self) -> int:
         """Address at which the device may read the storage past the cache; 0: it may not.
 
-        Only where nobody writes the storage, and no drive is modelled.
+        Only where nobody writes the storage, and no drive is modelled. Of a file, for a GPU only,
+        which has pinned its pages.
         """
-        if self.storage is None or self.path != "mapped":
+        if self._queues is None or self.storage is None or self.path != "mapped":
+            return 0
+        if isinstance(self.storage, File) and self._queues.device.kind == "cpu":
             return 0
         if self.model is not None or self.storage.writable:
             return 0
@@ -315,6 +394,10 @@ class SoftwareController:
 
     def close(self) -> None:
         """Stop the threads, free the rings. Waits for what is in flight; may be called twice."""
+        if self._lease is not None:
+            # First: no break must find the rings gone.
+            self._lease.close()
+            self._lease = None
         if self._native is not None:
             self._native.stop()
             self._native = None
@@ -324,3 +407,11 @@ class SoftwareController:
         if self._registration is not None:
             self._registration.close()
             self._registration = None
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+
+def _refused(storage: Storage) -> str:
+    why = storage.lease_refusal if isinstance(storage, File) else ""
+    return f": {why}" if why else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from flashwarp.config import parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError, DataPathError, FileFormatError
+from flashwarp.lease import Lease
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
@@ -48,6 +50,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     host_cache: int | str | None = None,
     layout: Spread | None = None,
     stripe_bytes: int | str | None = None,
+    immutable: bool = False,
 ) -> Array:
     """Open a .npy or raw file as an array that device threads read on demand.
 
@@ -85,6 +88,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         the next one after an error, writes go to all.
     stripe_bytes : int or str, optional
         Bytes of a stripe, a multiple of `line` and of 4 KiB; default 128 KiB or a longer line.
+    immutable : bool, optional
+        Your promise that nobody writes or cuts the file while the array is open: a GPU then reads
+        it in place without a lease. Where the promise is broken, rows are old for ever.
 
     Returns
     -------
@@ -110,6 +116,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     if mode not in ("r", "r+"):
         raise ArgumentError(f"mode={mode!r} is neither 'r' nor 'r+'")
     writable = mode == "r+"
+    if immutable and writable:
+        raise ArgumentError('immutable=True is for mode="r": this array may be stored to')
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(path, str | os.PathLike):
         names = [os.fspath(each) for each in path]
@@ -117,7 +125,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         for each in names:
             _check_file(each, writable)
         several = _form_of_several(names, layout, dtype, shape)
-        files, why, release = _several_files(names, several, writable, direct, plan.device)
+        way = _Way(writable, direct, plan.device, _asks_mapped(controller), immutable)
+        files, why, release = _several_files(names, several, way)
         spread = (layout, stripe_bytes)
         try:
             return _make_several(
@@ -137,7 +146,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     name = os.fspath(path)
     _check_file(name, writable)
     form = _layout_of(name, dtype, shape)
-    return _open_one(name, form, plan, one, writable, direct)
+    way = _Way(writable, direct, plan.device, _asks_mapped(controller), immutable)
+    return _open_one(name, form, plan, one, way)
 
 
 def _open_one(
@@ -145,13 +155,12 @@ def _open_one(
     form: npy.Layout,
     plan: _Plan,
     controller: SoftwareController | None,
-    writable: bool,
-    direct: bool | None,
+    way: _Way,
 ) -> Array:
     if controller is not None and controller.storage is not None:
         storage, why, release = controller.storage, "the controller's own storage", _nothing
     else:
-        storage, why, release = _file_storage(name, form, writable, direct, plan.device)
+        storage, why, release = _file_storage(name, form, way)
     try:
         return _make(storage, form, plan, controller, why=why, release=release)
     except BaseException:
@@ -378,9 +387,7 @@ class _Several:
 def _several_files(
     paths: Sequence[str],
     form: _Several,
-    writable: bool,
-    direct: bool | None,
-    device: Device,
+    way: _Way,
 ) -> tuple[list[Storage], str, Callable[[], None]]:
     """Choose how the files are reached: all in place, or none."""
     releases: list[Callable[[], None]] = []
@@ -392,7 +399,7 @@ def _several_files(
     def reach(in_place: bool) -> tuple[list[Storage], list[str]]:
         files, reasons = [], []
         for path, part in zip(paths, form.parts, strict=True):
-            file, why, undo = _file_storage(path, part, writable, direct, device, in_place)
+            file, why, undo = _file_storage(path, part, way, in_place)
             releases.append(undo)
             files.append(file)
             reasons.append(f"{path}: {why}")
@@ -430,40 +437,99 @@ def _make_several(
     return _make(storage, form, plan, group, why=why, release=release)
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How files may be reached."""
+
+    writable: bool
+    direct: bool | None
+    device: Device
+    asks_mapped: bool
+    immutable: bool
+
+
+def _asks_mapped(
+    controller: SoftwareController | Sequence[SoftwareController] | None,
+) -> bool:
+    if controller is None:
+        return False
+    plans = [controller] if isinstance(controller, SoftwareController) else controller
+    return any(plan.asked_path == "mapped" for plan in plans)
+
+
 def _file_storage(
-    path: str,
-    layout: npy.Layout,
-    writable: bool,
-    direct: bool | None,
-    device: Device,
-    in_place: bool = True,
+    path: str, layout: npy.Layout, way: _Way, in_place: bool = True
 ) -> tuple[Storage, str, Callable[[], None]]:
     """Choose how the file is reached: in place, through the page cache, or past it."""
     if layout.nbytes == 0:
         # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
-        return Memory(np.zeros(512, np.uint8), writable), "the array is empty", _nothing
+        return Memory(np.zeros(512, np.uint8), way.writable), "the array is empty", _nothing
     end = layout.offset + layout.nbytes
     resident, mapping = _residency(path, end)
     defaults = config.current()
     warm = resident >= defaults.mapped_residency
     share = f"{resident:.0%} of the file is in the page cache"
-    if direct is None:
-        direct = not warm and resident < 0.5 and _accepts_direct(path)
-    may_map = in_place and device.kind == "cuda" and not writable and not direct
-    if may_map and mapping is not None and warm:
+    refusal = ""
+    on_gpu = way.device.kind == "cuda"
+    # The CPU device does it only if it is asked to: its rings copy what is in the page cache.
+    wanted = warm if on_gpu else way.asks_mapped
+    may_map = in_place and wanted and not way.writable and not way.direct
+    if may_map and mapping is not None:
         budget = int(CpuDevice(1).memory_info().free_bytes * defaults.mapped_budget)
-        if end <= budget:
-            storage = File(
-                path, layout.offset, layout.nbytes, _map_address=mapping.address, _mapping=mapping
-            )
-            why = f"{share}, and it fits the {budget} bytes that may be pinned"
-            return storage, why, mapping.close
-        share += f", but it exceeds the {budget} bytes that may be pinned"
+        if end <= budget or not on_gpu:
+            found = _read_in_place(path, layout, mapping, way.immutable and on_gpu)
+            if not isinstance(found, str):
+                pinned = f", and it fits the {budget} bytes that may be pinned" if on_gpu else ""
+                why = "immutable=True" if found.lease is None else "a lease holds writers off"
+                return found, f"{share}{pinned}; {why}", functools.partial(_leave, found)
+            refusal = found
+            share += f"; it is not read in place, because {refusal}"
+        else:
+            share += f", but it exceeds the {budget} bytes that may be pinned"
     if mapping is not None:
         mapping.close()
-    storage = File(path, layout.offset, layout.nbytes, writable=writable, direct=direct)
+    direct = way.direct
+    if direct is None:
+        direct = not warm and resident < 0.5 and _accepts_direct(path)
+    storage = File(path, layout.offset, layout.nbytes, writable=way.writable, direct=direct)
+    storage.lease_refusal = refusal
     why = f"{share}; {'O_DIRECT' if direct else 'through the page cache'}"
     return storage, why, _nothing
+
+
+def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, immutable: bool) -> File | str:
+    """Return the file behind a mapping, under a lease; or why it cannot be had so."""
+    lease = None
+    if not immutable:
+        try:
+            lease = Lease(path)
+        except OSError as error:
+            return f"there is no lease on it: {Lease.refusal(error)}"
+    try:
+        storage = File(
+            path,
+            layout.offset,
+            layout.nbytes,
+            _map_address=mapping.address,
+            _mapping=mapping,
+            _lease=lease,
+        )
+    except BaseException:
+        if lease is not None:
+            lease.close()
+        raise
+    same = {mapping.identity, storage.identity} | ({lease.identity} if lease else set())
+    if len(same) == 1:
+        return storage
+    if lease is not None:
+        lease.close()
+    return "its path names another file than a moment ago"
+
+
+def _leave(storage: File) -> None:
+    if storage.lease is not None:
+        storage.lease.close()
+    storage.mapping.close()
 
 
 # Looking at more pages than this costs more than the answer is worth: sample the front.
@@ -525,6 +591,7 @@ def _make(
         reason = str(array.explain())
         array.close()
         raise DataPathError(f"strict={strict!r}, but the data would go {path}:\n{reason}")
+    array.strict = strict
     return array
 
 

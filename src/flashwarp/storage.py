@@ -32,6 +32,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
+from flashwarp.lease import Lease
 
 __all__ = ["BlockDevice", "File", "Memory", "Replicated", "Storage", "Striped"]
 
@@ -251,6 +252,7 @@ class File(Storage):
         direct: bool = False,
         _map_address: int = 0,
         _mapping: Any = None,
+        _lease: Lease | None = None,
     ) -> None:
         self._path = os.fspath(path)
         status = _check_file(self._path, writable)
@@ -264,6 +266,10 @@ class File(Storage):
         self.offset = offset
         self.direct = direct
         self.mapping = _mapping
+        self.lease = _lease
+        self.lease_refusal = ""
+        # A file that is read in place needs a window only for when it is not any more.
+        copies = bool(config.current().copy_cached) and (_mapping is None or _lease is not None)
         try:
             native = _native.FileStorage(
                 self._path,
@@ -272,7 +278,7 @@ class File(Storage):
                 writable,
                 "direct" if direct else "buffered",
                 _map_address,
-                bool(config.current().copy_cached),
+                copies,
             )
         except OSError as error:
             raise PathError(error.errno, error.strerror, self._path) from error
@@ -282,6 +288,12 @@ class File(Storage):
     def path(self) -> str | None:
         """The file as it was named."""
         return self._path
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of the file that is open, whatever its path names meanwhile."""
+        status = os.fstat(int(self.native.fd))
+        return status.st_dev, status.st_ino
 
 
 class BlockDevice(File):
@@ -356,6 +368,8 @@ class Mapping:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self.identity = status.st_dev, status.st_ino
             self._map = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self._view = np.frombuffer(self._map, np.uint8)
         self.address = int(self._view.ctypes.data)
@@ -364,6 +378,13 @@ class Mapping:
     def residency(self) -> float:
         """Share of its pages that are in the page cache now."""
         return float(_native.residency(self.address, self.nbytes))
+
+    def leave(self) -> None:
+        """Put zeros in the place of the file's pages: the file may be cut, and nobody dies of it.
+
+        For pages that no device has registered. Whoever reads them meanwhile must find out itself.
+        """
+        _native.replace_mapping(self.address, self.nbytes)
 
     def close(self) -> None:
         """Unmap it. Nobody may hold its address any more."""
