@@ -25,8 +25,8 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   src/flashwarp/testing/simulator/scenarios/*.cpp)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format native-test tsan asan models simulate explore simulate-coverage \
-  cost docs clean
+.PHONY: help demo test bench lint format native-test tsan asan models simulate explore \
+  simulate-coverage cost docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -87,7 +87,7 @@ simulate: $(VENV)/dev.stamp  ## Explore schedules: SEEDS=first:last TIME=seconds
 	  $(BIN)/flashwarp simulate --width $$width --seeds $(SEEDS) --time $(TIME) $(ARGS); done
 
 explore: SCHEDULES ?= 100000
-explore: $(VENV)/dev.stamp  ## Explore everything on all cores: SCHEDULES=n, seeds of today or FIRST=seed
+explore: $(VENV)/dev.stamp  ## Explore everything: SCHEDULES=n, from a seed of today or FIRST=seed
 	$(BIN)/flashwarp simulate --schedules $(SCHEDULES) $(if $(FIRST),--seeds $(FIRST)) $(ARGS)
 
 simulate-coverage: $(VENV)/dev.stamp  ## Lines of the device headers that the simulator runs

@@ -394,6 +394,17 @@ void bind_host_memory(nb::module_& m) {
       "open_file", [](const std::string& path, bool writable) { return open_file(path, writable); },
       WithoutGil(), nb::arg("path"), nb::arg("writable") = false);
   m.def("residency", &residency_of, nb::arg("address"), nb::arg("nbytes"));
+  m.def(
+      "replace_mapping",
+      [](uint64_t address, uint64_t nbytes) {
+        int error;
+        {
+          nb::gil_scoped_release release;
+          error = replace_mapping(address, nbytes);
+        }
+        if (error != 0) raise_os_error(error, std::strerror(error), "");
+      },
+      nb::arg("address"), nb::arg("nbytes"));
   m.def("direct_io_alignment", &direct_io_alignment, nb::arg("path"));
   m.def("io_uring_available", [] {
     const IoUringProbe probe = probe_io_uring();

@@ -246,7 +246,7 @@ FileStorage::FileStorage(Opened&& opened)
       direct_(opened.direct),
       lock_(std::move(opened.lock)) {
   if (opened.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
-  if ((direct() && !opened.may_change) || mapped_base_ != nullptr) return;
+  if (direct() && !opened.may_change) return;
   if (opened.copies_cached) {
     window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
   } else {

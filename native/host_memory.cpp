@@ -70,4 +70,11 @@ double residency(uint64_t address, uint64_t nbytes) {
   return double(resident) / double(pages);
 }
 
+int replace_mapping(uint64_t address, uint64_t nbytes) {
+  void* const there = reinterpret_cast<void*>(address);
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+  const size_t size = round_up(nbytes, page_bytes());
+  return mmap(there, size, PROT_READ, flags, -1, 0) == MAP_FAILED ? errno : 0;
+}
+
 }  // namespace fw::native

@@ -30,4 +30,8 @@ class HostMemory {
 // failure.
 double residency(uint64_t address, uint64_t nbytes);
 
+// Puts zero pages, which are only read, in the place of the mapping at [address, address + nbytes):
+// at once for every thread that reads there. 0, or an errno value.
+int replace_mapping(uint64_t address, uint64_t nbytes);
+
 }  // namespace fw::native

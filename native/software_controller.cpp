@@ -109,9 +109,11 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
   context_.storage->collect_files(engine_options.files);
   engine_options.memory = context_.regions.list();
   engine_options.engines = uint32_t(queue_pairs.size());
-  // A namespace in memory never waits, so it needs no engine.
+  // A namespace in memory never waits, so it needs no engine: unless it is a file whose commands
+  // may name other memory, too.
+  const bool in_memory = context_.storage->mapped_base() != nullptr;
   const bool needs_engine =
-      !engine_options.files.empty() && context_.storage->mapped_base() == nullptr;
+      !engine_options.files.empty() && (!in_memory || !engine_options.memory.empty());
   if (needs_engine) engines_ = std::make_unique<IoEngineFactory>(std::move(engine_options));
   for (const QueuePairAddresses& pair : queue_pairs) {
     std::unique_ptr<IoEngine> engine;

@@ -285,8 +285,8 @@ def test_controllers_that_cannot_be(options: dict[str, Any]) -> None:
         fw.SoftwareController(**options)
 
 
-def test_mapped_path_of_a_file_on_the_cpu(path: Path) -> None:
-    with pytest.raises(ArgumentError, match="mapped"):
+def test_mapped_path_of_a_file_on_the_cpu_without_a_lease(path: Path) -> None:
+    with path.open("r+b"), pytest.raises(ArgumentError, match="a lease: there is no lease on it"):
         fw.open(path, device="cpu", controller=fw.SoftwareController(data_path="mapped"))
 
 

@@ -130,7 +130,9 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("args", "options"), BAD_CALLS, ids=str)
+@pytest.mark.parametrize(
+    ("args", "options"), BAD_CALLS, ids=lambda value: str(value).partition(" at 0x")[0]
+)
 @pytest.mark.parametrize("exists", [False, True])
 def test_call_that_fails_leaves_everything_as_it_was(
     old: Path, args: tuple[Any, ...], options: dict[str, Any], exists: bool

@@ -436,7 +436,7 @@ def test_only_aligned_data_is_read_in_place(
     asked: list[bool] = []
 
     def note(*args: Any, **options: Any) -> Any:
-        asked.append(args[5])
+        asked.append(options["in_place"])
         return reach(*args, **options)
 
     monkeypatch.setattr(opening, "file_storage", note)

@@ -23,7 +23,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 # Lowest first. A module imports from its own line and from those above it, never from below.
 LAYERS = [
     ["errors"],
-    ["config", "containers", "endings", "files"],
+    ["config", "containers", "endings", "files", "lease"],
     ["stats", "npy", "policy", "policy_source", "_waiting"],
     ["advice", "host_memory"],
     ["_jit"],

@@ -30,6 +30,7 @@ from flashwarp.errors import (
     BoundsError,
     ClosedError,
     CopyError,
+    DataPathError,
     DeviceError,
     ForkError,
     ReadOnlyError,
@@ -133,6 +134,8 @@ class Array(endings.NotCopied):
     dtype : numpy.dtype
     device : Device
     cache : Cache
+    strict : str or None
+        The only data path that is allowed; see `flashwarp.open`.
 
     Notes
     -----
@@ -180,6 +183,8 @@ class Array(endings.NotCopied):
         self._why = why
         self._lock = cache.turn
         self._recipe = recipe
+        self._changes = 0
+        self.strict: str | None = None
         self._operands = Operands(self.device, dtype, self._row_shape, self._row_count, self.device)
         self._attachment = Attachment(
             storage,
@@ -643,7 +648,9 @@ class Array(endings.NotCopied):
 
         Blocks as `stats` does.
         """
-        reason = "; ".join(filter(None, (self._controller.reason, self._why)))
+        left = self._controller.changes != 0
+        why = f"when it was opened, {self._why}" if left and self._why else self._why
+        reason = "; ".join(filter(None, (self._controller.reason, why)))
         return Explanation(
             path=self._controller.path,
             reason=reason,
@@ -699,7 +706,10 @@ class Array(endings.NotCopied):
         """Address of the elements where kernels may read them past the cache, or None.
 
         Device-readable memory that nobody writes: the mapped path, one storage opened for reading,
-        no modelled drive. Valid until `close`.
+        no modelled drive; of a file, on a GPU. Valid until `close`. A file's address is given for
+        as long as its lease holds, or with ``immutable=True``. After a writer has opened the file
+        this is None, and what an address taken before shows is the file as it was, in part or
+        whole: ask again before each launch.
         """
         self._check_usable()
         return self._controller.in_place or None
@@ -854,6 +864,34 @@ class Array(endings.NotCopied):
         """Check that a call can be made, and raise what an earlier one has left to be raised."""
         self._check_usable()
         self._calls.raise_lost()
+        if self._controller.changes != self._changes:
+            self._drop_old_lines()
+
+    def _drop_old_lines(self) -> None:
+        """Forget what was read before a writer opened the file, or before it closed it.
+
+        Raises
+        ------
+        StorageError
+            When rows may have been read in place while they were written.
+        DataPathError
+            When only the mapped path was allowed.
+        """
+        with self._lock:
+            changes = self._controller.changes
+            if changes == self._changes:
+                return
+            if self.strict == "mapped" and self._controller.path != self.strict:
+                raise DataPathError(
+                    f"strict='mapped', but {self._storage.path} was opened for writing by "
+                    "somebody, so it cannot be read in place any more: close the array, and open "
+                    "it again when the writer has closed the file"
+                )
+            self._attachment.drop_lines(drop_dirty=False)
+            self._changes = changes
+            stale = self._controller.take_stale()
+        if stale is not None:
+            raise stale
 
     def _need_writable(self) -> None:
         if not self.writable:
@@ -907,6 +945,8 @@ class Array(endings.NotCopied):
     def _join_launch(self, stream: Any) -> tuple[object, ...]:
         """Take part in a launch of a caller's kernel, in the cache's turn; return what it uses."""
         self._check_usable()
+        if self._controller.changes != self._changes:
+            self._drop_old_lines()
         if stream is not None:
             self._attachment.note_stream(stream)
         return self._launcher.wake()

@@ -168,7 +168,8 @@ class Config:
     """Entries of a ring on the mapped path: 32 pairs hold the 94 M commands/s of one thread."""
 
     bounce_depth: int = 256
-    """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB."""
+    """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files
+    that are read in place under a lease have such rings too, for when it is broken."""
 
     bounce_bytes: int = 256 << 20
     """Most pinned memory for the buffers of one controller; the depth shrinks to fit."""

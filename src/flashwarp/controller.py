@@ -13,8 +13,16 @@ from typing import Any
 from flashwarp import _native, config
 from flashwarp.config import choice, integer
 from flashwarp.device import CpuDevice, Device, Registration
+from flashwarp.device.memory import OwnedStream
 from flashwarp.endings import NotCopied
-from flashwarp.errors import ArgumentError, ClosedError, ControllerError, CopyError
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    ControllerError,
+    CopyError,
+    StorageError,
+)
+from flashwarp.lease import Lease
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
 from flashwarp.ssd_model import SSDModel
 from flashwarp.storage import File, Memory, Storage
@@ -47,12 +55,19 @@ class SoftwareController(NotCopied):
     threads : int, optional
         Serving threads; any number may serve any number of queue pairs. Default by path.
     data_path : {"mapped", "bounce", "direct"}, optional
-        How data moves. "mapped": the device reads the namespace's own memory. "bounce": through
+        How data moves. "mapped": the device reads the namespace's own memory; of a file only under
+        a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow, as `Array.explain` tells.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
+
+    Attributes
+    ----------
+    changes : int
+        How often a file that was read in place may have changed since it was attached: what the
+        cache holds of it may be old.
 
     Notes
     -----
@@ -97,7 +112,16 @@ class SoftwareController(NotCopied):
         self._registration: Registration | None = None
         self.path = ""
         self.threads = 0
+        self._lease: Lease | None = None
+        self._side: OwnedStream | None = None
+        self._stale: StorageError | None = None
+        self.changes = 0
         self.reason = ""
+
+    @property
+    def asked_path(self) -> str | None:
+        """The data path that was asked for, if any."""
+        return self._wanted[3]
 
     def like(self) -> SoftwareController:
         """Return another plan with the same settings, which serves nothing yet."""
@@ -134,11 +158,21 @@ class SoftwareController(NotCopied):
         if self._native is not None:
             raise ControllerError("this controller serves another array: make one for each")
         self._served = storage
+        self.changes, self._stale = 0, None
         defaults = config.current()
         path, self.reason = self._choose_path(storage, device)
         if self.model is not None:
             self.reason += f"; {self.model}"
-        count, depth, threads = self._geometry(path, device, line_bytes, defaults, together)
+        lease = storage.lease if isinstance(storage, File) else None
+        if lease is not None and path != "mapped":
+            # No writer has to wait for what goes through the rings.
+            lease.close()
+            lease = None
+        # A file that is read in place under a lease may have to go through buffers later.
+        buffered = path == "bounce" or lease is not None
+        count, depth, threads = self._geometry(
+            path, buffered, device, line_bytes, defaults, together
+        )
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
@@ -153,7 +187,8 @@ class SoftwareController(NotCopied):
                 depth,
                 path,
                 mapped_base=mapped_base,
-                buffer_bytes=line_bytes if path == "bounce" else 0,
+                buffer_bytes=line_bytes if buffered else 0,
+                leased=lease is not None,
                 timeout_s=defaults.timeout_s,
             )
             buffers = self._queues.buffer_region
@@ -173,10 +208,14 @@ class SoftwareController(NotCopied):
                 (*owners, *self._queues.owners),
             )
             self._start(threads)
+            self.path = path
+            if lease is not None:
+                self._side = device.create_stream()
+                self._lease = lease
+                lease.watch(self._leave_in_place, self._file_changed)
         except BaseException:
             self.detach()
             raise
-        self.path = path
         self.threads = threads
         self._progress = (0, 0)
         self._waits = True
@@ -197,9 +236,12 @@ class SoftwareController(NotCopied):
         if not int(storage.native.mapped_base):
             return False
         # A kernel thread of the CPU that touches a mapped file's page after a truncation dies of
-        # SIGBUS; the GPU's registration pins the pages. So files are mapped for GPUs only. On the
-        # CPU the storage copies from a mapping of its own, where a fault is an error of the read.
-        return isinstance(storage, Memory) or device.kind == "cuda"
+        # SIGBUS; the GPU's registration pins the pages. So on the CPU files are mapped only under a
+        # lease. Else the storage copies from a mapping of its own, where a fault is an error of the
+        # read.
+        if isinstance(storage, Memory) or device.kind == "cuda":
+            return True
+        return isinstance(storage, File) and storage.lease is not None
 
     def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
         wanted = self._wanted[3]
@@ -207,7 +249,8 @@ class SoftwareController(NotCopied):
         if wanted == "mapped" and not mappable:
             raise ArgumentError(
                 "data_path='mapped' needs a namespace in memory that the device can read: "
-                "storage.Memory, or a read-only file opened for a GPU with direct=False"
+                "storage.Memory, or a read-only file opened for a GPU with direct=False, or under "
+                f"a lease{_refused(storage)}"
             )
         if wanted == "direct" and device.kind != "cpu":
             raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
@@ -220,19 +263,22 @@ class SoftwareController(NotCopied):
         return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
 
     def _geometry(
-        self, path: str, device: Device, line_bytes: int, defaults: config.Config, together: int
+        self,
+        path: str,
+        buffered: bool,
+        device: Device,
+        line_bytes: int,
+        defaults: config.Config,
+        together: int,
     ) -> tuple[int, int, int]:
         count, depth, threads, _ = self._wanted
         cores = config.cores()
         if count is None:
             count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
         if depth is None:
-            depth = defaults.depth if path == "mapped" else defaults.bounce_depth
-            while (
-                path == "bounce"
-                and depth > 2
-                and count * depth * line_bytes > defaults.bounce_bytes
-            ):
+            fixed = path == "mapped" and not buffered
+            depth = defaults.depth if fixed else defaults.bounce_depth
+            while buffered and depth > 2 and count * depth * line_bytes > defaults.bounce_bytes:
                 depth //= 2
         if threads is None:
             threads = defaults.controller_threads
@@ -253,6 +299,41 @@ class SoftwareController(NotCopied):
             self._registration = device.register_host(
                 storage.address, storage.nbytes, not storage.writable
             )
+
+    # Leaving a file's own pages.
+
+    def _leave_in_place(self) -> bool:
+        """Send what is submitted from now on through the slots' buffers; in the keeper's thread."""
+        if self.path != "mapped":
+            return False
+        try:
+            self.queues.leave_in_place(self._side)
+            storage = self.storage
+            if isinstance(storage, File) and self.queues.device.kind == "cpu":
+                # A GPU's registration keeps the pages that it has pinned.
+                storage.mapping.leave()
+        except BaseException:
+            # Kernels may read in place still: let their misses fail, rather than pass for current.
+            self._native.stop()
+            raise
+        finally:
+            self.path = "bounce"
+            self.reason = (
+                "somebody has opened the file for writing, so it is not read in place any more"
+            )
+        return True
+
+    def _file_changed(self, stale: StorageError | None) -> None:
+        """Note that cached lines may be old; in the keeper's thread."""
+        if stale is not None:
+            self._stale = stale
+        # An array compares it with what it has seen.
+        self.changes += 1
+
+    def take_stale(self) -> StorageError | None:
+        """Return and forget what went wrong when the file's pages were left."""
+        stale, self._stale = self._stale, None
+        return stale
 
     # What it can tell.
 
@@ -279,9 +360,12 @@ class SoftwareController(NotCopied):
     def in_place(self) -> int:
         """Address at which the device may read the storage past the cache; 0: it may not.
 
-        Only where nobody writes the storage, and no drive is modelled.
+        Only where nobody writes the storage, and no drive is modelled. Of a file, for a GPU only,
+        which has pinned its pages.
         """
-        if self._served is None or self.path != "mapped":
+        if self._queues is None or self._served is None or self.path != "mapped":
+            return 0
+        if isinstance(self._served, File) and self._queues.device.kind == "cpu":
             return 0
         if self.model is not None or self._served.writable:
             return 0
@@ -344,6 +428,10 @@ class SoftwareController(NotCopied):
 
     def detach(self) -> None:
         """Stop the threads, free the rings. Waits for what is in flight; may be called twice."""
+        if self._lease is not None:
+            # First: no break must find the rings gone.
+            self._lease.close()
+            self._lease = None
         if self._native is not None:
             self._native.stop()
             self._native = self._served = None
@@ -353,6 +441,9 @@ class SoftwareController(NotCopied):
         if self._registration is not None:
             self._registration.close()
             self._registration = None
+        if self._side is not None:
+            self._side.close()
+            self._side = None
 
     def __repr__(self) -> str:
         state = "serving" if self.serving else "idle"
@@ -367,3 +458,8 @@ def _from_settings(
     model: SSDModel | None,
 ) -> SoftwareController:
     return SoftwareController(None, queue_pairs, depth, threads, data_path=data_path, model=model)
+
+
+def _refused(storage: Storage) -> str:
+    why = storage.lease_refusal if isinstance(storage, File) else ""
+    return f": {why}" if why else ""

@@ -7,6 +7,7 @@ time that so many bytes have been read, and `reconsider` decides. Both rules are
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ import numpy as np
 
 from flashwarp import _native, config, host_memory, npy
 from flashwarp.device import Device
+from flashwarp.lease import Lease
 from flashwarp.storage import File, Mapping, Memory, Storage
 
 __all__ = [
@@ -251,16 +253,26 @@ def _nothing() -> None:
     pass
 
 
+@dataclass(frozen=True)
+class Access:
+    """How a file may be reached."""
+
+    writable: bool
+    direct: bool | None
+    device: Device
+    lock: bool = True
+    asks_mapped: bool = False
+    """Whether a controller's settings ask for the file to be read in place."""
+    immutable: bool = False
+
+
 def file_storage(
     path: str,
     layout: npy.Layout,
-    writable: bool,
-    direct: bool | None,
-    device: Device,
+    access: Access,
+    *,
     in_place: bool = True,
     reserved_bytes: int = 0,
-    *,
-    lock: bool = True,
     shown: str = "",
 ) -> tuple[Storage, str, Callable[[], None]]:
     """Choose how the file is reached: in place, through the page cache, or past it.
@@ -269,7 +281,7 @@ def file_storage(
     """
     if layout.nbytes == 0:
         # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
-        return Memory(np.zeros(512, np.uint8), writable), "the array is empty", _nothing
+        return Memory(np.zeros(512, np.uint8), access.writable), "the array is empty", _nothing
     end = layout.offset + layout.nbytes
     resident, mapping, unknown = _residency(path, end)
     defaults = config.current()
@@ -279,47 +291,87 @@ def file_storage(
         available_bytes=host_memory.available_bytes(),
         reserved_bytes=reserved_bytes,
         resident=resident,
-        writable=writable,
+        writable=access.writable,
         allocated_bytes=os.stat(path).st_blocks * 512,
-        direct_refusal=_refusal_of_direct(path) if direct is None else "",
+        direct_refusal=_refusal_of_direct(path) if access.direct is None else "",
     )
-    asked = direct is not None
+    asked = access.direct is not None
     way = choose_way(facts, defaults)
-    if direct is not None:
-        way = Way(direct, f"{'O_DIRECT' if direct else 'through the page cache'}, as asked for")
-    why = f"{way.why}{unknown}"
-    may_map = in_place and device.kind == "cuda" and not writable and not way.direct
-    if may_map and mapping is not None and warm:
+    if access.direct is not None:
+        how = "O_DIRECT" if access.direct else "through the page cache"
+        way = Way(access.direct, f"{how}, as asked for")
+    why, refusal = f"{way.why}{unknown}", ""
+    on_gpu = access.device.kind == "cuda"
+    # The CPU device does it only if it is asked to: its rings copy what is in the page cache.
+    wanted = warm if on_gpu else access.asks_mapped
+    # The page cache has the file, whatever would be chosen for reads by rings.
+    may_map = in_place and wanted and not access.writable and not access.direct
+    if may_map and mapping is not None:
         budget = int(facts.available_bytes * defaults.mapped_budget)
-        share = f"{resident:.0%} of the file is in the page cache"
-        if end <= budget:
-            storage = File(
-                path,
-                layout.offset,
-                layout.nbytes,
-                lock=lock,
-                _map_address=mapping.address,
-                _mapping=mapping,
-            )
-            why = f"{share}, and it fits the {budget} bytes that may be pinned"
-            return storage, why, mapping.close
-        why += f"; it exceeds the {budget} bytes that may be pinned"
+        if end <= budget or not on_gpu:
+            found = _read_in_place(path, layout, mapping, access)
+            if not isinstance(found, str):
+                share = f"{resident:.0%} of the file is in the page cache"
+                pinned = f", and it fits the {budget} bytes that may be pinned" if on_gpu else ""
+                held = "immutable=True" if found.lease is None else "a lease holds writers off"
+                return found, f"{share}{pinned}; {held}", functools.partial(_leave, found)
+            refusal = found
+            why += f"; it is not read in place, because {refusal}"
+        else:
+            why += f"; it exceeds the {budget} bytes that may be pinned"
     if mapping is not None:
         mapping.close()
-    reviewed = not (asked or writable or facts.direct_refusal) and defaults.review_bytes > 0
+    reviewed = not (asked or access.writable or facts.direct_refusal) and defaults.review_bytes > 0
     storage = File(
         path,
         layout.offset,
         layout.nbytes,
-        writable=writable,
+        writable=access.writable,
         direct=way.direct,
-        lock=lock,
+        lock=access.lock,
         _name=shown,
         _may_change=reviewed,
     )
+    storage.lease_refusal = refusal
     if reviewed:
         storage.review = WayReview(reserved_bytes, defaults.review_bytes)
     return storage, why, _nothing
+
+
+def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Access) -> File | str:
+    """Return the file behind a mapping, under a lease; or why it cannot be had so."""
+    lease = None
+    if not (access.immutable and access.device.kind == "cuda"):
+        try:
+            lease = Lease(path)
+        except OSError as error:
+            return f"there is no lease on it: {Lease.refusal(error)}"
+    try:
+        storage = File(
+            path,
+            layout.offset,
+            layout.nbytes,
+            lock=access.lock,
+            _map_address=mapping.address,
+            _mapping=mapping,
+            _lease=lease,
+        )
+    except BaseException:
+        if lease is not None:
+            lease.close()
+        raise
+    same = {mapping.identity, storage.identity} | ({lease.identity} if lease else set())
+    if len(same) == 1:
+        return storage
+    if lease is not None:
+        lease.close()
+    return "its path names another file than a moment ago"
+
+
+def _leave(storage: File) -> None:
+    if storage.lease is not None:
+        storage.lease.close()
+    storage.mapping.close()
 
 
 # Looking at more pages than this costs more than the answer is worth.

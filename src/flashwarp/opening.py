@@ -22,7 +22,7 @@ from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError, PathError
-from flashwarp.file_access import file_storage
+from flashwarp.file_access import Access, file_storage
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
@@ -70,6 +70,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     stripe_bytes: int | str | None = None,
     offset: int | None = None,
     lock: bool = True,
+    immutable: bool = False,
 ) -> Array:
     """Open a .npy or raw file as an array that device threads read on demand.
 
@@ -115,6 +116,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     lock : bool
         Refuse what loses stores in silence: a second writer of a file, in any process, and a reader
         beside a writer in this one. False: look for nobody, and be seen by nobody.
+    immutable : bool, optional
+        Your promise that nobody writes or cuts the file while the array is open: a GPU then reads
+        it in place without a lease. Where the promise is broken, rows are old for ever.
 
     Returns
     -------
@@ -142,6 +146,9 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     choice("mode", mode, ("r", "r+"))
     writable = mode == "r+"
     direct = None if direct is None else flag("direct", direct)
+    immutable = flag("immutable", immutable)
+    if immutable and writable:
+        raise ArgumentError('immutable=True is for mode="r": this array may be stored to')
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     settings = {
         "device": device,
@@ -156,17 +163,19 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         "stripe_bytes": stripe_bytes,
         "offset": offset,
         "lock": lock,
+        "immutable": immutable,
     }
     given = _Recipe([], mode, dtype, shape, settings)
     start = None if offset is None else integer("offset", offset, 0, SIZE_MAX)
     lock = flag("lock", lock)
+    access = Access(writable, direct, plan.device, lock, _asks_mapped(controller), immutable)
     if _are_several(path):
         names = [files.check_name(each) for each in path]
         _check_spread(layout, stripe_bytes, len(names))
         for each in names:
             files.check(each, writable)
         several = _form_of_several(names, layout, dtype, shape, start)
-        storages, why, release = _several_files(names, several, writable, direct, plan, lock)
+        storages, why, release = _several_files(names, several, access, plan)
         spread = (layout, stripe_bytes)
         try:
             return _make_several(
@@ -187,7 +196,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     name = files.check_name(path)
     files.check(name, writable)
     form = _layout_of(name, dtype, shape, start)
-    return _open_one(name, form, plan, one, writable, direct, lock, recipe=given.for_files(name))
+    return _open_one(name, form, plan, one, access, recipe=given.for_files(name))
 
 
 def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
@@ -195,14 +204,17 @@ def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
     return not one and isinstance(path, Iterable)
 
 
+def _asks_mapped(controller: SoftwareController | Sequence[SoftwareController] | None) -> bool:
+    plans = [controller] if isinstance(controller, SoftwareController) else controller or []
+    return any(getattr(plan, "asked_path", None) == "mapped" for plan in plans)
+
+
 def _open_one(
     name: str,
     form: npy.Layout,
     plan: _Plan,
     controller: SoftwareController | None,
-    writable: bool,
-    direct: bool | None,
-    lock: bool,
+    access: Access,
     shown: str = "",
     recipe: _Recipe | None = None,
 ) -> Array:
@@ -211,9 +223,7 @@ def _open_one(
         storage, why, release = controller.storage, "the controller's own storage", _nothing
     else:
         reserved = plan.host_bytes(form.nbytes)
-        storage, why, release = _reach(
-            name, form, writable, direct, plan.device, lock, shown, reserved_bytes=reserved
-        )
+        storage, why, release = _reach(name, form, access, shown, reserved_bytes=reserved)
     try:
         return _make(storage, form, plan, controller, why=why, release=release, recipe=recipe)
     except BaseException:
@@ -224,11 +234,9 @@ def _open_one(
 def _reach(
     path: str,
     form: npy.Layout,
-    writable: bool,
-    direct: bool | None,
-    device: Device,
-    lock: bool,
+    access: Access,
     shown: str = "",
+    *,
     in_place: bool = True,
     reserved_bytes: int = 0,
 ) -> tuple[Storage, str, Callable[[], None]]:
@@ -236,7 +244,7 @@ def _reach(
     # Elements that device code reads where they are must lie as loads need them.
     in_place = in_place and form.offset % _LOAD_BYTES_MAX == 0
     storage, why, undo = file_storage(
-        path, form, writable, direct, device, in_place, reserved_bytes, lock=lock, shown=shown
+        path, form, access, in_place=in_place, reserved_bytes=reserved_bytes, shown=shown
     )
 
     def release() -> None:
@@ -318,7 +326,8 @@ def create(
             npy.write_empty(draft.descriptor, form)
         except OSError as error:
             raise files.write_error(error, name) from error
-        array = _open_one(draft.path, form, plan, one, True, direct, lock, name)
+        access = Access(True, direct, plan.device, lock)
+        array = _open_one(draft.path, form, plan, one, access, name)
         try:
             draft.publish()
         except BaseException:
@@ -636,10 +645,8 @@ class _Several:
 def _several_files(
     paths: Sequence[str],
     form: _Several,
-    writable: bool,
-    direct: bool | None,
+    access: Access,
     plan: _Plan,
-    lock: bool,
 ) -> tuple[list[Storage], str, Callable[[], None]]:
     """Choose how the files are reached: all in place, or none."""
     releases: list[Callable[[], None]] = []
@@ -657,10 +664,7 @@ def _several_files(
             file, why, undo = _reach(
                 path,
                 part,
-                writable,
-                direct,
-                plan.device,
-                lock,
+                access,
                 in_place=in_place,
                 reserved_bytes=frames + sum(sizes) - size,
             )
@@ -746,6 +750,7 @@ def _make(
         reason = str(array.explain())
         array.close()
         raise DataPathError(f"strict={strict!r}, but the data would go {path}:\n{reason}")
+    array.strict = strict
     return array
 
 

@@ -36,7 +36,7 @@ class TransportStruct(ctypes.Structure):
         ("buffer_stride", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("path", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("leased", ctypes.c_uint32),
         ("heartbeat", ctypes.c_uint64),
     )
 
@@ -95,7 +95,9 @@ class QueuePairs(NotCopied):
     mapped_base : int
         "mapped": device address of the namespace.
     buffer_bytes : int
-        "bounce": size of one slot's buffer.
+        "bounce", or `leased`: size of one slot's buffer.
+    leased : bool
+        "mapped": whether `leave_in_place` may be called.
     timeout_s : float
         Bound of every wait of the device code.
     """
@@ -109,6 +111,7 @@ class QueuePairs(NotCopied):
         *,
         mapped_base: int = 0,
         buffer_bytes: int = 0,
+        leased: bool = False,
         timeout_s: float,
     ) -> None:
         self.device = device
@@ -117,7 +120,7 @@ class QueuePairs(NotCopied):
         self.path = path
         self._buffers = (
             device.allocate_host(count * depth * buffer_bytes, max(4096, buffer_bytes))
-            if path == "bounce"
+            if path == "bounce" or leased
             else None
         )
         # Behind the doorbells one word more, by which kernels see that the process runs.
@@ -148,6 +151,7 @@ class QueuePairs(NotCopied):
             pair.data.timeout_ns = int(timeout_s * 1e9)
             pair.data.path = DATA_PATHS.index(path)
             pair.data.heartbeat = self.heartbeat
+            pair.data.leased = int(leased)
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(
@@ -167,6 +171,19 @@ class QueuePairs(NotCopied):
         """Put what kernels see of the pairs elsewhere; before any kernel has seen them."""
         self.address = address
         self.device.upload(address, bytes(self._structs))
+
+    def leave_in_place(self, stream: Any) -> None:
+        """Send commands that are submitted from now on through the slots' buffers.
+
+        Kernels may run meanwhile. When this returns, none of them takes data for current that it
+        loads from the namespace's own address later. `stream` is idle, and no kernel's.
+        """
+        path = DATA_PATHS.index("bounce").to_bytes(4, "little")
+        place = QueuePairStruct.data.offset + TransportStruct.path.offset
+        for i in range(self.count):
+            address = self.address + i * ctypes.sizeof(QueuePairStruct) + place
+            self.device.upload(address, path, stream)
+        self.path = "bounce"
 
     def volume_fields(self) -> dict[str, Any]:
         """Return what a volume must know beyond `address`, `count` and `path`: nothing."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, DeviceMemory
 from flashwarp.endings import NotCopied
-from flashwarp.errors import ArgumentError, ClosedError, ControllerError
+from flashwarp.errors import ArgumentError, ClosedError, ControllerError, StorageError
 from flashwarp.queue_pair import QueueTable
 from flashwarp.storage import Replicated, Storage, Striped
 
@@ -81,8 +81,35 @@ class ControllerGroup(NotCopied):
         self._table: QueueTable | None = None
         self._counts: DeviceMemory | None = None
         self._storage: Striped | Replicated | None = None
-        self.path = ""
-        self.reason = ""
+        self._paths_checked = False
+
+    @property
+    def path(self) -> str:
+        """The data path of all; "bounce" as soon as one of them has left "mapped" for it."""
+        if not self._paths_checked:
+            return ""
+        paths = {controller.path for controller in self.controllers}
+        return paths.pop() if len(paths) == 1 else "bounce"
+
+    @property
+    def reason(self) -> str:
+        """Why the data goes this way."""
+        return "; ".join(dict.fromkeys(c.reason for c in self.controllers))
+
+    @property
+    def asked_path(self) -> str | None:
+        """The data path that was asked for, if any."""
+        return self.controllers[0].asked_path
+
+    @property
+    def changes(self) -> int:
+        """How often files may have changed under the array; see `SoftwareController`."""
+        return sum(controller.changes for controller in self.controllers)
+
+    def take_stale(self) -> StorageError | None:
+        """Return and forget what went wrong when files' pages were left: the first."""
+        told = [controller.take_stale() for controller in self.controllers]
+        return next(filter(None, told), None)
 
     def attach(
         self,
@@ -137,8 +164,7 @@ class ControllerGroup(NotCopied):
                 f"the storages' data would go different ways ({', '.join(paths)}): give their "
                 "controllers the same data_path"
             )
-        self.path = paths[0]
-        self.reason = "; ".join(dict.fromkeys(c.reason for c in self.controllers))
+        self._paths_checked = True
 
     # What an array does with it; as SoftwareController has it.
 

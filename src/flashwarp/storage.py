@@ -33,6 +33,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
+from flashwarp.lease import Lease
 
 __all__ = ["BlockDevice", "File", "Memory", "Replicated", "Storage", "Striped"]
 
@@ -280,6 +281,7 @@ class File(Storage):
         _mapping: Any = None,
         _name: str = "",
         _may_change: bool = False,
+        _lease: Lease | None = None,
     ) -> None:
         name = files.check_name(path)
         self._path = _name or name
@@ -304,6 +306,10 @@ class File(Storage):
         self.mapping = _mapping
         self.review: Review | None = None
         """Changes the way of a file that may change it."""
+        self.lease = _lease
+        self.lease_refusal = ""
+        # A file that is read in place needs a window only for when it is not any more.
+        copies = bool(config.current().copy_cached) and (_mapping is None or _lease is not None)
         native = files.opened(
             lambda: _native.FileStorage(
                 name,
@@ -312,7 +318,7 @@ class File(Storage):
                 writable,
                 "direct" if direct else "buffered",
                 _map_address,
-                bool(config.current().copy_cached),
+                copies,
                 lock,
                 _name,
                 _may_change,
@@ -322,6 +328,7 @@ class File(Storage):
         )
         status = os.fstat(native.fd)
         self.identity = status.st_dev, status.st_ino
+        """Device and inode of the file that is open, whatever its path names meanwhile."""
         # Where it is still after a change of the working directory.
         self._absolute = Path(self._path).absolute()
         super().__init__(native)
@@ -472,6 +479,8 @@ class Mapping:
 
     def __init__(self, path: Path, nbytes: int) -> None:
         with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self.identity = status.st_dev, status.st_ino
             self._map = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self._view = np.frombuffer(self._map, np.uint8)
         self.address = int(self._view.ctypes.data)
@@ -480,6 +489,13 @@ class Mapping:
     def residency(self) -> float:
         """Share of its pages that are in the page cache now."""
         return float(_native.residency(self.address, self.nbytes))
+
+    def leave(self) -> None:
+        """Put zeros in the place of the file's pages: the file may be cut, and nobody dies of it.
+
+        For pages that no device has registered. Whoever reads them meanwhile must find out itself.
+        """
+        _native.replace_mapping(self.address, self.nbytes)
 
     def close(self) -> None:
         """Unmap it. Nobody may hold its address any more. May be called twice."""

@@ -57,13 +57,6 @@ class Rows:
         How many chunks, of a line or 4 KiB of one, a thread of the CPU device asks for before it
         needs them. A GPU has warps enough to wait. Default:
         enough for a disk, as far as the cache has room.
-
-    Attributes
-    ----------
-    handle : RowsStruct
-        The argument of a kernel for a parameter of type `fw::graph::rows`. Its `backwards` is the
-        direction of the next pass: what the pass before left in the cache should come first. See
-        `turn`.
     """
 
     def __init__(self, graph: CsrGraph, neighbours: Array, ahead: int | None = None) -> None:
@@ -89,7 +82,7 @@ class Rows:
         self.chunks = chunks
         self._neighbours = neighbours
         self._bytes_read = neighbours.stats.bytes_read
-        self.handle = RowsStruct(
+        self._handle = RowsStruct(
             offsets=offsets.address,
             first=firsts.address,
             vertices=graph.vertices,
@@ -97,8 +90,18 @@ class Rows:
             chunks=chunks,
             chunk_log2=chunk.bit_length() - 1,
             ahead=_chunks_ahead(device, cache, chunk) if ahead is None else ahead,
-            in_place=neighbours.in_place or 0,
         )
+
+    @property
+    def handle(self) -> RowsStruct:
+        """The argument of a kernel for a parameter of type `fw::graph::rows`.
+
+        Ask for it at each launch: where a writer has opened the file meanwhile, the lists cannot be
+        read in place any more. Its `backwards` is the direction of the next pass: what the pass
+        before left in the cache should come first. See `turn`.
+        """
+        self._handle.in_place = self._neighbours.in_place or 0
+        return self._handle
 
     def turn(self) -> None:
         """Choose the direction of the next pass; call it when a pass has ended.
@@ -109,7 +112,7 @@ class Rows:
         """
         cache, read = self._neighbours.cache, self._neighbours.stats.bytes_read
         if read - self._bytes_read > _MUCH * cache.set_count * cache.ways * cache.line_bytes:
-            self.handle.backwards ^= 1
+            self._handle.backwards ^= 1
         self._bytes_read = read
 
     def close(self) -> None:

@@ -62,9 +62,10 @@ struct drive_command {
 
 // Raw queue pairs carry no detached command, so there is never one to finish.
 struct nothing_detached {
-  FW_DEVICE void land(nvme::queue_pair&, uint32_t, uint32_t, const nvme::detached_command&,
-                      uint32_t) {
+  FW_DEVICE uint32_t land(nvme::queue_pair&, uint32_t, uint32_t, const nvme::detached_command&,
+                          uint32_t status) {
     FW_ASSERT(false);
+    return status;
   }
   FW_DEVICE void end(const nvme::detached_command&, uint32_t) { FW_ASSERT(false); }
 };

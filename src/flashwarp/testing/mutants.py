@@ -63,7 +63,8 @@ _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 _LAND = """\
     if (opcode == nvme::kRead) {
       const uint32_t arrived = warp::ballot(mask, mine && got == nvme::kSuccess);
-      land_reads(c, v, q, mask, arrived, t, address);
+      const uint32_t ended = warp::ballot(mask, mine && got != nvme::kTimedOut);
+      members |= land_reads(c, v, q, mask, ended, arrived, t, address);
     }
 """
 _RELEASE = """\
@@ -779,6 +780,51 @@ MUTANTS = {
             "      while (outstanding_ != 0 && p_.window == 1) {\n",
             "warps wait for slots that each other holds",
             "drives",
+        ),
+        Mutant(
+            "pages-left-unseen",
+            _MOVE,
+            "      members |= land_reads(c, v, q, mask, ended, arrived, t, address);\n",
+            "      land_reads(c, v, q, mask, ended, arrived, t, address);\n",
+            "a fill that was read in place after the lease had ended passes for current",
+            "leases",
+        ),
+        Mutant(
+            "pages-left-unseen-ahead",
+            _MOVE,
+            "    return read && !nvme::is_current(q, what.source) ? uint32_t(nvme::kCommandAborted)"
+            " : status;\n",
+            "    return status;\n",
+            "so does a prefetch",
+            "leases",
+        ),
+        Mutant(
+            "pages-left-unseen-spread",
+            _MOVE,
+            "    again = (outdated >> warp::lane()) & 1;\n",
+            "    again = false && outdated != 0;\n",
+            "so does a fill of one of several namespaces",
+            "leases_spread",
+        ),
+        Mutant(
+            "pages-left-unfenced",
+            _MOVE,
+            "  // Acquire, of whatever they have seen: see `nvme::is_current`.\n"
+            "  atomic::fence_system();\n",
+            "",
+            "the second look at the path is served before the data that it is about",
+            "leases",
+            "weak",
+        ),
+        Mutant(
+            "pages-left-unsynchronised",
+            _MOVE,
+            "  atomic::fence_system();\n  warp::sync(mask);\n}\n",
+            "  atomic::fence_system();\n}\n",
+            "a lane looks at the path before its neighbours have copied their part of its line",
+            "leases",
+            "weak",
+            4,
         ),
     )
 }

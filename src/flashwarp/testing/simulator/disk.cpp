@@ -26,10 +26,10 @@ Disk& disk_of(int descriptor) { return *open_disks[uint32_t(descriptor) - kFirst
 
 }  // namespace
 
-Disk::Disk(char* data, uint64_t nbytes, bool mapped, const Faults& faults, uint64_t seed)
+Disk::Disk(char* data, uint64_t nbytes, char* mapped, const Faults& faults, uint64_t seed)
     : Storage(nbytes, true),
       data_(reinterpret_cast<std::byte*>(data)),
-      mapped_(mapped),
+      mapped_(reinterpret_cast<std::byte*>(mapped)),
       faults_(faults),
       random_(seed, 3),
       descriptor_(open_descriptor(this)) {}

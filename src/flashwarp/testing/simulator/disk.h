@@ -16,14 +16,15 @@ namespace fw::simulator {
 
 class Disk final : public native::Storage {
  public:
-  // The bytes stay the caller's.
-  Disk(char* data, uint64_t nbytes, bool mapped, const Faults& faults, uint64_t seed);
+  // The bytes stay the caller's; so do those at `mapped`, where the device finds them in place, or
+  // null.
+  Disk(char* data, uint64_t nbytes, char* mapped, const Faults& faults, uint64_t seed);
   ~Disk() override;
 
   // From now on nothing fails.
   void heal() { faults_ = {}; }
 
-  std::byte* mapped_base() const override { return mapped_ ? data_ : nullptr; }
+  std::byte* mapped_base() const override { return mapped_; }
   int read(uint64_t offset, void* data, size_t n, native::IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, native::IoFailure* failure) override;
   int read_nowait(uint64_t offset, void* data, size_t n, native::IoFailure* failure) override;
@@ -45,7 +46,7 @@ class Disk final : public native::Storage {
   int error(bool is_write);
 
   std::byte* const data_;
-  const bool mapped_;
+  std::byte* const mapped_;
   Faults faults_;
   mutable Random random_;
   const uint32_t descriptor_;

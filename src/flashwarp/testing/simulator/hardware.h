@@ -68,7 +68,9 @@ class Hardware {
   const cache::page_cache& page_cache() const { return cache_; }
   cache::volume& volume(uint32_t v = 0) { return *volumes_[v].entry; }
   const cache::volume& volume(uint32_t v = 0) const { return *volumes_[v].entry; }
-  char* storage(uint32_t v = 0) { return volumes_[v].namespaces[0].data; }
+  // Where the device finds a namespace in place, while its lease holds.
+  char* pages(uint32_t v, uint32_t n) { return volumes_[v].namespaces[n].pages; }
+  char* storage(uint32_t v = 0, uint32_t n = 0) { return volumes_[v].namespaces[n].data; }
   // Where a namespace holds a byte of the volume. Of stripes only one does; of replicas each.
   char* stored(uint32_t v, uint64_t byte, uint32_t replica = 0) const {
     const uint64_t line = byte >> kLineShift;
@@ -97,6 +99,13 @@ class Hardware {
   uint32_t replicas() const { return shape_.spread == cache::kReplicated ? shape_.namespaces : 1; }
   uint64_t storage_bytes() const {
     return uint64_t(shape_.lines - 1) * kLineBytes + kLineBytes / 2;
+  }
+  // Bytes of each namespace: a volume of stripes fills the last ones in part.
+  uint64_t namespace_bytes() const {
+    if (shape_.spread != cache::kStriped) return storage_bytes();
+    const uint64_t stripes = (shape_.lines + shape_.stripe_lines - 1) / shape_.stripe_lines;
+    const uint64_t rows = (stripes + shape_.namespaces - 1) / shape_.namespaces;
+    return rows * shape_.stripe_lines * kLineBytes;
   }
   template <typename T>
   fw::array<T> array(uint32_t v = 0) {
@@ -134,6 +143,7 @@ class Hardware {
  protected:
   struct Namespace {
     char* data = nullptr;
+    char* pages = nullptr;  // where the device reads in place, or null
     std::shared_ptr<Disk> disk;
     std::unique_ptr<native::ControllerContext> context;
     std::vector<std::unique_ptr<native::QueueServer>> servers;
@@ -216,14 +226,6 @@ class Hardware {
     return line_begin + shape_.lines;
   }
 
-  // Bytes of each namespace: a volume of stripes fills the last ones in part.
-  uint64_t namespace_bytes() const {
-    if (shape_.spread != cache::kStriped) return storage_bytes();
-    const uint64_t stripes = (shape_.lines + shape_.stripe_lines - 1) / shape_.stripe_lines;
-    const uint64_t rows = (stripes + shape_.namespaces - 1) / shape_.namespaces;
-    return rows * shape_.stripe_lines * kLineBytes;
-  }
-
   void attach_namespace(uint32_t number, uint32_t index, nvme::queue_pair* queues) {
     Namespace& ns = volumes_[number].namespaces.emplace_back();
     const uint64_t bytes = namespace_bytes();
@@ -232,8 +234,11 @@ class Hardware {
     const bool good = shape_.bad >= 0 && uint32_t(shape_.bad) != index;
     const Faults faults = good ? Faults{} : run_.faults;
     ns.data = allocate<char>(bytes, "storage");
-    ns.disk = std::make_shared<Disk>(ns.data, bytes, shape_.path == nvme::kMapped, faults,
-                                     run_.seed + number + 10 * index);
+    if (shape_.path == nvme::kMapped) {
+      ns.pages = shape_.leased ? allocate<char>(bytes, "pages", Sharing::kRacy) : ns.data;
+    }
+    ns.disk =
+        std::make_shared<Disk>(ns.data, bytes, ns.pages, faults, run_.seed + number + 10 * index);
     std::vector<std::pair<uint64_t, uint64_t>> regions;
     if (shape_.path == nvme::kDirect) {
       regions.emplace_back(address(cache_.shape.frames),
@@ -262,8 +267,8 @@ class Hardware {
       q.slots = reinterpret_cast<uint64_t*>(memory.allocate(slots));
       q.detached = allocate<nvme::detached_command>(depth, "detached");
       // A wait is bounded by a time that no run reaches unless a controller stops.
-      q.data = {address(ns.data), 0, kLineBytes, uint64_t(1) << 60, shape_.path, 0};
-      if (shape_.path == nvme::kBounce) {
+      q.data = {address(ns.pages), 0, kLineBytes, uint64_t(1) << 60, shape_.path, shape_.leased};
+      if (shape_.path == nvme::kBounce || shape_.leased) {
         const uint64_t size = uint64_t(depth) * kLineBytes;
         q.data.buffers = address(allocate<char>(size, "buffers"));
         regions.emplace_back(q.data.buffers, size);

@@ -46,9 +46,17 @@ class Machine : public Hardware {
                            Random(run_.seed, 1000 * launches_ + index)};
           work(thread);
         },
-        shape_.controllers + (host ? 1 : 0),
-        [&](uint32_t index) { index < shape_.controllers ? serve(index) : host(); });
+        shape_.controllers + (host || beside_ ? 1 : 0),
+        [&](uint32_t index) {
+          if (index < shape_.controllers) return serve(index);
+          if (host) return host();
+          Random random(run_.seed, 700 + launches_);
+          beside_(random);
+        });
   }
+
+  // What a host thread does beside the controllers during each launch; nothing: no such thread.
+  void beside(std::function<void(Random&)> work) { beside_ = std::move(work); }
 
   // What a scenario wants to be checked at rest, after the storage is up to date.
   void at_rest(std::function<void()> check) { checks_.push_back(std::move(check)); }
@@ -174,6 +182,7 @@ class Machine : public Hardware {
   }
 
   std::vector<std::function<void()>> checks_;
+  std::function<void(Random&)> beside_;
   uint32_t launches_ = 0;
   uint32_t sweeps_ = 0;
   uint32_t beats_ = 1;

@@ -336,7 +336,13 @@ uint64_t Memory::load(const void* p, uint32_t bytes, order o, scope s, site at) 
   check_load(fibre, cell, region, plain, p, at);
   const uint32_t index = plain && region.sharing == Sharing::kChecked ? 0 : visible(fibre, cell);
   see(fibre, cell, index);
-  receive(fibre, cell.messages[index], o, s);
+  if (plain && region.sharing == Sharing::kRacy) {
+    // Pages that a writer outside of the device changes. What copies them stores what it has
+    // loaded, so a fence behind the copy is behind these loads, as behind relaxed ones.
+    receive(fibre, cell.messages[index], order::kRelaxed, scope::kSystem);
+  } else {
+    receive(fibre, cell.messages[index], o, s);
+  }
   if (index != 0) scheduler.current()->read_stale = true;
   return low_bits(cell.messages[index].value >> (8 * (where - base)), bytes);
 }

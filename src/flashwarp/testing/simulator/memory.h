@@ -15,6 +15,8 @@
 //   does
 //     not overtake the command that asked for it. So it is with transfers over PCIe, and with
 //     stores of every processor whose stores reach all others at once, as x86 and ARMv8 are.
+//   - A plain load of racy memory is ordered by a later fence as a relaxed one is: what copies it
+//     stores what it has loaded.
 //   - warp::sync joins the clocks of its lanes; no other collective orders memory.
 //   - A plain access that is not ordered after a conflicting one is reported as a data race, in
 //     regions that are declared `kChecked`.

@@ -28,6 +28,7 @@ struct Shape {
   uint32_t tier_ways = 0;  // of each subset of the host tier
   uint32_t tier_subsets = 1;
   uint32_t first_deeper = 0;  // the rings of namespace 0 have this many times two as many entries
+  bool leased = false;        // kMapped: the pages may be left while kernels run
   int bad = -1;               // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {

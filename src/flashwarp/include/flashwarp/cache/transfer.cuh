@@ -71,17 +71,25 @@ struct tally {
   }
 };
 
+// All lanes' loads from a namespace in place, before any lane's second look at the path.
+FW_DEVICE void finish_loads(uint32_t mask) {
+  // Acquire, of whatever they have seen: see `nvme::is_current`.
+  atomic::fence_system();
+  warp::sync(mask);
+}
+
 // Finishes detached fills and write-backs for whoever drained their completions.
 struct line_finisher {
   page_cache& cache;
 
-  // Copies what the members' reads have brought into their frames.
-  FW_DEVICE void land(nvme::queue_pair& q, uint32_t mask, uint32_t members,
-                      const nvme::detached_command& what, uint32_t status) {
-    if (q.data.path == nvme::kDirect) return;
+  // Copies what the members' reads have brought into their frames. Returns the lane's status: of a
+  // read whose data was left meanwhile (`nvme::is_current`), a failure.
+  FW_DEVICE uint32_t land(nvme::queue_pair& q, uint32_t mask, uint32_t members,
+                          const nvme::detached_command& what, uint32_t status) {
+    if (nvme::path_of(q) == nvme::kDirect) return status;
     const bool read = what.opcode == nvme::kRead && status == nvme::kSuccess;
     uint32_t rest = members & warp::ballot(mask, read);
-    if (rest == 0) return;
+    if (rest == 0) return status;
     // The tags went BUSY, which we have acquired with the slots, before our stores: a reader that
     // sees a new byte finds its tag changed.
     atomic::fence();
@@ -91,6 +99,9 @@ struct line_finisher {
                                         warp::broadcast(mask, what.source, source),
                                         warp::broadcast(mask, uint64_t(what.bytes), source));
     }
+    if (q.data.leased == 0) return status;
+    finish_loads(mask);
+    return read && !nvme::is_current(q, what.source) ? uint32_t(nvme::kCommandAborted) : status;
   }
 
   // Ends the life of one command; by one lane, which has synchronised with those that landed it.
@@ -171,13 +182,13 @@ FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32
   if (visited != nullptr) end_visit(*visited);
 }
 
-// Where the device finds (or leaves) the data of a command: the command's PRP1.
+// Where the device finds (or leaves) the data of a command on `path`: the command's PRP1.
 FW_DEVICE uint64_t data_address(const page_cache& c, const volume& v, const nvme::queue_pair& q,
-                                uint32_t ticket, const transfer& t) {
-  if (q.data.path == nvme::kMapped) {
+                                uint32_t path, uint32_t ticket, const transfer& t) {
+  if (path == nvme::kMapped) {
     return q.data.mapped_base + (line_in_namespace(v, t.line) << c.shape.line_shift);
   }
-  if (q.data.path == nvme::kBounce) return nvme::buffer_of(q, ticket);
+  if (path == nvme::kBounce) return nvme::buffer_of(q, ticket);
   return reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
 }
 
@@ -196,7 +207,7 @@ FW_DEVICE nvme::command line_command(const page_cache& c, const volume& v,
 FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint32_t mask, uint32_t members,
                                      const transfer& t, uint64_t address) {
-  if (q.data.path == nvme::kDirect) return;
+  if (nvme::path_of(q) == nvme::kDirect) return;
   // Each lane has acquired its own line and slot; now all lanes read and write all of them.
   warp::sync(mask);
   const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
@@ -212,10 +223,12 @@ FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
   atomic::fence_system();
 }
 
-// Copies what read commands brought into the frames.
-FW_DEVICE void land_reads(const page_cache& c, const volume& v, const nvme::queue_pair& q,
-                          uint32_t mask, uint32_t members, const transfer& t, uint64_t address) {
-  if (q.data.path != nvme::kDirect) {
+// Copies what read commands brought into the frames: those of `members`, of all that `ended`.
+// Returns the lanes of `ended` that must read again, since the host left their path meanwhile.
+FW_DEVICE uint32_t land_reads(const page_cache& c, const volume& v, const nvme::queue_pair& q,
+                              uint32_t mask, uint32_t ended, uint32_t members, const transfer& t,
+                              uint64_t address) {
+  if (nvme::path_of(q) != nvme::kDirect) {
     // Each lane has acquired its own completion; now all lanes read all of the data.
     warp::sync(mask);
     // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
@@ -229,7 +242,14 @@ FW_DEVICE void land_reads(const page_cache& c, const volume& v, const nvme::queu
                                         warp::broadcast(mask, bytes, source));
     }
   }
-  warp::sync(mask);
+  if (q.data.leased == 0) {
+    warp::sync(mask);
+    return 0;
+  }
+  finish_loads(mask);
+  // One that failed reads again, too: the file may have been cut before the path was left.
+  const bool ours = (ended >> warp::lane()) & 1;
+  return warp::ballot(mask, ours && !nvme::is_current(q, address));
 }
 
 // The lowest lanes of `members`, no more than the ring has slots.
@@ -251,7 +271,7 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   const bool mine = (members >> warp::lane()) & 1;
   ticket = nvme::take_tickets(q, mask, members);
   if (!nvme::wait_for_slots(q, mask, members, ticket, finisher)) return false;
-  address = mine ? data_address(c, v, q, ticket, t) : 0;
+  address = mine ? data_address(c, v, q, nvme::path_of(q), ticket, t) : 0;
   if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
   if (mine) {
     if (detached) {
@@ -270,11 +290,12 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   return true;
 }
 
-// What a lane has in flight: the namespaces, as bits, and its ticket on each. The seat, which is
-// the same for all lanes, says in which rings.
+// What a lane has in flight: the namespaces, as bits; those where it reads in place under a lease;
+// and its ticket on each. The seat, which is the same for all lanes, says in which rings.
 struct flights {
   uint32_t seat;
   uint32_t on;
+  uint32_t leased;
   uint32_t tickets[kNamespacesMax];
 };
 
@@ -286,6 +307,7 @@ FW_DEVICE_NOINLINE uint32_t submit_spread(page_cache& c, volume& v, uint32_t mas
                                           flights& f) {
   uint32_t status = nvme::kSuccess;
   f.on = 0;
+  f.leased = 0;
   for (uint32_t n = 0; n < v.namespace_count; n++) {
     const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
     if (members == 0) continue;
@@ -298,6 +320,9 @@ FW_DEVICE_NOINLINE uint32_t submit_spread(page_cache& c, volume& v, uint32_t mas
     const bool sent = submit_lines(c, v, q, mask, batch, opcode, t, false, ticket, address);
     f.tickets[n] = ticket;
     if (mine && sent) f.on |= 1u << n;
+    if (mine && sent && q.data.leased != 0 && address != nvme::buffer_of(q, ticket)) {
+      f.leased |= 1u << n;
+    }
     if (mine && !sent) status = nvme::kTimedOut;
   }
   return status;
@@ -318,20 +343,24 @@ FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
 }
 
 // Ends the commands of `batch` on one namespace, all done or given up: lands what reads brought,
-// frees the slots. Returns the lane's status field.
+// frees the slots. Returns the lane's status field; `again` tells whether it must read once more.
 FW_DEVICE_NOINLINE uint32_t end_flight(page_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
                                        uint32_t batch, uint8_t opcode, const transfer& t,
-                                       uint32_t ticket, bool done) {
+                                       uint32_t ticket, bool leased, bool done, bool& again) {
   const bool mine = (batch >> warp::lane()) & 1;
   uint32_t status = nvme::kSuccess;
   if (mine) {
     const uint64_t word = atomic::load_relaxed(&q.slots[nvme::entry_of(q, ticket)]);
     status = done ? nvme::slot::status_of(word) : nvme::kTimedOut;
   }
+  again = false;
   if (opcode == nvme::kRead) {
     const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
-    const uint64_t address = mine ? data_address(c, v, q, ticket, t) : 0;
-    land_reads(c, v, q, mask, arrived, t, address);
+    const uint32_t ended = warp::ballot(mask, mine && status != nvme::kTimedOut);
+    const uint32_t path = leased ? uint32_t(nvme::kMapped) : nvme::path_of(q);
+    const uint64_t address = mine ? data_address(c, v, q, path, ticket, t) : 0;
+    const uint32_t outdated = land_reads(c, v, q, mask, ended, arrived, t, address);
+    again = (outdated >> warp::lane()) & 1;
   }
   // A slot whose command never came back stays taken: the drive may still write its buffer.
   if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
@@ -340,9 +369,10 @@ FW_DEVICE_NOINLINE uint32_t end_flight(page_cache& c, volume& v, nvme::queue_pai
 
 // Waits for what is in flight, on all namespaces at a time. Each ring's slots are freed as soon as
 // its own commands are done, whatever the others do: another warp may wait for them with slots of
-// theirs.
+// theirs. Puts namespaces that must be asked once more into `targets`.
 FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t mask,
-                                             uint8_t opcode, const transfer& t, flights& f) {
+                                             uint32_t& targets, uint8_t opcode, const transfer& t,
+                                             flights& f) {
   line_finisher finisher{c};
   nvme::deadline limit(v.queues[0].data);
   uint32_t status = nvme::kSuccess;
@@ -363,9 +393,14 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t 
         }
         atomic::store_relaxed(&q.failed, 1u);
       }
-      const uint32_t got =
-          end_flight(c, v, q, mask, batch, opcode, t, f.tickets[n], ((done >> n) & 1) != 0);
-      if (mine) status = worse_of(status, got);
+      bool again;
+      const uint32_t got = end_flight(c, v, q, mask, batch, opcode, t, f.tickets[n],
+                                      ((f.leased >> n) & 1) != 0, ((done >> n) & 1) != 0, again);
+      if (again) {
+        targets |= 1u << n;
+      } else if (mine) {
+        status = worse_of(status, got);
+      }
       if (mine) f.on &= ~(1u << n);
       moved = true;
     }
@@ -383,7 +418,7 @@ FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t seat, uint32_t mas
     flights f;
     f.seat = seat;
     status = worse_of(status, submit_spread(c, v, mask, targets, opcode, t, f));
-    status = worse_of(status, wait_for_flights(c, v, mask, opcode, t, f));
+    status = worse_of(status, wait_for_flights(c, v, mask, targets, opcode, t, f));
   }
   return status;
 }
@@ -430,7 +465,8 @@ FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, 
     if (mine) status = got;
     if (opcode == nvme::kRead) {
       const uint32_t arrived = warp::ballot(mask, mine && got == nvme::kSuccess);
-      land_reads(c, v, q, mask, arrived, t, address);
+      const uint32_t ended = warp::ballot(mask, mine && got != nvme::kTimedOut);
+      members |= land_reads(c, v, q, mask, ended, arrived, t, address);
     }
     // A slot whose command never came back stays taken: the drive may still write its buffer.
     if (mine && got != nvme::kTimedOut) nvme::release_slot(q, ticket);

@@ -3,7 +3,8 @@
 // The winner of the drain lock reads one CQE a lane in one coalesced load, marks each command's
 // slot done, moves the head and rings the CQ doorbell once. Commands that nobody waits for are
 // finished by the drainer after it has let go of the lock, through the `Finisher` it was given:
-//   finisher.land(queue_pair&, mask, members, detached_command, status)   all lanes, together
+//   finisher.land(queue_pair&, mask, members, detached_command, status)   all lanes, together;
+//                                                                         returns a lane's status
 //   finisher.end(detached_command, status)                                each lane its own
 #pragma once
 
@@ -27,10 +28,9 @@ FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, u
   const bool mine = (members >> warp::lane()) & 1;
   detached_command what = {};
   if (mine) what = atomic::load_plain(&q.detached[entry]);
-  const uint32_t status = slot::status_of(word);
   // Each lane has acquired its own command; now all lanes land all of them.
   warp::sync(mask);
-  finisher.land(q, mask, members, what, status);
+  const uint32_t status = finisher.land(q, mask, members, what, slot::status_of(word));
   // All lanes' stores to a frame before its tag says that it is filled.
   warp::sync(mask);
   if (mine) {

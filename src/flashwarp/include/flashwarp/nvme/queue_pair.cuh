@@ -41,11 +41,11 @@ static_assert(sizeof(detached_command) == 32);
 // Where a queue pair's commands move their data, and how long they may take.
 struct transport {
   uint64_t mapped_base;    // kMapped: device address of LBA 0
-  uint64_t buffers;        // kBounce: pinned buffer of slot 0
+  uint64_t buffers;        // kBounce, or leased: pinned buffer of slot 0
   uint64_t buffer_stride;  // bytes between the buffers of neighbouring slots
   uint64_t timeout_ns;     // the bound of every wait
-  uint32_t path;           // data_path
-  uint32_t reserved;
+  uint32_t path;           // data_path; see path_of
+  uint32_t leased;         // 1: the host may change `path` from kMapped to kBounce, once
   // Host-visible: the host's process advances it while it runs, at least each kBeatNs. 0, or a null
   // pointer: nobody does.
   const uint32_t* heartbeat;
@@ -187,6 +187,24 @@ FW_DEVICE_NOINLINE bool grow_older(wait_age& age, const transport& t, bool first
   }
   age.asks = age.since + (t.timeout_ns / 8 < kAskNs ? t.timeout_ns / 8 : kAskNs);
   return age.lived > t.timeout_ns || age.total + age.since > kLimitsUntilDead * t.timeout_ns;
+}
+
+// The path that a command submitted now takes. A namespace is read in place under a lease for as
+// long as nobody writes it. Before the host gives the lease up it stores kBounce, while kernels
+// run.
+FW_DEVICE uint32_t path_of(const queue_pair& q) {
+  if (q.data.leased == 0) return q.data.path;
+  // Relaxed: whoever has pulled data in place looks again, behind a fence (`is_current`).
+  return atomic::load_relaxed_system(&q.data.path);
+}
+
+// Whether what was read at a command's address may be used. The address is a slot's buffer, or a
+// place in the namespace, which was current if the host had not left that path by now. The caller
+// has a system fence behind its loads from there. If they saw a byte that was stored after the
+// lease ended, this sees the path that was stored before.
+FW_DEVICE bool is_current(const queue_pair& q, uint64_t address) {
+  if (q.data.leased == 0 || path_of(q) == kMapped) return true;
+  return address - q.data.buffers < q.data.buffer_stride << q.depth_log2;
 }
 
 // The bound of one wait loop. Starts its clock at the first look, so that a wait which is over at

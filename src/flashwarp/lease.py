@@ -1,0 +1,271 @@
+"""`Lease`: a file that nobody can write or cut before we have stopped reading it in place.
+
+The system holds a writer's open, and a truncate, until the lease is given up (fcntl(2), F_SETLEASE;
+at most /proc/sys/fs/lease-break-time, 45 s). One thread of the process, the keeper, looks every
+10 ms whether somebody waits. Then it makes the reader leave the file's pages, and only afterwards
+gives the lease up. When no writer has the file open any more it takes the lease again, which proves
+that what is read from then on is the newest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from flashwarp.errors import StorageError
+
+__all__ = ["Lease"]
+
+_log = logging.getLogger(__name__)
+
+# How long a writer waits for the keeper to look, and how often that costs a core some microseconds.
+_POLL_S = 0.01
+# How long a writer's file is left alone before the lease is asked for again: ten breaks a second
+# are the most that somebody who opens it again and again has to wait for.
+_RETAKE_S = 0.1
+# Bound of the wait for the keeper when the interpreter ends: a break takes milliseconds.
+_STOP_S = 2.0
+
+_REFUSALS = {
+    errno.EACCES: "the file is another user's, and only its owner may take a lease",
+    errno.EAGAIN: "somebody has the file open for writing",
+    errno.EINVAL: "its file system, or a file of its kind, has no leases",
+    errno.ENOLCK: "its file system has no leases",
+    errno.EOPNOTSUPP: "its file system has no leases",
+}
+
+
+class Lease:
+    """A read lease on a file, through an open file description of its own.
+
+    Parameters
+    ----------
+    path : str
+
+    Raises
+    ------
+    OSError
+        When there is none to have; `refusal` says why, for people.
+
+    Notes
+    -----
+    A forked child has no part in it: its copy of the descriptor is closed, and the lease stays the
+    parent's. A break sends no signal to the process.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._turn = threading.Lock()
+        self._leave: Callable[[], bool] | None = None
+        self._changed: Callable[[StorageError | None], None] | None = None
+        self._held = True
+        self._retake_at = 0.0
+        self._fd = -1
+        # Not blocking: somebody else's lease would make even an open for reading wait.
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._fd)
+            self._fd = -1
+            raise
+        _keeper.know(self)
+
+    @staticmethod
+    def refusal(error: OSError) -> str:
+        """Say why there is no lease."""
+        number = error.errno or errno.EIO
+        return _REFUSALS.get(number, os.strerror(number))
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Device and inode of the file that is held, whatever its path names meanwhile."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._fd < 0
+
+    def watch(
+        self, leave: Callable[[], bool], changed: Callable[[StorageError | None], None]
+    ) -> None:
+        """Let the keeper answer breaks from now on.
+
+        Parameters
+        ----------
+        leave : callable
+            Stops all reading in place, kernels' too, before it returns; called again at later
+            breaks. Returns whether there was any. Runs in the keeper's thread, while the writer
+            waits.
+        changed : callable
+            Told after each break, and when the lease was taken again, that the file may have other
+            contents now. Gets an error when it may have had them while it was read in place.
+        """
+        self._leave, self._changed = leave, changed
+        _keeper.start()
+
+    def close(self) -> None:
+        """Give the lease up; whoever reads in place must have stopped. May be called twice."""
+        with self._turn:
+            if self._fd < 0:
+                return
+            self._unlock()
+            os.close(self._fd)
+            self._fd = -1
+            self._leave = self._changed = None
+
+    def __del__(self) -> None:
+        # With the last descriptor of the description the lease ends, too.
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    # In the keeper's thread.
+
+    def attend(self) -> None:
+        """Answer a break, or ask for the lease again."""
+        with self._turn:
+            if self._fd < 0 or self._leave is None or self._changed is None:
+                return
+            if not self._held:
+                if time.monotonic() >= self._retake_at and self._retake():
+                    self._changed(None)
+            elif fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+                self._break(self._leave, self._changed)
+
+    def _break(
+        self, leave: Callable[[], bool], changed: Callable[[StorageError | None], None]
+    ) -> None:
+        begin = time.monotonic()
+        failure: str | None = None
+        was_in_place = True
+        try:
+            was_in_place = leave()
+        except Exception as error:  # the reader's failure; the writer must not wait for it
+            _log.exception("the pages of %s could not be left", self.path)
+            failure = f"its pages could not be left: {error}"
+        if not self._unlock() and was_in_place:
+            failure = failure or "the system ended the lease before we had answered"
+        self._held = False
+        self._retake_at = time.monotonic() + _RETAKE_S
+        _log.info(
+            "%s is opened for writing: its lease was given up after %.1f ms",
+            self.path,
+            1e3 * (time.monotonic() - begin),
+        )
+        changed(None if failure is None else _lost(self.path, failure))
+
+    # The system calls.
+
+    def _take(self) -> None:
+        # A break signals the owner of the description, which F_SETLEASE makes the process, by
+        # SIGIO, which ends it. Until the owner is nobody it is a signal that is ignored by default.
+        fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(self._fd, fcntl.F_SETOWN, 0)
+
+    def _retake(self) -> bool:
+        try:
+            self._take()
+        except OSError:  # somebody writes it still
+            self._retake_at = time.monotonic() + _RETAKE_S
+            return False
+        self._held = True
+        return True
+
+    def _unlock(self) -> bool:
+        """Give the lease up; tell whether it was ours until now."""
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
+
+    def _forget_in_child(self) -> None:
+        """Let go of the description, without ending the parent's lease on it."""
+        self._turn = threading.Lock()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _lost(path: str, why: str) -> StorageError:
+    return StorageError(
+        errno.ESTALE,
+        "the file was written while it was read in place, so rows read since the last call may be "
+        f"old or torn ({why}); rows read from now on are not",
+        path,
+    )
+
+
+class _Keeper:
+    """The thread that looks after all leases of the process, while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._hooked = False
+
+    def know(self, lease: Lease) -> None:
+        with self._lock:
+            self._leases.add(lease)
+            if not self._hooked:
+                self._hooked = True
+                os.register_at_fork(after_in_child=self._forget_in_child)
+                atexit.register(self._end)
+
+    def start(self) -> None:
+        with self._lock:
+            if self._thread is None and not self._stop.is_set():
+                # A daemon, which `_end` stops before the interpreter is taken down: writers are
+                # answered for as long as any thread of the program goes on.
+                self._thread = threading.Thread(
+                    target=self._run, name="flashwarp leases", daemon=True
+                )
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_POLL_S):
+            if not self._attend_all():
+                return
+
+    def _attend_all(self) -> bool:
+        """Look at each lease; False where there is none any more, and the thread is to end."""
+        with self._lock:
+            leases = [lease for lease in self._leases if not lease.closed]
+            if not leases:
+                self._thread = None
+                return False
+        for lease in leases:
+            try:
+                lease.attend()
+            except Exception:  # of one reader; the others' writers wait
+                _log.exception("the lease on %s", lease.path)
+        return True
+
+    def _end(self) -> None:
+        self._stop.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(_STOP_S)
+
+    def _forget_in_child(self) -> None:
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = None
+        for lease in list(self._leases):
+            lease._forget_in_child()
+
+
+_keeper = _Keeper()

@@ -1,0 +1,168 @@
+"""Files that a GPU reads in place under a lease, and processes that rewrite them meanwhile.
+
+What does not depend on the device is in `tests/test_leases.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from file_writer import (
+    ADDED,
+    OPEN_S_MAX,
+    ROWS,
+    end_writer,
+    rewrite,
+    rows,
+    start_writer,
+    wait_until,
+)
+from flashwarp.device import resolve
+from flashwarp.errors import DataPathError, StorageError
+from flashwarp.lease import Lease
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.npy"
+    np.save(path, rows())
+    try:
+        Lease(str(path)).close()
+    except OSError as error:
+        pytest.skip(f"no lease on a file in {tmp_path}: {error}")
+    return path
+
+
+def has_new_rows(x: fw.Array) -> bool:
+    return bool((x[:] == rows() + ADDED).all())
+
+
+@pytest.mark.parametrize("how", ["write", "truncate", "direct"])
+def test_rows_are_new_after_another_process_has_rewritten_the_file(path: Path, how: str) -> None:
+    # Larger than the file: what was read before would stay.
+    with fw.open(path, device="cuda:0", cache="8 MiB") as x:
+        assert x.explain().path == "mapped"
+        assert "a lease holds writers off" in str(x.explain())
+        np.testing.assert_array_equal(x[:], rows())
+
+        assert rewrite(path, how) < OPEN_S_MAX
+
+        # Nobody calls drop_cache: the lease, taken again, proves that the writer has gone.
+        wait_until(lambda: has_new_rows(x), "old rows for ever")
+        assert x.explain().path == "bounce"
+
+
+@pytest.mark.parametrize("how", ["truncate", "direct"])
+def test_lines_that_were_not_cached_are_not_read_from_the_orphaned_pages(
+    path: Path, how: str
+) -> None:
+    with fw.open(path, device="cuda:0", cache="64 KiB") as x:
+        x.prefetch(np.arange(0, ROWS, 8))  # in the rings until the next call drains them
+        rewrite(path, how)
+
+        x.drop_cache()
+
+        np.testing.assert_array_equal(x[:], rows() + ADDED)
+
+
+@pytest.mark.parametrize("how", ["write", "direct"])
+def test_gathers_that_run_while_the_file_is_rewritten_see_old_or_new_elements(
+    path: Path, how: str
+) -> None:
+    rng = np.random.default_rng(3)
+    with fw.open(path, device="cuda:0", cache="64 KiB") as x:
+        writer = start_writer(path, how)
+        while writer.poll() is None:
+            index = rng.integers(0, ROWS, 4096)
+            got, old = x.gather(index), rows()[index]
+            assert ((got == old) | (got == old + ADDED)).all()
+
+        assert end_writer(writer) < OPEN_S_MAX
+        wait_until(lambda: has_new_rows(x), "old rows for ever")
+
+
+def test_kernel_that_runs_while_the_pages_are_left_sees_old_or_new_elements(path: Path) -> None:
+    device = resolve("cuda:0")
+    program = fw.compile(Path(__file__).parents[1] / "lease_kernels.cu", device)
+    counts = device.allocate(16)
+    device.fill(counts.address, 0, 16)
+
+    with fw.open(path, device=device, cache="64 KiB") as x:
+        program["watch"](x, ADDED, 3_000_000_000, counts)
+        opened_s = rewrite(path, "direct")
+        x.synchronize()
+
+        wrong, fresh = np.frombuffer(device.download(counts.address, 16), np.uint64)
+        assert wrong == 0
+        assert opened_s < OPEN_S_MAX
+        assert fresh > 0, "the kernel had ended before the file was rewritten"
+    counts.close()
+
+
+def test_writer_does_not_wait_for_a_kernel(path: Path) -> None:
+    device = resolve("cuda:0")
+    program = fw.compile(Path(__file__).parents[1] / "lease_kernels.cu", device)
+    counts = device.allocate(16)
+    with fw.open(path, device=device, cache="64 KiB") as x:
+        done = device.event()
+        program["watch"](x, ADDED, 3_000_000_000, counts)
+        done.record()
+
+        begin = time.monotonic()
+        with path.open("r+b"):
+            opened_s = time.monotonic() - begin
+        ran_on = not done.done()
+        x.synchronize()
+
+        assert ran_on, "the kernel had ended before the file was opened"
+        assert opened_s < 1.0
+        done.close()
+    counts.close()
+
+
+def test_address_in_place_is_given_while_the_lease_holds(path: Path) -> None:
+    with fw.open(path, device="cuda:0") as x:
+        assert x.in_place is not None
+        rewrite(path)
+        assert x.in_place is None
+
+
+def test_file_open_for_writing_is_not_read_in_place(path: Path) -> None:
+    with path.open("r+b"), fw.open(path, device="cuda:0") as x:
+        assert x.explain().path == "bounce"
+        assert "somebody has the file open for writing" in str(x.explain())
+        np.testing.assert_array_equal(x[:], rows())
+
+
+def test_immutable_file_is_read_in_place_without_a_lease(path: Path) -> None:
+    with path.open("r+b"), fw.open(path, device="cuda:0", immutable=True) as x:
+        assert x.explain().path == "mapped"
+        assert "immutable=True" in str(x.explain())
+        assert x.in_place is not None
+        np.testing.assert_array_equal(x[:], rows())
+
+
+def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -> None:
+    with fw.open(path, device="cuda:0", strict="mapped") as x:
+        x.gather(np.arange(10))
+        rewrite(path)
+
+        with pytest.raises(DataPathError, match="opened for writing"):
+            x.gather(np.arange(10))
+
+
+def test_file_that_was_cut_is_an_error_of_its_rows_alone(path: Path) -> None:
+    with fw.open(path, device="cuda:0", cache="64 KiB") as x:
+        with path.open("r+b") as file:
+            file.truncate(128 + 4096 * 64)
+
+        np.testing.assert_array_equal(x.gather(np.arange(64)), rows()[:64])
+        with pytest.raises(StorageError, match="truncated"):
+            x.gather(np.arange(ROWS - 64, ROWS))
