@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,7 @@ def test_stores_to_a_file_that_was_cut_are_reported(tmp_path, device):
         x = fw.open(path, "r+", device=device, cache="4 MiB", direct=direct)
         x[3990:] = 7
         os.truncate(path, 1 << 20)
+        time.sleep(0.01)  # writers rely on a look at the file for a millisecond
         with pytest.raises(errors.StorageError, match="truncated"):
             x.flush()
         with pytest.raises(errors.StorageError, match="truncated"):
