@@ -752,15 +752,15 @@ MUTANTS = {
         Mutant(
             "deadline-ignores-heartbeat",
             _QUEUE,
-            "  } else if (beat != age.beat) {\n",
-            "  } else {\n",
+            "    } else if (beat != age.beat) {\n",
+            "    } else {\n",
             "waits run out of time while the host's process is stopped",
             "suspended",
         ),
         Mutant(
             "deadline-believes-in-host",
             _QUEUE,
-            " || age.total + age.since > kLimitsUntilDead * t.timeout_ns;",
+            " || age.total > kLimitsUntilDead * t.timeout_ns;",
             ";",
             "waits for a host that does not come back have no end",
             "host_lost",

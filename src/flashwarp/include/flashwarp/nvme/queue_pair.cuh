@@ -135,10 +135,8 @@ FW_DEVICE void ring(const queue_pair& q, uint32_t* doorbell, uint32_t value) {
 
 // How long a wait has lasted, by the device's clock and by the host's heartbeat.
 struct wait_age {
-  uint64_t last;   // the clock at the last look
-  uint64_t since;  // nanoseconds since the heartbeat was seen to change
-  uint64_t asks;   // the value of `since` at which to look at the heartbeat again
-  uint64_t lived;  // while the host was alive
+  uint64_t last;   // the clock at the last look at the heartbeat; 0: none yet
+  uint64_t lived;  // nanoseconds, while the host was alive
   uint64_t total;
   uint32_t beat;
 };
@@ -160,33 +158,29 @@ FW_DEVICE uint32_t heartbeat_of(const transport& t) {
   return t.heartbeat == nullptr ? 0 : atomic::load_relaxed_system(t.heartbeat);
 }
 
+// How long a wait goes on before it looks at the heartbeat again.
+FW_DEVICE uint64_t ask_ns(const transport& t) {
+  return t.timeout_ns / 8 < kAskNs ? t.timeout_ns / 8 : kAskNs;
+}
+
 // Adds what has passed to the age of a wait. True once the wait has lasted for the time limit while
 // both sides ran, or far longer in any case. A beat vouches for a quarter of the limit at most, so
 // that the host has come round a few times before a wait ends.
-FW_DEVICE_NOINLINE bool grow_older(wait_age& age, const transport& t, bool first) {
-  const uint64_t now = base::clock_ns();
-  if (first) {
-    age = {now, 0, 0, 0, 0, heartbeat_of(t)};
-    return false;
-  }
-  const uint64_t step = now - age.last;
-  age.last = now;
-  age.since += step < kStepNsMax ? step : kStepNsMax;
-  if (age.since < age.asks) return false;
+FW_DEVICE_NOINLINE bool grow_older(wait_age& age, const transport& t, uint64_t now) {
   const uint32_t beat = heartbeat_of(t);
-  if (beat == 0) {
-    age.lived += age.since;
-  } else if (beat != age.beat) {
-    const uint64_t most = t.timeout_ns / 4 < kStepNsMax ? t.timeout_ns / 4 : kStepNsMax;
-    age.lived += age.since < most ? age.since : most;
+  if (age.last != 0) {
+    const uint64_t passed = now - age.last;
+    const uint64_t step = passed < kStepNsMax ? passed : kStepNsMax;
+    age.total += step;
+    if (beat == 0) {
+      age.lived += step;
+    } else if (beat != age.beat) {
+      age.lived += step < t.timeout_ns / 4 ? step : t.timeout_ns / 4;
+    }
   }
-  if (beat == 0 || beat != age.beat) {
-    age.total += age.since;
-    age.since = 0;
-    age.beat = beat;
-  }
-  age.asks = age.since + (t.timeout_ns / 8 < kAskNs ? t.timeout_ns / 8 : kAskNs);
-  return age.lived > t.timeout_ns || age.total + age.since > kLimitsUntilDead * t.timeout_ns;
+  age.last = now;
+  age.beat = beat;
+  return age.lived > t.timeout_ns || age.total > kLimitsUntilDead * t.timeout_ns;
 }
 
 // The path that a command submitted now takes. A namespace is read in place under a lease for as
@@ -208,21 +202,26 @@ FW_DEVICE bool is_current(const queue_pair& q, uint64_t address) {
 }
 
 // The bound of one wait loop. Starts its clock at the first look, so that a wait which is over at
-// once reads no clock, and keeps what it knows out of the registers until then.
+// once reads no clock. A poll touches registers only: what a warp polls with in local memory, its
+// fences would wait for.
 class deadline {
  public:
-  FW_DEVICE explicit deadline(const transport& t) : transport_(&t) {}
+  FW_DEVICE explicit deadline(const transport& t) : transport_(t) {}
   FW_DEVICE bool passed() {
     if (++polls_ % kPollsPerLook != 0) return false;
-    const bool first = polls_ == kPollsPerLook;
-    polls_ = kPollsPerLook;
-    return base::opaque(&grow_older)(age_, *transport_, first);
+    const uint64_t now = base::clock_ns();
+    if (age_.last != 0 && now - age_.last < ask_ns(transport_)) return false;
+    // A copy, whose address may be taken.
+    wait_age age = age_;
+    const bool over = base::opaque(&grow_older)(age, transport_, now);
+    age_ = age;
+    return over;
   }
 
  private:
-  const transport* transport_;
+  const transport& transport_;
   uint32_t polls_ = 0;
-  wait_age age_;  // from the first look on
+  wait_age age_ = {0, 0, 0, 0};
 };
 
 }  // namespace fw::nvme
