@@ -105,6 +105,17 @@ def test_seed_that_failed_before(scenario: str, mode: str, strategy: str, seed: 
     assert result.schedules == 1
 
 
+# A wait for a line of replicas had run out, which marks the volume and no queue pair; the machine
+# was checked as if the flush had waited all the same.
+def test_seed_that_was_checked_as_if_nothing_had_run_out() -> None:
+    seed = 20_261_122_000_032_229
+    result = simulate(
+        scenario="replicate_faults", width=32, mode="sc", strategy="random", seeds=(seed, seed + 1)
+    )
+
+    assert result.failure == ""
+
+
 # Some of the mistakes were ours, before the simulator found them: the last ones of the list.
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mistake_is_found(name: str) -> None:

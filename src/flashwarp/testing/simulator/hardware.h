@@ -118,9 +118,11 @@ class Hardware {
   bool may_time_out() const { return run_.faults.stop_after != 0 || run_.faults.loses_host(); }
   // What fails are commands that another replica answers: no access may.
   void spare_accesses() { spared_ = true; }
-  // Whether a controller was given up: nothing on its queues can be expected any more.
+  // Whether a controller was given up: nothing on its queues can be expected any more. Or a wait
+  // for a line of replicas, which is marked apart: flushes of the volume do not wait any more.
   bool timed_out() const {
     for (const Volume& v : volumes_) {
+      if (v.entry->failed != 0) return true;
       for (uint32_t q = 0; q < v.entry->queue_count; ++q) {
         if (v.entry->queues[q].failed != 0) return true;
       }

@@ -23,7 +23,9 @@ inline void check_timeouts(const Hardware& hardware) {
   // Another replica may have had what one did not answer.
   bool recorded = hardware.replicas() > 1;
   for (uint32_t v = 0; v < hardware.shape().volumes; ++v) {
-    recorded = recorded || hardware.volume(v).commands.noted != 0;
+    const cache::volume& volume = hardware.volume(v);
+    recorded = recorded || volume.commands.noted != 0;
+    require(volume.failed == 0 || volume.commands.noted != 0, "a mark without an error record");
   }
   require(recorded, "a wait ran out of time and no error record says so");
 }
