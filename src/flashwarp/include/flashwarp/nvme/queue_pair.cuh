@@ -133,21 +133,10 @@ FW_DEVICE void ring(const queue_pair& q, uint32_t* doorbell, uint32_t value) {
   }
 }
 
-// How long a wait has lasted, by the device's clock and by the host's heartbeat.
-struct wait_age {
-  uint64_t last;   // the clock at the last look at the heartbeat; 0: none yet
-  uint64_t lived;  // nanoseconds, while the host was alive
-  uint64_t total;
-  uint32_t beat;
-};
-
 // How often the host's process advances the heartbeat.
 inline constexpr uint64_t kBeatNs = 25'000'000;
-// How often a wait looks at it, each time over the PCIe link: two beats.
+// How long a wait goes on before it looks at the heartbeat, over the PCIe link.
 inline constexpr uint64_t kAskNs = 2 * kBeatNs;
-// What one beat vouches for, and what passes between two looks of a thread that runs. A process
-// that was stopped, or a thread that was, has not waited meanwhile.
-inline constexpr uint64_t kStepNsMax = 4 * kBeatNs;
 // A host that does not come back: the wait ends after this many of its time limits.
 inline constexpr uint64_t kLimitsUntilDead = 10;
 // Polls between two looks at the clock, which on a GPU is far slower than a poll. A CPU thread may
@@ -158,29 +147,14 @@ FW_DEVICE uint32_t heartbeat_of(const transport& t) {
   return t.heartbeat == nullptr ? 0 : atomic::load_relaxed_system(t.heartbeat);
 }
 
-// How long a wait goes on before it looks at the heartbeat again.
-FW_DEVICE uint64_t ask_ns(const transport& t) {
-  return t.timeout_ns / 8 < kAskNs ? t.timeout_ns / 8 : kAskNs;
-}
-
-// Adds what has passed to the age of a wait. True once the wait has lasted for the time limit while
-// both sides ran, or far longer in any case. A beat vouches for a quarter of the limit at most, so
-// that the host has come round a few times before a wait ends.
-FW_DEVICE_NOINLINE bool grow_older(wait_age& age, const transport& t, uint64_t now) {
+// Whether a wait is over that has lasted for `waited` nanoseconds, more than its limit, by its own
+// clock. A process that was stopped meanwhile has not let it wait: the host must have lived for as
+// long, by its beats since `first`. Without a heartbeat the clock counts alone.
+FW_DEVICE_NOINLINE bool has_aged(const transport& t, uint64_t waited, uint32_t first) {
   const uint32_t beat = heartbeat_of(t);
-  if (age.last != 0) {
-    const uint64_t passed = now - age.last;
-    const uint64_t step = passed < kStepNsMax ? passed : kStepNsMax;
-    age.total += step;
-    if (beat == 0) {
-      age.lived += step;
-    } else if (beat != age.beat) {
-      age.lived += step < t.timeout_ns / 4 ? step : t.timeout_ns / 4;
-    }
-  }
-  age.last = now;
-  age.beat = beat;
-  return age.lived > t.timeout_ns || age.total > kLimitsUntilDead * t.timeout_ns;
+  if (first == 0 || beat == 0) return true;
+  if (uint64_t(beat - first) * kBeatNs >= t.timeout_ns) return true;
+  return waited > kLimitsUntilDead * t.timeout_ns;
 }
 
 // The path that a command submitted now takes. A namespace is read in place under a lease for as
@@ -202,26 +176,30 @@ FW_DEVICE bool is_current(const queue_pair& q, uint64_t address) {
 }
 
 // The bound of one wait loop. Starts its clock at the first look, so that a wait which is over at
-// once reads no clock. A poll touches registers only: what a warp polls with in local memory, its
-// fences would wait for.
+// once reads no clock. Registers only: what a warp polls with in local memory, its fences would
+// wait for.
 class deadline {
  public:
   FW_DEVICE explicit deadline(const transport& t) : transport_(t) {}
   FW_DEVICE bool passed() {
     if (++polls_ % kPollsPerLook != 0) return false;
     const uint64_t now = base::clock_ns();
-    if (age_.last != 0 && now - age_.last < ask_ns(transport_)) return false;
-    // A copy, whose address may be taken.
-    wait_age age = age_;
-    const bool over = base::opaque(&grow_older)(age, transport_, now);
-    age_ = age;
-    return over;
+    if (start_ == 0) start_ = now;
+    const uint64_t waited = now - start_;
+    const uint64_t limit = transport_.timeout_ns;
+    if (!asked_ && waited > (limit / 8 < kAskNs ? limit / 8 : kAskNs)) {
+      asked_ = true;
+      beat_ = heartbeat_of(transport_);
+    }
+    return waited > limit && base::opaque(&has_aged)(transport_, waited, beat_);
   }
 
  private:
   const transport& transport_;
+  uint64_t start_ = 0;
   uint32_t polls_ = 0;
-  wait_age age_ = {0, 0, 0, 0};
+  uint32_t beat_ = 0;  // when it was asked for first
+  bool asked_ = false;
 };
 
 }  // namespace fw::nvme
