@@ -752,7 +752,7 @@ MUTANTS = {
         Mutant(
             "deadline-ignores-heartbeat",
             _QUEUE,
-            "  if (uint64_t(beat - first) * kBeatNs >= t.timeout_ns) return true;\n",
+            "  if (beats >= kBeatsMin && beats * kBeatNs >= t.timeout_ns) return true;\n",
             "  return true;\n",
             "waits run out of time while the host's process is stopped",
             "suspended",

@@ -137,6 +137,9 @@ FW_DEVICE void ring(const queue_pair& q, uint32_t* doorbell, uint32_t value) {
 inline constexpr uint64_t kBeatNs = 25'000'000;
 // How long a wait goes on before it looks at the heartbeat, over the PCIe link.
 inline constexpr uint64_t kAskNs = 2 * kBeatNs;
+// The fewest beats that end a wait: a host that was stopped has come round before, however short
+// the limit.
+inline constexpr uint32_t kBeatsMin = 8;
 // A host that does not come back: the wait ends after this many of its time limits.
 inline constexpr uint64_t kLimitsUntilDead = 10;
 // Polls between two looks at the clock, which on a GPU is far slower than a poll. A CPU thread may
@@ -153,7 +156,8 @@ FW_DEVICE uint32_t heartbeat_of(const transport& t) {
 FW_DEVICE_NOINLINE bool has_aged(const transport& t, uint64_t waited, uint32_t first) {
   const uint32_t beat = heartbeat_of(t);
   if (first == 0 || beat == 0) return true;
-  if (uint64_t(beat - first) * kBeatNs >= t.timeout_ns) return true;
+  const uint32_t beats = beat - first;
+  if (beats >= kBeatsMin && beats * kBeatNs >= t.timeout_ns) return true;
   return waited > kLimitsUntilDead * t.timeout_ns;
 }
 
