@@ -83,7 +83,7 @@ def check_controllers_of_an_array_share_the_cores() -> None:
     device = gpu()
     threads = {}
     with pytest.MonkeyPatch.context() as patch, device:
-        patch.setattr(controller, "_cores", lambda: 16)
+        patch.setattr(controller.config, "cores", lambda: 16)
         for count in (1, 4, 8, 16):
             plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
             members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]

@@ -27,7 +27,13 @@ from flashwarp import config, endings
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.device import DeviceArray, OwnedStream
 from flashwarp.endings import first_of
-from flashwarp.errors import ArgumentError, BoundsError, ClosedError, DeviceTimeout
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    DeviceError,
+    DeviceTimeout,
+)
 from flashwarp.failures import Failures, bad_index
 from flashwarp.futures import Future
 from flashwarp.launcher import Launcher
@@ -241,7 +247,13 @@ class Calls:
         if self._worker is None:
             # No daemon: a launch that still runs while the interpreter is taken down would crash.
             worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
-            worker.start()
+            try:
+                worker.start()
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"the thread that ends asynchronous calls cannot be started ({error}): raise "
+                    "the limit of processes (ulimit -u) or of memory (ulimit -v)"
+                ) from error
             self._worker = worker
         if not self._queues:
             streams = 1 if self._on_cpu else config.current().async_streams

@@ -35,6 +35,7 @@ from flashwarp.errors import (
     ClosedError,
     DeviceError,
     DeviceOutOfMemory,
+    FlashwarpError,
     ForkError,
 )
 from flashwarp.policy import CLOCK, Policy
@@ -151,6 +152,8 @@ class CpuDevice(Device):
                 self._pool.launch_program(program, index, [struct], threads, list(uses))
         except (KeyError, ValueError) as error:
             raise ArgumentError(f"launch of {name} on the CPU: {error.args[0]}") from error
+        except FlashwarpError:
+            raise
         except RuntimeError as error:
             raise self._ended(error) from error
 
@@ -245,6 +248,8 @@ class CpuDevice(Device):
         program, index = kernel.handle
         try:
             self._pool.launch_program(program, index, list(arguments), threads, list(uses))
+        except FlashwarpError:
+            raise
         except RuntimeError as error:
             raise self._ended(error) from error
 
