@@ -70,6 +70,7 @@ class _Lane:
 
     def close(self) -> None:
         self.event.close()
+        self.launcher.let_go()
         self.volume.release()
 
 
