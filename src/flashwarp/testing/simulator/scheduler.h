@@ -105,6 +105,8 @@ class Scheduler {
   void let_time_pass(bool on) { plan_.time_passes = on; }
 
   // From inside a fibre.
+  // It is about to wait for nothing but time: that is no deadlock, however long all others wait.
+  void dawdle() { fruitless_ = 0; }
   Fibre* current() { return current_; }
   bool stopping() const { return stopping_; }
   [[noreturn]] void fail(const std::string& what);

@@ -14,9 +14,13 @@ struct SlowLoad {
   uint64_t value = 0;
   void visit(uint32_t, uint32_t members, uint64_t frame) {
     if (((members >> fw::warp::lane()) & 1) == 0) return;
-    for (uint32_t n = 0; n < before; ++n) fw::base::pause(0);
+    wait(before);
     value = fw::atomic::raw<8>::load(reinterpret_cast<const char*>(frame + offset));
-    for (uint32_t n = 0; n < after; ++n) fw::base::pause(0);
+    wait(after);
+  }
+  static void wait(uint32_t pauses) {
+    scheduler.dawdle();
+    for (uint32_t n = 0; n < pauses; ++n) fw::base::pause(0);
   }
 };
 

@@ -148,12 +148,14 @@ class Session {
     }
     return false;
   }
-  // Lets go, whatever it takes: what is stored to a copy is lost if its owner goes away.
-  void release(bool polls = false) {
+  // Lets go, whatever it takes: what is stored to a copy is lost if its owner goes away. False when
+  // time has run out: the line is still held, and its buffer the table's.
+  bool release(bool polls = false) {
     note("release", 0);
     while (true) {
       const uint32_t status = polls ? view_.try_release() : view_.release();
-      if (status == nvme::kSuccess || machine_.timed_out()) return;
+      if (status == nvme::kSuccess) return true;
+      if (machine_.timed_out()) return false;
       if (status == fw::kShareLater && polls) {
         fw::base::pause(0);
       } else if (!machine_.faulty()) {
@@ -198,11 +200,12 @@ class Session {
 };
 
 // Two lines at a time, in any order; those that are not ours go first. In another block's memory a
-// copy cannot be joined: who may wait for one goes in ascending order.
-void use_two_lines(Machine& machine, Words& data, Table& table, Thread& t, uint32_t stores) {
+// copy cannot be joined: who may wait for one goes in ascending order. False when a line is still
+// held.
+bool use_two_lines(Machine& machine, Words& data, Table& table, Thread& t, uint32_t stores) {
   const uint32_t a = data.pick(t.random);
   const uint32_t b = data.pick(t.random);
-  if (a / Table::kLineWords == b / Table::kLineWords) return;
+  if (a / Table::kLineWords == b / Table::kLineWords) return true;
   const bool swaps = !table.of_block() && t.random.chance(50);
   Session one(machine, data, table, t, 0);
   Session two(machine, data, table, t, 1);
@@ -215,6 +218,7 @@ void use_two_lines(Machine& machine, Words& data, Table& table, Thread& t, uint3
   if (has_first && !one.view().owns_line()) one.release();
   if (has_second) two.release();
   if (has_first) one.release();
+  return !one.view().holds_line() && !two.view().holds_line();
 }
 
 void use_views(Run& run, const Shape& shape, uint32_t operations) {
@@ -234,9 +238,9 @@ void use_views(Run& run, const Shape& shape, uint32_t operations) {
       if (dice < 45) {
         const bool held = one.acquire(i, dice >= 10);
         one.use(i, 1 + t.random.below(3), stores);
-        if (held) one.release(dice % 2 == 0);
+        if (held && !one.release(dice % 2 == 0)) return;
       } else if (dice < 55) {
-        use_two_lines(machine, data, table, t, stores);
+        if (!use_two_lines(machine, data, table, t, stores)) return;
       } else if (dice < 80) {
         one.use(i, 1, stores);
       } else if (dice < 90 || others == nullptr) {
