@@ -471,16 +471,6 @@ MUTANTS = {
             4,
         ),
         Mutant(
-            "share-help-by-lane",
-            _VIEW,
-            "warp::broadcast(mask, step, base::lowest_bit(mask))",
-            "step",
-            "lanes that have waited for different times help different queues as one",
-            "share",
-            "sc",
-            4,
-        ),
-        Mutant(
             "entering-ignored",
             _SETS,
             "  if (found == tier::kEntering) return;\n",

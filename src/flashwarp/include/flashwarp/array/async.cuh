@@ -124,8 +124,7 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, c
 FW_DEVICE_NOINLINE bool has_arrived(cache::page_cache* c, cache::volume* v, const span& s,
                                     task what, uint32_t step) {
   const uint32_t mask = active_on(v);
-  // Lanes may have looked at their tokens more or less often, and have one queue to help together.
-  help_any(*c, *v, mask, warp::broadcast(mask, step, base::lowest_bit(mask)));
+  help_any(*c, *v, mask, step);
   const lines which = what == task::kWrite ? lines::kPartial : lines::kAll;
   bool there = true;
   for (walk at(c->shape, s); at.more() && there; at.line += at.stride) {

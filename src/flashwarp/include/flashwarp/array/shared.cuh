@@ -213,9 +213,7 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::page_cac
 
 // One step of a wait for other users of a table.
 FW_DEVICE_NOINLINE void help_share(cache::page_cache* c, cache::volume* v, uint32_t step) {
-  const uint32_t mask = active_on(v);
-  // Lanes may have waited for different times, and have one queue to help together.
-  cache::help_any(*c, *v, mask, warp::broadcast(mask, step, base::lowest_bit(mask)));
+  cache::help_any(*c, *v, active_on(v), step);
 }
 
 // A wait of one thread for other users of a table.

@@ -159,7 +159,7 @@ FW_DEVICE nvme::queue_pair& queue_to_help(const volume& v, uint32_t step) {
 FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
   line_finisher finisher{c};
   const uint32_t leader = base::lowest_bit(mask);
-  // One lane chooses for all: they may read different numbers.
+  // One lane chooses for all: they may read different numbers, and have waited for other times.
   volume* visited = nullptr;
   uint64_t queue = 0;
   if (warp::lane() == leader) {
