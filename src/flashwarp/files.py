@@ -218,6 +218,7 @@ class Draft:
     def __init__(self, target: str, overwrite: bool, lock: bool) -> None:
         self.target = target
         self.descriptor = -1
+        self._folder_descriptor: int | None = None
         self._overwrite = overwrite
         self._lock = lock
         self._folder = str(Path(target).parent)
@@ -230,6 +231,7 @@ class Draft:
             old = self._old_file(made)
             made.callback(self._remove)
             try:
+                self._folder_descriptor = self._open_folder(made)
                 self.descriptor = os.open(
                     self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
                 )
@@ -292,17 +294,27 @@ class Draft:
                 raise FileExistsError(errno.EEXIST, "", self.target) from None
             os.rename(self.path, self.target)
 
-    def _sync_folder(self) -> None:
-        """Make the name durable, where the folder can be opened for it."""
-        with contextlib.suppress(PermissionError):
+    def _open_folder(self, held: contextlib.ExitStack) -> int | None:
+        """Open the folder where that is allowed: later there may be no descriptor to be had."""
+        try:
             descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system that has no such thing
-                    raise
-            finally:
-                os.close(descriptor)
+        except PermissionError:
+            return None
+        held.callback(os.close, descriptor)
+        return descriptor
+
+    def _sync_folder(self) -> None:
+        """Make the name durable; a new file whose name cannot be is removed again."""
+        if self._folder_descriptor is None:
+            return
+        try:
+            os.fsync(self._folder_descriptor)
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # a file system that has no such thing
+                return
+            if not self._overwrite:
+                os.unlink(self.target)
+            raise
 
     def _remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
