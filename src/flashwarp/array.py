@@ -34,6 +34,7 @@ from flashwarp.errors import (
     DeviceError,
     ForkError,
     ReadOnlyError,
+    StorageError,
 )
 from flashwarp.file_access import room_for_pages
 from flashwarp.futures import Future
@@ -877,21 +878,23 @@ class Array(endings.NotCopied):
         DataPathError
             When only the mapped path was allowed.
         """
-        with self._lock:
-            changes = self._controller.changes
-            if changes == self._changes:
-                return
-            if self.strict == "mapped" and self._controller.path != self.strict:
-                raise DataPathError(
-                    f"strict='mapped', but {self._storage.path} was opened for writing by "
-                    "somebody, so it cannot be read in place any more: close the array, and open "
-                    "it again when the writer has closed the file"
-                )
-            self._attachment.drop_lines(drop_dirty=False)
-            self._changes = changes
-            stale = self._controller.take_stale()
+        stale = endings.holding([self._lock], self._leave_old_lines)
         if stale is not None:
             raise stale
+
+    def _leave_old_lines(self) -> StorageError | None:
+        changes = self._controller.changes
+        if changes == self._changes:
+            return None
+        if self.strict == "mapped" and self._controller.path != self.strict:
+            raise DataPathError(
+                f"strict='mapped', but {self._storage.path} was opened for writing by "
+                "somebody, so it cannot be read in place any more: close the array, and open "
+                "it again when the writer has closed the file"
+            )
+        self._attachment.drop_lines(drop_dirty=False)
+        self._changes = changes
+        return self._controller.take_stale()
 
     def _need_writable(self) -> None:
         if not self.writable:

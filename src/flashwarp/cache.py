@@ -186,6 +186,9 @@ class Noted:
         return self.count != 0
 
 
+_NOTHING = Noted((), 0)
+
+
 class FailureSequence:
     """One sequence of failures that kernels append to, and how far it was read. Any thread.
 
@@ -229,6 +232,12 @@ class FailureSequence:
         asks the device how many: a transfer of 4 bytes. What a device that fails keeps us from
         acknowledging stays unread.
         """
+        if self._read < _FAILURES_KEPT and self._entry(self._read) is None:
+            return _NOTHING
+        # As a whole: what is acknowledged and not counted here would hide all that comes after it.
+        return endings.uninterrupted(self._read_on)
+
+    def _read_on(self) -> Noted:
         with self._lock:
             kept: list[FailureStruct] = []
             while len(kept) < _FAILURES_KEPT:

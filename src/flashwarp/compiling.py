@@ -297,17 +297,22 @@ class Kernel(endings.NotCopied):
                 param.pack(argument, launch)
                 for param, argument in zip(self._params, arguments, strict=True)
             ]
-            used = [each for array in arrays for each in array._join_launch(stream)]
-            launch.begin()
-            self._device.run_kernel(
-                self._loaded,
-                packed,
-                warps=warps,
-                block_threads=block_threads,
-                stream=stream,
-                uses=list({id(each): each for each in used}.values()),
-            )
-            launch.end()
+            uses: list[object] = []
+            try:
+                for array in arrays:
+                    uses += array._join_launch(stream)
+                launch.begin()
+                self._device.run_kernel(
+                    self._loaded,
+                    packed,
+                    warps=warps,
+                    block_threads=block_threads,
+                    stream=stream,
+                    uses=uses,
+                )
+                launch.end()
+            finally:
+                uses.clear()  # see Launcher
 
         endings.holding([cache.turn for cache in caches], launch_in_turn)
 

@@ -247,21 +247,29 @@ class Launcher:
     def _start(
         self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: Any
     ) -> None:
-        self.device.launch(
-            name, params, warps=warps, stream=stream, uses=self.wake(), policy=self.cache.policy
-        )
+        uses = list(self.wake())
+        try:
+            self.device.launch(
+                name, params, warps=warps, stream=stream, uses=uses, policy=self.cache.policy
+            )
+        finally:
+            # An exception that somebody keeps has its frames, which shall not keep files open.
+            uses.clear()
 
     def wake(self) -> tuple[object, ...]:
         """Wake what serves the array; returns what a launch uses, see `Device.launch`."""
         uses = self._uses
         if uses is None:
-            held = (self.controller.natives, self.cache.owners, self.volume.owners)
-            on_cpu = self.device.kind == "cpu"
-            uses = self._uses = tuple(each for part in held for each in part) if on_cpu else ()
+            uses = self._uses = self._used()
         if self._closed:
             raise ClosedError("the array is closed")
         self.controller.wake()
         return uses
+
+    def _used(self) -> tuple[object, ...]:
+        if self.device.kind != "cpu":
+            return ()
+        return (*self.controller.natives, *self.cache.owners, *self.volume.owners)
 
     def let_go(self) -> None:
         """Hold nothing for launches any more: they are refused."""

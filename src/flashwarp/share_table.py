@@ -10,6 +10,7 @@ import os
 import warnings
 from typing import Any, Self
 
+from flashwarp import endings
 from flashwarp.array import Array
 from flashwarp.cache import Cache
 from flashwarp.config import integer
@@ -167,13 +168,16 @@ class ShareTable(NotCopied):
             return
         if os.getpid() != self._pid:
             return
-        with self.cache.turn:
-            for stream in (None, *self.cache.streams):
-                self._device.synchronize(stream)
-            left = self._left()
-            self._memory.close()
+        left = endings.holding([self.cache.turn], self._free)
         if left:
             raise self._error(left)
+
+    def _free(self) -> list[int]:
+        for stream in (None, *self.cache.streams):
+            self._device.synchronize(stream)
+        left = self._left()
+        self._memory.close()
+        return left
 
     def _left(self) -> list[int]:
         data = self._device.download(self._struct.words, self.entries * _WORD_BYTES)

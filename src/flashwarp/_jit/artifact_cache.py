@@ -18,8 +18,10 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from flashwarp import endings
 from flashwarp._jit import private_folder
 from flashwarp._jit.private_folder import UnsafeFolderError
 
@@ -237,36 +239,37 @@ class _Memory:
         self._lock = threading.Lock()
 
     def get(self, key: str) -> Entry | None:
-        with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
-                self._entries[key] = entry
-            return entry
+        return endings.holding([self._lock], partial(self._get, key))
+
+    def _get(self, key: str) -> Entry | None:
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._put(key, entry)
+        return entry
 
     def put(self, key: str, entry: Entry) -> None:
-        with self._lock:
-            self._entries.pop(key, None)
-            self._entries[key] = entry
-            total = sum(len(each.cubin) + len(each.log) for each in self._entries.values())
-            for oldest in list(self._entries):
-                if total <= self._limit_bytes or oldest == key:
-                    return
-                gone = self._entries.pop(oldest)
-                total -= len(gone.cubin) + len(gone.log)
+        endings.holding([self._lock], partial(self._put, key, entry))
+
+    def _put(self, key: str, entry: Entry) -> None:
+        self._entries.pop(key, None)
+        self._entries[key] = entry
+        total = sum(len(each.cubin) + len(each.log) for each in self._entries.values())
+        for oldest in list(self._entries):
+            if total <= self._limit_bytes or oldest == key:
+                return
+            gone = self._entries.pop(oldest)
+            total -= len(gone.cubin) + len(gone.log)
 
 
 class _Once:
     """What was said already, in this process."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
-        self._lock = threading.Lock()
+        self._seen: dict[str, object] = {}
 
     def first(self, what: str) -> bool:
-        with self._lock:
-            new = what not in self._seen
-            self._seen.add(what)
-            return new
+        mine = object()
+        return self._seen.setdefault(what, mine) is mine
 
 
 _memory = _Memory(MEMORY_BYTES)
