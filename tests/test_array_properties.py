@@ -262,7 +262,10 @@ class ArrayMachine(RuleBasedStateMachine):
         form = data.draw(st.sampled_from(["values", "one value", "one more axis"]), label="form")
         if form == "one value" and values.size:
             values = values.reshape(-1)[0]
-        given = values[np.newaxis] if form == "one more axis" and values.ndim else values
+        # For a mask of the whole array numpy takes no more axes, and neither do we.
+        is_mask = isinstance(key, np.ndarray) and key.dtype == np.bool_
+        grows = form == "one more axis" and values.ndim and not is_mask
+        given = values[np.newaxis] if grows else values
         done, _ = self.attempt(lambda: held.open_array.__setitem__(key, given))
         (held.model.store if done else held.model.may_store)(key, values)
 

@@ -180,7 +180,7 @@ extern "C" __global__ void ring(fw::nvme::queue_pair* q) { fw::nvme::ring(*q, q-
 @pytest.mark.parametrize("arch", ["sm_75", *ARCHITECTURES])
 def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
     source = compiler.Source("ring.cu", RING)
-    headers = compiler.own_headers(source, (compiler.INCLUDE_DIR,))
+    headers = compiler.Headers(source, [compiler.INCLUDE_DIR]).contents
     options = [f"--gpu-architecture={arch}", "--std=c++20"]
 
     cubin, _ = driver.nvrtc_compile(source.text, source.name, headers, options)

@@ -116,7 +116,7 @@ def test_seed_that_was_checked_as_if_nothing_had_run_out() -> None:
     assert result.failure == ""
 
 
-# Some of the mistakes were ours, before the simulator found them: the last ones of the list.
+# Some of the mistakes were ours, before the simulator found them.
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mistake_is_found(name: str) -> None:
     mutant = MUTANTS[name]

@@ -165,6 +165,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         "lock": lock,
         "immutable": immutable,
     }
+    _check_controllers(controller)
     given = _Recipe([], mode, dtype, shape, settings)
     start = None if offset is None else integer("offset", offset, 0, SIZE_MAX)
     lock = flag("lock", lock)
@@ -204,9 +205,18 @@ def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
     return not one and isinstance(path, Iterable)
 
 
+def _check_controllers(controller: Any) -> None:
+    several = isinstance(controller, list | tuple)
+    plans = controller if several else [controller]
+    if controller is not None and not all(isinstance(each, SoftwareController) for each in plans):
+        raise ArgumentError(
+            f"controller={controller!r} is neither a SoftwareController nor a list of these"
+        )
+
+
 def _asks_mapped(controller: SoftwareController | Sequence[SoftwareController] | None) -> bool:
     plans = [controller] if isinstance(controller, SoftwareController) else controller or []
-    return any(getattr(plan, "asked_path", None) == "mapped" for plan in plans)
+    return any(plan.asked_path == "mapped" for plan in plans)
 
 
 def _open_one(
@@ -368,6 +378,7 @@ def from_storage(
     ([9, 7], 4)
     """
     kind = npy.check_dtype(dtype)
+    _check_controllers(controller)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     if not isinstance(storage, Storage):
         if not isinstance(storage, Sequence):
