@@ -100,7 +100,7 @@ MUTANTS = {
             "      hit = true;\n      if (hit) policy::on_hit",
             "a frame refilled during the load yields another line's bytes",
             "elements",
-            strategy="round-robin",
+            strategy="random",
         ),
         Mutant(
             "cursor-without-acquire",
@@ -110,6 +110,7 @@ MUTANTS = {
             "the second look at the tag overtakes the load, and a refill goes unnoticed",
             "cursors",
             "weak",
+            strategy="rival",
         ),
         Mutant(
             "cursor-no-second-look",
@@ -375,6 +376,7 @@ MUTANTS = {
             "return true;",
             "threads that hold a line each wait for the owners of each other's",
             "share",
+            width=4,
         ),
         Mutant(
             "share-users-forgotten",
