@@ -109,6 +109,25 @@ def test_a_ring_that_is_refused_while_it_is_used_hands_its_commands_on(
     assert "then by blocking calls: io_uring_enter refused: EPERM" in outcome.out
 
 
+def test_the_demo_runs_without_knowing_the_page_cache(tmp_path: Path) -> None:
+    code = """
+from pathlib import Path
+from rich.console import Console
+from edges import seccomp
+import errno
+from flashwarp.demo import features
+from flashwarp.demo.progress import Steps
+seccomp.refuse(["mincore", "cachestat", "fadvise64"], errno.EPERM)
+size = features.FeatureSize(4096, 1024, 2 << 20, 256, 4)
+with Steps(Console(quiet=True)) as steps:
+    result = features.run(Path("."), size, fw.CpuDevice(2), steps)
+assert "how much of it stayed is unknown" in result.cold_note, result.cold_note
+"""
+    (outcome,) = nursery.run([nursery.Program("demo", code, 60)], tmp_path)
+
+    assert (outcome.status, outcome.err) == (0, ""), outcome
+
+
 def test_the_doctor_says_what_is_refused(tmp_path: Path) -> None:
     code = """
 from edges import seccomp

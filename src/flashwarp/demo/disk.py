@@ -7,6 +7,7 @@ against.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -19,6 +20,8 @@ from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy_format
+
+from flashwarp.storage import Mapping
 
 __all__ = [
     "DiskCeiling",
@@ -95,12 +98,14 @@ def create_npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 def drop_page_cache(path: Path) -> None:
     """Write the file back and drop its clean pages, so that the next reader starts cold.
 
-    Pages that some process has mapped stay: close every mapping of the file first.
+    Pages that some process has mapped stay: close every mapping of the file first. All stay where a
+    sandbox refuses the call; `resident_fraction` tells.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
 
@@ -113,23 +118,15 @@ def fill_page_cache(path: Path) -> None:
             pass
 
 
-def resident_fraction(path: Path) -> float:
-    """The part of the file that is in the page cache now, from mincore(2)."""
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
-        view = np.frombuffer(mapping, dtype=np.uint8)
-        pages = -(-len(view) // mmap.PAGESIZE)
-        resident = np.zeros(pages, dtype=np.uint8)
-        libc = ctypes.CDLL(None, use_errno=True)
-        failed = libc.mincore(
-            ctypes.c_void_p(view.ctypes.data),
-            ctypes.c_size_t(len(view)),
-            ctypes.c_void_p(resident.ctypes.data),
-        )
-        del view  # an exported buffer would keep the mapping from closing
-        if failed:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(path))
-        return float((resident & 1).mean())
+def resident_fraction(path: Path) -> float | None:
+    """The part of the file that is in the page cache now; None where nobody may know."""
+    mapping = Mapping(path, path.stat().st_size)
+    try:
+        return mapping.residency()
+    except OSError:  # a sandbox may refuse mincore
+        return None
+    finally:
+        mapping.close()
 
 
 def direct_reads_work(path: Path) -> bool:

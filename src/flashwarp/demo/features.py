@@ -280,7 +280,8 @@ def _memmap_passes(
     return passes
 
 
-def _cold_note(direct: bool, left_over: float) -> str:
+def _cold_note(direct: bool, left_over: float | None) -> str:
+    left = "how much of it stayed is unknown" if left_over is None else f"{left_over:.1%} stayed"
     how = (
         "O_DIRECT passes bypass the page cache"
         if direct
@@ -288,6 +289,6 @@ def _cold_note(direct: bool, left_over: float) -> str:
     )
     return (
         f"{how}. Before each cold start the file was dropped from the page cache "
-        f"({left_over:.1%} of it stayed); numpy.memmap may keep all of it in memory, "
+        f"({left}); numpy.memmap may keep all of it in memory, "
         "flashwarp only its cache. Warm: the same batches again."
     )
