@@ -34,8 +34,9 @@ help:  ## List the targets
 demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 	$(BIN)/flashwarp demo $(ARGS)
 
+# In two processes; ARGS="-n 0" runs all in one.
 test: lint native-test  ## Everything that CI runs: lint, sanitizers, tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 bench: $(VENV)/demo.stamp  ## Measure this machine; ARGS="..." goes to `flashwarp bench`
 	$(BIN)/flashwarp bench $(ARGS)

@@ -21,8 +21,11 @@ def _no_gpu_reason() -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu") and _no_gpu_reason():
-            item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
+        if item.get_closest_marker("gpu"):
+            # By one worker: several processes on one GPU disturb each other's memory and timing.
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+            if _no_gpu_reason():
+                item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from flashwarp import config, endings
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.endings import NotCopied
-from flashwarp.errors import CacheError, ClosedError, DeviceTimeout
+from flashwarp.errors import CacheError, ClosedError, DeviceError, DeviceTimeout
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs, QueueTable
 from flashwarp.spread import NAMESPACES_MAX
@@ -219,6 +219,7 @@ class FailureSequence:
         self._stream = stream
         self._lock = threading.Lock()
         self._read = 0  # entries
+        self._acknowledged = 0  # of them
         self._untold = 0
 
     def first(self) -> FailureStruct | None:
@@ -234,26 +235,34 @@ class FailureSequence:
         """
         if self._read < _FAILURES_KEPT and self._entry(self._read) is None:
             return _NOTHING
-        # As a whole: what is acknowledged and not counted here would hide all that comes after it.
-        return endings.uninterrupted(self._read_on)
+        return endings.holding([self._lock], self._read_on)
 
     def _read_on(self) -> Noted:
-        with self._lock:
-            kept: list[FailureStruct] = []
-            while len(kept) < _FAILURES_KEPT:
-                entry = self._entry(self._read + len(kept))
-                if entry is None:
-                    break
-                kept.append(FailureStruct.from_buffer_copy(entry))
-            end = self._read + len(kept)
-            untold = self._download_untold() if end >= _FAILURES_KEPT else 0
-            if kept:
-                word = (end & 0xFFFFFFFF).to_bytes(4, "little")
-                place = self._log + FailureLogStruct.read.offset
-                self._device.upload(place, word, self._stream)
-            count = len(kept) + (untold - self._untold & 0xFFFFFFFF)
-            self._read, self._untold = end, untold
-            return Noted(tuple(kept), count)
+        kept: list[FailureStruct] = []
+        while len(kept) < _FAILURES_KEPT:
+            entry = self._entry(self._read + len(kept))
+            if entry is None:
+                break
+            kept.append(FailureStruct.from_buffer_copy(entry))
+        before, end = self._read, self._read + len(kept)
+        untold = self._download_untold() if end >= _FAILURES_KEPT else 0
+        count = len(kept) + (untold - self._untold & 0xFFFFFFFF)
+        # First this, wherever an interrupt comes: what is acknowledged may be overwritten, and must
+        # not be looked for any more. What is not, though read, is acknowledged by the next call.
+        self._read = end
+        try:
+            self._acknowledge()
+        except DeviceError:
+            self._read = before
+            raise
+        self._untold = untold
+        return Noted(tuple(kept), count)
+
+    def _acknowledge(self) -> None:
+        if self._acknowledged != self._read:
+            word = (self._read & 0xFFFFFFFF).to_bytes(4, "little")
+            self._device.upload(self._log + FailureLogStruct.read.offset, word, self._stream)
+            self._acknowledged = self._read
 
     def _entry(self, position: int) -> FailureStruct | None:
         # An entry is whole once it has its number.
