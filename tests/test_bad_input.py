@@ -29,6 +29,7 @@ from flashwarp.errors import (
     ClosedError,
     ControllerError,
     DeviceError,
+    DeviceOutOfMemory,
     DtypeError,
     FileFormatError,
     FlashwarpError,
@@ -39,7 +40,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.storage import BlockDevice, File, Memory, Replicated, Striped
+from flashwarp.storage import BlockDevice, File, Memory, Replicated, Storage, Striped
 
 
 @pytest.fixture
@@ -54,6 +55,39 @@ def path(tmp_path: Path) -> Path:
 def x(path: Path) -> Iterator[fw.Array]:
     with fw.open(path, device="cpu", line=512, cache=2048) as array:
         yield array
+
+
+# Memory that is not there.
+
+
+def test_memory_for_a_storage_that_the_host_has_not() -> None:
+    with pytest.raises(DeviceOutOfMemory, match=f"^{1 << 62} bytes"):
+        Memory(1 << 62)
+
+
+def test_copy_that_the_host_has_no_room_for() -> None:
+    class Full:
+        nbytes, writable = 8, False
+
+        def read(self, offset: int, nbytes: int) -> bytes:
+            raise MemoryError
+
+    with pytest.raises(DeviceOutOfMemory, match="read: host memory has no room"):
+        Storage(Full()).read(0, 8)
+
+
+def test_rows_that_the_host_has_no_room_for(tmp_path: Path) -> None:
+    with fw.create(tmp_path / "sparse.npy", (1, 1 << 42), "i1", device="cpu", cache=1 << 16) as x:
+        many = np.zeros(64, "i8")  # more than an address can say
+
+        for refused in (
+            lambda: x.gather(many),
+            lambda: x.read_async(many),
+            lambda: x.scatter(many, 1),
+            lambda: x.write_async(many, 1),
+        ):
+            with pytest.raises(DeviceOutOfMemory, match=f"^{1 << 48} bytes of host memory"):
+                refused()
 
 
 # Files that cannot be opened.

@@ -160,7 +160,7 @@ class DeviceTimeout(DeviceError, TimeoutError):
 
 
 class DeviceOutOfMemory(DeviceError, MemoryError):
-    """The device, or pinned host memory, has no room for an allocation of the size named."""
+    """The device, or host memory, has no room for an allocation of the size named."""
 
 
 class CompileError(DeviceError):

@@ -26,6 +26,7 @@ from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     ClosedError,
+    DeviceOutOfMemory,
     DtypeError,
     FlashwarpError,
     ForkError,
@@ -52,8 +53,9 @@ class Storage(NotCopied):
     -----
     Any number of threads may call at the same time. Transfers block, and are whole or raise:
     `StorageError` with errno, path and the offset in the file; `BoundsError` for bytes outside of
-    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; and `ForkError` in a
-    child of the process that opened it.
+    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; `DeviceOutOfMemory`
+    when the host has no room for the copy; and `ForkError` in a child of the process that opened
+    it.
 
     Examples
     --------
@@ -186,6 +188,10 @@ def _typed_errors(operation: str) -> Iterator[None]:
         ) from error
     except RuntimeError as error:  # the only one that it raises
         raise ForkError(str(error)) from error
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"{operation}: host memory has no room for the bytes: take fewer at a time"
+        ) from error
 
 
 def _offset_of(error: OSError) -> int | None:
@@ -212,7 +218,7 @@ class Memory(Storage):
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:
         if isinstance(data, int | str):
-            data = np.zeros(parse_bytes(data), np.uint8)
+            data = _zeros(parse_bytes(data))
         try:
             array: npt.NDArray[Any] = (
                 data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
@@ -232,6 +238,15 @@ class Memory(Storage):
         self.array = array
         self.address = int(array.ctypes.data)
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
+
+
+def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
+    try:
+        return np.zeros(nbytes, np.uint8)
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"{nbytes} bytes of host memory for a storage: give it fewer, or use a File"
+        ) from error
 
 
 class Review(Protocol):
