@@ -25,7 +25,7 @@ from flashwarp.failures import Failures
 from flashwarp.launcher import Launcher
 from flashwarp.operands import Operands
 from flashwarp.spread import AnyController
-from flashwarp.storage import Storage
+from flashwarp.storage import Storage, serve
 
 __all__ = ["Attachment"]
 
@@ -81,13 +81,18 @@ class Attachment(endings.NotCopied):
         self._streams: set[int] = set()
         self._pid = os.getpid()
         self.closed = False
-        queues = controller.attach(
-            storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
-        )
+        self._end_of_service = serve(storage)
         try:
-            self.volume = cache.attach(storage.nbytes, queues)
+            queues = controller.attach(
+                storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
+            )
+            try:
+                self.volume = cache.attach(storage.nbytes, queues)
+            except BaseException:
+                controller.detach()
+                raise
         except BaseException:
-            controller.detach()
+            self._end_of_service()
             raise
         self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
         self.launcher = Launcher(cache, self.volume, controller, row_bytes, row_count)
@@ -268,6 +273,7 @@ class Attachment(endings.NotCopied):
         self.cache.detach(self.volume)
         if self._owns_cache:
             self.cache.close()
+        self._end_of_service()
         self._release_storage()
         failures = [each for each in (failure, unseen) if each is not None]
         return endings.first_of(failures)

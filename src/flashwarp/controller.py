@@ -106,6 +106,7 @@ class SoftwareController(NotCopied):
         self._queues: QueuePairs | None = None
         self._native: Any = None
         self._served: Storage | None = None
+        self._mapped_base = 0
         self._progress = (0, 0)
         self._waits = True
         self._yields = False
@@ -177,7 +178,7 @@ class SoftwareController(NotCopied):
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
         yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
-        mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
+        self._mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
         if path == "mapped" and device.kind == "cuda":
             self._register(storage, device)
         try:
@@ -186,7 +187,7 @@ class SoftwareController(NotCopied):
                 count,
                 depth,
                 path,
-                mapped_base=mapped_base,
+                mapped_base=self._mapped_base,
                 buffer_bytes=line_bytes if buffered else 0,
                 leased=lease is not None,
                 timeout_s=defaults.timeout_s,
@@ -369,7 +370,7 @@ class SoftwareController(NotCopied):
             return 0
         if self.model is not None or self._served.writable:
             return 0
-        return int(self._served.native.mapped_base)
+        return self._mapped_base
 
     def silent(self) -> str:
         """Name the storage that did not answer in time."""

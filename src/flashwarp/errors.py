@@ -75,7 +75,7 @@ class PathError(FlashwarpError, OSError):
 
 
 class LockedError(PathError):
-    """Somebody writes the file already, or this process reads what is to be written.
+    """Somebody writes the file or storage already, or this process reads what is to be written.
 
     Attributes
     ----------

@@ -368,6 +368,10 @@ def from_storage(
     storage is one storage, behind one controller; a sequence of storages with `layout` has as many
     controllers, and device code chooses among them. The bytes lie the same way in both.
 
+    Raises LockedError for a storage that another array serves, if one of the two may store to it:
+    a storage that takes writes serves one array at a time. A `File` with ``lock=False`` serves any
+    number, whose changes you keep apart. Other errors are those of `open`.
+
     Examples
     --------
     >>> import numpy as np, flashwarp as fw
