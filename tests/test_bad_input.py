@@ -332,6 +332,19 @@ def test_controller_serves_one_array(path: Path) -> None:
         assert x[7].tolist() == [7] * 4
 
 
+def test_controller_serves_no_other_storage_than_its_own(path: Path) -> None:
+    storage, other = Memory(4096), Memory(4096)
+    controller = fw.SoftwareController(storage)
+
+    with pytest.raises(ArgumentError, match="use from_storage"):
+        fw.open(path, device="cpu", controller=controller)
+    with pytest.raises(ArgumentError, match="a storage of its own"):
+        fw.from_storage(other, "i8", device="cpu", controller=controller)
+
+    fw.from_storage(storage, "i8", device="cpu", controller=controller).close()
+    fw.from_storage(other, "i8", device="cpu").close()
+
+
 def test_members_that_do_not_fit(path: Path) -> None:
     with pytest.raises(ArgumentError):
         Striped([])

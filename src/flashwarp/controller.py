@@ -49,7 +49,8 @@ class SoftwareController(NotCopied):
     Parameters
     ----------
     storage : Storage, optional
-        What to serve. Default: the file of the `open` call that it is given to.
+        What to serve: an array on another storage is refused. Default: whatever array it is given
+        to.
     queue_pairs, depth : int, optional
         Rings and their entries; `depth` is a power of two. Default by device and path.
     threads : int, optional
@@ -158,6 +159,11 @@ class SoftwareController(NotCopied):
         """
         if self._native is not None:
             raise ControllerError("this controller serves another array: make one for each")
+        if self.storage is not None and self.storage is not storage:
+            raise ArgumentError(
+                f"the controller has a storage of its own, {self.storage}, and the array another, "
+                f"{storage}: give that one to from_storage, or make a controller without storage"
+            )
         self._served = storage
         self.changes, self._stale = 0, None
         defaults = config.current()

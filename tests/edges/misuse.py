@@ -259,7 +259,7 @@ class Sequence:
         wrong = self.odds(0.3)
         shape = self.nasty() if wrong else (self.random.randint(1, 200), 8)
         options: dict[str, Any] = {"device": "cpu", "cache": "16 KiB"}
-        before = path.read_bytes() if path.exists() else None
+        before = _state(path)
         was_open = known is not None and (known.writers or known.readers)
         made = self.call(
             f"create({name}, {shape!r:.20})",
@@ -267,8 +267,7 @@ class Sequence:
             TypeError,
         )
         if isinstance(made, _Refused):
-            after = path.read_bytes() if path.exists() else None
-            if after != before and not was_open:
+            if _state(path) != before and not was_open:
                 raise Broken(f"create({name}) was refused and has changed the file")
             return
         if known is not None:
@@ -447,9 +446,9 @@ class Sequence:
             return
         if isinstance(self.must("scatter", action, held.array), _Refused):
             return
+        held.table.store(index, values)
         if held.stale:
             held.table.forget()
-        held.table.store(index, values)
 
     def read_async(self) -> None:
         if (held := self.pick(self.arrays)) is None:
@@ -472,11 +471,11 @@ class Sequence:
         if isinstance(future, _Refused):
             return
         self.futures.append(future)
-        if held.stale:
-            table.forget()
         table.unsure[index] |= table.in_flight()[index]
         table.rows[index] = values
         table.pending.append((future, index))
+        if held.stale:
+            table.forget()
         if self.odds(0.3):
             self.must("result", future.result)
             self._settle(table)
@@ -519,6 +518,7 @@ class Sequence:
             ("explain", x.explain),
             ("prefetch", lambda: x.prefetch(self.index(held.table))),
             ("synchronize", x.synchronize),
+            ("refresh", x.refresh),
             ("kernel_handle", lambda: x.kernel_handle),
             ("in_place", lambda: x.in_place),
         ])  # fmt: skip
@@ -582,8 +582,12 @@ class Sequence:
         made = self.call(f"{name} of {type(value).__name__}", action, TypeError)
         table = next((h.table for h in self.arrays if h.array is value), None)
         if isinstance(made, fw.Array) and table is not None:
+            # Opens it, which may be refused.
+            writable = self.call("writable", lambda: made.writable)
+            if isinstance(writable, _Refused):
+                return
             held = Held(made, table, stale=bool(table.writers))
-            if made.writable:
+            if writable:
                 raise Broken(f"{name} of a writable array made another one")
             table.readers.append(held)
             self.arrays.append(held)
@@ -806,6 +810,15 @@ def _content(table: Table) -> Any:
         if not np.array_equal(loaded[0][table.checkable()], other[table.checkable()]):
             raise Broken(f"the copies of {table.name} differ")
     return loaded[0]
+
+
+def _state(path: Path) -> Any:
+    """Whatever a change of a file changes, or None; of a long one not its bytes."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    small = status.st_size < 1 << 20
+    return status.st_ino, status.st_size, status.st_mtime_ns, path.read_bytes() if small else b""
 
 
 _STEP_WEIGHTS = {
