@@ -315,7 +315,7 @@ class SoftwareController(NotCopied):
             return False
         try:
             self.queues.leave_in_place(self._side)
-            storage = self.storage
+            storage = self._served
             if isinstance(storage, File) and self.queues.device.kind == "cpu":
                 # A GPU's registration keeps the pages that it has pinned.
                 storage.mapping.leave()
