@@ -352,6 +352,11 @@ def test_members_that_do_not_fit(path: Path) -> None:
         Striped([Memory(8192)], stripe=1000)
     with pytest.raises(ArgumentError):
         Replicated([Memory(512), Memory(1024)])
+    one = Memory(8192)
+    for kind in (Striped, Replicated):
+        for twice in ([one, one], [Striped([one], 4096), one]):
+            with pytest.raises(ArgumentError, match="named twice"):
+                kind(twice)
     with pytest.raises(ArgumentError, match="bytes"):
         File(path, offset=10**9)
     with pytest.raises(ReadOnlyError):

@@ -439,6 +439,9 @@ class BlockDevice(File):
 def _storages(members: Sequence[Storage]) -> tuple[Storage, ...]:
     if not isinstance(members, Sequence) or not all(isinstance(m, Storage) for m in members):
         raise ArgumentError(f"members={members!r} is not a sequence of storages")
+    parts = [part for member in members for part in members_of(member)]
+    if len(set(map(id, parts))) != len(parts):
+        raise ArgumentError("a storage is named twice: its bytes would be in two places")
     return tuple(members)
 
 
@@ -459,7 +462,7 @@ class Striped(_Composite):
     Parameters
     ----------
     members : sequence of Storage
-        At least one.
+        At least one, and none twice.
     stripe : int or str
         Bytes of a stripe, a multiple of 4096.
     nbytes : int, optional
@@ -484,7 +487,8 @@ class Striped(_Composite):
 class Replicated(_Composite):
     """Several storages with the same bytes: reads go round robin, writes to all.
 
-    A read that fails on one is tried on the next; members must have equal sizes.
+    A read that fails on one is tried on the next; members must have equal sizes, and none may be
+    named twice.
     """
 
     def __init__(self, members: Sequence[Storage]) -> None:

@@ -327,7 +327,7 @@ class Sequence:
         table = self.pick(t for t in self.tables if t.memory is None)
         path = table.paths[0]
         storages = fw.storage
-        whole = storages.Memory(8192)
+        whole, more = storages.Memory(8192), storages.Memory(8192)
         name, action = self.pick([
             ("Cache(n)", lambda n: fw.Cache(n, device="cpu")),
             ("Cache(line=n)", lambda n: fw.Cache("64 KiB", line=n, device="cpu")),
@@ -350,8 +350,8 @@ class Sequence:
             ("BlockDevice(n)", storages.BlockDevice),
             ("Striped(n)", storages.Striped),
             ("Striped([n])", lambda n: storages.Striped([whole, n])),
-            ("Striped(stripe=n)", lambda n: storages.Striped([whole, whole], n)),
-            ("Striped(nbytes=n)", lambda n: storages.Striped([whole, whole], 4096, n)),
+            ("Striped(stripe=n)", lambda n: storages.Striped([whole, more], n)),
+            ("Striped(nbytes=n)", lambda n: storages.Striped([whole, more], 4096, n)),
             ("Replicated(n)", storages.Replicated),
             ("Replicated([n])", lambda n: storages.Replicated([whole, n])),
             ("CpuDevice(n)", fw.CpuDevice),
