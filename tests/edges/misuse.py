@@ -610,7 +610,7 @@ class Sequence:
             ("native", lambda: storage.native),
             ("facts", lambda: (storage.nbytes, storage.writable, storage.path, storage.closed)),
             ("repr", lambda: repr(storage)),
-            ("write", lambda: storage.write(n, bytes(m) if type(m) is int and m < 999 else m)),
+            ("write", lambda: storage.write(n, bytes(m) if type(m) is int and 0 <= m < 999 else m)),
             ("discard", lambda: storage.discard(n, m)),
             ("write_zeroes", lambda: storage.write_zeroes(n, m)),
         ])  # fmt: skip
