@@ -380,11 +380,20 @@ class Sequence:
             made = self.call("Memory", lambda: fw.storage.Memory(table.memory))
         else:
             offset = table.paths[0].stat().st_size - table.rows.nbytes
-            writable = self.odds(0.4)
+            options = {"writable": self.odds(0.4), "lock": self.odds(0.8)}
             path = table.paths[0]
             made = self.call(
-                f"File({table.name})", lambda: fw.storage.File(path, offset, writable=writable)
+                f"File({table.name}, {options})", lambda: fw.storage.File(path, offset, **options)
             )
+        if not isinstance(made, _Refused):
+            self.storages.append((made, table))
+
+    def wrap_storage(self) -> None:
+        """Make another storage of one, with the same bytes."""
+        storage, table = self.pick(self.storages) or (None, None)
+        if storage is None:
+            return
+        made = self.call("Replicated", lambda: fw.storage.Replicated([storage]))
         if not isinstance(made, _Refused):
             self.storages.append((made, table))
 
@@ -714,6 +723,8 @@ class Sequence:
         """Drop the last reference to something, open or not."""
         if (held := self.pick(self.arrays)) is not None:
             self.arrays.remove(held)
+            # A share table holds its array.
+            self.others = [o for o in self.others if getattr(o, "_array", None) is not held.array]
             for users in (held.table.writers, held.table.readers):
                 if held in users:
                     users.remove(held)
@@ -830,6 +841,7 @@ _STEP_WEIGHTS = {
     Sequence.make_wrongly: 8,
     Sequence.make_controller: 2,
     Sequence.make_storage: 4,
+    Sequence.wrap_storage: 1,
     Sequence.make_device: 2,
     Sequence.make_share_table: 1,
     Sequence.gather: 8,
