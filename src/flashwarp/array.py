@@ -776,7 +776,8 @@ class Array(endings.NotCopied):
         Parameters
         ----------
         drop_dirty : bool
-            Give up lines that cannot be written, instead of raising.
+            Give up lines that cannot be written, instead of raising. What was stored in them since
+            the last flush is lost.
         """
         drop_dirty = flag("drop_dirty", drop_dirty)
         self._begin()

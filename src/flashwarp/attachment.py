@@ -174,9 +174,19 @@ class Attachment(endings.NotCopied):
             raise
 
     def drop_lines(self, drop_dirty: bool) -> None:
-        """Leave no line of the array in the cache; dirty ones are flushed, or given up."""
-        if self.storage.writable and not drop_dirty:
-            self.flush()
+        """Flush, and leave no line in the cache; give up what cannot be written, or raise."""
+        lost = False
+        if self.storage.writable:
+            try:
+                self.flush()
+            except StorageError:
+                if not drop_dirty:
+                    raise
+                lost = True
+        self._empty(lost)
+
+    def _empty(self, drop_dirty: bool) -> None:
+        """Leave no line of the array in the cache, but for dirty ones that are not given up."""
         self.maintain("invalidate_lines", drop=int(drop_dirty))
         if self.volume.in_host_tier:
             # Afterwards: a line in a frame could enter the tier still.
@@ -240,7 +250,7 @@ class Attachment(endings.NotCopied):
             steps.append(self.flush)
         steps.append(lambda: self.maintain("quiesce", warps=self.controller.queues.count))
         if not self._owns_cache:
-            steps.append(lambda: self.drop_lines(drop_dirty=True))
+            steps.append(lambda: self._empty(drop_dirty=True))
         for step in steps:
             try:
                 step()
