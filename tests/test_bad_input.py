@@ -29,6 +29,7 @@ from flashwarp.errors import (
     ClosedError,
     ControllerError,
     DeviceError,
+    DeviceOutOfMemory,
     DtypeError,
     FileFormatError,
     FlashwarpError,
@@ -39,7 +40,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.storage import BlockDevice, File, Memory, Replicated, Striped
+from flashwarp.storage import BlockDevice, File, Memory, Replicated, Storage, Striped
 
 
 @pytest.fixture
@@ -54,6 +55,39 @@ def path(tmp_path: Path) -> Path:
 def x(path: Path) -> Iterator[fw.Array]:
     with fw.open(path, device="cpu", line=512, cache=2048) as array:
         yield array
+
+
+# Memory that is not there.
+
+
+def test_memory_for_a_storage_that_the_host_has_not() -> None:
+    with pytest.raises(DeviceOutOfMemory, match=f"^{1 << 62} bytes"):
+        Memory(1 << 62)
+
+
+def test_copy_that_the_host_has_no_room_for() -> None:
+    class Full:
+        nbytes, writable = 8, False
+
+        def read(self, offset: int, nbytes: int) -> bytes:
+            raise MemoryError
+
+    with pytest.raises(DeviceOutOfMemory, match="read: host memory has no room"):
+        Storage(Full()).read(0, 8)
+
+
+def test_rows_that_the_host_has_no_room_for(tmp_path: Path) -> None:
+    with fw.create(tmp_path / "sparse.npy", (1, 1 << 42), "i1", device="cpu", cache=1 << 16) as x:
+        many = np.zeros(64, "i8")  # more than an address can say
+
+        for refused in (
+            lambda: x.gather(many),
+            lambda: x.read_async(many),
+            lambda: x.scatter(many, 1),
+            lambda: x.write_async(many, 1),
+        ):
+            with pytest.raises(DeviceOutOfMemory, match=f"^{1 << 48} bytes of host memory"):
+                refused()
 
 
 # Files that cannot be opened.
@@ -298,6 +332,19 @@ def test_controller_serves_one_array(path: Path) -> None:
         assert x[7].tolist() == [7] * 4
 
 
+def test_controller_serves_no_other_storage_than_its_own(path: Path) -> None:
+    storage, other = Memory(4096), Memory(4096)
+    controller = fw.SoftwareController(storage)
+
+    with pytest.raises(ArgumentError, match="use from_storage"):
+        fw.open(path, device="cpu", controller=controller)
+    with pytest.raises(ArgumentError, match="a storage of its own"):
+        fw.from_storage(other, "i8", device="cpu", controller=controller)
+
+    fw.from_storage(storage, "i8", device="cpu", controller=controller).close()
+    fw.from_storage(other, "i8", device="cpu").close()
+
+
 def test_members_that_do_not_fit(path: Path) -> None:
     with pytest.raises(ArgumentError):
         Striped([])
@@ -305,6 +352,11 @@ def test_members_that_do_not_fit(path: Path) -> None:
         Striped([Memory(8192)], stripe=1000)
     with pytest.raises(ArgumentError):
         Replicated([Memory(512), Memory(1024)])
+    one = Memory(8192)
+    for kind in (Striped, Replicated):
+        for twice in ([one, one], [Striped([one], 4096), one]):
+            with pytest.raises(ArgumentError, match="named twice"):
+                kind(twice)
     with pytest.raises(ArgumentError, match="bytes"):
         File(path, offset=10**9)
     with pytest.raises(ReadOnlyError):

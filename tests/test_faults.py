@@ -140,6 +140,25 @@ def test_flush_after_a_failed_one_does_not_succeed(file: Path, blocking: bool) -
     assert np.fromfile(file, np.int64)[:2].tolist() == [5, 6], "what can be written is"
 
 
+def test_dropping_dirty_lines_gives_up_only_what_cannot_be_written() -> None:
+    data = np.zeros((64, 128), np.int32)  # a line each
+    storage = Faulty(Memory(data), "write eio bytes=512-1023")
+    with fw.from_storage(storage, "i4", data.shape, device="cpu", line=512, cache=1 << 18) as x:
+        x[:] = 1
+        with pytest.raises(StorageError):
+            x.drop_cache()
+        x.drop_cache(drop_dirty=True)
+
+        storage.heal()
+        want = np.ones_like(data)
+        want[1] = 0
+        np.testing.assert_array_equal(x[:], want)
+        x[1] = 2
+        x.drop_cache(drop_dirty=True)
+        assert (x[1] == 2).all()
+    assert (data[1] == 2).all()
+
+
 def test_torn_write_lands_in_part_and_is_written_again(file: Path, blocking: bool) -> None:
     storage = Faulty(File(file, writable=True), "seed=3; write torn n=1", blocking=blocking)
     with fw.from_storage(storage, "i8", device="cpu", line=4096, cache=16384) as x:

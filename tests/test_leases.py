@@ -100,6 +100,17 @@ def test_cached_lines_are_dropped_when_the_writer_has_closed_the_file(path: Path
             wait_until(functools.partial(is_all, x, newest), "old rows for ever")
 
 
+def test_pages_of_the_file_are_left_before_a_writer_can_cut_it(path: Path) -> None:
+    with open_mapped(path) as x:
+        storage = x._storage
+        assert isinstance(storage, File)
+        assert storage.mapping._view.any()
+
+        rewrite(path, "truncate")
+
+        assert not storage.mapping._view.any()  # a thread that still reads there must not die of it
+
+
 @pytest.mark.parametrize("how", ["write", "truncate"])
 def test_gathers_that_run_while_the_file_is_rewritten_see_old_or_new_elements(
     path: Path, how: str

@@ -19,7 +19,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.errors import ClosedError, LockedError, PathError, StorageError
-from flashwarp.storage import BlockDevice, File, Replicated, Striped
+from flashwarp.storage import BlockDevice, File, Memory, Replicated, Storage, Striped
 
 ROWS = np.arange(8192, dtype="i8").reshape(-1, 8)
 
@@ -147,6 +147,74 @@ def test_storage_keeps_its_lock_as_long_as_an_array_uses_it(path: Path) -> None:
             open_array(path, "r+")
         x[0] = 9
     open_array(path, "r+").close()
+
+
+def on_storage(storage: Storage | list[Storage], **options: Any) -> fw.Array:
+    return fw.from_storage(storage, "i8", device="cpu", cache=65536, **options)
+
+
+def test_storage_that_takes_writes_serves_one_array(path: Path) -> None:
+    for storage in (Memory(8192), File(path, 128, writable=True)):
+        with on_storage(storage) as x:
+            for other in (
+                storage,
+                Striped([storage]),
+                Replicated([Memory(storage.nbytes), storage]),
+            ):
+                with pytest.raises(LockedError, match="another array") as caught:
+                    on_storage(other)
+                assert caught.value.holder == os.getpid()
+            with pytest.raises(LockedError):
+                on_storage([storage], layout="stripe")
+            x[0] = 1
+
+        on_storage(storage).close()
+        with on_storage(Replicated([Memory(storage.nbytes), storage])):
+            with pytest.raises(LockedError):
+                on_storage(storage)
+            with pytest.raises(LockedError):
+                on_storage([storage], layout="stripe")
+
+
+def test_storage_of_readers_and_storage_without_lock_serve_any_number(path: Path) -> None:
+    for storage in (
+        Memory(np.zeros(1024), writable=False),
+        File(path, 128),
+        File(path, 128, writable=True, lock=False),
+    ):
+        with on_storage(storage), on_storage(storage) as x:
+            assert x.writable == storage.writable
+
+
+def test_array_that_could_not_be_opened_leaves_its_storage_free() -> None:
+    storage = Memory(8192)
+    with fw.Cache("64 KiB", device="cpu") as closed:
+        pass
+    with pytest.raises(ClosedError):
+        fw.from_storage(storage, "i8", cache=closed)
+
+    on_storage(storage).close()
+
+
+def test_array_goes_on_after_its_storage_was_closed(path: Path) -> None:
+    memory = Memory(np.arange(4096), writable=False)
+    striped = Striped([File(path, 128, lock=False)], 4096)
+    for storage in (memory, File(path, 128, writable=True), striped):
+        with on_storage(storage) as x:
+            before = x.in_place
+            for each in (storage, *getattr(storage, "members", ())):
+                each.close()
+
+            assert str(x.explain())
+            assert x.in_place == before
+            x.refresh()
+            assert (x[:8] == np.arange(8)).all()
+            with pytest.raises(ClosedError):
+                storage.read(0, 1)
+            with pytest.raises(ClosedError):
+                on_storage(storage)
+    with File(path, writable=True):
+        pass
 
 
 @pytest.mark.parametrize("layout", ["stripe", "replicate"])

@@ -473,11 +473,12 @@ def test_a_replica_that_does_not_answer_is_left_out(
 
 def test_controllers_stop_with_the_array_and_serve_the_next() -> None:
     drives = [Memory(8192), Memory(8192)]
+    others = [Memory(8192), Memory(8192)]
     controllers = [plan(), plan()]
     for _ in range(2):
         x = fw.from_storage(drives, "i4", layout="replicate", device="cpu", controller=controllers)
         with pytest.raises(ControllerError, match="another array"):
-            fw.from_storage(drives, "i4", layout="replicate", device="cpu", controller=controllers)
+            fw.from_storage(others, "i4", layout="replicate", device="cpu", controller=controllers)
         x[3] = 4
         x.close()
         x.close()

@@ -664,7 +664,8 @@ class Array(endings.NotCopied):
         )
 
     def _usage(self) -> Usage:
-        files = [each for each in members_of(self._storage) if isinstance(each, File)]
+        parts = members_of(self._storage)
+        files = [each for each in parts if isinstance(each, File) and not each.closed]
         told = [(file.describe(), file.review is not None) for file in files]
         available = host_memory.available_bytes()
         tier = self.cache.host_capacity if self._volume.in_host_tier else 0
@@ -775,7 +776,8 @@ class Array(endings.NotCopied):
         Parameters
         ----------
         drop_dirty : bool
-            Give up lines that cannot be written, instead of raising.
+            Give up lines that cannot be written, instead of raising. What was stored in them since
+            the last flush is lost.
         """
         drop_dirty = flag("drop_dirty", drop_dirty)
         self._begin()

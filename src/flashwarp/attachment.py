@@ -25,7 +25,7 @@ from flashwarp.failures import Failures
 from flashwarp.launcher import Launcher
 from flashwarp.operands import Operands
 from flashwarp.spread import AnyController
-from flashwarp.storage import Storage
+from flashwarp.storage import Storage, serve
 
 __all__ = ["Attachment"]
 
@@ -81,13 +81,18 @@ class Attachment(endings.NotCopied):
         self._streams: set[int] = set()
         self._pid = os.getpid()
         self.closed = False
-        queues = controller.attach(
-            storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
-        )
+        self._end_of_service = serve(storage)
         try:
-            self.volume = cache.attach(storage.nbytes, queues)
+            queues = controller.attach(
+                storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
+            )
+            try:
+                self.volume = cache.attach(storage.nbytes, queues)
+            except BaseException:
+                controller.detach()
+                raise
         except BaseException:
-            controller.detach()
+            self._end_of_service()
             raise
         self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
         self.launcher = Launcher(cache, self.volume, controller, row_bytes, row_count)
@@ -169,9 +174,19 @@ class Attachment(endings.NotCopied):
             raise
 
     def drop_lines(self, drop_dirty: bool) -> None:
-        """Leave no line of the array in the cache; dirty ones are flushed, or given up."""
-        if self.storage.writable and not drop_dirty:
-            self.flush()
+        """Flush, and leave no line in the cache; give up what cannot be written, or raise."""
+        lost = False
+        if self.storage.writable:
+            try:
+                self.flush()
+            except StorageError:
+                if not drop_dirty:
+                    raise
+                lost = True
+        self._empty(lost)
+
+    def _empty(self, drop_dirty: bool) -> None:
+        """Leave no line of the array in the cache, but for dirty ones that are not given up."""
         self.maintain("invalidate_lines", drop=int(drop_dirty))
         if self.volume.in_host_tier:
             # Afterwards: a line in a frame could enter the tier still.
@@ -235,7 +250,7 @@ class Attachment(endings.NotCopied):
             steps.append(self.flush)
         steps.append(lambda: self.maintain("quiesce", warps=self.controller.queues.count))
         if not self._owns_cache:
-            steps.append(lambda: self.drop_lines(drop_dirty=True))
+            steps.append(lambda: self._empty(drop_dirty=True))
         for step in steps:
             try:
                 step()
@@ -268,6 +283,7 @@ class Attachment(endings.NotCopied):
         self.cache.detach(self.volume)
         if self._owns_cache:
             self.cache.close()
+        self._end_of_service()
         self._release_storage()
         failures = [each for each in (failure, unseen) if each is not None]
         return endings.first_of(failures)

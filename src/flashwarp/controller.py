@@ -49,7 +49,8 @@ class SoftwareController(NotCopied):
     Parameters
     ----------
     storage : Storage, optional
-        What to serve. Default: the file of the `open` call that it is given to.
+        What to serve: an array on another storage is refused. Default: whatever array it is given
+        to.
     queue_pairs, depth : int, optional
         Rings and their entries; `depth` is a power of two. Default by device and path.
     threads : int, optional
@@ -106,6 +107,7 @@ class SoftwareController(NotCopied):
         self._queues: QueuePairs | None = None
         self._native: Any = None
         self._served: Storage | None = None
+        self._mapped_base = 0
         self._progress = (0, 0)
         self._waits = True
         self._yields = False
@@ -157,6 +159,11 @@ class SoftwareController(NotCopied):
         """
         if self._native is not None:
             raise ControllerError("this controller serves another array: make one for each")
+        if self.storage is not None and self.storage is not storage:
+            raise ArgumentError(
+                f"the controller has a storage of its own, {self.storage}, and the array another, "
+                f"{storage}: give that one to from_storage, or make a controller without storage"
+            )
         self._served = storage
         self.changes, self._stale = 0, None
         defaults = config.current()
@@ -177,7 +184,7 @@ class SoftwareController(NotCopied):
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
         yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
-        mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
+        self._mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
         if path == "mapped" and device.kind == "cuda":
             self._register(storage, device)
         try:
@@ -186,7 +193,7 @@ class SoftwareController(NotCopied):
                 count,
                 depth,
                 path,
-                mapped_base=mapped_base,
+                mapped_base=self._mapped_base,
                 buffer_bytes=line_bytes if buffered else 0,
                 leased=lease is not None,
                 timeout_s=defaults.timeout_s,
@@ -308,7 +315,7 @@ class SoftwareController(NotCopied):
             return False
         try:
             self.queues.leave_in_place(self._side)
-            storage = self.storage
+            storage = self._served
             if isinstance(storage, File) and self.queues.device.kind == "cpu":
                 # A GPU's registration keeps the pages that it has pinned.
                 storage.mapping.leave()
@@ -369,7 +376,7 @@ class SoftwareController(NotCopied):
             return 0
         if self.model is not None or self._served.writable:
             return 0
-        return int(self._served.native.mapped_base)
+        return self._mapped_base
 
     def silent(self) -> str:
         """Name the storage that did not answer in time."""

@@ -75,7 +75,7 @@ class PathError(FlashwarpError, OSError):
 
 
 class LockedError(PathError):
-    """Somebody writes the file already, or this process reads what is to be written.
+    """Somebody writes the file or storage already, or this process reads what is to be written.
 
     Attributes
     ----------
@@ -160,7 +160,7 @@ class DeviceTimeout(DeviceError, TimeoutError):
 
 
 class DeviceOutOfMemory(DeviceError, MemoryError):
-    """The device, or pinned host memory, has no room for an allocation of the size named."""
+    """The device, or host memory, has no room for an allocation of the size named."""
 
 
 class CompileError(DeviceError):

@@ -91,8 +91,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     line : int or str
         Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer.
     controller : SoftwareController, or one for each of several files, optional
-        With settings of one's own; a storage it brings takes the place of the file's. One for
-        several files is a plan: each file gets a controller with its settings.
+        With settings of one's own, and no storage. One for several files is a plan: each file gets
+        a controller with its settings.
     strict : {"mapped", "bounce", "direct"}, optional
         Raise DataPathError unless the data goes this way.
     direct : bool, optional
@@ -193,7 +193,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         except BaseException:
             release()
             raise
-    one = _one(layout, stripe_bytes, controller)
+    one = _settings_only(_one(layout, stripe_bytes, controller))
     name = files.check_name(path)
     files.check(name, writable)
     form = _layout_of(name, dtype, shape, start)
@@ -229,11 +229,8 @@ def _open_one(
     recipe: _Recipe | None = None,
 ) -> Array:
     """Open the file `name`, which messages call `shown`."""
-    if controller is not None and controller.storage is not None:
-        storage, why, release = controller.storage, "the controller's own storage", _nothing
-    else:
-        reserved = plan.host_bytes(form.nbytes)
-        storage, why, release = _reach(name, form, access, shown, reserved_bytes=reserved)
+    reserved = plan.host_bytes(form.nbytes)
+    storage, why, release = _reach(name, form, access, shown, reserved_bytes=reserved)
     try:
         return _make(storage, form, plan, controller, why=why, release=release, recipe=recipe)
     except BaseException:
@@ -328,9 +325,7 @@ def create(
     name = files.check_name(path)
     target = files.check_new(name, overwrite)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
-    one = _one(None, None, controller)
-    if one is not None and one.storage is not None:
-        raise ArgumentError("the controller has a storage of its own: use from_storage")
+    one = _settings_only(_one(None, None, controller))
     with files.Draft(target, overwrite, lock) as draft:
         try:
             npy.write_empty(draft.descriptor, form)
@@ -367,6 +362,10 @@ def from_storage(
     Parameters are those of `open`. The storages stay the caller's. A `Striped` or `Replicated`
     storage is one storage, behind one controller; a sequence of storages with `layout` has as many
     controllers, and device code chooses among them. The bytes lie the same way in both.
+
+    Raises LockedError for a storage that another array serves, if one of the two may store to it:
+    a storage that takes writes serves one array at a time. A `File` with ``lock=False`` serves any
+    number, whose changes you keep apart. Other errors are those of `open`.
 
     Examples
     --------
@@ -596,6 +595,12 @@ def _one(
         raise ArgumentError("layout and stripe_bytes are for several storages: give a list")
     if controller is not None and not isinstance(controller, SoftwareController):
         raise ArgumentError("several controllers are for several storages: give a list of these")
+    return controller
+
+
+def _settings_only(controller: SoftwareController | None) -> SoftwareController | None:
+    if controller is not None and controller.storage is not None:
+        raise ArgumentError("the controller has a storage of its own: use from_storage")
     return controller
 
 

@@ -111,7 +111,7 @@ def host_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
     except MemoryError as error:
         raise DeviceOutOfMemory(
             f"{math.prod(shape) * dtype.itemsize} bytes of host memory for rows of shape {shape}: "
-            "read fewer at a time, with slices or gather()"
+            "take fewer at a time, with slices, gather() or scatter()"
         ) from error
 
 
@@ -144,6 +144,10 @@ def _typed_errors(values: object, dtype: np.dtype[Any]) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OverflowError) as error:
         raise ArgumentError(f"values cannot be stored as {dtype}: {error}") from error
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"host memory has no room for the values as {dtype}: store fewer at a time"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,12 @@ class Operands:
         """Broadcast values of the host to a dense array of `shape`, cast as numpy assigns."""
         with _typed_errors(values, self.dtype):
             given = np.asarray(values, self.dtype)
-        return np.ascontiguousarray(self.broadcast(given, shape))
+        view = self.broadcast(given, shape)
+        if view.flags.c_contiguous:
+            return view
+        dense = host_empty(shape, self.dtype)
+        dense[...] = view
+        return dense
 
     def as_array(self, values: Any) -> npt.NDArray[Any]:
         """Make an array of values. One of numbers keeps its dtype: it is cast as it is stored.

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -26,9 +26,11 @@ from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     ClosedError,
+    DeviceOutOfMemory,
     DtypeError,
     FlashwarpError,
     ForkError,
+    LockedError,
     PathError,
     ReadOnlyError,
     StorageError,
@@ -52,8 +54,9 @@ class Storage(NotCopied):
     -----
     Any number of threads may call at the same time. Transfers block, and are whole or raise:
     `StorageError` with errno, path and the offset in the file; `BoundsError` for bytes outside of
-    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; and `ForkError` in a
-    child of the process that opened it.
+    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; `DeviceOutOfMemory`
+    when the host has no room for the copy; and `ForkError` in a child of the process that opened
+    it.
 
     Examples
     --------
@@ -64,16 +67,21 @@ class Storage(NotCopied):
     b'\x00\x00flash\x00\x00'
     """
 
+    _refuses = True
+    """Whether one array that may store to it excludes every other."""
+
     def __init__(self, native: Any) -> None:
         self._native = native
+        self._closed = False
+        self._served: dict[object, bool] = {}
+        """Whether each array that serves it may store to it."""
         self._nbytes = int(native.nbytes)
         self._writable = bool(native.writable)
 
     @property
     def native(self) -> Any:
         """The C++ storage, for the controller; ClosedError after `close`."""
-        if self._native is None:
-            raise ClosedError(f"the storage {self.path or 'in memory'} is closed")
+        self._check_open()
         return self._native
 
     @property
@@ -144,18 +152,24 @@ class Storage(NotCopied):
 
     def close(self) -> None:
         """Let go of what it holds; an array that serves it goes on. May be called twice."""
-        self._native = None
+        self._closed = True
+        if not self._served:
+            self._native = None
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._native is None
+        return self._closed
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the storage {self.path or 'in memory'} is closed")
 
     def _check_writable(self) -> None:
         if not self.writable:
@@ -186,6 +200,10 @@ def _typed_errors(operation: str) -> Iterator[None]:
         ) from error
     except RuntimeError as error:  # the only one that it raises
         raise ForkError(str(error)) from error
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"{operation}: host memory has no room for the bytes: take fewer at a time"
+        ) from error
 
 
 def _offset_of(error: OSError) -> int | None:
@@ -207,12 +225,13 @@ class Memory(Storage):
     -----
     An array knows of the stores that go through it, and of no others. After you have written to the
     memory yourself, call the array's `drop_cache`: until then it may have the old bytes, and of a
-    line that it read while you wrote, some of both.
+    line that it read while you wrote, some of both. Stores through another
+    `Memory` on the same bytes count as yours.
     """
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:
         if isinstance(data, int | str):
-            data = np.zeros(parse_bytes(data), np.uint8)
+            data = _zeros(parse_bytes(data))
         try:
             array: npt.NDArray[Any] = (
                 data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
@@ -232,6 +251,15 @@ class Memory(Storage):
         self.array = array
         self.address = int(array.ctypes.data)
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
+
+
+def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
+    try:
+        return np.zeros(nbytes, np.uint8)
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"{nbytes} bytes of host memory for a storage: give it fewer, or use a File"
+        ) from error
 
 
 class Review(Protocol):
@@ -258,7 +286,8 @@ class File(Storage):
         O_DIRECT (past the page cache), its alignment handled here; or through the page cache.
     lock : bool
         Refuse a second writer, in any process, and readers beside a writer in this process. False:
-        look for nobody, and be seen by nobody. Until the last of this and the arrays on it closes.
+        look for nobody, be seen by nobody, and serve several arrays that store. Until the last of
+        this and the arrays on it closes.
 
     Raises
     ------
@@ -301,6 +330,7 @@ class File(Storage):
                 raise ArgumentError(
                     f"bytes [{offset}, {offset + wanted}) of {self._path}: it has {size} bytes"
                 )
+        self._refuses = lock
         self.offset = offset
         self.direct = direct
         self.mapping = _mapping
@@ -341,7 +371,7 @@ class File(Storage):
     def check_unchanged(self) -> None:
         """Raise StorageError when the file was cut short, replaced or removed."""
         end = self.offset + self.nbytes
-        size = os.lseek(self.native.fd, 0, os.SEEK_END)
+        size = os.lseek(self._native.fd, 0, os.SEEK_END)  # an array goes on after `close`
         if size < end:
             raise StorageError(
                 errno.ENODATA,
@@ -409,6 +439,9 @@ class BlockDevice(File):
 def _storages(members: Sequence[Storage]) -> tuple[Storage, ...]:
     if not isinstance(members, Sequence) or not all(isinstance(m, Storage) for m in members):
         raise ArgumentError(f"members={members!r} is not a sequence of storages")
+    parts = [part for member in members for part in members_of(member)]
+    if len(set(map(id, parts))) != len(parts):
+        raise ArgumentError("a storage is named twice: its bytes would be in two places")
     return tuple(members)
 
 
@@ -429,7 +462,7 @@ class Striped(_Composite):
     Parameters
     ----------
     members : sequence of Storage
-        At least one.
+        At least one, and none twice.
     stripe : int or str
         Bytes of a stripe, a multiple of 4096.
     nbytes : int, optional
@@ -454,7 +487,8 @@ class Striped(_Composite):
 class Replicated(_Composite):
     """Several storages with the same bytes: reads go round robin, writes to all.
 
-    A read that fails on one is tried on the next; members must have equal sizes.
+    A read that fails on one is tried on the next; members must have equal sizes, and none may be
+    named twice.
     """
 
     def __init__(self, members: Sequence[Storage]) -> None:
@@ -472,6 +506,45 @@ def members_of(storage: Storage) -> tuple[Storage, ...]:
     if not isinstance(storage, Striped | Replicated):
         return (storage,)
     return tuple(inner for member in storage.members for inner in members_of(member))
+
+
+def serve(storage: Storage) -> Callable[[], None]:
+    """Note that an array begins to serve a storage; return what notes its end.
+
+    Raises
+    ------
+    LockedError
+        When another array serves it or a part of it, and one of the two may store.
+    ClosedError
+    """
+    storage._check_open()
+    parts = members_of(storage)
+    array = object()
+
+    # No lock: a lost array may end inside of any line here. Of two that begin at the same time,
+    # each sees at least the other, so that both may be refused, and never both accepted.
+    def end() -> None:
+        for part in parts:
+            part._served.pop(array, None)
+            if part.closed and not part._served:
+                part._native = None
+
+    for part in parts:
+        part._served[array] = storage.writable
+    for part in parts:
+        others = part._served.copy()
+        stores = others.pop(array)
+        if part._refuses and others and (stores or any(others.values())):
+            end()
+            raise LockedError(
+                errno.EWOULDBLOCK,
+                "another array serves this storage, and their caches do not know of each other: "
+                "use that array; or give each a storage of its own, a File with lock=False, if you "
+                "keep their changes apart",
+                part.path or "memory",
+                os.getpid(),
+            )
+    return end
 
 
 class Mapping:

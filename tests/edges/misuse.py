@@ -259,7 +259,7 @@ class Sequence:
         wrong = self.odds(0.3)
         shape = self.nasty() if wrong else (self.random.randint(1, 200), 8)
         options: dict[str, Any] = {"device": "cpu", "cache": "16 KiB"}
-        before = path.read_bytes() if path.exists() else None
+        before = _state(path)
         was_open = known is not None and (known.writers or known.readers)
         made = self.call(
             f"create({name}, {shape!r:.20})",
@@ -267,8 +267,7 @@ class Sequence:
             TypeError,
         )
         if isinstance(made, _Refused):
-            after = path.read_bytes() if path.exists() else None
-            if after != before and not was_open:
+            if _state(path) != before and not was_open:
                 raise Broken(f"create({name}) was refused and has changed the file")
             return
         if known is not None:
@@ -328,7 +327,7 @@ class Sequence:
         table = self.pick(t for t in self.tables if t.memory is None)
         path = table.paths[0]
         storages = fw.storage
-        whole = storages.Memory(8192)
+        whole, more = storages.Memory(8192), storages.Memory(8192)
         name, action = self.pick([
             ("Cache(n)", lambda n: fw.Cache(n, device="cpu")),
             ("Cache(line=n)", lambda n: fw.Cache("64 KiB", line=n, device="cpu")),
@@ -351,8 +350,8 @@ class Sequence:
             ("BlockDevice(n)", storages.BlockDevice),
             ("Striped(n)", storages.Striped),
             ("Striped([n])", lambda n: storages.Striped([whole, n])),
-            ("Striped(stripe=n)", lambda n: storages.Striped([whole, whole], n)),
-            ("Striped(nbytes=n)", lambda n: storages.Striped([whole, whole], 4096, n)),
+            ("Striped(stripe=n)", lambda n: storages.Striped([whole, more], n)),
+            ("Striped(nbytes=n)", lambda n: storages.Striped([whole, more], 4096, n)),
             ("Replicated(n)", storages.Replicated),
             ("Replicated([n])", lambda n: storages.Replicated([whole, n])),
             ("CpuDevice(n)", fw.CpuDevice),
@@ -381,11 +380,20 @@ class Sequence:
             made = self.call("Memory", lambda: fw.storage.Memory(table.memory))
         else:
             offset = table.paths[0].stat().st_size - table.rows.nbytes
-            writable = self.odds(0.4)
+            options = {"writable": self.odds(0.4), "lock": self.odds(0.8)}
             path = table.paths[0]
             made = self.call(
-                f"File({table.name})", lambda: fw.storage.File(path, offset, writable=writable)
+                f"File({table.name}, {options})", lambda: fw.storage.File(path, offset, **options)
             )
+        if not isinstance(made, _Refused):
+            self.storages.append((made, table))
+
+    def wrap_storage(self) -> None:
+        """Make another storage of one, with the same bytes."""
+        storage, table = self.pick(self.storages) or (None, None)
+        if storage is None:
+            return
+        made = self.call("Replicated", lambda: fw.storage.Replicated([storage]))
         if not isinstance(made, _Refused):
             self.storages.append((made, table))
 
@@ -447,9 +455,9 @@ class Sequence:
             return
         if isinstance(self.must("scatter", action, held.array), _Refused):
             return
+        held.table.store(index, values)
         if held.stale:
             held.table.forget()
-        held.table.store(index, values)
 
     def read_async(self) -> None:
         if (held := self.pick(self.arrays)) is None:
@@ -472,11 +480,11 @@ class Sequence:
         if isinstance(future, _Refused):
             return
         self.futures.append(future)
-        if held.stale:
-            table.forget()
         table.unsure[index] |= table.in_flight()[index]
         table.rows[index] = values
         table.pending.append((future, index))
+        if held.stale:
+            table.forget()
         if self.odds(0.3):
             self.must("result", future.result)
             self._settle(table)
@@ -519,6 +527,7 @@ class Sequence:
             ("explain", x.explain),
             ("prefetch", lambda: x.prefetch(self.index(held.table))),
             ("synchronize", x.synchronize),
+            ("refresh", x.refresh),
             ("kernel_handle", lambda: x.kernel_handle),
             ("in_place", lambda: x.in_place),
         ])  # fmt: skip
@@ -582,8 +591,12 @@ class Sequence:
         made = self.call(f"{name} of {type(value).__name__}", action, TypeError)
         table = next((h.table for h in self.arrays if h.array is value), None)
         if isinstance(made, fw.Array) and table is not None:
+            # Opens it, which may be refused.
+            writable = self.call("writable", lambda: made.writable)
+            if isinstance(writable, _Refused):
+                return
             held = Held(made, table, stale=bool(table.writers))
-            if made.writable:
+            if writable:
                 raise Broken(f"{name} of a writable array made another one")
             table.readers.append(held)
             self.arrays.append(held)
@@ -606,7 +619,7 @@ class Sequence:
             ("native", lambda: storage.native),
             ("facts", lambda: (storage.nbytes, storage.writable, storage.path, storage.closed)),
             ("repr", lambda: repr(storage)),
-            ("write", lambda: storage.write(n, bytes(m) if type(m) is int and m < 999 else m)),
+            ("write", lambda: storage.write(n, bytes(m) if type(m) is int and 0 <= m < 999 else m)),
             ("discard", lambda: storage.discard(n, m)),
             ("write_zeroes", lambda: storage.write_zeroes(n, m)),
         ])  # fmt: skip
@@ -710,6 +723,8 @@ class Sequence:
         """Drop the last reference to something, open or not."""
         if (held := self.pick(self.arrays)) is not None:
             self.arrays.remove(held)
+            # A share table holds its array.
+            self.others = [o for o in self.others if getattr(o, "_array", None) is not held.array]
             for users in (held.table.writers, held.table.readers):
                 if held in users:
                     users.remove(held)
@@ -808,6 +823,15 @@ def _content(table: Table) -> Any:
     return loaded[0]
 
 
+def _state(path: Path) -> Any:
+    """Whatever a change of a file changes, or None; of a long one not its bytes."""
+    if not path.exists():
+        return None
+    status = path.stat()
+    small = status.st_size < 1 << 20
+    return status.st_ino, status.st_size, status.st_mtime_ns, path.read_bytes() if small else b""
+
+
 _STEP_WEIGHTS = {
     Sequence.open: 14,
     Sequence.open_wrongly: 4,
@@ -817,6 +841,7 @@ _STEP_WEIGHTS = {
     Sequence.make_wrongly: 8,
     Sequence.make_controller: 2,
     Sequence.make_storage: 4,
+    Sequence.wrap_storage: 1,
     Sequence.make_device: 2,
     Sequence.make_share_table: 1,
     Sequence.gather: 8,
