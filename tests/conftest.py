@@ -20,6 +20,8 @@ def _no_gpu_reason() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest first: one worker begins with what compiles for minutes.
+    items.sort(key=lambda item: item.path.name != "test_simulator.py")
     for item in items:
         if item.get_closest_marker("gpu"):
             # By one worker: several processes on one GPU disturb each other's memory and timing.

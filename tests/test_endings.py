@@ -30,6 +30,7 @@ from flashwarp.errors import (
     ClosedError,
     ControllerError,
     CopyError,
+    DeviceError,
     FileFormatError,
     ForkError,
     StorageError,
@@ -195,6 +196,27 @@ def test_controller_is_not_closed_under_its_array(path: Path) -> None:
     controller.close()
     with fw.open(path, device="cpu", controller=controller) as x:
         assert x[2].tolist() == [2] * 4
+
+
+def test_attachment_that_fails_half_way_leaves_nothing(
+    path: Path, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise DeviceError("no stream")
+
+    with fw.Cache("64 KiB", device=device) as cache, fw.open(path, cache=cache) as neighbour:
+        threads, descriptors = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "create_stream", refuse)
+            with pytest.raises(DeviceError, match="no stream"):
+                fw.open(path, cache=cache)
+
+        assert len(cache._volumes) == 1
+        assert os.listdir("/proc/self/task") == threads
+        assert os.listdir("/proc/self/fd") == descriptors
+        assert neighbour.gather([5]).tolist() == [[5] * 4]
+        with fw.open(path, "r+", cache=cache, lock=False) as x:
+            assert x[3].tolist() == [3] * 4
 
 
 def test_cache_is_not_closed_under_its_arrays(path: Path, device: CpuDevice) -> None:

@@ -81,23 +81,23 @@ class Attachment(endings.NotCopied):
         self._streams: set[int] = set()
         self._pid = os.getpid()
         self.closed = False
-        self._end_of_service = serve(storage)
-        try:
+        with contextlib.ExitStack() as made:
+            self._end_of_service = serve(storage)
+            made.callback(self._end_of_service)
             queues = controller.attach(
                 storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
             )
-            try:
-                self.volume = cache.attach(storage.nbytes, queues)
-            except BaseException:
-                controller.detach()
-                raise
-        except BaseException:
-            self._end_of_service()
-            raise
-        self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
-        self.launcher = Launcher(cache, self.volume, controller, row_bytes, row_count)
-        self.calls = Calls(self.launcher, operands, self._failures)
-        endings.remember(self)
+            made.callback(controller.detach)
+            self.volume = cache.attach(storage.nbytes, queues)
+            # In the order of `_end`: kernels of neighbours see the volume from now on.
+            made.callback(cache.detach, self.volume)
+            made.callback(controller.detach)
+            made.callback(cache.withdraw, self.volume, time_limit_s())
+            self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
+            self.launcher = Launcher(cache, self.volume, controller, row_bytes, row_count)
+            self.calls = Calls(self.launcher, operands, self._failures)
+            endings.remember(self)
+            made.pop_all()
 
     @property
     def device(self) -> Device:
