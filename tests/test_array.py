@@ -608,3 +608,27 @@ def test_array_explains_itself_after_its_storage_was_closed():
     with x:
         assert x.explain().storage == {"closed": True}
         assert x[3] == 0
+
+
+def test_arrays_that_are_each_others_operands_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    for path in paths:
+        np.save(path, np.arange(200) % 100)
+
+    def use(mine: fw.Array, other: fw.Array) -> None:
+        for _ in range(100):
+            mine.scatter(other, other)
+            mine.gather(other)
+
+    with (
+        fw.open(paths[0], "r+", device="cpu", cache="16 KiB") as a,
+        fw.open(paths[1], "r+", device="cpu", cache="16 KiB") as b,
+    ):
+        threads = [
+            threading.Thread(target=use, args=pair, daemon=True) for pair in ((a, b), (b, a))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)

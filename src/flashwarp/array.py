@@ -93,11 +93,21 @@ def _locked(
     def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
         # Before the lock, which a thread of the parent may have held when a child was forked.
         self._check_usable()
+        given = tuple(map(_in_memory, args))
+        named = {name: _in_memory(value) for name, value in kwargs.items()}
         return endings.holding(
-            (self._lock,), functools.partial(_in_turn, self, method, args, kwargs)
+            (self._lock,), functools.partial(_in_turn, self, method, given, named)
         )
 
     return call
+
+
+def _in_memory(operand: Any) -> Any:
+    """Read an operand that is an array itself, before anybody's turn.
+
+    Two threads that each read the other's array in their own's turn would wait for ever.
+    """
+    return np.asarray(operand) if isinstance(operand, Array) else operand
 
 
 def _in_turn(
