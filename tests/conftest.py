@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import simulator_budget
 from flashwarp._jit import driver
 from flashwarp.errors import DeviceError
 
@@ -17,6 +18,13 @@ def _no_gpu_reason() -> str:
         return "" if driver.device_count() > 0 else "the CUDA driver sees no GPU"
     except DeviceError as error:
         return str(error)
+
+
+def pytest_report_header() -> str:
+    return (
+        f"simulator: FLASHWARP_SIMULATE_SEED={simulator_budget.FIRST_SEED}, "
+        f"{simulator_budget.SECONDS:g} s for each test that explores"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
