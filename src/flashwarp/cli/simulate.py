@@ -31,8 +31,6 @@ def _explore(schedules: int, jobs: int, seeds: str) -> None:
         first_seed=first,
         progress=lambda line: typer.echo(line, err=True),
     )
-    for report in found.failures:
-        typer.echo(report)
     typer.echo(str(found))
     if found.failures:
         raise typer.Exit(1)

@@ -85,7 +85,7 @@ def explore(
     first_seed : int, optional
         Default `seed_of_today`.
     progress : callable, optional
-        Called with a line of text now and then, in the calling thread.
+        Called in the calling thread with a line of text now and then, and with each failure.
 
     Returns
     -------
@@ -139,7 +139,11 @@ def explore(
             found.schedules[width] += done
             found.failures += failures
             found.seconds = time.monotonic() - start
-            if progress is not None and time.monotonic() - told > 30:
+            if progress is None:
+                continue
+            for report in failures:
+                progress(report)
+            if time.monotonic() - told > 30:
                 told = time.monotonic()
                 progress(f"{100 * ended // len(pending)} %: {found}")
     return found
