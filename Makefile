@@ -17,6 +17,7 @@ export FLASHWARP_STRESS_SECONDS ?= 3
 comma := ,
 DEMO_EXTRAS := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 DEV_EXTRAS := cuda,demo,dev
+TEST_PROCESSES ?= $(if $(wildcard /dev/nvidiactl),0,2)
 
 NATIVE := $(wildcard native/*.cpp native/*.h) \
   $(shell find src/flashwarp -name '*.cuh' -o -name '*.cu')
@@ -34,9 +35,9 @@ help:  ## List the targets
 demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 	$(BIN)/flashwarp demo $(ARGS)
 
-# In two processes; ARGS="-n 0" runs all in one.
+# By two processes, each a file at a time; by one where tests share a GPU.
 test: lint native-test  ## Everything that CI runs: lint, sanitizers, tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(VENV)/demo.stamp  ## Measure this machine; ARGS="..." goes to `flashwarp bench`
 	$(BIN)/flashwarp bench $(ARGS)

@@ -28,14 +28,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # The longest first: one worker begins with what compiles for minutes.
+    # What compiles for minutes comes first, so that no process waits for it in the end.
     items.sort(key=lambda item: item.path.name != "test_simulator.py")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            # By one worker: several processes on one GPU disturb each other's memory and timing.
-            item.add_marker(pytest.mark.xdist_group("gpu"))
-            if _no_gpu_reason():
-                item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
+        if item.get_closest_marker("gpu") and _no_gpu_reason():
+            item.add_marker(pytest.mark.skip(reason=_no_gpu_reason()))
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,6 @@ MUTANT_SECONDS = 60.0
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the simulator needs g++"),
     pytest.mark.timeout(600 + 20 * SECONDS),
-    # One worker compiles; the others would compile the same.
-    pytest.mark.xdist_group("simulator"),
 ]
 
 
