@@ -78,10 +78,10 @@ struct Fibre : thread_place {
 struct Plan {
   uint64_t seed = 0;
   Strategy strategy = Strategy::kRandom;
-  uint64_t steps_max = 4'000'000;  // of one launch: beyond it, nothing will ever finish
-  uint32_t preemptions = 2;        // exhaustive
-  bool time_passes = false;        // waits may run out of time
-  bool traced = false;             // print every event
+  uint64_t steps_max = 16'000'000;  // of one launch: beyond it, nothing will ever finish
+  uint32_t preemptions = 2;         // exhaustive
+  bool time_passes = false;         // waits may run out of time
+  bool traced = false;              // print every event
 };
 
 class Scheduler {
