@@ -618,7 +618,7 @@ def test_arrays_that_are_each_others_operands_do_not_wait_for_each_other(tmp_pat
     def use(mine: fw.Array, other: fw.Array) -> None:
         for _ in range(100):
             mine.scatter(other, other)
-            mine.gather(other)
+            mine.gather(idx=other)
 
     with (
         fw.open(paths[0], "r+", device="cpu", cache="16 KiB") as a,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import threading
 import warnings
@@ -84,35 +85,38 @@ class Explanation:
         )
 
 
+# What a call reads, and which may be an array itself.
+_OPERANDS = {"idx", "idx_or_slice", "values", "value"}
+
+
 def _locked(
     method: Callable[Concatenate[Array, P], R],
 ) -> Callable[Concatenate[Array, P], R]:
     """One operation of an array at a time: errors are then of the call that raises them."""
+    names = tuple(inspect.signature(method).parameters)[1:]
+    places = [place for place, name in enumerate(names) if name in _OPERANDS]
 
     @functools.wraps(method)
     def call(self: Array, /, *args: P.args, **kwargs: P.kwargs) -> R:
         # Before the lock, which a thread of the parent may have held when a child was forked.
         self._check_usable()
-        given = tuple(map(_in_memory, args))
-        named = {name: _in_memory(value) for name, value in kwargs.items()}
+        given = list(args)
+        for place in places:
+            # Before the turn: two threads that each read the other's array in the turn of their own
+            # would wait for ever.
+            if place < len(given):
+                if isinstance(given[place], Array):
+                    given[place] = np.asarray(given[place])
+            elif isinstance(kwargs.get(names[place]), Array):
+                kwargs[names[place]] = np.asarray(kwargs[names[place]])
         return endings.holding(
-            (self._lock,), functools.partial(_in_turn, self, method, given, named)
+            (self._lock,), functools.partial(_in_turn, self, method, given, kwargs)
         )
 
     return call
 
 
-def _in_memory(operand: Any) -> Any:
-    """Read an operand that is an array itself, before anybody's turn.
-
-    Two threads that each read the other's array in their own's turn would wait for ever.
-    """
-    return np.asarray(operand) if isinstance(operand, Array) else operand
-
-
-def _in_turn(
-    array: Array, method: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> R:
+def _in_turn(array: Array, method: Callable[..., R], args: list[Any], kwargs: dict[str, Any]) -> R:
     array._begin()
     try:
         return method(array, *args, **kwargs)
