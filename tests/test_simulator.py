@@ -42,7 +42,12 @@ def programs() -> None:
         jobs = [pool.submit(build_program, None, width=width) for width in (4, 32)]
         jobs += [
             pool.submit(
-                build_program, None, width=mutant.width, mutant=mutant, policy=mutant.policy
+                build_program,
+                None,
+                width=mutant.width,
+                mutant=mutant,
+                policy=mutant.policy,
+                scenario=mutant.scenario,
             )
             for mutant in map(MUTANTS.__getitem__, TODAYS_MUTANTS)
         ]
@@ -150,7 +155,9 @@ def test_exploration_goes_on_behind_a_failure(monkeypatch: pytest.MonkeyPatch) -
     real = exploration.build_program
     mutant = MUTANTS["failure-uncounted"]
     monkeypatch.setattr(
-        exploration, "build_program", lambda *_, width: real(None, width=1, mutant=mutant)
+        exploration,
+        "build_program",
+        lambda *_, width: real(None, width=1, mutant=mutant, scenario=mutant.scenario),
     )
 
     found = explore(2000, jobs=2, first_seed=5)

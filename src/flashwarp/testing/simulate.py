@@ -187,6 +187,8 @@ def simulate(
         width=width,
         mutant=MUTANTS.get(mutant),
         policy=policy,
+        # The built-in program has them all; one with something else in it is built for the case.
+        scenario=MUTANTS[mutant].scenario if mutant else scenario if policy != "clock" else "",
     )
     command = [str(program), "--mode", mode, "--strategy", strategy]
     command += ["--seeds", f"{seeds[0]}:{seeds[1]}", "--preemptions", str(preemptions)]
@@ -274,17 +276,20 @@ def build_program(
     width: int,
     mutant: Mutant | None = None,
     policy: str = "clock",
+    scenario: str = "",
     flags: Sequence[str] = (),
 ) -> Path:
-    """Compile and link a program, or find it in the cache. Any number of callers at a time."""
+    """Compile and link a program, or find it in the cache. Any number of callers at a time.
+
+    With a scenario, what belongs to others is left out.
+    """
     if source is not None:
         sources = [source.resolve()]
         if not source.exists():
             raise ArgumentError(f"{source} does not exist")
-    elif mutant is not None:
-        sources = [path for path in _scenario_sources() if f"({mutant.scenario}," in _text(path)]
     else:
-        sources = _scenario_sources()
+        every = _scenario_sources()
+        sources = [path for path in every if f"({scenario}," in _text(path)] or every
     headers, native = _header_digest(), _native_folder()
     changed = "" if mutant is None else mutated_text(mutant)
     key = content_key(
