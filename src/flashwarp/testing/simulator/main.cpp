@@ -1,6 +1,9 @@
 // The program around the scenarios: seeds in, one line of JSON out, and a failure in full.
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -239,6 +242,8 @@ int run_program(int count, char** arguments) {
 }  // namespace fw::simulator
 
 int main(int count, char** arguments) {
+  // Who has started it and is killed wants no more schedules.
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
   try {
     return fw::simulator::run_program(count, arguments);
   } catch (const std::invalid_argument& error) {
