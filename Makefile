@@ -18,6 +18,7 @@ comma := ,
 DEMO_EXTRAS := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
 DEV_EXTRAS := cuda,demo,dev
 TEST_PROCESSES ?= $(if $(wildcard /dev/nvidiactl),0,2)
+TEST_HANG_S ?= 900
 
 NATIVE := $(wildcard native/*.cpp native/*.h) \
   $(shell find src/flashwarp -name '*.cuh' -o -name '*.cu')
@@ -35,9 +36,11 @@ help:  ## List the targets
 demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 	$(BIN)/flashwarp demo $(ARGS)
 
-# By two processes, each a file at a time; by one where tests share a GPU.
+# By two processes; by one where tests share a GPU. A test that hangs where no signal reaches it
+# ends its process, and the others go on.
 test: lint native-test  ## Everything that CI runs: lint, sanitizers, tests
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
+	  -o faulthandler_timeout=$(TEST_HANG_S) -o faulthandler_exit_on_timeout=true $(ARGS)
 
 bench: $(VENV)/demo.stamp  ## Measure this machine; ARGS="..." goes to `flashwarp bench`
 	$(BIN)/flashwarp bench $(ARGS)
