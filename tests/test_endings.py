@@ -240,25 +240,16 @@ def test_cache_is_not_closed_under_its_arrays(path: Path, device: CpuDevice) -> 
 
 
 def test_closed_array_holds_no_file(path: Path) -> None:
-    def descriptors() -> list[str]:
-        links = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                links.append(os.readlink(f"/proc/self/fd/{name}"))
-            except FileNotFoundError:
-                continue
-        return [link for link in links if link == str(path)]
-
     def mapped() -> bool:
         return str(path) in Path("/proc/self/maps").read_text()
 
     x = fw.open(path, "r+", device="cpu", direct=False)
     x[0] = x[1]
-    assert descriptors()
+    assert descriptors_of(path)
 
     x.close()
 
-    assert not descriptors()
+    assert not descriptors_of(path)
     assert not mapped()
 
 
