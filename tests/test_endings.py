@@ -501,11 +501,16 @@ def works(x: fw.Array) -> None:
     assert found[0] == [7, 3] or isinstance(found[0], ClosedError)
 
 
-# At each line, every time. `edges/` draws lines of all calls.
+# Each is interrupted at each of its lines, in every run.
 CALLS: dict[str, Callable[[fw.Array], Any]] = {
     "close": lambda x: x.close(),
     "flush": lambda x: x.flush(),
     "gather": lambda x: x.gather(np.array([1, 500, 2])),
+    "scatter": lambda x: x.scatter([9], np.full((1, 4), 9)),
+    "item": lambda x: x[10:20],
+    "store": lambda x: x.__setitem__(11, 11),
+    "drop_cache": lambda x: x.drop_cache(),
+    "stats": lambda x: x.stats,
     "read_async": lambda x: x.read_async([4]).result(),
 }
 

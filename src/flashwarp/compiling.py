@@ -312,7 +312,8 @@ class Kernel(endings.NotCopied):
                 )
                 launch.end()
             finally:
-                uses.clear()  # see Launcher
+                # A kept exception keeps this frame. That must not keep the arrays' files open.
+                uses.clear()
 
         endings.holding([cache.turn for cache in caches], launch_in_turn)
 

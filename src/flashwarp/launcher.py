@@ -253,7 +253,7 @@ class Launcher:
                 name, params, warps=warps, stream=stream, uses=uses, policy=self.cache.policy
             )
         finally:
-            # An exception that somebody keeps has its frames, which shall not keep files open.
+            # A kept exception keeps this frame. That must not keep the array's file open.
             uses.clear()
 
     def wake(self) -> tuple[object, ...]:

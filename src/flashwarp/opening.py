@@ -91,8 +91,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     line : int or str
         Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer.
     controller : SoftwareController, or one for each of several files, optional
-        With settings of one's own, and no storage. One for several files is a plan: each file gets
-        a controller with its settings.
+        Your own settings, without a storage. If you give one controller for several files, each
+        file gets a controller with these settings.
     strict : {"mapped", "bounce", "direct"}, optional
         Raise DataPathError unless the data goes this way.
     direct : bool, optional

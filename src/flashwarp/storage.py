@@ -225,8 +225,8 @@ class Memory(Storage):
     -----
     An array knows of the stores that go through it, and of no others. After you have written to the
     memory yourself, call the array's `drop_cache`: until then it may have the old bytes, and of a
-    line that it read while you wrote, some of both. Stores through another
-    `Memory` on the same bytes count as yours.
+    line that it read while you wrote, some of both. Stores through another `Memory` on the same
+    bytes count as yours.
     """
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:
