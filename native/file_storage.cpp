@@ -263,10 +263,12 @@ FileStorage::~FileStorage() {
 void FileStorage::refresh_backing(int64_t now_ns) {
   // What nobody maps and nobody writes is found out by the reads.
   if (mapped_base_ == nullptr && (!writable() || block_device_)) return;
-  // Relaxed: two threads that both look at the file do no harm.
-  if (now_ns - refreshed_ns_.load(std::memory_order_relaxed) < kRefreshNs) return;
-  refreshed_ns_.store(now_ns, std::memory_order_relaxed);
+  // Acquire: whoever sees the time of a look sees what it found. Two threads that both look do no
+  // harm.
+  if (now_ns - refreshed_ns_.load(std::memory_order_acquire) < kRefreshNs) return;
   look_at_size();
+  // Release: after the look, else others would rely on what the one before had found.
+  refreshed_ns_.store(now_ns, std::memory_order_release);
 }
 
 // How many bytes of the namespace the file has now.

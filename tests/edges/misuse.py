@@ -934,6 +934,9 @@ def _run(seed: int, root: Path, log: Callable[[str], None], wanted: set[int] | N
 def _child(first: int, count: int, root: Path) -> int:
     """Run sequences, and say which; ends at the first that fails."""
     progress = os.open(root / "progress", os.O_WRONLY | os.O_CREAT)
+    # A GPU opens dozens of descriptors and threads at its first use, and keeps them.
+    with fw.from_storage(fw.storage.Memory(np.zeros(512, "u1")), "u1") as warm:
+        warm[0]
     gc.collect()
     gc.freeze()
     threads = descriptors = 0
