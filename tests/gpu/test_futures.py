@@ -207,9 +207,9 @@ def test_streams_are_ordered_without_the_host(x, content):
         read = x.read_async(rows, stream=stream)
         out = read.wait_on(stream)
         with torch.cuda.stream(stream):
-            total = out.to(torch.int64).sum()
+            total = int(out.to(torch.int64).sum())
 
-        assert int(total) == turn * 512 * WORDS
+        assert total == turn * 512 * WORDS
         read.result()
         write.result()
 
