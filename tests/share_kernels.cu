@@ -23,7 +23,7 @@ FW_DEVICE uint32_t role_of(uint64_t other) {
   const uint32_t index = fw::base::thread_index();
   return index == 0 ? 0 : index == other ? 1 : 2;
 }
-FW_DEVICE uint64_t line_words(const words& x) { return fw::cache::line_bytes(x.shape) / 8; }
+FW_DEVICE uint64_t line_words(const words& x) { return fw::cache::line_bytes(x.geometry) / 8; }
 
 }  // namespace
 

@@ -567,7 +567,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "failure_log": cache.FailureLogStruct,
     "volume": cache.VolumeStruct,
     "geometry": cache.GeometryStruct,
-    "page_cache": cache.PageCacheStruct,
+    "line_cache": cache.LineCacheStruct,
     "host_tier": cache.HostTierStruct,
     "array": rows.ArrayStruct,
     "row_params": rows.RowParams,

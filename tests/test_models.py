@@ -60,17 +60,17 @@ def search(folder: Path, model: str, settings: str, cycles: bool = False) -> Sea
 HOLDS = [
     ("queue_pair", "SUBMITTERS=2 COMMANDS=4", 100_000),
     ("queue_pair", "SUBMITTERS=3 COMMANDS=1", 100_000),
-    ("page_cache", "WAYS=1 LINES=2 STORES=2 READERS=2", 100_000),
-    ("page_cache", "WAYS=1 LINES=2 STORES=1 READERS=2 FAILURES=2", 100_000),
-    ("page_cache", "WAYS=2 LINES=3 STORES=1 READERS=1", 100_000),
-    ("page_cache", "WAYS=2 LINES=3 STORES=1 READERS=1 FAILURES=1", 100_000),
+    ("line_cache", "WAYS=1 LINES=2 STORES=2 READERS=2", 100_000),
+    ("line_cache", "WAYS=1 LINES=2 STORES=1 READERS=2 FAILURES=2", 100_000),
+    ("line_cache", "WAYS=2 LINES=3 STORES=1 READERS=1", 100_000),
+    ("line_cache", "WAYS=2 LINES=3 STORES=1 READERS=1 FAILURES=1", 100_000),
 ]
 HOLDS_LARGE = [
-    ("page_cache", "WAYS=2 LINES=3 STORES=2 READERS=1 FAILURES=1", 1_000_000),
+    ("line_cache", "WAYS=2 LINES=3 STORES=2 READERS=1 FAILURES=1", 1_000_000),
     ("queue_pair", "SUBMITTERS=3 COMMANDS=2", 10_000_000),
     ("queue_pair", "SUBMITTERS=2 COMMANDS=2 DEPTH=4", 10_000_000),
-    ("page_cache", "WAYS=2 LINES=3 STORES=1 READERS=2", 1_000_000),
-    ("page_cache", "WAYS=1 LINES=2 STORES=1 READERS=3", 1_000_000),
+    ("line_cache", "WAYS=2 LINES=3 STORES=1 READERS=2", 1_000_000),
+    ("line_cache", "WAYS=1 LINES=2 STORES=1 READERS=3", 1_000_000),
 ]
 
 
@@ -96,8 +96,8 @@ def test_large_model_holds(tmp_path: Path, model: str, settings: str, states_min
     ("model", "settings"),
     [
         ("queue_pair", "SUBMITTERS=2 COMMANDS=3"),
-        ("page_cache", "WAYS=1 LINES=2 STORES=1 READERS=2 FAILURES=1"),
-        ("page_cache", "WAYS=2 LINES=2 STORES=1 READERS=1"),
+        ("line_cache", "WAYS=1 LINES=2 STORES=1 READERS=2 FAILURES=1"),
+        ("line_cache", "WAYS=2 LINES=2 STORES=1 READERS=1"),
     ],
 )
 def test_model_always_ends(tmp_path: Path, model: str, settings: str) -> None:
@@ -127,19 +127,19 @@ BROKEN = [
     # The slot is given up before its buffer was read.
     ("queue_pair", "EARLY_RELEASE", "assertion violated"),
     # Readers do not look at the tag again after their load.
-    ("page_cache", "NO_RECHECK", "assertion violated"),
+    ("line_cache", "NO_RECHECK", "assertion violated"),
     # The same line is in the frame before and after, but not at the load.
-    ("page_cache", "NO_GENERATION", "assertion violated"),
+    ("line_cache", "NO_GENERATION", "assertion violated"),
     # Victims are taken while somebody stores to them, while dirty, while being written.
-    ("page_cache", "IGNORE=PIN_MASK", None),
-    ("page_cache", "IGNORE=DIRTY", "assertion violated"),
-    ("page_cache", "IGNORE=WRITING", "assertion violated"),
+    ("line_cache", "IGNORE=PIN_MASK", None),
+    ("line_cache", "IGNORE=DIRTY", "assertion violated"),
+    ("line_cache", "IGNORE=WRITING", "assertion violated"),
     # A store during the write-back is forgotten at its end.
-    ("page_cache", "CLEAN_AT_END", "assertion violated"),
+    ("line_cache", "CLEAN_AT_END", "assertion violated"),
     # One line gets two frames.
-    ("page_cache", "NO_SET_LOCK", "assertion violated"),
+    ("line_cache", "NO_SET_LOCK", "assertion violated"),
     # The tag is VALID before the data is there.
-    ("page_cache", "PUBLISH_EARLY", "assertion violated"),
+    ("line_cache", "PUBLISH_EARLY", "assertion violated"),
 ]
 
 
@@ -156,7 +156,7 @@ def test_broken_model_is_caught(
     assert symptom is None or symptom in result.report
 
 
-@pytest.mark.parametrize("model", ["queue_pair", "page_cache"])
+@pytest.mark.parametrize("model", ["queue_pair", "line_cache"])
 def test_every_defect_of_a_model_is_tested(model: str) -> None:
     text = (MODELS / f"{model}.pml").read_text()
     switches = set(re.findall(r"^#ifn?def (\w+)", text, re.MULTILINE))
@@ -167,7 +167,7 @@ def test_every_defect_of_a_model_is_tested(model: str) -> None:
     assert switches - sizes == tested
 
 
-@pytest.mark.parametrize("model", ["queue_pair", "page_cache"])
+@pytest.mark.parametrize("model", ["queue_pair", "line_cache"])
 def test_model_names_functions_that_exist(model: str) -> None:
     text = (MODELS / f"{model}.pml").read_text()
     comments = re.findall(r"/\*\s*((?:\w+,\s*)*\w+)\s*\*/", text)

@@ -710,7 +710,7 @@ class Array(endings.NotCopied):
         self._check_usable()
         volume = self._volume
         return ArrayStruct(
-            shape=self.cache.geometry,
+            geometry=self.cache.geometry,
             cache=self.cache.address,
             volume=volume.address,
             line_begin=volume.line_begin,

@@ -67,11 +67,11 @@ class HostTierStruct(ctypes.Structure):
     )
 
 
-class PageCacheStruct(ctypes.Structure):
-    """Mirror of `cache::page_cache`."""
+class LineCacheStruct(ctypes.Structure):
+    """Mirror of `cache::line_cache`."""
 
     _fields_ = (
-        ("shape", GeometryStruct),
+        ("geometry", GeometryStruct),
         ("set_control", ctypes.c_uint64),
         ("volumes", ctypes.c_uint64),
         ("page_bytes", ctypes.c_uint32),
@@ -414,7 +414,7 @@ class Cache(NotCopied):
                 f"than {_FRAMES_MAX}: give it longer lines"
             )
         self.capacity = lines * self.line_bytes
-        struct_bytes = ctypes.sizeof(PageCacheStruct)
+        struct_bytes = ctypes.sizeof(LineCacheStruct)
         volume_bytes = _VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
         tag_bytes, word_bytes = lines * 8, 0
         if self.policy.keeps_words:
@@ -447,8 +447,8 @@ class Cache(NotCopied):
             ways=ways,
             line_shift=self.line_bytes.bit_length() - 1,
         )
-        struct = PageCacheStruct(
-            shape=self.geometry,
+        struct = LineCacheStruct(
+            geometry=self.geometry,
             set_control=tags + tag_bytes + word_bytes,
             volumes=self._volumes_address,
             page_bytes=2 << 20,
@@ -498,7 +498,7 @@ class Cache(NotCopied):
         """
         if self._closed:
             raise ClosedError("the cache is closed")
-        victims = self.address + PageCacheStruct.refusals.offset
+        victims = self.address + LineCacheStruct.refusals.offset
         places = ((victims, 4), (self.geometry.tags - 8, 8))
         return sum(
             int.from_bytes(self.device.download(place, nbytes), "little")
@@ -542,7 +542,7 @@ class Cache(NotCopied):
             self._enter(address, struct)
             self._volumes[slot] = volume
             end = max(self._volumes) + 1
-            place = self.address + PageCacheStruct.volume_end.offset
+            place = self.address + LineCacheStruct.volume_end.offset
             self.device.upload(place, end.to_bytes(4, "little"))
             self._set_word(volume, VolumeStruct.attached, 1)
             return volume

@@ -81,7 +81,7 @@ class Launcher:
     def row_params(self, index: Index, buffer: int) -> RowParams:
         """Return the parameters for rows at `index`, to or from `buffer`."""
         return RowParams(
-            shape=self.cache.geometry,
+            geometry=self.cache.geometry,
             cache=self.cache.address,
             volume=self.volume.address,
             indices=index.address,
@@ -160,7 +160,7 @@ class Launcher:
 
     def _range_params(self, first_row: int, buffer: int, nbytes: int) -> RowParams:
         return RowParams(
-            shape=self.cache.geometry,
+            geometry=self.cache.geometry,
             cache=self.cache.address,
             volume=self.volume.address,
             index_count=nbytes,

@@ -251,7 +251,7 @@ class _Function:
         self._loops += 1
         ended = "return fw::cache::kNoWay;" if self._returns else "return;"
         yield "if (++steps > fw::cache::kPolicySteps) {"
-        yield f"fw::cache::refuse({self._owner}.shape);"
+        yield f"fw::cache::refuse({self._owner}.geometry);"
         yield ended
         yield "}"
         yield from self._block(body)

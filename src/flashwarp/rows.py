@@ -39,7 +39,7 @@ class ArrayStruct(ctypes.Structure):
     """Mirror of `fw::array<T>`: what the parameters of a kernel hold for each array."""
 
     _fields_ = (
-        ("shape", GeometryStruct),
+        ("geometry", GeometryStruct),
         ("cache", ctypes.c_uint64),
         ("volume", ctypes.c_uint64),
         ("line_begin", ctypes.c_uint64),
@@ -51,7 +51,7 @@ class RowParams(ctypes.Structure):
     """Mirror of `kernels::row_params`."""
 
     _fields_ = (
-        ("shape", GeometryStruct),
+        ("geometry", GeometryStruct),
         ("cache", ctypes.c_uint64),
         ("volume", ctypes.c_uint64),
         ("indices", ctypes.c_uint64),

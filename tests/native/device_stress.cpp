@@ -100,7 +100,7 @@ struct SlowStore {
 template <typename Op>
 void access(const fw::array<uint64_t>& a, uint64_t element, Op& op) {
   cache::tally tally;
-  cache::access<fw::policy>(a.shape, *a.cache, *a.volume, fw::warp::active(), true,
+  cache::access<fw::policy>(a.geometry, *a.cache, *a.volume, fw::warp::active(), true,
                             a.line_of(element), false, op, tally);
   tally.add_to(*a.volume, fw::warp::active());
 }
@@ -109,16 +109,16 @@ class Rig {
  public:
   explicit Rig(const Geometry& g) : g_(g) {
     const uint64_t lines = uint64_t(g.sets) * g.ways;
-    cache_ = arena_.allocate<cache::page_cache>(1);
+    cache_ = arena_.allocate<cache::line_cache>(1);
     // Policies' words follow the tags: half as long, after up to a memory line of nothing.
-    cache_->shape.tags = arena_.allocate<uint64_t>(lines + 16 + lines / 2);
+    cache_->geometry.tags = arena_.allocate<uint64_t>(lines + 16 + lines / 2);
     cache_->set_control = arena_.allocate<uint32_t>(g.sets);
-    cache_->shape.frames = arena_.allocate<char>(lines * g.line_bytes);
+    cache_->geometry.frames = arena_.allocate<char>(lines * g.line_bytes);
     cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
-    cache_->shape.set_count = g.sets;
-    cache_->shape.set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
-    cache_->shape.ways = g.ways;
-    cache_->shape.line_shift = uint32_t(__builtin_ctz(g.line_bytes));
+    cache_->geometry.set_count = g.sets;
+    cache_->geometry.set_reciprocal = g.sets > 1 ? ~uint64_t(0) / g.sets + 1 : 0;
+    cache_->geometry.ways = g.ways;
+    cache_->geometry.line_shift = uint32_t(__builtin_ctz(g.line_bytes));
     cache_->page_bytes = 2 << 20;
     const uint64_t places = uint64_t(g.sets) * g.tier_subsets * g.tier_ways;
     cache_->tier_ways = g.tier_ways;
@@ -208,7 +208,7 @@ class Rig {
     }
     const uint64_t lines = uint64_t(g_.sets) * g_.ways;
     for (uint64_t way = 0; way < lines; ++way) {
-      const uint64_t word = cache_->shape.tags[way];
+      const uint64_t word = cache_->geometry.tags[way];
       if ((word & (cache::tag::kPinMask | cache::tag::kDirty | cache::tag::kWriting)) != 0 ||
           cache::tag::state_of(word) == cache::tag::kBusy) {
         fail("tag at rest", way, word, 0);
@@ -301,7 +301,7 @@ class Rig {
     for (uint32_t n = 0; n < g_.namespaces; ++n) {
       serve_namespace(v.data[n], part, queues + n * g_.queues);
     }
-    v.array = {cache_->shape, cache_, v.entry, line_begin, g_.elements};
+    v.array = {cache_->geometry, cache_, v.entry, line_begin, g_.elements};
     return line_begin + lines;
   }
 
@@ -310,7 +310,7 @@ class Rig {
     std::vector<fw::native::QueuePairAddresses> pairs;
     Regions regions;
     if (g_.path == nvme::kDirect) {
-      regions.emplace_back(address(cache_->shape.frames),
+      regions.emplace_back(address(cache_->geometry.frames),
                            uint64_t(g_.sets) * g_.ways * g_.line_bytes);
     }
     for (uint32_t i = 0; i < g_.queues; ++i) {
@@ -325,7 +325,7 @@ class Rig {
 
   const Geometry g_;
   Arena arena_;
-  cache::page_cache* cache_ = nullptr;
+  cache::line_cache* cache_ = nullptr;
   Volume volumes_[kArrays];
   Controllers controllers_;
 };

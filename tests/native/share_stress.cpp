@@ -40,12 +40,12 @@ uint64_t value_of(uint64_t element, uint32_t version) { return (element + 1) << 
 class Rig {
  public:
   Rig(uint32_t lines, uint32_t bucket_bits, uint32_t path) : elements_(lines * kLineWords - 10) {
-    cache_ = arena_.allocate<cache::page_cache>(1);
-    cache_->shape.tags = arena_.allocate<uint64_t>(4);
-    cache_->shape.frames = arena_.allocate<char>(4 * kLineBytes);
-    cache_->shape.set_count = 1;
-    cache_->shape.ways = 4;
-    cache_->shape.line_shift = uint32_t(__builtin_ctz(kLineBytes));
+    cache_ = arena_.allocate<cache::line_cache>(1);
+    cache_->geometry.tags = arena_.allocate<uint64_t>(4);
+    cache_->geometry.frames = arena_.allocate<char>(4 * kLineBytes);
+    cache_->geometry.set_count = 1;
+    cache_->geometry.ways = 4;
+    cache_->geometry.line_shift = uint32_t(__builtin_ctz(kLineBytes));
     cache_->set_control = arena_.allocate<uint32_t>(1);
     cache_->volumes = arena_.allocate<cache::volume>(cache::kVolumesMax);
     cache_->volume_end = 1;
@@ -163,12 +163,12 @@ class Rig {
     v.queue_count = 1;
     v.attached = 1;
     v.path = path;
-    array_ = {cache_->shape, cache_, &v, 0, elements_};
+    array_ = {cache_->geometry, cache_, &v, 0, elements_};
   }
 
   const uint32_t elements_;
   Arena arena_;
-  cache::page_cache* cache_ = nullptr;
+  cache::line_cache* cache_ = nullptr;
   uint64_t* data_ = nullptr;
   std::unique_ptr<std::atomic<uint32_t>[]> finished_;
   Controllers controllers_;

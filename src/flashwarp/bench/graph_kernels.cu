@@ -93,7 +93,7 @@ struct sum_of_row {
 
 // Loads an element by a command of its own, for the 512 bytes around it. On the direct path there
 // is no buffer to name in it: not for that.
-FW_DEVICE_NOINLINE uint32_t load_by_command(cache::page_cache* c, cache::volume* v, uint64_t byte) {
+FW_DEVICE_NOINLINE uint32_t load_by_command(cache::line_cache* c, cache::volume* v, uint64_t byte) {
   const uint32_t mask = fw::detail::active_on(v);
   nvme::queue_pair& q = cache::queue_of(*v, cache::take_seat(mask));
   cache::line_finisher finisher{*c};

@@ -26,7 +26,7 @@ inline constexpr uint32_t kUnreached = 0xffffffffu;
 inline constexpr uint64_t kListLinesAhead = 8;
 
 FW_DEVICE uint64_t neighbours_per_line(const bfs_params& p) {
-  return cache::line_bytes(p.neighbours.shape) / sizeof(uint32_t);
+  return cache::line_bytes(p.neighbours.geometry) / sizeof(uint32_t);
 }
 
 // Asks for the first lines of [begin, end); the rest follows while the list is expanded.

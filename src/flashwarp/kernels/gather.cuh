@@ -12,8 +12,8 @@
 namespace fw::kernels {
 
 struct row_params {
-  cache::geometry shape;  // the cache's
-  cache::page_cache* cache;
+  cache::geometry geometry;  // the cache's
+  cache::line_cache* cache;
   cache::volume* volume;
   const void* indices;   // int64 or int32, negative counts from the end; null: a contiguous range
   uint64_t index_count;  // rows asked for; or bytes of the range
@@ -47,7 +47,7 @@ struct segment {
 // The piece of [begin, begin + bytes) of the array in its `part`-th line, for a buffer at `buffer`.
 FW_DEVICE segment cut(const row_params& p, uint64_t begin, uint64_t bytes, uint64_t part,
                       uint64_t buffer) {
-  const uint32_t shift = p.shape.line_shift;
+  const uint32_t shift = p.geometry.line_shift;
   const uint64_t line = (begin >> shift) + part;
   const uint64_t from = part == 0 ? begin : line << shift;
   const uint64_t line_end = (line + 1) << shift;
@@ -60,7 +60,7 @@ FW_DEVICE segment cut(const row_params& p, uint64_t begin, uint64_t bytes, uint6
 FW_DEVICE uint64_t segment_count(const row_params& p) {
   if (p.indices != nullptr) return p.index_count * p.segments;
   if (p.index_count == 0) return 0;
-  const uint32_t shift = p.shape.line_shift;
+  const uint32_t shift = p.geometry.line_shift;
   return ((p.row_bytes + p.index_count - 1) >> shift) - (p.row_bytes >> shift) + 1;
 }
 
@@ -148,7 +148,7 @@ enum class row_action { kGather, kScatter, kPrefetch };
 
 template <row_action kAction>
 FW_DEVICE void for_each_segment(const row_params& p) {
-  cache::page_cache& c = *p.cache;
+  cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint32_t mask = warp::kFullMask;
   const uint32_t batch = p.batch < warp::kWarpWidth ? p.batch : warp::kWarpWidth;
@@ -173,7 +173,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
       const bool whole = kAction == row_action::kScatter && wants &&
                          piece.bytes == cache::bytes_of_line(c, v, piece.line);
       copy_segments<kAction == row_action::kScatter> op = {piece};
-      cache::access<policy>(p.shape, c, v, mask, wants, piece.line, whole, op, tally);
+      cache::access<policy>(p.geometry, c, v, mask, wants, piece.line, whole, op, tally);
       if (wants) tally.bytes_used += piece.bytes;
     }
   }
@@ -190,7 +190,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
 template <uint32_t kBytes, bool kStores>
 FW_DEVICE void for_each_element(const row_params& p) {
   using word = atomic::raw<kBytes>;
-  cache::page_cache& c = *p.cache;
+  cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint32_t mask = warp::kFullMask;
   const uint64_t parts = p.row_bytes / kBytes;
@@ -203,8 +203,8 @@ FW_DEVICE void for_each_element(const row_params& p) {
     const uint64_t row = item < share.end ? row_of(p, k) : p.row_count;
     const bool wants = row < p.row_count;
     const uint64_t byte = row * p.row_bytes + (item - k * parts) * kBytes;
-    const uint64_t line = v.line_begin + (byte >> p.shape.line_shift);
-    const uint64_t offset = byte & (cache::line_bytes(p.shape) - 1);
+    const uint64_t line = v.line_begin + (byte >> p.geometry.line_shift);
+    const uint64_t offset = byte & (cache::line_bytes(p.geometry) - 1);
     char* mine = p.rows + item * kBytes;
     if (p.look_ahead != 0) {
       const uint64_t later = first + warp::lane() + p.look_ahead * share.stride;
@@ -212,16 +212,16 @@ FW_DEVICE void for_each_element(const row_params& p) {
           later < share.end ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
       base::opaque (&cache::prefetch<policy>)(
           c, v, mask, there < p.row_count,
-          v.line_begin + ((there * p.row_bytes) >> p.shape.line_shift), ahead);
+          v.line_begin + ((there * p.row_bytes) >> p.geometry.line_shift), ahead);
     }
     if constexpr (kStores) {
       detail::store_element<kBytes> op = {offset, {}};
       if (wants) op.value = word::load_stream(mine);
-      cache::access<policy>(p.shape, c, v, mask, wants, line, false, op, tally);
+      cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally);
     } else {
       detail::load_element<kBytes> op = {offset, {}};
       const uint32_t status =
-          cache::access<policy>(p.shape, c, v, mask, wants, line, false, op, tally);
+          cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally);
       if (wants && status == nvme::kSuccess) word::store(mine, op.value);
     }
     if (wants) tally.bytes_used += kBytes;

@@ -6,7 +6,7 @@
 namespace fw::kernels {
 
 struct maintenance_params {
-  cache::page_cache* cache;
+  cache::line_cache* cache;
   cache::volume* volume;
   uint64_t line_begin;  // flush: global lines of the range
   uint64_t line_end;
@@ -27,7 +27,7 @@ enum drop_mode : uint32_t { kKeepDirty = 0, kDropDirty = 1, kDropAll = 2 };
 
 // Writes the dirty lines of a range back to the namespace.
 FW_KERNEL_RESIDENT(2) fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  const uint64_t ways = p.cache->shape.set_count * p.cache->shape.ways;
+  const uint64_t ways = p.cache->geometry.set_count * p.cache->geometry.ways;
   const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
        first += stride) {
@@ -39,7 +39,7 @@ FW_KERNEL_RESIDENT(2) fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::mainten
 
 // Empties every frame that holds a line of the volume.
 FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  const uint64_t ways = p.cache->shape.set_count * p.cache->shape.ways;
+  const uint64_t ways = p.cache->geometry.set_count * p.cache->geometry.ways;
   const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < ways;
        first += stride) {
@@ -56,8 +56,8 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
 // Drops the volume's lines from the host tier. After fw_invalidate_lines has ended: a frame that
 // still had a line would bring it back.
 FW_KERNEL fw_drop_tier(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  fw::cache::page_cache& c = *p.cache;
-  const uint64_t places = c.shape.set_count * c.tier.subsets * c.tier_ways;
+  fw::cache::line_cache& c = *p.cache;
+  const uint64_t places = c.geometry.set_count * c.tier.subsets * c.tier_ways;
   const uint64_t stride = uint64_t(fw::warp::count()) * fw::warp::kWarpWidth;
   for (uint64_t first = uint64_t(fw::warp::index()) * fw::warp::kWarpWidth; first < places;
        first += stride) {

@@ -71,7 +71,7 @@ FW_DEVICE void add_row(const query_params& p, uint64_t row, float key, query_sum
 
 // Asks for the tile's part of the selecting column, one line a lane.
 FW_DEVICE void prefetch_keys(const query_params& p, uint64_t first) {
-  const uint64_t span = cache::line_bytes(p.key.shape) / sizeof(float);
+  const uint64_t span = cache::line_bytes(p.key.geometry) / sizeof(float);
   const uint64_t end = first + p.tile < p.key.size() ? first + p.tile : p.key.size();
   for (uint64_t i = first + warp::lane() * span; i < end; i += warp::kWarpWidth * span) {
     p.key.prefetch(i);

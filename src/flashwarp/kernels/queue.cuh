@@ -7,7 +7,7 @@
 namespace fw::kernels {
 
 struct queue_params {
-  cache::page_cache* cache;  // for finishing detached commands that we meet
+  cache::line_cache* cache;  // for finishing detached commands that we meet
   cache::volume* volume;
   char* target;  // `target_blocks` blocks, written round robin
   uint64_t target_blocks;

@@ -95,7 +95,7 @@ MUTANTS = {
         Mutant(
             "no-second-look",
             _ARRAY,
-            "      hit = fw::cache::still_holds(shape, at.way, at.word);\n"
+            "      hit = fw::cache::still_holds(geometry, at.way, at.word);\n"
             "      if (hit) policy::on_hit",
             "      hit = true;\n      if (hit) policy::on_hit",
             "a frame refilled during the load yields another line's bytes",
@@ -148,8 +148,8 @@ MUTANTS = {
         Mutant(
             "policy-obeyed",
             _SETS,
-            "if (way < c.shape.ways && set_view::has(allowed, way)) return way;",
-            "if (way < 2 * c.shape.ways) return way;",
+            "if (way < c.geometry.ways && set_view::has(allowed, way)) return way;",
+            "if (way < 2 * c.geometry.ways) return way;",
             "a policy gets a frame of another set, and its line is never found there",
             "elements",
             policy="hostile",
@@ -258,8 +258,8 @@ MUTANTS = {
         Mutant(
             "fill-published-relaxed",
             _SETS,
-            "atomic::store_release(&c.shape.tags[way], tag::filled(busy_word, dirty));",
-            "atomic::store_relaxed(&c.shape.tags[way], tag::filled(busy_word, dirty));",
+            "atomic::store_release(&c.geometry.tags[way], tag::filled(busy_word, dirty));",
+            "atomic::store_relaxed(&c.geometry.tags[way], tag::filled(busy_word, dirty));",
             "a reader sees the tag before the data",
             "elements",
             "weak",

@@ -92,7 +92,7 @@ class cached_or_in_place {
 
   FW_DEVICE bool counts() const { return fill_from_ != 0; }
   FW_DEVICE void begin_chunk(uint64_t first, uint64_t wanted) {
-    through_ = wanted >= fill_from_ || cache::probe(array_.shape, array_.line_of(first)).found;
+    through_ = wanted >= fill_from_ || cache::probe(array_.geometry, array_.line_of(first)).found;
     if (through_) cached_.begin_chunk(first, wanted);
   }
   FW_DEVICE uint32_t load(uint64_t i) { return through_ ? cached_.load(i) : in_place_.load(i); }

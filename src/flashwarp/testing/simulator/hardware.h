@@ -29,24 +29,24 @@ class Hardware {
     tags.check = &check_tag;
     tags.owner = &tag_rules_;
     cache_ = {};
-    cache_.shape.tags = reinterpret_cast<uint64_t*>(memory.allocate(tags));
+    cache_.geometry.tags = reinterpret_cast<uint64_t*>(memory.allocate(tags));
     // Behind the tags, where the geometry has them.
     uint32_t* words = nullptr;
     if (cache::keeps_words<policy>()) {
       words = allocate<uint32_t>(ways, "policy_words", Sharing::kAtomic);
     }
     cache_.set_control = allocate<uint32_t>(shape.sets, "set_control", Sharing::kAtomic);
-    cache_.shape.frames = allocate<char>(ways * kLineBytes, "frames", Sharing::kRacy);
+    cache_.geometry.frames = allocate<char>(ways * kLineBytes, "frames", Sharing::kRacy);
     cache_.volumes = allocate<cache::volume>(cache::kVolumesMax, "volumes", Sharing::kAtomic, 4);
-    cache_.shape.set_count = shape.sets;
-    cache_.shape.set_reciprocal = shape.sets > 1 ? ~uint64_t(0) / shape.sets + 1 : 0;
-    cache_.shape.ways = shape.ways;
-    cache_.shape.line_shift = kLineShift;
+    cache_.geometry.set_count = shape.sets;
+    cache_.geometry.set_reciprocal = shape.sets > 1 ? ~uint64_t(0) / shape.sets + 1 : 0;
+    cache_.geometry.ways = shape.ways;
+    cache_.geometry.line_shift = kLineShift;
     cache_.page_bytes = 2 << 20;
-    if (words != nullptr && words != cache::policy_word(cache_.shape, 0)) {
+    if (words != nullptr && words != cache::policy_word(cache_.geometry, 0)) {
       throw Failure("the policy's words are not where the geometry has them\n");
     }
-    if (refusals + kHead - 1 != cache::policy_refusals(cache_.shape)) {
+    if (refusals + kHead - 1 != cache::policy_refusals(cache_.geometry)) {
       throw Failure("the policy's refusals are not where the geometry has them\n");
     }
     attach_tier();
@@ -64,8 +64,8 @@ class Hardware {
   uint64_t timeout_ns() const { return may_time_out() ? kTimeoutNs : kFairTimeoutNs; }
 
   const Shape& shape() const { return shape_; }
-  cache::page_cache& page_cache() { return cache_; }
-  const cache::page_cache& page_cache() const { return cache_; }
+  cache::line_cache& line_cache() { return cache_; }
+  const cache::line_cache& line_cache() const { return cache_; }
   cache::volume& volume(uint32_t v = 0) { return *volumes_[v].entry; }
   const cache::volume& volume(uint32_t v = 0) const { return *volumes_[v].entry; }
   // Where the device finds a namespace in place, while its lease holds.
@@ -109,7 +109,7 @@ class Hardware {
   }
   template <typename T>
   fw::array<T> array(uint32_t v = 0) {
-    return {cache_.shape, &cache_, volumes_[v].entry, volumes_[v].entry->line_begin,
+    return {cache_.geometry, &cache_, volumes_[v].entry, volumes_[v].entry->line_begin,
             storage_bytes() / sizeof(T)};
   }
   // Whether accesses may fail in this run.
@@ -243,7 +243,7 @@ class Hardware {
         std::make_shared<Disk>(ns.data, bytes, ns.pages, faults, run_.seed + number + 10 * index);
     std::vector<std::pair<uint64_t, uint64_t>> regions;
     if (shape_.path == nvme::kDirect) {
-      regions.emplace_back(address(cache_.shape.frames),
+      regions.emplace_back(address(cache_.geometry.frames),
                            uint64_t(shape_.sets) * shape_.ways * kLineBytes);
     }
     std::vector<native::QueuePairAddresses> pairs;
@@ -289,7 +289,7 @@ class Hardware {
     }
   }
 
-  cache::page_cache cache_;
+  cache::line_cache cache_;
   int attaching_ = -1;
   bool spared_ = false;
 };

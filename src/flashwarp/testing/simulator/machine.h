@@ -108,7 +108,7 @@ class Machine : public Hardware {
 
   kernels::maintenance_params maintenance(uint32_t v) {
     kernels::maintenance_params p = {};
-    p.cache = &page_cache();
+    p.cache = &line_cache();
     p.volume = &volume(v);
     p.line_begin = p.volume->line_begin;
     p.line_end = p.line_begin + p.volume->line_count;

@@ -33,7 +33,7 @@ inline void check_timeouts(const Hardware& hardware) {
 // `held` has the line's bytes as each replica has them.
 inline void require_stored(const Hardware& hardware, uint64_t line, const char* held,
                            const std::string& name) {
-  const cache::page_cache& c = hardware.page_cache();
+  const cache::line_cache& c = hardware.line_cache();
   const cache::volume& owner = cache::volume_of(c, line);
   const uint64_t bytes = cache::bytes_of_line(c, owner, line);
   for (uint32_t r = 0; r < hardware.replicas(); ++r) {
@@ -44,21 +44,21 @@ inline void require_stored(const Hardware& hardware, uint64_t line, const char* 
 }
 
 inline void check_way(const Hardware& hardware, uint64_t way) {
-  const cache::geometry& shape = hardware.page_cache().shape;
-  const uint64_t word = shape.tags[way];
+  const cache::geometry& geometry = hardware.line_cache().geometry;
+  const uint64_t word = geometry.tags[way];
   const std::string name = "tags[" + std::to_string(way) + "] = " + describe_tag(word);
   const uint64_t moving = cache::tag::kPinMask | cache::tag::kDirty | cache::tag::kWriting;
   require(cache::tag::state_of(word) != cache::tag::kBusy && (word & moving) == 0, name);
   if (cache::tag::state_of(word) != cache::tag::kValid) return;
   const uint64_t line = cache::tag::line_of(word);
-  require(cache::set_of(shape, line) == way / shape.ways, name + " is in another line's set");
-  require_stored(hardware, line, cache::frame_of(shape, way), name);
+  require(cache::set_of(geometry, line) == way / geometry.ways, name + " is in another line's set");
+  require_stored(hardware, line, cache::frame_of(geometry, way), name);
 }
 
 // A place in the tier: a line of the right subset, as the storage has it, and in no frame.
 inline void check_tier(const Hardware& hardware, uint64_t place) {
   namespace tier = cache::tier;
-  const cache::page_cache& c = hardware.page_cache();
+  const cache::line_cache& c = hardware.line_cache();
   const Shape& shape = hardware.shape();
   const uint64_t word = c.tier.tags[place];
   const uint64_t state = tier::state_of(word);
@@ -66,12 +66,12 @@ inline void check_tier(const Hardware& hardware, uint64_t place) {
   require(state == tier::kEmpty || state == tier::kHeld, name);
   if (state == tier::kEmpty) return;
   const uint64_t line = tier::line_of(word);
-  const uint64_t set = cache::set_of(c.shape, line);
+  const uint64_t set = cache::set_of(c.geometry, line);
   const uint64_t subset = line / shape.sets % shape.tier_subsets;
   require(place / shape.tier_ways == set * shape.tier_subsets + subset,
           name + " is in another line's subset");
   for (uint32_t way = 0; way < shape.ways; ++way) {
-    const uint64_t other = c.shape.tags[set * shape.ways + way];
+    const uint64_t other = c.geometry.tags[set * shape.ways + way];
     require(
         cache::tag::state_of(other) == cache::tag::kInvalid || cache::tag::line_of(other) != line,
         name + " is in a frame too");
@@ -104,13 +104,14 @@ inline void check_queue(const Hardware& hardware, uint32_t v, uint32_t number) {
 }
 
 inline void check(const Hardware& hardware) {
-  const cache::page_cache& c = hardware.page_cache();
-  for (uint64_t way = 0; way < c.shape.set_count * c.shape.ways; ++way) check_way(hardware, way);
+  const cache::line_cache& c = hardware.line_cache();
+  for (uint64_t way = 0; way < c.geometry.set_count * c.geometry.ways; ++way)
+    check_way(hardware, way);
   for (uint64_t place = 0; place < hardware.tier_places(); ++place) check_tier(hardware, place);
-  for (uint64_t set = 0; set < c.shape.set_count; ++set) {
+  for (uint64_t set = 0; set < c.geometry.set_count; ++set) {
     require((c.set_control[set] & cache::kSetLocked) == 0, "a set is locked");
   }
-  const bool refused = c.refusals != 0 || *cache::policy_refusals(c.shape) != 0;
+  const bool refused = c.refusals != 0 || *cache::policy_refusals(c.geometry) != 0;
   require(!refused || std::is_same_v<policy, hostile_policy>,
           "a policy asked for a line or a way that it may not have");
   for (uint32_t v = 0; v < hardware.shape().volumes; ++v) {

@@ -27,14 +27,14 @@ inline std::string describe_tag(uint64_t word) {
 
 // What `check_tag` is about.
 struct TagRules {
-  const cache::page_cache* cache = nullptr;
+  const cache::line_cache* cache = nullptr;
   bool may_drop = false;  // dirty lines, while a scenario gives them up
 };
 
 inline void check_tag(void* owner, uint64_t way, uint64_t before, uint64_t after) {
   namespace tag = cache::tag;
   const TagRules& rules = *static_cast<const TagRules*>(owner);
-  const cache::geometry& shape = rules.cache->shape;
+  const cache::geometry& geometry = rules.cache->geometry;
   const auto wrong = [&](const char* what) {
     scheduler.fail(std::string(what) + ": tags[" + std::to_string(way) + "] from " +
                    describe_tag(before) + " to " + describe_tag(after));
@@ -51,9 +51,9 @@ inline void check_tag(void* owner, uint64_t way, uint64_t before, uint64_t after
   if (from == tag::kBusy && to == tag::kBusy) wrong("two fills own a frame");
   if (from == tag::kInvalid && to == tag::kValid) wrong("a line appears without a fill");
   if (to == tag::kInvalid || tag::line_of(before) == tag::line_of(after)) return;
-  const uint64_t first = way / shape.ways * shape.ways;
-  for (uint64_t other = first; other < first + shape.ways; ++other) {
-    const uint64_t word = shape.tags[other];
+  const uint64_t first = way / geometry.ways * geometry.ways;
+  for (uint64_t other = first; other < first + geometry.ways; ++other) {
+    const uint64_t word = geometry.tags[other];
     if (other == way || tag::state_of(word) == tag::kInvalid) continue;
     if (tag::line_of(word) == tag::line_of(after)) wrong("two ways hold one line");
   }

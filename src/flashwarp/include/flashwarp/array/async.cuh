@@ -35,11 +35,11 @@ struct touch_line {
 };
 
 // Starts the fills of each lane's lines.
-FW_DEVICE_NOINLINE void fetch_span(cache::page_cache* c, cache::volume* v, const span& s,
+FW_DEVICE_NOINLINE void fetch_span(cache::line_cache* c, cache::volume* v, const span& s,
                                    lines which) {
   const uint32_t mask = active_on(v);
   cache::tally count;
-  for (walk at(c->shape, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
     const bool wants = at.more() && is_meant(*c, *v, s, at.line, which);
     cache::prefetch<policy>(*c, *v, mask, wants, v->line_begin + at.line, count);
   }
@@ -48,13 +48,13 @@ FW_DEVICE_NOINLINE void fetch_span(cache::page_cache* c, cache::volume* v, const
 }
 
 // Waits until each lane's lines have been resident. Returns the lane's first failure.
-FW_DEVICE_NOINLINE uint32_t touch_span(cache::page_cache* c, cache::volume* v, const span& s) {
+FW_DEVICE_NOINLINE uint32_t touch_span(cache::line_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
   cache::tally count;
   uint32_t status = 0;
-  for (walk at(c->shape, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
     touch_line op;
-    const uint32_t got = cache::access<policy>(c->shape, *c, *v, mask, at.more(),
+    const uint32_t got = cache::access<policy>(c->geometry, *c, *v, mask, at.more(),
                                                v->line_begin + at.line, false, op, count);
     if (at.more() && status == nvme::kSuccess) status = got;
   }
@@ -65,19 +65,19 @@ FW_DEVICE_NOINLINE uint32_t touch_span(cache::page_cache* c, cache::volume* v, c
 
 // Moves the lines of each lane's span that `which` means.
 template <bool kToFrame>
-FW_DEVICE_NOINLINE uint32_t move_part(cache::page_cache* c, cache::volume* v, const span& s,
+FW_DEVICE_NOINLINE uint32_t move_part(cache::line_cache* c, cache::volume* v, const span& s,
                                       lines which) {
   return move_span<kToFrame>(c, v, active_on(v), s, which);
 }
 
 // Starts write-backs of each lane's dirty lines.
-FW_DEVICE_NOINLINE void clean_span(cache::page_cache* c, cache::volume* v, const span& s) {
+FW_DEVICE_NOINLINE void clean_span(cache::line_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
-  for (walk at(c->shape, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
     const uint64_t line = v->line_begin + at.line;
     cache::place where = {0, 0, false};
-    if (at.more()) where = cache::probe(c->shape, line);
-    const bool taken = where.found && cache::begin_write(&c->shape.tags[where.way], line);
+    if (at.more()) where = cache::probe(c->geometry, line);
+    const bool taken = where.found && cache::begin_write(&c->geometry.tags[where.way], line);
     const uint32_t members = warp::ballot(mask, taken);
     if (members != 0) cache::write_back(*c, *v, mask, members, {line, where.way}, true);
   }
@@ -85,21 +85,21 @@ FW_DEVICE_NOINLINE void clean_span(cache::page_cache* c, cache::volume* v, const
 }
 
 // Waits until no line of each lane's span is dirty or being written. Returns its first failure.
-FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, const span& s) {
+FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
   uint32_t step = 0;
   uint32_t status = 0;
-  for (walk at(c->shape, s); warp::any(mask, at.more()); at.line += at.stride) {
+  for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
     nvme::deadline limit(v->queues[0].data);
     const uint64_t line = v->line_begin + at.line;
     bool pending = at.more();
     while (warp::any(mask, pending)) {
       cache::place where = {0, 0, false};
-      if (pending) where = cache::probe(c->shape, line);
+      if (pending) where = cache::probe(c->geometry, line);
       const bool in_flight = where.found && (where.word & cache::tag::kWriting) != 0;
       // Stored to since, or a write-back that failed: once more, and then it is over either way.
       const bool taken = where.found && !in_flight && (where.word & cache::tag::kDirty) != 0 &&
-                         cache::begin_write(&c->shape.tags[where.way], line);
+                         cache::begin_write(&c->geometry.tags[where.way], line);
       const uint32_t members = warp::ballot(mask, taken);
       if (members != 0) {
         const uint32_t got = cache::write_back(*c, *v, mask, members, {line, where.way}, false);
@@ -121,15 +121,15 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::page_cache* c, cache::volume* v, c
 }
 
 // Whether each lane's lines are where its token wants them. Helps once, `step` times so far.
-FW_DEVICE_NOINLINE bool has_arrived(cache::page_cache* c, cache::volume* v, const span& s,
+FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, const span& s,
                                     task what, uint32_t step) {
   const uint32_t mask = active_on(v);
   help_any(*c, *v, mask, step);
   const lines which = what == task::kWrite ? lines::kPartial : lines::kAll;
   bool there = true;
-  for (walk at(c->shape, s); at.more() && there; at.line += at.stride) {
+  for (walk at(c->geometry, s); at.more() && there; at.line += at.stride) {
     if (!is_meant(*c, *v, s, at.line, which)) continue;
-    const cache::place where = cache::probe(c->shape, v->line_begin + at.line);
+    const cache::place where = cache::probe(c->geometry, v->line_begin + at.line);
     const bool clean = (where.word & (cache::tag::kWriting | cache::tag::kDirty)) == 0;
     there = what == task::kWriteBack ? !where.found || clean : where.found;
   }
@@ -234,7 +234,7 @@ class token {
     return nvme::kSuccess;
   }
 
-  cache::page_cache* cache_ = nullptr;
+  cache::line_cache* cache_ = nullptr;
   cache::volume* volume_ = nullptr;
   detail::span span_ = {0, 0, 0};
   detail::task task_ = detail::task::kNone;

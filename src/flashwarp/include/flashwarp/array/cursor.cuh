@@ -74,9 +74,9 @@ class cursor {
   FW_DEVICE bool hold(uint64_t line) {
     if (cache::tag::holds(word_, line)) return true;
     forget();
-    const cache::place at = cache::probe(array_.shape, line);
+    const cache::place at = cache::probe(array_.geometry, line);
     if (!at.found) return false;
-    policy::on_hit(array_.shape, at.way, at.word);
+    policy::on_hit(array_.geometry, at.way, at.word);
     word_ = at.word;
     way_ = uint32_t(at.way);
     return true;
@@ -88,10 +88,10 @@ class cursor {
     way_ = 0;
   }
 
-  FW_DEVICE const char* frame() const { return cache::frame_of(array_.shape, way_); }
+  FW_DEVICE const char* frame() const { return cache::frame_of(array_.geometry, way_); }
 
   // The second look at the tag: unchanged since the probe, so the frame was too.
-  FW_DEVICE bool still_held() const { return cache::still_holds(array_.shape, way_, word_); }
+  FW_DEVICE bool still_held() const { return cache::still_holds(array_.geometry, way_, word_); }
 
   // Loads elements that all lie on one line. False when it is not readable, or was lost meanwhile.
   template <uint32_t kCount>
@@ -176,7 +176,7 @@ class range {
 
   FW_DEVICE range(const array<T>& a, uint64_t begin, uint64_t end, uint64_t stride = 1)
       : array_(a), cursor_(a), begin_(begin), end_(end), stride_(stride) {
-    line_elements_ = cache::line_bytes(a.shape) / sizeof(T);
+    line_elements_ = cache::line_bytes(a.geometry) / sizeof(T);
     if (line_elements_ == 0) line_elements_ = 1;
     ahead_ = begin;
   }

@@ -90,7 +90,7 @@ FW_DEVICE cache::share_outcome join_or_claim(const cache::share_table& t, uint64
 
 // One try of each lane for its line; never waits for other users, but fills what it claims. Lanes
 // that want one line count as one. Returns kShareLater where another try is due.
-FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::page_cache* c,
+FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_cache* c,
                                              cache::volume* v, uint64_t line, uint64_t buffer,
                                              bool patient, held_line& held) {
   using cache::share_result;
@@ -105,7 +105,7 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::page_c
   if (warp::any(mask, claimed)) {
     copy_piece<false> op = {0, claimed ? cache::bytes_of_line(*c, *v, line) : 0, buffer};
     cache::tally count;
-    status = cache::access<policy>(c->shape, *c, *v, mask, claimed, line, false, op, count);
+    status = cache::access<policy>(c->geometry, *c, *v, mask, claimed, line, false, op, count);
     count.add_kernel_to(*v, mask);
     if (claimed && status == nvme::kSuccess) {
       cache::share_open(t, mine.entry, line, base::popcount(group) - 1,
@@ -131,7 +131,7 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::page_c
 // Lets go of each lane's line, or tries to: an owner whose copy has other users is told
 // kShareLater. What a copy's users stored goes to the cache, unless the owner does not want it
 // kept.
-FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::page_cache* c,
+FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::line_cache* c,
                                              cache::volume* v, held_line held, bool keep) {
   const uint32_t mask = active_on(v, t);
   // All lanes' loads and stores before the one that lets go for them.
@@ -152,7 +152,7 @@ FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::page_c
   if (warp::any(mask, writes)) {
     copy_piece<true> op = {0, writes ? cache::bytes_of_line(*c, *v, held.line) : 0, held.buffer};
     cache::tally count;
-    status = cache::access<policy>(c->shape, *c, *v, mask, writes, held.line, writes, op, count);
+    status = cache::access<policy>(c->geometry, *c, *v, mask, writes, held.line, writes, op, count);
     count.add_kernel_to(*v, mask);
   }
   if (!held.owner) return nvme::kSuccess;
@@ -184,7 +184,7 @@ FW_DEVICE_NOINLINE uint32_t try_load_copy(cache::share_table t, uint32_t entry, 
 // One try of each lane to store to a line that it does not hold: to the copy, or to the cache while
 // an entry keeps others from bringing the line to a buffer.
 template <uint32_t kBytes>
-FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::page_cache* c,
+FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::line_cache* c,
                                            cache::volume* v, uint64_t line, bool patient,
                                            const store_element<kBytes>& element) {
   using cache::share_result;
@@ -201,7 +201,7 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::page_cac
     store_element<kBytes> op = element;
     cache::tally count;
     const uint32_t got =
-        cache::access<policy>(c->shape, *c, *v, mask, claimed, line, false, op, count);
+        cache::access<policy>(c->geometry, *c, *v, mask, claimed, line, false, op, count);
     count.add_kernel_to(*v, mask);
     if (claimed) {
       status = got;
@@ -212,14 +212,14 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::page_cac
 }
 
 // One step of a wait for other users of a table.
-FW_DEVICE_NOINLINE void help_share(cache::page_cache* c, cache::volume* v, uint32_t step) {
+FW_DEVICE_NOINLINE void help_share(cache::line_cache* c, cache::volume* v, uint32_t step) {
   cache::help_any(*c, *v, active_on(v), step);
 }
 
 // A wait of one thread for other users of a table.
 class share_wait {
  public:
-  FW_DEVICE share_wait(cache::page_cache* c, cache::volume* v)
+  FW_DEVICE share_wait(cache::line_cache* c, cache::volume* v)
       : cache_(c), volume_(v), limit_(v->queues[0].data) {}
 
   // Whether to leave a copy to the owner that wants it back.
@@ -237,7 +237,7 @@ class share_wait {
   }
 
  private:
-  cache::page_cache* cache_;
+  cache::line_cache* cache_;
   cache::volume* volume_;
   nvme::deadline limit_;
   uint32_t looks_ = 0;

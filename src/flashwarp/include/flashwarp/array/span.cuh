@@ -26,7 +26,7 @@ FW_DEVICE span dealt(const cache::volume* v, span s, uint32_t rank, uint32_t ran
 
 // Moves a span that the lanes which are here share. Returns the first failure of any of them.
 template <bool kToFrame>
-FW_DEVICE_NOINLINE uint32_t move_shared(cache::page_cache* c, cache::volume* v, const span& s) {
+FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
   const uint32_t status = move_span<kToFrame>(c, v, mask, s, lines::kAll);
   warp::sync(mask);

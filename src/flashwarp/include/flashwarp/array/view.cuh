@@ -108,12 +108,12 @@ FW_DEVICE void call_for(uint32_t here, bool needed, Slow slow) {
 // The slow half of an element access: a miss, or a line in motion. Returns the status. Like those
 // below it is called through base::opaque: a kernel pays its registers only when it gets here.
 template <typename Op>
-FW_DEVICE_NOINLINE uint32_t access_slow(cache::page_cache* c, cache::volume* v, uint64_t line,
+FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, uint64_t line,
                                         Op& op) {
   const uint32_t mask = active_on(v);
   cache::tally count;
   const uint32_t status =
-      cache::access<policy>(c->shape, *c, *v, mask, true, line, false, op, count);
+      cache::access<policy>(c->geometry, *c, *v, mask, true, line, false, op, count);
   count.add_kernel_to(*v, mask);
   warp::sync(mask);
   return status;
@@ -129,7 +129,7 @@ FW_DEVICE_NOINLINE void refuse_index(cache::volume* v, uint64_t i) {
 // comes back by value: for a place in memory, a kernel would keep an address of its stack in
 // registers.
 template <uint32_t kBytes>
-FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::page_cache* c,
+FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::line_cache* c,
                                                                 cache::volume* v,
                                                                 uint64_t line_begin,
                                                                 uint64_t length, uint64_t i) {
@@ -138,8 +138,8 @@ FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::page_cach
     return {};
   }
   const uint64_t byte = i * kBytes;
-  load_element<kBytes> op = {byte & (cache::line_bytes(c->shape) - 1), {}};
-  const uint32_t status = access_slow(c, v, line_begin + (byte >> c->shape.line_shift), op);
+  load_element<kBytes> op = {byte & (cache::line_bytes(c->geometry) - 1), {}};
+  const uint32_t status = access_slow(c, v, line_begin + (byte >> c->geometry.line_shift), op);
   // A try that lost its race may have left another line's bytes before the transfer failed.
   if (status != nvme::kSuccess) return {};
   return op.value;
@@ -153,7 +153,7 @@ struct several {
 
 // The same for the elements i, i + stride, .., one by one: for all of them or none.
 template <uint32_t kBytes, uint32_t kCount>
-FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::page_cache* c, cache::volume* v,
+FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::line_cache* c, cache::volume* v,
                                                              uint64_t line_begin, uint64_t length,
                                                              uint64_t i, uint64_t stride) {
   several<kBytes, kCount> loaded = {};
@@ -168,7 +168,7 @@ FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::page_cache* 
   return loaded;
 }
 
-FW_DEVICE_NOINLINE void prefetch_slow(cache::page_cache* c, cache::volume* v, uint64_t line) {
+FW_DEVICE_NOINLINE void prefetch_slow(cache::line_cache* c, cache::volume* v, uint64_t line) {
   const uint32_t mask = active_on(v);
   cache::tally count;
   cache::prefetch<policy>(*c, *v, mask, true, line, count);
@@ -238,10 +238,10 @@ struct copy_piece {
 inline constexpr uint32_t kSpanLinesAhead = 8;
 
 // Whether the lane's line is one of those that `which` means, as part of the span.
-FW_DEVICE bool is_meant(const cache::page_cache& c, const cache::volume& v, const span& s,
+FW_DEVICE bool is_meant(const cache::line_cache& c, const cache::volume& v, const span& s,
                         uint64_t line, lines which) {
   if (which == lines::kAll) return true;
-  const uint64_t begin = line << c.shape.line_shift;
+  const uint64_t begin = line << c.geometry.line_shift;
   const uint64_t bytes = cache::bytes_of_line(c, v, v.line_begin + line);
   const bool whole = s.begin <= begin && s.end >= begin + bytes;
   return whole == (which == lines::kWhole);
@@ -250,9 +250,9 @@ FW_DEVICE bool is_meant(const cache::page_cache& c, const cache::volume& v, cons
 // Moves each lane's lines. All lanes of `mask`, which is active_on(v), call together. Returns the
 // lane's first failure.
 template <bool kToFrame>
-FW_DEVICE_NOINLINE uint32_t move_span(cache::page_cache* c, cache::volume* v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, uint32_t mask,
                                       const span& s, lines which) {
-  const cache::geometry& g = c->shape;
+  const cache::geometry& g = c->geometry;
   const uint32_t lead = kToFrame ? 0 : kSpanLinesAhead / base::popcount(mask);
   cache::tally count;
   uint32_t status = 0;
@@ -286,7 +286,7 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::page_cache* c, cache::volume* v, ui
 
 // A thread's own span: for elements that straddle lines, or are no power of two.
 template <bool kToFrame>
-FW_DEVICE_NOINLINE uint32_t move_own(cache::page_cache* c, cache::volume* v, const span& s) {
+FW_DEVICE_NOINLINE uint32_t move_own(cache::line_cache* c, cache::volume* v, const span& s) {
   return move_span<kToFrame>(c, v, active_on(v), s, lines::kAll);
 }
 
@@ -324,8 +324,8 @@ struct array<T, 1> {
   using word = typename atomic::raw<kAccessBytes>::type;
   static_assert(__is_trivially_copyable(T), "elements are moved as bytes");
 
-  fw::cache::geometry shape;  // the cache's
-  cache::page_cache* cache;
+  fw::cache::geometry geometry;  // the cache's
+  cache::line_cache* cache;
   fw::cache::volume* volume;
   uint64_t line_begin;  // first line of the array, in the cache's numbering
   uint64_t length;      // elements
@@ -335,12 +335,12 @@ struct array<T, 1> {
   FW_DEVICE operator array<const value_type>() const
     requires(!kReadOnly)
   {
-    return {shape, cache, volume, line_begin, length};
+    return {geometry, cache, volume, line_begin, length};
   }
 
   // The line of element `i` and its byte offset there.
   FW_DEVICE uint64_t line_of(uint64_t i) const {
-    return line_begin + ((i * sizeof(T)) >> shape.line_shift);
+    return line_begin + ((i * sizeof(T)) >> geometry.line_shift);
   }
   FW_DEVICE uint64_t offset_of(uint64_t i) const { return uint32_t(i * sizeof(T)) & line_mask(); }
   // The bytes of its line that lie behind its first one.
@@ -404,7 +404,7 @@ struct array<T, 1> {
   FW_DEVICE void prefetch(uint64_t i) const {
     const uint32_t here = warp::active();
     const uint64_t line = line_of(i);
-    const bool absent = i < length && !fw::cache::probe(shape, line).found;
+    const bool absent = i < length && !fw::cache::probe(geometry, line).found;
     detail::call_for(here, absent,
                      [&] { base::opaque (&detail::prefetch_slow)(cache, volume, line); });
   }
@@ -436,21 +436,21 @@ struct array<T, 1> {
 
  private:
   // Lines are of 2 MiB at most.
-  FW_DEVICE uint32_t line_mask() const { return (1u << shape.line_shift) - 1; }
+  FW_DEVICE uint32_t line_mask() const { return (1u << geometry.line_shift) - 1; }
 
   FW_DEVICE value_type load_word(uint64_t i) const {
     const uint32_t here = warp::active();
     const uint64_t line = line_of(i);
-    const fw::cache::place at = fw::cache::probe(shape, line);
+    const fw::cache::place at = fw::cache::probe(geometry, line);
     word value = {};
     bool hit = false;
     if (at.found) {
-      const char* frame = fw::cache::frame_of(shape, at.way);
+      const char* frame = fw::cache::frame_of(geometry, at.way);
       // Acquire: our load before the second look at the tag. Elements give way in the L2 cache:
       // tags, which every load looks at twice, are worth more there.
       value = atomic::raw<kAccessBytes>::load_acquire_stream(frame + offset_of(i));
-      hit = fw::cache::still_holds(shape, at.way, at.word);
-      if (hit) policy::on_hit(shape, at.way, at.word);
+      hit = fw::cache::still_holds(geometry, at.way, at.word);
+      if (hit) policy::on_hit(geometry, at.way, at.word);
     }
     value_type result = detail::bit_cast<value_type>(value);
     detail::call_for(here, !hit, [&] { result = load_slow(i); });
@@ -468,18 +468,18 @@ struct array<T, 1> {
       value_type value;
     } both;
     bool hit = false;
-    if (offset + sizeof(T) <= fw::cache::line_bytes(shape)) {
-      const fw::cache::place at = fw::cache::probe(shape, line_of(i));
+    if (offset + sizeof(T) <= fw::cache::line_bytes(geometry)) {
+      const fw::cache::place at = fw::cache::probe(geometry, line_of(i));
       if (at.found) {
-        const char* from = fw::cache::frame_of(shape, at.way) + offset;
+        const char* from = fw::cache::frame_of(geometry, at.way) + offset;
         FW_UNROLL
         for (uint32_t k = 0; k < kWords; k++) {
           both.words[k] = atomic::raw<kAccessBytes>::load(from + k * kAccessBytes);
         }
         // Our loads before the second look at the tag.
         atomic::fence();
-        hit = fw::cache::still_holds(shape, at.way, at.word);
-        if (hit) policy::on_hit(shape, at.way, at.word);
+        hit = fw::cache::still_holds(geometry, at.way, at.word);
+        if (hit) policy::on_hit(geometry, at.way, at.word);
       }
     }
     detail::call_for(here, !hit, [&] { both.value = load_slow(i); });

@@ -50,7 +50,7 @@ struct miss_outcome {
 // Handles the lanes of `missing`: one leader a line claims a frame and fills it; the lanes that
 // share its line are served from it before it is published.
 template <typename Policy, typename Op>
-FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t mask,
+FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t mask,
                                              uint32_t missing, uint64_t line, bool whole, Op& op,
                                              tally& count) {
   const uint32_t lane = warp::lane();
@@ -88,7 +88,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
   const uint64_t way = warp::take(mask, mine.way, leader);
   const uint32_t outcome = warp::take(mask, status, leader);
   const uint32_t members = warp::ballot(mask, led && outcome == nvme::kSuccess);
-  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(c.shape, way)));
+  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(c.geometry, way)));
   warp::sync(mask);
   if (claimed) {
     if (status == nvme::kSuccess) {
@@ -119,7 +119,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
 
   count.misses += base::popcount(warp::ballot(mask, led));
   count.evictions += base::popcount(warp::ballot(mask, claimed && mine.evicted));
-  count.bytes_read += uint64_t(base::popcount(fills)) << c.shape.line_shift;
+  count.bytes_read += uint64_t(base::popcount(fills)) << c.geometry.line_shift;
   count.tier_hits += base::popcount(kept);
   count.tier_lines += base::popcount(warp::ballot(mask, mine.tier_to != kNoTierWay));
   const bool found = warp::any(mask, misses && mine.result == claim_result::kHit);
@@ -128,10 +128,10 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(page_cache& c, volume& v, uint32_t 
 }
 
 // Does `op` on `line` for each lane that `wants`. All lanes of `mask` call together. `g` is the
-// cache's shape, from constant memory where the caller has it there. Returns the lane's NVMe
+// cache's geometry, from constant memory where the caller has it there. Returns the lane's NVMe
 // status: kSuccess, or the error that is also in the volume's error record.
 template <typename Policy, typename Op>
-FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t mask, bool wants,
+FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
                           uint64_t line, bool whole, Op& op, tally& count) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
@@ -175,7 +175,7 @@ FW_DEVICE uint32_t access(const geometry& g, page_cache& c, volume& v, uint32_t 
 // Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the
 // lane's claim met the lock of its set, or a fill of its line that had begun meanwhile.
 template <typename Policy>
-FW_DEVICE bool start_fills(page_cache& c, volume& v, uint32_t mask, bool asks, uint64_t line,
+FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, uint64_t line,
                            tally& count) {
   uint32_t kept;
   const claim mine = claim_lines<Policy>(c, mask, asks, line, true, true, kept);
@@ -196,7 +196,7 @@ FW_DEVICE bool start_fills(page_cache& c, volume& v, uint32_t mask, bool asks, u
   }
   count.misses += base::popcount(claims);
   count.evictions += base::popcount(warp::ballot(mask, mine.evicted));
-  count.bytes_read += uint64_t(base::popcount(fills)) << c.shape.line_shift;
+  count.bytes_read += uint64_t(base::popcount(fills)) << c.geometry.line_shift;
   count.tier_hits += base::popcount(kept);
   count.tier_lines += base::popcount(warp::ballot(mask, mine.tier_to != kNoTierWay));
   return asks && mine.result == claim_result::kBusy;
@@ -209,10 +209,10 @@ inline constexpr uint32_t kPrefetchTries = 4;
 // Starts the fill of each lane's line, if it is absent and a frame is free; waits for ring space
 // only. All lanes of `mask` call together.
 template <typename Policy>
-FW_DEVICE_NOINLINE void prefetch(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
+FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
                                  tally& count) {
   bool busy;
-  const bool absent = wants && !probe(c.shape, line, busy).found && !busy;
+  const bool absent = wants && !probe(c.geometry, line, busy).found && !busy;
   const uint32_t missing = warp::ballot(mask, absent);
   if (missing == 0) return;
   bool asks = absent && base::lowest_bit(warp::match(missing, line)) == warp::lane();

@@ -52,24 +52,24 @@ FW_DEVICE bool change_word(const geometry& g, uint64_t i, uint32_t mask, uint32_
 
 // The cache as `on_hit` of a user's policy sees it. Ways count in the whole cache.
 struct hit_view {
-  const geometry& shape;
+  const cache::geometry& geometry;
 
-  FW_DEVICE uint64_t ways() const { return shape.ways; }
+  FW_DEVICE uint64_t ways() const { return geometry.ways; }
   FW_DEVICE uint32_t word(uint64_t way) const {
-    return has_word(way) ? detail::load_word(shape, way) : 0;
+    return has_word(way) ? detail::load_word(geometry, way) : 0;
   }
   // One try: when it fails, another hit has stored.
   FW_DEVICE void set_word(uint64_t way, uint32_t mask, uint32_t bits) const {
-    if (has_word(way)) detail::change_word(shape, way, mask, bits);
+    if (has_word(way)) detail::change_word(geometry, way, mask, bits);
   }
   FW_DEVICE void mark(uint64_t way) const {
-    if (has_way(way)) atomic::or_relaxed(&shape.tags[way], tag::kReferenced);
+    if (has_way(way)) atomic::or_relaxed(&geometry.tags[way], tag::kReferenced);
   }
 
  private:
   FW_DEVICE bool has_way(uint64_t way) const {
-    if (way < shape.set_count * shape.ways) return true;
-    refuse(shape);
+    if (way < geometry.set_count * geometry.ways) return true;
+    refuse(geometry);
     return false;
   }
   FW_DEVICE bool has_word(uint64_t way) const {
@@ -80,7 +80,7 @@ struct hit_view {
 
 // A set as its policy sees it while a fill holds its lock. Bit w of a mask stands for way w.
 struct set_view {
-  const geometry& shape;
+  const cache::geometry& geometry;
   const uint64_t first;  // index of the set's first way in the cache
   const uint64_t line;   // that the fill brings
   uint32_t resident;     // ways that hold a line, or get one
@@ -93,35 +93,35 @@ struct set_view {
   uint32_t next;
   const bool prefetched;  // the fill is ahead of its use: the first hit is that use
 
-  FW_DEVICE uint32_t ways() const { return shape.ways; }
+  FW_DEVICE uint32_t ways() const { return geometry.ways; }
   FW_DEVICE static bool has(uint32_t mask, uint64_t way) {
     return way < 32 && ((mask >> way) & 1) != 0;
   }
 
   FW_DEVICE uint32_t word(uint64_t way) const {
-    return has_word(way) ? detail::load_word(shape, first + way) : 0;
+    return has_word(way) ? detail::load_word(geometry, first + way) : 0;
   }
   // Replaces the bits of `mask`. Hits may change other bits meanwhile: each failure is one of them.
   FW_DEVICE void set_word(uint64_t way, uint32_t mask, uint32_t bits) const {
     if (!has_word(way)) return;
-    while (!detail::change_word(shape, first + way, mask, bits)) {
+    while (!detail::change_word(geometry, first + way, mask, bits)) {
     }
   }
   FW_DEVICE uint64_t line_at(uint64_t way) const {
-    return has_way(way) ? tag::line_of(atomic::load_relaxed(&shape.tags[first + way])) : 0;
+    return has_way(way) ? tag::line_of(atomic::load_relaxed(&geometry.tags[first + way])) : 0;
   }
   // Takes the mark of a hit away, as the clock hand does when it passes.
   FW_DEVICE void clear_mark(uint64_t way) {
     if (!has_way(way)) return;
     referenced &= ~(1u << way);
     update(
-        &shape.tags[first + way], [](uint64_t w) { return (w & tag::kReferenced) != 0; },
+        &geometry.tags[first + way], [](uint64_t w) { return (w & tag::kReferenced) != 0; },
         [](uint64_t w) { return w & ~tag::kReferenced; });
   }
 
   FW_DEVICE bool has_way(uint64_t way) const {
-    if (way < shape.ways) return true;
-    refuse(shape);
+    if (way < geometry.ways) return true;
+    refuse(geometry);
     return false;
   }
   FW_DEVICE bool has_word(uint64_t way) const {

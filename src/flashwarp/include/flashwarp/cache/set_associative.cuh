@@ -87,8 +87,8 @@ FW_CHECK_OFFSET(volume, visitors, 256);
 
 inline constexpr uint32_t kVolumesMax = 64;
 
-struct alignas(64) page_cache {
-  geometry shape;
+struct alignas(64) line_cache {
+  cache::geometry geometry;
   uint32_t* set_control;  // set_count: lock in bit 31, the policy's hand below
   volume* volumes;        // kVolumesMax
   uint32_t page_bytes;    // CC.MPS of the controllers, for PRP entries
@@ -97,19 +97,19 @@ struct alignas(64) page_cache {
   uint32_t refusals;    // victims that a policy chose and could not have
   uint32_t volume_end;  // entries of `volumes` from here on are free
 };
-static_assert(sizeof(page_cache) == 128);
-FW_CHECK_OFFSET(page_cache, set_control, 40);
-FW_CHECK_OFFSET(page_cache, tier, 64);
-FW_CHECK_OFFSET(page_cache, refusals, 88);
-FW_CHECK_OFFSET(page_cache, volume_end, 92);
+static_assert(sizeof(line_cache) == 128);
+FW_CHECK_OFFSET(line_cache, set_control, 40);
+FW_CHECK_OFFSET(line_cache, tier, 64);
+FW_CHECK_OFFSET(line_cache, refusals, 88);
+FW_CHECK_OFFSET(line_cache, volume_end, 92);
 
 inline constexpr uint32_t kSetLocked = 1u << 31;
 
 // Bytes of the namespace that `line` covers: all but the last line are whole.
-FW_HOST_DEVICE uint64_t bytes_of_line(const page_cache& c, const volume& v, uint64_t line) {
-  const uint64_t begin = (line - v.line_begin) << c.shape.line_shift;
+FW_HOST_DEVICE uint64_t bytes_of_line(const line_cache& c, const volume& v, uint64_t line) {
+  const uint64_t begin = (line - v.line_begin) << c.geometry.line_shift;
   const uint64_t rest = v.bytes - begin;
-  return rest < line_bytes(c.shape) ? rest : line_bytes(c.shape);
+  return rest < line_bytes(c.geometry) ? rest : line_bytes(c.geometry);
 }
 
 // A line found in its set: the index of its way in the cache, and the tag word that was seen.
@@ -191,21 +191,21 @@ FW_DEVICE claim_result look_at_set(const geometry& g, set_view& s) {
 // Asks the policy for one of the candidates. What it may not have is refused and counted, and the
 // lowest candidate goes in its place.
 template <typename Policy>
-FW_DEVICE uint32_t choose_way(page_cache& c, set_view& s) {
+FW_DEVICE uint32_t choose_way(line_cache& c, set_view& s) {
   const uint32_t allowed = s.candidates;
   const uint32_t way = Policy::choose_victim(s);
-  if (way < c.shape.ways && set_view::has(allowed, way)) return way;
+  if (way < c.geometry.ways && set_view::has(allowed, way)) return way;
   atomic::add_relaxed(&c.refusals, 1u);
   s.next = kNoWay;
   return base::lowest_bit(allowed);
 }
 
 // Starts cleaning the line that the policy expects to choose next.
-FW_DEVICE void clean_ahead(page_cache& c, const set_view& s, claim& out) {
-  if (s.next >= c.shape.ways) return;
+FW_DEVICE void clean_ahead(line_cache& c, const set_view& s, claim& out) {
+  if (s.next >= c.geometry.ways) return;
   const uint64_t way = s.first + s.next;
-  const uint64_t word = atomic::load_relaxed(&c.shape.tags[way]);
-  if (!tag::is_cleanable(word) || !begin_write(&c.shape.tags[way], tag::line_of(word))) return;
+  const uint64_t word = atomic::load_relaxed(&c.geometry.tags[way]);
+  if (!tag::is_cleanable(word) || !begin_write(&c.geometry.tags[way], tag::line_of(word))) return;
   out.has_dirty = true;
   out.dirty_way = way;
   out.dirty_word = word;
@@ -213,18 +213,18 @@ FW_DEVICE void clean_ahead(page_cache& c, const set_view& s, claim& out) {
 
 // Takes an empty way, or the victim that the policy chose, in the set whose lock we hold.
 template <typename Policy>
-FW_DEVICE void claim_victim(page_cache& c, set_view& s, claim& out) {
+FW_DEVICE void claim_victim(line_cache& c, set_view& s, claim& out) {
   // A pin or a store can beat us to the victim; then look and choose again. One try a way is
   // plenty: the caller comes back.
-  for (uint32_t attempt = 0; attempt < c.shape.ways; attempt++) {
-    if (attempt != 0) look_at_set(c.shape, s);
-    const uint32_t empty = ((1u << c.shape.ways) - 1) & ~s.resident;
+  for (uint32_t attempt = 0; attempt < c.geometry.ways; attempt++) {
+    if (attempt != 0) look_at_set(c.geometry, s);
+    const uint32_t empty = ((1u << c.geometry.ways) - 1) & ~s.resident;
     if ((empty | s.candidates) != 0) {
-      const uint32_t likely = empty & (3u << home_of(c.shape, s.line).likely);
+      const uint32_t likely = empty & (3u << home_of(c.geometry, s.line).likely);
       const uint32_t way = likely != 0  ? base::lowest_bit(likely)
                            : empty != 0 ? base::lowest_bit(empty)
                                         : choose_way<Policy>(c, s);
-      uint64_t* word = &c.shape.tags[s.first + way];
+      uint64_t* word = &c.geometry.tags[s.first + way];
       const uint64_t old = update(
           word, [](uint64_t w) { return tag::is_replaceable(w); },
           [&](uint64_t w) { return tag::busy(w, s.line) | mark_at_birth<Policy>(); });
@@ -243,8 +243,8 @@ FW_DEVICE void claim_victim(page_cache& c, set_view& s, claim& out) {
     if (s.dirty == 0) break;
     s.candidates = s.dirty;
     const uint64_t way = s.first + choose_way<Policy>(c, s);
-    const uint64_t word = atomic::load_relaxed(&c.shape.tags[way]);
-    if (tag::is_cleanable(word) && begin_write(&c.shape.tags[way], tag::line_of(word))) {
+    const uint64_t word = atomic::load_relaxed(&c.geometry.tags[way]);
+    if (tag::is_cleanable(word) && begin_write(&c.geometry.tags[way], tag::line_of(word))) {
       out.result = claim_result::kDirty;
       out.way = way;
       out.word = word;
@@ -255,8 +255,8 @@ FW_DEVICE void claim_victim(page_cache& c, set_view& s, claim& out) {
 }
 
 // The part of the host tier that `line`, of set `set`, belongs to.
-FW_DEVICE uint64_t tier_first(const page_cache& c, uint64_t set, uint64_t line) {
-  const geometry& g = c.shape;
+FW_DEVICE uint64_t tier_first(const line_cache& c, uint64_t set, uint64_t line) {
+  const geometry& g = c.geometry;
   const uint64_t round = g.set_count == 1 ? line : base::multiply_high(line, g.set_reciprocal);
   return tier::first_of(c.tier, c.tier_ways, set, round);
 }
@@ -264,7 +264,7 @@ FW_DEVICE uint64_t tier_first(const page_cache& c, uint64_t set, uint64_t line) 
 // As claim_victim, where there is a host tier: takes the line's copy out of it, and a place for the
 // victim. The data moves later, by the whole warp: claim_lines.
 template <typename Policy>
-FW_DEVICE_NOINLINE void claim_with_tier(page_cache& c, uint64_t set, set_view& s, claim& out) {
+FW_DEVICE_NOINLINE void claim_with_tier(line_cache& c, uint64_t set, set_view& s, claim& out) {
   uint32_t place = kNoTierWay;
   const uint64_t line = s.line;
   const uint64_t found = tier::find(c.tier, c.tier_ways, tier_first(c, set, line), line, place);
@@ -291,16 +291,16 @@ FW_DEVICE_NOINLINE void claim_with_tier(page_cache& c, uint64_t set, set_view& s
 // Asks for a frame for `line`. One lane; never waits. Called by claim_lines, which moves what the
 // claim gives to the host tier. `prefetched` tells that its use comes later.
 template <typename Policy>
-FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line, bool prefetched) {
+FW_DEVICE_NOINLINE claim claim_frame(line_cache& c, uint64_t line, bool prefetched) {
   claim out;
-  const uint64_t set = set_of(c.shape, line);
+  const uint64_t set = set_of(c.geometry, line);
   uint32_t* control = &c.set_control[set];
   const uint32_t seen = atomic::load_relaxed(control);
   if ((seen & kSetLocked) != 0 || !atomic::cas_acq_rel(control, seen, seen | kSetLocked)) {
     return out;
   }
-  set_view s = {c.shape, set * c.shape.ways, line, 0, 0, 0, 0, seen, kNoWay, prefetched};
-  const claim_result present = look_at_set(c.shape, s);
+  set_view s = {c.geometry, set * c.geometry.ways, line, 0, 0, 0, 0, seen, kNoWay, prefetched};
+  const claim_result present = look_at_set(c.geometry, s);
   if (present != claim_result::kBlocked) {
     out.result = present;
   } else if (c.tier_ways != 0) {
@@ -314,15 +314,15 @@ FW_DEVICE_NOINLINE claim claim_frame(page_cache& c, uint64_t line, bool prefetch
 }
 
 // Ends a fill. The data, stored by lanes that this one has synchronised with, comes before.
-FW_DEVICE void publish_fill(page_cache& c, uint64_t way, uint64_t busy_word, bool dirty) {
-  atomic::store_release(&c.shape.tags[way], tag::filled(busy_word, dirty));
+FW_DEVICE void publish_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool dirty) {
+  atomic::store_release(&c.geometry.tags[way], tag::filled(busy_word, dirty));
 }
-FW_DEVICE void abandon_fill(page_cache& c, uint64_t way, uint64_t busy_word) {
-  atomic::store_release(&c.shape.tags[way], tag::emptied(busy_word));
+FW_DEVICE void abandon_fill(line_cache& c, uint64_t way, uint64_t busy_word) {
+  atomic::store_release(&c.geometry.tags[way], tag::emptied(busy_word));
 }
 
 // The volume that owns a global line number. Only write-back of another array's line asks.
-FW_DEVICE volume& volume_of(const page_cache& c, uint64_t line) {
+FW_DEVICE volume& volume_of(const line_cache& c, uint64_t line) {
   for (uint32_t i = 0; i < kVolumesMax; i++) {
     // Acquire: an array that is attached meanwhile has its first line before it has any.
     const uint64_t count = atomic::load_acquire(&c.volumes[i].line_count);

@@ -14,13 +14,13 @@ struct tier_move {
   uint64_t from;
   uint64_t to;
 };
-FW_DEVICE tier_move move_of(const page_cache& c, uint32_t mask, const claim& mine,
+FW_DEVICE tier_move move_of(const line_cache& c, uint32_t mask, const claim& mine,
                             uint32_t source) {
   const uint64_t way = warp::broadcast(mask, mine.way, source);
   const uint32_t from = warp::broadcast(mask, mine.tier_from, source);
   const uint32_t to = warp::broadcast(mask, mine.tier_to, source);
-  const uint32_t shift = c.shape.line_shift;
-  return {reinterpret_cast<uint64_t>(frame_of(c.shape, way)),
+  const uint32_t shift = c.geometry.line_shift;
+  return {reinterpret_cast<uint64_t>(frame_of(c.geometry, way)),
           reinterpret_cast<uint64_t>(tier::frame_of(c.tier, shift, from)),
           reinterpret_cast<uint64_t>(tier::frame_of(c.tier, shift, to))};
 }
@@ -42,7 +42,7 @@ FW_DEVICE void swap_lines(uint32_t mask, uint64_t frame, uint64_t place, uint64_
 // Moves what the claims of `mask` give to and take from the host tier. A line that is there comes
 // into its frame if it is `wanted`; one that will be overwritten whole is dropped. The frames stay
 // BUSY. Returns the lanes whose lines have come.
-FW_DEVICE_NOINLINE uint32_t move_tier_lines(page_cache& c, uint32_t mask, const claim& mine,
+FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const claim& mine,
                                             bool wanted) {
   const bool leaves = mine.tier_from != kNoTierWay;
   const bool enters = mine.tier_to != kNoTierWay;
@@ -56,7 +56,7 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(page_cache& c, uint32_t mask, const 
     // changed.
     atomic::fence();
   }
-  const uint64_t bytes = line_bytes(c.shape);
+  const uint64_t bytes = line_bytes(c.geometry);
   for (uint32_t rest = out | in; rest != 0; rest &= rest - 1) {
     const uint32_t source = base::lowest_bit(rest);
     const uint32_t bit = 1u << source;
@@ -82,7 +82,7 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(page_cache& c, uint32_t mask, const 
 // lanes of `mask` call together. Never waits. `kept` gets the lanes whose claimed frames hold their
 // lines already, from the host tier; those of lanes that do not want theirs are dropped there.
 template <typename Policy>
-FW_DEVICE claim claim_lines(page_cache& c, uint32_t mask, bool asks, uint64_t line, bool prefetched,
+FW_DEVICE claim claim_lines(line_cache& c, uint32_t mask, bool asks, uint64_t line, bool prefetched,
                             bool wanted, uint32_t& kept) {
   claim mine;
   if (asks) mine = claim_frame<Policy>(c, line, prefetched);

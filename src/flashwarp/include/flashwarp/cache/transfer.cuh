@@ -80,7 +80,7 @@ FW_DEVICE void finish_loads(uint32_t mask) {
 
 // Finishes detached fills and write-backs for whoever drained their completions.
 struct line_finisher {
-  page_cache& cache;
+  line_cache& cache;
 
   // Copies what the members' reads have brought into their frames. Returns the lane's status: of a
   // read whose data was left meanwhile (`nvme::is_current`), a failure.
@@ -130,7 +130,7 @@ struct transfer {
 };
 
 // The volume that helps at `step` of a wait: our own, and every fourth time each in turn.
-FW_DEVICE volume& volume_to_help(page_cache& c, volume& v, uint32_t step) {
+FW_DEVICE volume& volume_to_help(line_cache& c, volume& v, uint32_t step) {
   if ((step & 3) != 3) return v;
   const uint32_t end = atomic::load_relaxed(&c.volume_end);
   for (uint32_t i = 0; i < end; i++) {
@@ -156,7 +156,7 @@ FW_DEVICE nvme::queue_pair& queue_to_help(const volume& v, uint32_t step) {
 
 // One step of a wait for a line, of which `step` counts the steps. The frame that we wait for may
 // be in flight for another volume on the cache, on behalf of a kernel that has ended.
-FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32_t step) {
+FW_DEVICE_NOINLINE void help_any(line_cache& c, volume& v, uint32_t mask, uint32_t step) {
   line_finisher finisher{c};
   const uint32_t leader = base::lowest_bit(mask);
   // One lane chooses for all: they may read different numbers, and have waited for other times.
@@ -183,19 +183,19 @@ FW_DEVICE_NOINLINE void help_any(page_cache& c, volume& v, uint32_t mask, uint32
 }
 
 // Where the device finds (or leaves) the data of a command on `path`: the command's PRP1.
-FW_DEVICE uint64_t data_address(const page_cache& c, const volume& v, const nvme::queue_pair& q,
+FW_DEVICE uint64_t data_address(const line_cache& c, const volume& v, const nvme::queue_pair& q,
                                 uint32_t path, uint32_t ticket, const transfer& t) {
   if (path == nvme::kMapped) {
-    return q.data.mapped_base + (line_in_namespace(v, t.line) << c.shape.line_shift);
+    return q.data.mapped_base + (line_in_namespace(v, t.line) << c.geometry.line_shift);
   }
   if (path == nvme::kBounce) return nvme::buffer_of(q, ticket);
-  return reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
+  return reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
 }
 
-FW_DEVICE nvme::command line_command(const page_cache& c, const volume& v,
+FW_DEVICE nvme::command line_command(const line_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint8_t opcode, uint32_t ticket,
                                      const transfer& t, uint64_t address) {
-  const uint64_t lba = line_in_namespace(v, t.line) << (c.shape.line_shift - nvme::kLbaShift);
+  const uint64_t lba = line_in_namespace(v, t.line) << (c.geometry.line_shift - nvme::kLbaShift);
   const uint64_t bytes = bytes_of_line(c, v, t.line);
   const uint32_t blocks = uint32_t((bytes + nvme::kLbaBytes - 1) >> nvme::kLbaShift);
   const nvme::prp_pair prp = nvme::prp_entries(address, bytes, c.page_bytes, 0);
@@ -204,13 +204,13 @@ FW_DEVICE nvme::command line_command(const page_cache& c, const volume& v,
 }
 
 // Copies frames to where write commands will find them. Call before the entries are written.
-FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
+FW_DEVICE_NOINLINE void stage_writes(const line_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint32_t mask, uint32_t members,
                                      const transfer& t, uint64_t address) {
   if (nvme::path_of(q) == nvme::kDirect) return;
   // Each lane has acquired its own line and slot; now all lanes read and write all of them.
   warp::sync(mask);
-  const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
+  const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
   const uint64_t bytes = bytes_of_line(c, v, t.line);
   for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
     const uint32_t source = base::lowest_bit(rest);
@@ -225,7 +225,7 @@ FW_DEVICE_NOINLINE void stage_writes(const page_cache& c, const volume& v,
 
 // Copies what read commands brought into the frames: those of `members`, of all that `ended`.
 // Returns the lanes of `ended` that must read again, since the host left their path meanwhile.
-FW_DEVICE uint32_t land_reads(const page_cache& c, const volume& v, const nvme::queue_pair& q,
+FW_DEVICE uint32_t land_reads(const line_cache& c, const volume& v, const nvme::queue_pair& q,
                               uint32_t mask, uint32_t ended, uint32_t members, const transfer& t,
                               uint64_t address) {
   if (nvme::path_of(q) != nvme::kDirect) {
@@ -233,7 +233,7 @@ FW_DEVICE uint32_t land_reads(const page_cache& c, const volume& v, const nvme::
     warp::sync(mask);
     // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
     atomic::fence();
-    const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.shape, t.way));
+    const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
     const uint64_t bytes = bytes_of_line(c, v, t.line);
     for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
       const uint32_t source = base::lowest_bit(rest);
@@ -264,7 +264,7 @@ FW_DEVICE uint32_t first_batch(const nvme::queue_pair& q, uint32_t members) {
 
 // Submits one command for each lane of `members` (no more than the ring's depth). False when the
 // slots did not come free in time.
-FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
                                      uint32_t members, uint8_t opcode, const transfer& t,
                                      bool detached, uint32_t& ticket, uint64_t& address) {
   line_finisher finisher{c};
@@ -276,8 +276,8 @@ FW_DEVICE_NOINLINE bool submit_lines(page_cache& c, volume& v, nvme::queue_pair&
   if (mine) {
     if (detached) {
       const nvme::detached_command what = {
-          reinterpret_cast<uint64_t>(&c.shape.tags[t.way]),
-          reinterpret_cast<uint64_t>(frame_of(c.shape, t.way)),
+          reinterpret_cast<uint64_t>(&c.geometry.tags[t.way]),
+          reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)),
           opcode == nvme::kWrite ? replica_count(v, t.way) : address, opcode,
           uint32_t(bytes_of_line(c, v, t.line))};
       atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
@@ -302,7 +302,7 @@ struct flights {
 // Submits each lane's commands to the namespaces of `targets`, to each no more than its ring has
 // slots, and takes what it submitted out of `targets`. In the order of the rings: see spread.cuh.
 // Returns the status of commands for which no slot came free.
-FW_DEVICE_NOINLINE uint32_t submit_spread(page_cache& c, volume& v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t submit_spread(line_cache& c, volume& v, uint32_t mask,
                                           uint32_t& targets, uint8_t opcode, const transfer& t,
                                           flights& f) {
   uint32_t status = nvme::kSuccess;
@@ -344,7 +344,7 @@ FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
 
 // Ends the commands of `batch` on one namespace, all done or given up: lands what reads brought,
 // frees the slots. Returns the lane's status field; `again` tells whether it must read once more.
-FW_DEVICE_NOINLINE uint32_t end_flight(page_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
                                        uint32_t batch, uint8_t opcode, const transfer& t,
                                        uint32_t ticket, bool leased, bool done, bool& again) {
   const bool mine = (batch >> warp::lane()) & 1;
@@ -370,7 +370,7 @@ FW_DEVICE_NOINLINE uint32_t end_flight(page_cache& c, volume& v, nvme::queue_pai
 // Waits for what is in flight, on all namespaces at a time. Each ring's slots are freed as soon as
 // its own commands are done, whatever the others do: another warp may wait for them with slots of
 // theirs. Puts namespaces that must be asked once more into `targets`.
-FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, uint32_t mask,
                                              uint32_t& targets, uint8_t opcode, const transfer& t,
                                              flights& f) {
   line_finisher finisher{c};
@@ -411,7 +411,7 @@ FW_DEVICE_NOINLINE uint32_t wait_for_flights(page_cache& c, volume& v, uint32_t 
 
 // One command for each namespace in the lane's `targets`: submitted to all before any is waited
 // for. Returns the worst status of the lane's commands.
-FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t seat, uint32_t mask, uint32_t targets,
+FW_DEVICE uint32_t move_to(line_cache& c, volume& v, uint32_t seat, uint32_t mask, uint32_t targets,
                            uint8_t opcode, const transfer& t) {
   uint32_t status = nvme::kSuccess;
   while (warp::any(mask, targets != 0)) {
@@ -424,7 +424,7 @@ FW_DEVICE uint32_t move_to(page_cache& c, volume& v, uint32_t seat, uint32_t mas
 }
 
 // `move_lines` for a volume of several namespaces. A read that fails on one replica asks the next.
-FW_DEVICE_NOINLINE uint32_t move_lines_spread(page_cache& c, volume& v, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, uint32_t mask,
                                               uint32_t members, uint8_t opcode, const transfer& t) {
   const uint32_t seat = take_seat(mask);
   uint32_t status = nvme::kSuccess;
@@ -445,7 +445,7 @@ FW_DEVICE_NOINLINE uint32_t move_lines_spread(page_cache& c, volume& v, uint32_t
 }
 
 // Transfers one line for each lane of `members` and waits. Returns the lane's status field.
-FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, uint32_t members,
+FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, uint32_t mask, uint32_t members,
                                        uint8_t opcode, const transfer& t) {
   if (v.spread != kOneNamespace) return move_lines_spread(c, v, mask, members, opcode, t);
   nvme::queue_pair& q = queue_of(v, take_seat(mask));
@@ -476,20 +476,20 @@ FW_DEVICE_NOINLINE uint32_t move_lines(page_cache& c, volume& v, uint32_t mask, 
 
 // Ends a detached transfer for which no slot came free. The queue pair is dead then, which nobody
 // else may ever notice: so a prefetch says it too, unless another replica can answer in its place.
-FW_DEVICE void give_up_detached(page_cache& c, volume& v, uint8_t opcode, const transfer& t) {
+FW_DEVICE void give_up_detached(line_cache& c, volume& v, uint8_t opcode, const transfer& t) {
   if (opcode == nvme::kWrite || v.spread != kReplicated) {
     record_error(v, nvme::kTimedOut, opcode, t.line);
   }
   if (opcode != nvme::kWrite) {
-    abandon_fill(c, t.way, atomic::load_relaxed(&c.shape.tags[t.way]));
+    abandon_fill(c, t.way, atomic::load_relaxed(&c.geometry.tags[t.way]));
     return;
   }
   uint32_t status = nvme::kTimedOut;
   uint32_t* count = reinterpret_cast<uint32_t*>(replica_count(v, t.way));
-  if (count == nullptr || finish_replica(count, status)) end_write(&c.shape.tags[t.way], false);
+  if (count == nullptr || finish_replica(count, status)) end_write(&c.geometry.tags[t.way], false);
 }
 
-FW_DEVICE void move_detached_on(page_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+FW_DEVICE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
                                 uint32_t members, uint8_t opcode, const transfer& t) {
   while (members != 0) {
     const uint32_t batch = first_batch(q, members);
@@ -501,7 +501,7 @@ FW_DEVICE void move_detached_on(page_cache& c, volume& v, nvme::queue_pair& q, u
   }
 }
 
-FW_DEVICE_NOINLINE void move_detached_spread(page_cache& c, volume& v, uint32_t mask,
+FW_DEVICE_NOINLINE void move_detached_spread(line_cache& c, volume& v, uint32_t mask,
                                              uint32_t members, uint8_t opcode, const transfer& t) {
   const bool mine = (members >> warp::lane()) & 1;
   const uint32_t seat = take_seat(mask);
@@ -514,7 +514,7 @@ FW_DEVICE_NOINLINE void move_detached_spread(page_cache& c, volume& v, uint32_t 
 }
 
 // Starts one transfer for each lane of `members` that nobody will wait for.
-FW_DEVICE_NOINLINE void move_lines_detached(page_cache& c, volume& v, uint32_t mask,
+FW_DEVICE_NOINLINE void move_lines_detached(line_cache& c, volume& v, uint32_t mask,
                                             uint32_t members, uint8_t opcode, const transfer& t) {
   if (v.spread != kOneNamespace) return move_detached_spread(c, v, mask, members, opcode, t);
   move_detached_on(c, v, queue_of(v, take_seat(mask)), mask, members, opcode, t);

@@ -10,20 +10,20 @@ namespace fw::cache {
 
 // Gives up a line, taken for write-back, of an array that is gone. Its close has failed: it waits
 // for lines in write-back, and has told what it could not write.
-FW_DEVICE void give_up_line(page_cache& c, const transfer& t) {
+FW_DEVICE void give_up_line(line_cache& c, const transfer& t) {
   update(
-      &c.shape.tags[t.way],
+      &c.geometry.tags[t.way],
       [&](uint64_t w) { return tag::holds(w, t.line) && (w & tag::kWriting) != 0; },
       [](uint64_t w) { return tag::emptied(w); });
 }
 
 // What becomes of a line whose write-back was waited for. Returns its status.
-FW_DEVICE uint32_t end_write_back(page_cache& c, volume& v, const transfer& t, uint32_t status) {
+FW_DEVICE uint32_t end_write_back(line_cache& c, volume& v, const transfer& t, uint32_t status) {
   if (status != nvme::kSuccess) record_error(v, status, nvme::kWrite, t.line);
   // A command that has not come back may still read the frame, and write these blocks after a
   // newer one: the line stays WRITING, so that neither is given away.
   if (status != nvme::kTimedOut) {
-    end_write(&c.shape.tags[t.way], status == nvme::kSuccess);
+    end_write(&c.geometry.tags[t.way], status == nvme::kSuccess);
   } else if (v.spread == kReplicated) {
     atomic::store_relaxed(&v.failed, 1u);
   }
@@ -32,7 +32,7 @@ FW_DEVICE uint32_t end_write_back(page_cache& c, volume& v, const transfer& t, u
 
 // Writes back the line of each lane in `members`, volume by volume: a victim may belong to another
 // array than `self` on the same cache. Detached, or waited for. Returns the lane's status.
-FW_DEVICE_NOINLINE uint32_t write_back(page_cache& c, const volume& self, uint32_t mask,
+FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, uint32_t mask,
                                        uint32_t members, const transfer& t, bool detached) {
   uint32_t status = 0;
   const bool mine = (members >> warp::lane()) & 1;
@@ -70,18 +70,18 @@ FW_DEVICE bool has_failed(volume& v) { return atomic::load_relaxed(&failure_mark
 
 // Writes back one way a lane if it holds a dirty line of [line_begin, line_end), and waits until no
 // write of such a line, ours or another's, is in flight. Failures are recorded and end the wait.
-FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
+FW_DEVICE void flush_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                           uint64_t line_begin, uint64_t line_end) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
-    const uint64_t word = pending ? atomic::load_acquire(&c.shape.tags[way]) : 0;
+    const uint64_t word = pending ? atomic::load_acquire(&c.geometry.tags[way]) : 0;
     const uint64_t line = tag::line_of(word);
     const bool ours = tag::state_of(word) == tag::kValid && line >= line_begin && line < line_end;
     const bool in_flight = ours && (word & tag::kWriting) != 0;
     const bool dirty = ours && !in_flight && (word & tag::kDirty) != 0;
-    const bool taken = dirty && begin_write(&c.shape.tags[way], line);
+    const bool taken = dirty && begin_write(&c.geometry.tags[way], line);
     const uint32_t members = warp::ballot(mask, taken);
     if (members != 0) write_back(c, v, mask, members, {line, way}, false);
     // A line that changed under us (dirty, not taken) is looked at again.
@@ -98,13 +98,13 @@ FW_DEVICE void flush_ways(page_cache& c, volume& v, uint32_t mask, bool wants, u
 // Empties one way a lane if it holds a line of the volume: waits for fills and pins, drops the
 // rest. Dirty lines are kept unless `drop_dirty`: after a flush they are what others have stored
 // meanwhile, which is neither lost nor an error.
-FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
+FW_DEVICE void invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                                bool drop_dirty) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   bool pending = wants;
   while (warp::any(mask, pending)) {
-    const uint64_t word = pending ? atomic::load_acquire(&c.shape.tags[way]) : 0;
+    const uint64_t word = pending ? atomic::load_acquire(&c.geometry.tags[way]) : 0;
     const uint64_t line = tag::line_of(word);
     if (pending && (tag::state_of(word) == tag::kInvalid || line < v.line_begin ||
                     line - v.line_begin >= v.line_count)) {
@@ -115,7 +115,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
     if (pending && !unmovable) {
       if ((word & tag::kDirty) != 0 && !drop_dirty) {
         pending = false;
-      } else if (atomic::cas_acq_rel(&c.shape.tags[way], word, tag::emptied(word))) {
+      } else if (atomic::cas_acq_rel(&c.geometry.tags[way], word, tag::emptied(word))) {
         pending = false;
       }
     }
@@ -131,7 +131,7 @@ FW_DEVICE void invalidate_ways(page_cache& c, volume& v, uint32_t mask, bool wan
 // Drops one line a lane of the volume from the host tier, after its frames have been emptied. One
 // that is being copied is waited for: its copier waits for nothing, and then it is in the tier, or
 // in a frame that is not ours.
-FW_DEVICE void drop_from_tier(page_cache& c, volume& v, uint32_t mask, bool wants, uint64_t place) {
+FW_DEVICE void drop_from_tier(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t place) {
   nvme::deadline limit(v.queues[0].data);
   bool pending = wants;
   while (warp::any(mask, pending)) {
@@ -153,7 +153,7 @@ FW_DEVICE void drop_from_tier(page_cache& c, volume& v, uint32_t mask, bool want
 }
 
 // The same for a volume whose controller is gone; see forget_way.
-FW_DEVICE void forget_in_tier(page_cache& c, const volume& v, uint64_t place) {
+FW_DEVICE void forget_in_tier(line_cache& c, const volume& v, uint64_t place) {
   const uint64_t word = atomic::load_acquire(&c.tier.tags[place]);
   const bool ours =
       tier::state_of(word) != tier::kEmpty && tier::line_of(word) - v.line_begin < v.line_count;
@@ -162,10 +162,10 @@ FW_DEVICE void forget_in_tier(page_cache& c, const volume& v, uint64_t place) {
 
 // Empties one way a lane if it holds a line of the volume, whatever its state. For a volume whose
 // controller is gone, so that nothing can come back any more; touches neither queues nor records.
-FW_DEVICE void forget_way(page_cache& c, const volume& v, uint64_t way) {
+FW_DEVICE void forget_way(line_cache& c, const volume& v, uint64_t way) {
   // A neighbour's kernel may claim the frame meanwhile; what it made of the tag must not be undone.
   update(
-      &c.shape.tags[way],
+      &c.geometry.tags[way],
       [&](uint64_t w) {
         return tag::state_of(w) != tag::kInvalid && tag::line_of(w) - v.line_begin < v.line_count;
       },

@@ -8,7 +8,7 @@ namespace {
 // Reads one line a lane and looks at the data. Returns when the slots are free again.
 void read_lines(Machine& machine, fw::nvme::queue_pair& q, uint32_t line) {
   namespace nvme = fw::nvme;
-  fw::cache::line_finisher finisher{machine.page_cache()};
+  fw::cache::line_finisher finisher{machine.line_cache()};
   const uint32_t mask = fw::warp::kFullMask;
   const uint32_t members = mask & ((2u << (machine.shape().depth_log2 == 1 ? 1 : 3)) - 1);
   const bool mine = (members >> fw::warp::lane()) & 1;

@@ -51,7 +51,7 @@ class RowJob {
   fw::kernels::row_params params() {
     const fw::array<uint64_t>& a = data_.array();
     fw::kernels::row_params p = {};
-    p.shape = a.shape;
+    p.geometry = a.geometry;
     p.cache = a.cache;
     p.volume = a.volume;
     p.indices = indices_.data();

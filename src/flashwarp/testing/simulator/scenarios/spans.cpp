@@ -14,7 +14,7 @@ struct Triple {
 };
 
 fw::array<Triple> triples_of(const fw::array<uint64_t>& a) {
-  return {a.shape, a.cache, a.volume, a.line_begin, a.length / 3};
+  return {a.geometry, a.cache, a.volume, a.line_begin, a.length / 3};
 }
 
 // A few elements around `i`, as a thread would ask for them.

@@ -111,7 +111,7 @@ FW_SCENARIO(two_rings, "write-backs that need slots of a ring of four and of one
     for (uint32_t n = 0; n < 4; ++n) {
       if (t.lane == 0) data.store(line * 64);
       fw::warp::sync(fw::warp::kFullMask);
-      const fw::cache::place at = fw::cache::probe(p.cache->shape, line);
+      const fw::cache::place at = fw::cache::probe(p.cache->geometry, line);
       fw::cache::flush_ways(*p.cache, *p.volume, fw::warp::kFullMask, at.found && t.lane == 0,
                             at.way, line, line + 1);
     }
