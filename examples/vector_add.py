@@ -67,7 +67,7 @@ def main():
             fw.Cache(options.cache, device=options.device) as cache,
             fw.open(folder / "a.npy", cache=cache) as a,
             fw.open(folder / "b.npy", cache=cache) as b,
-            fw.create(folder / "c.npy", n, "float64", cache=cache) as c,
+            fw.create(folder / "c.npy", "float64", n, cache=cache) as c,
         ):
             add(a, b, c)
             stats = c.stats

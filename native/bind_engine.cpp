@@ -202,7 +202,7 @@ void bind_storage(nb::module_& m) {
                      return file.census() == nullptr ? 0 : file.census()->nbytes();
                    })
       .def_prop_ro("path", &FileStorage::path)
-      .def_prop_ro("direct", &FileStorage::direct)
+      .def_prop_ro("o_direct", &FileStorage::direct)
       .def_prop_ro("fd", &FileStorage::fd)
       .def_prop_ro("direct_fd", &FileStorage::direct_fd);
 

@@ -488,9 +488,9 @@ Description FileStorage::describe() const {
   description.add("offset", file_offset_);
   description.add("nbytes", nbytes());
   description.add("writable", writable());
-  description.add("direct", direct());
+  description.add("o_direct", direct());
   if (direct()) description.add("alignment", uint64_t(alignment_));
-  description.add("mapped", mapped_base_ != nullptr);
+  description.add("in_place", mapped_base_ != nullptr);
   if (writable()) {
     description.add("lock", lock_ != nullptr ? lock_->state() : std::string("none, as asked for"));
   }

@@ -93,7 +93,7 @@ Description MemoryStorage::describe() const {
   description.add("path", name_);
   description.add("nbytes", nbytes());
   description.add("writable", writable());
-  description.add("mapped", true);
+  description.add("in_place", true);
   return description;
 }
 

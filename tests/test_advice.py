@@ -39,8 +39,8 @@ FINE = Usage(
     capacity=256 * MIB,
     host_capacity=0,
     on_cpu=False,
-    mapped=False,
-    direct=True,
+    in_place=False,
+    o_direct=True,
     alignment=512,
     device_free_bytes=8 * GIB,
     host_free_bytes=8 * GIB,
@@ -83,17 +83,17 @@ def with_stats(usage: Usage, **changes: int) -> Usage:
         # Long rows: in lines that fit, of no whole number of lines, on no drive, in a small cache.
         replace(LONG, line_bytes=16384),
         replace(LONG, row_bytes=3 * 4096),
-        replace(LONG, mapped=True),
+        replace(LONG, in_place=True),
         replace(LONG, capacity=MIB),
         with_stats(LONG, commands=999),
         # Past the page cache, once; or through it; or more than it can take.
-        replace(FINE, direct=True),
-        replace(FINE, direct=False, capacity=2 * GIB, stats=AGAIN),
+        replace(FINE, o_direct=True),
+        replace(FINE, o_direct=False, capacity=2 * GIB, stats=AGAIN),
         replace(FINE, page_room=GIB // 2, capacity=2 * GIB, stats=AGAIN),
         # A small cache of data that was read again, where no memory is left for a larger one.
-        replace(FINE, direct=False, device_free_bytes=0, host_free_bytes=0, stats=AGAIN),
-        replace(FINE, direct=False, mapped=True, stats=AGAIN),
-        replace(FINE, direct=False, on_cpu=True, device_free_bytes=0, stats=AGAIN),
+        replace(FINE, o_direct=False, device_free_bytes=0, host_free_bytes=0, stats=AGAIN),
+        replace(FINE, o_direct=False, in_place=True, stats=AGAIN),
+        replace(FINE, o_direct=False, on_cpu=True, device_free_bytes=0, stats=AGAIN),
         # A tier that answers, or that has not been filled yet.
         with_stats(replace(FINE, host_capacity=GIB), tier_hits=100_000, tier_lines=10**6),
         with_stats(replace(FINE, host_capacity=GIB), tier_lines=1000),
@@ -117,18 +117,18 @@ def test_nothing_is_advised_where_nothing_is_wrong(usage: Usage) -> None:
         (replace(LONG, row_bytes=MIB, capacity=GIB), ("line=65536 needs 16.",)),
         (
             replace(FINE, capacity=2 * GIB, stats=AGAIN),
-            ("3221225472 bytes went past the page cache", "3.0 times", "direct=False"),
+            ("3221225472 bytes went past the page cache", "3.0 times", "o_direct=False"),
         ),
         (
             with_stats(replace(FINE, capacity=2 * GIB), bytes_written=GIB),
-            ("2.0 times", "direct=False"),
+            ("2.0 times", "o_direct=False"),
         ),
         (
-            replace(FINE, direct=False, stats=AGAIN),
+            replace(FINE, o_direct=False, stats=AGAIN),
             ("read 3.0 times on average", "700000 lines", "25% of the array", 'cache="1088 MiB"'),
         ),
         (
-            replace(FINE, direct=False, device_free_bytes=MIB, stats=AGAIN),
+            replace(FINE, o_direct=False, device_free_bytes=MIB, stats=AGAIN),
             ('host_cache="832 MiB"',),
         ),
         (
@@ -164,7 +164,7 @@ def opened(folder: Path, columns: int, mib: int = 16, **options: Any) -> fw.Arra
 
 
 def test_short_rows_at_random_are_advised_a_line_that_fits(tmp_path: Path) -> None:
-    with opened(tmp_path, 64, cache="1 MiB", direct=False) as x:
+    with opened(tmp_path, 64, cache="1 MiB", o_direct=False) as x:
         assert x.explain().advice == ()
 
         x.gather(np.random.default_rng(1).permutation(len(x))[:8192])
@@ -176,7 +176,7 @@ def test_short_rows_at_random_are_advised_a_line_that_fits(tmp_path: Path) -> No
 
 
 def test_the_line_that_was_advised_silences_it(tmp_path: Path) -> None:
-    with opened(tmp_path, 64, cache="1 MiB", direct=False, line=512) as x:
+    with opened(tmp_path, 64, cache="1 MiB", o_direct=False, line=512) as x:
         x.gather(np.random.default_rng(1).permutation(len(x))[:8192])
 
         assert x.stats.io_amplification < 2
@@ -184,7 +184,7 @@ def test_the_line_that_was_advised_silences_it(tmp_path: Path) -> None:
 
 
 def test_reading_in_order_is_advised_nothing(tmp_path: Path) -> None:
-    with opened(tmp_path, 64, cache="1 MiB", direct=False) as x:
+    with opened(tmp_path, 64, cache="1 MiB", o_direct=False) as x:
         for first in range(0, len(x), 4096):
             x[first : first + 4096]
 
@@ -193,7 +193,7 @@ def test_reading_in_order_is_advised_nothing(tmp_path: Path) -> None:
 
 
 def test_long_rows_are_advised_long_lines(tmp_path: Path) -> None:
-    with opened(tmp_path, 2048, cache="8 MiB", direct=False, line=4096) as x:
+    with opened(tmp_path, 2048, cache="8 MiB", o_direct=False, line=4096) as x:
         x.gather(np.random.default_rng(1).permutation(len(x)))
 
         (sentence,) = x.explain().advice
@@ -206,12 +206,12 @@ def test_rows_read_again_past_the_page_cache_are_advised_to_go_through_it(tmp_pa
     refusal = _native.direct_io_alignment(str(tmp_path / "probe.npy"))
     if isinstance(refusal, str):
         pytest.skip(f"no O_DIRECT here: {refusal}")
-    with opened(tmp_path, 512, mib=4, cache="3 MiB", direct=True) as x:
+    with opened(tmp_path, 512, mib=4, cache="3 MiB", o_direct=True) as x:
         for seed in range(12):
             x.gather(np.random.default_rng(seed).permutation(len(x)))
 
         advice = x.explain().advice
-        assert any("direct=False" in sentence for sentence in advice)
+        assert any("o_direct=False" in sentence for sentence in advice)
         assert any(f"{x.stats.evictions} lines made room" in sentence for sentence in advice)
 
 

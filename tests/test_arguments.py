@@ -41,7 +41,7 @@ def program(device: CpuDevice) -> fw.Program:
 
 @pytest.fixture
 def floats(tmp_path: Path, device: CpuDevice) -> Iterator[fw.Array]:
-    with fw.create(tmp_path / "x.npy", (1000,), "f4", device=device) as x:
+    with fw.create(tmp_path / "x.npy", "f4", (1000,), device=device) as x:
         x[:] = np.arange(1000)
         yield x
 
@@ -152,7 +152,7 @@ def test_array_where_a_pointer_is_wanted_and_the_other_way_round(
 
 def test_number_of_axes_is_checked(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
     with (
-        fw.create(tmp_path / "x.npy", (30,), "i4", device=device) as x,
+        fw.create(tmp_path / "x.npy", "i4", (30,), device=device) as x,
         pytest.raises(ArgumentError, match="wants 2 axes, the array has shape"),
     ):
         program["transpose"](x, x)
@@ -162,7 +162,7 @@ def test_dtype_of_an_array_is_checked(
     program: fw.Program, tmp_path: Path, device: CpuDevice
 ) -> None:
     with (
-        fw.create(tmp_path / "i.npy", (10,), "i4", device=device) as integers,
+        fw.create(tmp_path / "i.npy", "i4", (10,), device=device) as integers,
         pytest.raises(DtypeError, match=r"argument 0 .*float32.*int32"),
     ):
         program["mine::scale"](integers, 1)
@@ -182,14 +182,14 @@ def test_read_only_array_is_refused_where_it_could_be_stored_to(
 def test_array_of_another_device_is_refused(program: fw.Program, tmp_path: Path) -> None:
     with (
         CpuDevice(1) as elsewhere,
-        fw.create(tmp_path / "x.npy", (10,), "f4", device=elsewhere) as x,
+        fw.create(tmp_path / "x.npy", "f4", (10,), device=elsewhere) as x,
         pytest.raises(ArgumentError, match="the array is on cpu, the kernel on cpu"),
     ):
         program["mine::scale"](x, 1)
 
 
 def test_closed_array_is_refused(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
-    with fw.create(tmp_path / "x.npy", (10,), "f4", device=device) as x:
+    with fw.create(tmp_path / "x.npy", "f4", (10,), device=device) as x:
         pass
     with pytest.raises(ClosedError):
         program["mine::scale"](x, 1)

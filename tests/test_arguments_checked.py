@@ -83,8 +83,8 @@ def test_a_number_is_a_number_within_its_limits(value: Any) -> None:
 @pytest.mark.parametrize("value", ["no", 0, 1, None, np.array([True, False])], ids=repr)
 def test_a_flag_is_true_or_false(value: Any) -> None:
     with pytest.raises(ArgumentError, match="is neither True nor False"):
-        flag("direct", value)
-    assert flag("direct", np.True_) is True
+        flag("o_direct", value)
+    assert flag("o_direct", np.True_) is True
 
 
 @pytest.mark.parametrize("size", NOT_SIZES, ids=repr)
@@ -218,9 +218,9 @@ def test_threads_of_a_device_are_bounded(value: int) -> None:
         fw.CpuDevice(value)
 
 
-@pytest.mark.parametrize("field", ["direct"])
+@pytest.mark.parametrize("field", ["o_direct"])
 def test_a_flag_of_open(path: Path, field: str) -> None:
-    with pytest.raises(ArgumentError, match="direct='no' is neither True nor False"):
+    with pytest.raises(ArgumentError, match="o_direct='no' is neither True nor False"):
         opened(path, **{field: "no"})
 
 
@@ -228,7 +228,7 @@ def test_a_flag_of_open(path: Path, field: str) -> None:
     "make",
     [
         lambda path: File(path, writable="no"),
-        lambda path: File(path, direct="no"),
+        lambda path: File(path, o_direct="no"),
         lambda _: Memory(512, writable="no"),
         lambda _: Memory(np.array([{}], object)),
         lambda _: Memory(1.5),
@@ -284,14 +284,14 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
     if not isinstance(value, str | bytes) or value == "a\0b":  # others are names
         tries += [
             lambda: fw.open(value, **here),
-            lambda: fw.create(value, 3, "i8", **here),
+            lambda: fw.create(value, "i8", 3, **here),
             lambda: File(value),
             lambda: BlockDevice(value),
         ]
     for place, attempt in enumerate(tries):
         with pytest.raises(FlashwarpError):
             print(f"attempt {place} made {attempt()!r}")
-    with fw.create(tmp_path / "x.npy", 3, "i8", **here) as x:
+    with fw.create(tmp_path / "x.npy", "i8", 3, **here) as x:
         if value is not True:
             with pytest.raises(ArgumentError, match="drop_dirty"):
                 x.drop_cache(value)
@@ -338,7 +338,7 @@ def test_no_device_is_a_block_device(path: Path) -> None:
 )
 def test_shapes_that_cannot_be(tmp_path: Path, path: Path, shape: Any) -> None:
     for make in (
-        lambda: fw.create(tmp_path / "x.npy", shape, "f4", device="cpu"),
+        lambda: fw.create(tmp_path / "x.npy", "f4", shape, device="cpu"),
         lambda: fw.from_storage(Memory(4096), "f4", shape, device="cpu"),
         lambda: fw.open(path, dtype="i8", shape=shape, device="cpu"),
     ):
@@ -349,8 +349,8 @@ def test_shapes_that_cannot_be(tmp_path: Path, path: Path, shape: Any) -> None:
 
 def test_a_shape_of_no_axes_or_none_given(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="shape=None"):
-        fw.create(tmp_path / "x.npy", None, "f4", device="cpu")  # type: ignore[arg-type]
-    with fw.create(tmp_path / "x.npy", (), "f4", device="cpu") as x:
+        fw.create(tmp_path / "x.npy", "f4", None, device="cpu")  # type: ignore[arg-type]
+    with fw.create(tmp_path / "x.npy", "f4", (), device="cpu") as x:
         assert x.shape == ()
 
 
@@ -358,7 +358,7 @@ def test_a_shape_of_no_axes_or_none_given(tmp_path: Path) -> None:
     "shape", [3, np.int64(3), (3,), [3], np.array([3]), range(3, 4), np.array(3)], ids=repr
 )
 def test_shapes_of_any_integers(tmp_path: Path, shape: Any) -> None:
-    with fw.create(tmp_path / "x.npy", shape, "f4", device="cpu") as x:
+    with fw.create(tmp_path / "x.npy", "f4", shape, device="cpu") as x:
         assert x.shape == (3,)
         assert all(type(n) is int for n in x.shape)
 
@@ -366,7 +366,7 @@ def test_shapes_of_any_integers(tmp_path: Path, shape: Any) -> None:
 def test_64_axes_work(tmp_path: Path) -> None:
     most = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
     shape = (2, *(1,) * (most - 1))
-    with fw.create(tmp_path / "x.npy", shape, "f4", device="cpu") as x:
+    with fw.create(tmp_path / "x.npy", "f4", shape, device="cpu") as x:
         x[...] = 3
         assert x[...].shape == x[[1, 0]].shape == shape
         assert x[1].sum() == 3
@@ -414,7 +414,7 @@ def test_rows_of_a_trace_beyond_all_files() -> None:
 )
 def test_dtypes_that_cannot_be(tmp_path: Path, dtype: Any) -> None:
     with pytest.raises(DtypeError):
-        fw.create(tmp_path / "x.npy", 3, dtype, device="cpu")
+        fw.create(tmp_path / "x.npy", dtype, 3, device="cpu")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -443,7 +443,7 @@ def test_dtypes_that_work(tmp_path: Path, dtype: Any) -> None:
     values = np.frombuffer(bytes(range(1, 1 + 3 * kind.itemsize)), kind)
     if kind.kind in "Uf?g" or kind.fields:
         values = np.zeros(3, kind)
-    with fw.create(tmp_path / "x.npy", 3, dtype, device="cpu") as x:
+    with fw.create(tmp_path / "x.npy", dtype, 3, device="cpu") as x:
         x[...] = values
         assert x[...].dtype == kind
     with fw.open(tmp_path / "x.npy", device="cpu") as x:

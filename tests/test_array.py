@@ -132,17 +132,17 @@ def test_cache_and_ring_geometries(ways: int, sets: int, pairs: int, depth: int)
     np.testing.assert_array_equal(held, reference)
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("o_direct", [True, False])
 @pytest.mark.parametrize("data_path", ["bounce", "direct"])
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("line", [512, 4096])
 def test_files_by_every_path(
-    tmp_path: Path, direct: bool, data_path: str, aligned: bool, line: int
+    tmp_path: Path, o_direct: bool, data_path: str, aligned: bool, line: int
 ) -> None:
     reference = random_array((257, 19), np.float64)
     path = tmp_path / "x.npy"
     if aligned:
-        with fw.create(path, (257, 19), np.float64, device="cpu", cache="64 KiB") as x:
+        with fw.create(path, np.float64, (257, 19), device="cpu", cache="64 KiB") as x:
             x[...] = reference
     else:
         np.save(path, reference)
@@ -155,7 +155,7 @@ def test_files_by_every_path(
         device="cpu",
         line=line,
         cache=4 * line,
-        direct=direct,
+        o_direct=o_direct,
         controller=controller,
         strict=data_path,
     ) as x:
@@ -207,7 +207,7 @@ def test_memory_is_served_in_place() -> None:
     reference = random_array((500, 3), np.int64)
     held = reference.copy()
     with fw.from_storage(
-        Memory(held), np.int64, (500, 3), device="cpu", line=512, cache=2048, strict="mapped"
+        Memory(held), np.int64, (500, 3), device="cpu", line=512, cache=2048, strict="in_place"
     ) as x:
         churn(x, reference)
     np.testing.assert_array_equal(held, reference)
@@ -245,7 +245,7 @@ def test_array_without_axes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (3, 0, 2)])
 def test_arrays_of_no_bytes(tmp_path: Path, shape: tuple[int, ...]) -> None:
     path = tmp_path / "x.npy"
-    with fw.create(path, shape, np.int32, device="cpu") as x:
+    with fw.create(path, np.int32, shape, device="cpu") as x:
         assert (x.shape, x.nbytes, len(x)) == (shape, 0, shape[0])
         assert x[...].shape == shape
         assert x.gather(np.empty((0,), np.int64)).shape == (0, *shape[1:])
@@ -351,16 +351,16 @@ def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) 
     if isinstance(_native.direct_io_alignment(str(tmp_path / "x.npy")), str):
         pytest.skip("the file system of the test directory has no direct I/O")
     index = np.random.default_rng(0).permutation(4096)
-    for direct in (False, True):
+    for o_direct in (False, True):
         with fw.open(
-            tmp_path / "x.npy", device="cpu", line=512, cache="64 KiB", direct=direct
+            tmp_path / "x.npy", device="cpu", line=512, cache="64 KiB", o_direct=o_direct
         ) as x:
             assert x._launcher.look_ahead() > 0, "nothing is known before the first rows"
 
             x.gather(index)
-            assert (x._launcher.look_ahead() > 0) == direct
+            assert (x._launcher.look_ahead() > 0) == o_direct
             x.gather(index)
-            assert (x._launcher.look_ahead() > 0) == direct
+            assert (x._launcher.look_ahead() > 0) == o_direct
 
 
 def test_prefetched_rows_come_without_another_call(tmp_path: Path) -> None:
@@ -495,7 +495,7 @@ def test_stats_add_up(tmp_path: Path) -> None:
 
 
 def test_whole_rows_are_stored_without_reading(tmp_path: Path) -> None:
-    with fw.create(tmp_path / "x.npy", (64, 128), "f4", device="cpu", line=512, cache=2048) as x:
+    with fw.create(tmp_path / "x.npy", "f4", (64, 128), device="cpu", line=512, cache=2048) as x:
         x.scatter(np.arange(64), np.ones((64, 128), "f4"))
         assert x.stats.bytes_read == 0
         x[...] = 2
@@ -505,7 +505,7 @@ def test_whole_rows_are_stored_without_reading(tmp_path: Path) -> None:
 
 def test_explain_tells_the_path(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(10))
-    with fw.open(tmp_path / "x.npy", device="cpu", direct=False) as x:
+    with fw.open(tmp_path / "x.npy", device="cpu", o_direct=False) as x:
         told = x.explain()
         assert told.path == "direct"
         assert told.storage["path"] == str(tmp_path / "x.npy")
@@ -513,7 +513,7 @@ def test_explain_tells_the_path(tmp_path: Path) -> None:
         for word in ("data path", "storage", "engine", "cache", "device", "page cache"):
             assert word in text
     with fw.from_storage(Memory(4096), "u1", device="cpu") as x:
-        assert x.explain().path == "mapped"
+        assert x.explain().path == "in_place"
 
 
 def test_strict_refuses_another_path(tmp_path: Path) -> None:

@@ -77,14 +77,14 @@ def test_copy_that_the_host_has_no_room_for() -> None:
 
 
 def test_rows_that_the_host_has_no_room_for(tmp_path: Path) -> None:
-    with fw.create(tmp_path / "sparse.npy", (1, 1 << 42), "i1", device="cpu", cache=1 << 16) as x:
+    with fw.create(tmp_path / "sparse.npy", "i1", (1, 1 << 42), device="cpu", cache=1 << 16) as x:
         many = np.zeros(64, "i8")  # more than an address can say
 
         for refused in (
             lambda: x.gather(many),
-            lambda: x.read_async(many),
+            lambda: x.gather_async(many),
             lambda: x.scatter(many, 1),
-            lambda: x.write_async(many, 1),
+            lambda: x.scatter_async(many, 1),
         ):
             with pytest.raises(DeviceOutOfMemory, match=f"^{1 << 48} bytes of host memory"):
                 refused()
@@ -125,7 +125,7 @@ def test_file_that_may_not_be_written(path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_create_where_no_folder_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        fw.create(tmp_path / "absent" / "x.npy", 4, "f4", device="cpu")
+        fw.create(tmp_path / "absent" / "x.npy", "f4", 4, device="cpu")
 
 
 def test_file_is_no_block_device(path: Path) -> None:
@@ -179,9 +179,9 @@ def test_python_objects(tmp_path: Path) -> None:
     with pytest.raises(DtypeError, match="Python objects"):
         fw.open(tmp_path / "x.npy", device="cpu")
     with pytest.raises(DtypeError):
-        fw.create(tmp_path / "y.npy", 3, object, device="cpu")
+        fw.create(tmp_path / "y.npy", object, 3, device="cpu")
     with pytest.raises(DtypeError, match="not a dtype"):
-        fw.create(tmp_path / "y.npy", 3, "nonsense", device="cpu")
+        fw.create(tmp_path / "y.npy", "nonsense", 3, device="cpu")
 
 
 def test_fortran_order(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_fortran_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [-1, (3, -2)])
 def test_negative_shape(tmp_path: Path, shape: Any) -> None:
     with pytest.raises(ArgumentError, match="negative"):
-        fw.create(tmp_path / "x.npy", shape, "f4", device="cpu")
+        fw.create(tmp_path / "x.npy", "f4", shape, device="cpu")
 
 
 def test_storage_smaller_than_the_array() -> None:
@@ -321,7 +321,7 @@ def test_controllers_that_cannot_be(options: dict[str, Any]) -> None:
 
 def test_mapped_path_of_a_file_on_the_cpu_without_a_lease(path: Path) -> None:
     with path.open("r+b"), pytest.raises(ArgumentError, match="a lease: there is no lease on it"):
-        fw.open(path, device="cpu", controller=fw.SoftwareController(data_path="mapped"))
+        fw.open(path, device="cpu", controller=fw.SoftwareController(data_path="in_place"))
 
 
 def test_controller_serves_one_array(path: Path) -> None:
@@ -478,13 +478,13 @@ def test_forked_child_is_told(x: fw.Array) -> None:
 # Storage that fails while in use.
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("o_direct", [False, True])
 @pytest.mark.parametrize("data_path", ["direct", "bounce"])
-def test_file_truncated_while_in_use(path: Path, direct: bool, data_path: str) -> None:
+def test_file_truncated_while_in_use(path: Path, o_direct: bool, data_path: str) -> None:
     whole = path.read_bytes()
     controller = fw.SoftwareController(data_path=data_path)
     with fw.open(
-        path, device="cpu", line=512, cache=2048, direct=direct, controller=controller
+        path, device="cpu", line=512, cache=2048, o_direct=o_direct, controller=controller
     ) as x:
         assert x[999].tolist() == [999] * 4
         x.drop_cache()
@@ -511,8 +511,8 @@ def test_file_size_limit_while_in_use(tmp_path: Path) -> None:
         from flashwarp.errors import StorageError
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        x = fw.create(sys.argv[1], (100, 1024), "u4", device="cpu", line=4096, cache="1 MiB",
-                      direct=False)
+        x = fw.create(sys.argv[1], "u4", (100, 1024), device="cpu", line=4096, cache="1 MiB",
+                      o_direct=False)
         x[3] = 7
         x.flush()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -557,7 +557,7 @@ def test_neighbour_that_cannot_be_written_back_fails_the_read_that_needs_its_fra
         values = np.arange(8 * 512).reshape(8, 512)
         with fw.Cache(4 * 4096, ways=4, device="cpu") as cache:
             whole = fw.from_storage(Memory(values.copy()), "i8", values.shape, cache=cache)
-            ill = fw.create(sys.argv[1], (8, 512), "i8", cache=cache, direct=False)
+            ill = fw.create(sys.argv[1], "i8", (8, 512), cache=cache, o_direct=False)
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
             ill[:4] = 1
@@ -605,7 +605,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_disk_full_while_in_use(small_disk: Path) -> None:
     x = fw.create(
-        small_disk / "x.npy", (1024, 1024), "u4", device="cpu", cache="8 MiB", direct=False
+        small_disk / "x.npy", "u4", (1024, 1024), device="cpu", cache="8 MiB", o_direct=False
     )
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(512 << 10))
@@ -622,7 +622,7 @@ def test_disk_full_while_in_use(small_disk: Path) -> None:
 
 def test_error_at_close_is_raised_and_all_is_released(small_disk: Path) -> None:
     x = fw.create(
-        small_disk / "x.npy", (1024, 1024), "u4", device="cpu", cache="8 MiB", direct=False
+        small_disk / "x.npy", "u4", (1024, 1024), device="cpu", cache="8 MiB", o_direct=False
     )
     x[:] = 5
     with pytest.raises(StorageError) as caught:

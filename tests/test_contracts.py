@@ -17,17 +17,17 @@ from flashwarp.testing import ControllerContract, Faulty, Host, Recording, Stora
 STRIPE = 4096
 
 
-def file_of(path: Path, content: bytes, writable: bool, *, offset: int = 0, direct: bool) -> File:
+def file_of(path: Path, content: bytes, writable: bool, *, offset: int = 0, o_direct: bool) -> File:
     """A file storage of `content`, which lies `offset` bytes from the file's beginning."""
     path.write_bytes(b"\xee" * offset + content + b"\xee" * offset)
     try:
-        return File(path, offset, len(content), writable=writable, direct=direct)
+        return File(path, offset, len(content), writable=writable, o_direct=o_direct)
     except PathError as error:
         pytest.skip(str(error))
 
 
 def striped_of(
-    folder: Path, content: bytes, writable: bool, *, direct: bool, count: int = 3
+    folder: Path, content: bytes, writable: bool, *, o_direct: bool, count: int = 3
 ) -> Striped:
     stripes = [content[i : i + STRIPE] for i in range(0, len(content), STRIPE)]
     rows = -(-len(stripes) // count)
@@ -35,7 +35,7 @@ def striped_of(
     for i in range(count):
         held = b"".join(stripes[i::count]).ljust(rows * STRIPE, b"\xee")
         members.append(
-            file_of(folder / f"s{i}", held, writable, offset=512 * (i % 2), direct=direct)
+            file_of(folder / f"s{i}", held, writable, offset=512 * (i % 2), o_direct=o_direct)
         )
     return Striped(members, STRIPE, len(content))
 
@@ -44,7 +44,7 @@ class Backend:
     """What the backends below have in common."""
 
     offset: ClassVar[int] = 0
-    direct: ClassVar[bool] = False
+    o_direct: ClassVar[bool] = False
 
 
 class MemoryBackend(Backend):
@@ -55,18 +55,18 @@ class MemoryBackend(Backend):
 
 class FileBackend(Backend):
     def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
-        return file_of(folder / "f", content, writable, offset=self.offset, direct=self.direct)
+        return file_of(folder / "f", content, writable, offset=self.offset, o_direct=self.o_direct)
 
 
 class StripedBackend(Backend):
     def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
-        return striped_of(folder, content, writable, direct=self.direct)
+        return striped_of(folder, content, writable, o_direct=self.o_direct)
 
 
 class ReplicatedBackend(Backend):
     def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
         return Replicated(
-            [file_of(folder / name, content, writable, direct=self.direct) for name in "ab"]
+            [file_of(folder / name, content, writable, o_direct=self.o_direct) for name in "ab"]
         )
 
 
@@ -110,12 +110,12 @@ class TestFileAtAnOffset(TestFile):
 
 
 class TestDirectFile(TestFile):
-    direct = True
+    o_direct = True
 
 
 class TestDirectFileAtAnOffset(TestFile):
     offset = 128
-    direct = True
+    o_direct = True
 
 
 class TestStriped(StripedBackend, StorageContract):
@@ -126,7 +126,7 @@ class TestStriped(StripedBackend, StorageContract):
 
 
 class TestStripedDirectFiles(TestStriped):
-    direct = True
+    o_direct = True
 
 
 class TestReplicated(ReplicatedBackend, StorageContract):
@@ -205,12 +205,12 @@ class TestControllerOfFileByThreads(TestControllerOfFile):
 
 
 class TestControllerOfDirectFile(TestControllerOfFile):
-    direct = True
+    o_direct = True
 
 
 class TestControllerOfDirectFileAtAnOffset(TestControllerOfFile):
     offset = 128
-    direct = True
+    o_direct = True
 
 
 class TestControllerOfDirectFileByThreads(TestControllerOfDirectFile):
@@ -222,7 +222,7 @@ class TestControllerOfStriped(Engines, StripedBackend, ControllerContract):
 
 
 class TestControllerOfStripedDirectFiles(TestControllerOfStriped):
-    direct = True
+    o_direct = True
 
 
 class TestControllerOfReplicated(Engines, ReplicatedBackend, ControllerContract):
@@ -243,7 +243,7 @@ class TestControllerWithHarmlessFaults(TestControllerOfFaulty):
 
 
 class TestControllerWithHarmlessFaultsPastThePageCache(TestControllerWithHarmlessFaults):
-    direct = True
+    o_direct = True
     offset = 128
     engine = "threads"
 

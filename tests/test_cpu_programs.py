@@ -39,7 +39,7 @@ def program(device: CpuDevice) -> fw.Program:
 @pytest.fixture
 def floats(tmp_path: Path, device: CpuDevice) -> Iterator[fw.Array]:
     """Sixteen times the size of its cache."""
-    with fw.create(tmp_path / "x.npy", (1 << 18,), "f4", device=device, cache="64 KiB") as x:
+    with fw.create(tmp_path / "x.npy", "f4", (1 << 18,), device=device, cache="64 KiB") as x:
         x[:] = np.arange(1 << 18)
         yield x
 

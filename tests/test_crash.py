@@ -109,10 +109,10 @@ def small_array_of(storage: Storage, cache: fw.Cache) -> fw.Array:
 
 class TestKilledArray(ArrayMethods, KillSuite):
     def create(self, path: Path) -> None:
-        fw.create(path, 256, "i8", device="cpu").close()
+        fw.create(path, "i8", 256, device="cpu").close()
 
     def open(self, path: Path) -> fw.Array:
-        return fw.open(path, "r+", device="cpu", line=512, cache=2048, direct=False)
+        return fw.open(path, "r+", device="cpu", line=512, cache=2048, o_direct=False)
 
 
 class TestKilledDirectArray(ArrayMethods, KillSuite):
@@ -122,11 +122,11 @@ class TestKilledDirectArray(ArrayMethods, KillSuite):
     seeds = (5, 6)
 
     def create(self, path: Path) -> None:
-        fw.create(path, 4096, "i8", device="cpu").close()
+        fw.create(path, "i8", 4096, device="cpu").close()
 
     def open(self, path: Path) -> fw.Array:
         try:
-            return fw.open(path, "r+", device="cpu", line=4096, cache=16384, direct=True)
+            return fw.open(path, "r+", device="cpu", line=4096, cache=16384, o_direct=True)
         except OSError as error:
             pytest.skip(str(error))
 

@@ -47,7 +47,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def create(path: Any, *args: Any, **options: Any) -> fw.Array:
-    return fw.create(path, *(args or (100, "f8")), **{"device": "cpu", **options})
+    return fw.create(path, *(args or ("f8", 100)), **{"device": "cpu", **options})
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def test_existing_file_is_refused(old: Path) -> None:
 def test_overwrite_replaces(old: Path) -> None:
     old.chmod(0o640)
 
-    with create(old, (3, 2), "i4", overwrite=True) as x:
+    with create(old, "i4", (3, 2), overwrite=True) as x:
         x[1] = 7
         x.flush()
         assert x._storage.path == str(old)
@@ -102,11 +102,12 @@ def closed_cache() -> fw.Cache:
 
 
 BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    ((100, "O"), {}),
-    ((100, "no such type"), {}),
-    ((100, [("a" * 5000, "f4")]), {}),
-    ((-1, "f8"), {}),
-    ((2**62, "f8"), {}),
+    (("O", 100), {}),
+    (("no such type", 100), {}),
+    (([("a" * 5000, "f4")], 100), {}),
+    (("f8", -1), {}),
+    ((100, "f8"), {}),
+    (("f8", 2**62), {}),
     ((), {"device": "cuda:99"}),
     ((), {"device": "abacus"}),
     ((), {"cache": "17 bytes"}),
@@ -201,7 +202,7 @@ def test_death_of_the_process_leaves_the_old_file_or_nothing(old: Path, step: st
 import os, signal, sys
 import flashwarp as fw
 os.{step} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-fw.create(sys.argv[1], 100, "f8", device="cpu", overwrite={step != "link"})
+fw.create(sys.argv[1], "f8", 100, device="cpu", overwrite={step != "link"})
 """
     done = subprocess.run([sys.executable, "-c", script, str(old)], check=False, timeout=60)
 
@@ -320,7 +321,7 @@ def test_new_file_is_locked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [0, (0, 5), ()])
 def test_array_of_nothing_or_of_one(tmp_path: Path, shape: Any) -> None:
-    create(tmp_path / "x.npy", shape, "f4").close()
+    create(tmp_path / "x.npy", "f4", shape).close()
     assert np.load(tmp_path / "x.npy").shape == ((0,) if shape == 0 else shape)
 
 
@@ -385,7 +386,7 @@ def test_limit_of_file_sizes(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with pytest.raises(PathError, match="ulimit -f") as caught:
-            create(tmp_path / "x.npy", 1 << 20, "f8")
+            create(tmp_path / "x.npy", "f8", 1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.errno == errno.EFBIG
@@ -393,7 +394,7 @@ def test_limit_of_file_sizes(tmp_path: Path) -> None:
 
 
 def test_new_file_is_sparse(tmp_path: Path) -> None:
-    create(tmp_path / "x.npy", (1 << 30,), "u1").close()
+    create(tmp_path / "x.npy", "u1", (1 << 30,)).close()
     status = (tmp_path / "x.npy").stat()
     assert status.st_size == 4096 + (1 << 30)
     assert status.st_blocks * 512 < 1 << 20

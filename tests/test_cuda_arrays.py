@@ -101,7 +101,7 @@ def check_async_read_is_ordered_between_streams() -> None:
     with open_array() as x:
         out = x.device.empty_array((3,), "i8")
 
-        read = x.read_async(np.array([1, 2, 3]), out=out, stream=1)
+        read = x.gather_async(np.array([1, 2, 3]), out=out, stream=1)
         assert stream_of_last_launch(x) == LANE
         assert fake().fake_waits(LANE, 1) == 1, "what the stream had queued comes before"
         assert not read.done()
@@ -117,7 +117,7 @@ def check_async_read_is_ordered_between_streams() -> None:
 
 def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
     with open_array() as x:
-        read = x.read_async(slice(4, 7))
+        read = x.gather_async(slice(4, 7))
         (call,) = calls_of(x)
         x.device.upload(call.held[0].address, np.array([40, 50, 60]))
         with pytest.raises(ArgumentError, match="host memory"):
@@ -126,19 +126,19 @@ def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
 
         assert read.result().tolist() == [40, 50, 60]
         out = np.zeros(3, np.int64)
-        assert x.read_async([1, 2, 3], out=out).result() is out
+        assert x.gather_async([1, 2, 3], out=out).result() is out
 
 
 def check_temporary_memory_is_lent_again() -> None:
     with open_array() as x:
         fake().fake_hold(0)
         for _ in range(9):  # once a lane
-            x.read_async([1, 2, 3]).result()
+            x.gather_async([1, 2, 3]).result()
         before = fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")
 
         for _ in range(20):
-            x.read_async([1, 2, 3]).result()
-            x.write_async([1, 2], [3, 4]).result()
+            x.gather_async([1, 2, 3]).result()
+            x.scatter_async([1, 2], [3, 4]).result()
 
         assert (fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")) == before
     assert fake().fake_live_allocations() == 0
@@ -146,11 +146,11 @@ def check_temporary_memory_is_lent_again() -> None:
 
 def check_calls_overtake_each_other() -> None:
     with open_array() as x:
-        reads = [x.read_async([k]) for k in range(8)]
+        reads = [x.gather_async([k]) for k in range(8)]
 
         assert all(isinstance(read.result(), np.ndarray) for read in reads[1:])
         assert not reads[0].done()
-        assert x.read_async([9]).result().shape == (1,)
+        assert x.gather_async([9]).result().shape == (1,)
 
 
 def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
@@ -158,10 +158,10 @@ def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
     with open_array() as x:
         fake().fake_hold(x.device.default_stream().handle)
 
-        assert x.read_async([1, 2]).result().shape == (2,)
-        assert x.write_async([1, 2], [3, 4]).result() is None
+        assert x.gather_async([1, 2]).result().shape == (2,)
+        assert x.scatter_async([1, 2], [3, 4]).result() is None
         index = x.device.empty_array((1,), "i8", x._calls._side)
-        assert isinstance(x.read_async(index, stream=1).result(), DeviceArray)
+        assert isinstance(x.gather_async(index, stream=1).result(), DeviceArray)
         fake().fake_hold(0)
 
 
@@ -176,7 +176,7 @@ def check_values_on_the_gpu_are_waited_for() -> None:
     with open_array() as x:
         values = x.device.empty_array((2,), "i8")
 
-        write = x.write_async(slice(0, 2), values)
+        write = x.scatter_async(slice(0, 2), values)
 
         assert fake().fake_waits(LANE, x.device.default_stream().handle) == 1
         fake().fake_hold(0)
@@ -189,7 +189,7 @@ def check_indices_on_the_gpu_are_checked_apart() -> None:
         note(x._volume.indices, 0)  # of another call
 
         fake().fake_hold(0)
-        read = x.read_async(index, stream=1)
+        read = x.gather_async(index, stream=1)
 
         assert fake().fake_waits(LANE, 1) == 1, "where they are checked"
         assert isinstance(read.result(), DeviceArray)
@@ -198,22 +198,22 @@ def check_indices_on_the_gpu_are_checked_apart() -> None:
 
 def check_failure_is_of_the_call_in_whose_lane_it_is_noted() -> None:
     with open_array() as x:
-        read, other = x.read_async([1]), x.read_async([2])
+        read, other = x.gather_async([1]), x.gather_async([2])
         note(calls_of(x)[0].lane.volume.commands, 0, status=0x281, opcode=2)
 
         fake().fake_hold(0)
 
         failure = read.exception()
         assert isinstance(failure, StorageError)
-        assert "read_async failed at byte 0" in str(failure)
+        assert "gather_async failed at byte 0" in str(failure)
         assert other.exception() is None
         x.flush()
-        assert x.read_async([1]).exception() is None, "the lane is clean again"
+        assert x.gather_async([1]).exception() is None, "the lane is clean again"
 
 
 def check_fault_of_a_kernel_ends_all_calls() -> None:
     with open_array() as x:
-        reads = [x.read_async([k]) for k in range(3)]
+        reads = [x.gather_async([k]) for k in range(3)]
 
         with failing("cuEventQuery", ILLEGAL_ADDRESS):
             failures = [read.exception() for read in reads[:1]]
@@ -230,18 +230,18 @@ def check_launch_that_fails_is_raised_at_the_call() -> None:
     with open_array() as x:
         fake().fake_hold(0)
         with failing("cuLaunchKernel", OUT_OF_MEMORY), pytest.raises(DeviceOutOfMemory):
-            x.read_async([1])
+            x.gather_async([1])
 
-        assert x.read_async([1]).result().shape == (1,)
+        assert x.gather_async([1]).result().shape == (1,)
 
 
 def check_close_and_limit_wait_for_calls() -> None:
     os.environ["FLASHWARP_ASYNC_CALLS"] = "1"
     with open_array() as x:
-        first = x.read_async([1])
+        first = x.gather_async([1])
         threading.Timer(0.05, lambda: fake().fake_hold(0)).start()
 
-        second = x.read_async([2])
+        second = x.gather_async([2])
 
         assert first.done()
         fake().fake_hold(LANE + 256)
@@ -254,7 +254,7 @@ def check_close_and_limit_wait_for_calls() -> None:
 def check_close_beside_a_stuck_kernel_fails_its_calls() -> None:
     calls.time_limit_s = lambda: 0.05
     with open_array() as x:
-        read = x.read_async([1])
+        read = x.gather_async([1])
         with pytest.raises(DeviceTimeout, match="asynchronous calls"):
             x.close()
         assert isinstance(read.exception(), DeviceTimeout)
@@ -310,12 +310,12 @@ def check_fault_that_nobody_was_told_of_is_raised_by_close() -> None:
 
 def check_calls_in_flight_end_with_a_fault() -> None:
     with open_array() as x:
-        read = x.read_async([1])
+        read = x.gather_async([1])
         fake().fake_fault(LAUNCH_FAILED)
 
         assert isinstance(read.exception(), DeviceError)
         with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
-            x.read_async([1])
+            x.gather_async([1])
         fake().fake_fault(0)
         fake().fake_hold(0)
 

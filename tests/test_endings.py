@@ -70,7 +70,7 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_what_owns_something_is_not_copied(path: Path, device: CpuDevice) -> None:
     with fw.open(path, "r+", device=device) as x, fw.Cache("64 KiB", device=device) as cache:
-        future = x.read_async([1])
+        future = x.gather_async([1])
         owners = (x, cache, device, x._storage, future, device.allocate(1), x.controller.queues)
         for owner in owners:
             for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -243,7 +243,7 @@ def test_closed_array_holds_no_file(path: Path) -> None:
     def mapped() -> bool:
         return str(path) in Path("/proc/self/maps").read_text()
 
-    x = fw.open(path, "r+", device="cpu", direct=False)
+    x = fw.open(path, "r+", device="cpu", o_direct=False)
     x[0] = x[1]
     assert descriptors_of(path)
 
@@ -488,7 +488,7 @@ def works(x: fw.Array) -> None:
     def use() -> None:
         try:
             found.append(x.gather([7, 3])[:, 0].tolist())
-            x.read_async([1]).result()
+            x.gather_async([1]).result()
             x.close()
         except ClosedError as error:
             found.append(error)
@@ -511,7 +511,7 @@ CALLS: dict[str, Callable[[fw.Array], Any]] = {
     "store": lambda x: x.__setitem__(11, 11),
     "drop_cache": lambda x: x.drop_cache(),
     "stats": lambda x: x.stats,
-    "read_async": lambda x: x.read_async([4]).result(),
+    "gather_async": lambda x: x.gather_async([4]).result(),
 }
 
 

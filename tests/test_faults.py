@@ -183,7 +183,7 @@ def test_flipped_bit_is_one_bit(file: Path, blocking: bool) -> None:
     assert np.unpackbits(wrong.view(np.uint8)).sum() == 1
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("o_direct", [False, True])
 @pytest.mark.parametrize(
     "plan",
     [
@@ -194,9 +194,9 @@ def test_flipped_bit_is_one_bit(file: Path, blocking: bool) -> None:
     ],
 )
 def test_what_the_kernel_may_do_changes_nothing(
-    file: Path, blocking: bool, direct: bool, plan: str
+    file: Path, blocking: bool, o_direct: bool, plan: str
 ) -> None:
-    storage = Faulty(File(file, writable=True, direct=direct), plan, blocking=blocking)
+    storage = Faulty(File(file, writable=True, o_direct=o_direct), plan, blocking=blocking)
     with open_array(storage) as x:
         for turn in range(3):
             order = np.random.default_rng(turn).permutation(ROWS)

@@ -54,7 +54,7 @@ LARGE = replace(COLD, nbytes=9 * GIB, allocated_bytes=9 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("facts", "direct", "told"),
+    ("facts", "o_direct", "told"),
     [
         (COLD, False, "fit the"),
         (replace(COLD, resident=None), False, "unknown of the file"),
@@ -72,11 +72,11 @@ LARGE = replace(COLD, nbytes=9 * GIB, allocated_bytes=9 * GIB)
     ],
 )
 def test_the_way_is_chosen_by_what_fits_the_memory(
-    facts: FileFacts, direct: bool, told: str
+    facts: FileFacts, o_direct: bool, told: str
 ) -> None:
     way = choose_way(facts, DEFAULTS)
 
-    assert way.direct is direct
+    assert way.o_direct is o_direct
     assert told in way.why
 
 
@@ -87,13 +87,13 @@ def test_a_cold_file_that_fits_goes_through_the_page_cache(folder: Path, mode: s
     with fw.open(folder / "x.npy", mode, device="cpu", cache="1 MiB") as x:
         told = x.explain()
 
-    assert told.storage["direct"] is False
+    assert told.storage["o_direct"] is False
     assert "fit the" in told.reason
 
 
 def test_a_table_that_was_just_created_goes_through_the_page_cache(folder: Path) -> None:
-    with fw.create(folder / "x.npy", (4096, 512), "i8", device="cpu", cache="1 MiB") as x:
-        assert x.explain().storage["direct"] is False
+    with fw.create(folder / "x.npy", "i8", (4096, 512), device="cpu", cache="1 MiB") as x:
+        assert x.explain().storage["o_direct"] is False
 
 
 def test_a_large_table_that_was_just_created_goes_through_the_page_cache(
@@ -101,8 +101,8 @@ def test_a_large_table_that_was_just_created_goes_through_the_page_cache(
 ) -> None:
     monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "1e-6")
 
-    with fw.create(folder / "x.npy", (4096, 512), "i8", device="cpu", cache="1 MiB") as x:
-        assert x.explain().storage["direct"] is False
+    with fw.create(folder / "x.npy", "i8", (4096, 512), device="cpu", cache="1 MiB") as x:
+        assert x.explain().storage["o_direct"] is False
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
@@ -115,7 +115,7 @@ def test_a_file_that_exceeds_the_memory_goes_past_the_page_cache(
     with fw.open(folder / "x.npy", mode, device="cpu", cache="1 MiB") as x:
         told = x.explain()
 
-    assert told.storage["direct"] is True
+    assert told.storage["o_direct"] is True
     assert "exceed the" in told.reason
 
 
@@ -124,22 +124,22 @@ def test_the_frames_of_a_cpu_device_are_not_counted_for_the_page_cache(folder: P
     available = host_memory.available_bytes()
 
     with fw.open(folder / "x.npy", device="cpu", cache=int(available * 0.9999)) as x:
-        assert x.explain().storage["direct"] is True
+        assert x.explain().storage["o_direct"] is True
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("o_direct", [True, False])
 def test_a_way_that_was_asked_for_stays(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, o_direct: bool
 ) -> None:
     data = make_table(folder / "x.npy")
     monkeypatch.setenv("FLASHWARP_REVIEW_BYTES", "4096")
 
-    with fw.open(folder / "x.npy", device="cpu", cache="64 KiB", direct=direct) as x:
+    with fw.open(folder / "x.npy", device="cpu", cache="64 KiB", o_direct=o_direct) as x:
         for _ in range(4):
             assert np.array_equal(x[:], data)
         told = x.explain()
 
-    assert told.storage["direct"] is direct
+    assert told.storage["o_direct"] is o_direct
     assert "changed" not in told.storage
     assert "as asked for" in told.reason
 
@@ -157,7 +157,7 @@ SEEN = ReadFigures(
 
 
 @pytest.mark.parametrize(
-    ("direct", "seen", "room", "told"),
+    ("o_direct", "seen", "room", "told"),
     [
         # Read once: nobody knows whether it will be again.
         (True, SEEN, GIB, None),
@@ -170,15 +170,15 @@ SEEN = ReadFigures(
     ],
 )
 def test_the_way_is_reconsidered_by_what_was_read_again(
-    direct: bool, seen: ReadFigures, room: int, told: str | None
+    o_direct: bool, seen: ReadFigures, room: int, told: str | None
 ) -> None:
-    why = reconsider(direct, seen, room, {})
+    why = reconsider(o_direct, seen, room, {})
 
     assert (why is None) if told is None else (why is not None and told in why)
 
 
 @pytest.mark.parametrize(
-    ("direct", "rates", "told"),
+    ("o_direct", "rates", "told"),
     [
         (True, {True: 1e8}, "read ahead"),
         (True, {True: 1e8, False: 9e7}, None),
@@ -189,12 +189,12 @@ def test_the_way_is_reconsidered_by_what_was_read_again(
     ],
 )
 def test_reads_in_order_keep_the_faster_way(
-    direct: bool, rates: dict[bool, float], told: str | None
+    o_direct: bool, rates: dict[bool, float], told: str | None
 ) -> None:
     # Whatever else is seen: of a stream, the page cache keeps nothing that is read again.
     seen = replace(SEEN, near_reads=9500, touched_nbytes=100 * MIB)
 
-    why = reconsider(direct, seen, 50 * MIB, rates)
+    why = reconsider(o_direct, seen, 50 * MIB, rates)
 
     assert (why is None) if told is None else (why is not None and told in why)
 
@@ -211,7 +211,7 @@ def test_rows_that_are_read_again_come_from_the_page_cache_later(
     monkeypatch.setenv("FLASHWARP_REVIEW_BYTES", "1000000")
     with fw.open(folder / "x.npy", device="cpu", cache="64 KiB") as x:
         assert np.array_equal(x.gather(rows), data[rows])
-        assert x.explain().storage["direct"] is True
+        assert x.explain().storage["o_direct"] is True
 
         # As when whatever took the memory has ended.
         monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "0.9")
@@ -219,7 +219,7 @@ def test_rows_that_are_read_again_come_from_the_page_cache_later(
             assert np.array_equal(x.gather(rows), data[rows])
 
         told = x.explain()
-        assert told.storage["direct"] is False
+        assert told.storage["o_direct"] is False
         assert "to the page cache after" in told.storage["changed"]
         assert "times, and fit the" in str(told)
         before = x.controller.stats()["engine_operations"]
@@ -234,7 +234,7 @@ def test_a_page_cache_that_keeps_nothing_is_left(
     rows = np.random.default_rng(1).permutation(len(data))
     monkeypatch.setenv("FLASHWARP_REVIEW_BYTES", "1000000")
     with fw.open(folder / "x.npy", device="cpu", cache="64 KiB") as x:
-        assert x.explain().storage["direct"] is False
+        assert x.explain().storage["o_direct"] is False
 
         # As when something else takes the memory.
         monkeypatch.setenv("FLASHWARP_PAGE_CACHE_SHARE", "1e-6")
@@ -242,7 +242,7 @@ def test_a_page_cache_that_keeps_nothing_is_left(
             assert np.array_equal(x.gather(part), data[part])
 
         told = x.explain().storage
-        assert told["direct"] is True
+        assert told["o_direct"] is True
         assert "were not in the page cache" in told["changed"]
 
 
@@ -255,7 +255,7 @@ def test_no_review_without_bytes_to_review(folder: Path, monkeypatch: pytest.Mon
         for _ in range(6):
             x[:]
 
-        assert x.explain().storage["direct"] is True
+        assert x.explain().storage["o_direct"] is True
 
 
 # The native file.

@@ -374,16 +374,16 @@ def test_raw_numbers_are_no_container(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["r", "r+"])
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("o_direct", [False, True])
 @pytest.mark.parametrize("offset", [0, 1, 7, 512, 4095, 4096, 5001])
-def test_offset_is_any_byte(tmp_path: Path, offset: int, direct: bool, mode: Any) -> None:
+def test_offset_is_any_byte(tmp_path: Path, offset: int, o_direct: bool, mode: Any) -> None:
     path = tmp_path / "f"
     rows = np.random.default_rng(offset).standard_normal((500, 12))
     head, tail = os.urandom(offset), os.urandom(999)
     path.write_bytes(head + rows.tobytes() + tail)
 
     with open_raw(
-        path, shape=rows.shape, offset=offset, direct=direct, mode=mode, cache=16384
+        path, shape=rows.shape, offset=offset, o_direct=o_direct, mode=mode, cache=16384
     ) as x:
         assert x.explain().storage["offset"] == offset
         np.testing.assert_array_equal(x[...], rows)

@@ -98,7 +98,7 @@ def fail_at(storage: Faulty, row: int) -> None:
 def test_future_has_the_rows(x: fw.Array, rows: Any) -> None:
     expected = np.arange(ROWS)[rows]
 
-    got = x.read_async(rows).result()
+    got = x.gather_async(rows).result()
 
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
@@ -110,11 +110,11 @@ def test_stored_rows_are_there_when_the_future_is_done(x: fw.Array, rows: Any) -
     expected = np.arange(ROWS)
     values = np.arange(len(expected[rows])) - 77
 
-    assert x.write_async(rows, values).result() is None
+    assert x.scatter_async(rows, values).result() is None
     expected[rows] = values
     assert (x[...] == expected).all()
 
-    x.write_async(rows, 5).result()
+    x.scatter_async(rows, 5).result()
     expected[rows] = 5
     assert (x[...] == expected).all()
 
@@ -122,7 +122,7 @@ def test_stored_rows_are_there_when_the_future_is_done(x: fw.Array, rows: Any) -
 def test_rows_come_where_they_are_wanted(x: fw.Array) -> None:
     out = np.zeros(50, np.int64)
 
-    future = x.read_async(slice(20, 70), out=out)
+    future = x.gather_async(slice(20, 70), out=out)
 
     assert future.out is out
     assert future.result() is out
@@ -131,8 +131,8 @@ def test_rows_come_where_they_are_wanted(x: fw.Array) -> None:
 
 def test_operands_live_until_the_call_has_ended(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
-    reads = [x.read_async(np.arange(k, k + 40)) for k in range(0, 200, 40)]
-    write = x.write_async(np.arange(1000, 1100), np.full(100, 9))
+    reads = [x.gather_async(np.arange(k, k + 40)) for k in range(0, 200, 40)]
+    write = x.scatter_async(np.arange(1000, 1100), np.full(100, 9))
     gc.collect()
     np.full(1000, -1)  # over memory that was given back too early
 
@@ -148,8 +148,8 @@ def test_many_calls_of_many_threads(x: fw.Array) -> None:
         mine = np.arange(part, ROWS, 3)
         for turn in range(8):
             where = random.permutation(mine)[:60]
-            x.write_async(where, where * 10 + turn).result()
-            pieces = [x.read_async(piece) for piece in np.split(where, 6)]
+            x.scatter_async(where, where * 10 + turn).result()
+            pieces = [x.gather_async(piece) for piece in np.split(where, 6)]
             got = np.concatenate([piece.result() for piece in pieces])
             assert (got == where * 10 + turn).all()
 
@@ -163,7 +163,7 @@ def test_many_calls_of_many_threads(x: fw.Array) -> None:
 def test_reads_in_flight_overlap(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
 
-    reads = [x.read_async(np.arange(64 * k, 64 * k + 3)) for k in range(8)]
+    reads = [x.gather_async(np.arange(64 * k, 64 * k + 3)) for k in range(8)]
 
     until(lambda: storage.operations()["read"] == 8 or reads[0].done())
     assert storage.operations()["read"] == 8
@@ -175,7 +175,7 @@ def test_lines_fetched_ahead_leave_room_in_the_cache(x: fw.Array, storage: Fault
     """The cache has 31 lines; a quarter of them may be asked for ahead of need."""
     storage.inject(HELD)
 
-    reads = [x.read_async(np.arange(64 * k, 64 * k + 3)) for k in range(20)]
+    reads = [x.gather_async(np.arange(64 * k, 64 * k + 3)) for k in range(20)]
 
     until(reads[0].done)
     assert storage.operations()["read"] < 20
@@ -187,7 +187,7 @@ def test_caller_computes_meanwhile(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
     turns = 0
 
-    read = x.read_async(slice(0, 10))
+    read = x.gather_async(slice(0, 10))
     while not read.done():
         turns += 1
 
@@ -198,10 +198,10 @@ def test_sync_call_of_another_row_is_not_held_up_for_long(x: fw.Array, storage: 
     x.gather([1000])
     storage.inject("read delay=2000000us n=1")
 
-    read = x.read_async([0])
+    read = x.gather_async([0])
 
     assert not read.done()
-    assert x.read_async([1000]).result() == [1000]
+    assert x.gather_async([1000]).result() == [1000]
     assert read.done(), "on the CPU device, calls run one after the other"
 
 
@@ -211,9 +211,9 @@ def test_limit_bounds_the_calls_in_flight(
     monkeypatch.setenv("FLASHWARP_ASYNC_CALLS", "2")
     storage.inject(HELD)
 
-    first, second = x.read_async([0]), x.read_async([64])
+    first, second = x.gather_async([0]), x.gather_async([64])
     assert not first.done()
-    third = x.read_async([128])
+    third = x.gather_async([128])
 
     assert first.done(), "the third waited for it"
     assert not third.done()
@@ -226,10 +226,10 @@ def test_wait_for_room_has_a_limit(
     monkeypatch.setenv("FLASHWARP_ASYNC_CALLS", "1")
     monkeypatch.setattr(calls, "time_limit_s", lambda: 0.02)
     storage.inject(HELD)
-    first = x.read_async([0])
+    first = x.gather_async([0])
 
     with pytest.raises(DeviceTimeout, match=r"1 asynchronous calls.*FLASHWARP_ASYNC_CALLS.*0\.02"):
-        x.read_async([64])
+        x.gather_async([64])
 
     assert first.result() == [0]
 
@@ -239,7 +239,7 @@ def test_wait_for_room_has_a_limit(
 
 def test_standard_functions_take_them(x: fw.Array, storage: Faulty) -> None:
     storage.inject("read delay=20000us")
-    reads = [x.read_async([64 * k]) for k in range(5)]
+    reads = [x.gather_async([64 * k]) for k in range(5)]
     seen: list[int] = []
     reads[3].add_done_callback(lambda read: seen.append(int(read.result()[0])))
 
@@ -257,7 +257,7 @@ def test_standard_functions_take_them(x: fw.Array, storage: Faulty) -> None:
 
 def test_result_has_a_timeout(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
-    read = x.read_async([0])
+    read = x.gather_async([0])
 
     with pytest.raises(TimeoutError):
         read.result(0.01)
@@ -269,15 +269,15 @@ def test_result_has_a_timeout(x: fw.Array, storage: Faulty) -> None:
 
 
 def test_call_that_waits_can_be_cancelled_and_never_runs(x: fw.Array, storage: Faulty) -> None:
-    first = x.read_async([0])
+    first = x.gather_async([0])
     first.result()
     storage.inject("write delay=200000us")
     x[0:64] = 1
     x.flush()
     storage.inject(HELD)
-    running = x.read_async([640])
+    running = x.gather_async([640])
     until(running.running)
-    waiting = x.write_async([3000], [1])
+    waiting = x.scatter_async([3000], [1])
 
     assert waiting.cancel()
     assert not running.cancel()
@@ -297,7 +297,7 @@ def test_callbacks_may_call_wait_and_raise(
     seen: list[Any] = []
 
     def call_again(read: fw.Future[Any]) -> None:
-        seen.append(x.read_async([200]).result()[0])
+        seen.append(x.gather_async([200]).result()[0])
         seen.append(later.result()[0])
         x.flush()
 
@@ -307,13 +307,13 @@ def test_callbacks_may_call_wait_and_raise(
     def leave(_: fw.Future[Any]) -> None:
         raise SystemExit
 
-    first = x.read_async([0])
+    first = x.gather_async([0])
     first.add_done_callback(fail)
     first.add_done_callback(call_again)
-    later = x.read_async([64])
-    left = x.read_async([128])
+    later = x.gather_async([64])
+    left = x.gather_async([128])
     left.add_done_callback(leave)
-    last = x.read_async([192])
+    last = x.gather_async([192])
 
     assert last.result() == [192]
     until(lambda: seen == [200, 64])
@@ -324,9 +324,9 @@ def test_callbacks_may_call_wait_and_raise(
 def test_callback_may_close_the_array(storage: Faulty) -> None:
     x = open_array(storage)
     storage.inject("read delay=20000us")
-    first = x.read_async([0])
+    first = x.gather_async([0])
     first.add_done_callback(lambda _: x.close())
-    second = x.read_async([64])
+    second = x.gather_async([64])
 
     assert second.result() == [64]
     until(lambda: x.closed)
@@ -345,9 +345,9 @@ def test_callbacks_find_room_under_the_limit(
         chain.append(row)
         if row < 40:
             for _ in range(2):
-                x.read_async([row + 20]).add_done_callback(follow)
+                x.gather_async([row + 20]).add_done_callback(follow)
 
-    x.read_async([0]).add_done_callback(follow)
+    x.gather_async([0]).add_done_callback(follow)
 
     until(lambda: sorted(chain) == [0, 20, 20, 40, 40, 40, 40])
 
@@ -367,8 +367,8 @@ def test_await_does_not_block_the_loop(x: fw.Array, storage: Faulty) -> None:
 
     async def main() -> list[Any]:
         ticking = asyncio.create_task(tick())
-        got = await asyncio.gather(*(x.read_async([64 * k]) for k in range(4)))
-        await x.write_async([0], [4])
+        got = await asyncio.gather(*(x.gather_async([64 * k]) for k in range(4)))
+        await x.scatter_async([0], [4])
         ticking.cancel()
         return list(got)
 
@@ -381,9 +381,9 @@ def test_await_raises_what_the_call_met(x: fw.Array, storage: Faulty) -> None:
     fail_at(storage, 128)
 
     async def main() -> None:
-        assert await x.read_async([0]) == [0]
+        assert await x.gather_async([0]) == [0]
         with pytest.raises(StorageError):
-            await x.read_async([128])
+            await x.gather_async([128])
 
     asyncio.run(main())
     assert x.gather([64]) == [64], "it was observed"
@@ -394,7 +394,7 @@ def test_cancelled_task_leaves_the_call_to_end(x: fw.Array, storage: Faulty) -> 
     out = np.zeros(1, np.int64)
 
     async def main() -> None:
-        task = asyncio.ensure_future(asyncio.wait_for(x.read_async([64], out=out), 0.01))
+        task = asyncio.ensure_future(asyncio.wait_for(x.gather_async([64], out=out), 0.01))
         with pytest.raises(TimeoutError):
             await task
 
@@ -409,27 +409,27 @@ def test_cancelled_task_leaves_the_call_to_end(x: fw.Array, storage: Faulty) -> 
 def test_failure_is_of_the_very_call(x: fw.Array, storage: Faulty) -> None:
     fail_at(storage, 256)
 
-    reads = [x.read_async([64 * k]) for k in range(8)]
+    reads = [x.gather_async([64 * k]) for k in range(8)]
     x.gather([1000])  # not its own
 
     for k, read in enumerate(reads):
         if k != 4:
             assert read.result() == [64 * k]
     with pytest.raises(
-        StorageError, match="read_async: read of 512 bytes at offset 2048"
+        StorageError, match="gather_async: read of 512 bytes at offset 2048"
     ) as caught:
         reads[4].result()
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == storage.path
     assert reads[4].exception() is caught.value
     storage.heal()
-    assert x.read_async([256]).result() == [256]
+    assert x.gather_async([256]).result() == [256]
 
 
 def test_two_failures_have_their_own_places(x: fw.Array, storage: Faulty) -> None:
     storage.inject("read eio bytes=512-1024; read enodata bytes=4096-4608")
 
-    one, other = x.read_async([64]), x.read_async([512])
+    one, other = x.gather_async([64]), x.gather_async([512])
 
     failures = [future.exception() for future in (one, other)]
     assert [f.offset for f in failures if isinstance(f, StorageError)] == [512, 4096]
@@ -448,7 +448,7 @@ def test_failure_names_the_storage_of_several(tmp_path: Path) -> None:
     with fw.from_storage(
         members, "i8", layout="stripe", stripe_bytes=4096, device="cpu", line=512, cache="16 KiB"
     ) as x:
-        reads = [x.read_async([64 * k]) for k in range(24)]  # eight to a stripe
+        reads = [x.gather_async([64 * k]) for k in range(24)]  # eight to a stripe
 
         failed = [k for k, read in enumerate(reads) if read.exception() is not None]
 
@@ -461,7 +461,7 @@ def test_failure_names_the_storage_of_several(tmp_path: Path) -> None:
 def test_failure_of_a_sync_call_stays_its_own(x: fw.Array, storage: Faulty) -> None:
     fail_at(storage, 256)
 
-    read = x.read_async([0])
+    read = x.gather_async([0])
     with pytest.raises(StorageError, match="gather"):
         x.gather([256])
 
@@ -475,23 +475,23 @@ def test_read_that_finds_no_room_fails(storage: Faulty) -> None:
             x[:256] = 1
         storage.inject("write eio")
 
-        read = x.read_async([1000])
+        read = x.gather_async([1000])
 
         with pytest.raises(StorageError, match="could not be written back"):
             read.result()
         storage.heal()
         with pytest.raises(StorageError, match="write"):
             x.flush()  # tells of the line, which stays dirty
-        assert (x.read_async(slice(0, 256)).result() == 1).all()
+        assert (x.gather_async(slice(0, 256)).result() == 1).all()
         x.flush()
     assert (np.fromfile(str(storage.path), "i8")[:256] == 1).all()
 
 
 def test_dropped_failure_is_raised_by_the_next_call_once(x: fw.Array, storage: Faulty) -> None:
     fail_at(storage, 64)
-    read = x.read_async([64])
+    read = x.gather_async([64])
     concurrent.futures.wait([read])
-    x.read_async([0]).result()  # whoever holds the future may still look
+    x.gather_async([0]).result()  # whoever holds the future may still look
 
     del read
     gc.collect()
@@ -505,24 +505,24 @@ def test_dropped_failure_is_raised_by_the_next_call_once(x: fw.Array, storage: F
 def test_failure_that_nobody_waited_for_is_raised(x: fw.Array, storage: Faulty) -> None:
     storage.inject("read eio")
 
-    reads = [x.read_async([64 * k]) for k in range(3)]
+    reads = [x.gather_async([64 * k]) for k in range(3)]
     del reads
     until(lambda: len(x._calls._lost) == 3)
 
     with pytest.raises(StorageError) as caught:
-        x.read_async([0])
+        x.gather_async([0])
     assert sum("another failed" in note for note in caught.value.__notes__) == 2
     storage.heal()
-    assert x.read_async([0]).result() == [0]
+    assert x.gather_async([0]).result() == [0]
 
 
 def test_observed_failure_is_not_raised_again(storage: Faulty) -> None:
     storage.inject("read eio")
     with open_array(storage) as x:
-        read = x.read_async([64])
+        read = x.gather_async([64])
         with pytest.raises(StorageError):
             read.result()
-        assert x.read_async([64]).exception() is not None
+        assert x.gather_async([64]).exception() is not None
         del read
         gc.collect()
         storage.heal()
@@ -532,9 +532,9 @@ def test_observed_failure_is_not_raised_again(storage: Faulty) -> None:
 def test_close_raises_what_nobody_looked_at(storage: Faulty) -> None:
     storage.inject("read eio")
     x = open_array(storage)
-    read, other = x.read_async([64]), x.read_async([0])
+    read, other = x.gather_async([64]), x.gather_async([0])
 
-    with pytest.raises(StorageError, match="read_async") as caught:
+    with pytest.raises(StorageError, match="gather_async") as caught:
         x.close()
 
     assert x.closed
@@ -547,12 +547,12 @@ def test_close_raises_a_lost_store_before_all(storage: Faulty) -> None:
     x = open_array(storage)
     x[0] = 1
     storage.inject("read eio; write eio")
-    read = x.read_async([64])
+    read = x.gather_async([64])
 
     with pytest.raises(StorageError, match="write") as caught:
         x.close()
 
-    assert any("read_async" in note for note in caught.value.__notes__)
+    assert any("gather_async" in note for note in caught.value.__notes__)
     assert isinstance(read.exception(), StorageError)
 
 
@@ -572,40 +572,40 @@ def test_bad_rows_are_refused_at_the_call(
     x: fw.Array, storage: Faulty, rows: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        x.read_async(rows)
+        x.gather_async(rows)
     with pytest.raises(error):
-        x.write_async(rows, 1)
+        x.scatter_async(rows, 1)
     assert storage.operations()["read"] == 0
 
 
 def test_bad_operands_are_refused_at_the_call(x: fw.Array, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="shape"):
-        x.read_async([0, 1], out=np.zeros(3, np.int64))
+        x.gather_async([0, 1], out=np.zeros(3, np.int64))
     with pytest.raises(DtypeError):
-        x.read_async([0, 1], out=np.zeros(2, np.float32))
+        x.gather_async([0, 1], out=np.zeros(2, np.float32))
     with pytest.raises(ArgumentError, match="broadcast"):
-        x.write_async([0, 1], [1, 2, 3])
+        x.scatter_async([0, 1], [1, 2, 3])
     with fw.open(tmp_path / "f", dtype="i8", device="cpu", lock=False) as y:
         with pytest.raises(ReadOnlyError):
-            y.write_async([0], [1])
+            y.scatter_async([0], [1])
         with pytest.raises(BoundsError, match="4096"):
-            y.read_async([ROWS])
+            y.gather_async([ROWS])
 
 
 def test_array_without_axes_has_no_rows(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.float64(2.5))
     with fw.open(tmp_path / "x.npy", "r+", device="cpu") as x:
         with pytest.raises(BoundsError, match="no rows"):
-            x.read_async([0])
+            x.gather_async([0])
         with pytest.raises(BoundsError, match="no rows"):
-            x.write_async(slice(None), 1)
+            x.scatter_async(slice(None), 1)
 
 
 @pytest.mark.parametrize("shape", [(0,), (5, 0)])
 def test_nothing_is_read_at_once(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    with fw.create(tmp_path / "x.npy", shape, np.int32, device="cpu") as x:
-        assert x.read_async(slice(None)).result(0).shape == shape
-        assert x.write_async(slice(None), 1).done()
+    with fw.create(tmp_path / "x.npy", np.int32, shape, device="cpu") as x:
+        assert x.gather_async(slice(None)).result(0).shape == shape
+        assert x.scatter_async(slice(None), 1).done()
 
 
 # Life cycle.
@@ -614,23 +614,23 @@ def test_nothing_is_read_at_once(tmp_path: Path, shape: tuple[int, ...]) -> None
 def test_close_waits_and_results_stay_valid(storage: Faulty) -> None:
     storage.inject(HELD)
     with open_array(storage) as x:
-        reads = [x.read_async([64 * k]) for k in range(6)]
-        write = x.write_async([7], [70])
+        reads = [x.gather_async([64 * k]) for k in range(6)]
+        write = x.scatter_async([7], [70])
         assert not reads[0].done()
 
     assert all(future.done() for future in (*reads, write))
     assert [int(read.result()[0]) for read in reads] == [64 * k for k in range(6)]
     assert np.fromfile(str(storage.path), "i8")[7] == 70
     with pytest.raises(ClosedError):
-        x.read_async([0])
+        x.gather_async([0])
     with pytest.raises(ClosedError):
-        x.write_async([0], 1)
+        x.scatter_async([0], 1)
 
 
 def test_flush_covers_stores_made_before(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
     for row in range(0, 400, 10):
-        x.write_async([row], [-row])
+        x.scatter_async([row], [-row])
 
     x.flush()
 
@@ -642,7 +642,7 @@ def test_array_lost_with_calls_in_flight(storage: Faulty) -> None:
     storage.inject(HELD)
     x = open_array(storage)
     seen = weakref.ref(x)
-    read = x.read_async([64])
+    read = x.gather_async([64])
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -661,7 +661,7 @@ def test_neighbour_on_the_cache_closes_meanwhile(tmp_path: Path, storage: Faulty
             for _ in range(5):
                 with fw.open(tmp_path / "g", "r+", dtype="i8", cache=shared) as y:
                     y[...] = y[...] + 1
-                    reads = [x.read_async(np.arange(k, ROWS, 16)) for k in range(4)]
+                    reads = [x.gather_async(np.arange(k, ROWS, 16)) for k in range(4)]
                 for k, read in enumerate(reads):
                     assert (read.result() == np.arange(k, ROWS, 16)).all()
         assert (np.fromfile(tmp_path / "g", "i8") == np.arange(ROWS) + 5).all()
@@ -670,27 +670,27 @@ def test_neighbour_on_the_cache_closes_meanwhile(tmp_path: Path, storage: Faulty
 def test_stream_of_the_cpu_has_waited(x: fw.Array, storage: Faulty) -> None:
     storage.inject(HELD)
 
-    out = x.read_async([64]).wait_on(0)
+    out = x.gather_async([64]).wait_on(0)
 
     assert out.tolist() == [64]
-    assert x.read_async([64], stream=0).result() == [64]
+    assert x.gather_async([64], stream=0).result() == [64]
 
 
 def test_worker_ends_when_there_is_nothing_to_do(x: fw.Array) -> None:
-    x.read_async([0]).result()
+    x.gather_async([0]).result()
     assert any(thread.name == "flashwarp calls" for thread in threading.enumerate())
 
     until(lambda: all(thread.name != "flashwarp calls" for thread in threading.enumerate()))
 
-    assert x.read_async([0]).result() == [0]
+    assert x.gather_async([0]).result() == [0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_forked_child_cannot_wait(x: fw.Array, storage: Faulty) -> None:
-    ended = x.read_async([5])
+    ended = x.gather_async([5])
     ended.result()
     storage.inject(HELD)
-    pending = x.read_async([64])
+    pending = x.gather_async([64])
 
     child = os.fork()
     if child == 0:
@@ -702,7 +702,7 @@ def test_forked_child_cannot_wait(x: fw.Array, storage: Faulty) -> None:
                 pending.exception,
                 pending.cancel,
                 lambda: pending.wait_on(0),
-                lambda: x.read_async([0]),
+                lambda: x.gather_async([0]),
             ):
                 try:
                     use()
@@ -724,7 +724,7 @@ from flashwarp.testing import Faulty
 storage = Faulty(File(sys.argv[1], writable=True), "read delay=100000us")
 x = fw.from_storage(storage, "i8", device="cpu", line=512, cache=16384)
 for k in range(5):
-    x.read_async([64 * k]).add_done_callback(lambda read: print(int(read.result()[0])))
+    x.gather_async([64 * k]).add_done_callback(lambda read: print(int(read.result()[0])))
 """
 
 

@@ -129,7 +129,7 @@ def test_nothing_is_in_place_where_it_may_be_written_or_a_drive_is_modelled(kron
             assert not rows.handle.in_place
     storages = [fw.storage.Memory(half, writable=False) for half in held[: 2**13].reshape(2, -1)]
     with (
-        kron.neighbours(device="cpu", cache="64 KiB", direct=True) as file,
+        kron.neighbours(device="cpu", cache="64 KiB", o_direct=True) as file,
         fw.from_storage(storages, "uint32", layout="stripe", device="cpu") as several,
     ):
         assert file.in_place is None
@@ -156,7 +156,9 @@ def test_search_from_a_file_reads_less_by_degree(alone, tmp_path):
             stack.callback(search.close)
             # Half of the lists, and a hundred of them share a line, as in larger graphs.
             array = stack.enter_context(
-                graph.neighbours(device=device, cache=2 * graph.entries, line="16 KiB", direct=True)
+                graph.neighbours(
+                    device=device, cache=2 * graph.entries, line="16 KiB", o_direct=True
+                )
             )
             reader = Reader(program, graph, array)
             stack.callback(reader.close)
@@ -234,7 +236,7 @@ def test_lists_from_a_file_are_read_once_by_components(alone, tmp_path):
     components = Components(device, graph)
     with ExitStack() as stack:
         stack.callback(components.close)
-        array = stack.enter_context(graph.neighbours(device=device, cache="128 KiB", direct=True))
+        array = stack.enter_context(graph.neighbours(device=device, cache="128 KiB", o_direct=True))
         reader = Reader(program, graph, array)
         stack.callback(reader.close)
 
@@ -276,7 +278,7 @@ def test_graph_without_edges_has_no_rows(tmp_path):
     graph = graphs.write_csr(EdgeSource(5, [], symmetric=True), tmp_path)
 
     with (
-        fw.create(tmp_path / "x.npy", 4, "uint32", device="cpu", cache="64 KiB") as other,
+        fw.create(tmp_path / "x.npy", "uint32", 4, device="cpu", cache="64 KiB") as other,
         pytest.raises(ArgumentError, match="without edges"),
     ):
         Rows(graph, other)
@@ -284,7 +286,7 @@ def test_graph_without_edges_has_no_rows(tmp_path):
 
 def test_array_that_is_not_the_lists_of_the_graph_is_refused(tmp_path, kron):
     with (
-        fw.create(tmp_path / "x.npy", 4, "uint32", device="cpu", cache="64 KiB") as other,
+        fw.create(tmp_path / "x.npy", "uint32", 4, device="cpu", cache="64 KiB") as other,
         pytest.raises(ArgumentError, match="4 elements"),
     ):
         Rows(kron, other)

@@ -206,7 +206,7 @@ def test_mapped_lines_stay_out() -> None:
         for _ in range(2):
             read_lines(mapped, *range(32))
             read_lines(other, *range(32))
-        assert mapped.explain().path == "mapped"
+        assert mapped.explain().path == "in_place"
         assert mapped.stats.tier_hits == 0
         # Whoever evicts counts: lines of the other array left at its own reads and at ours.
         assert other.stats.tier_hits > 0

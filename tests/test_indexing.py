@@ -543,7 +543,7 @@ def test_a_store_to_a_read_only_array_changes_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_more_than_fits_into_memory_is_a_typed_error(tmp_path: Path, read: Any) -> None:
-    with fw.create(tmp_path / "x.npy", (1 << 28, 4096), "u1", device="cpu", cache="1 MiB") as x:
+    with fw.create(tmp_path / "x.npy", "u1", (1 << 28, 4096), device="cpu", cache="1 MiB") as x:
         limits = resource.getrlimit(resource.RLIMIT_AS)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (160 << 20), limits[1]))
@@ -689,11 +689,11 @@ def test_an_array_without_axes() -> None:
 def test_what_is_no_index(cube: tuple[fw.Array, Reference], idx: Any) -> None:
     x, model = cube
 
-    for use in (x.gather, x.prefetch, x.read_async):
+    for use in (x.gather, x.prefetch, x.gather_async):
         with pytest.raises(IndexError) as caught:
             use(idx)
         assert isinstance(caught.value, FlashwarpError)
-    for store in (x.scatter, x.write_async):
+    for store in (x.scatter, x.scatter_async):
         with pytest.raises(IndexError):
             store(idx, 1)
     assert same(x[...], model)
@@ -701,7 +701,7 @@ def test_what_is_no_index(cube: tuple[fw.Array, Reference], idx: Any) -> None:
 
 def test_an_out_that_cannot_take_the_rows(cube: tuple[fw.Array, Reference]) -> None:
     x, _ = cube
-    for read in (x.gather, x.read_async):
+    for read in (x.gather, x.gather_async):
         # Rows went to a copy, which was lost.
         for out in ([[[0] * 6] * 5], x, 5, memoryview(bytes(240))):
             with pytest.raises(ArgumentError, match="out is a"):
@@ -713,6 +713,6 @@ def test_an_out_over_the_indices(shift: int) -> None:
     with fw.from_storage(Memory(np.arange(100)), "i8", device="cpu") as x:
         memory = np.zeros(11, np.int64)
         idx, out = memory[:10], memory.view(np.uint8)[shift : shift + 80].view(np.int64)
-        for read in (x.gather, x.read_async):
+        for read in (x.gather, x.gather_async):
             with pytest.raises(ArgumentError, match="overlaps the indices"):
                 read(idx, out=out)

@@ -202,15 +202,15 @@ def program(device):
     return fw.compile(SOURCE, device)
 
 
-@pytest.fixture(params=[False, True], ids=["mapped", "direct"])
-def direct(request):
+@pytest.fixture(params=[False, True], ids=["in_place", "direct"])
+def o_direct(request):
     return request.param
 
 
-def opened(path, device, data, mode="r", direct=False, **options):
+def opened(path, device, data, mode="r", o_direct=False, **options):
     np.save(path, data)
     options = {"cache": "64 KiB", "line": 512, **options}
-    return fw.open(path, mode, device=device, direct=direct, **options)
+    return fw.open(path, mode, device=device, o_direct=o_direct, **options)
 
 
 def on_device(device, values):
@@ -238,10 +238,10 @@ def test_elements_of_every_type_are_loaded_and_stored(tmp_path, device, dtype):
 
 
 @pytest.mark.parametrize("line", [512, 4096])
-def test_records_may_straddle_lines(tmp_path, device, program, direct, line):
+def test_records_may_straddle_lines(tmp_path, device, program, o_direct, line):
     data = np.arange(30_000, dtype=np.float32).view([("x", "f4"), ("y", "f4"), ("z", "f4")])
 
-    with opened(tmp_path / "a.npy", device, data, "r+", direct, line=line) as a:
+    with opened(tmp_path / "a.npy", device, data, "r+", o_direct, line=line) as a:
         program["shift_triples"](a, 2.0, warps=32)
         a.synchronize()
         a.flush()
@@ -289,22 +289,22 @@ def test_three_axes_are_indexed_together(tmp_path, device, program):
     assert out.copy_to_host()[0] == data[1, 2, 3]
 
 
-def test_a_range_meets_every_element_once(tmp_path, device, program, direct):
+def test_a_range_meets_every_element_once(tmp_path, device, program, o_direct):
     data = np.random.default_rng(4).integers(0, 1 << 32, 100_003).astype(np.uint32)
     total = on_device(device, np.zeros(1, np.uint64))
 
-    with opened(tmp_path / "a.npy", device, data, direct=direct) as a:
+    with opened(tmp_path / "a.npy", device, data, o_direct=o_direct) as a:
         program["sum_range"](a, total, warps=8)
         a.synchronize()
 
     assert total.copy_to_host()[0] == data.sum(dtype=np.uint64)
 
 
-def test_a_range_visits_every_element_with_its_index(tmp_path, device, program, direct):
+def test_a_range_visits_every_element_with_its_index(tmp_path, device, program, o_direct):
     data = np.random.default_rng(4).integers(0, 1 << 32, 100_003).astype(np.uint32)
     total = on_device(device, np.zeros(1, np.uint64))
 
-    with opened(tmp_path / "a.npy", device, data, direct=direct) as a:
+    with opened(tmp_path / "a.npy", device, data, o_direct=o_direct) as a:
         program["sum_each"](a, total, warps=8)
         a.synchronize()
 
@@ -351,7 +351,7 @@ def test_a_cursor_refuses_elements_that_do_not_exist(tmp_path, device, program, 
     assert all(out.copy_to_host()[0][k] == 0 for i, k in inside.items() if i >= 100)
 
 
-def test_warps_move_spans_of_any_alignment(tmp_path, device, program, direct):
+def test_warps_move_spans_of_any_alignment(tmp_path, device, program, o_direct):
     rng = np.random.default_rng(5)
     data = rng.integers(0, 1 << 32, 100_003).astype(np.uint32)
     cuts = np.unique(np.concatenate([[0, data.size], rng.integers(0, data.size, 120)]))
@@ -359,8 +359,8 @@ def test_warps_move_spans_of_any_alignment(tmp_path, device, program, direct):
     buffer = on_device(device, np.zeros_like(data))
 
     with (
-        opened(tmp_path / "from.npy", device, data, direct=direct) as a,
-        opened(tmp_path / "to.npy", device, np.zeros_like(data), "r+", direct) as b,
+        opened(tmp_path / "from.npy", device, data, o_direct=o_direct) as a,
+        opened(tmp_path / "to.npy", device, np.zeros_like(data), "r+", o_direct) as b,
     ):
         program["copy_by_warps"](
             a,
@@ -410,14 +410,14 @@ def test_no_addition_is_lost(tmp_path, device, program, kernel, dtype):
 
 
 @pytest.mark.parametrize("length", [1, 100, 1024])
-def test_a_token_brings_its_elements(tmp_path, device, program, direct, length):
+def test_a_token_brings_its_elements(tmp_path, device, program, o_direct, length):
     rng = np.random.default_rng(8)
     data = rng.integers(0, 1 << 32, 100_003).astype(np.uint32)
     starts = rng.integers(0, data.size - length, 200).astype(np.uint64)
     out = on_device(device, np.zeros((200, length), np.uint32))
     failures = on_device(device, np.zeros(1, np.uint32))
 
-    with opened(tmp_path / "a.npy", device, data, direct=direct) as a:
+    with opened(tmp_path / "a.npy", device, data, o_direct=o_direct) as a:
         program["read_blocks"](a, on_device(device, starts), 200, length, out, failures, warps=8)
         a.synchronize()
 
@@ -426,14 +426,14 @@ def test_a_token_brings_its_elements(tmp_path, device, program, direct, length):
 
 
 @pytest.mark.parametrize("length", [1, 100, 1024])
-def test_a_token_takes_elements_to_the_storage(tmp_path, device, program, direct, length):
+def test_a_token_takes_elements_to_the_storage(tmp_path, device, program, o_direct, length):
     rng = np.random.default_rng(9)
     data = rng.integers(0, 1 << 32, 100_003).astype(np.uint32)
     starts = (rng.permutation(data.size // length)[:90] * length).astype(np.uint64)
     blocks = rng.integers(0, 1 << 32, (len(starts), length)).astype(np.uint32)
     failures = on_device(device, np.zeros(1, np.uint32))
 
-    with opened(tmp_path / "a.npy", device, data, "r+", direct) as a:
+    with opened(tmp_path / "a.npy", device, data, "r+", o_direct) as a:
         program["write_blocks"](
             a,
             on_device(device, starts),
@@ -452,7 +452,7 @@ def test_a_token_takes_elements_to_the_storage(tmp_path, device, program, direct
     assert (np.load(tmp_path / "a.npy") == data).all()
 
 
-@pytest.mark.parametrize("data_path", ["bounce", "mapped", "direct"])
+@pytest.mark.parametrize("data_path", ["bounce", "in_place", "direct"])
 def test_more_requests_than_queue_entries_do_not_stop_each_other(device, program, data_path):
     """The case of AGILE's Figure 1: each thread holds requests that no entry is free for."""
     if data_path == "direct" and device.kind == "cuda":
@@ -479,10 +479,10 @@ def test_more_requests_than_queue_entries_do_not_stop_each_other(device, program
     assert got == data[: threads * each * step : step].sum(dtype=np.uint64)
 
 
-def test_a_kernel_that_leaves_its_tokens_leaks_nothing(tmp_path, device, program, direct):
+def test_a_kernel_that_leaves_its_tokens_leaks_nothing(tmp_path, device, program, o_direct):
     data = np.arange(100_003, dtype=np.uint32)
 
-    with opened(tmp_path / "a.npy", device, data, "r+", direct) as a:
+    with opened(tmp_path / "a.npy", device, data, "r+", o_direct) as a:
         for _ in range(3):
             program["start_and_leave"](a, warps=16)
             a.synchronize()

@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def open_mapped(path: Path, cache: str = "128 KiB", strict: str | None = None) -> fw.Array:
-    plan = fw.SoftwareController(data_path="mapped")
+    plan = fw.SoftwareController(data_path="in_place")
     return fw.open(path, device="cpu", cache=cache, controller=plan, strict=strict)
 
 
@@ -70,7 +70,7 @@ def lease_of(array: fw.Array) -> Lease:
 @pytest.mark.parametrize("how", ["write", "truncate", "direct"])
 def test_rows_are_new_after_another_process_has_rewritten_the_file(path: Path, how: str) -> None:
     with open_mapped(path) as x:
-        assert x.explain().path == "mapped"
+        assert x.explain().path == "in_place"
         np.testing.assert_array_equal(x[:], rows())
 
         try:
@@ -191,12 +191,12 @@ def test_stripes_in_place_leave_only_the_file_that_is_written(tmp_path: Path, pa
     stripes = whole.reshape(-1, 2, 4096 // 8)
     for n, name in enumerate(names):
         np.ascontiguousarray(stripes[:, n]).tofile(name)
-    plan = fw.SoftwareController(data_path="mapped")
+    plan = fw.SoftwareController(data_path="in_place")
 
     with fw.open(
         names, dtype="int64", layout="stripe", stripe_bytes=4096, device="cpu", controller=plan
     ) as x:
-        assert x.explain().path == "mapped"
+        assert x.explain().path == "in_place"
         np.testing.assert_array_equal(x[:], whole)
         with names[0].open("r+b") as file:
             file.write((stripes[:, 0] + ADDED).tobytes())
@@ -207,7 +207,7 @@ def test_stripes_in_place_leave_only_the_file_that_is_written(tmp_path: Path, pa
         np.testing.assert_array_equal(x[:], whole)
         assert x.explain().path == "bounce"
         assert isinstance(x.controller, ControllerGroup)
-        assert [c.path for c in x.controller.controllers] == ["bounce", "mapped"]
+        assert [c.path for c in x.controller.controllers] == ["bounce", "in_place"]
 
 
 def test_writer_in_this_process_waits_for_no_one_but_the_keeper(path: Path) -> None:
@@ -376,7 +376,7 @@ def test_pages_that_cannot_be_left_fail_instead_of_serving_old_rows(
 
 
 def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -> None:
-    with open_mapped(path, strict="mapped") as x:
+    with open_mapped(path, strict="in_place") as x:
         x.gather(np.arange(10))
         rewrite(path)
 

@@ -289,7 +289,7 @@ def test_second_writer_is_told_who_the_first_is(path: Path) -> None:
         with pytest.raises(LockedError):
             File(path, writable=True)
         with pytest.raises(LockedError, match=f"process {child.pid}"):
-            fw.create(path, 3, "f8", device="cpu", overwrite=True)
+            fw.create(path, "f8", 3, device="cpu", overwrite=True)
         open_array(path, "r+", lock=False).close()
 
         assert tell(child) == "closed\n"
@@ -324,10 +324,10 @@ x.close()
         np.testing.assert_array_equal(x[6:], ROWS[6:])
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_refresh_waits_for_asynchronous_calls_and_keeps_stores(path: Path, direct: bool) -> None:
-    with open_array(path, "r+", direct=direct) as x:
-        written = x.write_async(slice(0, 100), 7)
+@pytest.mark.parametrize("o_direct", [False, True])
+def test_refresh_waits_for_asynchronous_calls_and_keeps_stores(path: Path, o_direct: bool) -> None:
+    with open_array(path, "r+", o_direct=o_direct) as x:
+        written = x.scatter_async(slice(0, 100), 7)
         x.refresh()
         assert written.done()
         assert (x[:100] == 7).all()
@@ -445,7 +445,7 @@ import sys, flashwarp as fw
 with fw.open(sys.argv[1], "r+", device="cpu") as x:
     x[0] = 3
     print(x.explain().storage["lock"])
-with fw.create(sys.argv[1], 3, "f8", device="cpu", overwrite=True):
+with fw.create(sys.argv[1], "f8", 3, device="cpu", overwrite=True):
     pass
 """
     done = subprocess.run(

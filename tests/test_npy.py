@@ -85,4 +85,4 @@ def test_dtype_that_is_an_array(tmp_path: Path) -> None:
     with pytest.raises(DtypeError, match="last ones of the shape"):
         read_layout(write(tmp_path / "x.npy", described(("<f8", (2,)), (3,))))
     with pytest.raises(DtypeError, match=r"use float64 and make its axes \(2,\)"):
-        fw.create(tmp_path / "y.npy", 3, ("<f8", (2,)), device="cpu")
+        fw.create(tmp_path / "y.npy", ("<f8", (2,)), 3, device="cpu")

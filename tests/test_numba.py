@@ -448,7 +448,7 @@ def test_dtypes_that_are_no_numbers_are_refused(dtype: Any) -> None:
 
 
 def test_array_on_the_cpu_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with fw.create(tmp_path / "x.npy", (10,), "f4", device="cpu") as x:
+    with fw.create(tmp_path / "x.npy", "f4", (10,), device="cpu") as x:
         kind = typeof(x)
 
         assert kind == array_type("f4")
@@ -463,7 +463,7 @@ def test_type_of_a_read_only_array_is_read_only(tmp_path: Path) -> None:
 
 
 def test_words_of_an_array_are_its_struct_and_its_shape(tmp_path: Path) -> None:
-    with fw.create(tmp_path / "x.npy", (3, 5), "f4", device="cpu") as x:
+    with fw.create(tmp_path / "x.npy", "f4", (3, 5), device="cpu") as x:
         words = c_abi.array_words(x)
 
         assert len(words) == c_abi.word_count(2)

@@ -62,7 +62,7 @@ def test_gather_from_an_array_larger_than_its_cache(
     count = 20_000 if device.kind == "cpu" else 200_000
     indices = np.random.default_rng(1).integers(0, 1 << 22, count).astype(np.uint64)
     out = device.empty_array(indices.shape, np.float32)
-    with fw.create(tmp_path / "x.npy", (1 << 22,), "f4", device=device, cache="1 MiB") as x:
+    with fw.create(tmp_path / "x.npy", "f4", (1 << 22,), device=device, cache="1 MiB") as x:
         x[:] = np.arange(1 << 22)
 
         program["gather"](x, on_device(device, indices), out, count)
@@ -78,7 +78,7 @@ def test_kernels_leave_the_ratios_of_other_operations_alone(
 ) -> None:
     indices = np.tile(np.arange(0, 1 << 16, 1 << 7, dtype=np.uint64), 4)
     out = device.empty_array(indices.shape, np.float32)
-    with fw.create(tmp_path / "x.npy", (1 << 17,), "f4", device=device, cache="4 MiB") as x:
+    with fw.create(tmp_path / "x.npy", "f4", (1 << 17,), device=device, cache="4 MiB") as x:
         x[:] = np.arange(1 << 17)
         x.drop_cache()
         for _ in range(4):
@@ -98,7 +98,7 @@ def test_kernels_leave_the_ratios_of_other_operations_alone(
 
 def test_stores_reach_the_file(program: fw.Program, tmp_path: Path, device: Device) -> None:
     path = tmp_path / "x.npy"
-    with fw.create(path, (1_000_000,), "f4", device=device, cache="1 MiB") as x:
+    with fw.create(path, "f4", (1_000_000,), device=device, cache="1 MiB") as x:
         x[:] = np.arange(1_000_000)
         program["mine::scale"](x, 2)
         x.synchronize()
@@ -113,9 +113,9 @@ def test_arrays_on_caches_of_their_own_and_on_one(
     values = rng.random((2, 500_000), np.float32)
     with (
         fw.Cache("1 MiB", device=device) as shared,
-        fw.create(tmp_path / "a.npy", (500_000,), "f4", cache=shared) as a,
-        fw.create(tmp_path / "b.npy", (500_000,), "f4", device=device, cache="1 MiB") as b,
-        fw.create(tmp_path / "c.npy", (500_000,), "f4", cache=shared) as total,
+        fw.create(tmp_path / "a.npy", "f4", (500_000,), cache=shared) as a,
+        fw.create(tmp_path / "b.npy", "f4", (500_000,), device=device, cache="1 MiB") as b,
+        fw.create(tmp_path / "c.npy", "f4", (500_000,), cache=shared) as total,
     ):
         a[:], b[:] = values
         program["add"](a, b, total)
@@ -130,7 +130,7 @@ def test_axes_and_read_only_arrays(program: fw.Program, tmp_path: Path, device: 
     np.save(tmp_path / "x.npy", values)
     with (
         fw.open(tmp_path / "x.npy", device=device) as x,
-        fw.create(tmp_path / "y.npy", (70, 300), "i4", device=device, cache="64 KiB") as y,
+        fw.create(tmp_path / "y.npy", "i4", (70, 300), device=device, cache="64 KiB") as y,
     ):
         assert not x.writable
         program["transpose"](x, y)

@@ -28,7 +28,7 @@ from flashwarp.spread import NAMESPACES_MAX
 from flashwarp.storage import File, Memory, Replicated, Striped
 from flashwarp.testing import Faulty
 
-PATHS = ("mapped", "bounce", "direct")
+PATHS = ("in_place", "bounce", "direct")
 LAYOUTS = ("stripe", "replicate")
 
 
@@ -521,7 +521,7 @@ def test_one_read_only_member_makes_the_array_read_only() -> None:
             {"layout": "stripe", "controller": [plan(), fw.SoftwareController(Memory(4096))]},
             "another storage",
         ),
-        ({"layout": "stripe", "controller": [plan("direct"), plan("mapped")]}, "different ways"),
+        ({"layout": "stripe", "controller": [plan("direct"), plan("in_place")]}, "different ways"),
         ({"layout": "stripe", "shape": 1 << 40}, "needs"),
         ({"layout": "stripe", "strict": "fast"}, "strict"),
     ],

@@ -265,15 +265,15 @@ class TestModelledControllerOfMemory(Modelled, ControllerContract):
 
 
 class TestModelledControllerOfFile(Modelled, ControllerContract):
-    direct: ClassVar[bool] = False
+    o_direct: ClassVar[bool] = False
 
     def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
         (folder / "f").write_bytes(content)
-        return File(folder / "f", writable=writable, direct=self.direct)
+        return File(folder / "f", writable=writable, o_direct=self.o_direct)
 
 
 class TestModelledControllerOfDirectFile(TestModelledControllerOfFile):
-    direct = True
+    o_direct = True
 
 
 SLOW = plain(
@@ -357,7 +357,7 @@ def test_thread_with_held_completions_sleeps_until_they_are_due() -> None:
 # Under an array.
 
 
-@pytest.mark.parametrize("path", ["mapped", "direct"])
+@pytest.mark.parametrize("path", ["in_place", "direct"])
 def test_array_on_a_modelled_drive(path: str) -> None:
     data = np.arange(1 << 16, dtype=np.uint32).reshape(-1, 1024)
     held = data.copy()
@@ -381,7 +381,7 @@ def test_drive_slower_than_the_time_limit_is_a_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The read raises, and closing takes no longer than a controller without a model would."""
-    with fw.create(tmp_path / "x.npy", (64, 1024), "uint32") as x:
+    with fw.create(tmp_path / "x.npy", "uint32", (64, 1024)) as x:
         x[:] = 5
     hung = plain(read_iops=((512, 1),), read_latency_us=(900_000, 950_000, 1_000_000))
     controller = fw.SoftwareController(model=hung)

@@ -168,7 +168,7 @@ def test_describe_says_what_it_is(tmp_path: Path, mode: str) -> None:
 
     assert facts["kind"] == "file"
     assert facts["path"] == str(tmp_path / "f")
-    assert facts["direct"] is (mode == "direct")
+    assert facts["o_direct"] is (mode == "direct")
     assert facts["nbytes"] == 5000 - 128
     assert striped["members"] == [facts]
 
@@ -276,15 +276,15 @@ def test_file_that_was_cut_and_not_written_is_flushed(tmp_path: Path) -> None:
     assert path.stat().st_size == 4096
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("o_direct", [False, True])
 @pytest.mark.parametrize("how", ["replaced", "removed", "moved", "linked"])
-def test_stores_to_a_file_that_lost_its_name(tmp_path: Path, how: str, direct: bool) -> None:
+def test_stores_to_a_file_that_lost_its_name(tmp_path: Path, how: str, o_direct: bool) -> None:
     """They ended with the array, and nothing said so; of a removed file that is meant."""
     path, new = tmp_path / "f", tmp_path / "new"
     np.arange(1 << 12, dtype="<i8").tofile(path)
     new.write_bytes(bytes(1 << 15))
-    direct = direct and direct_works(tmp_path)
-    x = fw.open(path, "r+", dtype="<i8", device="cpu", cache="64 KiB", direct=direct)
+    o_direct = o_direct and direct_works(tmp_path)
+    x = fw.open(path, "r+", dtype="<i8", device="cpu", cache="64 KiB", o_direct=o_direct)
     x[:] = 1
     x.flush()
     if how == "removed":
@@ -321,9 +321,9 @@ def test_bytes_behind_the_range_are_not_the_range(tmp_path: Path, mode: str) -> 
 
 
 @pytest.mark.parametrize("layout", ["one", "stripe", "replicate"])
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("o_direct", [False, True])
 def test_array_keeps_what_it_cannot_write_and_says_so(
-    tmp_path: Path, layout: str, direct: bool
+    tmp_path: Path, layout: str, o_direct: bool
 ) -> None:
     rows = np.arange(1 << 16, dtype="<i8").reshape(-1, 512)
     names = [tmp_path / f"{n}" for n in range(1 if layout == "one" else 2)]
@@ -336,7 +336,7 @@ def test_array_keeps_what_it_cannot_write_and_says_so(
         dtype="<i8",
         device="cpu",
         cache="2 MiB",
-        direct=direct and direct_works(tmp_path),
+        o_direct=o_direct and direct_works(tmp_path),
         **options,
     )
     stored = np.arange(x.size, dtype="<i8") * -1

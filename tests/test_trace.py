@@ -106,7 +106,7 @@ def test_what_is_no_gather_is_refused(
 
 
 def test_calls_of_an_array_are_recorded_in_order(tmp_path: Path) -> None:
-    with fw.create(tmp_path / "x.npy", (100, 256), np.float32, device="cpu", line=1024) as x:
+    with fw.create(tmp_path / "x.npy", np.float32, (100, 256), device="cpu", line=1024) as x:
         x.gather(np.array([9]))
         with fw.trace.record(x) as seen:
             x.gather(np.array([5, -1], np.int64))
@@ -122,9 +122,9 @@ def test_calls_of_an_array_are_recorded_in_order(tmp_path: Path) -> None:
 
 
 def test_asynchronous_calls_are_recorded(tmp_path: Path) -> None:
-    with fw.create(tmp_path / "x.npy", (100, 256), np.float32, device="cpu", line=1024) as x:
+    with fw.create(tmp_path / "x.npy", np.float32, (100, 256), device="cpu", line=1024) as x:
         with fw.trace.record(x) as seen:
-            x.read_async(np.array([5, 6])).result()
+            x.gather_async(np.array([5, 6])).result()
 
         assert seen.trace().lines.tolist() == [5, 6]
 

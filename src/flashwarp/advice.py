@@ -47,9 +47,9 @@ class Usage:
     """Bytes of the cache's host tier that the array's lines may enter."""
     on_cpu: bool
     """Whether frames are host memory."""
-    mapped: bool
+    in_place: bool
     """Whether the storage is memory that the device reads itself."""
-    direct: bool
+    o_direct: bool
     """Whether a file is read and written with O_DIRECT, and keeps being so."""
     alignment: int
     """Bytes that the storage moves at least."""
@@ -98,7 +98,7 @@ def _short_rows(usage: Usage) -> str:
 
 def _long_rows(usage: Usage) -> str:
     row, line, stats = usage.row_bytes, usage.line_bytes, usage.stats
-    if usage.mapped or stats.bytes_read < _BYTES_ENOUGH or stats.commands < _CALLS_ENOUGH:
+    if usage.in_place or stats.bytes_read < _BYTES_ENOUGH or stats.commands < _CALLS_ENOUGH:
         return ""
     fit = min(_LINE_BYTES_WORTH, row & -row)
     # A cache of few lines evicts rows that are in use.
@@ -112,20 +112,20 @@ def _long_rows(usage: Usage) -> str:
 
 def _past_the_page_cache(usage: Usage) -> str:
     moved = usage.stats.bytes_read + usage.stats.bytes_written
-    if not usage.direct or usage.nbytes > usage.page_room:
+    if not usage.o_direct or usage.nbytes > usage.page_room:
         return ""
     if moved < max(_BYTES_ENOUGH, _AGAIN * usage.nbytes):
         return ""
     return (
         f"{moved} bytes went past the page cache (O_DIRECT), {moved / usage.nbytes:.1f} times the "
-        f"array's {usage.nbytes}, which fit the {usage.page_room} that it may take; direct=False "
+        f"array's {usage.nbytes}, which fit the {usage.page_room} that it may take; o_direct=False "
         "keeps them in memory."
     )
 
 
 def _small_cache(usage: Usage) -> str:
     stats, held = usage.stats, usage.capacity + usage.host_capacity
-    if usage.mapped or stats.bytes_read < max(_BYTES_ENOUGH, _AGAIN * usage.nbytes):
+    if usage.in_place or stats.bytes_read < max(_BYTES_ENOUGH, _AGAIN * usage.nbytes):
         return ""
     if held >= usage.nbytes or not stats.evictions:
         return ""

@@ -61,7 +61,7 @@ class Explanation:
     """Which way an array's data goes, and why; `str` gives a text for people."""
 
     path: str
-    """"mapped", "bounce" or "direct"."""
+    """"in_place", "bounce" or "direct"."""
     reason: str
     storage: dict[str, Any]
     controller: dict[str, Any]
@@ -171,7 +171,7 @@ class Array(endings.NotCopied):
     Examples
     --------
     >>> import flashwarp as fw, numpy as np
-    >>> with fw.create("rows.npy", (1000, 64), "float32", device="cpu") as x:
+    >>> with fw.create("rows.npy", "float32", (1000, 64), device="cpu") as x:
     ...     x[10:12] = 1.5
     ...     x.gather(np.array([11, 3]))[:, 0].tolist()
     [1.5, 0.0]
@@ -426,7 +426,7 @@ class Array(endings.NotCopied):
             "an array has no truth value: compare with None, ask for len(x), or for x[...].any()"
         )
 
-    def read_async(self, idx: Any, out: Any = None, stream: Any = None) -> Future[Any]:
+    def gather_async(self, idx: Any, out: Any = None, stream: Any = None) -> Future[Any]:
         """Start copying rows ``self[idx]``, and return a future of them.
 
         Parameters
@@ -463,10 +463,10 @@ class Array(endings.NotCopied):
         Examples
         --------
         >>> import flashwarp as fw, numpy as np
-        >>> with fw.create("rows.npy", (1000, 64), "float32", device="cpu") as x:
-        ...     written = x.write_async(slice(10, 12), 1.5)
+        >>> with fw.create("rows.npy", "float32", (1000, 64), device="cpu") as x:
+        ...     written = x.scatter_async(slice(10, 12), 1.5)
         ...     written.result()  # and meanwhile, something else
-        ...     x.read_async(np.array([11, 3])).result()[:, 0].tolist()
+        ...     x.gather_async(np.array([11, 3])).result()[:, 0].tolist()
         [1.5, 0.0]
         """
         self._begin()
@@ -526,17 +526,17 @@ class Array(endings.NotCopied):
             self._move_rows("scatter", index, source.address, stream)
         source.release()
 
-    def write_async(self, idx: Any, values: Any, stream: Any = None) -> Future[None]:
+    def scatter_async(self, idx: Any, values: Any, stream: Any = None) -> Future[None]:
         """Start storing rows, ``self[idx] = values``, and return a future.
 
         Parameters
         ----------
         idx : slice, or array of int
-            As for `read_async`. Where an index repeats, one of its rows wins.
+            As for `gather_async`. Where an index repeats, one of its rows wins.
         values : array
             As for `scatter`. Leave it unchanged until the future is done.
         stream : optional
-            As for `read_async`.
+            As for `gather_async`.
 
         Returns
         -------
@@ -548,7 +548,7 @@ class Array(endings.NotCopied):
         ReadOnlyError
             When the array was opened with ``mode="r"``.
         BoundsError, IndexDtypeError, ArgumentError, DtypeError, DeviceTimeout
-            As for `read_async`.
+            As for `gather_async`.
         """
         self._need_writable()
         self._begin()
@@ -563,7 +563,7 @@ class Array(endings.NotCopied):
 
         A key that takes only a part of its rows reads them, changes the part and stores them whole,
         a block of `config.key_bytes` after another. Calls of other threads to arrays on this cache
-        wait meanwhile. What `write_async` or a kernel stores to other parts of the same rows
+        wait meanwhile. What `scatter_async` or a kernel stores to other parts of the same rows
         meanwhile may be lost. After a StorageError some of the rows are stored.
 
         Raises
@@ -690,8 +690,8 @@ class Array(endings.NotCopied):
             capacity=self.cache.capacity,
             host_capacity=tier,
             on_cpu=self.device.kind == "cpu",
-            mapped=self._controller.path == "mapped",
-            direct=any(facts["direct"] and not may_change for facts, may_change in told),
+            in_place=self._controller.path == "in_place",
+            o_direct=any(facts["o_direct"] and not may_change for facts, may_change in told),
             alignment=max((int(facts.get("alignment", 1)) for facts, _ in told), default=1),
             device_free_bytes=self.device.memory_info().free_bytes,
             host_free_bytes=available,
@@ -721,11 +721,11 @@ class Array(endings.NotCopied):
     def in_place(self) -> int | None:
         """Address of the elements where kernels may read them past the cache, or None.
 
-        Device-readable memory that nobody writes: the mapped path, one storage opened for reading,
-        no modelled drive; of a file, on a GPU. Valid until `close`. A file's address is given for
-        as long as its lease holds, or with ``immutable=True``. After a writer has opened the file
-        this is None, and what an address taken before shows is the file as it was, in part or
-        whole: ask again before each launch.
+        Device-readable memory that nobody writes: the in-place path, one storage opened for
+        reading, no modelled drive; of a file, on a GPU. Valid until `close`. A file's address is
+        given for as long as its lease holds, or with ``immutable=True``. After a
+        writer has opened the file this is None, and what an address taken before shows is the file
+        as it was, in part or whole: ask again before each launch.
         """
         self._check_usable()
         return self._controller.in_place or None
@@ -892,7 +892,7 @@ class Array(endings.NotCopied):
         StorageError
             When rows may have been read in place while they were written.
         DataPathError
-            When only the mapped path was allowed.
+            When only the in-place path was allowed.
         """
         stale = endings.holding([self._lock], self._leave_old_lines)
         if stale is not None:
@@ -902,9 +902,9 @@ class Array(endings.NotCopied):
         changes = self._controller.changes
         if changes == self._changes:
             return None
-        if self.strict == "mapped" and self._controller.path != self.strict:
+        if self.strict == "in_place" and self._controller.path != self.strict:
             raise DataPathError(
-                f"strict='mapped', but {self._storage.path} was opened for writing by "
+                f"strict='in_place', but {self._storage.path} was opened for writing by "
                 "somebody, so it cannot be read in place any more: close the array, and open "
                 "it again when the writer has closed the file"
             )

@@ -373,7 +373,7 @@ class Cache(NotCopied):
     host_capacity : int or str, optional
         Bytes of pinned host memory below the frames: clean lines that make room go there, and come
         back from there without the storage. At least a line for each set. Default none. Arrays
-        whose storage is memory already ("mapped") do without it.
+        whose storage is memory already ("in_place") do without it.
 
     Notes
     -----
@@ -593,7 +593,7 @@ class Cache(NotCopied):
         """Line numbers that a volume may have: they tell whether its lines enter the host tier."""
         if not self.host_capacity:
             return 0, _LINES_MAX
-        return (_TIER_LINES, _LINES_MAX) if path == "mapped" else (0, _TIER_LINES)
+        return (_TIER_LINES, _LINES_MAX) if path == "in_place" else (0, _TIER_LINES)
 
     def _free_range(self, count: int, first: int, last: int) -> int:
         begin = first

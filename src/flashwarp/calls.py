@@ -132,13 +132,13 @@ class Calls:
     # Making calls.
 
     def read(self, idx: Any, out: Any, stream: Any) -> Future[Any]:
-        """Read rows; see `Array.read_async`."""
+        """Read rows; see `Array.gather_async`."""
         chosen = self._choose(idx, stream)
         lead, library = _lead(chosen)
         index = chosen if isinstance(chosen, Index) else None
         target = self._operands.target(out, index, lead, library, stream)
         call = _Call(
-            what="read_async",
+            what="gather_async",
             start=functools.partial(_start, "gather", chosen, target.address),
             finish=target.finish,
             after=self._streams_before(stream, library, target.library),
@@ -149,12 +149,12 @@ class Calls:
         return self._make(call, chosen, target.out, on_host=target.held is not None)
 
     def write(self, idx: Any, values: Any, stream: Any) -> Future[None]:
-        """Store rows; see `Array.write_async`."""
+        """Store rows; see `Array.scatter_async`."""
         chosen = self._choose(idx, stream)
         lead, library = _lead(chosen)
         source = self._operands.source(values, lead)
         call = _Call(
-            what="write_async",
+            what="scatter_async",
             start=functools.partial(_start, "scatter", chosen, source.address),
             # Named, so that the values live until the call has ended.
             finish=functools.partial(_nothing, source),
@@ -429,7 +429,7 @@ class Calls:
         if future._on_host:
             raise ArgumentError(
                 "the rows go to host memory, where no stream can wait for them: use result(), or "
-                "give read_async an `out` on the GPU"
+                "give gather_async an `out` on the GPU"
             )
         endings.holding([self._changed], functools.partial(self._order_after, future, stream))
 

@@ -87,7 +87,7 @@ def compile(  # noqa: A001 - the module's one verb
     ...   for (uint64_t i = fw::base::thread_index(); i < n; i += step) x.store(i, x[i] / 2);
     ... }
     ... ''', device="cpu")
-    >>> with fw.create("numbers.npy", 1000, "float32", device="cpu") as x:
+    >>> with fw.create("numbers.npy", "float32", 1000, device="cpu") as x:
     ...     x[:] = 3
     ...     program["halve"](x, 10)
     ...     x.synchronize()

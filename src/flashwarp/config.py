@@ -139,8 +139,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "bounce_depth": (2, 32768),
     "bounce_bytes": (0, SIZE_MAX),
     "controller_threads": (0, 256),
-    "mapped_budget": (0, 1),
-    "mapped_residency": (0, 1e9),
+    "in_place_budget": (0, 1),
+    "in_place_residency": (0, 1e9),
     "page_cache_share": (0, 1),
     "review_bytes": (0, SIZE_MAX),
     "cache_share": (0, 1),
@@ -165,7 +165,7 @@ class Config:
     """Queue pairs of a controller that serves a GPU; a CPU device gets two a thread."""
 
     depth: int = 1024
-    """Entries of a ring on the mapped path: 32 pairs hold the 94 M commands/s of one thread."""
+    """Entries of a ring on the in-place path: 32 pairs hold the 94 M commands/s of one thread."""
 
     bounce_depth: int = 256
     """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files
@@ -178,10 +178,10 @@ class Config:
     """Threads of a controller. 0: one where it moves no data, else half the cores, at most 8, dealt
     to the controllers of an array."""
 
-    mapped_budget: float = 0.5
+    in_place_budget: float = 0.5
     """Share of the host's available memory that one file may pin when it is mapped in place."""
 
-    mapped_residency: float = 0.9
+    in_place_residency: float = 0.9
     """Least share of a file in the page cache for which mapping it beats reading it."""
 
     page_cache_share: float = 1.0

@@ -55,9 +55,9 @@ class SoftwareController(NotCopied):
         Rings and their entries; `depth` is a power of two. Default by device and path.
     threads : int, optional
         Serving threads; any number may serve any number of queue pairs. Default by path.
-    data_path : {"mapped", "bounce", "direct"}, optional
-        How data moves. "mapped": the device reads the namespace's own memory; of a file only under
-        a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
+    data_path : {"in_place", "bounce", "direct"}, optional
+        How data moves. "in_place": the device reads the namespace's own memory; of a file only
+        under a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow, as `Array.explain` tells.
     model : SSDModel or str, optional
@@ -171,7 +171,7 @@ class SoftwareController(NotCopied):
         if self.model is not None:
             self.reason += f"; {self.model}"
         lease = storage.lease if isinstance(storage, File) else None
-        if lease is not None and path != "mapped":
+        if lease is not None and path != "in_place":
             # No writer has to wait for what goes through the rings.
             lease.close()
             lease = None
@@ -184,8 +184,8 @@ class SoftwareController(NotCopied):
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
         yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
-        self._mapped_base = int(storage.native.mapped_base) if path == "mapped" else 0
-        if path == "mapped" and device.kind == "cuda":
+        self._mapped_base = int(storage.native.mapped_base) if path == "in_place" else 0
+        if path == "in_place" and device.kind == "cuda":
             self._register(storage, device)
         try:
             self._queues = QueuePairs(
@@ -253,18 +253,18 @@ class SoftwareController(NotCopied):
     def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
         wanted = self._wanted[3]
         mappable = self._can_map(storage, device)
-        if wanted == "mapped" and not mappable:
+        if wanted == "in_place" and not mappable:
             raise ArgumentError(
-                "data_path='mapped' needs a namespace in memory that the device can read: "
-                "storage.Memory, or a read-only file opened for a GPU with direct=False, or under "
-                f"a lease{_refused(storage)}"
+                "data_path='in_place' needs a namespace in memory that the device can read: "
+                "storage.Memory, or a read-only file opened for a GPU with o_direct=False, or "
+                f"under a lease{_refused(storage)}"
             )
         if wanted == "direct" and device.kind != "cpu":
             raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
         if wanted is not None:
             return wanted, "asked for"
         if mappable:
-            return "mapped", "the namespace is memory that the device reads itself"
+            return "in_place", "the namespace is memory that the device reads itself"
         if device.kind == "cpu":
             return "direct", "the device's memory is host memory: the controller fills the frames"
         return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
@@ -283,15 +283,15 @@ class SoftwareController(NotCopied):
         if count is None:
             count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
         if depth is None:
-            fixed = path == "mapped" and not buffered
+            fixed = path == "in_place" and not buffered
             depth = defaults.depth if fixed else defaults.bounce_depth
             while buffered and depth > 2 and count * depth * line_bytes > defaults.bounce_bytes:
                 depth //= 2
         if threads is None:
             threads = defaults.controller_threads
         if not threads:
-            # On the CPU device the waiting threads serve too; on the mapped path nothing is moved.
-            few = path == "mapped" or device.kind == "cpu"
+            # On the CPU device the waiting threads serve too; in place nothing is moved.
+            few = path == "in_place" or device.kind == "cpu"
             # They poll: more of them than cores would wait for each other.
             threads = 1 if few else max(1, min(8, cores // 2) // together)
         return count, depth, threads
@@ -311,7 +311,7 @@ class SoftwareController(NotCopied):
 
     def _leave_in_place(self) -> bool:
         """Send what is submitted from now on through the slots' buffers; in the keeper's thread."""
-        if self.path != "mapped":
+        if self.path != "in_place":
             return False
         try:
             self.queues.leave_in_place(self._side)
@@ -370,7 +370,7 @@ class SoftwareController(NotCopied):
         Only where nobody writes the storage, and no drive is modelled. Of a file, for a GPU only,
         which has pinned its pages.
         """
-        if self._queues is None or self._served is None or self.path != "mapped":
+        if self._queues is None or self._served is None or self.path != "in_place":
             return 0
         if isinstance(self._served, File) and self._queues.device.kind == "cpu":
             return 0

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 class Way:
     """Whether a file is read and written past the page cache, and why."""
 
-    direct: bool
+    o_direct: bool
     why: str
 
 
@@ -81,7 +81,7 @@ def choose_way(facts: FileFacts, defaults: config.Config) -> Way:
     share = f"{found} of the file is in the page cache"
     if facts.direct_refusal:
         return Way(False, f"{share}; through it, O_DIRECT cannot: {facts.direct_refusal}")
-    if facts.resident is not None and facts.resident >= defaults.mapped_residency:
+    if facts.resident is not None and facts.resident >= defaults.in_place_residency:
         return Way(False, f"{share}; through it")
     size = f"its {facts.nbytes} bytes"
     if facts.nbytes <= room:
@@ -120,11 +120,11 @@ class ReadFigures:
         """Whether nearly all reads followed another."""
         return self.near_reads >= _IN_ORDER * self.reads
 
-    def memory_decides(self, direct: bool) -> bool:
+    def memory_decides(self, o_direct: bool) -> bool:
         """Whether a change depends on what fits the memory."""
         if self.in_order:
             return False
-        if direct:
+        if o_direct:
             return self.nbytes >= _REUSE * self.touched_nbytes
         return 2 * self.waited_nbytes >= self.nbytes
 
@@ -144,7 +144,9 @@ _REUSE = 2.0
 _KEPT_SPEED = 0.9
 
 
-def reconsider(direct: bool, seen: ReadFigures, room: int, rates: dict[bool, float]) -> str | None:
+def reconsider(
+    o_direct: bool, seen: ReadFigures, room: int, rates: dict[bool, float]
+) -> str | None:
     """Tell why a file that is only read should change its way now, or None.
 
     Parameters
@@ -159,16 +161,16 @@ def reconsider(direct: bool, seen: ReadFigures, room: int, rates: dict[bool, flo
         Bytes per second of reads in order, by way, as far as seen.
     """
     if seen.in_order:
-        return _reconsider_in_order(direct, rates)
-    if not seen.memory_decides(direct):
+        return _reconsider_in_order(o_direct, rates)
+    if not seen.memory_decides(o_direct):
         return None
-    if direct and seen.touched_nbytes <= room:
+    if o_direct and seen.touched_nbytes <= room:
         again = seen.nbytes / max(1, seen.touched_nbytes)
         return (
             f"the same {seen.touched_nbytes} bytes were read {again:.1f} times, and fit the {room} "
             "that the page cache may take"
         )
-    if not direct and seen.touched_nbytes > room:
+    if not o_direct and seen.touched_nbytes > room:
         return (
             f"{seen.waited_nbytes / seen.nbytes:.0%} of the bytes read were not in the page cache, "
             f"and {seen.touched_nbytes} different ones exceed the {room} that it may take"
@@ -176,11 +178,11 @@ def reconsider(direct: bool, seen: ReadFigures, room: int, rates: dict[bool, flo
     return None
 
 
-def _reconsider_in_order(direct: bool, rates: dict[bool, float]) -> str | None:
+def _reconsider_in_order(o_direct: bool, rates: dict[bool, float]) -> str | None:
     """Try the kernel's long transfers ahead of the reads, and keep them if they are faster."""
-    own, other = rates[direct], rates.get(not direct)
+    own, other = rates[o_direct], rates.get(not o_direct)
     if other is None:
-        return "reads are in order, and the kernel can read ahead" if direct else None
+        return "reads are in order, and the kernel can read ahead" if o_direct else None
     if own < _KEPT_SPEED * other:
         there = f"{other / 1e6:.0f} the other way"
         return f"reads in order reach {own / 1e6:.0f} MB/s, and reached {there}"
@@ -228,19 +230,19 @@ class WayReview:
 
     def _look(self, file: Any) -> None:
         seen = ReadFigures(*file.read_figures())
-        direct = bool(file.direct)
+        o_direct = bool(file.o_direct)
         if seen.in_order:
-            self._rates[direct] = seen.bytes_per_s
-        room = self._room() if seen.memory_decides(direct) else 0
-        why = reconsider(direct, seen, room, self._rates)
+            self._rates[o_direct] = seen.bytes_per_s
+        room = self._room() if seen.memory_decides(o_direct) else 0
+        why = reconsider(o_direct, seen, room, self._rates)
         if why is None:
             self._next = seen.nbytes + self._every
             return
         self._total += seen.nbytes
-        to = "the page cache" if direct else "O_DIRECT"
+        to = "the page cache" if o_direct else "O_DIRECT"
         self.changes.append(f"to {to} after {self._total} bytes read: {why}")
         _log.info("%s: %s", file.path, self.changes[-1])
-        file.choose_direct(not direct)
+        file.choose_direct(not o_direct)
         file.restart_figures()
         self._every *= 2
         self._next = self._every
@@ -258,10 +260,10 @@ class Access:
     """How a file may be reached."""
 
     writable: bool
-    direct: bool | None
+    o_direct: bool | None
     device: Device
     lock: bool = True
-    asks_mapped: bool = False
+    asks_in_place: bool = False
     """Whether a controller's settings ask for the file to be read in place."""
     immutable: bool = False
 
@@ -285,7 +287,7 @@ def file_storage(
     end = layout.offset + layout.nbytes
     resident, mapping, unknown = _residency(path, end)
     defaults = config.current()
-    warm = resident is not None and resident >= defaults.mapped_residency
+    warm = resident is not None and resident >= defaults.in_place_residency
     facts = FileFacts(
         nbytes=layout.nbytes,
         available_bytes=host_memory.available_bytes(),
@@ -293,21 +295,21 @@ def file_storage(
         resident=resident,
         writable=access.writable,
         allocated_bytes=os.stat(path).st_blocks * 512,
-        direct_refusal=_refusal_of_direct(path) if access.direct is None else "",
+        direct_refusal=_refusal_of_direct(path) if access.o_direct is None else "",
     )
-    asked = access.direct is not None
+    asked = access.o_direct is not None
     way = choose_way(facts, defaults)
-    if access.direct is not None:
-        how = "O_DIRECT" if access.direct else "through the page cache"
-        way = Way(access.direct, f"{how}, as asked for")
+    if access.o_direct is not None:
+        how = "O_DIRECT" if access.o_direct else "through the page cache"
+        way = Way(access.o_direct, f"{how}, as asked for")
     why, refusal = f"{way.why}{unknown}", ""
     on_gpu = access.device.kind == "cuda"
     # The CPU device does it only if it is asked to: its rings copy what is in the page cache.
-    wanted = warm if on_gpu else access.asks_mapped
+    wanted = warm if on_gpu else access.asks_in_place
     # The page cache has the file, whatever would be chosen for reads by rings.
-    may_map = in_place and wanted and not access.writable and not access.direct
+    may_map = in_place and wanted and not access.writable and not access.o_direct
     if may_map and mapping is not None:
-        budget = int(facts.available_bytes * defaults.mapped_budget)
+        budget = int(facts.available_bytes * defaults.in_place_budget)
         if end <= budget or not on_gpu:
             found = _read_in_place(path, layout, mapping, access)
             if not isinstance(found, str):
@@ -327,7 +329,7 @@ def file_storage(
         layout.offset,
         layout.nbytes,
         writable=access.writable,
-        direct=way.direct,
+        o_direct=way.o_direct,
         lock=access.lock,
         _name=shown,
         _may_change=reviewed,

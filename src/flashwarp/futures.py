@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Future(NotCopied, concurrent.futures.Future[T]):
-    """The outcome of `Array.read_async` or `Array.write_async`.
+    """The outcome of `Array.gather_async` or `Array.scatter_async`.
 
     Attributes
     ----------
@@ -47,8 +47,8 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     Examples
     --------
     >>> import flashwarp as fw, numpy as np
-    >>> with fw.create("rows.npy", (1000, 64), "float32", device="cpu") as x:
-    ...     reads = [x.read_async(slice(i, i + 2)) for i in range(0, 8, 2)]
+    >>> with fw.create("rows.npy", "float32", (1000, 64), device="cpu") as x:
+    ...     reads = [x.gather_async(slice(i, i + 2)) for i in range(0, 8, 2)]
     ...     [read.result().shape for read in reads]
     [(2, 64), (2, 64), (2, 64), (2, 64)]
     """

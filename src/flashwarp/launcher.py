@@ -113,7 +113,7 @@ class Launcher:
         return min(config.current().look_ahead, min(self._lines // 4, slots) // self.device.threads)
 
     def _waits_for_storage(self) -> bool:
-        if self.device.kind != "cpu" or self.controller.path == "mapped":
+        if self.device.kind != "cpu" or self.controller.path == "in_place":
             return False
         return self.controller.worth_looking_ahead()
 

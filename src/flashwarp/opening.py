@@ -62,7 +62,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     line: int | str = "4 KiB",
     controller: SoftwareController | Sequence[SoftwareController] | None = None,
     strict: str | None = None,
-    direct: bool | None = None,
+    o_direct: bool | None = None,
     policy: str | Policy | None = None,
     *,
     host_cache: int | str | None = None,
@@ -93,7 +93,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     controller : SoftwareController, or one for each of several files, optional
         Your own settings, without a storage. If you give one controller for several files, each
         file gets a controller with these settings.
-    strict : {"mapped", "bounce", "direct"}, optional
+    strict : {"in_place", "bounce", "direct"}, optional
         Raise DataPathError unless the data goes this way.
     direct : bool, optional
         Read and write past the page cache (O_DIRECT), or through it. Default: through it if the
@@ -145,7 +145,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     """
     choice("mode", mode, ("r", "r+"))
     writable = mode == "r+"
-    direct = None if direct is None else flag("direct", direct)
+    o_direct = None if o_direct is None else flag("o_direct", o_direct)
     immutable = flag("immutable", immutable)
     if immutable and writable:
         raise ArgumentError('immutable=True is for mode="r": this array may be stored to')
@@ -156,7 +156,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         "line": line,
         "controller": controller,
         "strict": strict,
-        "direct": direct,
+        "o_direct": o_direct,
         "policy": policy,
         "host_cache": host_cache,
         "layout": layout,
@@ -169,7 +169,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     given = _Recipe([], mode, dtype, shape, settings)
     start = None if offset is None else integer("offset", offset, 0, SIZE_MAX)
     lock = flag("lock", lock)
-    access = Access(writable, direct, plan.device, lock, _asks_mapped(controller), immutable)
+    access = Access(writable, o_direct, plan.device, lock, _asks_in_place(controller), immutable)
     if _are_several(path):
         names = [files.check_name(each) for each in path]
         _check_spread(layout, stripe_bytes, len(names))
@@ -214,9 +214,9 @@ def _check_controllers(controller: Any) -> None:
         )
 
 
-def _asks_mapped(controller: SoftwareController | Sequence[SoftwareController] | None) -> bool:
+def _asks_in_place(controller: SoftwareController | Sequence[SoftwareController] | None) -> bool:
     plans = [controller] if isinstance(controller, SoftwareController) else controller or []
-    return any(plan.asked_path == "mapped" for plan in plans)
+    return any(plan.asked_path == "in_place" for plan in plans)
 
 
 def _open_one(
@@ -267,8 +267,8 @@ def _reach(
 @_whole
 def create(
     path: PathLike,
-    shape: int | Sequence[int],
     dtype: npt.DTypeLike,
+    shape: int | Sequence[int],
     *,
     overwrite: bool = False,
     device: Any = None,
@@ -276,7 +276,7 @@ def create(
     line: int | str = "4 KiB",
     controller: SoftwareController | None = None,
     strict: str | None = None,
-    direct: bool | None = None,
+    o_direct: bool | None = None,
     policy: str | Policy | None = None,
     host_cache: int | str | None = None,
     lock: bool = True,
@@ -293,8 +293,8 @@ def create(
     ----------
     path : path-like
         Where; by custom it ends with ``.npy``. A link is followed.
-    shape : int or sequence of int
     dtype : dtype
+    shape : int or sequence of int
     overwrite : bool
         Replace a regular file that is there. Arrays that read it, and its other hard links, keep
         the old file; one that is open for writing is not replaced.
@@ -320,7 +320,7 @@ def create(
         names = ", ".join(f"{name}=" for name in unknown)
         raise ArgumentError(f"create has no {names}: it makes one .npy file, and opens it with r+")
     overwrite, lock = flag("overwrite", overwrite), flag("lock", lock)
-    direct = None if direct is None else flag("direct", direct)
+    o_direct = None if o_direct is None else flag("o_direct", o_direct)
     form = npy.empty_layout(shape, dtype)
     name = files.check_name(path)
     target = files.check_new(name, overwrite)
@@ -331,7 +331,7 @@ def create(
             npy.write_empty(draft.descriptor, form)
         except OSError as error:
             raise files.write_error(error, name) from error
-        access = Access(True, direct, plan.device, lock)
+        access = Access(True, o_direct, plan.device, lock)
         array = _open_one(draft.path, form, plan, one, access, name)
         try:
             draft.publish()

@@ -17,7 +17,7 @@ from flashwarp.endings import NotCopied
 
 __all__ = ["DATA_PATHS", "QueueCounters", "QueuePairs", "QueueTable"]
 
-DATA_PATHS = ("mapped", "bounce", "direct")
+DATA_PATHS = ("in_place", "bounce", "direct")
 """Names of `nvme::data_path`, by value."""
 
 _SQE_BYTES = 64
@@ -93,11 +93,11 @@ class QueuePairs(NotCopied):
     path : str
         One of `DATA_PATHS`.
     mapped_base : int
-        "mapped": device address of the namespace.
+        "in_place": device address of the namespace.
     buffer_bytes : int
         "bounce", or `leased`: size of one slot's buffer.
     leased : bool
-        "mapped": whether `leave_in_place` may be called.
+        "in_place": whether `leave_in_place` may be called.
     timeout_s : float
         Bound of every wait of the device code.
     """

@@ -82,7 +82,7 @@ class ShareTable(NotCopied):
     ...   }
     ... }
     ... ''', device="cpu")
-    >>> with fw.create("shared.npy", 5000, "float32", device="cpu") as x:
+    >>> with fw.create("shared.npy", "float32", 5000, device="cpu") as x:
     ...     with fw.ShareTable(x) as table:
     ...         buffers = x.device.allocate(64 * x.cache.line_bytes)
     ...         program["add_one"](x, table.kernel_handle, buffers, warps=2)

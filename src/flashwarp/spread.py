@@ -85,7 +85,7 @@ class ControllerGroup(NotCopied):
 
     @property
     def path(self) -> str:
-        """The data path of all; "bounce" as soon as one of them has left "mapped" for it."""
+        """The data path of all; "bounce" as soon as one of them has left "in_place" for it."""
         if not self._paths_checked:
             return ""
         paths = {controller.path for controller in self.controllers}

@@ -304,7 +304,7 @@ class File(Storage):
         nbytes: int | None = None,
         *,
         writable: bool = False,
-        direct: bool = False,
+        o_direct: bool = False,
         lock: bool = True,
         _map_address: int = 0,
         _mapping: Any = None,
@@ -318,9 +318,9 @@ class File(Storage):
         offset = integer("offset", offset, 0, SIZE_MAX)
         if nbytes is not None:
             nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
-        writable, direct, lock = (
+        writable, o_direct, lock = (
             flag("writable", writable),
-            flag("direct", direct),
+            flag("o_direct", o_direct),
             flag("lock", lock),
         )
         size = status.st_size
@@ -332,7 +332,7 @@ class File(Storage):
                 )
         self._refuses = lock
         self.offset = offset
-        self.direct = direct
+        self.o_direct = o_direct
         self.mapping = _mapping
         self.review: Review | None = None
         """Changes the way of a file that may change it."""
@@ -346,7 +346,7 @@ class File(Storage):
                 offset,
                 nbytes or 0,
                 writable,
-                "direct" if direct else "buffered",
+                "direct" if o_direct else "buffered",
                 _map_address,
                 copies,
                 lock,
@@ -433,7 +433,7 @@ class BlockDevice(File):
         status = files.check(name, writable)
         if not stat.S_ISBLK(status.st_mode):
             raise PathError(errno.ENOTBLK, "is not a block device: use storage.File", name)
-        super().__init__(path, offset, nbytes, writable=writable, direct=True, lock=lock)
+        super().__init__(path, offset, nbytes, writable=writable, o_direct=True, lock=lock)
 
 
 def _storages(members: Sequence[Storage]) -> tuple[Storage, ...]:

@@ -90,7 +90,7 @@ OPERATIONS: dict[str, tuple[bool, Callable[[Scene], object]]] = {
         False,
         lambda here: make(
             here,
-            lambda: fw.create("made.npy", (64, 16), "i4", device="cpu", cache="16 KiB"),
+            lambda: fw.create("made.npy", "i4", (64, 16), device="cpu", cache="16 KiB"),
         ),
     ),
     "Cache": (False, lambda here: make(here, lambda: fw.Cache("16 KiB", device="cpu"))),
@@ -101,8 +101,8 @@ OPERATIONS: dict[str, tuple[bool, Callable[[Scene], object]]] = {
     "drop_cache": (True, use("drop_cache")),
     "__getitem__": (True, use("__getitem__", slice(10, 50, 3))),
     "__setitem__": (True, use("__setitem__", slice(20, 24), -1)),
-    "read_async": (True, use_async("read_async", INDEX)),
-    "write_async": (True, use_async("write_async", slice(20, 24), -1)),
+    "gather_async": (True, use_async("gather_async", INDEX)),
+    "scatter_async": (True, use_async("scatter_async", slice(20, 24), -1)),
 }
 
 

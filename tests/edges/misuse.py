@@ -219,7 +219,7 @@ class Sequence:
         if self.odds(0.2) and self.controllers and table.layout is None:
             options["controller"] = self.pick(self.controllers)
         if self.odds(0.2):
-            options["direct"] = self.pick([True, False])
+            options["o_direct"] = self.pick([True, False])
         if self.odds(0.1):
             options["policy"] = self.pick(["lru", "fifo", "clock", "sieve"])
         self._open(f"open({table.name}, {mode})", lambda: fw.open(path, mode, **options), table)
@@ -263,7 +263,7 @@ class Sequence:
         was_open = known is not None and (known.writers or known.readers)
         made = self.call(
             f"create({name}, {shape!r:.20})",
-            lambda: fw.create(path, shape, "i4", **options),
+            lambda: fw.create(path, "i4", shape, **options),
             TypeError,
         )
         if isinstance(made, _Refused):
@@ -459,24 +459,26 @@ class Sequence:
         if held.stale:
             held.table.forget()
 
-    def read_async(self) -> None:
+    def gather_async(self) -> None:
         if (held := self.pick(self.arrays)) is None:
             return
         index = self.index(held.table)
-        future = self.must("read_async", lambda: held.array.read_async(index), held.array)
+        future = self.must("gather_async", lambda: held.array.gather_async(index), held.array)
         if isinstance(future, _Refused):
             return
         self.futures.append(future)
         if self.odds(0.5):
             self._check(held, index, self.must("result", future.result))
 
-    def write_async(self) -> None:
+    def scatter_async(self) -> None:
         held = self.pick(h for h in self.arrays if h.array.writable)
         if held is None:
             return
         table, index = held.table, self.index(held.table)
         values = self.values(table, len(index))
-        future = self.must("write_async", lambda: held.array.write_async(index, values), held.array)
+        future = self.must(
+            "scatter_async", lambda: held.array.scatter_async(index, values), held.array
+        )
         if isinstance(future, _Refused):
             return
         self.futures.append(future)
@@ -548,8 +550,8 @@ class Sequence:
             ("x[n]", lambda: x[n]),
             ("x[n, n]", lambda: x[n, n]),
             ("prefetch(n)", lambda: x.prefetch(n)),
-            ("read_async(n)", lambda: x.read_async(n)),
-            ("read_async(out=n)", lambda: x.read_async(index, out=n)),
+            ("gather_async(n)", lambda: x.gather_async(n)),
+            ("gather_async(out=n)", lambda: x.gather_async(index, out=n)),
             ("drop_cache(n)", lambda: x.drop_cache(bool(n)) if isinstance(n, bool) else None),
             ("gather()", lambda: x.gather()),
             ("n in x", lambda: x.gather(index, index, index, index)),
@@ -560,8 +562,8 @@ class Sequence:
             ("scatter(values=n)", lambda: x.scatter(index, n)),
             ("x[n] =", lambda: x.__setitem__(n, 0)),
             ("x[i] = n", lambda: x.__setitem__(index, n)),
-            ("write_async(n)", lambda: x.write_async(n, values).result()),
-            ("write_async(values=n)", lambda: x.write_async(index, n).result()),
+            ("scatter_async(n)", lambda: x.scatter_async(n, values).result()),
+            ("scatter_async(values=n)", lambda: x.scatter_async(index, n).result()),
         ]
         if self.odds(0.6):
             self.call(*self.pick(reads), TypeError)
@@ -847,8 +849,8 @@ _STEP_WEIGHTS = {
     Sequence.gather: 8,
     Sequence.getitem: 5,
     Sequence.scatter: 10,
-    Sequence.read_async: 4,
-    Sequence.write_async: 5,
+    Sequence.gather_async: 4,
+    Sequence.scatter_async: 5,
     Sequence.use_future: 3,
     Sequence.whole: 8,
     Sequence.use_wrongly: 8,

@@ -26,7 +26,7 @@ def test_drop_cache_and_stats_beside_asynchronous_writes(tmp_path: Path, shared:
             while not stop.is_set():
                 value += 1
                 index = np.unique(random.integers(0, 2000, 64))
-                x.write_async(index, np.full((len(index), 16), value, "f4"))
+                x.scatter_async(index, np.full((len(index), 16), value, "f4"))
                 rows[index] = value
         except BaseException as error:
             failed.append(error)

@@ -51,7 +51,7 @@ def start():
 """,
     "create": """
 def start():
-    x = fw.create("made.npy", (256, 16), "i4", device="cpu", cache="16 KiB", line=512)
+    x = fw.create("made.npy", "i4", (256, 16), device="cpu", cache="16 KiB", line=512)
     x[:64] = 7
     return x
 """,
@@ -69,7 +69,7 @@ def start():
 def start():
     x = fw.open("rows.npy", "r+", device="cpu", cache="16 KiB", line=512)
     for i in range(0, 64, 4):
-        x.write_async(slice(i, i + 4), 7)
+        x.scatter_async(slice(i, i + 4), 7)
     return x
 """,
     "striped": """
@@ -401,7 +401,7 @@ import atexit
 def late():
     for make in (
         lambda: fw.open("rows.npy", "r+", device="cpu", cache="16 KiB"),
-        lambda: fw.create("late.npy", 4, "i4", device="cpu"),
+        lambda: fw.create("late.npy", "i4", 4, device="cpu"),
     ):
         try:
             make()

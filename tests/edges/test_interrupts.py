@@ -10,7 +10,7 @@ from edges import budget, nursery
 
 OPERATIONS = (
     "open", "create", "Cache", "close", "gather", "scatter", "flush", "drop_cache", "__getitem__",
-    "__setitem__", "read_async", "write_async",
+    "__setitem__", "gather_async", "scatter_async",
 )  # fmt: skip
 EACH_S = budget.SECONDS / len(OPERATIONS) / 2
 

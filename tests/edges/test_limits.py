@@ -40,7 +40,7 @@ def works(mode="r+"):
         if mode == "r+":
             x[:4] = rows[:4]
             x.flush()
-            assert (x.read_async(index).result() == rows[index]).all()
+            assert (x.gather_async(index).result() == rows[index]).all()
 
 def works_or_says(*kinds):
     try:
@@ -66,7 +66,7 @@ for room in range(14):
     with limit(resource.RLIMIT_NOFILE, first_free + room):
         seen.add(works_or_says())
         try:
-            fw.create(f"new{room}.npy", 64, "i4", device="cpu", cache="16 KiB").close()
+            fw.create(f"new{room}.npy", "i4", 64, device="cpu", cache="16 KiB").close()
         except fw.errors.FlashwarpError:
             assert not os.path.exists(f"new{room}.npy"), room
     assert descriptors() == before, room
@@ -110,7 +110,7 @@ with limit(resource.RLIMIT_FSIZE, 8192):
     assert (x.gather([255]) == -2).all()
     before = set(os.listdir())
     try:
-        fw.create("large.npy", (256, 64), "i4", device="cpu", cache="16 KiB").close()
+        fw.create("large.npy", "i4", (256, 64), device="cpu", cache="16 KiB").close()
         raise SystemExit("the create worked")
     except fw.errors.FlashwarpError as error:
         assert isinstance(error, OSError), repr(error)
@@ -137,7 +137,7 @@ with limit(resource.RLIMIT_NPROC, 0):
         if x is None:
             x = fw.open("rows.npy", "r+", device=device, cache="16 KiB", line=512)
         assert (x.gather([1, 200]) == rows[[1, 200]]).all()
-        assert (x.read_async([1, 200]).result() == rows[[1, 200]]).all()
+        assert (x.gather_async([1, 200]).result() == rows[[1, 200]]).all()
     except fw.errors.FlashwarpError as error:
         assert "thread" in str(error) or "Resource" in str(error), repr(error)
 if x is not None:
@@ -183,7 +183,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_full_disk_loses_nothing_that_fits_later(small_disk: Path) -> None:
     rows = np.arange(128 * 1024, dtype="i4").reshape(512, 256)  # half of the disk
-    with fw.create(small_disk / "rows.npy", rows.shape, "i4", device="cpu", cache="1 MiB") as x:
+    with fw.create(small_disk / "rows.npy", "i4", rows.shape, device="cpu", cache="1 MiB") as x:
         x[...] = rows
         (small_disk / "other").write_bytes(bytes(700 << 10))
 
@@ -204,14 +204,14 @@ def test_create_on_a_full_disk_leaves_nothing(small_disk: Path) -> None:
         os.posix_fallocate(other.fileno(), 0, shutil.disk_usage(small_disk).free)
 
     with pytest.raises(fw.errors.FlashwarpError) as caught:
-        fw.create(small_disk / "rows.npy", 4096, "i4", device="cpu")
+        fw.create(small_disk / "rows.npy", "i4", 4096, device="cpu")
 
     assert isinstance(caught.value, OSError)
     assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
 def test_close_on_a_full_disk_says_what_is_lost(small_disk: Path) -> None:
-    x = fw.create(small_disk / "rows.npy", (512, 256), "i4", device="cpu", cache="1 MiB")
+    x = fw.create(small_disk / "rows.npy", "i4", (512, 256), device="cpu", cache="1 MiB")
     x[...] = 7
     (small_disk / "other").write_bytes(bytes(700 << 10))
 

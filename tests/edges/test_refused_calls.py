@@ -46,7 +46,7 @@ for direct in (None, False, True):
         rows[index] += 1
         x.drop_cache()
         assert (x[...] == rows).all()
-        pending = x.write_async(slice(0, 4), -1), x.read_async(slice(8, 12))
+        pending = x.scatter_async(slice(0, 4), -1), x.gather_async(slice(8, 12))
         rows[:4] = -1
         assert (pending[1].result() == rows[8:12]).all()
         if direct is None:
@@ -66,7 +66,7 @@ import errno
 rows = np.arange(64 * 256, dtype="i4").reshape(256, 64)
 np.save("rows.npy", rows)
 device = fw.CpuDevice(1)  # the filter is of this thread
-x = fw.open("rows.npy", "r+", device=device, direct=True, cache="16 KiB")
+x = fw.open("rows.npy", "r+", device=device, o_direct=True, cache="16 KiB")
 index = np.random.default_rng(1).integers(0, 256, 500)
 assert (x.gather(index) == rows[index]).all()
 seccomp.refuse(["io_uring_enter"], errno.EPERM)

@@ -45,7 +45,7 @@ def use_arrays(device: fw.CudaDevice, path: Path) -> None:
     with (
         fw.open(path, "r+", device=device, cache="16 KiB", line=512) as data,
         fw.open(
-            path.with_name("records.npy"), device=device, cache="8 KiB", line=512, direct=True
+            path.with_name("records.npy"), device=device, cache="8 KiB", line=512, o_direct=True
         ) as held,
         device.empty_array((8192,), np.float32) as buffer,
     ):
@@ -57,9 +57,9 @@ def use_arrays(device: fw.CudaDevice, path: Path) -> None:
 def search(device: fw.CudaDevice, folder: Path) -> None:
     """Index an array in divergent code: lanes part, prefetch, miss and meet again."""
     graph = graphs.load("kron:8", folder, seed=1)
-    for direct in (True, False):
+    for o_direct in (True, False):
         with (
-            graph.neighbours(device=device, cache="8 KiB", line=512, direct=direct) as array,
+            graph.neighbours(device=device, cache="8 KiB", line=512, o_direct=o_direct) as array,
             BreadthFirstSearch(array, graph.offsets.view(np.uint64)) as levels,
         ):
             reached = sum(1 for _ in levels.levels(graph.pick_sources(1, seed=2)[0]))
@@ -73,7 +73,7 @@ def main() -> None:
         path = Path(folder) / "a.npy"
         content = rng.standard_normal((300, 700)).astype(np.float32)
         np.save(path, content)
-        for options in ({}, {"direct": True}, {"line": 512}):
+        for options in ({}, {"o_direct": True}, {"line": 512}):
             with fw.open(path, device=device, cache="64 KiB", **options) as x:
                 index = rng.integers(-300, 300, 200)
                 x.prefetch(index[:8])

@@ -31,12 +31,12 @@ def save(path: Path, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarr
 
 
 @pytest.mark.parametrize("row", [1, 3, 64, 100, 1024, 1025, 5000])
-@pytest.mark.parametrize("direct", [None, True, False])
-def test_gather_matches_numpy(tmp_path, device, row, direct):
+@pytest.mark.parametrize("o_direct", [None, True, False])
+def test_gather_matches_numpy(tmp_path, device, row, o_direct):
     content = save(tmp_path / "a.npy", (3000, row))
     index = np.random.default_rng(1).integers(-3000, 3000, 5000)
 
-    with fw.open(tmp_path / "a.npy", device=device, cache="4 MiB", direct=direct) as x:
+    with fw.open(tmp_path / "a.npy", device=device, cache="4 MiB", o_direct=o_direct) as x:
         assert (x.gather(index) == content[index]).all()
         assert (x.gather(index) == content[index]).all()
         assert (x[17:1234] == content[17:1234]).all()
@@ -54,14 +54,14 @@ def test_lines_of_every_size(tmp_path, device, line):
 def test_read_only_resident_file_is_mapped(tmp_path, device):
     save(tmp_path / "a.npy", (4000, 256))
 
-    with fw.open(tmp_path / "a.npy", device=device, strict="mapped") as x:
-        assert x.explain().path == "mapped"
+    with fw.open(tmp_path / "a.npy", device=device, strict="in_place") as x:
+        assert x.explain().path == "in_place"
 
 
 def test_depth_two_and_one_set_make_progress(tmp_path, device):
     content = save(tmp_path / "a.npy", (500, 256))
     index = np.random.default_rng(1).integers(0, 500, 2000)
-    for path in ("mapped", "bounce"):
+    for path in ("in_place", "bounce"):
         controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=path)
 
         with fw.open(
@@ -73,7 +73,7 @@ def test_depth_two_and_one_set_make_progress(tmp_path, device):
 def test_stores_are_durable_after_flush(tmp_path, device):
     rng = np.random.default_rng(3)
     content = rng.standard_normal((5000, 300))
-    with fw.create(tmp_path / "a.npy", content.shape, "float64", device=device, cache="1 MiB") as x:
+    with fw.create(tmp_path / "a.npy", "float64", content.shape, device=device, cache="1 MiB") as x:
         x[...] = content
         rows = rng.permutation(5000)[:2000]
         content[rows] = -content[rows]
@@ -93,7 +93,7 @@ def test_memory_storage_is_written_in_place(device):
         x[...] = content
         x.flush()
 
-        assert x.explain().path == "mapped"
+        assert x.explain().path == "in_place"
     assert (held == content).all()
 
 
@@ -143,9 +143,9 @@ def test_prefetched_rows_hit(tmp_path, device):
 def test_truncated_file_raises_and_the_array_stays_usable(tmp_path, device):
     path = tmp_path / "a.npy"
     content = save(path, (4000, 1024))
-    for direct in (False, True):
+    for o_direct in (False, True):
         np.save(path, content)
-        with fw.open(path, "r+", device=device, cache="64 KiB", direct=direct) as x:
+        with fw.open(path, "r+", device=device, cache="64 KiB", o_direct=o_direct) as x:
             os.truncate(path, 1 << 20)
             with pytest.raises(errors.StorageError) as caught:
                 x.gather(np.array([3999]))
@@ -158,7 +158,7 @@ def test_arrays_share_a_cache(tmp_path, device):
     with fw.Cache("256 KiB", device=device) as cache:
         with (
             fw.open(tmp_path / "a.npy", cache=cache) as x,
-            fw.create(tmp_path / "b.npy", (2000, 256), "float32", cache=cache) as y,
+            fw.create(tmp_path / "b.npy", "float32", (2000, 256), cache=cache) as y,
         ):
             y[...] = one * 2
             assert (x[...] == one).all()
@@ -172,16 +172,16 @@ def test_out_of_device_memory_is_typed(tmp_path, device):
         fw.open(tmp_path / "a.npy", device=device, cache="900 GiB")
 
 
-@pytest.mark.parametrize("direct", [None, True, False])
+@pytest.mark.parametrize("o_direct", [None, True, False])
 @pytest.mark.parametrize("offset", [0, 5, 16, 4096, 4100])
-def test_raw_data_begins_at_any_byte(tmp_path, device, offset, direct):
+def test_raw_data_begins_at_any_byte(tmp_path, device, offset, o_direct):
     content = np.random.default_rng(offset).standard_normal((3000, 130))
     path = tmp_path / "model"
     path.write_bytes(os.urandom(offset) + content.tobytes() + b"behind")
     index = np.random.default_rng(1).integers(-3000, 3000, 5000)
 
     with fw.open(
-        path, "r", "f8", content.shape, device, "1 MiB", offset=offset, direct=direct
+        path, "r", "f8", content.shape, device, "1 MiB", offset=offset, o_direct=o_direct
     ) as x:
         assert (x.gather(index) == content[index]).all()
         assert x.in_place is None or x.in_place % 16 == 0
@@ -192,16 +192,16 @@ def test_raw_data_begins_at_any_byte(tmp_path, device, offset, direct):
     assert path.read_bytes()[offset:] == content.tobytes() + b"behind"
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_refresh_reads_what_another_process_has_flushed(tmp_path, device, direct):
+@pytest.mark.parametrize("o_direct", [True, False])
+def test_refresh_reads_what_another_process_has_flushed(tmp_path, device, o_direct):
     path = tmp_path / "a.npy"
     content = save(path, (4000, 256))
     store = f"""
 import flashwarp as fw
-with fw.open({str(path)!r}, "r+", device="cpu", direct={direct}) as x:
+with fw.open({str(path)!r}, "r+", device="cpu", o_direct={o_direct}) as x:
     x[100:200] = -1
 """
-    with fw.open(path, device=device, cache="16 MiB", direct=direct) as x:
+    with fw.open(path, device=device, cache="16 MiB", o_direct=o_direct) as x:
         assert (x[...] == content).all()
         subprocess.run([sys.executable, "-c", store], check=True, timeout=60)
 
@@ -214,9 +214,9 @@ with fw.open({str(path)!r}, "r+", device="cpu", direct={direct}) as x:
 def test_stores_to_a_file_that_was_cut_are_reported(tmp_path, device):
     path = tmp_path / "a.npy"
     content = save(path, (4000, 1024))
-    for direct in (False, True):
+    for o_direct in (False, True):
         np.save(path, content)
-        x = fw.open(path, "r+", device=device, cache="4 MiB", direct=direct)
+        x = fw.open(path, "r+", device=device, cache="4 MiB", o_direct=o_direct)
         x[3990:] = 7
         os.truncate(path, 1 << 20)
         time.sleep(0.01)  # writers rely on a look at the file for a millisecond

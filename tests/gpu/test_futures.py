@@ -48,19 +48,19 @@ def test_rows_for_the_host(x, content):
     pieces = np.split(index, 30)
     ranges = [slice(k, k + 70) for k in range(0, 3500, 500)]
 
-    reads = [x.read_async(rows) for rows in [*pieces, *ranges, slice(3000, 10, -7)]]
+    reads = [x.gather_async(rows) for rows in [*pieces, *ranges, slice(3000, 10, -7)]]
 
     for read, rows in zip(reads, [*pieces, *ranges, slice(3000, 10, -7)], strict=True):
         assert (read.result() == content[rows]).all()
     out = np.empty((2, WORDS), np.int32)
-    assert x.read_async([5, -1], out=out).result() is out
+    assert x.gather_async([5, -1], out=out).result() is out
     assert (out == content[[5, -1]]).all()
 
 
 def test_stores_from_the_host(x, content, storage):
     rows = np.random.default_rng(3).permutation(ROWS).reshape(40, 100)
 
-    writes = [x.write_async(part, -content[part]) for part in rows]
+    writes = [x.scatter_async(part, -content[part]) for part in rows]
     x.flush()
 
     assert all(write.done() for write in writes)
@@ -70,7 +70,7 @@ def test_stores_from_the_host(x, content, storage):
 def test_more_calls_than_may_be_in_flight(x, content, monkeypatch):
     monkeypatch.setenv("FLASHWARP_ASYNC_CALLS", "3")
 
-    reads = [x.read_async(slice(k, k + 40)) for k in range(0, 3900, 13)]
+    reads = [x.gather_async(slice(k, k + 40)) for k in range(0, 3900, 13)]
 
     for k, read in zip(range(0, 3900, 13), reads, strict=True):
         assert (read.result() == content[k : k + 40]).all()
@@ -80,8 +80,8 @@ def test_many_threads(x, content):
     def use(part: int) -> None:
         mine = np.arange(part, ROWS, 3)
         for turn in range(5):
-            x.write_async(mine, content[mine] + turn).result()
-            pieces = [x.read_async(piece) for piece in np.array_split(mine, 7)]
+            x.scatter_async(mine, content[mine] + turn).result()
+            pieces = [x.gather_async(piece) for piece in np.array_split(mine, 7)]
             assert (np.concatenate([p.result() for p in pieces]) == content[mine] + turn).all()
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -91,7 +91,7 @@ def test_many_threads(x, content):
 def test_calls_are_in_flight_together(x, content, storage):
     storage.inject("read delay=300000us")
 
-    reads = [x.read_async([64 * k]) for k in range(8)]
+    reads = [x.gather_async([64 * k]) for k in range(8)]
 
     end = time.monotonic() + 20
     while storage.operations()["read"] < 8:
@@ -104,17 +104,19 @@ def test_gather_is_not_held_up(x, content, storage):
     x.gather([1000])
     storage.inject("read delay=2000000us n=1")
 
-    read = x.read_async([0])
+    read = x.gather_async([0])
 
-    assert (x.read_async([1000]).result() == content[[1000]]).all()
+    assert (x.gather_async([1000]).result() == content[[1000]]).all()
     assert not read.done()
     assert (read.result() == content[[0]]).all()
 
 
 def test_await(x, content):
     async def main():
-        await x.write_async([0], 7)
-        return await asyncio.gather(*(x.read_async([k]) for k in range(1, 20)), x.read_async([0]))
+        await x.scatter_async([0], 7)
+        return await asyncio.gather(
+            *(x.gather_async([k]) for k in range(1, 20)), x.gather_async([0])
+        )
 
     *rows, first = asyncio.run(main())
     assert all((row == content[k]).all() for k, row in enumerate(rows, 1))
@@ -124,33 +126,33 @@ def test_await(x, content):
 def test_failure_is_of_the_very_call(x, content, storage):
     storage.inject("read eio bytes=262144-266240")  # the line of rows 256 to 259
 
-    reads = [x.read_async([64 * k]) for k in range(8)]
+    reads = [x.gather_async([64 * k]) for k in range(8)]
 
     for k, read in enumerate(reads):
         if k != 4:
             assert (read.result() == content[[64 * k]]).all()
-    with pytest.raises(errors.StorageError, match="read_async: read of 4096 bytes") as caught:
+    with pytest.raises(errors.StorageError, match="gather_async: read of 4096 bytes") as caught:
         reads[4].result()
     assert caught.value.filename == storage.path
     assert caught.value.offset == 262144
     assert (x.gather([0]) == content[[0]]).all()
     storage.heal()
-    assert (x.read_async([256]).result() == content[[256]]).all()
+    assert (x.gather_async([256]).result() == content[[256]]).all()
 
 
 def test_unobserved_failure_is_raised_by_close(storage, device):
     storage.inject("read eio")
     x = fw.from_storage(storage, "i4", (ROWS, WORDS), device=device, cache="1 MiB")
-    x.read_async([0])
+    x.gather_async([0])
 
-    with pytest.raises(errors.StorageError, match="read_async"):
+    with pytest.raises(errors.StorageError, match="gather_async"):
         x.close()
 
 
 def test_close_waits(storage, device, content):
     storage.inject("read delay=100000us")
     with fw.from_storage(storage, "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x:
-        reads = [x.read_async([k]) for k in range(0, 1000, 100)]
+        reads = [x.gather_async([k]) for k in range(0, 1000, 100)]
 
     assert all(read.done() for read in reads)
     assert all((r.result() == content[[100 * k]]).all() for k, r in enumerate(reads))
@@ -161,7 +163,7 @@ def test_neighbour_on_the_cache_closes_meanwhile(tmp_path, device, content, stor
     with fw.Cache("256 KiB", device=device) as shared:
         with fw.from_storage(storage, "i4", (ROWS, WORDS), cache=shared) as x:
             for turn in range(4):
-                reads = [x.read_async(np.arange(k, ROWS, 16)) for k in range(8)]
+                reads = [x.gather_async(np.arange(k, ROWS, 16)) for k in range(8)]
                 with fw.open(tmp_path / "g", "r+", "i4", (ROWS, WORDS), cache=shared) as y:
                     y[...] = content * (turn + 3)
                 for k, read in enumerate(reads):
@@ -178,17 +180,17 @@ def test_torch_in_torch_out(x, content):
     index = torch.randint(-ROWS, ROWS, (40, 5), device="cuda")
     out = torch.empty((40, 5, WORDS), dtype=torch.int32, device="cuda")
 
-    result = x.read_async(index).result()
+    result = x.gather_async(index).result()
     assert isinstance(result, torch.Tensor)
     assert result.is_cuda
     assert (result.cpu().numpy() == content[index.cpu().numpy()]).all()
-    assert x.read_async(index, out=out).result() is out
+    assert x.gather_async(index, out=out).result() is out
     assert (out == result).all()
     with pytest.raises(errors.BoundsError, match="4000"):
-        x.read_async(torch.tensor([1, 4000], device="cuda"))
+        x.gather_async(torch.tensor([1, 4000], device="cuda"))
     with pytest.raises(errors.BoundsError, match="-4001"):
-        x.write_async(torch.tensor([-4001], device="cuda"), 1)
-    x.write_async(index, out + 1).result()
+        x.scatter_async(torch.tensor([-4001], device="cuda"), 1)
+    x.scatter_async(index, out + 1).result()
     assert (x.gather(index) == out + 1).all()
 
 
@@ -202,9 +204,9 @@ def test_streams_are_ordered_without_the_host(x, content):
             torch.cuda._sleep(2_000_000)  # a millisecond, before which nothing below may happen
             values = torch.full((512, WORDS), turn, dtype=torch.int32, device="cuda")
 
-        write = x.write_async(slice(0, 512), values, stream=stream)
+        write = x.scatter_async(slice(0, 512), values, stream=stream)
         write.wait_on(stream)
-        read = x.read_async(rows, stream=stream)
+        read = x.gather_async(rows, stream=stream)
         out = read.wait_on(stream)
         with torch.cuda.stream(stream):
             total = int(out.to(torch.int64).sum())
@@ -218,13 +220,13 @@ def test_read_waits_for_its_stream_only(x, content):
     torch = pytest.importorskip("torch")
     busy, free = torch.cuda.Stream(), torch.cuda.Stream()
     out = torch.empty((100, WORDS), dtype=torch.int32, device="cuda")
-    x.read_async(slice(0, 1)).result()  # lanes are made
+    x.gather_async(slice(0, 1)).result()  # lanes are made
     torch.cuda.synchronize()
 
     with torch.cuda.stream(busy):
         torch.cuda._sleep(4_000_000_000)  # two seconds
-    held = x.read_async(slice(0, 100), out=torch.empty_like(out), stream=busy)
-    read = x.read_async(slice(0, 100), out=out, stream=free)
+    held = x.gather_async(slice(0, 100), out=torch.empty_like(out), stream=busy)
+    read = x.gather_async(slice(0, 100), out=out, stream=free)
 
     assert (read.result().cpu().numpy() == content[:100]).all()
     assert not held.done()
@@ -235,17 +237,17 @@ def test_cupy_in_cupy_out(x, content):
     cupy = pytest.importorskip("cupy")
     index = cupy.random.randint(0, ROWS, 500)
 
-    result = x.read_async(index).result()
+    result = x.gather_async(index).result()
 
     assert isinstance(result, cupy.ndarray)
     assert (result.get() == content[index.get()]).all()
     stream = cupy.cuda.Stream(non_blocking=True)
-    read = x.read_async(index, stream=stream)
+    read = x.gather_async(index, stream=stream)
     out = read.wait_on(stream)
     with stream:
         assert int((out == result).all())
     read.result()
-    x.write_async(cupy.arange(10), cupy.full((10, WORDS), 7, cupy.int32)).result()
+    x.scatter_async(cupy.arange(10), cupy.full((10, WORDS), 7, cupy.int32)).result()
     assert (x[:10] == 7).all()
 
 
@@ -262,7 +264,7 @@ def test_user_kernels_run_beside_calls(x, content):
 
     thread = threading.Thread(target=gather)
     thread.start()
-    reads = [x.read_async(np.arange(k, ROWS, 50)) for k in range(50)]
+    reads = [x.gather_async(np.arange(k, ROWS, 50)) for k in range(50)]
     good = [(read.result() == content[k::50]).all() for k, read in enumerate(reads)]
     stop.set()
     thread.join()
@@ -273,12 +275,12 @@ def test_user_kernels_run_beside_calls(x, content):
 
 def test_calls_do_not_wait_for_the_librarys_own_stream(x, device, content):
     torch = pytest.importorskip("torch")
-    x.read_async([0]).result()
+    x.gather_async([0]).result()
     own = device.default_stream()
 
     with torch.cuda.stream(torch.cuda.ExternalStream(own.handle)):
         torch.cuda._sleep(4_000_000_000)  # two seconds
-    reads = [x.read_async([k, k + 1]) for k in range(20)]
+    reads = [x.gather_async([k, k + 1]) for k in range(20)]
 
     assert all((r.result() == content[k : k + 2]).all() for k, r in enumerate(reads))
     assert not device.context.stream_done(own.handle)

@@ -34,14 +34,14 @@ def graph(request, tmp_path_factory):
     return made.neighbours_path, made.offsets.view(np.uint64), source, expected
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("o_direct", [True, False])
 @pytest.mark.parametrize("line", [512, 4096])
-def test_a_search_from_a_file_finds_the_distances(graph, device, direct, line):
+def test_a_search_from_a_file_finds_the_distances(graph, device, o_direct, line):
     """Lanes once loaded the ring's state each for itself, parted at a collective, and hung."""
     path, offsets, source, expected = graph
 
     with (
-        fw.open(path, device=device, cache="256 KiB", direct=direct, line=line) as array,
+        fw.open(path, device=device, cache="256 KiB", o_direct=o_direct, line=line) as array,
         BreadthFirstSearch(array, offsets) as search,
     ):
         for _ in search.levels(source):
@@ -58,7 +58,7 @@ def test_a_query_reads_the_lines_that_it_needs(tmp_path, device, shared):
         np.save(tmp_path / f"{number}.npy", column)
     cache = fw.Cache("64 KiB", line=512, device=device) if shared else "64 KiB"
     arrays = [
-        fw.open(tmp_path / f"{n}.npy", device=device, cache=cache, direct=True, line=512)
+        fw.open(tmp_path / f"{n}.npy", device=device, cache=cache, o_direct=True, line=512)
         for n in range(4)
     ]
 
@@ -70,14 +70,14 @@ def test_a_query_reads_the_lines_that_it_needs(tmp_path, device, shared):
 
 
 @pytest.mark.parametrize("random", [0, 1])
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("o_direct", [True, False])
 @pytest.mark.parametrize("line", [512, 4096])
-def test_elements_of_a_cold_cache_add_up(tmp_path, device, random, direct, line):
+def test_elements_of_a_cold_cache_add_up(tmp_path, device, random, o_direct, line):
     content = np.arange(300_001, dtype=np.uint32)
     np.save(tmp_path / "a.npy", content)
     with (
         fw.open(
-            tmp_path / "a.npy", device=device, cache="128 KiB", direct=direct, line=line
+            tmp_path / "a.npy", device=device, cache="128 KiB", o_direct=o_direct, line=line
         ) as array,
         device.allocate(8) as total,
         device.allocate(content.nbytes) as plain,

@@ -48,7 +48,7 @@ def has_new_rows(x: fw.Array) -> bool:
 def test_rows_are_new_after_another_process_has_rewritten_the_file(path: Path, how: str) -> None:
     # Larger than the file: what was read before would stay.
     with fw.open(path, device="cuda:0", cache="8 MiB") as x:
-        assert x.explain().path == "mapped"
+        assert x.explain().path == "in_place"
         assert "a lease holds writers off" in str(x.explain())
         np.testing.assert_array_equal(x[:], rows())
 
@@ -143,14 +143,14 @@ def test_file_open_for_writing_is_not_read_in_place(path: Path) -> None:
 
 def test_immutable_file_is_read_in_place_without_a_lease(path: Path) -> None:
     with path.open("r+b"), fw.open(path, device="cuda:0", immutable=True) as x:
-        assert x.explain().path == "mapped"
+        assert x.explain().path == "in_place"
         assert "immutable=True" in str(x.explain())
         assert x.in_place is not None
         np.testing.assert_array_equal(x[:], rows())
 
 
 def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -> None:
-    with fw.open(path, device="cuda:0", strict="mapped") as x:
+    with fw.open(path, device="cuda:0", strict="in_place") as x:
         x.gather(np.arange(10))
         rewrite(path)
 

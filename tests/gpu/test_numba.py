@@ -73,7 +73,7 @@ def random_values(dtype: str, count: int) -> np.ndarray[Any, Any]:
 @pytest.fixture
 def floats(tmp_path: Path, device: CudaDevice) -> Iterator[fw.Array]:
     """Sixteen times the size of its cache."""
-    with fw.create(tmp_path / "x.npy", (1 << 22,), "f4", device=device, cache="1 MiB") as x:
+    with fw.create(tmp_path / "x.npy", "f4", (1 << 22,), device=device, cache="1 MiB") as x:
         x[:] = np.arange(1 << 22)
         yield x
 
@@ -87,7 +87,7 @@ def test_every_number_is_loaded_and_stored(dtype: str, tmp_path: Path, device: C
     with (
         fw.open(tmp_path / "x.npy", device=device, cache="64 KiB") as x,
         fw.create(
-            tmp_path / "y.npy", values.shape, values.dtype, device=device, cache="64 KiB"
+            tmp_path / "y.npy", values.dtype, values.shape, device=device, cache="64 KiB"
         ) as y,
     ):
         # From the end, as negative indices count.
@@ -203,7 +203,7 @@ def test_numbers_are_added_to_in_one_step(dtype: str, tmp_path: Path, device: Cu
     def count(data: Any) -> None:
         atomic_add(data, cuda.grid(1) % data.size - data.size, 1)
 
-    with fw.create(tmp_path / "x.npy", (100,), dtype, device=device) as x:
+    with fw.create(tmp_path / "x.npy", dtype, (100,), device=device) as x:
         count[100, 100](x)
         x.synchronize(0)
 
@@ -252,9 +252,9 @@ def test_launch_on_a_stream_is_waited_for_by_close(tmp_path: Path, device: CudaD
             data[i] = i
 
     stream = cuda.stream()
-    with fw.create(tmp_path / "x.npy", (1 << 20,), "i4", device=device, cache="1 MiB") as x:
+    with fw.create(tmp_path / "x.npy", "i4", (1 << 20,), device=device, cache="1 MiB") as x:
         fill[64, 256, stream](x)
-    with fw.create(tmp_path / "y.npy", (1 << 20,), "i4", device=device, cache="1 MiB") as y:
+    with fw.create(tmp_path / "y.npy", "i4", (1 << 20,), device=device, cache="1 MiB") as y:
         fill.forall(1 << 16)(y)
 
     for name in ("x.npy", "y.npy"):
@@ -288,7 +288,7 @@ def test_closed_arrays_and_arrays_on_the_cpu_are_refused(floats: fw.Array, tmp_p
     with pytest.raises(ClosedError):
         gather[1, 1](out, floats, index)
     with (
-        fw.create(tmp_path / "y.npy", (10,), "f4", device="cpu") as elsewhere,
+        fw.create(tmp_path / "y.npy", "f4", (10,), device="cpu") as elsewhere,
         pytest.raises(ArgumentError, match=r"flashwarp\.compile"),
     ):
         gather[1, 1](out, elsewhere, index)

@@ -34,7 +34,7 @@ def program(device: CudaDevice) -> fw.Program:
 
 @pytest.fixture
 def floats(tmp_path: Path, device: CudaDevice) -> Iterator[fw.Array]:
-    with fw.create(tmp_path / "x.npy", (1000,), "f4", device=device) as x:
+    with fw.create(tmp_path / "x.npy", "f4", (1000,), device=device) as x:
         yield x
 
 
@@ -65,7 +65,7 @@ def test_launch_on_a_stream_of_ones_own_is_waited_for_by_close(
     torch = pytest.importorskip("torch")
     stream = torch.cuda.Stream()
     path = tmp_path / "x.npy"
-    with fw.create(path, (1_000_000,), "f4", device=device, cache="1 MiB") as x:
+    with fw.create(path, "f4", (1_000_000,), device=device, cache="1 MiB") as x:
         x[:] = 1
         program["mine::scale"](x, 3, stream=stream)
 
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(ArgumentError, match="multiple of 32"):
         program["mine::scale"](floats, 1, block_threads=100)
     with (
-        fw.create(tmp_path / "y.npy", (10,), "f4", device="cpu") as elsewhere,
+        fw.create(tmp_path / "y.npy", "f4", (10,), device="cpu") as elsewhere,
         pytest.raises(ArgumentError, match="the array is on cpu"),
     ):
         program["mine::scale"](elsewhere, 1)

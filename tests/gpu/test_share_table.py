@@ -75,7 +75,7 @@ def blocks(device: CudaDevice) -> fw.Program:
 
 @pytest.fixture(params=["memory", "file"])
 def x(request: pytest.FixtureRequest, device: CudaDevice, tmp_path: Path) -> Iterator[fw.Array]:
-    """33 lines, of which eight have frames, by the mapped path or through bounce buffers."""
+    """33 lines, of which eight have frames, by the in-place path or through bounce buffers."""
     data = np.arange(LINES * LINE_WORDS, dtype=np.uint64)
     if request.param == "memory":
         storage: fw.storage.Storage = fw.storage.Memory(data)

@@ -30,7 +30,7 @@ def churn(x: fw.Array, held: np.ndarray[Any, Any], rounds: int, seed: int) -> No
         np.testing.assert_array_equal(x.gather(some), held[some])
 
 
-@pytest.mark.parametrize("path", ["mapped", "bounce"])
+@pytest.mark.parametrize("path", ["in_place", "bounce"])
 @pytest.mark.parametrize("layout", ["stripe", "replicate"])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_arrays_over_several_storages_are_as_numpy_has_them(

@@ -182,7 +182,7 @@ class Rig {
 int main(int count, char** arguments) {
   return take_turns(count, arguments, "tables", [](uint32_t turn, std::mt19937& random) {
     const uint32_t lines = turn % 3 == 0 ? 2 : 5 + random() % 8;
-    Rig rig(lines, turn % 2, turn / 2 % 2 == 0 ? nvme::kMapped : nvme::kBounce);
+    Rig rig(lines, turn % 2, turn / 2 % 2 == 0 ? nvme::kInPlace : nvme::kBounce);
     for (uint32_t round = 0; round < 2; ++round) {
       const uint32_t round_seed = uint32_t(random());
       rig.controllers().launch(

@@ -1,4 +1,4 @@
-"""What `direct=` is chosen without being told, beside both choices, over sizes and uses of a file.
+"""What `o_direct=` is by default, beside both choices, over sizes and uses of a file.
 
 Files from a small one to twice the memory are read and updated, at random and in order, freshly
 created, cold and warm. Each way has its turn in each use, in a process whose memory is made small.
@@ -38,7 +38,7 @@ _OPTIONS = ("memory", "sizes", "cache", "epochs", "runs", "seconds")
 _TARGET = 0.9
 # How the default ended; where it is the better way, a ratio below 1 is what turns differ by.
 _BETTER, _OTHER = "took the better way", "took the other way"
-_WAYS: dict[str, bool | None] = {"direct=True": True, "direct=False": False, "default": None}
+_WAYS: dict[str, bool | None] = {"o_direct=True": True, "o_direct=False": False, "default": None}
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _compare(plan: _Plan, use: _Use, path: Path, rows: int, name: str) -> Iterat
         forced = {way: best[way][n] for way in list(_WAYS)[:2]}
         better = max(forced, key=lambda way: forced[way])
         other = min(forced.values())
-        same = told.startswith("O_DIRECT") == (better == "direct=True")
+        same = told.startswith("O_DIRECT") == (better == "o_direct=True")
         yield Row(
             f"{name}, {use}: {epoch}",
             best["default"][n],
@@ -244,12 +244,12 @@ class _Turn:
         self._stored = np.zeros(rows, np.int64)
         self._good = True
 
-    def take(self, direct: bool | None) -> tuple[list[float], bool, str]:
+    def take(self, o_direct: bool | None) -> tuple[list[float], bool, str]:
         """Return rows per second of each epoch, whether all were right, and what the way was."""
-        with self._open(direct) as x:
+        with self._open(o_direct) as x:
             speeds = [self._epoch(x, number) for number in range(self._plan.epochs)]
             facts = x.explain().storage
-        told = "O_DIRECT" if facts["direct"] else "page cache"
+        told = "O_DIRECT" if facts["o_direct"] else "page cache"
         if "changed" in facts:
             told += f", changed {facts['changed']}"
         if self._use.writes:
@@ -258,16 +258,16 @@ class _Turn:
             _make(self._path, self._rows)
         return speeds, self._good, told
 
-    def _open(self, direct: bool | None) -> fw.Array:
+    def _open(self, o_direct: bool | None) -> fw.Array:
         options: dict[str, Any] = {
             "device": self._plan.device,
-            "direct": direct,
+            "o_direct": o_direct,
             "cache": max(1 << 20, self._plan.nbytes // self._plan.cache_share),
         }
         if self._use.state == "fresh":
             self._path.unlink(missing_ok=True)
             self._stored -= np.arange(self._rows)
-            return fw.create(self._path, (self._rows, _COLUMNS), np.int64, **options)
+            return fw.create(self._path, np.int64, (self._rows, _COLUMNS), **options)
         drop_page_cache(self._path)
         if self._use.state == "warm":
             fill_page_cache(self._path)

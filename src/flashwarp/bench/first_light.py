@@ -73,7 +73,7 @@ def _counter(rows: int, words: int) -> npt.NDArray[np.uint32]:
 
 def _write_counter(path: Path, rows: int) -> None:
     """Make the file as `fw.create` does, with its data at the start of a page."""
-    fw.create(path, (rows, _ROW_WORDS), "uint32", overwrite=True).close()
+    fw.create(path, "uint32", (rows, _ROW_WORDS), overwrite=True).close()
     data = np.load(path, mmap_mode="r+")
     data[...] = _counter(rows, _ROW_WORDS)
     data.flush()
@@ -153,8 +153,8 @@ def _direct(
     count = min(rows // 4, 131072)
     wide_words = (1 << 20) // 4
     wide_rows = rows // 4 * _ROW_WORDS // wide_words
-    storage = fw.storage.File(path, read_layout(str(path)).offset, direct=True)
-    narrow = fw.open(path, device=device, cache="64 MiB", direct=True)
+    storage = fw.storage.File(path, read_layout(str(path)).offset, o_direct=True)
+    narrow = fw.open(path, device=device, cache="64 MiB", o_direct=True)
     wide = fw.from_storage(
         storage,
         "uint32",
@@ -426,7 +426,7 @@ class _Gpu:
         index = self.rng.permutation(rows)[:count]
         device_index = torch.from_numpy(index).cuda()
         out = torch.empty((count, _ROW_WORDS), dtype=torch.uint32, device="cuda")
-        with fw.open(path, device=self.device, cache=rows * 1024, strict="mapped") as x:
+        with fw.open(path, device=self.device, cache=rows * 1024, strict="in_place") as x:
 
             def cold() -> float:
                 x.drop_cache()
@@ -503,7 +503,7 @@ class _Gpu:
             "r+",
             device=self.device,
             cache=rows * 1024,
-            direct=False,
+            o_direct=False,
             controller=fw.SoftwareController(threads=8),
         ) as x:
 

@@ -108,7 +108,7 @@ FW_DEVICE_NOINLINE uint32_t load_by_command(cache::line_cache* c, cache::volume*
       return value;
     }
     const uint64_t block = byte >> nvme::kLbaShift;
-    const bool mapped = q.data.path == nvme::kMapped;
+    const bool mapped = q.data.path == nvme::kInPlace;
     const uint64_t address =
         mapped ? q.data.mapped_base + (block << nvme::kLbaShift) : nvme::buffer_of(q, ticket);
     if (mine) {

@@ -76,7 +76,7 @@ def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float, order: str) -
                 device=bench.device,
                 cache=cache_bytes(4 * graph.entries * share),
                 line=bench.options.file_line,
-                direct=direct_reads_work(path),
+                o_direct=direct_reads_work(path),
             )
         )
         reader = bench.reader(stack, graph, array)

@@ -202,7 +202,7 @@ class Drives:
         controller = fw.SoftwareController(
             queue_pairs=self.queue_pairs,
             depth=self.depth,
-            data_path="mapped",
+            data_path="in_place",
             model=fw.SSDModel.named(profile, seed=number + 1),
         )
         controller.attach(storage, self.device, _LBA, (0, 0))

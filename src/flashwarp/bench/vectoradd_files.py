@@ -175,7 +175,7 @@ class _Files:
         arrays = [fw.open(path, dtype="float64", cache=cache) for path in (a, b)]
         # Nothing of the output is in the page cache yet, so it would be written past it. The
         # baseline writes through it.
-        arrays.append(fw.open(c, "r+", dtype="float64", cache=cache, direct=False))
+        arrays.append(fw.open(c, "r+", dtype="float64", cache=cache, o_direct=False))
         for array in arrays:
             stack.enter_context(array)
         return arrays

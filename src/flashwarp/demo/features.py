@@ -207,11 +207,11 @@ def run(directory: Path, size: FeatureSize, device: Device, steps: Steps) -> Fea
     left_over = resident_fraction(path)
     with steps.step("features: measure the disk itself"):
         ceiling = measure_ceiling(path, 4 * size.columns)
-    direct = direct_reads_work(path)
+    o_direct = direct_reads_work(path)
     passes: list[Pass] = []
     batches = list(draw_batches(size.rows, size.batch_rows, size.batches, seed=1))
     with fw.open(
-        path, device=device, cache=size.cache_bytes, line=4 * size.columns, direct=direct
+        path, device=device, cache=size.cache_bytes, line=4 * size.columns, o_direct=o_direct
     ) as array:
         for state in ("cold", "warm"):
             passes.append(_our_pass(array, batches, _OURS, state, steps))
@@ -232,7 +232,7 @@ def run(directory: Path, size: FeatureSize, device: Device, steps: Steps) -> Fea
         # Cold ones first, in the order of their runs.
         passes=tuple(sorted(passes, key=lambda one: one.state)),
         ceiling=ceiling,
-        cold_note=_cold_note(direct, left_over),
+        cold_note=_cold_note(o_direct, left_over),
         path=explained,
     )
 
@@ -280,11 +280,11 @@ def _memmap_passes(
     return passes
 
 
-def _cold_note(direct: bool, left_over: float | None) -> str:
+def _cold_note(o_direct: bool, left_over: float | None) -> str:
     left = "how much of it stayed is unknown" if left_over is None else f"{left_over:.1%} stayed"
     how = (
         "O_DIRECT passes bypass the page cache"
-        if direct
+        if o_direct
         else ("This file system has no O_DIRECT: all passes go through the page cache")
     )
     return (

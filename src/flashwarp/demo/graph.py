@@ -268,7 +268,7 @@ def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> Graph
                 device=device,
                 cache=size.cache_bytes,
                 line=_LINE_BYTES,
-                direct=direct_reads_work(path),
+                o_direct=direct_reads_work(path),
             ) as array,
             BreadthFirstSearch(array, offsets) as search,
         ):

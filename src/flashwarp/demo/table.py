@@ -373,7 +373,7 @@ def _ask(
                     device=device,
                     cache=size.cache_bytes,
                     line=size.line_bytes,
-                    direct=direct_reads_work(paths[name]),
+                    o_direct=direct_reads_work(paths[name]),
                 )
             )
             for name in names

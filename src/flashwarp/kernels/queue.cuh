@@ -30,7 +30,7 @@ FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
 
 }  // namespace fw::kernels
 
-// The ceiling of the mapped path: the same random blocks, pulled without any command.
+// The ceiling of the in-place path: the same random blocks, pulled without any command.
 FW_KERNEL fw_pull_blocks(const FW_GRID_CONSTANT fw::kernels::queue_params p) {
   using namespace fw;
   const uint64_t base = p.volume->queues[0].data.mapped_base;
@@ -67,7 +67,7 @@ FW_KERNEL_RESIDENT(2) fw_queue_read(const FW_GRID_CONSTANT fw::kernels::queue_pa
         return;
       }
       uint64_t address = target;
-      if (q.data.path == nvme::kMapped) address = q.data.mapped_base + block * p.block_bytes;
+      if (q.data.path == nvme::kInPlace) address = q.data.mapped_base + block * p.block_bytes;
       if (q.data.path == nvme::kBounce) address = nvme::buffer_of(q, ticket);
       if (mine) {
         const uint32_t blocks = p.block_bytes >> nvme::kLbaShift;

@@ -112,7 +112,7 @@ def record(array: Array) -> Iterator[Recorder]:
     Examples
     --------
     >>> import flashwarp as fw, flashwarp.trace
-    >>> with fw.create("rows.npy", (1000, 1024), "float32", device="cpu") as x:
+    >>> with fw.create("rows.npy", "float32", (1000, 1024), device="cpu") as x:
     ...     with fw.trace.record(x) as seen:
     ...         _ = x[[5, 7, 5]]
     ...     seen.trace().lines.tolist()

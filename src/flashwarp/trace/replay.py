@@ -87,7 +87,7 @@ def replay(
             cache=cache,
             controller=SoftwareController(queue_pairs=1),
             # Nothing is fetched ahead on this path, so accesses come in the order of the trace.
-            strict="mapped",
+            strict="in_place",
         )
         with cache, array:
             rows = np.empty((min(_CHUNK, len(lines)), _LINE_BYTES), np.uint8)

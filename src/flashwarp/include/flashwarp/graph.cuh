@@ -80,7 +80,7 @@ class plain {
 // others come back for. Where the storage cannot be read in place, as `cached`.
 class cached_or_in_place {
  public:
-  // `entries` is the storage of an array that nobody writes, on the mapped path.
+  // `entries` is the storage of an array that nobody writes, on the in-place path.
   FW_DEVICE cached_or_in_place(const array<const uint32_t>& a, const uint32_t* entries,
                                uint64_t fill_from)
       : cached_(a), in_place_(entries), array_(a), fill_from_(fill_from) {}

@@ -236,7 +236,7 @@ class Hardware {
     const bool good = shape_.bad >= 0 && uint32_t(shape_.bad) != index;
     const Faults faults = good ? Faults{} : run_.faults;
     ns.data = allocate<char>(bytes, "storage");
-    if (shape_.path == nvme::kMapped) {
+    if (shape_.path == nvme::kInPlace) {
       ns.pages = shape_.leased ? allocate<char>(bytes, "pages", Sharing::kRacy) : ns.data;
     }
     ns.disk =

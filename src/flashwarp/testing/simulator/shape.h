@@ -19,7 +19,7 @@ struct Shape {
   uint32_t lines = 6;  // of each volume; the last one is partial
   uint32_t queues = 1;
   uint32_t depth_log2 = 1;
-  nvme::data_path path = nvme::kMapped;
+  nvme::data_path path = nvme::kInPlace;
   uint32_t controllers = 1;
   uint32_t warps = 2;
   cache::spread spread = cache::kOneNamespace;
@@ -28,13 +28,13 @@ struct Shape {
   uint32_t tier_ways = 0;  // of each subset of the host tier
   uint32_t tier_subsets = 1;
   uint32_t first_deeper = 0;  // the rings of namespace 0 have this many times two as many entries
-  bool leased = false;        // kMapped: the pages may be left while kernels run
+  bool leased = false;        // kInPlace: the pages may be left while kernels run
   int bad = -1;               // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {
     Shape s;
     constexpr uint32_t kSets[] = {1, 1, 2, 3};
-    constexpr nvme::data_path kPaths[] = {nvme::kMapped, nvme::kBounce, nvme::kDirect};
+    constexpr nvme::data_path kPaths[] = {nvme::kInPlace, nvme::kBounce, nvme::kDirect};
     constexpr uint32_t kLines[] = {2, 5, 6, 9, 12};
     s.sets = random.pick(kSets);
     s.volumes = 1 + random.below(2);

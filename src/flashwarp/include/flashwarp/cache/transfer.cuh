@@ -185,7 +185,7 @@ FW_DEVICE_NOINLINE void help_any(line_cache& c, volume& v, uint32_t mask, uint32
 // Where the device finds (or leaves) the data of a command on `path`: the command's PRP1.
 FW_DEVICE uint64_t data_address(const line_cache& c, const volume& v, const nvme::queue_pair& q,
                                 uint32_t path, uint32_t ticket, const transfer& t) {
-  if (path == nvme::kMapped) {
+  if (path == nvme::kInPlace) {
     return q.data.mapped_base + (line_in_namespace(v, t.line) << c.geometry.line_shift);
   }
   if (path == nvme::kBounce) return nvme::buffer_of(q, ticket);
@@ -357,7 +357,7 @@ FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pai
   if (opcode == nvme::kRead) {
     const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
     const uint32_t ended = warp::ballot(mask, mine && status != nvme::kTimedOut);
-    const uint32_t path = leased ? uint32_t(nvme::kMapped) : nvme::path_of(q);
+    const uint32_t path = leased ? uint32_t(nvme::kInPlace) : nvme::path_of(q);
     const uint64_t address = mine ? data_address(c, v, q, path, ticket, t) : 0;
     const uint32_t outdated = land_reads(c, v, q, mask, ended, arrived, t, address);
     again = (outdated >> warp::lane()) & 1;

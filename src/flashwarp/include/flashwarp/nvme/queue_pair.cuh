@@ -16,9 +16,9 @@ namespace fw::nvme {
 
 // How data gets from the namespace to the device; a property of the controller.
 enum data_path : uint32_t {
-  kMapped = 0,  // the namespace is memory that the device can read: it pulls
-  kBounce = 1,  // the controller fills the slot's pinned buffer: the device pulls that
-  kDirect = 2,  // the controller writes device memory itself
+  kInPlace = 0,  // the namespace is memory that the device can read: it pulls
+  kBounce = 1,   // the controller fills the slot's pinned buffer: the device pulls that
+  kDirect = 2,   // the controller writes device memory itself
 };
 
 // What a doorbell is. A controller in software polls words of host memory; a drive's are registers
@@ -32,7 +32,7 @@ enum doorbell_kind : uint32_t {
 struct detached_command {
   uint64_t tag;     // address of the line's tag word
   uint64_t frame;   // address of the line's frame
-  uint64_t source;  // a read's data: in the namespace (kMapped) or in the slot's buffer (kBounce)
+  uint64_t source;  // a read's data: in the namespace (kInPlace) or in the slot's buffer (kBounce)
   uint32_t opcode;
   uint32_t bytes;
 };
@@ -40,12 +40,12 @@ static_assert(sizeof(detached_command) == 32);
 
 // Where a queue pair's commands move their data, and how long they may take.
 struct transport {
-  uint64_t mapped_base;    // kMapped: device address of LBA 0
+  uint64_t mapped_base;    // kInPlace: device address of LBA 0
   uint64_t buffers;        // kBounce, or leased: pinned buffer of slot 0
   uint64_t buffer_stride;  // bytes between the buffers of neighbouring slots
   uint64_t timeout_ns;     // the bound of every wait
   uint32_t path;           // data_path; see path_of
-  uint32_t leased;         // 1: the host may change `path` from kMapped to kBounce, once
+  uint32_t leased;         // 1: the host may change `path` from kInPlace to kBounce, once
   // Host-visible: the host's process advances it while it runs, at least each kBeatNs. 0, or a null
   // pointer: nobody does.
   const uint32_t* heartbeat;
@@ -175,7 +175,7 @@ FW_DEVICE uint32_t path_of(const queue_pair& q) {
 // has a system fence behind its loads from there. If they saw a byte that was stored after the
 // lease ended, this sees the path that was stored before.
 FW_DEVICE bool is_current(const queue_pair& q, uint64_t address) {
-  if (q.data.leased == 0 || path_of(q) == kMapped) return true;
+  if (q.data.leased == 0 || path_of(q) == kInPlace) return true;
   return address - q.data.buffers < q.data.buffer_stride << q.depth_log2;
 }
 

@@ -123,7 +123,7 @@ FW_SCENARIO(async, "each thread starts more transfers than the ring has entries,
 
 FW_SCENARIO(prefetch_lost, "threads prefetch and wait for nothing, and the controllers stop") {
   Shape shape = small_rings(run.random);
-  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  shape.path = run.random.chance(50) ? fw::nvme::kInPlace : fw::nvme::kBounce;
   run.faults.stop_after = 1 + run.random.below(8);
   Machine machine(run, shape);
   Words data(machine, 0);

@@ -19,7 +19,7 @@ uint64_t word_of(uint32_t volume, uint32_t block, uint32_t i) {
 Shape draw_shape(Random& random) {
   Shape shape = Shape::draw(random);
   shape.volumes = 2;
-  shape.path = fw::nvme::kMapped;
+  shape.path = fw::nvme::kInPlace;
   shape.lines = kBlocks + 1;  // the last one is partial
   // A batch has as many commands as a warp has lanes.
   shape.depth_log2 = random.below(2) + (kWidth == 32 ? 5 : kWidth == 4 ? 2 : 1);

@@ -91,7 +91,7 @@ Shape one_crowded_set(Run& run, uint32_t percent_with_faults) {
   Shape shape;
   shape.lines = 6;
   shape.depth_log2 = 2;
-  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  shape.path = run.random.chance(50) ? fw::nvme::kInPlace : fw::nvme::kBounce;
   shape.warps = kWidth == 32 ? 2 : 4;
   if (!run.faults_given && shape.path == fw::nvme::kBounce &&
       run.random.chance(percent_with_faults)) {
@@ -184,7 +184,7 @@ FW_SCENARIO(foreign,
   shape.volumes = 2;
   shape.depth_log2 = 3;
   shape.queues = 1 + run.random.below(2);
-  shape.path = run.random.chance(50) ? fw::nvme::kMapped : fw::nvme::kBounce;
+  shape.path = run.random.chance(50) ? fw::nvme::kInPlace : fw::nvme::kBounce;
   Machine machine(run, shape);
   Elements<> ours(machine, 0);
   Elements<> theirs(machine, 1);

@@ -33,7 +33,7 @@ void leave_pages(Machine& machine) {
 }
 
 void read_while_left(Run& run, Shape shape) {
-  shape.path = fw::nvme::kMapped;
+  shape.path = fw::nvme::kInPlace;
   shape.leased = true;
   Machine machine(run, shape);
   std::vector<std::unique_ptr<Elements<>>> volumes;
