@@ -129,7 +129,7 @@ def test_nothing_is_advised_where_nothing_is_wrong(usage: Usage) -> None:
         ),
         (
             replace(FINE, o_direct=False, device_free_bytes=MIB, stats=AGAIN),
-            ('host_cache="832 MiB"',),
+            ('host_capacity="832 MiB"',),
         ),
         (
             with_stats(replace(FINE, host_capacity=GIB // 4), tier_hits=100, tier_lines=200_000),
@@ -226,7 +226,7 @@ def test_calls_of_a_row_each_are_advised_to_be_fewer(tmp_path: Path) -> None:
 
 def test_memory_that_is_mapped_is_advised_nothing_about_lines() -> None:
     memory = Memory(16 * MIB)
-    with fw.from_storage(memory, "i8", (256, 8192), device="cpu", cache="8 MiB") as x:
+    with fw.open(memory, "r+", "i8", (256, 8192), device="cpu", cache="8 MiB") as x:
         for _ in range(8):
             x.gather(np.arange(len(x)))
 

@@ -171,9 +171,13 @@ SIZES: dict[str, Callable[[Path, Any], Any]] = {
     "host_capacity": lambda _, value: fw.Cache("1 MiB", host_capacity=value, device="cpu"),
     "cache": lambda path, value: opened(path, cache=value),
     "line of open": lambda path, value: opened(path, line=value),
-    "host_cache": lambda path, value: opened(path, host_cache=value),
-    "stripe_bytes": lambda _, value: fw.from_storage(
-        [Memory("1 MiB"), Memory("1 MiB")], "u1", layout="stripe", stripe_bytes=value, device="cpu"
+    "stripe_bytes": lambda _, value: fw.open(
+        [Memory("1 MiB"), Memory("1 MiB")],
+        "r+",
+        "u1",
+        layout="stripe",
+        stripe_bytes=value,
+        device="cpu",
     ),
     "stripe": lambda _, value: Striped([Memory("1 MiB")], value),
 }
@@ -267,8 +271,8 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
     given = 0 if value is None else value  # where None is the default
     tries: list[Callable[[], Any]] = [
         lambda: fw.open(path, value, **here),
-        lambda: fw.from_storage(value, "i8", **here),
-        lambda: fw.from_storage(Memory(4096), "i8", controller=given, **here),
+        lambda: fw.open(value, "r+", "i8", **here),
+        lambda: fw.open(Memory(4096), "r+", "i8", controller=given, **here),
         lambda: fw.SoftwareController(given),
         lambda: fw.ShareTable(value),
         lambda: fw.SSDModel.named(value),
@@ -278,8 +282,10 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
         lambda: fw.compile("", "cpu", defines=given),
         lambda: fw.compile("", "cpu", include_dirs=given),
         lambda: fw.compile("", "cpu", policy=value),
+        lambda: fw.Cache("1 MiB", policy=given, **here),
+        lambda: fw.Cache("1 MiB", host_capacity=given, **here),
     ]
-    for name in ("strict", "policy", "layout", "stripe_bytes", "line", "cache", "host_cache"):
+    for name in ("strict", "layout", "stripe_bytes", "line", "cache"):
         tries.append(lambda name=name: opened(path, **{name: given}))
     if not isinstance(value, str | bytes) or value == "a\0b":  # others are names
         tries += [
@@ -339,7 +345,7 @@ def test_no_device_is_a_block_device(path: Path) -> None:
 def test_shapes_that_cannot_be(tmp_path: Path, path: Path, shape: Any) -> None:
     for make in (
         lambda: fw.create(tmp_path / "x.npy", "f4", shape, device="cpu"),
-        lambda: fw.from_storage(Memory(4096), "f4", shape, device="cpu"),
+        lambda: fw.open(Memory(4096), "r+", "f4", shape, device="cpu"),
         lambda: fw.open(path, dtype="i8", shape=shape, device="cpu"),
     ):
         with pytest.raises(ArgumentError, match="shape"):

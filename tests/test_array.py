@@ -125,7 +125,7 @@ def test_cache_and_ring_geometries(ways: int, sets: int, pairs: int, depth: int)
     controller = fw.SoftwareController(queue_pairs=pairs, depth=depth, data_path="bounce")
     with (
         fw.Cache(sets * ways * 512, 512, ways, device="cpu") as small,
-        fw.from_storage(Memory(held), np.int32, (400, 11), cache=small, controller=controller) as x,
+        fw.open(Memory(held), "r+", np.int32, (400, 11), cache=small, controller=controller) as x,
     ):
         assert small.set_count == sets
         churn(x, reference)
@@ -195,9 +195,9 @@ def _replicated(folder: Path, data: Reference) -> Storage:
 def test_storages_of_every_kind(tmp_path: Path, make: Callable[[Path, Reference], Storage]) -> None:
     reference = random_array((333, 33), np.uint16)
     storage = make(tmp_path, reference)
-    with fw.from_storage(storage, np.uint16, (333, 33), device="cpu", line=1024, cache=4096) as x:
+    with fw.open(storage, "r+", np.uint16, (333, 33), device="cpu", line=1024, cache=4096) as x:
         churn(x, reference)
-    with fw.from_storage(storage, np.uint16, (333, 33), device="cpu") as x:
+    with fw.open(storage, "r+", np.uint16, (333, 33), device="cpu") as x:
         np.testing.assert_array_equal(x[...], reference)
     if make is _replicated:
         assert (tmp_path / "copy0").read_bytes() == (tmp_path / "copy1").read_bytes()
@@ -206,8 +206,15 @@ def test_storages_of_every_kind(tmp_path: Path, make: Callable[[Path, Reference]
 def test_memory_is_served_in_place() -> None:
     reference = random_array((500, 3), np.int64)
     held = reference.copy()
-    with fw.from_storage(
-        Memory(held), np.int64, (500, 3), device="cpu", line=512, cache=2048, strict="in_place"
+    with fw.open(
+        Memory(held),
+        "r+",
+        np.int64,
+        (500, 3),
+        device="cpu",
+        line=512,
+        cache=2048,
+        strict="in_place",
     ) as x:
         churn(x, reference)
     np.testing.assert_array_equal(held, reference)
@@ -512,7 +519,7 @@ def test_explain_tells_the_path(tmp_path: Path) -> None:
         text = str(told)
         for word in ("data path", "storage", "engine", "cache", "device", "page cache"):
             assert word in text
-    with fw.from_storage(Memory(4096), "u1", device="cpu") as x:
+    with fw.open(Memory(4096), "r+", "u1", device="cpu") as x:
         assert x.explain().path == "in_place"
 
 
@@ -603,7 +610,7 @@ def test_a_waiter_drains_every_queue(tmp_path: Path) -> None:
 
 def test_array_explains_itself_after_its_storage_was_closed():
     with fw.storage.Memory("64 KiB") as storage:
-        x = fw.from_storage(storage, "i4", device="cpu")
+        x = fw.open(storage, "r+", "i4", device="cpu")
 
     with x:
         assert x.explain().storage == {"closed": True}

@@ -213,8 +213,8 @@ class ArrayMachine(RuleBasedStateMachine):
     def reopen(self, held: Held, data: st.DataObject) -> None:
         path = data.draw(st.sampled_from(["bounce", "direct"]), label="data path")
         controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path=path)
-        held.array = fw.from_storage(
-            held.storage, held.kind, held.shape, cache=self.cache, controller=controller
+        held.array = fw.open(
+            held.storage, "r+", held.kind, held.shape, cache=self.cache, controller=controller
         )
 
     def teardown(self) -> None:

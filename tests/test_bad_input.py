@@ -198,7 +198,7 @@ def test_negative_shape(tmp_path: Path, shape: Any) -> None:
 
 def test_storage_smaller_than_the_array() -> None:
     with pytest.raises(ArgumentError, match="needs 800 bytes, the storage has 512"):
-        fw.from_storage(Memory(512), "f8", 100, device="cpu")
+        fw.open(Memory(512), "r+", "f8", 100, device="cpu")
 
 
 # Indices and values.
@@ -336,13 +336,13 @@ def test_controller_serves_no_other_storage_than_its_own(path: Path) -> None:
     storage, other = Memory(4096), Memory(4096)
     controller = fw.SoftwareController(storage)
 
-    with pytest.raises(ArgumentError, match="use from_storage"):
+    with pytest.raises(ArgumentError, match="open that storage"):
         fw.open(path, device="cpu", controller=controller)
     with pytest.raises(ArgumentError, match="a storage of its own"):
-        fw.from_storage(other, "i8", device="cpu", controller=controller)
+        fw.open(other, "r+", "i8", device="cpu", controller=controller)
 
-    fw.from_storage(storage, "i8", device="cpu", controller=controller).close()
-    fw.from_storage(other, "i8", device="cpu").close()
+    fw.open(storage, "r+", "i8", device="cpu", controller=controller).close()
+    fw.open(other, "r+", "i8", device="cpu").close()
 
 
 def test_members_that_do_not_fit(path: Path) -> None:
@@ -556,7 +556,7 @@ def test_neighbour_that_cannot_be_written_back_fails_the_read_that_needs_its_fra
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         values = np.arange(8 * 512).reshape(8, 512)
         with fw.Cache(4 * 4096, ways=4, device="cpu") as cache:
-            whole = fw.from_storage(Memory(values.copy()), "i8", values.shape, cache=cache)
+            whole = fw.open(Memory(values.copy()), "r+", "i8", values.shape, cache=cache)
             ill = fw.create(sys.argv[1], "i8", (8, 512), cache=cache, o_direct=False)
             soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
@@ -635,7 +635,7 @@ def test_error_at_close_is_raised_and_all_is_released(small_disk: Path) -> None:
 def test_read_only_storage_refuses_an_array_that_writes(path: Path) -> None:
     storage = File(path, 128)
     with (
-        fw.from_storage(storage, np.int64, (1000, 4), device="cpu") as x,
+        fw.open(storage, "r", np.int64, (1000, 4), device="cpu") as x,
         pytest.raises(ReadOnlyError),
     ):
         x[0] = 1

@@ -36,8 +36,8 @@ class ArrayMethods:
 
 
 def small_array(storage: Storage, **options: Any) -> fw.Array:
-    return fw.from_storage(
-        storage, "i8", 256, **{"device": "cpu", "line": 512, "cache": 2048, **options}
+    return fw.open(
+        storage, "r+", "i8", 256, **{"device": "cpu", "line": 512, "cache": 2048, **options}
     )
 
 
@@ -54,7 +54,7 @@ class TestArrayOfLongLines(ArrayMethods, CrashSuite):
     seeds = (4, 5)
 
     def open(self, storage: Storage) -> fw.Array:
-        return fw.from_storage(storage, "i8", 2048, device="cpu", line=4096, cache=16384)
+        return fw.open(storage, "r+", "i8", 2048, device="cpu", line=4096, cache=16384)
 
 
 class TestArrayThroughBuffers(ArrayMethods, CrashSuite):
@@ -66,8 +66,8 @@ class TestArrayThroughBuffers(ArrayMethods, CrashSuite):
 
     def open(self, storage: Storage) -> fw.Array:
         controller = fw.SoftwareController(queue_pairs=1, depth=2, data_path="bounce")
-        return fw.from_storage(
-            storage, "i8", 1024, device="cpu", line=512, cache=2048, controller=controller
+        return fw.open(
+            storage, "r+", "i8", 1024, device="cpu", line=512, cache=2048, controller=controller
         )
 
 
@@ -80,7 +80,7 @@ class TestTwoArraysOnOneCache(CrashSuite):
 
     def open(self, storage: Storage) -> tuple[fw.Array, fw.Array, fw.Cache]:
         cache = fw.Cache(2048, 512, device="cpu")
-        neighbour = fw.from_storage(fw.storage.Memory(4096), "i8", cache=cache)
+        neighbour = fw.open(fw.storage.Memory(4096), "r+", "i8", cache=cache)
         return small_array_of(storage, cache), neighbour, cache
 
     def store(self, subject: Any, changes: Mapping[int, int]) -> None:
@@ -104,7 +104,7 @@ class TestTwoArraysOnOneCache(CrashSuite):
 
 
 def small_array_of(storage: Storage, cache: fw.Cache) -> fw.Array:
-    return fw.from_storage(storage, "i8", 512, cache=cache)
+    return fw.open(storage, "r+", "i8", 512, cache=cache)
 
 
 class TestKilledArray(ArrayMethods, KillSuite):

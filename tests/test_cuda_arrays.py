@@ -65,7 +65,7 @@ def open_array() -> Iterator[fw.Array]:
     """64 int64 on such a GPU; the first lane's stream is held."""
     device = gpu()
     memory = fw.storage.Memory(np.zeros(64, np.int64))
-    with device, fw.from_storage(memory, "i8", device=device, cache="64 KiB") as x:
+    with device, fw.open(memory, "r+", "i8", device=device, cache="64 KiB") as x:
         fake().fake_hold(LANE)
         yield x
         fake().fake_hold(0)
@@ -87,8 +87,14 @@ def check_controllers_of_an_array_share_the_cores() -> None:
         for count in (1, 4, 8, 16):
             plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
             members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
-            with fw.from_storage(
-                members, "i8", device=device, cache="64 KiB", layout="stripe", controller=plans
+            with fw.open(
+                members,
+                "r+",
+                "i8",
+                device=device,
+                cache="64 KiB",
+                layout="stripe",
+                controller=plans,
             ):
                 threads[count] = {plan.threads for plan in plans}
     assert threads == {1: {8}, 4: {2}, 8: {1}, 16: {1}}

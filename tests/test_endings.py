@@ -144,7 +144,7 @@ def test_array_that_stores_names_the_way_out_when_pickled(path: Path) -> None:
     with fw.open(path, "r+", device="cpu") as x, pytest.raises(CopyError, match="mode='r'"):
         pickle.dumps(x)
     memory = fw.storage.Memory(64)
-    with fw.from_storage(memory, "i8", device="cpu") as x, pytest.raises(CopyError, match="path"):
+    with fw.open(memory, "r+", "i8", device="cpu") as x, pytest.raises(CopyError, match="path"):
         pickle.dumps(x)
 
 
@@ -176,7 +176,7 @@ def test_device_raises_what_its_arrays_could_not_flush(tmp_path: Path) -> None:
     np.arange(512).tofile(tmp_path / "f")
     storage = Faulty(File(tmp_path / "f", writable=True))
     device = CpuDevice(threads=1)
-    x = fw.from_storage(storage, "i8", device=device)
+    x = fw.open(storage, "r+", "i8", device=device)
     x[0] = 1
     storage.inject("write eio")
 
@@ -315,7 +315,7 @@ def test_flush_that_fails_at_exit_is_told(tmp_path: Path) -> None:
         import sys, flashwarp as fw
         from flashwarp.testing import Faulty
         storage = Faulty(fw.storage.File(sys.argv[1], writable=True))
-        x = fw.from_storage(storage, "i8", device="cpu")
+        x = fw.open(storage, "r+", "i8", device="cpu")
         x[3] = 77
         storage.inject("write eio")
         """,

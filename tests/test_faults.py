@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -34,7 +35,8 @@ def blocking(request: pytest.FixtureRequest) -> bool:
 
 
 def open_array(storage: Faulty | Replicated) -> fw.Array:
-    return fw.from_storage(storage, "i8", device="cpu", line=512, cache=2048)
+    mode: Literal["r", "r+"] = "r+" if storage.writable else "r"
+    return fw.open(storage, mode, "i8", device="cpu", line=512, cache=2048)
 
 
 # Plans.
@@ -143,7 +145,7 @@ def test_flush_after_a_failed_one_does_not_succeed(file: Path, blocking: bool) -
 def test_dropping_dirty_lines_gives_up_only_what_cannot_be_written() -> None:
     data = np.zeros((64, 128), np.int32)  # a line each
     storage = Faulty(Memory(data), "write eio bytes=512-1023")
-    with fw.from_storage(storage, "i4", data.shape, device="cpu", line=512, cache=1 << 18) as x:
+    with fw.open(storage, "r+", "i4", data.shape, device="cpu", line=512, cache=1 << 18) as x:
         x[:] = 1
         with pytest.raises(StorageError):
             x.drop_cache()
@@ -161,7 +163,7 @@ def test_dropping_dirty_lines_gives_up_only_what_cannot_be_written() -> None:
 
 def test_torn_write_lands_in_part_and_is_written_again(file: Path, blocking: bool) -> None:
     storage = Faulty(File(file, writable=True), "seed=3; write torn n=1", blocking=blocking)
-    with fw.from_storage(storage, "i8", device="cpu", line=4096, cache=16384) as x:
+    with fw.open(storage, "r+", "i8", device="cpu", line=4096, cache=16384) as x:
         x[...] = -1
         with pytest.raises(StorageError):
             x.flush()
@@ -178,7 +180,7 @@ def test_torn_write_lands_in_part_and_is_written_again(file: Path, blocking: boo
 
 def test_flipped_bit_is_one_bit(file: Path, blocking: bool) -> None:
     storage = Faulty(File(file), "read flip n=1", blocking=blocking)
-    with fw.from_storage(storage, "i8", device="cpu", line=4096, cache=16384) as x:
+    with fw.open(storage, "r", "i8", device="cpu", line=4096, cache=16384) as x:
         wrong = x[...] ^ np.arange(ROWS)
     assert np.unpackbits(wrong.view(np.uint8)).sum() == 1
 
@@ -209,7 +211,7 @@ def test_what_the_kernel_may_do_changes_nothing(
 
 def test_late_completions_come_in_another_order(file: Path) -> None:
     storage = Faulty(File(file), "read delay=2000us n=1")
-    with fw.from_storage(storage, "i8", device="cpu", line=512, cache=8192) as x:
+    with fw.open(storage, "r", "i8", device="cpu", line=512, cache=8192) as x:
         started = time.monotonic()
         x.prefetch([0])
         x.prefetch([64])
@@ -264,7 +266,7 @@ def test_a_drive_that_never_answers_is_a_timeout(file: Path) -> None:
 import sys
 import flashwarp as fw
 from flashwarp.testing import Faulty
-x = fw.from_storage(Faulty(fw.storage.File(sys.argv[1]), "read hang n=1"), "i8", device="cpu")
+x = fw.open(Faulty(fw.storage.File(sys.argv[1]), "read hang n=1"), "r", "i8", device="cpu")
 try:
     x[3]
 except fw.errors.ControllerTimeout as error:
@@ -296,7 +298,7 @@ import sys
 import flashwarp as fw
 from flashwarp.testing import Faulty
 storage = Faulty(fw.storage.File(sys.argv[1]), "read delay=4000000us n=1", blocking=%s)
-with fw.from_storage(storage, "i8", device="cpu", line=512, cache=2048) as x:
+with fw.open(storage, "r", "i8", device="cpu", line=512, cache=2048) as x:
     print("waits", flush=True)
     assert x[3] == 3
 print("done")
@@ -329,7 +331,7 @@ def test_hang_is_a_timeout_within_the_limit_while_the_process_runs(file: Path) -
 import sys, time
 import flashwarp as fw
 from flashwarp.testing import Faulty
-x = fw.from_storage(Faulty(fw.storage.File(sys.argv[1]), "read hang n=1"), "i8", device="cpu")
+x = fw.open(Faulty(fw.storage.File(sys.argv[1]), "read hang n=1"), "r", "i8", device="cpu")
 start = time.monotonic()
 try:
     x[3]
@@ -356,9 +358,9 @@ def test_store_that_found_no_frame_because_of_a_neighbour_is_raised(blocking: bo
     """The neighbour's write-back failed, and only the neighbour was told: the store was lost."""
     bad = Faulty(Memory(4096), "write eio", blocking=blocking)
     with fw.Cache(2048, 512, device="cpu") as cache:
-        neighbour = fw.from_storage(bad, "i8", cache=cache)
+        neighbour = fw.open(bad, "r+", "i8", cache=cache)
         neighbour[:256] = 7  # every frame is dirty with what cannot be written
-        with fw.from_storage(Memory(4096), "i8", cache=cache) as x:
+        with fw.open(Memory(4096), "r+", "i8", cache=cache) as x:
             for use in (lambda: x.scatter([3], [9]), lambda: x[3], lambda: x.gather([70])):
                 with pytest.raises(StorageError, match="a line in its way"):
                     use()
@@ -387,7 +389,7 @@ def test_frames_of_commands_without_an_answer_come_back_when_the_array_is_closed
         fw.Cache(4 * 512, line=512, ways=4, device=device) as cache,
         fw.open(tmp_path / "well.npy", cache=cache) as well,
     ):
-        array = fw.from_storage(stuck, "uint32", (64, 128), cache=cache)
+        array = fw.open(stuck, "r", "uint32", (64, 128), cache=cache)
         with pytest.raises(ControllerTimeout):
             array.gather(np.arange(4))
 

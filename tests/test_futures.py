@@ -53,7 +53,7 @@ def storage(tmp_path: Path) -> Faulty:
 
 
 def open_array(storage: Faulty) -> fw.Array:
-    return fw.from_storage(storage, "i8", device="cpu", line=512, cache="16 KiB")
+    return fw.open(storage, "r+", "i8", device="cpu", line=512, cache="16 KiB")
 
 
 @pytest.fixture
@@ -445,8 +445,15 @@ def test_failure_names_the_storage_of_several(tmp_path: Path) -> None:
         np.arange(ROWS // 2).tofile(tmp_path / name)
         members.append(Faulty(File(tmp_path / name)))
     members[1].inject("read eio bytes=1024-1536")
-    with fw.from_storage(
-        members, "i8", layout="stripe", stripe_bytes=4096, device="cpu", line=512, cache="16 KiB"
+    with fw.open(
+        members,
+        "r",
+        "i8",
+        layout="stripe",
+        stripe_bytes=4096,
+        device="cpu",
+        line=512,
+        cache="16 KiB",
     ) as x:
         reads = [x.gather_async([64 * k]) for k in range(24)]  # eight to a stripe
 
@@ -470,7 +477,7 @@ def test_failure_of_a_sync_call_stays_its_own(x: fw.Array, storage: Faulty) -> N
 
 def test_read_that_finds_no_room_fails(storage: Faulty) -> None:
     """Its way is blocked by lines of its own array that cannot be written."""
-    with fw.from_storage(storage, "i8", device="cpu", line=512, cache=2048) as x:
+    with fw.open(storage, "r+", "i8", device="cpu", line=512, cache=2048) as x:
         for _ in range(2):  # now all four lines are dirty
             x[:256] = 1
         storage.inject("write eio")
@@ -657,7 +664,7 @@ def test_array_lost_with_calls_in_flight(storage: Faulty) -> None:
 def test_neighbour_on_the_cache_closes_meanwhile(tmp_path: Path, storage: Faulty) -> None:
     np.arange(ROWS).tofile(tmp_path / "g")
     with fw.Cache("4 KiB", 512, device="cpu") as shared:
-        with fw.from_storage(storage, "i8", cache=shared) as x:
+        with fw.open(storage, "r+", "i8", cache=shared) as x:
             for _ in range(5):
                 with fw.open(tmp_path / "g", "r+", dtype="i8", cache=shared) as y:
                     y[...] = y[...] + 1
@@ -722,7 +729,7 @@ import numpy as np, flashwarp as fw
 from flashwarp.storage import File
 from flashwarp.testing import Faulty
 storage = Faulty(File(sys.argv[1], writable=True), "read delay=100000us")
-x = fw.from_storage(storage, "i8", device="cpu", line=512, cache=16384)
+x = fw.open(storage, "r+", "i8", device="cpu", line=512, cache=16384)
 for k in range(5):
     x.gather_async([64 * k]).add_done_callback(lambda read: print(int(read.result()[0])))
 """

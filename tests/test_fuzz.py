@@ -254,7 +254,7 @@ def test_settings_from_the_environment() -> None:
                 held = config.current()
             except ArgumentError:
                 return
-            with fw.from_storage(Memory(8192), "i8", device="cpu", line=512, cache=4096) as x:
+            with fw.open(Memory(8192), "r+", "i8", device="cpu", line=512, cache=4096) as x:
                 assert held.timeout_s > 0
                 x[3] = 1
                 assert x[3] == 1

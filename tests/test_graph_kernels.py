@@ -52,7 +52,7 @@ def solve(program, graph, algorithm, way, *, line=512, cache="64 KiB", ahead=Non
     held = np.load(graph.neighbours_path)  # not `in_memory`, which refuses what is no vertex
     with ExitStack() as stack:
         array = stack.enter_context(
-            fw.from_storage(fw.storage.Memory(held), "uint32", device="cpu", cache=cache, line=line)
+            fw.open(fw.storage.Memory(held), "r+", "uint32", device="cpu", cache=cache, line=line)
         )
         reader = Reader(program, graph, array, held.ctypes.data, ahead)
         stack.callback(reader.close)
@@ -101,7 +101,7 @@ def test_lists_in_memory_that_nobody_writes_are_read_in_place_by_default(alone, 
         with ExitStack() as stack:
             storage = fw.storage.Memory(held, writable=False)
             array = stack.enter_context(
-                fw.from_storage(storage, "uint32", device=device, cache="64 KiB", line=4096)
+                fw.open(storage, "r", "uint32", device=device, cache="64 KiB", line=4096)
             )
             reader = Reader(program, ordered, array)
             stack.callback(reader.close)
@@ -120,8 +120,8 @@ def test_nothing_is_in_place_where_it_may_be_written_or_a_drive_is_modelled(kron
     for writable, controller in ((True, None), (False, model)):
         storage = fw.storage.Memory(held, writable=writable)
         with (
-            fw.from_storage(
-                storage, "uint32", device="cpu", cache="64 KiB", controller=controller
+            fw.open(
+                storage, "r", "uint32", device="cpu", cache="64 KiB", controller=controller
             ) as array,
             Rows(kron, array) as rows,
         ):
@@ -130,7 +130,7 @@ def test_nothing_is_in_place_where_it_may_be_written_or_a_drive_is_modelled(kron
     storages = [fw.storage.Memory(half, writable=False) for half in held[: 2**13].reshape(2, -1)]
     with (
         kron.neighbours(device="cpu", cache="64 KiB", o_direct=True) as file,
-        fw.from_storage(storages, "uint32", layout="stripe", device="cpu") as several,
+        fw.open(storages, "r", "uint32", layout="stripe", device="cpu") as several,
     ):
         assert file.in_place is None
         assert several.in_place is None
@@ -191,7 +191,7 @@ def test_product_is_that_of_scipy_and_a_wrong_one_is_told(program, kron):
         stack.callback(product.close)
         cache = stack.enter_context(fw.Cache("64 KiB", device="cpu", line=512))
         columns, values = (
-            stack.enter_context(fw.from_storage(fw.storage.Memory(x), x.dtype, cache=cache))
+            stack.enter_context(fw.open(fw.storage.Memory(x), "r+", x.dtype, cache=cache))
             for x in (held, product.values)
         )
         reader = Reader(program, kron, columns, held.ctypes.data, values=values)

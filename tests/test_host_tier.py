@@ -46,9 +46,16 @@ def opened(
     **more: Any,
 ) -> fw.Array:
     """An array with one set of frames, and so many lines below them; one thread unless told."""
-    options = {"device": fw.CpuDevice(1), "cache": WAYS * LINE, **more}
-    return fw.from_storage(
-        storage, dtype, shape, line=LINE, host_cache=tier * LINE, controller=plan(path), **options
+    options = {"device": fw.CpuDevice(1), **more}
+    capacity, policy = options.pop("cache", WAYS * LINE), options.pop("policy", "clock")
+    return fw.open(
+        storage,
+        "r+",
+        dtype,
+        shape,
+        cache=fw.Cache(capacity, LINE, policy=policy, host_capacity=tier * LINE),
+        controller=plan(path),
+        **options,
     )
 
 
@@ -150,7 +157,7 @@ def test_a_range_of_lines_is_free_of_the_array_that_had_it() -> None:
     with small_cache() as cache:
         for value in (1, 2, 3):
             drive = full_of(value)
-            with fw.from_storage(drive, "u1", cache=cache, controller=plan()) as x:
+            with fw.open(drive, "r+", "u1", cache=cache, controller=plan()) as x:
                 assert (x[:] == value).all()
                 assert x.stats.tier_lines > 0
 
@@ -158,13 +165,13 @@ def test_a_range_of_lines_is_free_of_the_array_that_had_it() -> None:
 def test_an_array_that_cannot_be_written_leaves_nothing_in_the_tier() -> None:
     with small_cache() as cache:
         bad = Faulty(full_of(9), "")
-        x = fw.from_storage(bad, "u1", cache=cache, controller=plan())
+        x = fw.open(bad, "r+", "u1", cache=cache, controller=plan())
         assert (x[:] == 9).all()
         x[5] = 1
         bad.inject("write eio")
         with pytest.raises(StorageError):
             x.close()
-        with fw.from_storage(full_of(2), "u1", cache=cache, controller=plan()) as y:
+        with fw.open(full_of(2), "r+", "u1", cache=cache, controller=plan()) as y:
             assert (y[:] == 2).all()
 
 
@@ -175,14 +182,14 @@ def test_a_storage_that_hangs_leaves_nothing_in_the_tier(
     (tmp_path / "x").write_bytes(bytes([9]) * 32 * LINE)
     with small_cache(fw.CpuDevice(1)) as cache:
         stuck = Faulty(File(tmp_path / "x"))
-        x = fw.from_storage(stuck, "u1", cache=cache, controller=plan())
+        x = fw.open(stuck, "r", "u1", cache=cache, controller=plan())
         assert (x[: 16 * LINE] == 9).all()
         stuck.inject("read hang")
         with pytest.raises(ControllerTimeout):
             x[20 * LINE]
         with pytest.raises(ControllerTimeout):
             x.close()
-        with fw.from_storage(full_of(2), "u1", cache=cache, controller=plan()) as y:
+        with fw.open(full_of(2), "r+", "u1", cache=cache, controller=plan()) as y:
             assert (y[:] == 2).all()
 
 
@@ -201,8 +208,8 @@ def test_a_failed_fill_costs_nothing_that_is_in_the_tier() -> None:
 
 def test_mapped_lines_stay_out() -> None:
     with small_cache() as cache:
-        mapped = fw.from_storage(counted(32), "<i4", cache=cache)
-        other = fw.from_storage(counted(32), "<i4", cache=cache, controller=plan())
+        mapped = fw.open(counted(32), "r+", "<i4", cache=cache)
+        other = fw.open(counted(32), "r+", "<i4", cache=cache, controller=plan())
         for _ in range(2):
             read_lines(mapped, *range(32))
             read_lines(other, *range(32))
@@ -234,7 +241,7 @@ def test_any_operations_through_any_tier(data: st.DataObject) -> None:
         )
         drives = [[Memory(c.copy()) for _ in range(replicas)] for c in content[:count]]
         options: dict[str, Any] = {"cache": cache, "layout": "replicate", "controller": plan(path)}
-        arrays = [stack.enter_context(fw.from_storage(d, "u1", **options)) for d in drives]
+        arrays = [stack.enter_context(fw.open(d, "r+", "u1", **options)) for d in drives]
         held = [c.copy() for c in content]
         for _ in range(data.draw(st.integers(1, 25))):
             n = data.draw(st.integers(0, count - 1))
@@ -311,11 +318,6 @@ def test_what_cannot_be_is_refused() -> None:
         fw.Cache("1 MiB", device="cpu", host_capacity=-1)
     with pytest.raises(CacheError, match="use longer ones"):
         TierShape.of(1 << 62, 1, 512)
-    with (
-        fw.Cache("1 MiB", device="cpu") as cache,
-        pytest.raises(ArgumentError, match="give it to the Cache"),
-    ):
-        fw.from_storage(Memory(4096), "u1", cache=cache, host_cache="1 MiB")
 
 
 def test_threads_share_a_tier() -> None:

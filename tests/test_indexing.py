@@ -260,8 +260,8 @@ class Comparison:
         chances = [0.04, 0.1, 0.2, 0.2, 0.2, 0.1, 0.1, 0.06]
         shape = tuple(int(n) for n in random.choice(lengths, axes, p=chances))
         self.model = random_array(random, kind, shape)
-        self.array = fw.from_storage(
-            Memory(bytearray(self.model.tobytes() or bytes(512))), kind, shape, cache=cache
+        self.array = fw.open(
+            Memory(bytearray(self.model.tobytes() or bytes(512))), "r+", kind, shape, cache=cache
         )
         self.keys = Keys(random, shape)
         self.counts: Counter[str] = Counter()
@@ -333,7 +333,7 @@ def test_random_keys_select_and_store_what_numpy_does(
 def cube() -> Iterator[tuple[fw.Array, Reference]]:
     """An array of 7 x 5 x 6 with a model of it."""
     model = np.arange(7 * 5 * 6).reshape(7, 5, 6)
-    with fw.from_storage(Memory(model.copy()), "i8", model.shape, device="cpu") as x:
+    with fw.open(Memory(model.copy()), "r+", "i8", model.shape, device="cpu") as x:
         yield x, model
 
 
@@ -470,7 +470,7 @@ def test_values_that_cannot_be_cast_store_nothing_in_any_block(
 def test_a_column_is_read_and_stored_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = np.zeros((4096, 1024), np.int64)
     monkeypatch.setenv("FLASHWARP_KEY_BYTES", str(1 << 20))
-    with fw.from_storage(Memory(model), "i8", model.shape, device="cpu", cache="1 MiB") as x:
+    with fw.open(Memory(model), "r+", "i8", model.shape, device="cpu", cache="1 MiB") as x:
         moved: list[int] = []
         with x._watched(lambda starts, nbytes: moved.append(len(starts) * nbytes)):
             x[:, 5] = np.arange(4096)
@@ -484,7 +484,7 @@ def test_a_column_is_read_and_stored_in_bounded_memory(monkeypatch: pytest.Monke
 
 
 def test_stores_to_parts_of_one_row_from_two_threads_keep_both() -> None:
-    with fw.from_storage(Memory(bytearray(8192)), "i8", (4, 256), device="cpu") as x:
+    with fw.open(Memory(bytearray(8192)), "r+", "i8", (4, 256), device="cpu") as x:
 
         def count(column: int) -> None:
             for turn in range(300):
@@ -501,8 +501,8 @@ def test_stores_to_parts_of_one_row_from_two_threads_keep_both() -> None:
 
 def test_an_array_indexes_another() -> None:
     with (
-        fw.from_storage(Memory(np.arange(10) * 2), "i8", device="cpu") as x,
-        fw.from_storage(Memory(np.array([3, -1])), "i8", device="cpu") as index,
+        fw.open(Memory(np.arange(10) * 2), "r+", "i8", device="cpu") as x,
+        fw.open(Memory(np.array([3, -1])), "r+", "i8", device="cpu") as index,
     ):
         assert x[index].tolist() == x.gather(index).tolist() == [6, 18]
         x[index] = index
@@ -511,8 +511,8 @@ def test_an_array_indexes_another() -> None:
 
 def test_arrays_store_each_other_from_two_threads() -> None:
     with (
-        fw.from_storage(Memory(bytearray(8192)), "i8", (1024,), device="cpu") as x,
-        fw.from_storage(Memory(bytearray(8192)), "i8", (1024,), device="cpu") as y,
+        fw.open(Memory(bytearray(8192)), "r+", "i8", (1024,), device="cpu") as x,
+        fw.open(Memory(bytearray(8192)), "r+", "i8", (1024,), device="cpu") as y,
     ):
 
         def copy(to: fw.Array, source: fw.Array) -> None:
@@ -632,7 +632,7 @@ def test_rows_are_iterated_in_blocks(
     a, *_, g = x
     assert same(a, model[0])
     assert same(g, model[6])
-    with fw.from_storage(Memory(model.copy()), "i8", 4, device="cpu") as y:
+    with fw.open(Memory(model.copy()), "r+", "i8", 4, device="cpu") as y:
         assert [type(n) for n in y] == [np.int64] * 4
         assert sum(y) == 6
 
@@ -660,14 +660,14 @@ def test_an_array_has_no_truth_value_and_is_equal_to_itself_only(
 
     with pytest.raises(ArgumentError, match="truth value"):
         bool(x)
-    with fw.from_storage(Memory(512), "i8", device="cpu") as y:
+    with fw.open(Memory(512), "r+", "i8", device="cpu") as y:
         assert x != y
         assert {x: 1, y: 2}[x] == 1
         assert len({x, y}) == 2
 
 
 def test_an_array_without_axes() -> None:
-    with fw.from_storage(Memory(np.array(2.5)), "f8", (), device="cpu") as x:
+    with fw.open(Memory(np.array(2.5)), "r+", "f8", (), device="cpu") as x:
         assert same(x[()], np.float64(2.5))
         assert same(x[...], np.array(2.5))
         assert same(x[None], np.array([2.5]))
@@ -710,7 +710,7 @@ def test_an_out_that_cannot_take_the_rows(cube: tuple[fw.Array, Reference]) -> N
 
 @pytest.mark.parametrize("shift", [0, 8])
 def test_an_out_over_the_indices(shift: int) -> None:
-    with fw.from_storage(Memory(np.arange(100)), "i8", device="cpu") as x:
+    with fw.open(Memory(np.arange(100)), "r+", "i8", device="cpu") as x:
         memory = np.zeros(11, np.int64)
         idx, out = memory[:10], memory.view(np.uint8)[shift : shift + 80].view(np.int64)
         for read in (x.gather, x.gather_async):

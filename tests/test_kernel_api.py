@@ -461,8 +461,9 @@ def test_more_requests_than_queue_entries_do_not_stop_each_other(device, program
     warps, each = 64, 16
     total = on_device(device, np.zeros(1, np.uint64))
 
-    with fw.from_storage(
+    with fw.open(
         fw.storage.Memory(data),
+        "r+",
         np.uint32,
         data.shape,
         device=device,

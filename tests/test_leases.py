@@ -293,7 +293,7 @@ def test_lease_is_given_up_where_another_path_is_asked_for(path: Path) -> None:
     assert isinstance(file, File)
     plan = fw.SoftwareController(data_path="direct")
 
-    with fw.from_storage(file, "int64", form.shape, device="cpu", controller=plan) as x:
+    with fw.open(file, "r", "int64", form.shape, device="cpu", controller=plan) as x:
         assert rewrite(path) < OPEN_S_MAX
         np.testing.assert_array_equal(x[:], rows() + ADDED)
 

@@ -141,7 +141,7 @@ def test_storages_are_locked_too(path: Path) -> None:
 
 def test_storage_keeps_its_lock_as_long_as_an_array_uses_it(path: Path) -> None:
     storage = File(path, 128, writable=True)
-    with fw.from_storage(storage, "i8", device="cpu", cache=65536) as x:
+    with fw.open(storage, "r+", "i8", device="cpu", cache=65536) as x:
         storage.close()
         with pytest.raises(LockedError):
             open_array(path, "r+")
@@ -150,7 +150,9 @@ def test_storage_keeps_its_lock_as_long_as_an_array_uses_it(path: Path) -> None:
 
 
 def on_storage(storage: Storage | list[Storage], **options: Any) -> fw.Array:
-    return fw.from_storage(storage, "i8", device="cpu", cache=65536, **options)
+    parts = storage if isinstance(storage, list) else [storage]
+    mode: Any = "r+" if all(part.writable for part in parts) else "r"
+    return fw.open(storage, mode, "i8", device="cpu", cache=65536, **options)
 
 
 def test_storage_that_takes_writes_serves_one_array(path: Path) -> None:
@@ -191,7 +193,7 @@ def test_array_that_could_not_be_opened_leaves_its_storage_free() -> None:
     with fw.Cache("64 KiB", device="cpu") as closed:
         pass
     with pytest.raises(ClosedError):
-        fw.from_storage(storage, "i8", cache=closed)
+        fw.open(storage, "r+", "i8", cache=closed)
 
     on_storage(storage).close()
 

@@ -34,8 +34,9 @@ def one_thread() -> Iterator[CpuDevice]:
 def array_of(lines: int, cache: Cache, writable: bool = False) -> fw.Array:
     """One row is one line; row i holds i."""
     data = np.repeat(np.arange(lines, dtype=np.int64), LINE // 8).reshape(lines, -1)
-    return fw.from_storage(
+    return fw.open(
         fw.storage.Memory(data, writable),
+        "r+" if writable else "r",
         np.int64,
         data.shape,
         cache=cache,
@@ -195,22 +196,13 @@ def test_only_policies_that_need_words_take_memory_for_them() -> None:
     assert metadata("lru") == metadata("sieve") == 256 + 28 * 4 + 32
 
 
-def test_open_takes_a_policy(tmp_path) -> None:
+def test_open_takes_a_cache_with_a_policy(tmp_path) -> None:
     np.save(tmp_path / "x.npy", np.arange(1000))
 
-    with fw.open(tmp_path / "x.npy", device="cpu", policy="sieve") as x:
+    cache = fw.Cache("auto", policy="sieve")
+    with fw.open(tmp_path / "x.npy", device="cpu", cache=cache) as x:
         assert x.cache.policy.name == "sieve"
         assert x[500] == 500
-
-
-def test_cache_of_ones_own_has_its_policy_already(tmp_path) -> None:
-    np.save(tmp_path / "x.npy", np.arange(1000))
-
-    with (
-        fw.Cache("1 MiB", device="cpu") as cache,
-        pytest.raises(fw.errors.ArgumentError, match="the cache has policy 'clock'"),
-    ):
-        fw.open(tmp_path / "x.npy", cache=cache, policy="lru")
 
 
 # A user's own.

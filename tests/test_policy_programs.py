@@ -446,9 +446,7 @@ def test_cache_under_a_policy_that_errs_everywhere_is_right_and_counts(device: C
     data = np.arange(60 * 64, dtype=np.int64).reshape(60, 64)
     with (
         fw.Cache(3 * 4 * 512, 512, 4, policy, device) as cache,
-        fw.from_storage(
-            fw.storage.Memory(data.copy(), True), np.int64, data.shape, cache=cache
-        ) as x,
+        fw.open(fw.storage.Memory(data.copy(), True), "r+", np.int64, data.shape, cache=cache) as x,
     ):
         rows = np.random.default_rng(0).integers(0, 60, 300)
         np.testing.assert_array_equal(x.gather(rows), data[rows])
@@ -482,7 +480,7 @@ def test_policy_in_c_without_words_reads_zeros(device: CpuDevice) -> None:
     data = np.arange(60 * 64, dtype=np.int64).reshape(60, 64)
     with (
         fw.Cache(3 * 4 * 512, 512, 4, policy, device) as cache,
-        fw.from_storage(fw.storage.Memory(data), np.int64, data.shape, cache=cache) as x,
+        fw.open(fw.storage.Memory(data), "r+", np.int64, data.shape, cache=cache) as x,
     ):
         rows = np.random.default_rng(0).integers(0, 60, 300)
         np.testing.assert_array_equal(x.gather(rows), data[rows])

@@ -182,7 +182,7 @@ def test_failed_transfers_are_raised_by_synchronize(
 ) -> None:
     (tmp_path / "x.bin").write_bytes(bytes(4096))
     storage = Faulty(fw.storage.File(tmp_path / "x.bin", writable=True), "read eio")
-    with fw.from_storage(storage, "f4", (1000,), device=device) as x:
+    with fw.open(storage, "r+", "f4", (1000,), device=device) as x:
         out = device.empty_array((1,), np.float32)
         program["gather"](x, on_device(device, np.zeros(1, np.uint64)), out, 1)
 

@@ -41,8 +41,8 @@ def program(device: CpuDevice) -> fw.Program:
 def x(device: CpuDevice) -> Iterator[fw.Array]:
     """Nine lines, of which four have frames."""
     data = np.arange(LINES * LINE_WORDS, dtype=np.uint64)
-    with fw.from_storage(
-        fw.storage.Memory(data), np.uint64, data.shape, device=device, cache="16 KiB"
+    with fw.open(
+        fw.storage.Memory(data), "r+", np.uint64, data.shape, device=device, cache="16 KiB"
     ) as x:
         yield x
 
@@ -200,7 +200,7 @@ def test_owner_that_waits_for_ever_is_told_and_keeps_the_line(
     data = np.arange(LINE_WORDS, dtype=np.uint64)
     storage = fw.storage.Memory(data)
     with (
-        fw.from_storage(storage, np.uint64, data.shape, device=device) as x,
+        fw.open(storage, "r+", np.uint64, data.shape, device=device) as x,
         fw.ShareTable(x) as table,
     ):
         program["wait_for_itself"](x, table.kernel_handle, own, seen)
@@ -215,7 +215,7 @@ def test_owner_that_waits_for_ever_is_told_and_keeps_the_line(
 def faulty(path: Path, device: CpuDevice, faults: str) -> fw.Array:
     np.arange(LINES * LINE_WORDS, dtype=np.uint64).tofile(path)
     storage = Faulty(fw.storage.File(path, writable=True), faults)
-    return fw.from_storage(storage, np.uint64, (LINES * LINE_WORDS,), device=device, cache="16 KiB")
+    return fw.open(storage, "r+", np.uint64, (LINES * LINE_WORDS,), device=device, cache="16 KiB")
 
 
 def test_failed_read_leaves_no_entry(
@@ -264,7 +264,7 @@ FW_KERNEL crowd(fw::array<uint64_t> x, fw::share_table t, uint64_t* own, uint64_
                 uint64_t* seen) {
   if (fw::base::thread_index() != 0) return;
   fw::shared<uint64_t> s(x, t);
-  const uint64_t line = fw::cache::line_bytes(x.shape) / 8;
+  const uint64_t line = fw::cache::line_bytes(x.geometry) / 8;
   seen[0] = s.acquire(5, own);
   s.store(5, 100);
   for (uint64_t k = 1; k < 9; k++) x.store(k * line, 1);
@@ -308,7 +308,7 @@ def test_without_the_table_the_same_source_is_plain_accesses(device: CpuDevice) 
     program = fw.compile(PLAIN, device, defines={"FW_SHARE_TABLE": 0})
     data = np.arange(3000, dtype=np.float32)
 
-    with fw.from_storage(fw.storage.Memory(data.copy()), "f4", (3000,), device=device) as x:
+    with fw.open(fw.storage.Memory(data.copy()), "r+", "f4", (3000,), device=device) as x:
         program["scale"](x, bytes(ShareTableStruct()), None, 3000)
         x.synchronize()
         np.testing.assert_array_equal(x[:], data * 2)

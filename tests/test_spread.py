@@ -62,8 +62,9 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
 ) -> None:
     drives = [Memory(40_960) for _ in range(count)]
     with (
-        fw.from_storage(
+        fw.open(
             drives,
+            "r+",
             "<i8",
             layout=layout,
             device="cpu",
@@ -72,8 +73,9 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
             controller=plan(path),
         )
         if layout == "replicate"
-        else fw.from_storage(
+        else fw.open(
             drives,
+            "r+",
             "<i8",
             layout=layout,
             stripe_bytes=4096,
@@ -99,8 +101,8 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
 def test_replicas_share_the_reads_of_any_stride() -> None:
     drives = [Memory(np.zeros(1 << 20, np.uint8)) for _ in range(4)]
     for stride in (1, 2, 4, 8, 16):
-        with fw.from_storage(
-            drives, "u1", layout="replicate", device="cpu", line=512, controller=plan()
+        with fw.open(
+            drives, "r+", "u1", layout="replicate", device="cpu", line=512, controller=plan()
         ) as x:
             x.gather(np.arange(0, 1 << 20, 512 * stride))
             reads = [c["commands"]["read"] for c in x.controller.stats()["controllers"]]
@@ -112,8 +114,8 @@ def test_replicas_share_the_reads_of_any_stride() -> None:
 
 def test_a_partial_last_line_of_replicas_is_written_in_full() -> None:
     drives = [Memory(1000) for _ in range(2)]
-    with fw.from_storage(
-        drives, "u1", layout="replicate", device="cpu", line=512, controller=plan()
+    with fw.open(
+        drives, "r+", "u1", layout="replicate", device="cpu", line=512, controller=plan()
     ) as x:
         x[...] = 7
     for drive in drives:
@@ -128,8 +130,9 @@ def test_each_controller_has_settings_of_its_own() -> None:
         fw.SoftwareController(queue_pairs=p, depth=d, threads=t, data_path="bounce")
         for p, d, t in every
     ]
-    with fw.from_storage(
+    with fw.open(
         drives,
+        "r+",
         "<i8",
         layout="stripe",
         stripe_bytes=4096,
@@ -149,8 +152,13 @@ def test_each_controller_has_settings_of_its_own() -> None:
 
 def test_one_plan_serves_all_and_stays_a_plan() -> None:
     settings_ = plan(queue_pairs=3)
-    with fw.from_storage(
-        [Memory(8192), Memory(8192)], "i4", layout="replicate", device="cpu", controller=settings_
+    with fw.open(
+        [Memory(8192), Memory(8192)],
+        "r+",
+        "i4",
+        layout="replicate",
+        device="cpu",
+        controller=settings_,
     ) as x:
         served = x.controller.stats()["controllers"]
         assert len(served) == 2
@@ -163,11 +171,11 @@ def test_arrays_over_several_storages_share_a_cache() -> None:
     with fw.Cache("8 KiB", line=512, device="cpu") as cache:
         striped = [Memory(1 << 14) for _ in range(2)]
         copied = [Memory(1 << 14) for _ in range(3)]
-        x = fw.from_storage(
-            striped, "<i8", layout="stripe", stripe_bytes=4096, cache=cache, controller=plan()
+        x = fw.open(
+            striped, "r+", "<i8", layout="stripe", stripe_bytes=4096, cache=cache, controller=plan()
         )
-        y = fw.from_storage(copied, "<i8", layout="replicate", cache=cache, controller=plan())
-        z = fw.from_storage(Memory(1 << 14), "<i8", cache=cache, controller=plan())
+        y = fw.open(copied, "r+", "<i8", layout="replicate", cache=cache, controller=plan())
+        z = fw.open(Memory(1 << 14), "r+", "<i8", cache=cache, controller=plan())
         held = [np.zeros(a.shape, np.int64) for a in (x, y, z)]
         for turn in range(6):
             for array, content in zip((x, y, z), held, strict=True):
@@ -195,8 +203,9 @@ def test_any_operations_in_any_layout(data: st.DataObject) -> None:
         plan(path, data.draw(st.integers(1, 3)), 1 << data.draw(st.integers(1, 3))) for _ in drives
     ]
     options: dict[str, Any] = {"stripe_bytes": stripe} if layout == "stripe" else {}
-    with fw.from_storage(
+    with fw.open(
         drives,
+        "r+",
         "u1",
         layout=layout,
         device="cpu",
@@ -278,8 +287,9 @@ def test_a_stripe_that_fails_is_named_with_its_own_offset(tmp_path: Path) -> Non
         (tmp_path / f"{n}.raw").write_bytes(bytes(64 << 10))
     files = [File(tmp_path / f"{n}.raw", writable=True) for n in range(3)]
     bad = Faulty(files[1], "read eio bytes=8192-12288")
-    with fw.from_storage(
+    with fw.open(
         [files[0], bad, files[2]],
+        "r+",
         "u1",
         layout="stripe",
         stripe_bytes=4096,
@@ -305,8 +315,9 @@ def test_a_read_that_fails_on_one_replica_is_answered_by_another(path: str) -> N
     content = np.random.default_rng(1).integers(0, 255, 1 << 16, dtype=np.uint8)
     drives = [Faulty(Memory(content.copy()), "read eio p=0.5; any delay=20us p=0.1") for _ in "ab"]
     good = Memory(content.copy())
-    with fw.from_storage(
+    with fw.open(
         [drives[0], good, drives[1]],
+        "r+",
         "u1",
         layout="replicate",
         device="cpu",
@@ -323,8 +334,8 @@ def test_a_read_that_fails_on_one_replica_is_answered_by_another(path: str) -> N
 
 def test_a_read_that_fails_on_all_replicas_raises_and_can_be_tried_again() -> None:
     drives = [Faulty(Memory(8192), "read eio") for _ in range(3)]
-    with fw.from_storage(
-        drives, "u1", layout="replicate", device="cpu", line=512, controller=plan()
+    with fw.open(
+        drives, "r+", "u1", layout="replicate", device="cpu", line=512, controller=plan()
     ) as x:
         with pytest.raises(StorageError) as error:
             x[700]
@@ -338,8 +349,9 @@ def test_a_read_that_fails_on_all_replicas_raises_and_can_be_tried_again() -> No
 def test_a_write_that_fails_on_one_replica_stays_dirty_until_all_have_it() -> None:
     inner = [Memory(8192) for _ in range(3)]
     bad = Faulty(inner[1], "write enospc n=1,2")
-    with fw.from_storage(
+    with fw.open(
         [inner[0], bad, inner[2]],
+        "r+",
         "u1",
         layout="replicate",
         device="cpu",
@@ -364,8 +376,9 @@ def test_detached_write_backs_to_replicas_end_after_the_last() -> None:
     drives = [inner[0], Faulty(inner[1], "write eio p=0.2"), inner[2]]
     held = np.zeros(1 << 15, np.uint8)
     random = np.random.default_rng(4)
-    with fw.from_storage(
+    with fw.open(
         drives,
+        "r+",
         "u1",
         layout="replicate",
         device="cpu",
@@ -397,7 +410,7 @@ def test_a_flush_reaches_every_storage_and_names_the_one_that_failed(tmp_path: P
     for n in range(3):
         (tmp_path / f"{n}.raw").write_bytes(bytes(8192))
     files = [Faulty(File(tmp_path / f"{n}.raw", writable=True)) for n in range(3)]
-    x = fw.from_storage(files, "u1", layout="stripe", stripe_bytes=4096, line=512, device="cpu")
+    x = fw.open(files, "r+", "u1", layout="stripe", stripe_bytes=4096, line=512, device="cpu")
     x.flush()
     assert [file.operations()["flush"] for file in files] == [1, 1, 1]
     files[2].inject("flush eio")
@@ -423,8 +436,9 @@ def test_a_stripe_that_does_not_answer_is_named(
 ) -> None:
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
     files = hanging(tmp_path, 3, 1)
-    x = fw.from_storage(
+    x = fw.open(
         files,
+        "r",
         "u1",
         layout="stripe",
         stripe_bytes=4096,
@@ -449,8 +463,9 @@ def test_a_replica_that_does_not_answer_is_left_out(
     for n in range(2):
         (tmp_path / f"{n}.raw").write_bytes(bytes(range(256)) * 256)
     files = [File(tmp_path / "0.raw"), Faulty(File(tmp_path / "1.raw"), "read hang")]
-    x = fw.from_storage(
+    x = fw.open(
         files,
+        "r",
         "u1",
         layout="replicate",
         line=512,
@@ -476,9 +491,9 @@ def test_controllers_stop_with_the_array_and_serve_the_next() -> None:
     others = [Memory(8192), Memory(8192)]
     controllers = [plan(), plan()]
     for _ in range(2):
-        x = fw.from_storage(drives, "i4", layout="replicate", device="cpu", controller=controllers)
+        x = fw.open(drives, "r+", "i4", layout="replicate", device="cpu", controller=controllers)
         with pytest.raises(ControllerError, match="another array"):
-            fw.from_storage(others, "i4", layout="replicate", device="cpu", controller=controllers)
+            fw.open(others, "r+", "i4", layout="replicate", device="cpu", controller=controllers)
         x[3] = 4
         x.close()
         x.close()
@@ -493,7 +508,7 @@ def test_controllers_stop_with_the_array_and_serve_the_next() -> None:
 def test_one_read_only_member_makes_the_array_read_only() -> None:
     drives = [Memory(8192), Memory(np.zeros(8192, np.uint8), writable=False)]
     with (
-        fw.from_storage(drives, "i4", layout="replicate", device="cpu") as x,
+        fw.open(drives, "r", "i4", layout="replicate", device="cpu") as x,
         pytest.raises(ReadOnlyError),
     ):
         x[0] = 1
@@ -529,26 +544,26 @@ def test_one_read_only_member_makes_the_array_read_only() -> None:
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
     drives = [Memory(1 << 18), Memory(1 << 18)]
     with pytest.raises(ArgumentError, match=words):
-        fw.from_storage(drives, "i4", device="cpu", **options)
+        fw.open(drives, "r+", "i4", device="cpu", **options)
     # Nothing is left behind that would keep a storage or a controller.
-    fw.from_storage(drives, "i4", layout="stripe", device="cpu").close()
+    fw.open(drives, "r+", "i4", layout="stripe", device="cpu").close()
 
 
 def test_numbers_and_kinds_of_storages_are_checked() -> None:
     drive = Memory(1 << 18)
     with pytest.raises(ArgumentError, match="no storage"):
-        fw.from_storage([], "i4", layout="stripe", device="cpu")
+        fw.open([], "r+", "i4", layout="stripe", device="cpu")
     with pytest.raises(ArgumentError, match="1 to 16"):
-        fw.from_storage([Memory(4096) for _ in range(17)], "i4", layout="replicate", device="cpu")
+        fw.open([Memory(4096) for _ in range(17)], "r+", "i4", layout="replicate", device="cpu")
     with pytest.raises(ArgumentError, match="twice"):
-        fw.from_storage([drive, drive], "i4", layout="stripe", device="cpu")
+        fw.open([drive, drive], "r+", "i4", layout="stripe", device="cpu")
     with pytest.raises(ArgumentError, match="differ in size"):
-        fw.from_storage([drive, Memory(4096)], "i4", layout="replicate", device="cpu")
+        fw.open([drive, Memory(4096)], "r+", "i4", layout="replicate", device="cpu")
     with pytest.raises(ArgumentError, match="several storages"):
-        fw.from_storage(drive, "i4", layout="stripe", device="cpu")
+        fw.open(drive, "r+", "i4", layout="stripe", device="cpu")
     with pytest.raises(ArgumentError, match="several storages"):
-        fw.from_storage(drive, "i4", controller=[plan()], device="cpu")
+        fw.open(drive, "r+", "i4", controller=[plan()], device="cpu")
     closed = Memory(4096)
     closed.close()
     with pytest.raises(ClosedError):
-        fw.from_storage([Memory(4096), closed], "i4", layout="replicate", device="cpu")
+        fw.open([Memory(4096), closed], "r+", "i4", layout="replicate", device="cpu")

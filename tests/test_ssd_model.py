@@ -362,8 +362,14 @@ def test_array_on_a_modelled_drive(path: str) -> None:
     data = np.arange(1 << 16, dtype=np.uint32).reshape(-1, 1024)
     held = data.copy()
     controller = fw.SoftwareController(data_path=path, model="980 pro")
-    with fw.from_storage(
-        Memory(held), "uint32", data.shape, device="cpu", cache="64 KiB", controller=controller
+    with fw.open(
+        Memory(held),
+        "r+",
+        "uint32",
+        data.shape,
+        device="cpu",
+        cache="64 KiB",
+        controller=controller,
     ) as x:
         told = "modelled drive: 980 Pro (a model, not a measurement)"
         assert told in str(x.explain().reason)

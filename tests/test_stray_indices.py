@@ -44,7 +44,7 @@ def storage(tmp_path: Path) -> Faulty:
 
 @pytest.fixture
 def x(storage: Faulty) -> Iterator[fw.Array]:
-    with fw.from_storage(storage, "i8", (100, 10), device="cpu", line=512, cache=4096) as opened:
+    with fw.open(storage, "r+", "i8", (100, 10), device="cpu", line=512, cache=4096) as opened:
         yield opened
 
 
@@ -85,7 +85,7 @@ def test_stray_stores_change_nothing(program: fw.Program, x: fw.Array) -> None:
 def test_stray_index_that_nobody_waited_for_is_raised_by_close(
     program: fw.Program, storage: Faulty
 ) -> None:
-    x = fw.from_storage(storage, "i8", device="cpu")
+    x = fw.open(storage, "r+", "i8", device="cpu")
     add_up(program, x, [2000])
 
     with pytest.raises(BoundsError, match="index 2000"):

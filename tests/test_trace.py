@@ -135,7 +135,7 @@ def test_recorded_trace_misses_as_often_as_the_array_did(tmp_path: Path) -> None
     with (
         fw.CpuDevice(threads=1) as device,
         fw.Cache(5 * 8 * 512, 512, 8, "lru", device) as cache,
-        fw.from_storage(fw.storage.Memory(data), np.float32, data.shape, cache=cache) as x,
+        fw.open(fw.storage.Memory(data), "r+", np.float32, data.shape, cache=cache) as x,
     ):
         with fw.trace.record(x) as seen:
             for part in np.split(rows, 3):

@@ -11,7 +11,7 @@ from flashwarp.compiling import Kernel, Program, compile, get_include  # noqa: A
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.futures import Future
-from flashwarp.opening import create, from_storage, open  # noqa: A004
+from flashwarp.opening import create, open  # noqa: A004
 from flashwarp.policy import Policy
 from flashwarp.share_table import ShareTable
 from flashwarp.ssd_model import SSDModel
@@ -36,7 +36,6 @@ __all__ = [
     "compile",
     "create",
     "errors",
-    "from_storage",
     "get_include",
     "open",
     "storage",

@@ -149,7 +149,9 @@ def _larger(usage: Usage) -> str:
         return ""
     rest = whole - usage.capacity
     if rest <= usage.host_free_bytes // 2:
-        return f'host_cache="{rest >> 20} MiB" holds the rest in pinned host memory'
+        return (
+            f'fw.Cache(.., host_capacity="{rest >> 20} MiB") keeps the rest in pinned host memory'
+        )
     return ""
 
 
@@ -161,7 +163,7 @@ def _idle_tier(usage: Usage) -> str:
         whole = _whole_mib(usage.capacity + usage.host_capacity)
         return (
             f"{stats.tier_hits} misses were answered by a host tier, which is the same memory as "
-            f'the frames on this device; cache="{whole >> 20} MiB" without host_cache saves the '
+            f'the frames on this device; cache="{whole >> 20} MiB" without host_capacity saves the '
             "copies."
         )
     share = stats.tier_hits / stats.misses
@@ -169,7 +171,7 @@ def _idle_tier(usage: Usage) -> str:
         return ""
     return (
         f"The host tier answered {share:.1%} of {stats.misses} misses: its {usage.host_capacity} "
-        "bytes hold too little of what is read again; leave host_cache away, or make it larger."
+        "bytes hold too little of what is read again; leave host_capacity out, or make it larger."
     )
 
 

@@ -140,7 +140,7 @@ class Recipe(Protocol):
 class Array(endings.NotCopied):
     """An array in a storage, read and written through a cache in device memory.
 
-    Made by `flashwarp.open`, `create` and `from_storage`. Indices and results are numpy arrays on
+    Made by `flashwarp.open` and `create`. Indices and results are numpy arrays on
     the CPU device; on a GPU they are arrays of the caller's library (torch in, torch out).
 
     Attributes
@@ -183,6 +183,7 @@ class Array(endings.NotCopied):
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
         *,
+        writable: bool,
         cache: Cache,
         owns_cache: bool,
         controller: AnyController,
@@ -203,6 +204,7 @@ class Array(endings.NotCopied):
         self._operands = Operands(self.device, dtype, self._row_shape, self._row_count, self.device)
         self._attachment = Attachment(
             storage,
+            writable=writable,
             cache=cache,
             owns_cache=owns_cache,
             controller=controller,
@@ -248,7 +250,7 @@ class Array(endings.NotCopied):
     @property
     def writable(self) -> bool:
         """Whether rows can be stored."""
-        return self._storage.writable
+        return self._attachment.writable
 
     def __len__(self) -> int:
         if not self.shape:

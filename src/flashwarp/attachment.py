@@ -42,6 +42,8 @@ class Attachment(endings.NotCopied):
     Parameters
     ----------
     storage : Storage
+    writable : bool
+        Whether the array may store to it.
     cache : Cache
     owns_cache : bool
         Whether the cache is closed with it, rather than left to its other arrays.
@@ -61,6 +63,7 @@ class Attachment(endings.NotCopied):
         self,
         storage: Storage,
         *,
+        writable: bool,
         cache: Cache,
         owns_cache: bool,
         controller: AnyController,
@@ -71,6 +74,7 @@ class Attachment(endings.NotCopied):
         release_storage: Callable[[], None],
     ) -> None:
         self.storage = storage
+        self.writable = writable
         self.cache = cache
         self.controller = controller
         self.flush_failure: StorageError | None = None
@@ -82,7 +86,7 @@ class Attachment(endings.NotCopied):
         self._pid = os.getpid()
         self.closed = False
         with contextlib.ExitStack() as made:
-            self._end_of_service = serve(storage)
+            self._end_of_service = serve(storage, writable)
             made.callback(self._end_of_service)
             queues = controller.attach(
                 storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
@@ -145,7 +149,7 @@ class Attachment(endings.NotCopied):
         if self._device.alive():
             return error
         reason = self._failures.after_fault(self.volume, error)
-        if self.storage.writable and not self._fault_told:
+        if self.writable and not self._fault_told:
             reason.add_note("what was stored in the array since its last flush is lost")
         self._fault_told = True
         return reason
@@ -160,7 +164,7 @@ class Attachment(endings.NotCopied):
     def flush(self) -> None:
         """Write dirty lines back and make them durable; see `Array.flush`."""
         self._finish_streams()
-        if not self.storage.writable:
+        if not self.writable:
             return
         self.maintain("flush_lines")
         if self.flush_failure is not None:
@@ -176,7 +180,7 @@ class Attachment(endings.NotCopied):
     def drop_lines(self, drop_dirty: bool) -> None:
         """Flush, and leave no line in the cache; give up what cannot be written, or raise."""
         lost = False
-        if self.storage.writable:
+        if self.writable:
             try:
                 self.flush()
             except StorageError:
@@ -246,7 +250,7 @@ class Attachment(endings.NotCopied):
         if self._fault_told and not self._device.alive():
             return None
         steps: list[Callable[[], None]] = [self._finish_streams]
-        if self.storage.writable:
+        if self.writable:
             steps.append(self.flush)
         steps.append(lambda: self.maintain("quiesce", warps=self.controller.queues.count))
         if not self._owns_cache:

@@ -1,4 +1,4 @@
-"""The page cache that kernels look lines up in; mirrors `cache/set_associative.cuh`.
+"""The cache that kernels look lines up in; mirrors `cache/set_associative.cuh`.
 
 One cache may carry several arrays: each attaches as a volume with its own range of line numbers.
 Metadata is eight bytes a line, four more where the policy keeps words, and four a set, whatever the
@@ -11,13 +11,13 @@ import ctypes
 import threading
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashwarp import config, endings
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.endings import NotCopied
-from flashwarp.errors import CacheError, ClosedError, DeviceError, DeviceTimeout
+from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, DeviceTimeout
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs, QueueTable
 from flashwarp.spread import NAMESPACES_MAX
@@ -26,6 +26,7 @@ __all__ = ["Cache", "Volume"]
 
 LINE_BYTES_MIN = 512
 LINE_BYTES_MAX = 2 << 20
+LINE_DEFAULT = "4 KiB"
 # Kernels keep the number of a frame in 32 bits: see cursor.cuh.
 _FRAMES_MAX = 1 << 32
 _VOLUMES_MAX = 64
@@ -354,22 +355,29 @@ class Volume:
         }
 
 
+# What a cache has from its first array on.
+_WHEN_BOUND = frozenset(
+    ("device", "capacity", "set_count", "metadata_bytes", "address", "geometry", "_metadata")
+)
+
+
 class Cache(NotCopied):
     """A set-associative cache of lines in device memory.
 
     Parameters
     ----------
-    capacity : int or str
-        Bytes of frames; rounded down to whole sets. At least one set: `ways` times `line`.
+    capacity : int, str or "auto"
+        Bytes of frames; rounded down to whole sets. At least one set: `ways` times `line`. "auto":
+        the whole of the first array, or a share of the free memory.
     line : int or str
         Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer and eviction.
     ways : int
         Frames of a set: 4, 8 or 16.
     policy : str or Policy
-        Which line makes room: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or a `Policy`
-        of one's own. Arrays that share the cache share it; docs/policies.md tells which to choose.
+        Which line makes room: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
+        `Policy`. Arrays that share the cache share it; docs/policies.md helps to choose.
     device : Device or str, optional
-        Where it lies.
+        Where it lies. Default: where the first array is opened that uses it.
     host_capacity : int or str, optional
         Bytes of pinned host memory below the frames: clean lines that make room go there, and come
         back from there without the storage. At least a line for each set. Default none. Arrays
@@ -377,60 +385,150 @@ class Cache(NotCopied):
 
     Notes
     -----
-    Memory is allocated here and freed by `close`. Thread-safe. Arrays that share a cache must be
-    on its device.
+    Its memory is allocated when its device and its capacity are known: here, or when the first
+    array is opened. `close` frees it; so does losing the cache and all its arrays. Thread-safe.
+    Arrays that share a cache must be on its device.
+
+    Raises
+    ------
+    CacheError
+        For parameters that do not fit together; and, from an attribute that depends on the device,
+        until the cache has one.
+    DeviceError, DeviceOutOfMemory
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> np.save("table.npy", np.arange(12.0).reshape(6, 2))
+    >>> with fw.open("table.npy", device="cpu", cache=fw.Cache("1 MiB", policy="sieve")) as x:
+    ...     x.cache.policy.name
+    'sieve'
     """
+
+    device: Device
+    capacity: int
+    set_count: int
+    metadata_bytes: int
+    address: int
+    geometry: GeometryStruct
+    _metadata: DeviceMemory
 
     def __init__(
         self,
         capacity: int | str,
-        line: int | str = "4 KiB",
+        line: int | str = LINE_DEFAULT,
         ways: int = 4,
         policy: str | Policy = "clock",
         device: Any = None,
         host_capacity: int | str | None = None,
     ) -> None:
-        self.device: Device = resolve(device)
-        self.line_bytes = _check_line(line)
+        self.line_bytes = check_line(line)
         ways = integer("ways", ways, 1, 16)
         if ways not in (4, 8, 16):
             raise CacheError(f"ways={ways} is none of 4, 8, 16")
         self.ways = ways
         self.policy = resolve_policy(policy)
-        wanted = parse_bytes(capacity, "capacity")
-        set_bytes = ways * self.line_bytes
+        automatic = isinstance(capacity, str) and capacity == "auto"
+        self._wanted = None if automatic else parse_bytes(capacity, "capacity")
+        self._host_wanted = (
+            None if host_capacity is None else parse_bytes(host_capacity, "host_capacity")
+        )
+        self.host_capacity = 0
+        self._tier_frames: DeviceMemory | None = None
+        # Reentrant: a lost array may be closed by the garbage collector in the middle of `attach`.
+        self._lock = threading.RLock()
+        # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
+        # none may close while one runs. Streams are those with calls that nobody has waited for.
+        self.turn = threading.RLock()
+        self.streams: set[int] = set()
+        self._volumes: dict[int, Volume] = {}
+        self._closed = False
+        self._asked_device = None if device is None else resolve(device)
+        if self._wanted is not None:
+            self._divide(self._wanted)
+            if self._asked_device is not None:
+                self.bind(self._asked_device, 0)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _WHEN_BOUND:
+                raise CacheError(
+                    f"a cache has no {name} before its first array is opened: give it a device, "
+                    "and a capacity other than 'auto'"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _divide(self, wanted: int) -> None:
+        """Divide so many bytes of frames, and the host tier, into sets."""
+        set_bytes = self.ways * self.line_bytes
         if wanted < set_bytes:
             raise CacheError(
-                f"a cache of {wanted} bytes is smaller than one set of {ways} lines of "
+                f"a cache of {wanted} bytes is smaller than one set of {self.ways} lines of "
                 f"{self.line_bytes} bytes: give it at least {set_bytes} bytes"
             )
         # An odd number of sets spreads strides that are powers of two.
         sets = wanted // set_bytes
-        self.set_count = sets if sets <= 2 or sets % 2 else sets - 1
-        lines = self.set_count * ways
+        sets = sets if sets <= 2 or sets % 2 else sets - 1
+        lines = sets * self.ways
         if lines > _FRAMES_MAX:
             raise CacheError(
                 f"a cache of {wanted} bytes has {lines} lines of {self.line_bytes} bytes, more "
                 f"than {_FRAMES_MAX}: give it longer lines"
             )
-        self.capacity = lines * self.line_bytes
+        self._tier = TierShape.of(self._host_wanted, sets, self.line_bytes)
+        self.host_capacity = self._tier.places * self.line_bytes
+        self.set_count, self.capacity = sets, lines * self.line_bytes
+
+    @property
+    def bound_device(self) -> Device | None:
+        """Where it lies, or will lie; None: where its first array is opened."""
+        return self.__dict__.get("device", self._asked_device)
+
+    def host_bytes_to_come(self, device: Device, nbytes: int) -> int:
+        """Host memory that `bind` would allocate; 0 once the cache has its memory."""
+        if "device" in self.__dict__:
+            return 0
+        tier = self._host_wanted or 0
+        if device.kind != "cpu":
+            return tier
+        if self._wanted is not None:
+            return tier + self._wanted
+        return tier + automatic_capacity(nbytes, self.line_bytes, device)
+
+    def bind(self, device: Device, nbytes: int) -> None:
+        """Allocate the memory, if there is none yet, for a first array of so many bytes.
+
+        Raises ArgumentError when the cache is on another device.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the cache is closed")
+            mine = self.bound_device
+            if mine is not None and mine is not device:
+                raise ArgumentError(f"the cache is on {mine.name}, the array is on {device.name}")
+            if "device" in self.__dict__:
+                return
+            if self._wanted is None:
+                self._divide(automatic_capacity(nbytes, self.line_bytes, device))
+            self._allocate(device)
+
+    def _allocate(self, device: Device) -> None:
+        lines = self.set_count * self.ways
         struct_bytes = ctypes.sizeof(LineCacheStruct)
         volume_bytes = _VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
         tag_bytes, word_bytes = lines * 8, 0
         if self.policy.keeps_words:
             tag_bytes = -(-tag_bytes // _POLICY_WORDS_ALIGNMENT) * _POLICY_WORDS_ALIGNMENT
             word_bytes = lines * 4
-        self._tier = TierShape.of(host_capacity, self.set_count, self.line_bytes)
-        self.host_capacity = self._tier.places * self.line_bytes
         own_bytes = tag_bytes + word_bytes + -(-self.set_count * 4 // 8) * 8
         self.metadata_bytes = own_bytes + self._tier.places * 8
-        self._frames = self.device.allocate(self.capacity)
-        self._tier_frames: DeviceMemory | None = None
+        self._frames = device.allocate(self.capacity)
         try:
             if self.host_capacity:
-                self._tier_frames = self.device.allocate_host(self.host_capacity)
+                self._tier_frames = device.allocate_host(self.host_capacity)
             head_bytes = struct_bytes + volume_bytes + _POLICY_WORDS_ALIGNMENT
-            self._metadata = self.device.allocate(head_bytes + self.metadata_bytes)
+            self._metadata = device.allocate(head_bytes + self.metadata_bytes)
         except BaseException:
             self._free_frames()
             raise
@@ -444,7 +542,7 @@ class Cache(NotCopied):
             set_count=self.set_count,
             # set_of() in the header: ceil(2^64 / sets); a single set is a case of its own there.
             set_reciprocal=-(-(1 << 64) // self.set_count) if self.set_count > 1 else 0,
-            ways=ways,
+            ways=self.ways,
             line_shift=self.line_bytes.bit_length() - 1,
         )
         struct = LineCacheStruct(
@@ -458,16 +556,9 @@ class Cache(NotCopied):
             struct.tier.tags = tags + own_bytes
             struct.tier.frames = self._tier_frames.address
             struct.tier.subsets = self._tier.subsets
-        self.device.upload(self.address, bytes(struct))
-        # Reentrant: a lost array may be closed by the garbage collector in the middle of `attach`.
-        self._lock = threading.RLock()
-        # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
-        # none may close while one runs. Streams are those with calls that nobody has waited for.
-        self.turn = threading.RLock()
-        self.streams: set[int] = set()
-        self._volumes: dict[int, Volume] = {}
-        self._closed = False
-        self.device.carries.add(self)
+        device.upload(self.address, bytes(struct))
+        self.device = device
+        device.carries.add(self)
 
     @property
     def frames(self) -> tuple[int, int]:
@@ -483,7 +574,7 @@ class Cache(NotCopied):
     @property
     def host_lines(self) -> int:
         """Lines that the host tier holds."""
-        return self._tier.places
+        return self.host_capacity // self.line_bytes
 
     @property
     def closed(self) -> bool:
@@ -498,6 +589,8 @@ class Cache(NotCopied):
         """
         if self._closed:
             raise ClosedError("the cache is closed")
+        if "device" not in self.__dict__:
+            return 0
         victims = self.address + LineCacheStruct.refusals.offset
         places = ((victims, 4), (self.geometry.tags - 8, 8))
         return sum(
@@ -636,11 +729,9 @@ class Cache(NotCopied):
             if self._volumes:
                 raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
             self._closed = True
-            self._free()
-
-    def _free(self) -> None:
-        self._metadata.close()
-        self._free_frames()
+            if "device" in self.__dict__:
+                self._metadata.close()
+                self._free_frames()
 
     def _free_frames(self) -> None:
         self._frames.close()
@@ -654,10 +745,13 @@ class Cache(NotCopied):
         self.close()
 
     def __repr__(self) -> str:
+        size = self.__dict__.get("capacity", "auto")
+        device = self.bound_device
         tier = f"host_capacity={self.host_capacity}, " if self.host_capacity else ""
         return (
-            f"Cache({self.capacity} bytes, line={self.line_bytes}, ways={self.ways}, "
-            f"policy={self.policy.name!r}, {tier}device={self.device.name!r})"
+            f"Cache({size if size == 'auto' else f'{size} bytes'}, line={self.line_bytes}, "
+            f"ways={self.ways}, policy={self.policy.name!r}, {tier}"
+            f"device={device.name if device else None!r})"
         )
 
 
@@ -700,7 +794,7 @@ class TierShape:
         return self.sets * self.subsets * self.ways
 
 
-def _check_line(line: int | str) -> int:
+def check_line(line: int | str) -> int:
     nbytes = parse_bytes(line, "line")
     if not LINE_BYTES_MIN <= nbytes <= LINE_BYTES_MAX or nbytes & (nbytes - 1):
         raise CacheError(
@@ -712,7 +806,7 @@ def _check_line(line: int | str) -> int:
 
 def automatic_capacity(nbytes: int, line: int | str, device: Device) -> int:
     """Choose the size for ``cache="auto"``: the whole array, or a share of the free memory."""
-    line_bytes = _check_line(line)
+    line_bytes = check_line(line)
     whole = (nbytes // line_bytes + 1) * line_bytes
     share = int(device.memory_info().free_bytes * config.current().cache_share)
     # One set more than the data: rounding down to an odd number of sets must not cut it.

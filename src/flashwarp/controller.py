@@ -162,7 +162,7 @@ class SoftwareController(NotCopied):
         if self.storage is not None and self.storage is not storage:
             raise ArgumentError(
                 f"the controller has a storage of its own, {self.storage}, and the array another, "
-                f"{storage}: give that one to from_storage, or make a controller without storage"
+                f"{storage}: open that one, or make a controller without storage"
             )
         self._served = storage
         self.changes, self._stale = 0, None

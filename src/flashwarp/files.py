@@ -70,7 +70,7 @@ def _instead(path: Any) -> str:
     if isinstance(path, int):
         return f"for a file descriptor give '/proc/self/fd/{path}'"
     if hasattr(path, "getbuffer"):
-        return "for memory use from_storage with storage.Memory(x.getbuffer())"
+        return "for memory give a storage.Memory(x.getbuffer())"
     if hasattr(path, "read"):
         return "for an open file give its name"
     return "give a str, bytes or pathlib.Path"

@@ -17,18 +17,25 @@ import numpy.typing as npt
 
 from flashwarp import containers, endings, files, npy
 from flashwarp.array import Array
-from flashwarp.cache import Cache, _check_line, automatic_capacity
+from flashwarp.cache import LINE_DEFAULT, Cache, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, resolve
-from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError, PathError
+from flashwarp.errors import (
+    ArgumentError,
+    CopyError,
+    DataPathError,
+    FileFormatError,
+    PathError,
+    ReadOnlyError,
+)
 from flashwarp.file_access import Access, file_storage
-from flashwarp.policy import CLOCK, Policy, resolve_policy
+from flashwarp.policy import Policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
 from flashwarp.storage import File, Storage
 
-__all__ = ["create", "from_storage", "open"]
+__all__ = ["create", "open"]
 
 CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
 # The longest load of a GPU thread, and so the strictest alignment.
@@ -53,72 +60,71 @@ def _whole(function: Callable[P, Array]) -> Callable[P, Array]:
 
 @_whole
 def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
-    path: PathLike | Sequence[PathLike],
+    path_or_storage: PathLike | Storage | Sequence[PathLike] | Sequence[Storage],
     mode: Literal["r", "r+"] = "r",
     dtype: npt.DTypeLike | None = None,
     shape: int | Sequence[int] | None = None,
+    *,
     device: Any = None,
     cache: CacheLike = "auto",
-    line: int | str = "4 KiB",
-    controller: SoftwareController | Sequence[SoftwareController] | None = None,
-    strict: str | None = None,
+    line: int | str | None = None,
     o_direct: bool | None = None,
-    policy: str | Policy | None = None,
-    *,
-    host_cache: int | str | None = None,
-    layout: Spread | None = None,
-    stripe_bytes: int | str | None = None,
+    strict: str | None = None,
+    controller: SoftwareController | Sequence[SoftwareController] | None = None,
     offset: int | None = None,
     lock: bool = True,
     immutable: bool = False,
+    layout: Spread | None = None,
+    stripe_bytes: int | str | None = None,
 ) -> Array:
-    """Open a .npy or raw file as an array that device threads read on demand.
+    """Open a file or a storage as an array that device threads read on demand.
 
     Parameters
     ----------
-    path : path-like, or a sequence of these
-        A ``.npy`` file, or any file together with `dtype`. Several files with `layout`: raw files
-        in stripes, or replicas of one file. Regular files and block devices only.
+    path_or_storage : path-like, Storage, or a sequence of these
+        A ``.npy`` file; or any file, or a storage, together with `dtype`. Several with `layout`:
+        raw data in stripes, or replicas. Files are regular files or block devices. Storages stay
+        the caller's.
     mode : {"r", "r+"}
         Read, or read and write.
     dtype, shape : optional
-        Of a raw file; shape defaults to one axis over the whole file. For a ``.npy`` file they must
+        Of raw data; shape defaults to one axis over the whole of it. For a ``.npy`` file they must
         agree with its header.
     device : Device or str, optional
-        "cpu" or "cuda:N"; default the first GPU that works, else the CPU.
+        "cpu" or "cuda:N"; default that of `cache`, else the first GPU that works, else the CPU.
     cache : "auto", int, str or Cache
-        Bytes of device memory to cache lines in ("2 GiB"), or a `Cache` to share.
-    line : int or str
-        Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer.
-    controller : SoftwareController, or one for each of several files, optional
-        Your own settings, without a storage. If you give one controller for several files, each
-        file gets a controller with these settings.
-    strict : {"in_place", "bounce", "direct"}, optional
-        Raise DataPathError unless the data goes this way.
-    direct : bool, optional
+        Bytes of device memory to cache lines in ("2 GiB"). "auto": the whole array, or a share of
+        the free memory. A `Cache` has a policy and a host tier, and arrays may share it.
+    line : int or str, optional
+        Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer. Default "4 KiB". A
+        `Cache` has its own.
+    o_direct : bool, optional
         Read and write past the page cache (O_DIRECT), or through it. Default: through it if the
         file fits the memory, else past it; a file that is only read may change later. See
-        docs/tuning.md.
-    policy : str or Policy, optional
-        Which line makes room for another; see `Cache`. Default "clock". A `Cache` has its own.
-    host_cache : int or str, optional
-        Bytes of pinned host memory for lines that leave the cache ("8 GiB"); see `Cache`.
-    layout : {"stripe", "replicate"}, optional
-        How the array lies on several files; device code goes to each without the host. "stripe":
-        dealt round robin. "replicate": each holds all of it; reads are shared among them and try
-        the next one after an error, writes go to all.
-    stripe_bytes : int or str, optional
-        Bytes of a stripe, a multiple of `line` and of 4 KiB; default 128 KiB or a longer line.
+        docs/tuning.md. For paths; a `storage.File` has its own.
+    strict : {"in_place", "bounce", "direct"}, optional
+        Raise DataPathError unless the data goes this way.
+    controller : SoftwareController, or one for each of several files or storages, optional
+        Your own settings, without a storage. If you give one controller for several, each gets a
+        controller with these settings.
     offset : int, optional
         Byte of each file at which raw data begins; any byte, with `dtype`. Whatever else the file
         holds is not looked at: so is data inside of other formats opened. Default: raw data is all
         of the file, which must be no known container.
     lock : bool
         Refuse what loses stores in silence: a second writer of a file, in any process, and a reader
-        beside a writer in this one. False: look for nobody, and be seen by nobody.
+        beside a writer in this one. False: look for nobody, and be seen by nobody. For paths.
     immutable : bool, optional
         Your promise that nobody writes or cuts the file while the array is open: a GPU then reads
-        it in place without a lease. Where the promise is broken, rows are old for ever.
+        it in place without a lease. Where the promise is broken, rows are old for ever. For paths.
+    layout : {"stripe", "replicate"}, optional
+        How the array lies on several files or storages, each with a controller; device code goes to
+        each without the host. "stripe": dealt round robin. "replicate": each holds all of it; reads
+        are shared among them and try the next one after an error, writes go to all. A
+        `storage.Striped` or `storage.Replicated` is one storage, behind one controller; the bytes
+        lie the same way in both.
+    stripe_bytes : int or str, optional
+        Bytes of a stripe, a multiple of `line` and of 4 KiB; default 128 KiB or a longer line.
 
     Returns
     -------
@@ -130,9 +136,14 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     MissingFileError, PathError
         When the file is absent, may not be opened so, or is no regular file or block device.
     LockedError
-        When the file is open in a way that excludes this one; `holder` says by which process.
+        When the file is open in a way that excludes this one; `holder` says by which process. When
+        another array serves the storage, and one of the two may store: a storage that takes writes
+        serves one array at a time. A `storage.File` with ``lock=False`` serves any number, whose
+        changes you keep apart.
     FileFormatError, DtypeError
         When contents, dtype and shape do not fit together.
+    ReadOnlyError
+        For mode "r+" and a storage that takes no writes.
     ArgumentError, CacheError, DeviceError, DeviceOutOfMemory
 
     Examples
@@ -142,66 +153,104 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     >>> with fw.open("table.npy", device="cpu") as x:
     ...     x[[4, 0]].tolist()
     [[8.0, 9.0], [0.0, 1.0]]
+    >>> drives = [fw.storage.Memory("1 MiB") for _ in range(4)]
+    >>> with fw.open(drives, "r+", "int64", layout="stripe", device="cpu") as x:
+    ...     x[:3] = [7, 8, 9]
+    ...     x.gather(np.array([2, 0])).tolist(), len(x.explain().controller["controllers"])
+    ([9, 7], 4)
     """
     choice("mode", mode, ("r", "r+"))
-    writable = mode == "r+"
-    o_direct = None if o_direct is None else flag("o_direct", o_direct)
-    immutable = flag("immutable", immutable)
-    if immutable and writable:
-        raise ArgumentError('immutable=True is for mode="r": this array may be stored to')
-    plan = _Plan.of(device, cache, line, policy, strict, host_cache)
     settings = {
         "device": device,
         "cache": cache,
         "line": line,
-        "controller": controller,
-        "strict": strict,
         "o_direct": o_direct,
-        "policy": policy,
-        "host_cache": host_cache,
-        "layout": layout,
-        "stripe_bytes": stripe_bytes,
+        "strict": strict,
+        "controller": controller,
         "offset": offset,
         "lock": lock,
         "immutable": immutable,
+        "layout": layout,
+        "stripe_bytes": stripe_bytes,
     }
+    given = path_or_storage
+    plan = _Plan.of(device, cache, line, strict, writable=mode == "r+")
     _check_controllers(controller)
-    given = _Recipe([], mode, dtype, shape, settings)
+    several = _are_several(given)
+    members: list[Any] = list(given) if _are_several(given) else [given]
+    on_paths = not members or not all(isinstance(each, Storage) for each in members)
+    names = [files.check_name(each) for each in members] if on_paths else []
+    if several:
+        _check_spread(layout, stripe_bytes, len(members))
+    else:
+        one = _one(layout, stripe_bytes, controller)
+    if not on_paths:
+        _check_for_paths(o_direct, offset, lock, immutable)
+        kind = _dtype_of_storage(dtype)
+        size = None if shape is None else _shape(shape, kind)
+        if isinstance(given, Storage):
+            form = npy.Layout(kind, (given.nbytes // kind.itemsize,) if size is None else size, 0)
+            return _make(given, form, plan, one)
+        return _make_several(members, kind, size, plan, controller, layout, stripe_bytes)
+    access = Access(
+        plan.writable,
+        None if o_direct is None else flag("o_direct", o_direct),
+        plan.device,
+        flag("lock", lock),
+        _asks_in_place(controller),
+        flag("immutable", immutable),
+    )
+    if access.immutable and access.writable:
+        raise ArgumentError('immutable=True is for mode="r": this array may be stored to')
+    recipe = _Recipe([], mode, dtype, shape, settings)
     start = None if offset is None else integer("offset", offset, 0, SIZE_MAX)
-    lock = flag("lock", lock)
-    access = Access(writable, o_direct, plan.device, lock, _asks_in_place(controller), immutable)
-    if _are_several(path):
-        names = [files.check_name(each) for each in path]
-        _check_spread(layout, stripe_bytes, len(names))
-        for each in names:
-            files.check(each, writable)
-        several = _form_of_several(names, layout, dtype, shape, start)
-        storages, why, release = _several_files(names, several, access, plan)
-        spread = (layout, stripe_bytes)
-        try:
-            return _make_several(
-                storages,
-                several.dtype,
-                several.shape,
-                plan,
-                controller,
-                *spread,
-                why=why,
-                release=release,
-                recipe=given.for_files(names),
-            )
-        except BaseException:
-            release()
-            raise
-    one = _settings_only(_one(layout, stripe_bytes, controller))
-    name = files.check_name(path)
-    files.check(name, writable)
-    form = _layout_of(name, dtype, shape, start)
-    return _open_one(name, form, plan, one, access, recipe=given.for_files(name))
+    if not several:
+        _settings_only(one)
+        files.check(names[0], access.writable)
+        form = _layout_of(names[0], dtype, shape, start)
+        return _open_one(names[0], form, plan, one, access, recipe=recipe.for_files(names[0]))
+    for each in names:
+        files.check(each, access.writable)
+    parts = _form_of_several(names, layout, dtype, shape, start)
+    storages, why, release = _several_files(names, parts, access, plan)
+    spread = (layout, stripe_bytes)
+    try:
+        return _make_several(
+            storages,
+            parts.dtype,
+            parts.shape,
+            plan,
+            controller,
+            *spread,
+            why=why,
+            release=release,
+            recipe=recipe.for_files(names),
+        )
+    except BaseException:
+        release()
+        raise
+
+
+def _check_for_paths(o_direct: Any, offset: Any, lock: Any, immutable: Any) -> None:
+    """Refuse for storages what only a path can have."""
+    for name, value, default in (
+        ("o_direct", o_direct, None),
+        ("offset", offset, None),
+        ("lock", lock, True),
+        ("immutable", immutable, False),
+    ):
+        if value is not default:
+            raise ArgumentError(f"{name}= is for paths: a storage.File takes what it needs itself")
+
+
+def _dtype_of_storage(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
+    if dtype is None:
+        raise ArgumentError("a storage holds raw data: say its dtype")
+    return npy.check_dtype(dtype)
 
 
 def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
-    one = isinstance(path, str | bytes | os.PathLike) or hasattr(path, "read")
+    one = isinstance(path, str | bytes | os.PathLike | Storage) or hasattr(path, "read")
     return not one and isinstance(path, Iterable)
 
 
@@ -273,12 +322,10 @@ def create(
     overwrite: bool = False,
     device: Any = None,
     cache: CacheLike = "auto",
-    line: int | str = "4 KiB",
-    controller: SoftwareController | None = None,
-    strict: str | None = None,
+    line: int | str | None = None,
     o_direct: bool | None = None,
-    policy: str | Policy | None = None,
-    host_cache: int | str | None = None,
+    strict: str | None = None,
+    controller: SoftwareController | None = None,
     lock: bool = True,
     **unknown: Any,
 ) -> Array:
@@ -298,7 +345,7 @@ def create(
     overwrite : bool
         Replace a regular file that is there. Arrays that read it, and its other hard links, keep
         the old file; one that is open for writing is not replaced.
-    device, cache, line, controller, strict, direct, policy, host_cache, lock
+    device, cache, line, o_direct, strict, controller, lock
         As for `open`.
 
     Returns
@@ -324,7 +371,7 @@ def create(
     form = npy.empty_layout(shape, dtype)
     name = files.check_name(path)
     target = files.check_new(name, overwrite)
-    plan = _Plan.of(device, cache, line, policy, strict, host_cache)
+    plan = _Plan.of(device, cache, line, strict, writable=True)
     one = _settings_only(_one(None, None, controller))
     with files.Draft(target, overwrite, lock) as draft:
         try:
@@ -341,61 +388,6 @@ def create(
     return array
 
 
-@_whole
-def from_storage(
-    storage: Storage | Sequence[Storage],
-    dtype: npt.DTypeLike,
-    shape: int | Sequence[int] | None = None,
-    *,
-    device: Any = None,
-    cache: CacheLike = "auto",
-    line: int | str = "4 KiB",
-    controller: SoftwareController | Sequence[SoftwareController] | None = None,
-    strict: str | None = None,
-    policy: str | Policy | None = None,
-    host_cache: int | str | None = None,
-    layout: Spread | None = None,
-    stripe_bytes: int | str | None = None,
-) -> Array:
-    """Open an array over any storage, or over several with a controller each.
-
-    Parameters are those of `open`. The storages stay the caller's. A `Striped` or `Replicated`
-    storage is one storage, behind one controller; a sequence of storages with `layout` has as many
-    controllers, and device code chooses among them. The bytes lie the same way in both.
-
-    Raises LockedError for a storage that another array serves, if one of the two may store to it:
-    a storage that takes writes serves one array at a time. A `File` with ``lock=False`` serves any
-    number, whose changes you keep apart. Other errors are those of `open`.
-
-    Examples
-    --------
-    >>> import numpy as np, flashwarp as fw
-    >>> drives = [fw.storage.Memory("1 MiB") for _ in range(4)]
-    >>> with fw.from_storage(drives, "int64", layout="stripe", device="cpu") as x:
-    ...     x[:3] = [7, 8, 9]
-    ...     x.gather(np.array([2, 0])).tolist(), len(x.explain().controller["controllers"])
-    ([9, 7], 4)
-    """
-    kind = npy.check_dtype(dtype)
-    _check_controllers(controller)
-    plan = _Plan.of(device, cache, line, policy, strict, host_cache)
-    if not isinstance(storage, Storage):
-        if not isinstance(storage, Sequence):
-            raise ArgumentError(f"storage={storage!r} is neither a Storage nor a sequence of these")
-        members = list(storage)
-        _check_spread(layout, stripe_bytes, len(members))
-        given = None if shape is None else _shape(shape, kind)
-        return _make_several(members, kind, given, plan, controller, layout, stripe_bytes)
-    one = _one(layout, stripe_bytes, controller)
-    size = _shape(shape, kind) if shape is not None else (storage.nbytes // kind.itemsize,)
-    form = npy.Layout(kind, size, 0)
-    if form.nbytes > storage.nbytes:
-        raise ArgumentError(
-            f"shape {size} of {kind} needs {form.nbytes} bytes, the storage has {storage.nbytes}"
-        )
-    return _make(storage, form, plan, one)
-
-
 def _nothing() -> None:
     pass
 
@@ -405,54 +397,81 @@ class _Plan:
     """What an array gets besides its storage and controllers."""
 
     device: Device
-    cache: CacheLike
-    line: int | str
-    policy: str | Policy | None
+    cache: int | str | Cache
+    line_bytes: int
     strict: str | None
-    host_cache: int | str | None
+    writable: bool
 
     @classmethod
     def of(
         cls,
         device: Any,
         cache: CacheLike,
-        line: int | str,
-        policy: str | Policy | None,
+        line: int | str | None,
         strict: str | None,
-        host_cache: int | str | None,
+        writable: bool,
     ) -> _Plan:
-        """Resolve the device, which a cache of one's own has already."""
+        """Check what does not depend on the storage."""
         if strict is not None:
             choice("strict", strict, DATA_PATHS)
-        where = resolve(device) if not isinstance(cache, Cache) else _same_device(cache, device)
-        return cls(where, cache, line, policy, strict, host_cache)
+        line_bytes = check_line(LINE_DEFAULT if line is None else line)
+        if not isinstance(cache, Cache):
+            return cls(resolve(device), cache, line_bytes, strict, writable)
+        if line is not None and line_bytes != cache.line_bytes:
+            raise ArgumentError(
+                f"line={line_bytes}, but the lines of the cache have {cache.line_bytes} bytes"
+            )
+        return cls(_device_of(cache, device), cache, cache.line_bytes, strict, writable)
 
     def host_bytes(self, nbytes: int) -> int:
-        """Host memory that the cache of an array of `nbytes` will take."""
+        """Host memory that is yet to be allocated for the cache of an array of `nbytes`."""
         if isinstance(self.cache, Cache):
-            return 0
-        tier = self.host_capacity or 0
-        if self.device.kind != "cpu":
-            return tier
-        return tier + self.capacity(nbytes)
+            return self.cache.host_bytes_to_come(self.device, nbytes)
+        return self._capacity(nbytes, self.cache) if self.device.kind == "cpu" else 0
 
-    def capacity(self, nbytes: int) -> int:
+    def _capacity(self, nbytes: int, wanted: int | str) -> int:
         """Bytes of frames of the cache that is made for a storage of `nbytes`."""
+        if isinstance(wanted, str) and wanted == "auto":
+            return automatic_capacity(nbytes, self.line_bytes, self.device)
+        return parse_bytes(wanted, "cache")
+
+    def cache_for(self, nbytes: int) -> Cache:
+        """Return the cache that is given, or make one for a storage of `nbytes`."""
         if isinstance(self.cache, Cache):
-            return self.cache.capacity
-        if isinstance(self.cache, str) and self.cache == "auto":
-            return automatic_capacity(nbytes, self.line, self.device)
-        return parse_bytes(self.cache, "cache")
+            self.cache.bind(self.device, nbytes)
+            return self.cache
+        return Cache(self._capacity(nbytes, self.cache), self.line_bytes, device=self.device)
 
-    @property
-    def host_capacity(self) -> int | None:
-        """Bytes of the host tier of the cache that is made."""
-        return None if self.host_cache is None else parse_bytes(self.host_cache, "host_cache")
 
-    @property
-    def line_bytes(self) -> int:
-        """Bytes of a line of the cache."""
-        return self.cache.line_bytes if isinstance(self.cache, Cache) else _check_line(self.line)
+def _device_of(cache: Cache, asked: Any) -> Device:
+    """Return the device of the array: the cache's, if it has one."""
+    mine = cache.bound_device
+    if mine is None:
+        return resolve(asked)
+    if asked is not None and resolve(asked) is not mine:
+        raise ArgumentError(f"the cache is on {mine.name}, the array is to be on {asked}")
+    return mine
+
+
+@dataclass(frozen=True)
+class _CacheRecipe:
+    """A cache as large as another process's, for an array that comes from there."""
+
+    capacity: int
+    line: int
+    ways: int
+    policy: Policy
+    host_capacity: int | None
+
+    @classmethod
+    def of(cls, cache: Cache) -> _CacheRecipe:
+        host = cache.host_capacity or None
+        return cls(cache.capacity, cache.line_bytes, cache.ways, cache.policy, host)
+
+    def make(self) -> Cache:
+        return Cache(
+            self.capacity, self.line, self.ways, self.policy, host_capacity=self.host_capacity
+        )
 
 
 @dataclass(frozen=True)
@@ -482,7 +501,9 @@ class _Recipe:
 
     def open(self) -> Array:
         """Open the file with the settings that it was opened with."""
-        return open(self.path, self.mode, self.dtype, self.shape, **self.settings)
+        cache = self.settings["cache"]
+        made = {"cache": cache.make()} if isinstance(cache, _CacheRecipe) else {}
+        return open(self.path, self.mode, self.dtype, self.shape, **self.settings | made)
 
     def __getstate__(self) -> dict[str, Any]:
         settings = dict(self.settings)
@@ -490,25 +511,12 @@ class _Recipe:
         if isinstance(device, Device):
             settings["device"] = device.name
         if isinstance(cache, Cache):
-            # The other process has a cache of its own, as large as this one's.
-            settings |= {
-                "device": cache.device.name,
-                "cache": cache.capacity,
-                "line": cache.line_bytes,
-                "policy": cache.policy,
-                "host_cache": cache.host_capacity or None,
-            }
+            settings |= {"device": cache.device.name, "cache": _CacheRecipe.of(cache)}
         return {**self.__dict__, "settings": settings}
 
 
 def _shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[int, ...]:
     return npy.check_shape(shape, npy.check_dtype(dtype).itemsize)
-
-
-def _same_device(cache: Cache, device: Any) -> Device:
-    if device is not None and resolve(device) is not cache.device:
-        raise ArgumentError(f"the cache is on {cache.device.name}, the array shall be on {device}")
-    return cache.device
 
 
 def _layout_of(
@@ -600,7 +608,7 @@ def _one(
 
 def _settings_only(controller: SoftwareController | None) -> SoftwareController | None:
     if controller is not None and controller.storage is not None:
-        raise ArgumentError("the controller has a storage of its own: use from_storage")
+        raise ArgumentError("the controller has a storage of its own: open that storage")
     return controller
 
 
@@ -744,12 +752,15 @@ def _make(
             f"{storage.nbytes}"
         )
     owns = not isinstance(plan.cache, Cache)
-    held = _cache_of(plan, storage.nbytes)
+    if plan.writable and not storage.writable:
+        raise ReadOnlyError(f'{storage.path or "the storage"} takes no writes: use mode="r"')
+    held = plan.cache_for(storage.nbytes)
     try:
         array = Array(
             storage,
             form.dtype,
             form.shape,
+            writable=plan.writable,
             cache=held,
             owns_cache=owns,
             controller=controller or SoftwareController(),
@@ -768,24 +779,3 @@ def _make(
         raise DataPathError(f"strict={strict!r}, but the data would go {path}:\n{reason}")
     array.strict = strict
     return array
-
-
-def _cache_of(plan: _Plan, nbytes: int) -> Cache:
-    """Return the cache that is given, or make one for a storage of so many bytes."""
-    chosen = CLOCK if plan.policy is None else resolve_policy(plan.policy)
-    if isinstance(plan.cache, Cache):
-        if plan.host_cache is not None:
-            raise ArgumentError("host_cache is for a cache that is made here: give it to the Cache")
-        if plan.policy is not None and chosen != plan.cache.policy:
-            raise ArgumentError(
-                f"the cache has policy {plan.cache.policy.name!r}, the array shall have "
-                f"{chosen.name!r}: all arrays on a cache share its policy"
-            )
-        return plan.cache
-    return Cache(
-        plan.capacity(nbytes),
-        plan.line,
-        policy=chosen,
-        device=plan.device,
-        host_capacity=plan.host_capacity,
-    )

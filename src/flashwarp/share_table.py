@@ -73,7 +73,7 @@ class ShareTable(NotCopied):
     ... #include "flashwarp/array/shared.cuh"
     ... FW_KERNEL add_one(fw::array<float> x, fw::share_table table, float* buffers) {
     ...   const uint64_t t = fw::base::thread_index();
-    ...   const uint64_t line = fw::cache::line_bytes(x.shape) / sizeof(float);
+    ...   const uint64_t line = fw::cache::line_bytes(x.geometry) / sizeof(float);
     ...   fw::shared<float> s(x, table);
     ...   for (uint64_t i = t * line; i < x.size(); i += fw::base::thread_count() * line) {
     ...     s.acquire(i, buffers + t * line);

@@ -508,8 +508,10 @@ def members_of(storage: Storage) -> tuple[Storage, ...]:
     return tuple(inner for member in storage.members for inner in members_of(member))
 
 
-def serve(storage: Storage) -> Callable[[], None]:
+def serve(storage: Storage, stores: bool) -> Callable[[], None]:
     """Note that an array begins to serve a storage; return what notes its end.
+
+    `stores` says whether the array may store to it.
 
     Raises
     ------
@@ -530,10 +532,10 @@ def serve(storage: Storage) -> Callable[[], None]:
                 part._native = None
 
     for part in parts:
-        part._served[array] = storage.writable
+        part._served[array] = stores
     for part in parts:
         others = part._served.copy()
-        stores = others.pop(array)
+        del others[array]
         if part._refuses and others and (stores or any(others.values())):
             end()
             raise LockedError(

@@ -221,7 +221,9 @@ class Sequence:
         if self.odds(0.2):
             options["o_direct"] = self.pick([True, False])
         if self.odds(0.1):
-            options["policy"] = self.pick(["lru", "fifo", "clock", "sieve"])
+            policy = self.pick(["lru", "fifo", "clock", "sieve"])
+            capacity = self.pick(["auto", "16 KiB"])
+            options["cache"] = fw.Cache(capacity, line=512, policy=policy)
         self._open(f"open({table.name}, {mode})", lambda: fw.open(path, mode, **options), table)
 
     def open_wrongly(self) -> None:
@@ -238,9 +240,7 @@ class Sequence:
                 "line",
                 "controller",
                 "strict",
-                "direct",
-                "policy",
-                "host_cache",
+                "o_direct",
                 "layout",
                 "stripe_bytes",
             ]
@@ -281,7 +281,7 @@ class Sequence:
         table.writers.append(held)
         self.arrays.append(held)
 
-    def from_storage(self) -> None:
+    def open_storage(self) -> None:
         storage, table = self.pick(self.storages) or (None, None)
         if table is None:
             return
@@ -290,8 +290,8 @@ class Sequence:
             options = {"cache": self.pick(self.caches)}
         shape = table.rows.shape
         self._open(
-            f"from_storage({table.name})",
-            lambda: fw.from_storage(storage, table.rows.dtype, shape, **options),
+            f"open({table.name})",
+            lambda: fw.open(storage, "r+", table.rows.dtype, shape, **options),
             table,
         )
 
@@ -319,7 +319,10 @@ class Sequence:
             options["device"] = self.pick(self.devices)
         if self.odds(0.2):
             options["host_capacity"] = "128 KiB"
-        made = self.call(f"Cache({options})", lambda: fw.Cache("64 KiB", **options))
+        if self.odds(0.3):
+            del options["device"]  # that of its first array
+        capacity = self.pick(["64 KiB", "64 KiB", "auto"])
+        made = self.call(f"Cache({capacity}, {options})", lambda: fw.Cache(capacity, **options))
         if not isinstance(made, _Refused):
             self.caches.append(made)
 
@@ -358,9 +361,9 @@ class Sequence:
             ("Policy(n)", fw.Policy),
             ("SSDModel(n)", fw.SSDModel),
             ("ShareTable(n)", fw.ShareTable),
-            ("from_storage(n)", lambda n: fw.from_storage(n, "i4", device="cpu")),
-            ("from_storage(dtype=n)", lambda n: fw.from_storage(whole, n, device="cpu")),
-            ("from_storage(shape=n)", lambda n: fw.from_storage(whole, "i4", n, device="cpu")),
+            ("open(storage n)", lambda n: fw.open(n, "r+", "i4", device="cpu")),
+            ("open(storage, dtype=n)", lambda n: fw.open(whole, "r+", n, device="cpu")),
+            ("open(storage, shape=n)", lambda n: fw.open(whole, "r+", "i4", n, device="cpu")),
             ("Array(n)", fw.Array),
         ])  # fmt: skip
         value = self.nasty()
@@ -838,7 +841,7 @@ _STEP_WEIGHTS = {
     Sequence.open: 14,
     Sequence.open_wrongly: 4,
     Sequence.create: 4,
-    Sequence.from_storage: 4,
+    Sequence.open_storage: 4,
     Sequence.make_cache: 3,
     Sequence.make_wrongly: 8,
     Sequence.make_controller: 2,
@@ -937,7 +940,7 @@ def _child(first: int, count: int, root: Path) -> int:
     """Run sequences, and say which; ends at the first that fails."""
     progress = os.open(root / "progress", os.O_WRONLY | os.O_CREAT)
     # A GPU opens dozens of descriptors and threads at its first use, and keeps them.
-    with fw.from_storage(fw.storage.Memory(np.zeros(512, "u1")), "u1") as warm:
+    with fw.open(fw.storage.Memory(np.zeros(512, "u1")), "r+", "u1") as warm:
         warm[0]
     gc.collect()
     gc.freeze()

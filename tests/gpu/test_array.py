@@ -87,8 +87,8 @@ def test_memory_storage_is_written_in_place(device):
     held = np.zeros((1000, 512), np.float32)
     content = np.random.default_rng(3).standard_normal(held.shape).astype(np.float32)
 
-    with fw.from_storage(
-        fw.storage.Memory(held), "float32", held.shape, device=device, cache="256 KiB"
+    with fw.open(
+        fw.storage.Memory(held), "r+", "float32", held.shape, device=device, cache="256 KiB"
     ) as x:
         x[...] = content
         x.flush()
@@ -181,11 +181,18 @@ def test_raw_data_begins_at_any_byte(tmp_path, device, offset, o_direct):
     index = np.random.default_rng(1).integers(-3000, 3000, 5000)
 
     with fw.open(
-        path, "r", "f8", content.shape, device, "1 MiB", offset=offset, o_direct=o_direct
+        path,
+        "r",
+        "f8",
+        content.shape,
+        device=device,
+        cache="1 MiB",
+        offset=offset,
+        o_direct=o_direct,
     ) as x:
         assert (x.gather(index) == content[index]).all()
         assert x.in_place is None or x.in_place % 16 == 0
-    with fw.open(path, "r+", "f8", content.shape, device, "1 MiB", offset=offset) as x:
+    with fw.open(path, "r+", "f8", content.shape, device=device, cache="1 MiB", offset=offset) as x:
         x[[5, 2999]] = 1.5
 
     content[[5, 2999]] = 1.5

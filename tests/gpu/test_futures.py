@@ -39,7 +39,7 @@ def storage(tmp_path, content):
 
 @pytest.fixture
 def x(storage, device):
-    with fw.from_storage(storage, "i4", (ROWS, WORDS), device=device, cache="1 MiB") as opened:
+    with fw.open(storage, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as opened:
         yield opened
 
 
@@ -142,7 +142,7 @@ def test_failure_is_of_the_very_call(x, content, storage):
 
 def test_unobserved_failure_is_raised_by_close(storage, device):
     storage.inject("read eio")
-    x = fw.from_storage(storage, "i4", (ROWS, WORDS), device=device, cache="1 MiB")
+    x = fw.open(storage, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB")
     x.gather_async([0])
 
     with pytest.raises(errors.StorageError, match="gather_async"):
@@ -151,7 +151,7 @@ def test_unobserved_failure_is_raised_by_close(storage, device):
 
 def test_close_waits(storage, device, content):
     storage.inject("read delay=100000us")
-    with fw.from_storage(storage, "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x:
+    with fw.open(storage, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x:
         reads = [x.gather_async([k]) for k in range(0, 1000, 100)]
 
     assert all(read.done() for read in reads)
@@ -161,7 +161,7 @@ def test_close_waits(storage, device, content):
 def test_neighbour_on_the_cache_closes_meanwhile(tmp_path, device, content, storage):
     (content * 2).tofile(tmp_path / "g")
     with fw.Cache("256 KiB", device=device) as shared:
-        with fw.from_storage(storage, "i4", (ROWS, WORDS), cache=shared) as x:
+        with fw.open(storage, "r+", "i4", (ROWS, WORDS), cache=shared) as x:
             for turn in range(4):
                 reads = [x.gather_async(np.arange(k, ROWS, 16)) for k in range(8)]
                 with fw.open(tmp_path / "g", "r+", "i4", (ROWS, WORDS), cache=shared) as y:

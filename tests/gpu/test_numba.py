@@ -273,7 +273,7 @@ def test_store_to_a_read_only_array_is_refused(tmp_path: Path, device: CudaDevic
 def test_failed_transfers_are_raised_by_synchronize(tmp_path: Path, device: CudaDevice) -> None:
     (tmp_path / "x.bin").write_bytes(bytes(4096))
     storage = Faulty(fw.storage.File(tmp_path / "x.bin", writable=True), "read eio")
-    with fw.from_storage(storage, "f4", (1000,), device=device) as x:
+    with fw.open(storage, "r+", "f4", (1000,), device=device) as x:
         out = cuda.device_array(1, np.float32)
         gather[1, 1](out, x, cuda.to_device(np.zeros(1, np.int64)))
 

@@ -82,7 +82,7 @@ def x(request: pytest.FixtureRequest, device: CudaDevice, tmp_path: Path) -> Ite
     else:
         data.tofile(tmp_path / "x.bin")
         storage = fw.storage.File(tmp_path / "x.bin", writable=True)
-    with fw.from_storage(storage, np.uint64, data.shape, device=device, cache="32 KiB") as x:
+    with fw.open(storage, "r+", np.uint64, data.shape, device=device, cache="32 KiB") as x:
         yield x
 
 

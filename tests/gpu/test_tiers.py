@@ -38,8 +38,8 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
 ) -> None:
     drives = [Memory(1 << 20) for _ in range(count)]
     settings = fw.SoftwareController(queue_pairs=4, depth=16, data_path=path)
-    with fw.from_storage(
-        drives, "<i8", layout=layout, device="cuda:0", cache="256 KiB", controller=settings
+    with fw.open(
+        drives, "r+", "<i8", layout=layout, device="cuda:0", cache="256 KiB", controller=settings
     ) as x:
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 5, count)
@@ -57,8 +57,9 @@ def test_a_read_that_fails_on_one_replica_is_answered_by_another() -> None:
     drives = [Faulty(Memory(content.copy()), "read eio p=0.5") for _ in "ab"]
     good = Memory(content.copy())
     settings = fw.SoftwareController(data_path="bounce")
-    with fw.from_storage(
+    with fw.open(
         [drives[0], good, drives[1]],
+        "r+",
         "<i8",
         layout="replicate",
         device="cuda:0",
@@ -76,8 +77,8 @@ def test_a_stripe_that_fails_is_named(tmp_path: Path) -> None:
         (tmp_path / f"{n}.raw").write_bytes(bytes(1 << 20))
     files: list[Any] = [File(tmp_path / f"{n}.raw", writable=True) for n in range(3)]
     files[1] = Faulty(files[1], "read eio")
-    with fw.from_storage(
-        files, "u1", layout="stripe", stripe_bytes=LINE, device="cuda:0", cache="256 KiB"
+    with fw.open(
+        files, "r+", "u1", layout="stripe", stripe_bytes=LINE, device="cuda:0", cache="256 KiB"
     ) as x:
         with pytest.raises(StorageError) as error:
             x.gather(np.arange(0, 3 << 20, LINE))
@@ -92,8 +93,9 @@ def test_more_misses_of_a_warp_than_any_ring_has_slots() -> None:
         fw.SoftwareController(queue_pairs=1, depth=depth, data_path="bounce")
         for depth in (2, 4, 8, 2)
     ]
-    with fw.from_storage(
+    with fw.open(
         drives,
+        "r+",
         "<i8",
         layout="stripe",
         stripe_bytes=LINE,
@@ -108,13 +110,12 @@ def test_more_misses_of_a_warp_than_any_ring_has_slots() -> None:
 @pytest.mark.parametrize("policy", ["clock", "lru"])
 def test_the_tier_answers_what_left_the_frames(policy: str) -> None:
     content = np.random.default_rng(1).integers(0, 1 << 60, 1 << 19)
-    with fw.from_storage(
+    with fw.open(
         Memory(content.copy()),
+        "r+",
         "<i8",
         device="cuda:0",
-        cache="1 MiB",
-        host_cache="8 MiB",
-        policy=policy,
+        cache=fw.Cache("1 MiB", policy=policy, host_capacity="8 MiB"),
         controller=fw.SoftwareController(data_path="bounce"),
     ) as x:
         lines = np.arange(0, len(content), LINE // 8)

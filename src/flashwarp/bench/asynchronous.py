@@ -42,8 +42,9 @@ def run(
     data = np.arange(blocks * words, dtype=np.uint32)
     most = 4096 if where.kind == "cuda" else 4
     with (
-        fw.from_storage(
+        fw.open(
             fw.storage.Memory(data, writable=False),
+            "r+",
             data.dtype,
             data.shape,
             device=where,

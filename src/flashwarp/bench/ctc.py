@@ -55,8 +55,9 @@ def run(
     data = np.arange(threads * blocks * _WORDS, dtype=np.uint32)
     controller = None if model == "none" else fw.SoftwareController(model=model)
     with (
-        fw.from_storage(
+        fw.open(
             fw.storage.Memory(data),
+            "r+",
             "uint32",
             device=where,
             # Room for what is on its way of every thread, and plenty, since sets fill unevenly.

@@ -155,8 +155,9 @@ def _direct(
     wide_rows = rows // 4 * _ROW_WORDS // wide_words
     storage = fw.storage.File(path, read_layout(str(path)).offset, o_direct=True)
     narrow = fw.open(path, device=device, cache="64 MiB", o_direct=True)
-    wide = fw.from_storage(
+    wide = fw.open(
         storage,
+        "r+",
         "uint32",
         (rows * _ROW_WORDS // wide_words, wide_words),
         device=device,
@@ -249,8 +250,14 @@ class _Gpu:
         words = line // 4
         blocks = nbytes // line
         count = min(blocks // 2, 1 << 20 if line == 4096 else 1 << 22)
-        with fw.from_storage(
-            memory, "uint32", (blocks, words), device=self.device, cache=nbytes // 4, line=line
+        with fw.open(
+            memory,
+            "r+",
+            "uint32",
+            (blocks, words),
+            device=self.device,
+            cache=nbytes // 4,
+            line=line,
         ) as x:
             out = torch.empty((count, words), dtype=torch.uint32, device="cuda")
             params = QueueParams(
@@ -328,8 +335,9 @@ class _Gpu:
         """Hits: rows against torch.index_select, elements against plain loads."""
         torch = self.torch
         words, rows = line // 4, part // line
-        with fw.from_storage(
+        with fw.open(
             memory,
+            "r+",
             "uint32",
             (rows, words),
             device=self.device,

@@ -130,8 +130,9 @@ class GraphBench:
 
     def open_memory(self, storage: Any, cache: float) -> fw.Array:
         """Open lists in memory, with so many bytes of cache."""
-        return fw.from_storage(
+        return fw.open(
             storage,
+            "r+",
             "uint32",
             device=self.device,
             cache=cache_bytes(cache),

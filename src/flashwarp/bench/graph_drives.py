@@ -153,8 +153,9 @@ def open_drives(
         fw.storage.Memory(np.ascontiguousarray(dealt[:, n]).reshape(-1), writable=False)
         for n in range(count)
     ]
-    return fw.from_storage(
+    return fw.open(
         members,
+        "r+",
         data.dtype,
         len(data),
         layout="stripe",

@@ -62,8 +62,9 @@ def _compare(
     lines = -(-data.nbytes // line)
     rng = np.random.default_rng(seed + 1)
     with (
-        fw.from_storage(
+        fw.open(
             fw.storage.Memory(data, writable=False),
+            "r+",
             data.dtype,
             data.shape,
             device=device,

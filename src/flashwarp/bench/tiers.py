@@ -102,13 +102,13 @@ def _sweep_tier(
             opened = {}
             for name, tier in (("without", None), ("with", data.nbytes // _TIER_SHARE)):
                 opened[name] = stack.enter_context(
-                    fw.from_storage(
+                    fw.open(
                         Memory(data, writable=False),
+                        "r",
                         np.int64,
                         data.shape,
                         device=device,
-                        cache=data.nbytes // share,
-                        host_cache=tier,
+                        cache=fw.Cache(data.nbytes // share, host_capacity=tier),
                         controller=_controller(device, model),
                     )
                 )
@@ -143,8 +143,9 @@ def _sweep_drives(
     for drives in _DRIVES:
         parts = data.reshape(-1, drives, data.shape[1])
         members = [Memory(np.ascontiguousarray(parts[:, n]), writable=False) for n in range(drives)]
-        with fw.from_storage(
+        with fw.open(
             members,
+            "r+",
             np.int64,
             data.shape,
             layout="stripe",

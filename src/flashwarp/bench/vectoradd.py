@@ -96,7 +96,7 @@ def _in_memory(
     with ExitStack() as stack:
         shared = stack.enter_context(fw.Cache(cache, line=line, device=device))
         arrays = [
-            stack.enter_context(fw.from_storage(fw.storage.Memory(vector), "float64", cache=shared))
+            stack.enter_context(fw.open(fw.storage.Memory(vector), "r+", "float64", cache=shared))
             for vector in vectors
         ]
         ours = Ours(stack, device, program, arrays)

@@ -102,7 +102,7 @@ class CrashSuite(_Versions):
     >>> from flashwarp.testing import CrashSuite
     >>> class TestArrays(CrashSuite):
     ...     def open(self, storage):
-    ...         return fw.from_storage(storage, "i8", 256, device="cpu", line=512, cache=2048)
+    ...         return fw.open(storage, "r+", "i8", 256, device="cpu", line=512, cache=2048)
     ...     def store(self, x, changes):
     ...         x.scatter(np.array(list(changes)), np.array(list(changes.values())))
     ...     def commit(self, x):

@@ -218,7 +218,7 @@ class Faulty(Storage):
     >>> import flashwarp as fw, numpy as np
     >>> from flashwarp.testing import Faulty
     >>> storage = Faulty(fw.storage.Memory("64 KiB"), "read eio n=1")
-    >>> with fw.from_storage(storage, "i4", device="cpu") as x:
+    >>> with fw.open(storage, "r", "i4", device="cpu") as x:
     ...     try:
     ...         x[0]
     ...     except fw.errors.StorageError as error:

@@ -11,7 +11,7 @@ from flashwarp.config import integer
 from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError
-from flashwarp.opening import from_storage
+from flashwarp.opening import open as open_array
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.storage import Memory
 from flashwarp.trace.format import Trace
@@ -80,8 +80,9 @@ def replay(
     with CpuDevice(threads=1) as device:
         cache = Cache(capacity_lines * _LINE_BYTES, _LINE_BYTES, ways, chosen, device)
         storage = Memory(np.zeros(count * _LINE_BYTES, np.uint8))
-        array = from_storage(
+        array = open_array(
             storage,
+            "r",
             np.uint8,
             (count, _LINE_BYTES),
             cache=cache,

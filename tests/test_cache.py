@@ -1,0 +1,180 @@
+"""A cache that is made before its device is known, and what arrays need to agree with it."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.errors import ArgumentError, CacheError, ClosedError, ReadOnlyError
+from flashwarp.storage import Memory
+
+CONTENT = np.arange(4096 * 8, dtype=np.int64).reshape(4096, 8)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    np.save(tmp_path / "rows.npy", CONTENT)
+    return tmp_path / "rows.npy"
+
+
+def test_a_cache_takes_the_device_of_its_first_array(path: Path) -> None:
+    device = fw.CpuDevice(1)
+    with fw.Cache("64 KiB", line=512, policy="lru") as cache:
+        assert cache.capacity == 64 * 1024 - 4 * 512
+        assert "device=None" in repr(cache)
+
+        with fw.open(path, device=device, cache=cache) as x:
+            assert x.device is cache.device is device
+            assert (x[5:9] == CONTENT[5:9]).all()
+        with fw.open(path, cache=cache) as again:
+            assert again.device is device
+
+
+def test_a_cache_without_a_capacity_takes_that_of_its_first_array(path: Path) -> None:
+    with fw.Cache("auto", policy="sieve", device="cpu") as cache:
+        assert "auto" in repr(cache)
+        with fw.open(path, cache=cache) as x:
+            assert cache.capacity >= CONTENT.nbytes
+            assert (x[...] == CONTENT).all()
+
+
+@pytest.mark.parametrize("name", ["device", "capacity", "geometry", "address"])
+def test_what_a_device_decides_is_refused_before(name: str) -> None:
+    with fw.Cache("auto") as cache, pytest.raises(CacheError, match=f"no {name} before"):
+        getattr(cache, name)
+
+
+def test_names_that_no_cache_has_are_attribute_errors() -> None:
+    with fw.Cache("auto") as cache:
+        assert not hasattr(cache, "capcity")
+        assert cache.refusals == 0
+
+
+def test_an_array_on_another_device_is_refused(path: Path) -> None:
+    one, other = fw.CpuDevice(1), fw.CpuDevice(1)
+    with fw.Cache("64 KiB", device=one) as cache:
+        with pytest.raises(ArgumentError, match="the cache is on"):
+            fw.open(path, device=other, cache=cache)
+        with fw.open(path, device=one, cache=cache) as x:
+            assert x[3, 1] == CONTENT[3, 1]
+
+
+def test_a_line_that_the_cache_does_not_have_is_refused(path: Path) -> None:
+    with fw.Cache("64 KiB", line=512, device="cpu") as cache:
+        with pytest.raises(ArgumentError, match="line=4096, but the lines of the cache have 512"):
+            fw.open(path, cache=cache, line=4096)
+        fw.open(path, cache=cache, line="512 B").close()
+
+
+def test_a_closed_cache_binds_no_array(path: Path) -> None:
+    cache = fw.Cache("64 KiB")
+    cache.close()
+    cache.close()
+
+    with pytest.raises(ClosedError):
+        fw.open(path, device="cpu", cache=cache)
+
+
+def test_a_failed_open_leaves_the_cache_usable(path: Path, tmp_path: Path) -> None:
+    with fw.Cache("64 KiB") as cache:
+        with pytest.raises(FileNotFoundError):
+            fw.open(tmp_path / "absent.npy", device="cpu", cache=cache)
+        with fw.open(path, device=fw.CpuDevice(1), cache=cache) as x:
+            assert x[7, 7] == CONTENT[7, 7]
+
+
+def test_arrays_that_open_at_once_share_one_memory(path: Path) -> None:
+    device = fw.CpuDevice(1)
+    cache = fw.Cache("auto")
+    opened: list[fw.Array] = []
+    start = threading.Barrier(4)
+
+    def open_one() -> None:
+        start.wait()
+        opened.append(fw.open(path, device=device, cache=cache))
+
+    threads = [threading.Thread(target=open_one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(opened) == 4
+    assert all((x[11] == CONTENT[11]).all() for x in opened)
+    for x in opened:
+        x.close()
+    cache.close()
+
+
+def test_a_cache_that_nobody_holds_is_freed_with_its_array(path: Path) -> None:
+    with fw.CpuDevice(1) as device:
+        x = fw.open(path, device=device, cache=fw.Cache("1 MiB", policy="fifo"))
+        assert len(device.carries) == 1
+        x.close()
+        del x
+        gc.collect()
+        assert len(device.carries) == 0
+
+
+def test_a_pickled_array_has_a_cache_of_the_same_kind(path: Path) -> None:
+    cache = fw.Cache("64 KiB", line=512, ways=8, policy="s3_fifo", host_capacity="128 KiB")
+    with fw.open(path, device="cpu", cache=cache) as x:
+        sent = pickle.dumps(x)
+        capacity, host_capacity = cache.capacity, cache.host_capacity
+
+    got = pickle.loads(sent)
+    with got:
+        assert (got[40:44] == CONTENT[40:44]).all()
+        mine = got.cache
+        assert (mine.line_bytes, mine.ways, mine.policy.name) == (512, 8, "s3_fifo")
+        assert (mine.capacity, mine.host_capacity) == (capacity, host_capacity)
+
+
+# Storages, by the same door.
+
+
+def test_a_storage_is_only_read_unless_the_mode_says_more() -> None:
+    storage = Memory(CONTENT.copy())
+    with (
+        fw.open(storage, dtype="i8", device="cpu") as x,
+        fw.open(storage, "r", "i8", (4096, 8), device="cpu") as same,
+    ):
+        assert not x.writable
+        with pytest.raises(ReadOnlyError):
+            x[0] = 1
+        assert (same[2] == CONTENT[2]).all()
+    with fw.open(storage, "r+", "i8", device="cpu") as x:
+        x[0] = -1
+    assert storage.read(0, 8) == np.int64(-1).tobytes()
+
+
+def test_a_storage_that_takes_no_writes_is_refused_for_writing() -> None:
+    storage = Memory(CONTENT.copy(), writable=False)
+
+    with pytest.raises(ReadOnlyError, match='use mode="r"'):
+        fw.open(storage, "r+", "i8", device="cpu")
+
+
+def test_a_storage_needs_a_dtype() -> None:
+    with pytest.raises(ArgumentError, match="say its dtype"):
+        fw.open(Memory(4096), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "option", [{"o_direct": True}, {"offset": 0}, {"lock": False}, {"immutable": True}]
+)
+def test_what_is_for_paths_is_refused_for_storages(option: dict[str, object]) -> None:
+    with pytest.raises(ArgumentError, match="is for paths"):
+        fw.open(Memory(4096), "r", "i8", device="cpu", **option)  # type: ignore[arg-type]
+
+
+def test_a_storage_may_hold_one_element() -> None:
+    with fw.open(Memory(np.array([7])), "r", "i8", (), device="cpu") as x:
+        assert x.shape == ()
+        assert x[...] == 7
