@@ -24,6 +24,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 LAYERS = [
     ["errors"],
     ["config", "containers", "endings", "files", "lease"],
+    ["dtypes"],
     ["stats", "npy", "policy", "policy_source", "_waiting"],
     ["advice", "host_memory"],
     ["_jit"],

@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Generator, Iterable
+from typing import Any, Protocol, TypeVar
 
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ForkError
 
-if TYPE_CHECKING:
-    from flashwarp.calls import Calls
-
 __all__ = ["Future"]
 
 T = TypeVar("T")
+
+
+class Helper(Protocol):
+    """What a future needs of the calls of its array."""
+
+    @property
+    def on_worker(self) -> bool:
+        """Whether the calling thread is the one that ends calls, as in a callback."""
+
+    def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
+        """Wait for futures; tell whether all are done."""
+
+    def hold_stream(self, future: Future[Any], stream: Any) -> None:
+        """Make a stream wait for the call of a future."""
+
+    def lose(self, error: BaseException | None) -> None:
+        """Keep what nobody has looked at; the array raises it."""
 
 
 class Future(NotCopied, concurrent.futures.Future[T]):
@@ -53,7 +67,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     [(2, 64), (2, 64), (2, 64), (2, 64)]
     """
 
-    def __init__(self, calls: Calls, out: Any, on_host: bool) -> None:
+    def __init__(self, calls: Helper, out: Any, on_host: bool) -> None:
         super().__init__()
         self.out = out
         self._calls = calls

@@ -6,7 +6,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -15,15 +15,14 @@ import numpy.typing as npt
 from numpy.lib import format as npy_format
 
 from flashwarp import files
-from flashwarp.config import SIZE_MAX, integer
+from flashwarp.config import SIZE_MAX
+from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
 
 __all__ = [
     "DATA_OFFSET",
     "MAGIC",
     "Layout",
-    "check_dtype",
-    "check_shape",
     "empty_layout",
     "header",
     "layout_of",
@@ -58,54 +57,6 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return a dtype whose values are their bytes, or raise DtypeError."""
-    if dtype is None:
-        raise DtypeError("no dtype is given; numpy would take float64")
-    try:
-        result = np.dtype(dtype)
-    except Exception as error:  # numpy parses texts: ValueError, SyntaxError and others, too
-        raise DtypeError(f"{dtype!r} is not a dtype") from error
-    if result.hasobject:
-        raise DtypeError(
-            f"dtype {result} holds Python objects, whose bytes mean nothing in a file: "
-            "store numbers, fixed-width text or records"
-        )
-    if result.subdtype is not None:
-        raise DtypeError(
-            f"dtype {result} is an array itself: use {result.base} and make its axes "
-            f"{result.shape} the last ones of the shape"
-        )
-    if result.itemsize == 0:
-        raise DtypeError(f"dtype {result} has elements of no bytes")
-    return result
-
-
-def check_shape(shape: int | Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return a shape as a tuple of int, or raise ArgumentError.
-
-    Lengths are integers, and neither floats nor bools nor texts. An array has no more axes than
-    numpy's, and its lengths but for those of 0 make no more bytes than 2^63 - 1.
-    """
-    lengths: Any = shape if np.iterable(shape) else (shape,)
-    if isinstance(lengths, str | bytes | bytearray | Mapping | Set):
-        raise ArgumentError(f"shape={shape!r} is neither an integer nor a sequence of integers")
-    try:
-        result = tuple(integer("length", n) for n in lengths)
-    except ArgumentError as error:
-        raise ArgumentError(f"shape={shape!r}: {error}") from None
-    if any(n < 0 for n in result):
-        raise ArgumentError(f"shape={shape!r} has a negative length")
-    try:
-        np.empty((0,) * len(result))
-    except ValueError as error:
-        raise ArgumentError(f"a shape of {len(result)} axes: {error}") from error
-    nbytes = math.prod(n for n in result if n) * itemsize
-    if nbytes > SIZE_MAX:
-        raise ArgumentError(f"shape={shape!r} makes {nbytes} bytes, more than {SIZE_MAX}")
-    return result
 
 
 def read_layout(path: str) -> Layout:

@@ -21,6 +21,7 @@ from flashwarp.cache import LINE_DEFAULT, Cache, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, resolve
+from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import (
     ArgumentError,
     CopyError,
@@ -246,7 +247,7 @@ def _check_for_paths(o_direct: Any, offset: Any, lock: Any, immutable: Any) -> N
 def _dtype_of_storage(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
     if dtype is None:
         raise ArgumentError("a storage holds raw data: say its dtype")
-    return npy.check_dtype(dtype)
+    return check_dtype(dtype)
 
 
 def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
@@ -516,7 +517,7 @@ class _Recipe:
 
 
 def _shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[int, ...]:
-    return npy.check_shape(shape, npy.check_dtype(dtype).itemsize)
+    return check_shape(shape, check_dtype(dtype).itemsize)
 
 
 def _layout_of(
@@ -525,7 +526,7 @@ def _layout_of(
     shape: int | Sequence[int] | None,
     offset: int | None,
 ) -> npy.Layout:
-    wanted = None if dtype is None else npy.check_dtype(dtype)
+    wanted = None if dtype is None else check_dtype(dtype)
     if offset is not None and wanted is None:
         raise ArgumentError("offset= is where raw data begins: say its dtype")
     with files.open_for_reading(path) as file:
@@ -622,7 +623,7 @@ def _form_of_several(
     if layout == "stripe":
         if dtype is None:
             raise ArgumentError("stripes are raw files: say the dtype of the array")
-        kind = npy.check_dtype(dtype)
+        kind = check_dtype(dtype)
         raw = [_raw_part(path, kind, offset) for path in paths]
         return _Several(kind, None if shape is None else _shape(shape, kind), raw)
     forms = [_layout_of(path, dtype, shape, offset) for path in paths]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy.typing as npt
 
-from flashwarp import endings, npy
+from flashwarp import endings
 from flashwarp._foreign import ArrayView, view
 from flashwarp._jit import compiler, driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -32,6 +32,7 @@ from flashwarp.device.memory import (
     OwnedStream,
     Registration,
 )
+from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import ClosedError, DeviceError
 from flashwarp.policy import CLOCK, Policy
 
@@ -164,8 +165,8 @@ class Device(endings.NotCopied, ABC):
         self, shape: Sequence[int], dtype: npt.DTypeLike, stream: object = None
     ) -> DeviceArray:
         """Allocate a zero-filled array in device memory."""
-        dtype = npy.check_dtype(dtype)
-        shape = npy.check_shape(shape, dtype.itemsize)
+        dtype = check_dtype(dtype)
+        shape = check_shape(shape, dtype.itemsize)
         nbytes = math.prod(shape) * dtype.itemsize
         memory = self.allocate(nbytes, stream) if nbytes else None
         return DeviceArray(memory, shape, dtype, self)
