@@ -4,8 +4,9 @@
 #   tests/gpu/run.sh [pytest arguments]
 #
 # Needs an NVIDIA GPU, its driver, g++, and a Python with numpy, nanobind, scikit-build-core, cmake,
-# ninja, cuda-bindings, cuda-core, NVRTC and pytest; torch, cupy and compute-sanitizer are used where
-# they are found. FLASHWARP_SANITIZE_GPU=0 leaves the sanitizer out.
+# ninja, cuda-bindings, cuda-core, NVRTC and pytest; pytest-xdist, torch, cupy and compute-sanitizer
+# are used where they are found. TEST_PROCESSES says how many processes share the GPU (8, and no
+# more than half of the cores); FLASHWARP_SANITIZE_GPU=0 leaves the sanitizer out.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -15,18 +16,34 @@ trap 'rm -rf "$site"' EXIT
 # The tests of a GPU share models with those beside them.
 export PYTHONPATH="$site:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 
+half=$(($(nproc) / 2))
+processes=${TEST_PROCESSES:-$((half < 8 ? half : 8))}
+spread=()
+if ((processes > 1)) && "$python" -c 'import xdist' 2> /dev/null; then
+  # Kernels are compiled for most of the time, on one core each. A benchmark plugin that happens to
+  # be installed refuses several processes.
+  spread=(-n "$processes" --dist worksteal -p no:benchmark)
+fi
 # Kernels must not need eager loading: the default, lazy, is what users have.
 unset CUDA_MODULE_LOADING
 # --import-mode: the installed package is tested, not the sources beside the tests.
 "$python" -m pytest tests/gpu tests/test_kernel_api.py tests/test_programs.py -m gpu \
-  --import-mode=importlib -q -p no:cacheprovider "$@"
+  --import-mode=importlib -q -p no:cacheprovider "${spread[@]}" "$@"
 
 sanitizer=$(command -v compute-sanitizer || true)
 if [[ -n $sanitizer && ${FLASHWARP_SANITIZE_GPU:-1} != 0 ]]; then
+  declare -A running=()
   for tool in memcheck racecheck synccheck; do
-    echo "compute-sanitizer $tool"
     # Ten minutes: an instrumented kernel polls slowly, and its time limit would pass.
     FLASHWARP_TIMEOUT_S=600 "$sanitizer" --tool "$tool" --error-exitcode 7 \
-      "$python" tests/gpu/sanitized.py
+      "$python" tests/gpu/sanitized.py > "$site/$tool.log" 2>&1 &
+    running[$tool]=$!
   done
+  failed=0
+  for tool in "${!running[@]}"; do
+    wait "${running[$tool]}" || failed=$?
+    echo "compute-sanitizer $tool"
+    cat "$site/$tool.log"
+  done
+  exit "$failed"
 fi
