@@ -205,6 +205,15 @@ def test_public_name_is_documented(name: str) -> None:
     assert name.startswith("__") or re.search(rf"\b{name}\b", page), "docs/api.md leaves it out"
 
 
+@pytest.mark.parametrize("name", ["Array", "Cache", "Future", "Kernel", "Program", "ShareTable"])
+def test_public_members_are_documented(name: str) -> None:
+    members = {member for member in vars(getattr(flashwarp, name)) if not member.startswith("_")}
+    page = text_of(ROOT / "docs" / "api.md")
+
+    missing = {member for member in members if not re.search(rf"\b{member}\b", page)}
+    assert missing == set(), "docs/api.md leaves them out"
+
+
 def test_public_names_are_sorted_and_exist() -> None:
     assert list(flashwarp.__all__) == sorted(flashwarp.__all__)
     assert all(hasattr(flashwarp, name) for name in flashwarp.__all__)
