@@ -1,8 +1,8 @@
 """What holds the bytes of an array: host memory, a file, a block device, or several of these.
 
-A storage knows bytes, not arrays. Its namespace is addressed in logical blocks of 512 bytes from
-byte 0 on; alignment that O_DIRECT asks for is handled inside. Storages are thread-safe and owned by
-whoever opened them; a controller keeps its storage alive.
+A storage knows bytes, not arrays. Its namespace has logical blocks of 512 bytes, from byte 0 on. It
+handles the alignment that O_DIRECT requires. Storages are thread-safe. The caller that opens a
+storage owns it, and a controller keeps its storage alive.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ class Storage(NotCopied):
 
     Notes
     -----
-    Any number of threads may call at the same time. Transfers block, and are whole or raise:
+    Any number of threads may call at the same time. A transfer blocks, and is complete or raises:
     `StorageError` with errno, path and the offset in the file; `BoundsError` for bytes outside of
-    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; `DeviceOutOfMemory`
-    when the host has no room for the copy; and `ForkError` in a child of the process that opened
-    it.
+    the storage, and then no byte is touched; `ReadOnlyError`; `ClosedError`; `DeviceOutOfMemory` if
+    the host has no room for the copy; and `ForkError` in a child of the process that opened it.
 
     Examples
     --------
@@ -96,18 +95,18 @@ class Storage(NotCopied):
 
     @property
     def path(self) -> str | None:
-        """The file behind it, when there is one."""
+        """The file behind it, or None."""
         return None
 
     def look_again(self) -> None:
-        """Choose anew, at a cheap moment, how later transfers are made, if there is a choice."""
+        """Choose anew how later transfers are made, if there is a choice."""
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: kind, path, engine, alignment, reasons."""
         return dict(self.native.describe())
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return a copy of bytes [offset, offset + nbytes): never fewer, never zeros for lost."""
+        """Return a copy of bytes [offset, offset + nbytes): never fewer, no zeros for lost ones."""
         self._check_range(offset, nbytes)
         with _typed_errors("read"):
             return bytes(self.native.read(offset, nbytes))
@@ -126,14 +125,14 @@ class Storage(NotCopied):
             self.native.write(offset, data)
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give bytes up; they read as zeros, or as before where the medium cannot forget."""
+        """Discard bytes; they read as zeros, or as before if the medium cannot discard."""
         self._check_writable()
         self._check_range(offset, nbytes)
         with _typed_errors("discard"):
             self.native.discard(offset, nbytes)
 
     def write_zeroes(self, offset: int, nbytes: int) -> None:
-        """Store zeros, without a buffer of them."""
+        """Store zeros without a buffer of zeros."""
         self._check_writable()
         self._check_range(offset, nbytes)
         with _typed_errors("write of zeros"):
@@ -147,11 +146,11 @@ class Storage(NotCopied):
     def check_unchanged(self) -> None:
         """Raise StorageError when a file behind it was cut short, replaced or removed.
 
-        Such a change is by others: an array on it goes on with what the file was.
+        Other programs make such changes. An array on the storage continues with the open file.
         """
 
     def close(self) -> None:
-        """Let go of what it holds; an array that serves it goes on. May be called twice."""
+        """Release what it holds; an array over it continues. May be called twice."""
         self._closed = True
         if not self._served:
             self._native = None
@@ -188,7 +187,7 @@ class Storage(NotCopied):
 
 @contextlib.contextmanager
 def _typed_errors(operation: str) -> Iterator[None]:
-    """Raise what a native storage raises as errors of ours."""
+    """Turn exceptions of a native storage into errors of flashwarp."""
     try:
         yield
     except FlashwarpError:
@@ -217,16 +216,16 @@ class Memory(Storage):
     Parameters
     ----------
     data : buffer or int
-        The memory itself, kept alive and never copied; or a size in bytes to allocate, zero-filled.
+        The memory itself, kept alive and never copied. Or a size in bytes: allocate zeros.
     writable : bool, optional
-        Default: as the buffer allows.
+        Default: whether the buffer is.
 
     Notes
     -----
-    An array knows of the stores that go through it, and of no others. After you have written to the
-    memory yourself, call the array's `drop_cache`: until then it may have the old bytes, and of a
-    line that it read while you wrote, some of both. Stores through another `Memory` on the same
-    bytes count as yours.
+    An array knows only of stores that go through it. After you have written to the memory yourself,
+    call the array's `drop_cache`. Until then the array may have the old bytes, or parts of both for
+    a line that it read while you wrote. Stores through another `Memory` on the same bytes count as
+    yours.
     """
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:
@@ -263,7 +262,7 @@ def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class Review(Protocol):
-    """What looks at the reads of a file from time to time; see `file_access.WayReview`."""
+    """Looks at the reads of a file from time to time; see `file_access.WayReview`."""
 
     changes: list[str]
 
@@ -281,20 +280,20 @@ class File(Storage):
     offset, nbytes : int, optional
         The range; default the whole file. Bytes past `nbytes` are never written.
     writable : bool
-        Open for writing too.
-    direct : bool
-        O_DIRECT (past the page cache), its alignment handled here; or through the page cache.
+        Open the file for writing too.
+    o_direct : bool
+        Read and write past the page cache (O_DIRECT), or through it. Any alignment is allowed.
     lock : bool
-        Refuse a second writer, in any process, and readers beside a writer in this process. False:
-        look for nobody, be seen by nobody, and serve several arrays that store. Until the last of
-        this and the arrays on it closes.
+        Refuse a second writer, in any process, and readers beside a writer in this process. The
+        lock ends when this storage and all arrays on it are closed. If False, the file neither
+        checks for others nor is seen by others, and may serve several arrays that store.
 
     Raises
     ------
     MissingFileError, PathError
         When it cannot be opened as asked.
     LockedError
-        When it is open in a way that excludes this one; `holder` says by which process.
+        When another open file excludes this one; `holder` says in which process.
     """
 
     def __init__(
@@ -335,10 +334,10 @@ class File(Storage):
         self.o_direct = o_direct
         self.mapping = _mapping
         self.review: Review | None = None
-        """Changes the way of a file that may change it."""
+        """Changes between page cache and O_DIRECT, if the file may change."""
         self.lease = _lease
         self.lease_refusal = ""
-        # A file that is read in place needs a window only for when it is not any more.
+        # A file that is read in place needs a window only for the time after its lease.
         copies = bool(config.current().copy_cached) and (_mapping is None or _lease is not None)
         native = files.opened(
             lambda: _native.FileStorage(
@@ -358,7 +357,7 @@ class File(Storage):
         )
         status = os.fstat(native.fd)
         self.identity = status.st_dev, status.st_ino
-        """Device and inode of the file that is open, whatever its path names meanwhile."""
+        """Device and inode of the open file; its path may name another file by now."""
         # Where it is still after a change of the working directory.
         self._absolute = Path(self._path).absolute()
         super().__init__(native)
@@ -394,7 +393,7 @@ class File(Storage):
             )
 
     def look_again(self) -> None:
-        """Change to the page cache or to O_DIRECT, if that was left to the library and is worth it.
+        """Change to the page cache or to O_DIRECT, if you left the choice and the change pays.
 
         Costs 0.2 us, and 50 us each time that `Config.review_bytes` were read.
         """
@@ -402,7 +401,7 @@ class File(Storage):
             self.review.look(self.native)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people; see `Storage.describe`. ``changed``: each change of the way."""
+        """Return facts for people, as `Storage.describe`; ``changed`` lists changes of the way."""
         facts = super().describe()
         if self.review is not None and self.review.changes:
             facts["changed"] = "; ".join(self.review.changes)
@@ -415,7 +414,7 @@ class BlockDevice(File):
     Parameters
     ----------
     path : path-like
-        Such as ``/dev/nvme0n1p2``. Needs the right to open it.
+        Such as ``/dev/nvme0n1p2``. The process needs permission to open it.
     offset, nbytes, writable, lock
         As for `File`.
     """
@@ -462,11 +461,11 @@ class Striped(_Composite):
     Parameters
     ----------
     members : sequence of Storage
-        At least one, and none twice.
+        At least one; no storage twice.
     stripe : int or str
         Bytes of a stripe, a multiple of 4096.
     nbytes : int, optional
-        Size to use; default as many whole stripes as all members hold.
+        Size to use; default: as many whole stripes as all members hold.
     """
 
     def __init__(
@@ -487,8 +486,8 @@ class Striped(_Composite):
 class Replicated(_Composite):
     """Several storages with the same bytes: reads go round robin, writes to all.
 
-    A read that fails on one is tried on the next; members must have equal sizes, and none may be
-    named twice.
+    If a read fails on one member, the next is tried. Members must have equal sizes, and no storage
+    may be named twice.
     """
 
     def __init__(self, members: Sequence[Storage]) -> None:
@@ -502,27 +501,27 @@ class Replicated(_Composite):
 
 
 def members_of(storage: Storage) -> tuple[Storage, ...]:
-    """Return the storages that hold the bytes of one: it, or those that it is made of."""
+    """Return the storages that hold the bytes: `storage` itself, or the parts that it has."""
     if not isinstance(storage, Striped | Replicated):
         return (storage,)
     return tuple(inner for member in storage.members for inner in members_of(member))
 
 
 def serve(storage: Storage) -> Callable[[], None]:
-    """Note that an array begins to serve a storage; return what notes its end.
+    """Note that an array begins to use a storage; return the function that notes its end.
 
     Raises
     ------
     LockedError
-        When another array serves it or a part of it, and one of the two may store.
+        When another array uses it or a part of it, and one of the two may store.
     ClosedError
     """
     storage._check_open()
     parts = members_of(storage)
     array = object()
 
-    # No lock: a lost array may end inside of any line here. Of two that begin at the same time,
-    # each sees at least the other, so that both may be refused, and never both accepted.
+    # No lock: the collector may end a lost array at any line here. If two arrays begin at the same
+    # time, at least one sees the other: both may be refused, but never both accepted.
     def end() -> None:
         for part in parts:
             part._served.pop(array, None)
@@ -548,7 +547,7 @@ def serve(storage: Storage) -> Callable[[], None]:
 
 
 class Mapping:
-    """A file's pages, mapped read-only; what the GPU reads in place."""
+    """A file's pages, mapped read-only, which a GPU reads in place."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         with path.open("rb") as file:
@@ -564,14 +563,15 @@ class Mapping:
         return float(_native.residency(self.address, self.nbytes))
 
     def leave(self) -> None:
-        """Put zeros in the place of the file's pages: the file may be cut, and nobody dies of it.
+        """Replace the file's pages by zeros, so that no thread dies of SIGBUS if the file is cut.
 
-        For pages that no device has registered. Whoever reads them meanwhile must find out itself.
+        Only for pages that no device has registered. A thread that reads them meanwhile must check
+        afterwards whether they were replaced.
         """
         _native.replace_mapping(self.address, self.nbytes)
 
     def close(self) -> None:
-        """Unmap it. Nobody may hold its address any more. May be called twice."""
+        """Unmap it. No thread or device may use its address any more. May be called twice."""
         if not self._map.closed:
             del self._view
             self._map.close()
