@@ -1,8 +1,8 @@
 """The cache that kernels look lines up in; mirrors `cache/set_associative.cuh`.
 
 One cache may carry several arrays: each attaches as a volume with its own range of line numbers.
-Metadata is eight bytes for each line, four more if the policy keeps words, and four for each set,
-whatever the size of the data.
+Metadata is eight bytes a line, four more where the policy keeps words, and four a set, whatever the
+size of the data.
 """
 
 from __future__ import annotations
@@ -366,7 +366,7 @@ class Cache(NotCopied):
         Frames of a set: 4, 8 or 16.
     policy : str or Policy
         Which line makes room: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
-        `Policy`. Arrays that share the cache share it; docs/policies.md says which to choose.
+        `Policy`. Arrays that share the cache share it; docs/policies.md helps to choose.
     device : Device or str, optional
         Where it lies.
     host_capacity : int or str, optional
@@ -376,8 +376,8 @@ class Cache(NotCopied):
 
     Notes
     -----
-    The constructor allocates the memory, and `close` frees it. Thread-safe. Arrays that share a
-    cache must be on its device.
+    Memory is allocated here and freed by `close`. Thread-safe. Arrays that share a cache must be
+    on its device.
     """
 
     def __init__(

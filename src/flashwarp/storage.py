@@ -52,10 +52,11 @@ class Storage(NotCopied):
 
     Notes
     -----
-    Any number of threads may call at the same time. A transfer blocks, and is complete or raises:
+    Any number of threads may call at the same time. Transfers block, and are whole or raise:
     `StorageError` with errno, path and the offset in the file; `BoundsError` for bytes outside of
-    the storage, and then no byte is touched; `ReadOnlyError`; `ClosedError`; `DeviceOutOfMemory` if
-    the host has no room for the copy; and `ForkError` in a child of the process that opened it.
+    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; `DeviceOutOfMemory`
+    when the host has no room for the copy; and `ForkError` in a child of the process that opened
+    it.
 
     Examples
     --------
@@ -95,18 +96,18 @@ class Storage(NotCopied):
 
     @property
     def path(self) -> str | None:
-        """The file behind it, or None."""
+        """The file behind it, when there is one."""
         return None
 
     def look_again(self) -> None:
-        """Choose anew how later transfers are made, if there is a choice."""
+        """Choose anew, at a cheap moment, how later transfers are made, if there is a choice."""
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: kind, path, engine, alignment, reasons."""
         return dict(self.native.describe())
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return a copy of bytes [offset, offset + nbytes): never fewer, no zeros for lost ones."""
+        """Return a copy of bytes [offset, offset + nbytes): never fewer, never zeros for lost."""
         self._check_range(offset, nbytes)
         with _typed_errors("read"):
             return bytes(self.native.read(offset, nbytes))
@@ -125,14 +126,14 @@ class Storage(NotCopied):
             self.native.write(offset, data)
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Discard bytes; they read as zeros, or as before if the medium cannot discard."""
+        """Give bytes up; they read as zeros, or as before where the medium cannot forget."""
         self._check_writable()
         self._check_range(offset, nbytes)
         with _typed_errors("discard"):
             self.native.discard(offset, nbytes)
 
     def write_zeroes(self, offset: int, nbytes: int) -> None:
-        """Store zeros without a buffer of zeros."""
+        """Store zeros, without a buffer of them."""
         self._check_writable()
         self._check_range(offset, nbytes)
         with _typed_errors("write of zeros"):
@@ -146,11 +147,11 @@ class Storage(NotCopied):
     def check_unchanged(self) -> None:
         """Raise StorageError when a file behind it was cut short, replaced or removed.
 
-        Other programs make such changes. An array on the storage continues with the open file.
+        Such a change is by others: an array on it goes on with what the file was.
         """
 
     def close(self) -> None:
-        """Release what it holds; an array over it continues. May be called twice."""
+        """Let go of what it holds; an array that serves it goes on. May be called twice."""
         self._closed = True
         if not self._served:
             self._native = None
@@ -501,27 +502,27 @@ class Replicated(_Composite):
 
 
 def members_of(storage: Storage) -> tuple[Storage, ...]:
-    """Return the storages that hold the bytes: `storage` itself, or the parts that it has."""
+    """Return the storages that hold the bytes of one: it, or those that it is made of."""
     if not isinstance(storage, Striped | Replicated):
         return (storage,)
     return tuple(inner for member in storage.members for inner in members_of(member))
 
 
 def serve(storage: Storage) -> Callable[[], None]:
-    """Note that an array begins to use a storage; return the function that notes its end.
+    """Note that an array begins to serve a storage; return what notes its end.
 
     Raises
     ------
     LockedError
-        When another array uses it or a part of it, and one of the two may store.
+        When another array serves it or a part of it, and one of the two may store.
     ClosedError
     """
     storage._check_open()
     parts = members_of(storage)
     array = object()
 
-    # No lock: the collector may end a lost array at any line here. If two arrays begin at the same
-    # time, at least one sees the other: both may be refused, but never both accepted.
+    # No lock: a lost array may end inside of any line here. Of two that begin at the same time,
+    # each sees at least the other, so that both may be refused, and never both accepted.
     def end() -> None:
         for part in parts:
             part._served.pop(array, None)
