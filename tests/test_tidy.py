@@ -206,6 +206,15 @@ def test_public_name_is_documented(name: str) -> None:
     assert name.startswith("__") or re.search(rf"\b{name}\b", page), "docs/api.md leaves it out"
 
 
+@pytest.mark.parametrize("name", ["Array", "Cache", "Future", "Kernel", "Program", "ShareTable"])
+def test_public_members_are_documented(name: str) -> None:
+    members = {member for member in vars(getattr(flashwarp, name)) if not member.startswith("_")}
+    page = text_of(ROOT / "docs" / "api.md")
+
+    missing = {member for member in members if not re.search(rf"\b{member}\b", page)}
+    assert missing == set(), "docs/api.md leaves them out"
+
+
 def test_public_names_are_sorted_and_exist() -> None:
     assert list(flashwarp.__all__) == sorted(flashwarp.__all__)
     assert all(hasattr(flashwarp, name) for name in flashwarp.__all__)
@@ -308,3 +317,75 @@ def test_text_is_clean(path: Path) -> None:
     assert "\r" not in text
     assert text.endswith("\n") or text == ""
     assert not re.search(r"[ \t]+$", text, re.MULTILINE)
+
+
+# Markdown.
+
+markdown_files = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
+
+
+def prose_of(path: Path) -> list[tuple[int, str]]:
+    """The numbered lines outside of fenced code."""
+    lines, fenced = [], False
+    for number, line in enumerate(text_of(path).splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced:
+            lines.append((number, line))
+    assert not fenced, f"{path.name}: a code block has no end"
+    return lines
+
+
+def anchors_of(path: Path) -> set[str]:
+    """The anchors of a page's headings, as the code host and Sphinx make them."""
+    headings = [line.lstrip("#") for _, line in prose_of(path) if line.startswith("#")]
+    return {
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
+    }
+
+
+@each(markdown_files)
+def test_markdown_is_clean(path: Path) -> None:
+    test_text_is_clean(path)
+    test_nothing_is_left_to_do(path)
+
+
+@each(markdown_files)
+def test_markdown_lines_are_short(path: Path) -> None:
+    long = [
+        number
+        for number, line in prose_of(path)
+        if len(line) > LINE_COLUMNS_MAX and not line.startswith("|") and "](" not in line
+    ]
+
+    assert long == []
+
+
+@each(markdown_files)
+def test_markdown_reads_on_the_code_host(path: Path) -> None:
+    # Directives stand in fences; roles of Sphinx would be shown as they are written.
+    roles = [
+        number for number, line in prose_of(path) if re.search(r"(?:^|[\s(])\{[\w:-]+\}`", line)
+    ]
+
+    assert roles == [], "write a link, [Files](files.md), in place of a role"
+
+
+@each(markdown_files)
+def test_markdown_links_lead_somewhere(path: Path) -> None:
+    prose = "\n".join(line for _, line in prose_of(path))
+
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        target, _, anchor = link.partition("#")
+        page = path.parent / target if target else path
+        if "://" not in link:
+            assert page.exists(), f"{path.name} links to {link}"
+            assert not anchor or anchor in anchors_of(page), f"{path.name} links to {link}"
+
+
+@each(sorted(ROOT.glob("docs/*.md")))
+def test_page_is_in_the_contents(path: Path) -> None:
+    contents = text_of(ROOT / "docs" / "index.md")
+    page = path.stem
+
+    assert page == "index" or (f"]({page}.md)" in contents and f"\n{page}\n" in contents)

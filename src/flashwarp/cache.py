@@ -178,7 +178,7 @@ class CountersStruct(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Noted:
-    """Failures of one kind, since the last read: those kept in full, and how many there were."""
+    """Failures of one kind since the last read: those kept in full, and the number of all."""
 
     kept: tuple[FailureStruct, ...]
     count: int
@@ -193,8 +193,7 @@ _NOTHING = Noted((), 0)
 class FailureSequence:
     """One sequence of failures that kernels append to, and how far it was read. Any thread.
 
-    Nothing that kernels own is ever written, so what they note while somebody reads is in what is
-    read next.
+    The host never writes what kernels own. So the next read has what kernels note during a read.
 
     Parameters
     ----------
@@ -204,7 +203,7 @@ class FailureSequence:
         Device address of its `FailureLogStruct`.
     device : Device
     stream : OwnedStream, optional
-        In whose order the log is read and changed.
+        The log is read and changed in the order of this stream.
     """
 
     def __init__(
@@ -224,15 +223,15 @@ class FailureSequence:
         self._untold = 0
 
     def first(self) -> FailureStruct | None:
-        """Return the oldest that was not read, without reading it; asks no device."""
+        """Return the oldest unread failure and leave it unread; asks no device."""
         return self._entry(self._read)
 
     def read(self) -> Noted:
-        """Return what was noted since the last call. Host memory: no transfer if there is nothing.
+        """Return what was noted since the last call; no transfer if there is nothing.
 
-        Once as many entries were read as the ring holds, some may have found it full, and each call
-        asks the device how many: a transfer of 4 bytes. What a device that fails keeps us from
-        acknowledging stays unread.
+        Once as many entries were read as the ring holds, later failures may have found it full, and
+        each call asks the device how many: a transfer of 4 bytes. If the device fails, so that the
+        host cannot acknowledge entries, they stay unread.
         """
         if self._read < _FAILURES_KEPT and self._entry(self._read) is None:
             return _NOTHING
@@ -287,13 +286,13 @@ class Volume:
     events: DeviceMemory
     errors: DeviceMemory
     entry: DeviceMemory | None = None
-    """Of a copy: where its struct lies. Others lie in the cache's table."""
+    """Memory of the struct, if this is a copy; other structs lie in the cache's table."""
     stream: OwnedStream | None = None
-    """Of a copy: in whose order the struct is changed."""
+    """The stream that orders changes of the struct, if this is a copy."""
     commands: FailureSequence = field(init=False)
     """Commands that failed."""
     indices: FailureSequence = field(init=False)
-    """Indices out of bounds; of a check of indices, the places of such."""
+    """Indices out of bounds; for a check of indices, their places."""
 
     def __post_init__(self) -> None:
         record = ErrorRecordStruct.from_address(self.errors.address)
@@ -311,16 +310,16 @@ class Volume:
         return self.cache.host_capacity != 0 and self.line_begin < _TIER_LINES
 
     def tier_note(self) -> str:
-        """What to say of the host tier that the cache itself does not tell."""
+        """Say for `explain` why the lines do not enter the host tier; empty if they do."""
         if not self.cache.host_capacity or self.in_host_tier:
             return ""
         return "; this array's lines do not enter its host memory: their storage is memory already"
 
     def with_own_errors(self, stream: OwnedStream) -> Volume:
-        """Copy the entry, so that what its kernels meet is noted apart; to be released.
+        """Copy the entry, so that failures of its kernels are noted apart; release the copy.
 
-        Lines, queues and counters stay those of the array. `stream` is idle but for such copies:
-        the library's own may have kernels that run for long.
+        Lines, queues and counters stay those of the array. `stream` carries nothing but such
+        copies, because the library's own stream may have kernels that run for long.
         """
         device = self.cache.device
         errors = device.allocate_host(ctypes.sizeof(ErrorRecordStruct))
@@ -339,7 +338,7 @@ class Volume:
         return *self.events.owners, *self.errors.owners, *entry
 
     def release(self) -> None:
-        """Free what a copy has of its own."""
+        """Free the memory that only a copy has."""
         if self.entry is not None:
             self.entry.close()
             self.errors.close()
@@ -379,9 +378,9 @@ class Cache(NotCopied):
     device : Device or str, optional
         Where it lies. Default: where the first array is opened that uses it.
     host_capacity : int or str, optional
-        Bytes of pinned host memory below the frames: clean lines that make room go there, and come
-        back from there without the storage. At least a line for each set. Default none. Arrays
-        whose storage is memory already ("in_place") do without it.
+        Bytes of pinned host memory below the frames. Clean lines that make room go there, and come
+        back without the storage. At least one line for each set; default none. Arrays whose storage
+        is memory already ("in_place") do not use it.
 
     Notes
     -----
@@ -583,9 +582,9 @@ class Cache(NotCopied):
 
     @property
     def refusals(self) -> int:
-        """How often the policy asked for what it cannot have: 0, unless a policy of yours errs.
+        """How often the policy asked for what it may not have. Nonzero only for a faulty policy.
 
-        Victims that are no candidates, ways that are not there, and loops that were ended.
+        Counts victims that are no candidates, ways that do not exist, and loops that were ended.
         """
         if self._closed:
             raise ClosedError("the cache is closed")
@@ -643,8 +642,8 @@ class Cache(NotCopied):
     def _enter(self, address: int, struct: VolumeStruct) -> None:
         """Write an entry of the table, which kernels of other arrays look through meanwhile.
 
-        They take `line_count` for the sign that the rest is there. `visitors` stays: one that came
-        too late may still be counted.
+        A nonzero `line_count` shows kernels that the rest is there. `visitors` stays: a visitor
+        that came too late may still be counted.
         """
         count, struct.line_count = struct.line_count, 0
         self.device.upload(address, bytes(struct)[: VolumeStruct.visitors.offset])
@@ -660,13 +659,13 @@ class Cache(NotCopied):
     def withdraw(self, volume: Volume, timeout_s: float = 60.0) -> None:
         """Keep kernels of other arrays from an array's queues, and wait until none uses them.
 
-        For an array that no kernel of its own uses any more, whose lines are at rest, and before
-        anything of it is freed: its controller serves until this returns, since a kernel may wait
-        for a write-back of one of its lines. Kernels of other arrays go on, whoever launched them:
-        they help its queues no more. May be called twice. See `cache/visits.cuh`.
+        Call it when no kernel of the array runs any more and its lines are at rest, and before
+        anything of it is freed. Its controller serves until this returns, because a kernel may wait
+        for a write-back of one of its lines. Kernels of other arrays go on, but no longer help its
+        queues. May be called twice. See `cache/visits.cuh`.
 
-        Raises DeviceTimeout when a kernel stays inside for `timeout_s` seconds. Then nothing that
-        the queues consist of may be freed, as long as that kernel runs.
+        Raises DeviceTimeout if a kernel stays inside for `timeout_s` seconds. Then no memory of the
+        queues may be freed while that kernel runs.
         """
         self._set_word(volume, VolumeStruct.attached, 0)
         # Store-load order against visitors, who announce themselves and then look at `attached`: on
@@ -683,7 +682,7 @@ class Cache(NotCopied):
             time.sleep(_POLL_S)
 
     def _lines_for(self, path: str) -> tuple[int, int]:
-        """Line numbers that a volume may have: they tell whether its lines enter the host tier."""
+        """Return the line numbers that a volume may have; they decide if it uses the host tier."""
         if not self.host_capacity:
             return 0, _LINES_MAX
         return (_TIER_LINES, _LINES_MAX) if path == "in_place" else (0, _TIER_LINES)
@@ -704,7 +703,7 @@ class Cache(NotCopied):
         return begin
 
     def detach(self, volume: Volume) -> None:
-        """Forget an array none of whose lines are left, after `withdraw`."""
+        """Remove an array that has no lines left, after `withdraw`."""
         with self._lock:
             if self._volumes.pop(volume.slot, None) is None:
                 return

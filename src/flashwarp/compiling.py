@@ -1,7 +1,7 @@
-"""`compile`: kernels of one's own, in CUDA C++, for a GPU or the CPU device.
+"""`compile`: users' kernels in CUDA C++, for a GPU or the CPU device.
 
-The same text runs on both. A kernel's mangled name tells the types of its parameters, so arguments
-are checked before anything is launched, and `flashwarp.Array`s become `fw::array<T>` by value.
+The same text runs on both. A kernel's mangled name has the types of its parameters, so arguments
+are checked before the launch. A `flashwarp.Array` becomes an `fw::array<T>` by value.
 """
 
 from __future__ import annotations
@@ -46,36 +46,37 @@ def compile(  # noqa: A001 - the module's one verb
     Parameters
     ----------
     source : str or Path
-        The text, or the file that holds it. A file may include headers that lie beside it.
+        The text, or the path of a file. A file may include headers from its folder.
     device : Device or str, optional
-        "cpu", "cuda", "cuda:N". Default: "cuda:0" where a GPU works, else "cpu".
+        "cpu", "cuda", "cuda:N". Default: "cuda:0" if a GPU works, else "cpu".
     options : sequence of str
         More options for the compiler: NVRTC's on a GPU, those of g++ or clang++ on the CPU device.
     defines : mapping, optional
         Macros and their values; None defines a macro without a value.
     include_dirs : sequence of str or Path
-        Where more headers are. flashwarp's own need no mention.
+        Folders with more headers. The headers of flashwarp are always found.
     policy : str or Policy
-        The replacement policy of the caches whose arrays the kernels will get; see `Cache`.
+        The replacement policy of the caches that the kernels' arrays use; see `Cache`.
     debug : bool
         Check assertions in kernels, and keep line numbers.
 
     Returns
     -------
     Program
-        Its kernels, loaded. They stay loaded until the device is closed.
+        The loaded kernels. They stay loaded until the device is closed.
 
     Raises
     ------
     CompileError
-        With the compiler's message, which names lines of `source`; or where there is no compiler.
-        The CPU device needs g++ or clang++, or what `CXX` names; a GPU needs no CUDA toolkit.
+        With the compiler's message, which names lines of `source`; or when there is no compiler.
+        The CPU device needs g++, clang++ or what `CXX` names. A GPU needs no CUDA toolkit.
 
     Notes
     -----
-    Blocks for some seconds the first time, and later, on the CPU device, for the preprocessor's
-    tenth of a second. Compiled code is kept on disk under a key of everything that went into it, in
-    a folder that only you can write to; where there is none, in memory for this process.
+    Blocks for some seconds the first time. Later, on the CPU device, it blocks for a tenth of a
+    second, for the preprocessor. Compiled code is kept on disk under a key of all its inputs, in a
+    folder that only you can write to. If there is no such folder, it is kept in memory for this
+    process.
 
     Examples
     --------

@@ -50,9 +50,10 @@ SIZE_MAX = (1 << 63) - 1
 
 
 def integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
-    """Return an integer argument; no float, bool or text stands for one.
+    """Return an integer argument; floats, bools and text are refused.
 
-    Raises ArgumentError, which names the argument, its value and its limits. None: no limits here.
+    Raises ArgumentError, which names the argument, its value and its limits. If a limit is None,
+    the value has no limits.
     """
     found = _integer(value)
     if low is None or high is None:
@@ -65,7 +66,7 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
 
 
 def number(name: str, value: object, low: float, high: float) -> float:
-    """Return a number as a float; as `integer` otherwise."""
+    """Return a numeric argument as a float, within its limits; raises as `integer` does."""
     real = isinstance(value, int | float | numbers.Real) and not isinstance(value, bool)
     if not real or not low <= value <= high:  # type: ignore[operator]
         raise ArgumentError(f"{name}={value!r} is not a number between {low:g} and {high:g}")
@@ -73,14 +74,14 @@ def number(name: str, value: object, low: float, high: float) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """Return an argument that is True or False, of Python or numpy; raises ArgumentError."""
+    """Return an argument that must be True or False, of Python or numpy; raises ArgumentError."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
         raise ArgumentError(f"{name}={value!r} is neither True nor False")
     return bool(value)
 
 
 def choice(name: str, value: object, options: Sequence[str]) -> None:
-    """Check a name that is one of several; raises ArgumentError, which lists them."""
+    """Check that a name is one of `options`; raises ArgumentError, which lists them."""
     if not isinstance(value, str) or value not in options:
         raise ArgumentError(f"{name}={value!r} is none of {', '.join(map(repr, options))}")
 
@@ -100,8 +101,8 @@ def parse_bytes(size: int | str, name: str = "") -> int:
     Raises
     ------
     ArgumentError
-        When the text has no number, an unknown unit, or the size is negative or beyond 2^63; for
-        anything but an integer or a text. It names the argument `name`.
+        When the text has no number or an unknown unit, when the size is negative or beyond 2^63,
+        and for anything but an integer or text. It names the argument `name`.
 
     Examples
     --------
@@ -124,14 +125,14 @@ def parse_bytes(size: int | str, name: str = "") -> int:
 
 
 def cores() -> int:
-    """Return how many cores this process may use; all, where a sandbox does not say."""
+    """Return how many cores this process may use; all cores if a sandbox hides the number."""
     try:
         return len(os.sched_getaffinity(0))
     except OSError:
         return os.cpu_count() or 1
 
 
-# What each setting may be; the sizes of rings are those of the specification's queues.
+# Limits of each setting; those of rings are the limits of queues in the specification.
 _RANGES: dict[str, tuple[float, float]] = {
     "timeout_s": (1e-3, 1e6),
     "queue_pairs": (1, 1024),
@@ -158,64 +159,64 @@ class Config:
     """Defaults of the library."""
 
     timeout_s: float = 30.0
-    """Bound of every wait for a command. A drive that takes longer is broken: the kernel's own NVMe
-    driver gives up after 30 s too."""
+    """Seconds after which a wait for a command fails. A drive that takes longer is broken: the NVMe
+    driver of Linux gives up after 30 s too."""
 
     queue_pairs: int = 32
-    """Queue pairs of a controller that serves a GPU; a CPU device gets two a thread."""
+    """Queue pairs of a controller that serves a GPU; a CPU device gets two for each thread."""
 
     depth: int = 1024
     """Entries of a ring on the in-place path: 32 pairs hold the 94 M commands/s of one thread."""
 
     bounce_depth: int = 256
-    """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files
-    that are read in place under a lease have such rings too, for when it is broken."""
+    """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files that are read
+    in place under a lease have such rings too, in case the lease is broken."""
 
     bounce_bytes: int = 256 << 20
-    """Most pinned memory for the buffers of one controller; the depth shrinks to fit."""
+    """Most bytes of pinned memory for the buffers of one controller; the depth shrinks to fit."""
 
     controller_threads: int = 0
-    """Threads of a controller. 0: one where it moves no data, else half the cores, at most 8, dealt
-    to the controllers of an array."""
+    """Threads of a controller. 0: one thread if the controller moves no data, else half the cores,
+    at most 8, shared by the controllers of an array."""
 
     in_place_budget: float = 0.5
     """Share of the host's available memory that one file may pin when it is mapped in place."""
 
     in_place_residency: float = 0.9
-    """Least share of a file in the page cache for which mapping it beats reading it."""
+    """Least share of a file that must be in the page cache for the file to be mapped in place."""
 
     page_cache_share: float = 1.0
     """Share of the host's available memory that the pages of one file may take; a larger file is
-    read and written with O_DIRECT. 1, since the page cache is still the faster way where a small
-    part of the pages finds no room."""
+    read and written with O_DIRECT. The default is 1, because the page cache is still faster if a
+    small part of the pages finds no room."""
 
     review_bytes: int = 16 << 20
     """Bytes read from a file before the choice between page cache and O_DIRECT is reviewed, and
-    between reviews. 0: never; what was chosen at open stays."""
+    between reviews. 0: never, so the choice made at open stays."""
 
     copy_cached: int = 1
-    """1: bytes of a file that are in the page cache are copied from a mapping, which takes half the
-    time of a system call and a SIGBUS handler for the process. 0: by system calls."""
+    """1: copy bytes of a file that are in the page cache from a mapping. This takes half the time
+    of a system call, and needs a SIGBUS handler for the process. 0: use system calls."""
 
     cache_share: float = 0.25
     """Share of the free device memory that ``cache="auto"`` may take."""
 
     look_ahead: int = 64
-    """Rows that a CPU thread has in flight ahead of the one it copies, for storage that waits."""
+    """Rows that a CPU thread has in flight ahead of the row that it copies, if storage is slow."""
 
     key_bytes: int = 64 << 20
     """Most bytes of rows that ``x[key]`` reads or stores at a time, beside the selection itself, if
-    the key takes only parts of them. A longer row is read by itself."""
+    the key selects parts of rows. A longer row is read alone."""
 
     asarray_bytes: int = 1 << 30
-    """Most bytes of an array that ``numpy.asarray(x)`` reads: code that takes any array calls it
-    unseen. ``x[...]`` has no such limit."""
+    """Most bytes of an array that ``numpy.asarray(x)`` reads, because library code calls it without
+    the user's knowledge. ``x[...]`` has no such limit."""
 
     async_calls: int = 64
-    """Most asynchronous calls of one array in flight; one more waits until one has ended."""
+    """Most asynchronous calls of one array in flight; a further call waits until one has ended."""
 
     async_streams: int = 8
-    """Streams of a GPU that an array's asynchronous calls take turns on."""
+    """Streams of a GPU on which an array's asynchronous calls run."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -231,7 +232,7 @@ _DEFAULTS = Config()
 
 
 def current() -> Config:
-    """Return the defaults, with what the environment overrides.
+    """Return the defaults, with the values that environment variables override.
 
     Raises
     ------

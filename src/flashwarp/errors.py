@@ -1,4 +1,4 @@
-"""Every exception flashwarp raises.
+"""Every exception that flashwarp raises.
 
 Each is a `FlashwarpError` and also the built-in error a reader would expect, so that
 ``except IndexError`` keeps working. Messages name the value, the limit and the way out.
@@ -39,7 +39,7 @@ class FlashwarpError(Exception):
 
 
 class ArgumentError(FlashwarpError, ValueError):
-    """An argument has a value that cannot work; the message says which values can."""
+    """An argument has a value that cannot work; the message says which values work."""
 
 
 class DtypeError(FlashwarpError, TypeError):
@@ -47,19 +47,19 @@ class DtypeError(FlashwarpError, TypeError):
 
 
 class BoundsError(FlashwarpError, IndexError):
-    """An index outside the array; the message holds the index and the length."""
+    """An index is outside of the array; the message has the index and the length."""
 
 
 class DataPathError(FlashwarpError, RuntimeError):
-    """`strict=` asked for a data path that this array cannot use."""
+    """The array cannot use the data path that `strict=` asked for."""
 
 
 class FileFormatError(FlashwarpError, ValueError):
-    """A file whose contents do not match what it claims or what the caller asked for."""
+    """The contents of a file do not match its header, or what the caller asked for."""
 
 
 class ExistingFileError(FlashwarpError, FileExistsError):
-    """`create` found something at the path, and was not told to replace it."""
+    """A file exists at the path of `create`, and `overwrite` is false."""
 
 
 class IndexDtypeError(DtypeError, IndexError):
@@ -75,12 +75,12 @@ class PathError(FlashwarpError, OSError):
 
 
 class LockedError(PathError):
-    """Somebody writes the file or storage already, or this process reads what is to be written.
+    """Another writer has the file or storage, or this process reads what you want to write.
 
     Attributes
     ----------
     holder : int or None
-        Process that has the file open, where the system says so; this process, if it is the one.
+        Process that has the file open, if the system says which. It may be this process.
     """
 
     def __init__(self, errno: int, message: str, filename: str, holder: int | None = None) -> None:
@@ -89,7 +89,7 @@ class LockedError(PathError):
 
 
 class StorageError(FlashwarpError, OSError):
-    """A transfer failed in the storage; `errno`, `filename` and the byte offset are set.
+    """A transfer failed in the storage; `errno`, `filename` and `offset` say where.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class StorageError(FlashwarpError, OSError):
 
 
 class ReadOnlyError(FlashwarpError, ValueError):
-    """A store to an array that was opened read-only."""
+    """The caller stored to an array that was opened for reading."""
 
 
 class ShareError(FlashwarpError, RuntimeError):
@@ -123,7 +123,7 @@ class ShareError(FlashwarpError, RuntimeError):
     Attributes
     ----------
     lines : tuple of int
-        Their numbers in the cache.
+        Line numbers, as the cache counts them.
     """
 
     def __init__(self, message: str, lines: tuple[int, ...] = ()) -> None:
@@ -132,23 +132,23 @@ class ShareError(FlashwarpError, RuntimeError):
 
 
 class ClosedError(FlashwarpError, ValueError):
-    """Use of an array, cache, controller or device after `close()`."""
+    """An array, cache, controller or device was used after `close()`."""
 
 
 class CopyError(FlashwarpError, TypeError):
-    """An object that owns memory, threads or a file was to be copied or pickled."""
+    """The caller tried to copy or pickle an object that owns memory, threads or a file."""
 
 
 class CacheError(FlashwarpError, ValueError):
-    """A page cache geometry that cannot work, or a cache too small for what is asked of it."""
+    """A cache cannot have this geometry, or is too small for what it must hold."""
 
 
 class ControllerError(FlashwarpError, RuntimeError):
-    """The controller refused or aborted a command, or it has been stopped."""
+    """The controller refused or aborted a command, or was stopped."""
 
 
 class ControllerTimeout(ControllerError, TimeoutError):
-    """A command did not complete within the time limit; the message says what was waited for."""
+    """A command did not complete within the time limit; the message names the wait."""
 
 
 class DeviceError(FlashwarpError, RuntimeError):
@@ -160,11 +160,11 @@ class DeviceTimeout(DeviceError, TimeoutError):
 
 
 class DeviceOutOfMemory(DeviceError, MemoryError):
-    """The device, or host memory, has no room for an allocation of the size named."""
+    """The device, or host memory, has no room for an allocation; the message has its size."""
 
 
 class CompileError(DeviceError):
-    """Device code did not compile; `log` holds the compiler's own words."""
+    """Device code did not compile; `log` has the compiler's output."""
 
     def __init__(self, message: str, log: str = "") -> None:
         super().__init__(message)
@@ -172,4 +172,4 @@ class CompileError(DeviceError):
 
 
 class ForkError(FlashwarpError, RuntimeError):
-    """An object that owns threads and device memory was used in a forked child process."""
+    """A forked child process used an object that owns threads and device memory."""

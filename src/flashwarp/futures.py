@@ -1,8 +1,8 @@
 """`Future`: the outcome of an asynchronous call, for threads, for asyncio and for streams.
 
-A `concurrent.futures.Future`, so that `wait`, `as_completed` and callbacks work as with any other;
-it can also be awaited, and streams can be made to wait for it. It remembers whether somebody has
-looked at its failure: what nobody looks at is raised by the array.
+It is a `concurrent.futures.Future`, so `wait`, `as_completed` and callbacks work as with any other.
+It can also be awaited, and a stream can wait for it. It remembers whether a caller has looked at
+its failure: the array raises failures that no caller has looked at.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     Attributes
     ----------
     out : array or None
-        Of a read: where the rows go, as far as there is such a place before they have come.
+        The array that a read fills, if it is known before the rows have arrived.
 
     Notes
     -----
-    What `concurrent.futures` has works with it as with its own futures, and ``await future`` does
-    not block the loop of asyncio. The array may be closed meanwhile: `Array.close` waits for its
-    calls, and their results stay valid.
+    The functions of `concurrent.futures` accept it as their own futures, and ``await future`` does
+    not block the event loop. You may close the array meanwhile: `Array.close` waits for its calls,
+    and their results stay valid.
 
-    A failure is *observed* when `result`, `exception` or ``await`` has given it to somebody. One
-    whose future was dropped before is raised by the next call of the array; one that is still
-    unobserved when the array is closed, by `Array.close`.
+    A failure is *observed* when `result`, `exception` or ``await`` has raised or returned it. If a
+    future is dropped before, the next call of the array raises its failure. If a failure is still
+    unobserved when the array is closed, `Array.close` raises it.
 
-    Callbacks run in the thread that ends calls, so one that takes long holds up the others; they
-    may make calls of the array. Exceptions in them are logged, as `concurrent.futures` has it.
+    Callbacks run in the thread that ends calls, so a slow callback delays the other calls. A
+    callback may call the array. Its exceptions are logged, as `concurrent.futures` does.
 
     Examples
     --------
@@ -78,8 +78,8 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the call and return the rows; None for a write.
 
-        Raises what the call met, TimeoutError when it has not ended after `timeout` seconds, and
-        CancelledError when it was cancelled.
+        Raises the call's error, TimeoutError if the call has not ended after `timeout` seconds, and
+        CancelledError if it was cancelled.
         """
         timeout = self._help(timeout)
         try:
@@ -88,7 +88,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
             self._observed = self._observed or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the call and return what it met, or None."""
+        """Wait for the call and return its error, or None."""
         timeout = self._help(timeout)
         try:
             return super().exception(timeout)
@@ -96,19 +96,19 @@ class Future(NotCopied, concurrent.futures.Future[T]):
             self._observed = self._observed or self.done()
 
     def cancel(self) -> bool:
-        """Cancel the call if it has not begun, and tell whether it was.
+        """Cancel the call if it has not begun, and return whether it was cancelled.
 
-        Only calls on the CPU device that wait for others can be: on a GPU a call is queued on a
-        stream at once, and what runs is never stopped.
+        Only calls on the CPU device that wait for earlier calls can be cancelled. On a GPU a call
+        is queued on a stream at once, and a running call is never stopped.
         """
         self._check_process()
         return super().cancel()
 
     def wait_on(self, stream: Any) -> Any:
-        """Make what is queued on `stream` from now on wait for the call; return `out`.
+        """Make later work on `stream` wait for the call; return `out`.
 
-        Does not block, and does not tell whether the call succeeds: look at `result` in the end.
-        On the CPU device, where launches end before they return, it waits for the call.
+        Does not block, and does not report whether the call succeeds: use `result` for that. On
+        the CPU device, where launches end before they return, it waits for the call.
 
         Parameters
         ----------
@@ -118,21 +118,21 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         Raises
         ------
         ArgumentError
-            When rows that a GPU reads go to host memory, where no stream can wait for them: wait
-            for `result`.
+            When rows that a GPU reads go to host memory, where no stream can wait for them: use
+            `result`.
         """
         self._check_process()
         self._calls.hold_stream(self, stream)
         return self.out
 
     def __await__(self) -> Generator[Any, None, T]:
-        import asyncio  # costs as much as all of flashwarp, and who awaits has it already
+        import asyncio  # as slow to import as flashwarp, and code that awaits has imported it
 
         self._check_process()
         return asyncio.wrap_future(self).__await__()
 
     def _help(self, timeout: float | None) -> float | None:
-        """Do the calls before this one where the thread that should is the one that waits."""
+        """If this thread is the worker that ends calls, end the calls before this one."""
         self._check_process()
         if self.done() or not self._calls.on_worker:
             return timeout
@@ -146,7 +146,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
             )
 
     def __del__(self) -> None:
-        # What nobody has looked at, and nobody can look at any more, is the array's to raise.
+        # No caller has looked at the failure, and none can any more: the array raises it.
         if getattr(self, "_observed", True) or os.getpid() != self._pid or not self.done():
             return
         if not self.cancelled():

@@ -1,7 +1,7 @@
-"""Replacement policies by name, and a user's own; mirrors `cache/policy.cuh`.
+"""Built-in and custom replacement policies; mirrors `cache/policy.cuh`.
 
-A policy decides which line of a set makes room. It is compiled into device code, so a cache says
-which one it has, and code that uses the cache is compiled with the same.
+A policy decides which line of a set makes room. It is compiled into device code. So a cache names
+its policy, and code that uses the cache is compiled with the same policy.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Policy:
-    """A replacement policy of one's own, in C++; `from_python` makes one of Python functions.
+    """A custom replacement policy, in C++; `from_python` makes one from Python functions.
 
     Parameters
     ----------
     name : str
         The struct that `source` defines, in no namespace.
     source : str
-        Device code, which runs on GPUs and on the CPU alike: a struct with the static functions
-        `on_hit`, `on_fill` and `choose_victim`, as ``flashwarp/cache/policy.cuh`` describes them.
-        That header is included before it.
+        Device code that runs on GPUs and on the CPU: a struct with the static functions `on_hit`,
+        `on_fill` and `choose_victim`, as ``flashwarp/cache/policy.cuh`` describes them. That header
+        is included before it.
     keeps_words : bool
         Whether it uses the 32-bit word of each line that `fw::cache::policy_word` finds.
 
     Notes
     -----
-    It is compiled when the first kernel runs: with NVRTC for a GPU, with g++ or clang++ for the
-    CPU device. Nothing that it answers can break the cache: a way that it may not have is refused,
-    counted in `Cache.refusals`, and another one is taken. What it reads and stores by the methods
-    of `fw::cache::set_view` and `fw::cache::hit_view` is checked and counted in the same way. It
-    must come to an end, and what it does with pointers is its own affair.
+    The policy is compiled when the first kernel runs: with NVRTC for a GPU, with g++ or clang++ for
+    the CPU device. No answer of it can break the cache: if it chooses a way that it may not have,
+    the cache takes another one and counts the refusal in `Cache.refusals`. Reads and stores by the
+    methods of `fw::cache::set_view` and `fw::cache::hit_view` are checked and counted in the same
+    way. Its functions must end, and nothing checks what they do with pointers.
 
     Examples
     --------
@@ -84,7 +84,7 @@ class Policy:
         on_hit: Callable[..., Any] | None = None,
         keeps_words: bool = True,
     ) -> Policy:
-        """Make a policy of Python functions, which are translated to C++ and compiled.
+        """Make a policy from Python functions, which are translated to C++ and compiled.
 
         Parameters
         ----------
@@ -102,14 +102,14 @@ class Policy:
         Notes
         -----
         docs/policies.md lists what the functions may use. Their numbers are unsigned and have 64
-        bits. They are read from their source now, and never called. They cannot break anything: a
-        way that is not there reads as 0 and is not stored to, a call whose loops make more than
-        16384 rounds is ended, and `Cache.refusals` counts both.
+        bits. This call reads their source; they are never called. They cannot break the cache. A
+        way that does not exist reads as 0 and is not stored to, and a call whose loops make more
+        than 16384 rounds is ended. `Cache.refusals` counts both.
 
         Raises
         ------
         CompileError
-            For what cannot be translated, with its line.
+            When the source cannot be translated; the message names the line.
 
         Examples
         --------

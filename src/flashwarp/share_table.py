@@ -1,4 +1,4 @@
-"""Lines in threads' own buffers: the memory of a share table; mirrors `cache/share_table.cuh`.
+"""Share tables: lines in buffers of threads; mirrors `cache/share_table.cuh`.
 
 Kernels use it through `fw::shared<T>` of `array/shared.cuh`.
 """
@@ -20,7 +20,7 @@ from flashwarp.errors import ArgumentError, ClosedError, ShareError
 __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
 
 ENTRIES_MAX = 1 << 20
-"""Of a table: one for each thread that can be on a device."""
+"""Most entries of a table: one for each thread that can be on a device."""
 
 _WAYS = 4
 _WORD_BYTES = 8
@@ -49,8 +49,8 @@ class ShareTable(NotCopied):
     Parameters
     ----------
     of : Array or Cache
-        Whose lines threads will keep. A table serves all arrays of one cache; error messages name
-        the lines of the array that is given.
+        Threads keep copies of its lines. A table serves all arrays of one cache. If you give an
+        array, error messages name the lines of that array.
     entries : int
         Lines that can have a copy at a time, from 1 to `ENTRIES_MAX`; rounded up to a power of two
         of at least 4. Each takes 26 bytes of device memory.
@@ -58,13 +58,13 @@ class ShareTable(NotCopied):
     Attributes
     ----------
     entries : int
-        Room that there is.
+        Lines that can have a copy at a time, after rounding.
 
     Notes
     -----
-    A thread that finds the table full is told so. Memory is allocated here and freed by `close`.
-    Close it before the array or cache that it is of. `fw::shared<T, false>` makes plain accesses of
-    the same source; so does ``FW_SHARE_TABLE=0`` among the defines of `compile`.
+    If the table is full, `acquire` returns a status. The constructor allocates the memory, and
+    `close` frees it. Close the table before its array or cache. `fw::shared<T, false>` compiles the
+    same source to plain accesses, and so does ``FW_SHARE_TABLE=0`` in the defines of `compile`.
 
     Examples
     --------
@@ -125,7 +125,7 @@ class ShareTable(NotCopied):
 
     @property
     def kernel_handle(self) -> ShareTableStruct:
-        """The struct `fw::share_table`, as an argument of kernels of one's own.
+        """The struct `fw::share_table`, as an argument of your kernels.
 
         Valid until `close`.
         """
@@ -133,11 +133,11 @@ class ShareTable(NotCopied):
         return self._struct
 
     def check(self, stream: Any = None) -> None:
-        """Wait for kernels that use the table, and raise if one has left a line in it.
+        """Wait for kernels that use the table, and raise if a kernel has left a line in it.
 
-        A kernel that ends without `release` of what it acquired leaves an entry that points to a
-        buffer nobody keeps. The table is empty again afterwards, so that the next kernel does not
-        find it, and what was stored to these lines since they were acquired is lost.
+        If a kernel ends without `release` of a line that it acquired, it leaves an entry that
+        points to a lost buffer. `check` empties the table, so that the next kernel does not find
+        the entry. Stores to these lines since they were acquired are lost.
 
         Parameters
         ----------
@@ -162,7 +162,7 @@ class ShareTable(NotCopied):
     def close(self) -> None:
         """Wait for kernels that use the table, and free its memory. May be called twice.
 
-        Raises ShareError, after that, when a kernel has left lines in it.
+        Afterwards, raises ShareError if a kernel has left lines in it.
         """
         if self.closed:
             return

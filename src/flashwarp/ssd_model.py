@@ -1,8 +1,8 @@
-"""Modelled drives: when a drive that is not there would have completed a command.
+"""Modelled drives: when a drive would have completed a command, on a machine without the drive.
 
 A software controller with a model still moves all data, but posts a completion no earlier than the
-modelled drive would. What is measured over such a controller is how this library copes with a drive
-of that kind. It says nothing about a drive of that name, and every description says so.
+modelled drive would. Measurements over such a controller show how this library copes with a drive
+of that kind. They say nothing about the drive of that name, and every description says so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNITS_MAX = 65536
 
 @dataclass(frozen=True)
 class Saturation:
-    """What a modelled drive gives to a number of commands that are kept outstanding.
+    """Throughput and latency of a modelled drive with a number of commands outstanding.
 
     Attributes
     ----------
@@ -66,10 +66,10 @@ class SSDModel:
     Parameters
     ----------
     name : str
-        How descriptions call it.
+        Its name in descriptions.
     read_iops, write_iops : sequence of (block bytes, commands per second)
         Ceilings by block size, ascending. Between two sizes the time of a command is interpolated;
-        beyond them it stays.
+        beyond them it is constant.
     read_bytes_per_s, write_bytes_per_s : float
         Ceilings by bytes: larger commands meet these.
     read_latency_us, write_latency_us : (least, median, 99th percentile)
@@ -130,7 +130,7 @@ class SSDModel:
         return f"modelled drive: {self.name} (a model, not a measurement)"
 
     def iops(self, block_bytes: int, *, write: bool = False) -> float:
-        """Ceiling in commands per second of one block size, of commands, bytes and units."""
+        """Ceiling in commands per second at one block size: of commands, bytes or units."""
         block_bytes = integer("block_bytes", block_bytes, 1, _BLOCK_BYTES_MAX)
         points = self.write_iops if write else self.read_iops
         sizes = [size for size, _ in points]
@@ -140,7 +140,7 @@ class SSDModel:
         return min(1 / busy, self.units / (self.mean_latency_us(write=write) * 1e-6))
 
     def mean_latency_us(self, *, write: bool = False) -> float:
-        """Mean service time."""
+        """Mean service time in microseconds."""
         points = _service_us(self.write_latency_us if write else self.read_latency_us)
         return mean((a + b) / 2 for a, b in itertools.pairwise(points))
 
@@ -153,9 +153,9 @@ class SSDModel:
         *,
         write: bool = False,
     ) -> npt.NDArray[np.int64]:
-        """When an idle drive completes commands that arrive at these times, in nanoseconds.
+        """Return when an idle drive completes commands that arrive at these times, in nanoseconds.
 
-        Blocks for a microsecond a command.
+        Blocks for a microsecond for each command.
         """
         drive, blocks = self.native_model(), _blocks(block_bytes)
         times = [integer("arrival_ns", t, 0, SIZE_MAX) for t in arrival_ns]
@@ -164,9 +164,9 @@ class SSDModel:
     def saturation(
         self, depth: int, block_bytes: int, *, write: bool = False, commands: int = 20_000
     ) -> Saturation:
-        """Keep `depth` commands outstanding: the drive's throughput and latency then.
+        """Return the throughput and latency with `depth` commands outstanding.
 
-        Blocks for microseconds a command. The first `depth` commands are not counted.
+        Blocks for microseconds for each command. The first `depth` commands are not counted.
         """
         depth = integer("depth", depth, 1, _COMMANDS_MAX)
         commands = integer("commands", commands, 1, _COMMANDS_MAX)
@@ -187,7 +187,7 @@ class SSDModel:
     # For the controller.
 
     def native_parameters(self) -> Any:
-        """Return what the native controller takes."""
+        """Return the parameters of the native controller."""
         return _native.SsdParameters(
             _direction(self.read_iops, self.read_bytes_per_s, self.read_latency_us),
             _direction(self.write_iops, self.write_bytes_per_s, self.write_latency_us),
@@ -196,7 +196,7 @@ class SSDModel:
         )
 
     def native_model(self) -> Any:
-        """Return a drive of this kind that nobody has used: ``admit(now_ns, is_write, blocks)``."""
+        """Return an unused drive of this kind: ``admit(now_ns, is_write, blocks)``."""
         return _native.SsdModel(self.native_parameters())
 
 

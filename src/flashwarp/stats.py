@@ -1,4 +1,4 @@
-"""Counters of an array: what its accesses met and what they cost."""
+"""Counters of an array: hits, misses, and what they cost."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["Stats"]
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot, taken when `Array.stats` is read. All counts are since the array was opened.
+    """A snapshot of an array's counters. All counts begin when the array is opened.
 
-    Hits and misses count line accesses of the built-in operations: a row that touches two lines
-    counts two. A kernel that uses the array by elements counts what it brings in, and no hit: a
-    load that hits costs two looks at a tag, and a counter would double that. So `kernel_misses` and
-    `kernel_bytes_read` tell those apart, and the ratios leave them out.
+    Hits and misses count line accesses of the built-in operations: a row in two lines counts two.
+    A kernel that accesses the array by elements counts its misses but not its hits, because a hit
+    costs two looks at a tag and a counter would double that. `kernel_misses` and
+    `kernel_bytes_read` count these misses apart, and the ratios leave them out.
     """
 
     hits: int
     """Line accesses that found their line in the cache."""
     misses: int
-    """Line accesses that brought their line in, or waited on one that came."""
+    """Line accesses that fetched their line, or waited for one in flight."""
     evictions: int
-    """Lines that made room for others."""
+    """Lines that left their frame to make room for others."""
     write_backs: int
     """Dirty lines written to the storage."""
     bytes_read: int
@@ -34,25 +34,25 @@ class Stats:
     commands: int
     """NVMe commands submitted."""
     doorbells: int
-    """Submission doorbells rung: commands / doorbells is the batch."""
+    """Submission doorbells rung; commands / doorbells is the mean batch."""
     helps: int
     """Times a waiting warp drained completions."""
     errors: int
     """Commands that failed."""
     tier_hits: int = 0
-    """Misses that the host-memory tier answered in place of the storage."""
+    """Misses that the host-memory tier answered instead of the storage."""
     tier_lines: int = 0
     """Lines that made room and went to the host-memory tier."""
     kernel_misses: int = 0
-    """Of `misses`, those that kernels met through the array, element by element."""
+    """Of `misses`, those of kernels that access the array element by element."""
     kernel_bytes_read: int = 0
-    """Of `bytes_read`, those for them."""
+    """Of `bytes_read`, the bytes for `kernel_misses`."""
 
     @property
     def hit_rate(self) -> float:
         """Hits among the line accesses of built-in operations; 0 before the first.
 
-        Kernels that use the array by elements are left out: their hits are not counted.
+        Leaves out kernels that access the array by elements, because their hits are not counted.
         """
         accesses = self.hits + self.misses - self.kernel_misses
         return self.hits / accesses if accesses else 0.0
@@ -61,13 +61,13 @@ class Stats:
     def io_amplification(self) -> float:
         """Bytes read from the storage for each byte used; 0 before the first.
 
-        Of built-in operations, as `hit_rate`.
+        Counts built-in operations only, as `hit_rate` does.
         """
         read = self.bytes_read - self.kernel_bytes_read
         return read / self.bytes_used if self.bytes_used else 0.0
 
     def as_dict(self) -> dict[str, float]:
-        """Return counts and ratios, for JSON."""
+        """Return all counts and ratios, for JSON."""
         return {
             **asdict(self),
             "hit_rate": self.hit_rate,

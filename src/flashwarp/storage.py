@@ -1,8 +1,8 @@
 """What holds the bytes of an array: host memory, a file, a block device, or several of these.
 
-A storage knows bytes, not arrays. Its namespace is addressed in logical blocks of 512 bytes from
-byte 0 on; alignment that O_DIRECT asks for is handled inside. Storages are thread-safe and owned by
-whoever opened them; a controller keeps its storage alive.
+A storage knows bytes, not arrays. Its namespace has logical blocks of 512 bytes, from byte 0 on. It
+handles the alignment that O_DIRECT requires. Storages are thread-safe. The caller that opens a
+storage owns it, and a controller keeps its storage alive.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Storage(NotCopied):
 
 @contextlib.contextmanager
 def _typed_errors(operation: str) -> Iterator[None]:
-    """Raise what a native storage raises as errors of ours."""
+    """Turn exceptions of a native storage into errors of flashwarp."""
     try:
         yield
     except FlashwarpError:
@@ -217,16 +217,16 @@ class Memory(Storage):
     Parameters
     ----------
     data : buffer or int
-        The memory itself, kept alive and never copied; or a size in bytes to allocate, zero-filled.
+        The memory itself, kept alive and never copied. Or a size in bytes: allocate zeros.
     writable : bool, optional
-        Default: as the buffer allows.
+        Default: whether the buffer is.
 
     Notes
     -----
-    An array knows of the stores that go through it, and of no others. After you have written to the
-    memory yourself, call the array's `drop_cache`: until then it may have the old bytes, and of a
-    line that it read while you wrote, some of both. Stores through another `Memory` on the same
-    bytes count as yours.
+    An array knows only of stores that go through it. After you have written to the memory yourself,
+    call the array's `drop_cache`. Until then the array may have the old bytes, or parts of both for
+    a line that it read while you wrote. Stores through another `Memory` on the same bytes count as
+    yours.
     """
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:
@@ -263,7 +263,7 @@ def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 class Review(Protocol):
-    """What looks at the reads of a file from time to time; see `file_access.WayReview`."""
+    """Looks at the reads of a file from time to time; see `file_access.WayReview`."""
 
     changes: list[str]
 
@@ -281,20 +281,20 @@ class File(Storage):
     offset, nbytes : int, optional
         The range; default the whole file. Bytes past `nbytes` are never written.
     writable : bool
-        Open for writing too.
-    direct : bool
-        O_DIRECT (past the page cache), its alignment handled here; or through the page cache.
+        Open the file for writing too.
+    o_direct : bool
+        Read and write past the page cache (O_DIRECT), or through it. Any alignment is allowed.
     lock : bool
-        Refuse a second writer, in any process, and readers beside a writer in this process. False:
-        look for nobody, be seen by nobody, and serve several arrays that store. Until the last of
-        this and the arrays on it closes.
+        Refuse a second writer, in any process, and readers beside a writer in this process. The
+        lock ends when this storage and all arrays on it are closed. If False, the file neither
+        checks for others nor is seen by others, and may serve several arrays that store.
 
     Raises
     ------
     MissingFileError, PathError
         When it cannot be opened as asked.
     LockedError
-        When it is open in a way that excludes this one; `holder` says by which process.
+        When another open file excludes this one; `holder` says in which process.
     """
 
     def __init__(
@@ -335,10 +335,10 @@ class File(Storage):
         self.o_direct = o_direct
         self.mapping = _mapping
         self.review: Review | None = None
-        """Changes the way of a file that may change it."""
+        """Changes between page cache and O_DIRECT, if the file may change."""
         self.lease = _lease
         self.lease_refusal = ""
-        # A file that is read in place needs a window only for when it is not any more.
+        # A file that is read in place needs a window only for the time after its lease.
         copies = bool(config.current().copy_cached) and (_mapping is None or _lease is not None)
         native = files.opened(
             lambda: _native.FileStorage(
@@ -358,7 +358,7 @@ class File(Storage):
         )
         status = os.fstat(native.fd)
         self.identity = status.st_dev, status.st_ino
-        """Device and inode of the file that is open, whatever its path names meanwhile."""
+        """Device and inode of the open file; its path may name another file by now."""
         # Where it is still after a change of the working directory.
         self._absolute = Path(self._path).absolute()
         super().__init__(native)
@@ -394,7 +394,7 @@ class File(Storage):
             )
 
     def look_again(self) -> None:
-        """Change to the page cache or to O_DIRECT, if that was left to the library and is worth it.
+        """Change to the page cache or to O_DIRECT, if you left the choice and the change pays.
 
         Costs 0.2 us, and 50 us each time that `Config.review_bytes` were read.
         """
@@ -402,7 +402,7 @@ class File(Storage):
             self.review.look(self.native)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people; see `Storage.describe`. ``changed``: each change of the way."""
+        """Return facts for people, as `Storage.describe`; ``changed`` lists changes of the way."""
         facts = super().describe()
         if self.review is not None and self.review.changes:
             facts["changed"] = "; ".join(self.review.changes)
@@ -415,7 +415,7 @@ class BlockDevice(File):
     Parameters
     ----------
     path : path-like
-        Such as ``/dev/nvme0n1p2``. Needs the right to open it.
+        Such as ``/dev/nvme0n1p2``. The process needs permission to open it.
     offset, nbytes, writable, lock
         As for `File`.
     """
@@ -462,11 +462,11 @@ class Striped(_Composite):
     Parameters
     ----------
     members : sequence of Storage
-        At least one, and none twice.
+        At least one; no storage twice.
     stripe : int or str
         Bytes of a stripe, a multiple of 4096.
     nbytes : int, optional
-        Size to use; default as many whole stripes as all members hold.
+        Size to use; default: as many whole stripes as all members hold.
     """
 
     def __init__(
@@ -487,8 +487,8 @@ class Striped(_Composite):
 class Replicated(_Composite):
     """Several storages with the same bytes: reads go round robin, writes to all.
 
-    A read that fails on one is tried on the next; members must have equal sizes, and none may be
-    named twice.
+    If a read fails on one member, the next is tried. Members must have equal sizes, and no storage
+    may be named twice.
     """
 
     def __init__(self, members: Sequence[Storage]) -> None:
@@ -550,7 +550,7 @@ def serve(storage: Storage, stores: bool) -> Callable[[], None]:
 
 
 class Mapping:
-    """A file's pages, mapped read-only; what the GPU reads in place."""
+    """A file's pages, mapped read-only, which a GPU reads in place."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         with path.open("rb") as file:
@@ -566,14 +566,15 @@ class Mapping:
         return float(_native.residency(self.address, self.nbytes))
 
     def leave(self) -> None:
-        """Put zeros in the place of the file's pages: the file may be cut, and nobody dies of it.
+        """Replace the file's pages by zeros, so that no thread dies of SIGBUS if the file is cut.
 
-        For pages that no device has registered. Whoever reads them meanwhile must find out itself.
+        Only for pages that no device has registered. A thread that reads them meanwhile must check
+        afterwards whether they were replaced.
         """
         _native.replace_mapping(self.address, self.nbytes)
 
     def close(self) -> None:
-        """Unmap it. Nobody may hold its address any more. May be called twice."""
+        """Unmap it. No thread or device may use its address any more. May be called twice."""
         if not self._map.closed:
             del self._view
             self._map.close()

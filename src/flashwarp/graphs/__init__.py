@@ -1,8 +1,8 @@
 """Graphs larger than memory: compressed sparse rows in .npy files, made from many inputs.
 
-`load` takes what a user has (a Matrix Market file, an edge list, a `.npz` of scipy, a folder made
-before) or what a benchmark wants (`kron:SCALE` and `urand:SCALE`, the generated graphs of the GAP
-benchmark suite). Device code for such graphs is in `flashwarp/graph.cuh`.
+`load` takes files of users (a Matrix Market file, an edge list, a `.npz` of scipy, a folder made
+before), and generated graphs for benchmarks (`kron:SCALE` and `urand:SCALE` of the GAP benchmark
+suite). Device code for such graphs is in `flashwarp/graph.cuh`.
 """
 
 from __future__ import annotations

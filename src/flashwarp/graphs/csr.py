@@ -1,11 +1,11 @@
-"""A graph on disk: a folder with `offsets.npy`, `neighbours.npy` and perhaps `weights.npy`.
+"""A graph on disk: a folder with `offsets.npy`, `neighbours.npy` and optional `weights.npy`.
 
 The list of vertex v is neighbours[offsets[v]:offsets[v + 1]]. Offsets are int64, neighbours uint32,
-weights float32. Offsets live in memory, 8 bytes a vertex; the rest is opened as an `Array`.
+weights float32. Offsets are read into memory, 8 bytes for each vertex; the rest is an `Array`.
 
-That is version 1 of the format, and has no other file. In version 2 vertices are numbered by
+This is version 1 of the format, which has no other file. In version 2 vertices are numbered by
 falling degree: `labels.npy` (uint32) has the user's label of each vertex, and `graph.json` the
-version. Each of the two without the other is an error, so that nobody takes numbers for labels.
+version. One of the two without the other is an error, so that numbers never pass for labels.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _BY_DEGREE = {"version": 2, "order": "degree"}
 # Much longer than what `finish` writes.
 _FORMAT_BYTES_MAX = 4096
 
-# What `check` looks at a time.
+# Entries that `check` reads at a time.
 _CHECK_ENTRIES = 1 << 24
 
 
 @dataclass(frozen=True)
 class CsrGraph:
-    """A graph in a folder, whose offsets are sound.
+    """A graph in a folder, with checked offsets.
 
     Attributes
     ----------
@@ -51,8 +51,8 @@ class CsrGraph:
     weighted : bool
         Whether there is a weight for each entry.
     labels : ndarray of uint32 or None
-        What the user calls each vertex; None where that is its number. Files, offsets, degrees and
-        kernels have numbers; `vertex_of`, `by_label` and `by_vertex` lead from one to the other.
+        The user's label of each vertex; None if labels and numbers are the same. Files, offsets,
+        degrees and kernels use numbers; `vertex_of`, `by_label` and `by_vertex` convert.
 
     Examples
     --------
@@ -75,12 +75,12 @@ class CsrGraph:
         Raises
         ------
         MissingFileError
-            When a file is not there.
+            When a file is absent.
         FileFormatError
-            When the files do not fit together: offsets that do not begin with 0, fall or end
-            elsewhere than the lists; weights or labels that are not one each. This reads offsets
-            and labels. What a neighbour is, `check` looks at, and `in_memory`; device code takes
-            it for a vertex without a look, so check a folder that you have not made.
+            When the files do not fit together: offsets that do not begin with 0, that fall, or
+            that end elsewhere than the lists; or not one weight or label each. `open` reads offsets
+            and labels. `check` and `in_memory` check neighbours. Device code does not check them,
+            so call `check` for a folder that you have not made.
         """
         folder = Path(folder)
         offsets = _load_offsets(folder / OFFSETS)
@@ -101,7 +101,7 @@ class CsrGraph:
 
     @property
     def entries(self) -> int:
-        """Length of all lists together: an undirected edge counts twice."""
+        """Length of all lists together; an undirected edge counts twice."""
         return int(self.offsets[-1])
 
     @functools.cached_property
@@ -118,29 +118,29 @@ class CsrGraph:
         return numbers
 
     def vertex_of(self, label: int) -> int:
-        """Return the number of the vertex that the user calls `label`."""
+        """Return the number of the vertex with this label."""
         label = integer("label", label)
         if not 0 <= label < self.vertices:
             raise ArgumentError(f"{label} is not one of {self.vertices} vertices")
         return label if self.labels is None else int(self._vertices[label])
 
     def labels_of(self, vertices: NDArray[Any]) -> NDArray[np.uint32]:
-        """Return what the user calls these vertices."""
+        """Return the labels of these vertices."""
         found: NDArray[np.uint32] = vertices.astype(np.uint32)
         return found if self.labels is None else self.labels[found]
 
     def by_label(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Put what each vertex has in the order of the user's labels."""
+        """Reorder values of vertices, from vertex numbers to labels."""
         return values if self.labels is None else values[self._vertices]
 
     def by_vertex(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Put what each label has in the order of the vertices."""
+        """Reorder values of vertices, from labels to vertex numbers."""
         return values if self.labels is None else values[self.labels]
 
     def smallest_labels(self, roots: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Return the smallest label of the component of each label.
+        """Return, for each label, the smallest label of its component.
 
-        `roots` has the same vertex for all vertices of a component.
+        `roots` names one vertex of the component for each vertex, the same for all of a component.
         """
         roots = self.by_label(roots)
         smallest = np.empty(self.vertices, np.uint32)
@@ -169,13 +169,13 @@ class CsrGraph:
         return open_array(self.weights_path, **options)
 
     def in_memory(self) -> NDArray[np.uint32]:
-        """Read all lists, as far as memory goes, and check them as `check` does."""
+        """Read all lists into memory, and check them as `check` does."""
         lists: NDArray[np.uint32] = _read(self.neighbours_path)
         self._check_part(0, lists)
         return lists
 
     def matrix(self) -> Any:
-        """Make the scipy matrix of the whole graph, in memory; weights of one if it has none.
+        """Return the scipy matrix of the whole graph, in memory; without weights, all are one.
 
         Rows and columns are the user's labels.
         """
@@ -192,7 +192,7 @@ class CsrGraph:
         return matrix if self.labels is None else matrix[self._vertices]
 
     def pick_sources(self, count: int, seed: int, degree_min: int = 3) -> list[int]:
-        """Pick labels with more than two neighbours, as the BaM paper does."""
+        """Pick random labels of at least `degree_min` neighbours, three as in the BaM paper."""
         count = integer("count", count, 0, self.vertices)
         seed = integer("seed", seed, 0, SIZE_MAX)
         eligible = np.flatnonzero(self.by_label(self.degrees) >= degree_min)
@@ -204,7 +204,7 @@ class CsrGraph:
         return [int(vertex) for vertex in picked]
 
     def check(self) -> None:
-        """Read all lists once and raise FileFormatError for a neighbour that is no vertex."""
+        """Read all lists once; raise FileFormatError for a neighbour that is no vertex."""
         lists = np.load(self.neighbours_path, mmap_mode="r")
         for first in range(0, self.entries, _CHECK_ENTRIES):
             self._check_part(first, lists[first : first + _CHECK_ENTRIES])
@@ -220,7 +220,7 @@ class CsrGraph:
 
 
 def begin(folder: Path, labels: NDArray[np.uint32] | None) -> None:
-    """Prepare a folder for a graph: until `finish`, one with labels does not open."""
+    """Prepare a folder for a graph; until `finish`, a graph with labels does not open."""
     for name in (WEIGHTS, _FORMAT, _LABELS):
         (folder / name).unlink(missing_ok=True)
     if labels is not None:
@@ -228,7 +228,7 @@ def begin(folder: Path, labels: NDArray[np.uint32] | None) -> None:
 
 
 def finish(folder: Path, labels: NDArray[np.uint32] | None) -> None:
-    """Say that all files of a graph are there."""
+    """Mark a folder as complete: all files of the graph are written."""
     if labels is not None:
         (folder / _FORMAT).write_text(json.dumps(_BY_DEGREE) + "\n")
 

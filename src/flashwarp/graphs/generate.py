@@ -1,8 +1,9 @@
 """The generated graphs of the GAP benchmark suite, Kronecker and uniform random.
 
-2**scale vertices and `edge_factor` undirected edges drawn for each; vertices are renamed by a
-random permutation, so that a hub's neighbours are not neighbours in the file. A chunk of edges has
-a random stream of its own: the graph depends on the seed, not on the number of threads.
+A graph has 2**scale vertices, and `edge_factor` undirected edges drawn for each. A random
+permutation renames the vertices, so that a hub's neighbours are not neighbours in the file. Each
+chunk of edges has its own random stream, so the graph depends on the seed and not on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CHUNK_EDGES = 1 << 18
 
 
 def kronecker(scale: int, edge_factor: int = EDGE_FACTOR, seed: int = 1) -> EdgeSource:
-    """Draw a Kronecker graph: RMAT with a, b, c = 0.57, 0.19, 0.19, as Graph500 has it.
+    """Draw a Kronecker graph: RMAT with a, b, c = 0.57, 0.19, 0.19, as in Graph500.
 
     Examples
     --------
@@ -40,7 +41,7 @@ def kronecker(scale: int, edge_factor: int = EDGE_FACTOR, seed: int = 1) -> Edge
 
 
 def uniform(scale: int, edge_factor: int = EDGE_FACTOR, seed: int = 1) -> EdgeSource:
-    """Draw a uniform random graph: both ends of every edge are any vertex.
+    """Draw a uniform random graph: each end of an edge is any vertex, with equal chance.
 
     Examples
     --------

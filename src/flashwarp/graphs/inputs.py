@@ -1,7 +1,7 @@
-"""What graphs are made from: generators by name, Matrix Market, edge lists, `.npz`, folders.
+"""Inputs of graphs: generators by name, Matrix Market, edge lists, `.npz`, folders.
 
-Text and archives come from anywhere, so nothing in them is trusted: a damaged file, a vertex that
-is none and a matrix that is not square raise `FileFormatError` with the place.
+Nothing in text and archives is trusted: a damaged file, a vertex number out of range and a matrix
+that is not square raise `FileFormatError`, which names the place.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def load(
     by_degree: bool = False,
     memory_bytes: int = MEMORY_BYTES,
 ) -> CsrGraph:
-    r"""Make a graph, or open the one that `what` is.
+    r"""Make a graph from `what`, or open it if it is a graph's folder.
 
     Parameters
     ----------
     what : str or Path
         ``kron:SCALE`` or ``urand:SCALE``; a folder made by this function; or a file: Matrix Market
         (``.mtx``, needs scipy), ``.npz`` as `scipy.sparse.save_npz` writes it, else an edge list:
-        text with two vertices a line, counted from 0, and perhaps a weight; lines that begin with
-        ``#`` or ``%`` are passed over. Text may be compressed (``.gz``).
+        text with two vertices a line, counted from 0, and optionally a weight; lines that begin
+        with ``#`` or ``%`` are skipped. Text may be compressed (``.gz``).
     folder : str or Path
-        Where its files go; not used when `what` is a folder, unless its graph is to be ordered.
+        Where its files go; not used if `what` is a folder, unless `by_degree` orders its graph.
     edge_factor, seed : int
-        Of a generated graph: edges drawn for each vertex, and the random stream.
+        For generated graphs: edges drawn for each vertex, and the seed of the random stream.
     symmetric : bool
         Store the edges of a file in both directions. Generated graphs always are.
     by_degree : bool

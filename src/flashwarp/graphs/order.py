@@ -1,8 +1,8 @@
-"""Graphs whose vertices are numbered by falling degree, with the way back to the user's labels.
+"""Number the vertices of a graph by falling degree, and keep the user's labels.
 
-A search wants the hubs in its second or third level and nearly everybody else in the next. Where
-hubs lie anywhere, each of these levels wants something of nearly every line; where they come first,
-the hubs' lines are wanted once, and whole.
+A search wants the hubs in its second or third level, and nearly all other vertices in the next. If
+hubs lie anywhere, each of these levels wants a part of nearly every line. If they come first, their
+lines are wanted once, and whole.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _PART_ENTRIES = 1 << 20
 
 
 def by_degree(graph: CsrGraph, folder: str | Path, *, memory_bytes: int = MEMORY_BYTES) -> CsrGraph:
-    r"""Write a graph anew, its vertices numbered by falling degree.
+    r"""Write a copy of a graph with its vertices numbered by falling degree.
 
     Parameters
     ----------
     graph : CsrGraph
-        Stays as it is.
+        The graph; its files do not change.
     folder : str or Path
-        Where the new one goes: another folder.
+        Where the copy goes: another folder.
     memory_bytes : int
-        Entries held in memory before they are sorted by way of files.
+        Bytes of entries held in memory; more are sorted through files.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""`Rows`: where a graph's lists lie, in device memory, for kernels that include `graph.cuh`."""
+"""`Rows`: places of a graph's lists, in device memory, for kernels that include `graph.cuh`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RowsStruct(ctypes.Structure):
 
 
 class Rows:
-    """The offsets of a graph on a device: 8 bytes a vertex and 4 a chunk, until closed.
+    """The offsets of a graph on a device: 8 bytes for each vertex and 4 for each chunk.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ class Rows:
     neighbours : Array
         Its lists, as `CsrGraph.neighbours` opens them.
     ahead : int, optional
-        How many chunks, of a line or 4 KiB of one, a thread of the CPU device asks for before it
-        needs them. A GPU has warps enough to wait. Default:
-        enough for a disk, as far as the cache has room.
+        How many chunks, of a line or 4 KiB of one, a thread of the CPU device requests before it
+        needs them. A GPU has enough warps that wait. Default: enough for a disk, if the cache has
+        room.
     """
 
     def __init__(self, graph: CsrGraph, neighbours: Array, ahead: int | None = None) -> None:
@@ -96,9 +96,9 @@ class Rows:
     def handle(self) -> RowsStruct:
         """The argument of a kernel for a parameter of type `fw::graph::rows`.
 
-        Ask for it at each launch: where a writer has opened the file meanwhile, the lists cannot be
-        read in place any more. Its `backwards` is the direction of the next pass: what the pass
-        before left in the cache should come first. See `turn`.
+        Read it at each launch: if a writer has opened the file meanwhile, kernels can no longer
+        read the lists in place. Its `backwards` is the direction of the next pass, which should
+        begin with the lines that the last pass left in the cache. See `turn`.
         """
         self._handle.in_place = self._neighbours.in_place or 0
         return self._handle
@@ -106,9 +106,9 @@ class Rows:
     def turn(self) -> None:
         """Choose the direction of the next pass; call it when a pass has ended.
 
-        A pass that read little has left the cache as it was, and the next one goes its way; after
-        any other the next one goes the other way. Takes a few tenths of a millisecond: where a pass
-        is as short as that, flip `handle.backwards` after each.
+        A pass that read little has left the cache as it was, so the next pass keeps the direction.
+        After any other pass, the direction changes. Takes a few tenths of a millisecond: if passes
+        are as short, flip `handle.backwards` after each instead.
         """
         cache, read = self._neighbours.cache, self._neighbours.stats.bytes_read
         if read - self._bytes_read > _MUCH * cache.set_count * cache.ways * cache.line_bytes:

@@ -1,7 +1,7 @@
 """Traces of line accesses: recorded from arrays or made, replayed under any policy, compared.
 
-What is replayed runs through the device code of the page cache itself, on the CPU device: policies
-exist once, in `cache/policy.cuh`. Only Belady's optimum is computed here.
+A replay runs through the device code of the cache itself, on the CPU device, so each policy exists
+once, in `cache/policy.cuh`. Only Belady's optimum is computed here.
 """
 
 from __future__ import annotations

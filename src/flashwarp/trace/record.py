@@ -96,9 +96,9 @@ class Recorder:
 def record(array: Array) -> Iterator[Recorder]:
     """Record which lines the calls of an array touch, in the order of the calls.
 
-    Gathers, scatters and indexing are seen, whatever they find in the cache. Prefetches are not,
-    for what they bring is used later; nor are kernels of one's own, whose accesses only the device
-    sees. Indices on a GPU are copied to the host at each call.
+    It sees gathers, scatters and indexing, whether or not their lines are in the cache. It does not
+    see prefetches, because their lines are used later, nor your own kernels, because only the
+    device sees their accesses. Each call copies indices on a GPU to the host.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Replay of a trace: one gather through the page cache's own device code, and its counters."""
+"""Replay of a trace: one gather through the device code of the cache, and its counters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINES_MAX = 1 << 27
 
 @dataclass(frozen=True)
 class Replay:
-    """What a trace met under one policy."""
+    """Hits and misses of a trace under one policy."""
 
     policy: str
     capacity_lines: int
@@ -38,7 +38,7 @@ class Replay:
     misses: int
     evictions: int
     refusals: int
-    """Victims that the policy chose and could not have."""
+    """How often the policy asked for what it may not have."""
 
     @property
     def hit_rate(self) -> float:
@@ -49,7 +49,7 @@ class Replay:
 def replay(
     trace: Trace, policy: str | Policy = "clock", *, capacity_lines: int, ways: int = 8
 ) -> Replay:
-    """Run a trace through a page cache with one thread, so that the result is always the same.
+    """Run a trace through a cache with one thread, so that the result is always the same.
 
     Parameters
     ----------
