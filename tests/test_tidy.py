@@ -80,7 +80,7 @@ python_files = sorted(PACKAGE.rglob("*.py"))
 device_files = sorted(PACKAGE.rglob("*.cuh"))
 native_files = sorted(
     path
-    for folder in (ROOT / "native", PACKAGE / "testing" / "simulator")
+    for folder in (ROOT / "native", ROOT / "tests" / "simulator")
     for path in folder.rglob("*")
     if path.suffix in {".cpp", ".h"}
 )

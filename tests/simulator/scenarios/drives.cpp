@@ -1,7 +1,7 @@
 // Raw blocks of two drives by warps that keep several batches outstanding, through rings that hold
 // fewer: who waits for a slot must not hold one.
 #include "flashwarp/kernels/drives.cuh"
-#include "flashwarp/testing/simulator/machine.h"
+#include "simulator/machine.h"
 
 using namespace fw::simulator;
 

@@ -18,7 +18,7 @@ class Mutant:
     Attributes
     ----------
     name : str
-        What `flashwarp simulate --mutant` calls it.
+        What `--mutant` calls it.
     header : str
         As it is included: ``flashwarp/cache/...``, or ``flashwarp/kernels/...``.
     old, new : str
