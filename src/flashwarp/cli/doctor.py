@@ -36,7 +36,7 @@ import flashwarp
 from flashwarp import config
 from flashwarp._jit import driver
 from flashwarp._jit.artifact_cache import ArtifactCache
-from flashwarp.device import CudaDevice
+from flashwarp.device import CudaDevice, resolve
 from flashwarp.errors import FlashwarpError
 
 __all__ = ["Finding", "doctor", "examine"]
@@ -199,12 +199,13 @@ def _check_machine() -> Finding:
 
 def _check_native() -> Finding:
     try:
-        kernels = _native().cpu_kernels()
-    except ImportError as error:
+        _native()
+        kernels = resolve("cpu").built_in()
+    except (FlashwarpError, ImportError) as error:
         return Finding(
             "native part",
             "broken",
-            f"cannot be imported: {error}",
+            f"cannot be loaded: {error}",
             "install again: pip install --force-reinstall flashwarp",
         )
     return Finding("native part", "ok", f"loaded, {len(kernels)} kernels for the CPU")
