@@ -15,17 +15,17 @@ from flashwarp import graphs
 from flashwarp.cli.main import main
 from flashwarp.demo import features, graph, table
 from flashwarp.demo.check import CheckFailed, check_equal
-from flashwarp.demo.disk import (
+from flashwarp.demo.progress import Steps
+from flashwarp.demo.report import DemoResult, as_dict, binary, draw, show, thousands
+from flashwarp.device import resolve
+from flashwarp.errors import ArgumentError, FileFormatError
+from flashwarp.probe.disk import (
     create_npy,
     direct_reads_work,
     drop_page_cache,
     measure_ceiling,
     resident_fraction,
 )
-from flashwarp.demo.progress import Steps
-from flashwarp.demo.report import DemoResult, as_dict, binary, draw, show, thousands
-from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError, FileFormatError
 
 
 @pytest.fixture

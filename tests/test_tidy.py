@@ -50,8 +50,11 @@ LAYERS = [
     ["opening"],
     ["flashwarp"],
     ["graphs"],
-    ["trace"],
-    ["demo", "bench", "testing", "cli"],
+    ["trace", "testing"],
+    # From here on what measures and shows; no arrays, and nobody who tests a backend, need it.
+    ["probe"],
+    ["demo", "bench"],
+    ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -27,10 +27,10 @@ import numpy.typing as npt
 import flashwarp as fw
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
-from flashwarp.bench.report import Report, Row, machine_facts
-from flashwarp.bench.timing import device_seconds, median_of
 from flashwarp.device import CpuDevice, CudaDevice, Device, resolve
 from flashwarp.errors import ArgumentError
+from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.timing import device_seconds, median_of
 
 __all__ = ["run"]
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp import graphs
 from flashwarp.demo.check import check_equal
-from flashwarp.demo.disk import direct_reads_work, drop_page_cache
 from flashwarp.demo.kernels import data_path_of
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.graphs.reference import UNREACHED, reference_distances
+from flashwarp.probe.disk import direct_reads_work, drop_page_cache
 
 __all__ = [
     "SIZES",

@@ -28,12 +28,12 @@ import flashwarp as fw
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.demo.check import CheckFailed, check_equal
-from flashwarp.demo.disk import create_npy, direct_reads_work, drop_page_cache
 from flashwarp.demo.kernels import data_path_of
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.policy import CLOCK, Policy
+from flashwarp.probe.disk import create_npy, direct_reads_work, drop_page_cache
 from flashwarp.rows import ArrayStruct
 
 __all__ = [
