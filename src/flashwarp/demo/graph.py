@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp import graphs
 from flashwarp.demo.check import check_equal
-from flashwarp.demo.kernels import data_path_of
+from flashwarp.demo.data_path import data_path_of
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.graphs.reference import UNREACHED, reference_distances

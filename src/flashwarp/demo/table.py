@@ -28,7 +28,7 @@ import flashwarp as fw
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.demo.check import CheckFailed, check_equal
-from flashwarp.demo.kernels import data_path_of
+from flashwarp.demo.data_path import data_path_of
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
