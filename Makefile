@@ -23,12 +23,11 @@ TEST_HANG_S ?= 900
 NATIVE := $(wildcard native/*.cpp native/*.h) \
   $(shell find src/flashwarp -name '*.cuh' -o -name '*.cu')
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
-  $(wildcard src/flashwarp/testing/simulator/*.cpp src/flashwarp/testing/simulator/*.h \
-  src/flashwarp/testing/simulator/scenarios/*.cpp)
+  $(wildcard tests/simulator/*.cpp tests/simulator/*.h tests/simulator/scenarios/*.cpp)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format native-test tsan asan models simulate explore \
-  simulate-coverage cost docs clean
+.PHONY: help demo test bench lint format native-test tsan asan models simulate \
+  cost docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -85,18 +84,9 @@ cost: $(VENV)/dev.stamp  ## What single operations of the native parts cost here
 	$(BIN)/cmake --build build/$@
 	$(BIN)/ctest --test-dir build/$@ --no-tests=error --tests-regex _cost --verbose
 
-simulate: SEEDS ?= 0:1000000
-simulate: TIME ?= 60
-simulate: $(VENV)/dev.stamp  ## Explore schedules: SEEDS=first:last TIME=seconds for each warp width
-	for width in 1 4 32; do \
-	  $(BIN)/flashwarp simulate --width $$width --seeds $(SEEDS) --time $(TIME) $(ARGS); done
-
-explore: SCHEDULES ?= 100000
-explore: $(VENV)/dev.stamp  ## Explore everything: SCHEDULES=n, from a seed of today or FIRST=seed
-	$(BIN)/flashwarp simulate --schedules $(SCHEDULES) $(if $(FIRST),--seeds $(FIRST)) $(ARGS)
-
-simulate-coverage: $(VENV)/dev.stamp  ## Lines of the device headers that the simulator runs
-	$(BIN)/python -m flashwarp.testing.coverage $(ARGS)
+simulate: ARGS ?= --schedules 100000
+simulate: $(VENV)/dev.stamp  ## Explore schedules of the device code; ARGS="--help" for the options
+	$(BIN)/python tests/simulator $(ARGS)
 
 docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

@@ -22,22 +22,9 @@ KERNEL = """
 FW_KERNEL search_level(const FW_GRID_CONSTANT fw::array<const uint32_t> neighbours,
                        const FW_GRID_CONSTANT fw::graph::rows rows, uint32_t* distances,
                        uint32_t* found, uint32_t level) {
-  using namespace fw;
   // In place where that is memory: little of a line is not worth a line.
-  graph::cached_or_in_place lists(neighbours, rows);
-  bool met = false;
-  graph::for_each(
-      rows, lists,
-      [&](uint64_t v) { return atomic::load_relaxed(&distances[v]) == level; },
-      [&](uint64_t v, uint64_t i, uint32_t neighbour) {
-        // A damaged file could name a vertex that is none.
-        if (neighbour >= rows.vertices) return;
-        if (atomic::load_relaxed(&distances[neighbour]) != 0xffffffffu) return;
-        // Several warps may store here at once: all store the same.
-        atomic::store_relaxed(&distances[neighbour], level + 1);
-        met = true;
-      });
-  if (met) atomic::store_relaxed(found, 1u);
+  fw::graph::cached_or_in_place lists(neighbours, rows);
+  fw::graph::search(rows, lists, {distances, found, rows.vertices, level});
 }
 """
 

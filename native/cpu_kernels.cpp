@@ -5,51 +5,8 @@
 namespace fw::native {
 namespace {
 
-template <typename Params, void (*kKernel)(Params)>
-void run_kernel(const void* params) {
-  kKernel(*static_cast<const Params*>(params));
-}
-
-#define FW_CPU_KERNEL(NAME, PARAMS) \
-  CpuKernel { #NAME, sizeof(PARAMS), &run_kernel<PARAMS, NAME> }
-
-using kernels::bfs_params;
-using kernels::drives_params;
 using kernels::maintenance_params;
-using kernels::query_params;
-using kernels::queue_params;
-using kernels::reduce_params;
 using kernels::row_params;
-
-const CpuKernel kKernels[] = {
-    FW_CPU_KERNEL(fw_gather_rows, row_params),
-    FW_CPU_KERNEL(fw_scatter_rows, row_params),
-    FW_CPU_KERNEL(fw_prefetch_rows, row_params),
-    FW_CPU_KERNEL(fw_gather_elements_1, row_params),
-    FW_CPU_KERNEL(fw_gather_elements_2, row_params),
-    FW_CPU_KERNEL(fw_gather_elements_4, row_params),
-    FW_CPU_KERNEL(fw_gather_elements_8, row_params),
-    FW_CPU_KERNEL(fw_gather_elements_16, row_params),
-    FW_CPU_KERNEL(fw_scatter_elements_1, row_params),
-    FW_CPU_KERNEL(fw_scatter_elements_2, row_params),
-    FW_CPU_KERNEL(fw_scatter_elements_4, row_params),
-    FW_CPU_KERNEL(fw_scatter_elements_8, row_params),
-    FW_CPU_KERNEL(fw_scatter_elements_16, row_params),
-    FW_CPU_KERNEL(fw_check_indices, row_params),
-    FW_CPU_KERNEL(fw_flush_lines, maintenance_params),
-    FW_CPU_KERNEL(fw_invalidate_lines, maintenance_params),
-    FW_CPU_KERNEL(fw_drop_tier, maintenance_params),
-    FW_CPU_KERNEL(fw_quiesce, maintenance_params),
-    FW_CPU_KERNEL(fw_submit_command, maintenance_params),
-    FW_CPU_KERNEL(fw_drive_blocks, drives_params),
-    FW_CPU_KERNEL(fw_link_blocks, drives_params),
-    FW_CPU_KERNEL(fw_queue_read, queue_params),
-    FW_CPU_KERNEL(fw_pull_blocks, queue_params),
-    FW_CPU_KERNEL(fw_reduce_array, reduce_params),
-    FW_CPU_KERNEL(fw_reduce_plain, reduce_params),
-    FW_CPU_KERNEL(fw_bfs_level, bfs_params),
-    FW_CPU_KERNEL(fw_query_sums, query_params),
-};
 
 #define FW_SIZE(NAME, TYPE) \
   MemberLayout { NAME, "", sizeof(TYPE) }
@@ -128,38 +85,10 @@ std::vector<MemberLayout> make_layouts() {
       FW_SIZE("maintenance_params", maintenance_params),
       FW_MEMBER("maintenance_params", maintenance_params, opcode),
       FW_MEMBER("maintenance_params", maintenance_params, drop),
-      FW_SIZE("drives_params", drives_params),
-      FW_MEMBER("drives_params", drives_params, opcode),
-      FW_SIZE("drive", kernels::drive),
-      FW_SIZE("queue_params", queue_params),
-      FW_MEMBER("queue_params", queue_params, data),
-      FW_SIZE("reduce_params", reduce_params),
-      FW_MEMBER("reduce_params", reduce_params, random),
-      FW_SIZE("bfs_params", bfs_params),
-      FW_MEMBER("bfs_params", bfs_params, vertices),
-      FW_MEMBER("bfs_params", bfs_params, tile),
-      FW_SIZE("query_sums", kernels::query_sums),
-      FW_MEMBER("query_sums", kernels::query_sums, key_of),
-      FW_SIZE("query_params", query_params),
-      FW_MEMBER("query_params", query_params, sums),
-      FW_MEMBER("query_params", query_params, tile),
   };
 }
 
 }  // namespace
-
-const CpuKernel* find_cpu_kernel(std::string_view name) {
-  for (const CpuKernel& kernel : kKernels) {
-    if (kernel.name == name) return &kernel;
-  }
-  return nullptr;
-}
-
-std::vector<std::string_view> cpu_kernel_names() {
-  std::vector<std::string_view> names;
-  for (const CpuKernel& kernel : kKernels) names.push_back(kernel.name);
-  return names;
-}
 
 const std::vector<MemberLayout>& structure_layouts() {
   static const std::vector<MemberLayout> layouts = make_layouts();

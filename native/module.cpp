@@ -42,25 +42,6 @@ void require_launched(bool launched) {
   if (!launched) throw std::runtime_error("the pool was closed, or belongs to the parent process");
 }
 
-void cpu_launch(CpuPool& pool, const std::string& name, nb::bytes params, uint32_t threads,
-                const Uses& uses) {
-  const fw::native::CpuKernel* kernel = fw::native::find_cpu_kernel(name);
-  if (kernel == nullptr) throw nb::key_error(("no CPU kernel named " + name).c_str());
-  if (params.size() != kernel->params_bytes) {
-    throw nb::value_error((name + " takes " + std::to_string(kernel->params_bytes) +
-                           " bytes of parameters, not " + std::to_string(params.size()))
-                              .c_str());
-  }
-  // A copy: aligned as the structure wants it.
-  alignas(64) char copy[1024];
-  if (params.size() > sizeof copy) throw nb::value_error("kernel parameters exceed 1024 bytes");
-  memcpy(copy, params.c_str(), params.size());
-  require_launched([&, controllers = controllers_of(uses)] {
-    const Unlocked unlocked;
-    return pool.launch({kernel->run, copy}, threads, controllers);
-  }());
-}
-
 const fw::entry& program_kernel(const CpuProgram& program, uint32_t index) {
   if (index >= program.kernel_count()) throw nb::index_error("the program has no such kernel");
   return program.kernel(index);
@@ -121,8 +102,6 @@ NB_MODULE(_native, m) {
   m.doc() = "Native half of flashwarp: CPU device, storages, software controller.";
   nb::class_<CpuPool>(m, "CpuPool")
       .def(nb::init<uint32_t>(), nb::arg("threads"))
-      .def("launch", &cpu_launch, nb::arg("name"), nb::arg("params"), nb::arg("threads") = 0,
-           nb::arg("uses") = Uses())
       .def("launch_program", &cpu_launch_program, nb::arg("program"), nb::arg("index"),
            nb::arg("arguments"), nb::arg("threads") = 0, nb::arg("uses") = Uses())
       .def("close", &CpuPool::close, nb::call_guard<Unlocked>())
@@ -136,11 +115,6 @@ NB_MODULE(_native, m) {
           nb::arg("code"))
       .def_prop_ro("kernels", &program_kernels);
   m.def("demangle", &fw::native::demangle, nb::arg("name"));
-  m.def("cpu_kernels", [] {
-    std::vector<std::string> names;
-    for (std::string_view name : fw::native::cpu_kernel_names()) names.emplace_back(name);
-    return names;
-  });
   m.def("layouts", &layouts);
   bind_endings(m);
   bind_engine(m);

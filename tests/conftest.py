@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-import simulator_budget
 from flashwarp._jit import driver
 from flashwarp.errors import DeviceError
+from simulator import budget
 
 
 @functools.cache
@@ -22,8 +22,8 @@ def _no_gpu_reason() -> str:
 
 def pytest_report_header() -> str:
     return (
-        f"simulator: FLASHWARP_SIMULATE_SEED={simulator_budget.FIRST_SEED}, "
-        f"{simulator_budget.SECONDS:g} s for each test that explores"
+        f"simulator: FLASHWARP_SIMULATE_SEED={budget.FIRST_SEED}, "
+        f"{budget.SECONDS:g} s for each test that explores"
     )
 
 

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from flashwarp.bench import BENCHES
-from flashwarp.bench.report import Report, Row
-from flashwarp.bench.timing import device_seconds, in_turns, median_of
 from flashwarp.cli import bench as command
 from flashwarp.cli.main import main
 from flashwarp.device import resolve
+from flashwarp.probe.report import Report, Row
+from flashwarp.probe.timing import device_seconds, in_turns, median_of
 
 
 def run_main(monkeypatch, *arguments):

@@ -28,7 +28,7 @@ from fake_cuda import (
     fake,
     report,
 )
-from flashwarp._jit import compiler
+from flashwarp._jit.compiler import Source
 from flashwarp.device import CudaDevice, resolve, view
 from flashwarp.errors import (
     ArgumentError,
@@ -46,7 +46,7 @@ struct probe_params {
   unsigned long long value;
   int more;
 };
-extern "C" __global__ void fw_probe(const __grid_constant__ probe_params p) {
+__global__ void fw_probe(const __grid_constant__ probe_params p) {
   ((unsigned long long*)p.report)[3] = p.value;
 }
 """
@@ -63,9 +63,8 @@ class ProbeParams(ctypes.Structure):
 def device_with_probe() -> CudaDevice:
     device = CudaDevice(0)
     # The built-in kernels take seconds to compile, and the fake runs none of them.
-    device.__dict__["artifact"] = compiler.compile_module(
-        device.arch, path=Path(os.environ["PROBE_SOURCE"]), include_dirs=[]
-    )
+    probe = Source.read(Path(os.environ["PROBE_SOURCE"]))
+    device._load_built_in = lambda _: device.load_program(probe).by_name()
     return device
 
 
@@ -160,7 +159,7 @@ def check_launch_is_never_larger_than_what_runs_at_a_time() -> None:
 
     device.launch("probe", params, warps=1 << 40, block_threads=128)
     assert report(device, memory.address)[0] == 132 * 2048 // 128
-    device.launch("probe", params, warps=1 << 40, max_blocks=10)
+    device.launch("probe", params, warps=8 * 10)
     assert report(device, memory.address)[0] == 10
     launches = fake().fake_count(b"cuLaunchKernel")
     device.launch("probe", params, warps=0)
@@ -216,11 +215,11 @@ def check_all_kernels_are_loaded_before_the_first_launch() -> None:
     device = device_with_probe()
     assert fake().fake_count(b"cuModuleLoadData") == 0
 
-    device.load()
-    device.load()
+    device.built_in()
+    device.built_in()
 
     assert fake().fake_count(b"cuModuleLoadData") == 1
-    assert fake().fake_count(b"cuFuncLoad") == len(device.artifact.kernels) == 1
+    assert fake().fake_count(b"cuFuncLoad") == len(device.built_in()) == 1
 
 
 def check_wrong_launches_are_refused() -> None:
@@ -228,7 +227,7 @@ def check_wrong_launches_are_refused() -> None:
 
     with pytest.raises(DeviceError, match="24 bytes, but the host's has 3"):
         device.launch("probe", b"123", warps=1)
-    with pytest.raises(ArgumentError, match="no kernel fw_nothing; the module has: fw_probe"):
+    with pytest.raises(ArgumentError, match="no kernel fw_nothing; built in: fw_probe"):
         device.launch("nothing", b"", warps=1)
     with pytest.raises(DeviceError, match="cannot run with 2048 threads"):
         device.launch("probe", bytes(24), warps=1, block_threads=2048)
@@ -241,10 +240,10 @@ def check_code_that_the_driver_cannot_load_is_a_clear_error() -> None:
     device = device_with_probe()
 
     with failing("cuModuleLoadData", 200), pytest.raises(DeviceError, match="update the driver"):
-        device.load()
-    device.load()
+        device.built_in()
+    device.built_in()
     with failing("cuFuncLoad", OUT_OF_MEMORY), pytest.raises(DeviceOutOfMemory, match="fw_probe"):
-        device_with_probe().load()
+        device_with_probe().built_in()
     assert fake().fake_count(b"cuModuleUnload") == 1
 
 
@@ -315,7 +314,7 @@ def check_close_releases_everything_in_any_order() -> None:
     memory, host = device.allocate(100), device.allocate_host(100)
     device.register_host(4096, 4096, read_only=True)
     event = device.event()
-    device.load()
+    device.built_in()
     memory.close()
 
     device.close()

@@ -15,17 +15,17 @@ from flashwarp import graphs
 from flashwarp.cli.main import main
 from flashwarp.demo import features, graph, table
 from flashwarp.demo.check import CheckFailed, check_equal
-from flashwarp.demo.disk import (
+from flashwarp.demo.progress import Steps
+from flashwarp.demo.report import DemoResult, as_dict, binary, draw, show, thousands
+from flashwarp.device import resolve
+from flashwarp.errors import ArgumentError, FileFormatError
+from flashwarp.probe.disk import (
     create_npy,
     direct_reads_work,
     drop_page_cache,
     measure_ceiling,
     resident_fraction,
 )
-from flashwarp.demo.progress import Steps
-from flashwarp.demo.report import DemoResult, as_dict, binary, draw, show, thousands
-from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError, FileFormatError
 
 
 @pytest.fixture
@@ -55,12 +55,17 @@ def plain_search(offsets, neighbours, source):
 # Breadth-first search on the device.
 
 
+def save_graph(folder, offsets, neighbours):
+    np.save(folder / "offsets.npy", np.asarray(offsets, np.int64))
+    np.save(folder / "neighbours.npy", np.asarray(neighbours, np.uint32))
+    return graphs.CsrGraph.open(folder)
+
+
 def save_and_search(tmp_path, cpu, offsets, neighbours, source, cache):
-    path = tmp_path / "neighbours.npy"
-    np.save(path, neighbours)
+    made = save_graph(tmp_path, offsets, neighbours)
     with (
-        fw.open(path, device=cpu, cache=cache, line="4 KiB") as array,
-        graph.BreadthFirstSearch(array, offsets) as search,
+        made.neighbours(device=cpu, cache=cache, line="4 KiB") as array,
+        graph.BreadthFirstSearch(made, array) as search,
     ):
         levels = list(search.levels(source))
         return search.distances(), levels
@@ -111,21 +116,26 @@ def test_search_passes_over_neighbours_that_are_no_vertices(tmp_path, cpu):
 
 
 @pytest.mark.parametrize("offsets", [[0, 2], [0, 5, 4], [1, 4], [0]])
-def test_offsets_that_do_not_fit_the_neighbours_are_refused(tmp_path, cpu, offsets):
-    path = tmp_path / "neighbours.npy"
-    np.save(path, np.zeros(4, dtype=np.int32))
+def test_offsets_that_do_not_fit_the_neighbours_are_refused(tmp_path, offsets):
+    with pytest.raises(FileFormatError, match="offsets"):
+        save_graph(tmp_path, offsets, np.zeros(4))
+
+
+def test_neighbours_of_another_graph_are_refused(tmp_path, cpu):
+    made = save_graph(tmp_path, [0, 1, 2], [1, 0])
+    np.save(tmp_path / "others.npy", np.zeros(4, np.uint32))
 
     with (
-        fw.open(path, device=cpu, cache="64 KiB") as array,
-        pytest.raises(ArgumentError, match="offsets"),
+        fw.open(tmp_path / "others.npy", device=cpu, cache="64 KiB") as others,
+        pytest.raises(ArgumentError, match="4 elements, the lists of the graph 2"),
     ):
-        graph.BreadthFirstSearch(array, np.array(offsets, dtype=np.uint64))
+        graph.BreadthFirstSearch(made, others)
 
 
 def test_source_outside_the_graph_is_refused(tmp_path, cpu):
     offsets, neighbours = np.array([0, 1, 2], dtype=np.uint64), np.array([1, 0], dtype=np.int32)
 
-    with pytest.raises(ArgumentError, match="source 2"):
+    with pytest.raises(ArgumentError, match="2 is not one of 2 vertices"):
         save_and_search(tmp_path, cpu, offsets, neighbours, 2, cache="64 KiB")
 
 

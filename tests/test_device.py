@@ -36,6 +36,7 @@ from flashwarp.errors import (
     DtypeError,
     ForkError,
 )
+from flashwarp.rows import RowParams
 
 
 @pytest.fixture
@@ -190,10 +191,8 @@ class FakePool:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def launch(self, name: str, *arguments: Any) -> None:
-        if name != "fw_gather_rows":
-            raise KeyError(f"no CPU kernel named {name}")
-        self.calls.append((name, *arguments))
+    def launch_program(self, _: Any, index: int, *arguments: Any) -> None:
+        self.calls.append((index, *arguments))
 
     def close(self) -> None:
         self.calls.append(("close",))
@@ -203,14 +202,17 @@ def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
     pool = device.__dict__["_pool"] = FakePool()
     memory = object()
 
-    device.launch("gather_rows", b"\x01\x02", warps=1, uses=(memory,))
-    device.launch("gather_rows", b"\x01\x02", warps=1 << 40)
-    device.launch("gather_rows", b"\x01\x02", warps=0)
+    struct = bytes(range(ctypes.sizeof(RowParams)))
+    index = device.built_in()["fw_gather_rows"].handle[1]
+
+    device.launch("gather_rows", struct, warps=1, uses=(memory,))
+    device.launch("gather_rows", struct, warps=1 << 40)
+    device.launch("gather_rows", struct, warps=0)
     device.close()
 
     assert pool.calls == [
-        ("fw_gather_rows", b"\x01\x02", 1, [memory]),
-        ("fw_gather_rows", b"\x01\x02", 2, []),
+        (index, [struct], 1, [memory]),
+        (index, [struct], 2, []),
         ("close",),
     ]
 
@@ -218,8 +220,15 @@ def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
 def test_cpu_launch_of_unknown_kernel_is_refused(device: CpuDevice) -> None:
     device.__dict__["_pool"] = FakePool()
 
-    with pytest.raises(ArgumentError, match="no CPU kernel named fw_nothing"):
+    with pytest.raises(ArgumentError, match="no kernel fw_nothing; built in: fw_gather_rows, "):
         device.launch("nothing", b"", warps=1)
+
+
+def test_cpu_launch_with_a_struct_of_another_size_is_refused(device: CpuDevice) -> None:
+    device.__dict__["_pool"] = FakePool()
+
+    with pytest.raises(DeviceError, match=r"fw_gather_rows takes a struct of 120 bytes.* has 3"):
+        device.launch("gather_rows", b"123", warps=1)
 
 
 def test_cpu_launch_in_a_forked_child_is_refused(

@@ -11,12 +11,12 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.bench import BENCHES
-from flashwarp.testing.mutants import MUTANTS
+from simulator.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "features.md"
 HEADERS = ROOT / "src" / "flashwarp" / "include" / "flashwarp"
-SCENARIOS = ROOT / "src" / "flashwarp" / "testing" / "simulator" / "scenarios"
+SCENARIOS = ROOT / "tests" / "simulator" / "scenarios"
 
 NOT_YET = "not yet"
 

@@ -13,8 +13,8 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native, host_memory
 from flashwarp.config import Config
-from flashwarp.demo.disk import drop_page_cache
 from flashwarp.file_access import FileFacts, ReadFigures, choose_way, reconsider
+from flashwarp.probe.disk import drop_page_cache
 
 MIB = 1 << 20
 GIB = 1 << 30

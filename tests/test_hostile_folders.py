@@ -7,7 +7,6 @@ only root can give.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import socket
@@ -20,6 +19,7 @@ import pytest
 from flashwarp._jit import artifact_cache, private_folder
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, default_directory
 from flashwarp.errors import CompileError
+from simulator import simulate
 
 CODE = Entry(b"code", "log")
 OTHER_USER = 12345
@@ -384,8 +384,6 @@ def test_full_temporary_folder_is_passed_over(
 def test_simulators_are_not_run_from_a_folder_that_others_may_write_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The package's name for it is the function's.
-    simulate = importlib.import_module("flashwarp.testing.simulate")
     monkeypatch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path))
     assert simulate._directory() == tmp_path / "simulator"
 

@@ -67,9 +67,9 @@ def make_project(root: Path) -> Path:
 def build(
     root: Path, cache: ArtifactCache, arch: str = "sm_90", **more: object
 ) -> compiler.Artifact:
-    return compiler.compile_module(
+    return compiler.compile_source(
         arch,
-        path=root / "module.cuh",
+        compiler.Source.read(root / "module.cuh"),
         include_dirs=[root / "include"],
         cache=cache,
         **more,  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def build(
 
 @pytest.mark.parametrize("arch", BUILT_IN_FOR)
 def test_built_in_kernels_compile(arch: str, cache: ArtifactCache) -> None:
-    artifact = compiler.compile_module(arch, cache=cache)
+    artifact = compiler.compile_source(arch, compiler.Source.read(compiler.MODULE), cache=cache)
 
     assert artifact.cubin.startswith(b"\x7fELF")
     assert "fw_gather_rows" in artifact.kernels

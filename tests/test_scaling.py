@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flashwarp import _native
+import flashwarp as fw
 from flashwarp.bench import scaling
 from flashwarp.bench.scaling import Drives, DrivesParams, DriveStruct, Load, Namespaces
 from flashwarp.device import resolve
@@ -15,10 +16,24 @@ from flashwarp.errors import ArgumentError
 
 
 def test_mirrored_structures_have_the_same_layout() -> None:
-    layouts = _native.layouts()
-    assert ctypes.sizeof(DrivesParams) == layouts["drives_params", ""]
-    assert DrivesParams.opcode.offset == layouts["drives_params", "opcode"]
-    assert ctypes.sizeof(DriveStruct) == layouts["drive", ""]
+    header = Path(scaling.__file__).with_name("drives.cuh")
+    program = fw.compile(
+        f"""
+#include "{header.name}"
+FW_KERNEL layouts(uint64_t* out) {{
+  out[0] = sizeof(bench::drives_params);
+  out[1] = offsetof(bench::drives_params, opcode);
+  out[2] = sizeof(bench::drive);
+}}
+""",
+        "cpu",
+        include_dirs=[header.parent],
+    )
+    out = np.zeros(3, np.uint64)
+    program["layouts"](out, warps=1)
+
+    mirrors = [ctypes.sizeof(DrivesParams), DrivesParams.opcode.offset, ctypes.sizeof(DriveStruct)]
+    assert out.tolist() == mirrors
 
 
 @pytest.mark.parametrize("bits", [0, 1, 2, 7, 12])

@@ -315,13 +315,12 @@ def test_without_the_table_the_same_source_is_plain_accesses(device: CpuDevice) 
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_without_the_table_the_code_is_that_of_plain_accesses(tmp_path: Path, arch: str) -> None:
-    source = tmp_path / "plain.cu"
-    source.write_text(PLAIN)
+def test_without_the_table_the_code_is_that_of_plain_accesses(arch: str) -> None:
+    text = compiler.Source("plain.cu", PLAIN.encode())
 
-    without = compiler.compile_module(arch, path=source, options=("-DFW_SHARE_TABLE=0",))
-    plain = compiler.compile_module(arch, path=source, options=("-DPLAIN",))
-    shared = compiler.compile_module(arch, path=source)
+    without = compiler.compile_source(arch, text, options=("-DFW_SHARE_TABLE=0",))
+    plain = compiler.compile_source(arch, text, options=("-DPLAIN",))
+    shared = compiler.compile_source(arch, text)
 
     assert without.kernels["scale"] == plain.kernels["scale"], "registers, stack, spills"
     # The assembler lays equal functions out differently, by some instructions of thousands.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from flashwarp.errors import ArgumentError, CompileError
-from flashwarp.testing import exploration
-from flashwarp.testing.exploration import explore, seed_of_today
-from flashwarp.testing.mutants import MUTANTS, Mutant
-from flashwarp.testing.simulate import build_program, mutated_text, simulate
-from simulator_budget import FIRST_SEED, SECONDS
+from simulator import exploration
+from simulator.budget import FIRST_SEED, SECONDS
+from simulator.exploration import explore, seed_of_today
+from simulator.mutants import MUTANTS, Mutant
+from simulator.simulate import Simulation, build_program, mutated_text, simulate
 
 ALL_SEEDS = (0, 1 << 40)
 NEW_SEEDS = (FIRST_SEED, FIRST_SEED + (1 << 40))
@@ -219,7 +221,7 @@ def test_replay_command_repeats_the_failure(strategy: str) -> None:
 
 
 OWN_SCENARIO = """
-#include "flashwarp/testing/simulator/machine.h"
+#include "simulator/machine.h"
 using namespace fw::simulator;
 
 FW_SCENARIO(total, "every thread adds one to a counter") {
@@ -261,6 +263,59 @@ def test_own_source_that_does_not_compile_says_why(tmp_path: Path) -> None:
 
     with pytest.raises(CompileError, match="no_such_thing"):
         simulate(source)
+
+
+OWN_POLICY = """
+struct own_policy {
+  static void on_hit(const fw::cache::geometry&, uint64_t, uint64_t) {}
+  static void on_fill(fw::cache::set_view& lines, uint32_t way) { lines.hand = way; }
+  static uint32_t choose_victim(fw::cache::set_view& lines) { return VICTIM; }
+};
+"""
+
+
+def test_policy_of_a_user_runs_under_the_scheduler(tmp_path: Path) -> None:
+    header = tmp_path / "own.h"
+
+    def run(victim: str) -> Simulation:
+        header.write_text(OWN_POLICY.replace("VICTIM", victim), encoding="utf-8")
+        return simulate(scenario="evict", policy=f"{header}:own_policy", seeds=(0, 20))
+
+    assert run("fw::base::lowest_bit(lines.candidates)").failure == ""
+
+    # The way that was filled last may be pinned.
+    found = run("lines.hand")
+    assert "a policy asked for a line or a way that it may not have" in found.failure
+    assert f"--policy {header}:own_policy" in found.replay
+
+    with pytest.raises(CompileError, match="no_such_thing"):
+        run("no_such_thing")
+    with pytest.raises(ArgumentError, match="does not exist"):
+        simulate(policy=f"{tmp_path}/absent.h:own_policy")
+
+
+def command_line(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(__file__).parent / "simulator"
+    return subprocess.run(
+        [sys.executable, str(program), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_command_line_runs_outside_the_checkout(tmp_path: Path) -> None:
+    passed = command_line("--scenario", "ring", "--seeds", "0:20", folder=tmp_path)
+    listed = command_line("--list", folder=tmp_path)
+    refused = command_line("--width", "2", folder=tmp_path)
+
+    assert (passed.returncode, passed.stderr) == (0, "")
+    assert passed.stdout.startswith("width 1: 20 schedules, ")
+    assert "ring" in listed.stdout
+    assert all(f"mutant {name}: " in listed.stdout for name in MUTANTS)
+    assert (refused.returncode, refused.stderr) == (1, "error: width 2: choose from 1, 4, 32\n")
 
 
 def test_wrong_option_is_an_argument_error() -> None:

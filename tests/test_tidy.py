@@ -51,8 +51,11 @@ LAYERS = [
     ["opening"],
     ["flashwarp"],
     ["graphs"],
-    ["trace"],
-    ["demo", "bench", "testing", "cli"],
+    ["trace", "testing"],
+    # From here on what measures and shows; no arrays, and nobody who tests a backend, need it.
+    ["probe"],
+    ["demo", "bench"],
+    ["cli"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -81,7 +84,7 @@ python_files = sorted(PACKAGE.rglob("*.py"))
 device_files = sorted(PACKAGE.rglob("*.cuh"))
 native_files = sorted(
     path
-    for folder in (ROOT / "native", PACKAGE / "testing" / "simulator")
+    for folder in (ROOT / "native", ROOT / "tests" / "simulator")
     for path in folder.rglob("*")
     if path.suffix in {".cpp", ".h"}
 )

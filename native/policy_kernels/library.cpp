@@ -1,5 +1,5 @@
 // The built-in kernels with the replacement policy that FW_POLICY names, as a program for the CPU
-// device. The extension itself has the clock's; one library for each other policy lies beside it.
+// device: a library for each policy lies beside the extension. This is their only list.
 #include "flashwarp/entry.cuh"
 #include "flashwarp/kernels/module.cuh"
 
@@ -27,12 +27,6 @@ constexpr fw::entry kEntries[] = {
     FW_ENTRY(fw_drop_tier),
     FW_ENTRY(fw_quiesce),
     FW_ENTRY(fw_submit_command),
-    FW_ENTRY(fw_queue_read),
-    FW_ENTRY(fw_pull_blocks),
-    FW_ENTRY(fw_reduce_array),
-    FW_ENTRY(fw_reduce_plain),
-    FW_ENTRY(fw_bfs_level),
-    FW_ENTRY(fw_query_sums),
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
 """How an indexing operation becomes a launch: which rows, which kernel, with what parameters.
 
-Mirrors `kernels/gather.cuh` and `kernels/maintenance.cuh`.
+Mirrors `kernels/rows.cuh` and `kernels/maintenance.cuh`.
 """
 
 from __future__ import annotations

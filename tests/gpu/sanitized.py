@@ -60,7 +60,7 @@ def search(device: fw.CudaDevice, folder: Path) -> None:
     for o_direct in (True, False):
         with (
             graph.neighbours(device=device, cache="8 KiB", line=512, o_direct=o_direct) as array,
-            BreadthFirstSearch(array, graph.offsets.view(np.uint64)) as levels,
+            BreadthFirstSearch(graph, array) as levels,
         ):
             reached = sum(1 for _ in levels.levels(graph.pick_sources(1, seed=2)[0]))
             assert reached > 2

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashwarp._jit import compiler
+from flashwarp._jit.compiler import Source
 from flashwarp.device import CudaDevice, empty_like_library, resolve, view
 from flashwarp.errors import DeviceError, DeviceOutOfMemory, DeviceTimeout
+from flashwarp.policy import CLOCK
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +30,7 @@ struct add_params {
   u64 count;
   u64 amount;
 };
-extern "C" __global__ void fw_add(const __grid_constant__ add_params p) {
+__global__ void fw_add(const __grid_constant__ add_params p) {
   const u64 step = u64(gridDim.x) * blockDim.x;
   for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < p.count; i += step)
     p.output[i] = p.input[i] + p.amount;
@@ -45,7 +46,7 @@ __device__ u64 now_ns() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
   return t;
 }
-extern "C" __global__ void fw_wait(const __grid_constant__ wait_params p) {
+__global__ void fw_wait(const __grid_constant__ wait_params p) {
   const u64 start = now_ns();
   while (*p.flag == 0 && now_ns() - start < p.limit_ns) __nanosleep(1000);
 }
@@ -53,7 +54,7 @@ extern "C" __global__ void fw_wait(const __grid_constant__ wait_params p) {
 struct launch_params {
   u64* blocks;
 };
-extern "C" __global__ void fw_count_blocks(const __grid_constant__ launch_params p) {
+__global__ void fw_count_blocks(const __grid_constant__ launch_params p) {
   if (threadIdx.x == 0) atomicAdd(p.blocks, 1ull);
 }
 """
@@ -71,6 +72,11 @@ class LaunchParams(ctypes.Structure):
     _fields_ = (("blocks", ctypes.c_uint64),)
 
 
+def stand_in(device: CudaDevice, source: Path) -> None:
+    """Give a device these kernels in place of the built-in ones."""
+    device._built_in[CLOCK] = device.load_program(Source.read(source)).by_name()
+
+
 @pytest.fixture
 def device(tmp_path: Path) -> Iterator[CudaDevice]:
     try:
@@ -79,8 +85,7 @@ def device(tmp_path: Path) -> Iterator[CudaDevice]:
         pytest.skip(str(error))
     source = tmp_path / "kernels.cuh"
     source.write_text(SOURCE)
-    artifact = compiler.compile_module(device.arch, path=source, include_dirs=[])
-    device.__dict__["artifact"] = artifact
+    stand_in(device, source)
     with device:
         yield device
 
@@ -215,17 +220,18 @@ def test_large_launch_has_the_blocks_that_run_at_a_time(device: CudaDevice) -> N
     device.synchronize()
 
     blocks = int.from_bytes(device.download(counter.address, 8), "little")
-    assert blocks == device.grid("count_blocks", warps=1 << 30)
+    kernel = device.built_in()["fw_count_blocks"]
+    assert blocks == device.resident_threads(kernel, 256) // 256
     assert blocks % device.context.multiprocessors == 0
     assert blocks >= device.context.multiprocessors
 
 
 def test_all_kernels_load_and_know_their_resources(device: CudaDevice) -> None:
-    device.load()
-
-    for name, kernel in device.load().kernels.items():
-        assert kernel.registers == device.artifact.kernels[name].registers
-        assert kernel.threads_max >= 256
+    for kernel in device.built_in().values():
+        _, function = kernel.handle
+        assert kernel.resources is not None
+        assert function.registers == kernel.resources.registers
+        assert function.threads_max >= 256
 
 
 def test_built_in_kernels_load() -> None:
@@ -235,14 +241,15 @@ def test_built_in_kernels_load() -> None:
         pytest.skip(str(error))
     with device:
         start = time.perf_counter()
-        device.load()
+        kernels = device.built_in()
 
-        assert "fw_gather_rows" in device.load().kernels
+        assert "fw_gather_rows" in kernels
         print(f"\n{device.describe()}: compiled or found, and loaded, in ", end="")
-        print(f"{time.perf_counter() - start:.2f} s (found: {device.artifact.from_cache})")
-        for name, kernel in device.load().kernels.items():
-            blocks = device.load().resident_blocks(kernel, 256)
-            print(f"  {name:26} {kernel.registers:4} registers, {blocks} blocks of 256 a processor")
+        print(f"{time.perf_counter() - start:.2f} s")
+        for name, kernel in kernels.items():
+            registers = kernel.handle[1].registers
+            blocks = device.resident_threads(kernel, 256) // 256 // device.context.multiprocessors
+            print(f"  {name:26} {registers:4} registers, {blocks} blocks of 256 a processor")
 
 
 # Waits.
@@ -252,7 +259,7 @@ def test_wait_times_out_while_a_kernel_waits_and_other_work_goes_on(device: Cuda
     flag = device.allocate_host(4096)
     memory = device.allocate(64)
     other = device.context.create_stream()
-    device.load()
+    device.built_in()
 
     # Ten seconds bound the kernel should the test fail before it sets the flag.
     device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
@@ -283,7 +290,7 @@ def test_close_under_a_waiting_kernel_times_out_and_can_be_repeated(device: Cuda
 def test_events_measure_a_kernel(device: CudaDevice) -> None:
     flag = device.allocate_host(4096)
     start, end = device.event(), device.event()
-    device.load()
+    device.built_in()
 
     start.record()
     device.launch("wait", WaitParams(flag.address, 20_000_000), warps=1)
@@ -296,7 +303,7 @@ def test_events_measure_a_kernel(device: CudaDevice) -> None:
 def test_order_makes_one_stream_wait_for_another(device: CudaDevice) -> None:
     flag = device.allocate_host(4096)
     other = device.context.create_stream()
-    device.load()
+    device.built_in()
 
     device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
     device.order(other, None)
@@ -329,11 +336,11 @@ def test_torch_tensors_are_seen_and_made(device: CudaDevice) -> None:
 def test_torch_stream_is_taken_and_captured_into_a_graph(device: CudaDevice) -> None:
     torch: Any = pytest.importorskip("torch")
     values = torch.zeros(1000, dtype=torch.int64, device="cuda:0")
-    device.load()
+    device.built_in()
     graph = torch.cuda.CUDAGraph()
 
     params = AddParams(values.data_ptr(), values.data_ptr(), 1000, 1)
-    device.grid("add", warps=32)
+    device.resident_threads(device.built_in()["fw_add"])
     with torch.cuda.graph(graph):
         device.launch("add", params, warps=32, stream=torch.cuda.current_stream())
     for _ in range(3):
@@ -399,8 +406,7 @@ from flashwarp.errors import DeviceError
 sys.path.insert(0, {folder!r})
 import test_device as t
 device = CudaDevice(0)
-device.__dict__["artifact"] = t.compiler.compile_module(
-    device.arch, path=t.Path({source!r}), include_dirs=[])
+t.stand_in(device, t.Path({source!r}))
 memory = device.allocate(100)
 device.launch("add", t.AddParams(8, 16, 1, 1), warps=1)
 try:

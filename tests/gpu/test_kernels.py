@@ -11,7 +11,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp import graphs
-from flashwarp.bench.first_light import ReduceParams
+from flashwarp.bench.first_light import ReduceParams, load_kernels
 from flashwarp.demo.graph import BreadthFirstSearch
 from flashwarp.demo.table import filtered_sums, reference_sums
 from flashwarp.graphs.reference import reference_distances
@@ -31,18 +31,18 @@ def graph(request, tmp_path_factory):
     made = graphs.load(f"kron:{request.param}", tmp_path_factory.mktemp("graph"), seed=1)
     source = made.pick_sources(1, seed=2)[0]
     expected = reference_distances(made.matrix(), source)
-    return made.neighbours_path, made.offsets.view(np.uint64), source, expected
+    return made, source, expected
 
 
 @pytest.mark.parametrize("o_direct", [True, False])
 @pytest.mark.parametrize("line", [512, 4096])
 def test_a_search_from_a_file_finds_the_distances(graph, device, o_direct, line):
     """Lanes once loaded the ring's state each for itself, parted at a collective, and hung."""
-    path, offsets, source, expected = graph
+    made, source, expected = graph
 
     with (
-        fw.open(path, device=device, cache="256 KiB", o_direct=o_direct, line=line) as array,
-        BreadthFirstSearch(array, offsets) as search,
+        made.neighbours(device=device, cache="256 KiB", o_direct=o_direct, line=line) as array,
+        BreadthFirstSearch(made, array) as search,
     ):
         for _ in search.levels(source):
             pass
@@ -96,7 +96,7 @@ def test_elements_of_a_cold_cache_add_up(tmp_path, device, random, o_direct, lin
                 random=random,
             )
             array.controller.wake()
-            device.launch(kernel, params, warps=300)
+            device.run_kernel(load_kernels(device)[kernel], [bytes(params)], warps=300)
             array.synchronize()
             sums.append(int.from_bytes(device.download(total.address, 8), "little"))
 

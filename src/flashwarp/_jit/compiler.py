@@ -1,6 +1,6 @@
 """Device code to cubins: NVRTC, the package's own headers and nothing else.
 
-All built-in kernels are one translation unit, compiled once for each architecture and kept on disk.
+A translation unit is compiled once for each architecture and kept on disk.
 Headers are handed to the compiler in memory under the names that `#include` uses, and it looks
 nowhere else, so what is hashed is what is compiled, and the place of installation changes neither
 key nor code. Needs no GPU.
@@ -124,20 +124,6 @@ def architecture(compute_capability: tuple[int, int]) -> str:
             f"{known}: install another version of nvidia-cuda-nvrtc"
         )
     return f"sm_{max(fitting)}"
-
-
-def compile_module(
-    arch: str,
-    *,
-    path: Path = MODULE,
-    include_dirs: Sequence[Path] = (INCLUDE_DIR,),
-    options: Sequence[str] = (),
-    cache: ArtifactCache | None = None,
-) -> Artifact:
-    """Compiles a file to a cubin as `compile_source` does; default: all built-in kernels."""
-    return compile_source(
-        arch, Source.read(path), include_dirs=include_dirs, options=options, cache=cache
-    )
 
 
 def compile_source(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flashwarp._jit import spelling
 from flashwarp._jit.compiler import KernelResources
 
 
@@ -41,3 +42,10 @@ class LoadedProgram:
     log: str
     from_cache: bool
     owner: Any
+
+    def by_name(self) -> dict[str, LoadedKernel]:
+        """Return the kernels by their names, with their namespaces."""
+        return {
+            spelling.split_signature(spelling.demangle(kernel.symbol))[0]: kernel
+            for kernel in self.kernels
+        }

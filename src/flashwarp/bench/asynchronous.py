@@ -8,10 +8,10 @@ from typing import Annotated
 import numpy as np
 
 import flashwarp as fw
-from flashwarp.bench.report import Report, Row, machine_facts
-from flashwarp.bench.timing import device_seconds, median_of
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
+from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.timing import device_seconds, median_of
 
 __all__ = ["run"]
 

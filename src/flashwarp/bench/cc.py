@@ -13,7 +13,7 @@ from flashwarp.bench import graph_parts
 from flashwarp.bench.graph_bench import Options, Papers
 from flashwarp.bench.graph_parts import PARTS
 from flashwarp.bench.graph_solve import Components
-from flashwarp.bench.report import Report
+from flashwarp.probe.report import Report
 
 __all__ = ["run"]
 

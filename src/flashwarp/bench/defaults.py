@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 import flashwarp as fw
 from flashwarp import host_memory
-from flashwarp.bench.report import Report, Row, machine_facts
 from flashwarp.bench.small_memory import events_of, small_group
 from flashwarp.config import parse_bytes
-from flashwarp.demo.disk import drop_page_cache, fill_page_cache, measure_ceiling
 from flashwarp.device import resolve
 from flashwarp.npy import DATA_OFFSET, empty_layout, write_empty
+from flashwarp.probe.disk import drop_page_cache, fill_page_cache, measure_ceiling
+from flashwarp.probe.report import Report, Row, machine_facts
 
 __all__ = ["run"]
 

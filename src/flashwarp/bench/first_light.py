@@ -22,11 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
-from flashwarp.bench.report import Report, Row, machine_facts
-from flashwarp.bench.timing import device_seconds, in_turns, median_of, wall_seconds
-from flashwarp.demo.disk import measure_ceiling
+from flashwarp._jit.compiler import Source
+from flashwarp._jit.program import LoadedKernel
 from flashwarp.device import CudaDevice, Device, resolve
 from flashwarp.npy import read_layout
+from flashwarp.probe.disk import measure_ceiling
+from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_seconds
 from flashwarp.rows import ArrayStruct
 
 __all__ = ["run"]
@@ -36,8 +38,14 @@ _ROW_WORDS = 1024
 _TURNS = 3
 
 
+def load_kernels(device: Device) -> dict[str, LoadedKernel]:
+    """Compile the kernels of first_light.cu, or find them compiled; by name."""
+    source = Source.read(Path(__file__).with_name("first_light.cu"))
+    return device.load_program(source).by_name()
+
+
 class QueueParams(ctypes.Structure):
-    """Mirror of `kernels::queue_params`."""
+    """Mirror of `bench::queue_params`."""
 
     _fields_ = (
         ("cache", ctypes.c_uint64),
@@ -53,7 +61,7 @@ class QueueParams(ctypes.Structure):
 
 
 class ReduceParams(ctypes.Structure):
-    """Mirror of `kernels::reduce_params`."""
+    """Mirror of `bench::reduce_params`."""
 
     _fields_ = (
         ("array", ArrayStruct),
@@ -225,6 +233,7 @@ class _Gpu:
 
     def __init__(self, device: CudaDevice, report: Report, seed: int) -> None:
         self.device = device
+        self.kernels = load_kernels(device)
         self.report = report
         self.seed = seed
         self.torch: Any = importlib.import_module("torch")
@@ -272,12 +281,12 @@ class _Gpu:
                 data=1,
             )
 
-            def rate(kernel: str, max_blocks: int | None = None) -> float:
+            def rate(kernel: str, warps: int = -(-count // 32)) -> float:
                 x.controller.wake()
                 seconds = device_seconds(
                     self.device,
-                    lambda: self.device.launch(
-                        kernel, params, warps=-(-count // 32), max_blocks=max_blocks
+                    lambda: self.device.run_kernel(
+                        self.kernels[kernel], [bytes(params)], warps=warps
                     ),
                 )
                 return count / seconds
@@ -299,8 +308,8 @@ class _Gpu:
             if line == 512:
                 params.commands = 1 << 24
                 best = max(
-                    median_of(partial(rate, "queue_read", b), 3) * params.commands / count
-                    for b in (16, 32, 64, 132)
+                    median_of(partial(rate, "queue_read", 8 * many), 3) * params.commands / count
+                    for many in (16, 32, 64, 132)
                 )
                 self.report.add(
                     Row("raw queues, commands without data", best / 1e6, "M/s", "target", 80, 1.0)
@@ -408,7 +417,10 @@ class _Gpu:
                     total.zero_()
                     self.torch.cuda.synchronize()
                     seconds = device_seconds(
-                        self.device, lambda: self.device.launch(kernel, params, warps=1 << 20)
+                        self.device,
+                        lambda: self.device.run_kernel(
+                            self.kernels[kernel], [bytes(params)], warps=1 << 20
+                        ),
                     )
                     return float(params.count / seconds / 1e9)
 

@@ -16,9 +16,9 @@ from typing import Any
 import flashwarp as fw
 from flashwarp import graphs
 from flashwarp.bench.graph_solve import KERNELS, Algorithm, Reader
-from flashwarp.bench.report import Report, Row
-from flashwarp.bench.timing import in_turns
 from flashwarp.device import Device
+from flashwarp.probe.report import Report, Row
+from flashwarp.probe.timing import in_turns
 
 __all__ = ["GraphBench", "Options", "Papers", "cache_bytes"]
 

@@ -1,4 +1,5 @@
-// Graph kernels for the benchmarks: one text for each algorithm, and ways to read the lists.
+// Graph kernels for the benchmarks: one text for each algorithm, breadth-first search being that of
+// flashwarp/graph.cuh, and ways to read the lists.
 //
 // cached, in_place: as an application has it (flashwarp/graph.cuh). plain: the same kernel on
 // memory that the device reads in place. by_warp: a warp a vertex on such memory, as EMOGI reads
@@ -18,27 +19,6 @@ struct input {
                             // what `rows` says
 };
 static_assert(sizeof(input) == 80);
-
-constexpr uint32_t kUnreached = 0xffffffffu;
-
-// Breadth-first search: one level.
-struct level_of_search {
-  uint32_t* distances;
-  uint32_t* found;
-  uint64_t vertices;
-  uint64_t level;
-
-  FW_DEVICE bool wants(uint64_t v) const { return atomic::load_relaxed(&distances[v]) == level; }
-  // Several warps may meet a vertex at once: all store the same level.
-  FW_DEVICE void visit(uint64_t, uint32_t neighbour, bool& met) const {
-    if (neighbour >= vertices || atomic::load_relaxed(&distances[neighbour]) != kUnreached) return;
-    atomic::store_relaxed(&distances[neighbour], uint32_t(level) + 1);
-    met = true;
-  }
-  FW_DEVICE void finish(bool met) const {
-    if (met) atomic::store_relaxed(found, 1u);
-  }
-};
 
 // Connected components: trees over vertices, joined edge by edge. A root points to itself, every
 // other vertex to a smaller one, so the root of a finished tree is its smallest vertex.
@@ -212,12 +192,12 @@ FW_DEVICE void uncached(const array<const uint32_t>& neighbours, const input& in
   NAME([[maybe_unused]] const FW_GRID_CONSTANT fw::array<const uint32_t> neighbours, \
        const FW_GRID_CONSTANT bench::input in, const FW_GRID_CONSTANT ALGORITHM a)
 
-FW_GRAPH_KERNEL(bfs_cached, bench::level_of_search) { bench::cached(neighbours, in, a); }
-FW_GRAPH_KERNEL(bfs_in_place, bench::level_of_search) { bench::in_place(neighbours, in, a); }
-FW_GRAPH_KERNEL(bfs_plain, bench::level_of_search) { bench::plain(in, a); }
-FW_GRAPH_KERNEL(bfs_by_warp, bench::level_of_search) { bench::by_warp(in, a); }
-FW_GRAPH_KERNEL(bfs_naive, bench::level_of_search) { bench::naive(neighbours, in, a); }
-FW_GRAPH_KERNEL(bfs_uncached, bench::level_of_search) { bench::uncached(neighbours, in, a); }
+FW_GRAPH_KERNEL(bfs_cached, fw::graph::search_level) { bench::cached(neighbours, in, a); }
+FW_GRAPH_KERNEL(bfs_in_place, fw::graph::search_level) { bench::in_place(neighbours, in, a); }
+FW_GRAPH_KERNEL(bfs_plain, fw::graph::search_level) { bench::plain(in, a); }
+FW_GRAPH_KERNEL(bfs_by_warp, fw::graph::search_level) { bench::by_warp(in, a); }
+FW_GRAPH_KERNEL(bfs_naive, fw::graph::search_level) { bench::naive(neighbours, in, a); }
+FW_GRAPH_KERNEL(bfs_uncached, fw::graph::search_level) { bench::uncached(neighbours, in, a); }
 
 FW_GRAPH_KERNEL(cc_cached, bench::linking) { bench::cached(neighbours, in, a); }
 FW_GRAPH_KERNEL(cc_in_place, bench::linking) { bench::in_place(neighbours, in, a); }

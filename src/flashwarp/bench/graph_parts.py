@@ -12,9 +12,9 @@ from flashwarp.bench import graph_drives, graph_ways
 from flashwarp.bench.graph_bench import GraphBench, Options, Papers
 from flashwarp.bench.graph_interface import interface
 from flashwarp.bench.graph_solve import Algorithm
-from flashwarp.bench.report import Report, machine_facts
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError
+from flashwarp.probe.report import Report, machine_facts
 
 __all__ = ["PARTS", "run"]
 

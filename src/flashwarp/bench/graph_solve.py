@@ -46,7 +46,7 @@ class _Input(ctypes.Structure):
 
 
 class _Level(ctypes.Structure):
-    """Mirror of `bench::level_of_search`."""
+    """Mirror of `fw::graph::search_level`."""
 
     _fields_ = (
         ("distances", ctypes.c_uint64),

@@ -12,8 +12,8 @@ from functools import partial
 import flashwarp as fw
 from flashwarp import graphs
 from flashwarp.bench.graph_bench import GraphBench, cache_bytes
-from flashwarp.bench.report import Row
-from flashwarp.demo.disk import direct_reads_work, drop_page_cache, measure_ceiling
+from flashwarp.probe.disk import direct_reads_work, drop_page_cache, measure_ceiling
+from flashwarp.probe.report import Row
 
 __all__ = ["figure8", "figure10", "file", "memory"]
 

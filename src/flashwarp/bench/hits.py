@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
-from flashwarp.bench.report import Report, Row, machine_facts
-from flashwarp.bench.timing import device_seconds, in_turns
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceArray, resolve
+from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.timing import device_seconds, in_turns
 
 __all__ = ["run"]
 

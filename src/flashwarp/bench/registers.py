@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flashwarp._jit.compiler import KernelResources, Source, compile_source
-from flashwarp.bench.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row, machine_facts
 
 __all__ = ["KERNELS", "run"]
 

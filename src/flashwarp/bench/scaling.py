@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Annotated, Self
@@ -24,10 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 import flashwarp as fw
-from flashwarp.bench.report import Report, Row, machine_facts
-from flashwarp.bench.timing import device_seconds, median_of
-from flashwarp.device import CpuDevice, Device, resolve
+from flashwarp._jit.compiler import Source
+from flashwarp._jit.program import LoadedKernel
+from flashwarp.device import CpuDevice, CudaDevice, Device, resolve
 from flashwarp.errors import ArgumentError
+from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.timing import device_seconds, median_of
 
 __all__ = ["run"]
 
@@ -61,14 +64,20 @@ _PAPERS = {
 }
 
 
+def load_kernels(device: Device) -> dict[str, LoadedKernel]:
+    """Compile the kernels of drives.cuh, or find them compiled; by name."""
+    source = Source.read(Path(__file__).with_name("drives.cuh"))
+    return device.load_program(source).by_name()
+
+
 class DriveStruct(ctypes.Structure):
-    """Mirror of `kernels::drive`."""
+    """Mirror of `bench::drive`."""
 
     _fields_ = (("queues", ctypes.c_uint64), ("queue_count", ctypes.c_uint64))
 
 
 class DrivesParams(ctypes.Structure):
-    """Mirror of `kernels::drives_params`."""
+    """Mirror of `bench::drives_params`."""
 
     _fields_ = (
         ("drives", ctypes.c_uint64),
@@ -134,7 +143,7 @@ class Curve:
 def scatter_blocks(
     j: npt.NDArray[np.uint64], seed: npt.NDArray[np.uint64], bits: int
 ) -> npt.NDArray[np.uint64]:
-    """Mirror of `kernels::scatter_block`."""
+    """Mirror of `bench::scatter_block`."""
     mask = np.uint64((1 << bits) - 1)
     x = (j + seed) & mask
     for _ in range(3):
@@ -180,6 +189,7 @@ class Drives:
         self.model = fw.SSDModel.named(profile)
         self.queue_pairs = queue_pairs
         self.controllers: list[fw.SoftwareController] = []
+        self._kernels = load_kernels(device)
         self._seed = 0
         with ExitStack() as stack:
             for i in range(count):
@@ -247,9 +257,9 @@ class Drives:
             controller.wake()
         return device_seconds(
             self.device,
-            lambda: self.device.launch(
-                kernel,
-                params,
+            lambda: self.device.run_kernel(
+                self._kernels[kernel],
+                [bytes(params)],
                 warps=-(-load.threads // width),
                 block_threads=max(32, min(load.threads, _BLOCK_THREADS)),
                 uses=[native for c in self.controllers[: load.drives] for native in c.natives],
@@ -345,8 +355,9 @@ class Scaling:
         """Threads that are resident at a time."""
         if isinstance(self.device, CpuDevice):
             return self.device.threads
-        blocks = self.device.grid("drive_blocks", warps=1 << 20)  # type: ignore[attr-defined]
-        return int(blocks) * _BLOCK_THREADS
+        assert isinstance(self.device, CudaDevice)
+        kernel = load_kernels(self.device)["drive_blocks"]
+        return self.device.resident_threads(kernel, _BLOCK_THREADS)
 
     def thread_counts(self) -> list[int]:
         """Powers of two up to what is resident, and that."""

@@ -12,7 +12,7 @@ from typing import Annotated
 from flashwarp.bench import graph_parts
 from flashwarp.bench.graph_bench import Options, Papers
 from flashwarp.bench.graph_solve import Product
-from flashwarp.bench.report import Report
+from flashwarp.probe.report import Report
 
 __all__ = ["run"]
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 import flashwarp as fw
 from flashwarp.bench.modelled import modelled
-from flashwarp.bench.report import Report, Row, machine_facts
-from flashwarp.bench.timing import in_turns, wall_seconds
 from flashwarp.device import Device, resolve
+from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.timing import in_turns, wall_seconds
 from flashwarp.storage import Memory
 
 __all__ = ["run"]

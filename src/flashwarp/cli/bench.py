@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from flashwarp.bench import BENCHES, DEFAULT
 
 if TYPE_CHECKING:
-    from flashwarp.bench.report import Report
+    from flashwarp.probe.report import Report
 
 __all__ = ["bench"]
 

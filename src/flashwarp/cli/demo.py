@@ -94,6 +94,7 @@ def demo(
 
 
 def _run(files: Path, size: Size, device: str, console: Console) -> DemoResult:
+    from flashwarp._jit import host_compiler
     from flashwarp.demo import features, graph, table
     from flashwarp.demo.progress import Steps
     from flashwarp.demo.report import DemoResult
@@ -102,6 +103,8 @@ def _run(files: Path, size: Size, device: str, console: Console) -> DemoResult:
     start = time.perf_counter()
     with Steps(console) as steps:
         where = resolve(None if device == "auto" else device)
+        if where.kind == "cpu":
+            host_compiler.find_compiler()  # a missing one is told before any file is made
         return DemoResult(
             device=where.describe(),
             directory=str(files),

@@ -36,8 +36,10 @@ import flashwarp
 from flashwarp import config
 from flashwarp._jit import driver
 from flashwarp._jit.artifact_cache import ArtifactCache
-from flashwarp.device import CudaDevice
+from flashwarp.device import CudaDevice, resolve
 from flashwarp.errors import FlashwarpError
+from flashwarp.probe.disk import measure_ceiling, measure_writes
+from flashwarp.probe.link import LINK_BYTES, measure_link
 
 __all__ = ["Finding", "doctor", "examine"]
 
@@ -55,13 +57,8 @@ _FILE_BYTES = 256 << 20
 _FILE_BYTES_MIN = 16 << 20
 # Of a nearly full disk no more than this share of what is free.
 _FREE_SHARE = 4
-_WRITE_CHUNK = 8 << 20
-_WRITE_SECONDS = 2.0
 _READ_SECONDS = 1.0
 _REPORT = "please report this with the output of `flashwarp doctor --json`"
-# The copy engine reaches its full rate from some 16 MiB on.
-_LINK_BYTES = 128 << 20
-_LINK_ROUNDS = 4
 # Capability number of IPC_LOCK in <linux/capability.h>: no limit on locked memory.
 _CAP_IPC_LOCK = 14
 
@@ -199,12 +196,13 @@ def _check_machine() -> Finding:
 
 def _check_native() -> Finding:
     try:
-        kernels = _native().cpu_kernels()
-    except ImportError as error:
+        _native()
+        kernels = resolve("cpu").built_in()
+    except (FlashwarpError, ImportError) as error:
         return Finding(
             "native part",
             "broken",
-            f"cannot be imported: {error}",
+            f"cannot be loaded: {error}",
             "install again: pip install --force-reinstall flashwarp",
         )
     return Finding("native part", "ok", f"loaded, {len(kernels)} kernels for the CPU")
@@ -314,7 +312,7 @@ def _check_pinned_memory() -> Finding:
     if not _has_gpu():
         return Finding(name, "missing", "not tried: no GPU")
     try:
-        with CudaDevice(0) as device, device.allocate_host(_LINK_BYTES) as memory:
+        with CudaDevice(0) as device, device.allocate_host(LINK_BYTES) as memory:
             read_only = device.context.registers_read_only
             detail = f"{_bytes(memory.nbytes)} pinned"
     except FlashwarpError as error:
@@ -336,27 +334,16 @@ def _check_link() -> Finding:
         return Finding(name, "missing", "not measured: no GPU")
     try:
         with CudaDevice(0) as device:
-            host = device.allocate_host(_LINK_BYTES).as_numpy()
-            memory = device.allocate(_LINK_BYTES)
-            to_gpu = _best_rate(lambda: device.upload(memory.address, host))
-            to_host = _best_rate(lambda: device.download_into(memory.address, host))
+            rates = measure_link(device)
     except FlashwarpError as error:
         return Finding(name, "limited", f"not measured: {error}")
     return Finding(
         name,
         "ok",
-        f"copy engine {to_gpu / 1e9:.1f} GB/s to the GPU, {to_host / 1e9:.1f} GB/s to the host",
-        values={"to_gpu_bytes_per_s": to_gpu, "to_host_bytes_per_s": to_host},
+        f"copy engine {rates.to_gpu / 1e9:.1f} GB/s to the GPU, "
+        f"{rates.to_host / 1e9:.1f} GB/s to the host",
+        values={"to_gpu_bytes_per_s": rates.to_gpu, "to_host_bytes_per_s": rates.to_host},
     )
-
-
-def _best_rate(copy: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(_LINK_ROUNDS):
-        start = time.perf_counter()
-        copy()
-        seconds.append(time.perf_counter() - start)
-    return _LINK_BYTES / min(seconds)
 
 
 # The host's memory and I/O.
@@ -471,14 +458,12 @@ def _check_residency(directory: Path) -> Finding:
 
 
 def _check_disk(directory: Path) -> Finding:
-    from flashwarp.demo.disk import measure_ceiling
-
     size = min(_FILE_BYTES, shutil.disk_usage(directory).free // _FREE_SHARE)
     if size < _FILE_BYTES_MIN:
         return Finding("disk", "missing", "not measured: the file system is nearly full")
     try:
         with _nameless_file(directory) as (_, link):
-            written, write_rate = _fill(link, size)
+            written, write_rate = measure_writes(link, size)
             ceiling = measure_ceiling(link, 4096, _READ_SECONDS)
     except OSError as error:
         return Finding("disk", "missing", f"not measured: {error}")
@@ -498,27 +483,6 @@ def _check_disk(directory: Path) -> Finding:
         f"{ceiling.sequential_gb_per_s:.2f} GB/s, past the page cache; {wrote}",
         values=values,
     )
-
-
-def _fill(file: Path, size: int) -> tuple[int, float]:
-    """Write for a while, at most `size` bytes, past the page cache; return bytes and bytes/s."""
-    try:
-        fd = os.open(file, os.O_WRONLY | os.O_DIRECT)
-    except OSError:
-        fd = os.open(file, os.O_WRONLY)
-    # Random, so that no compression or deduplication on the way makes the disk look faster. An
-    # anonymous mapping is page-aligned, which is all that O_DIRECT can ask of memory.
-    chunk = mmap.mmap(-1, _WRITE_CHUNK)
-    chunk.write(np.random.default_rng().bytes(_WRITE_CHUNK))
-    written = 0
-    try:
-        start = time.perf_counter()
-        while written + len(chunk) <= size and time.perf_counter() - start < _WRITE_SECONDS:
-            written += os.write(fd, chunk)
-        os.fdatasync(fd)
-        return written, written / (time.perf_counter() - start)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from flashwarp.errors import FlashwarpError
 
 __all__ = ["app", "main"]
 
-_COMMANDS = ("doctor", "demo", "bench", "graph", "simulate", "trace")
+_COMMANDS = ("doctor", "demo", "bench", "graph", "trace")
 """Each is the function, or the group of commands, of that name in the module of that name."""
 
 

@@ -103,8 +103,8 @@ def compare(
     """Show hit rates of all policies and of Belady's optimum, over sizes of the cache."""
     from rich.console import Console
 
-    from flashwarp.bench.report import machine_facts
     from flashwarp.policy import POLICIES
+    from flashwarp.probe.report import machine_facts
     from flashwarp.trace import compare as run
     from flashwarp.trace.compare import plot as draw
     from flashwarp.trace.compare import save

@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 
 import flashwarp as fw
 from flashwarp.demo.check import check_equal
-from flashwarp.demo.disk import (
+from flashwarp.demo.data_path import data_path_of
+from flashwarp.demo.progress import Steps
+from flashwarp.device import Device
+from flashwarp.probe.disk import (
     DiskCeiling,
     create_npy,
     direct_reads_work,
@@ -28,9 +31,6 @@ from flashwarp.demo.disk import (
     measure_ceiling,
     resident_fraction,
 )
-from flashwarp.demo.kernels import data_path_of
-from flashwarp.demo.progress import Steps
-from flashwarp.device import Device
 
 __all__ = [
     "SIZES",

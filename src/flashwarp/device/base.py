@@ -33,7 +33,7 @@ from flashwarp.device.memory import (
     Registration,
 )
 from flashwarp.dtypes import check_dtype, check_shape
-from flashwarp.errors import ClosedError, DeviceError
+from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Device(endings.NotCopied, ABC):
         self._owned_next = 0
         self._lock = threading.RLock()
         self._closed = False
+        self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
         # What else is closed with it, after its arrays: caches.
         self.carries: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -173,7 +174,6 @@ class Device(endings.NotCopied, ABC):
 
     # Kernels and streams.
 
-    @abstractmethod
     def launch(
         self,
         name: str,
@@ -181,7 +181,6 @@ class Device(endings.NotCopied, ABC):
         *,
         warps: int,
         block_threads: int = 256,
-        max_blocks: int | None = None,
         stream: object = None,
         uses: Sequence[object] = (),
         policy: Policy = CLOCK,
@@ -199,8 +198,6 @@ class Device(endings.NotCopied, ABC):
             runs at a time, so kernels loop. None or fewer: nothing is launched.
         block_threads : int
             Threads of a block, a multiple of 32.
-        max_blocks : int, optional
-            A smaller limit on the blocks.
         stream : object, optional
             Where it is queued; see `stream_handle`. Default: the library's own stream.
         uses : sequence
@@ -213,6 +210,39 @@ class Device(endings.NotCopied, ABC):
         -----
         Returns at once on a GPU, when done on the CPU.
         """
+        kernels = self.built_in(policy)
+        kernel = kernels.get(f"fw_{name}")
+        if kernel is None:
+            raise ArgumentError(f"there is no kernel fw_{name}; built in: {', '.join(kernels)}")
+        struct, (expected,) = bytes(params), kernel.param_bytes
+        if len(struct) != expected:
+            raise DeviceError(
+                f"kernel fw_{name} takes a struct of {expected} bytes, but the host's has "
+                f"{len(struct)}: their layouts differ"
+            )
+        self.run_kernel(
+            kernel, [struct], warps=warps, block_threads=block_threads, stream=stream, uses=uses
+        )
+
+    def built_in(self, policy: Policy = CLOCK) -> dict[str, LoadedKernel]:
+        """Load all built-in kernels, which the first launch does otherwise; return them by name.
+
+        They are one program for each replacement policy that a cache on this device has.
+        """
+        self._check_usable()
+        found = self._built_in.get(policy)
+        if found is None:
+            found = endings.holding([self._lock], functools.partial(self._find_built_in, policy))
+        return found
+
+    def _find_built_in(self, policy: Policy) -> dict[str, LoadedKernel]:
+        if policy not in self._built_in:
+            self._built_in[policy] = self._load_built_in(policy)
+        return self._built_in[policy]
+
+    def _load_built_in(self, policy: Policy) -> dict[str, LoadedKernel]:
+        source = compiler.Source.read(compiler.MODULE).behind(policy)
+        return self.load_program(source, options=policy.options).by_name()
 
     @abstractmethod
     def load_program(
@@ -240,7 +270,7 @@ class Device(endings.NotCopied, ABC):
         stream: object = None,
         uses: Sequence[object] = (),
     ) -> None:
-        """Launch a kernel of a loaded program as `launch` does the built-in ones.
+        """Launch a kernel of a loaded program; `launch` says what the parameters mean.
 
         `arguments` are the bytes of its parameters; `warps` None: as many as run at a time.
         """
@@ -301,6 +331,10 @@ class Device(endings.NotCopied, ABC):
         if self._closed:
             raise ClosedError(f"{self.name} is closed")
 
+    def _check_usable(self) -> None:
+        """Raise where kernels cannot be launched: ClosedError, and ForkError on the CPU."""
+        self._check_open()
+
     def close(self) -> None:
         """Close the arrays and caches that are on the device, then release all that it handed out.
 
@@ -320,6 +354,7 @@ class Device(endings.NotCopied, ABC):
             for finalizer in reversed(list(self._owned.values())):
                 finalizer()
             self._closed = True
+            self._built_in.clear()
 
     def __enter__(self) -> Self:
         return self

@@ -38,7 +38,7 @@ from flashwarp.errors import (
     FlashwarpError,
     ForkError,
 )
-from flashwarp.policy import CLOCK, Policy
+from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -79,7 +79,6 @@ class CpuDevice(Device):
         self.threads = integer("threads", threads, 1, _THREADS_MAX)
         self._pid = os.getpid()
         self._programs: dict[str, LoadedProgram] = {}
-        self._kernels_by_policy: dict[Policy, dict[str, LoadedKernel]] = {}
 
     @functools.cached_property
     def _pool(self) -> Any:
@@ -128,58 +127,10 @@ class CpuDevice(Device):
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(host_memory.available_bytes(), host_memory.total_bytes())
 
-    def launch(
-        self,
-        name: str,
-        params: ctypes.Structure | bytes,
-        *,
-        warps: int,
-        block_threads: int = 256,
-        max_blocks: int | None = None,
-        stream: object = None,
-        uses: Sequence[object] = (),
-        policy: Policy = CLOCK,
-    ) -> None:
-        self._check_usable()
-        if warps <= 0:
-            return
-        struct, threads = bytes(params), min(warps, self.threads)
-        try:
-            if policy == CLOCK:
-                self._pool.launch(f"fw_{name}", struct, threads, list(uses))
-            else:
-                program, index = self._policy_kernels(policy)[f"fw_{name}"].handle
-                self._pool.launch_program(program, index, [struct], threads, list(uses))
-        except (KeyError, ValueError) as error:
-            raise ArgumentError(f"launch of {name} on the CPU: {error.args[0]}") from error
-        except FlashwarpError:
-            raise
-        except RuntimeError as error:
-            raise self._ended(error) from error
-
-    def _policy_kernels(self, policy: Policy) -> dict[str, LoadedKernel]:
-        """Find the built-in kernels with another policy: in the wheel, or compiled now."""
-        found = self._kernels_by_policy.get(policy)
-        if found is None:
-            find = functools.partial(self._find_policy_kernels, policy)
-            found = endings.holding([self._lock], find)
-        return found
-
-    def _find_policy_kernels(self, policy: Policy) -> dict[str, LoadedKernel]:
-        if policy not in self._kernels_by_policy:
-            program = self._load_policy(policy)
-            # A compiled program's names are mangled, those of the wheel's are not.
-            demangle = _native().demangle
-            self._kernels_by_policy[policy] = {
-                (demangle(kernel.symbol) or kernel.symbol).partition("(")[0]: kernel
-                for kernel in program.kernels
-            }
-        return self._kernels_by_policy[policy]
-
-    def _load_policy(self, policy: Policy) -> LoadedProgram:
+    def _load_built_in(self, policy: Policy) -> dict[str, LoadedKernel]:
+        # The wheel has them compiled for the policies that it brings, under plain names.
         if not policy.built_in:
-            source = compiler.Source.read(compiler.MODULE).behind(policy)
-            return self.load_program(source, options=policy.options)
+            return super()._load_built_in(policy)
         native = _native()
         path = Path(native.__file__).parent / "policies" / f"{policy.name}.so"
         try:
@@ -189,7 +140,7 @@ class CpuDevice(Device):
                 f"the kernels of policy {policy.name!r} cannot be read ({error}): install the "
                 "wheel again"
             ) from error
-        return _load_host_program(native, library)
+        return {kernel.symbol: kernel for kernel in _load_host_program(native, library).kernels}
 
     def _ended(self, error: RuntimeError) -> Exception:
         """Return the error of a launch that came after the device was closed, by another thread."""
@@ -260,7 +211,6 @@ class CpuDevice(Device):
             if "_pool" in self.__dict__:
                 self._pool.close()
             self._programs.clear()
-            self._kernels_by_policy.clear()
             super()._release()
 
     def default_stream(self) -> Stream:

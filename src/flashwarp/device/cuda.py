@@ -31,7 +31,6 @@ from flashwarp.device.memory import (
     positive,
 )
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceTimeout
-from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -63,7 +62,6 @@ class CudaDevice(Device):
         self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
         self._programs: dict[str, LoadedProgram] = {}
-        self._modules: dict[Policy, driver.Module] = {}
 
     @functools.cached_property
     def arch(self) -> str:
@@ -129,60 +127,19 @@ class CudaDevice(Device):
 
     # Kernels.
 
-    @functools.cached_property
-    def artifact(self) -> compiler.Artifact:
-        """The compiled built-in kernels with their resources."""
-        return compiler.compile_module(self.arch)
-
-    def load(self, policy: Policy = CLOCK) -> driver.Module:
-        """Compile and load all built-in kernels, which the first launch does otherwise.
-
-        One module for each replacement policy that a cache on this device has.
-        """
-        module = None if self._closed else self._modules.get(policy)
-        if module is None:
-            module = endings.holding([self._lock], functools.partial(self._load, policy))
-        return module
-
-    def _load(self, policy: Policy) -> driver.Module:
-        self._check_open()
-        if policy not in self._modules:
-            artifact = self.artifact if policy == CLOCK else self._compile(policy)
-            names = tuple(artifact.kernels)
-            self._modules[policy] = driver.Module(self.context, artifact.cubin, names)
-        return self._modules[policy]
-
-    def _compile(self, policy: Policy) -> compiler.Artifact:
-        source = compiler.Source.read(compiler.MODULE).behind(policy)
-        return compiler.compile_source(self.arch, source, options=policy.options)
-
-    def grid(
-        self,
-        name: str,
-        *,
-        warps: int,
-        block_threads: int = 256,
-        max_blocks: int | None = None,
-        policy: Policy = CLOCK,
-    ) -> int:
-        """How many blocks `launch` uses for this kernel with these arguments."""
-        kernel = self._kernel(name, policy)
-        return self._blocks(self.load(policy), kernel, warps, block_threads, max_blocks)
-
     def _blocks(
         self,
         module: driver.Module,
         kernel: driver.Kernel,
         warps: int | None,
         block_threads: int,
-        max_blocks: int | None = None,
     ) -> int:
         """How many blocks have something to do and run at a time."""
         if block_threads <= 0 or block_threads % _WARP_THREADS:
             raise ArgumentError(f"block_threads={block_threads} is not a positive multiple of 32")
         resident = self._resident_blocks(module, kernel, block_threads)
         useful = resident if warps is None else -(-warps * _WARP_THREADS // block_threads)
-        return max(0, min(useful, resident, resident if max_blocks is None else max_blocks))
+        return max(0, min(useful, resident))
 
     def _resident_blocks(
         self, module: driver.Module, kernel: driver.Kernel, block_threads: int
@@ -196,39 +153,10 @@ class CudaDevice(Device):
             )
         return blocks * self.context.multiprocessors
 
-    def _kernel(self, name: str, policy: Policy) -> driver.Kernel:
-        module = self.load(policy)
-        kernel = module.kernels.get(f"fw_{name}")
-        if kernel is None:
-            known = ", ".join(sorted(module.kernels))
-            raise ArgumentError(f"there is no kernel fw_{name}; the module has: {known}")
-        return kernel
-
-    def launch(
-        self,
-        name: str,
-        params: ctypes.Structure | bytes,
-        *,
-        warps: int,
-        block_threads: int = 256,
-        max_blocks: int | None = None,
-        stream: object = None,
-        uses: Sequence[object] = (),
-        policy: Policy = CLOCK,
-    ) -> None:
-        blocks = self.grid(
-            name, warps=warps, block_threads=block_threads, max_blocks=max_blocks, policy=policy
-        )
-        kernel = self._kernel(name, policy)
-        struct = bytes(params)
-        expected = self.artifact.kernels[kernel.name].param_bytes
-        if len(struct) != expected:
-            raise DeviceError(
-                f"kernel {kernel.name} takes a struct of {expected} bytes, but the host's has "
-                f"{len(struct)}: their layouts differ"
-            )
-        if blocks:
-            self.context.launch(kernel, blocks, block_threads, (struct,), self._handle(stream))
+    def resident_threads(self, kernel: LoadedKernel, block_threads: int = 256) -> int:
+        """How many threads of a kernel the whole GPU runs at a time."""
+        module, function = kernel.handle
+        return self._resident_blocks(module, function, block_threads) * block_threads
 
     def load_program(
         self,
@@ -382,9 +310,6 @@ class CudaDevice(Device):
         for program in self._programs.values():
             quietly(program.owner.close)
         self._programs.clear()
-        for module in self._modules.values():
-            quietly(module.close)
-        self._modules.clear()
         quietly(functools.partial(self.context.destroy_stream, self._stream.handle))
         quietly(self.context.close)
 

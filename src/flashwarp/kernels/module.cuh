@@ -1,10 +1,6 @@
-// Every built-in kernel in one translation unit: what NVRTC compiles and the CPU device links.
+// Every built-in kernel in one translation unit, which is a program like any other: what NVRTC
+// compiles, and what the wheel has compiled for the CPU device.
 #pragma once
 
-#include "bfs.cuh"
-#include "drives.cuh"
-#include "gather.cuh"
 #include "maintenance.cuh"
-#include "query.cuh"
-#include "queue.cuh"
-#include "reduce.cuh"
+#include "rows.cuh"

@@ -7,14 +7,11 @@ pytest finds in a subclass. See docs/testing.md.
 from flashwarp.testing.controller_contract import ControllerContract
 from flashwarp.testing.crash import CrashSuite, KillSuite
 from flashwarp.testing.faults import Fault, FaultPlan, Faulty
-from flashwarp.testing.mutants import MUTANTS, Mutant
 from flashwarp.testing.recording import CrashState, Event, Recording
 from flashwarp.testing.rings import Host, Ring
-from flashwarp.testing.simulate import Simulation, simulate
 from flashwarp.testing.storage_contract import StorageContract
 
 __all__ = [
-    "MUTANTS",
     "ControllerContract",
     "CrashState",
     "CrashSuite",
@@ -24,10 +21,7 @@ __all__ = [
     "Faulty",
     "Host",
     "KillSuite",
-    "Mutant",
     "Recording",
     "Ring",
-    "Simulation",
     "StorageContract",
-    "simulate",
 ]

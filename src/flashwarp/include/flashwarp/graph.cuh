@@ -31,6 +31,9 @@ struct rows {
 static_assert(sizeof(rows) == 64);
 FW_CHECK_OFFSET(rows, chunk_log2, 40);
 
+// The distance of a vertex to which there is no path.
+inline constexpr uint32_t kUnreached = 0xffffffffu;
+
 // Entries that a lane has in flight on a list that is long enough.
 inline constexpr uint32_t kUnroll = 4;
 
@@ -231,6 +234,38 @@ FW_DEVICE void for_each(const rows& r, Source& source, Wants wants, Visit&& visi
     }
     detail::visit_chunk(r, detail::chunk_at(r, place), source, wants, visit);
   }
+}
+
+// Breadth-first search: one level, for `for_each`. `found` is set when a vertex joins the next one.
+// In `distances` every vertex has its level, or kUnreached.
+struct search_level {
+  uint32_t* distances;
+  uint32_t* found;
+  uint64_t vertices;
+  uint64_t level;
+
+  FW_DEVICE bool wants(uint64_t v) const { return atomic::load_relaxed(&distances[v]) == level; }
+  // Several warps may reach a vertex at once: all store the same level. A neighbour that is no
+  // vertex comes from a damaged file and is passed over.
+  FW_DEVICE void visit(uint64_t, uint32_t neighbour, bool& reached) const {
+    if (neighbour >= vertices || atomic::load_relaxed(&distances[neighbour]) != kUnreached) return;
+    atomic::store_relaxed(&distances[neighbour], uint32_t(level) + 1);
+    reached = true;
+  }
+  FW_DEVICE void finish(bool reached) const {
+    if (reached) atomic::store_relaxed(found, 1u);
+  }
+};
+static_assert(sizeof(search_level) == 32);
+
+// Expands all vertices of one level, by all warps of the launch.
+template <typename Source>
+FW_DEVICE void search(const rows& r, Source& source, const search_level& s) {
+  bool reached = false;
+  for_each(
+      r, source, [&](uint64_t v) { return s.wants(v); },
+      [&](uint64_t v, uint64_t, uint32_t neighbour) { s.visit(v, neighbour, reached); });
+  s.finish(reached);
 }
 
 }  // namespace fw::graph

@@ -1,6 +1,6 @@
 // What device and controller code calls when it is compiled for the simulator (FW_SIMULATOR).
 //
-// Declarations only: flashwarp/testing/simulator defines them. Each function is one scheduling
+// Declarations only: tests/simulator defines them. Each function is one scheduling
 // point, except the `_data` ones, of which the seed makes some. Without threads of its own, a
 // program calls them from fibres; outside of a launch they are plain accesses.
 #pragma once

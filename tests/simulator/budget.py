@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from flashwarp.testing.exploration import seed_of_today
+from simulator.exploration import seed_of_today
 
 SECONDS = float(os.environ.get("FLASHWARP_SIMULATE_SECONDS", "3"))
 """Of each exploring test."""

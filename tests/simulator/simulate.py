@@ -26,14 +26,17 @@ from flashwarp._jit import private_folder
 from flashwarp._jit.artifact_cache import content_key, default_directory
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import POLICIES
-from flashwarp.testing.mutants import MUTANTS, Mutant
+from simulator.mutants import MUTANTS, Mutant
 
 _log = logging.getLogger(__name__)
 
 __all__ = ["Simulation", "simulate"]
 
-_PACKAGE = Path(__file__).parents[1]
-_SIMULATOR = _PACKAGE / "testing" / "simulator"
+_SIMULATOR = Path(__file__).resolve().parent
+# The sources of the checkout, also where an installed package is imported.
+_CHECKOUT = _SIMULATOR.parents[1]
+_INCLUDE = _CHECKOUT / "src" / "flashwarp" / "include"
+_NATIVE = _CHECKOUT / "native"
 _WIDTHS = (1, 4, 32)
 _MODES = ("any", "sc", "weak")
 _STRATEGIES = ("any", "random", "priority", "round-robin", "rival", "exhaustive")
@@ -132,7 +135,7 @@ def simulate(
     Parameters
     ----------
     source : path, optional
-        A C++ file with scenarios of your own (``FW_SCENARIO``), in place of the built-in ones.
+        A C++ file with your own scenarios (``FW_SCENARIO``), in place of the built-in ones.
     scenario : str
         The scenario to run; default all, in turn.
     width : int
@@ -151,10 +154,11 @@ def simulate(
     preemptions : int
         Bound of the exhaustive strategy.
     policy : str
-        The replacement policy of every cache: one of those in docs/policies.md, or ``"hostile"``,
-        which breaks every rule it can.
+        The replacement policy of every cache: one of those in docs/policies.md; your own as
+        ``"FILE:TYPE"``, a C++ header and the struct in it; or ``"hostile"``, which breaks every
+        rule it can.
     mutant : str
-        A deliberate mistake from `flashwarp.testing.mutants` to compile in.
+        A deliberate mistake from `simulator.mutants` to compile in.
     trace : bool
         Print every event to standard output.
 
@@ -172,14 +176,13 @@ def simulate(
 
     Examples
     --------
-    >>> from flashwarp.testing.simulate import simulate
+    >>> from simulator.simulate import simulate
     >>> simulate(scenario="ring", seeds=(0, 10)).ok  # doctest: +SKIP
     True
     """
     _check("width", width, _WIDTHS)
     _check("mode", mode, _MODES)
     _check("strategy", strategy, _STRATEGIES)
-    _check("policy", policy, sorted(_POLICIES))
     if mutant:
         _check("mutant", mutant, sorted(MUTANTS))
     program = build_program(
@@ -246,11 +249,11 @@ def _result(
     if not numbers["ok"]:
         start = next(i for i, line in enumerate(report) if line.startswith("FAILED "))
         options = report[-1].removeprefix("replay: ")
-        replay = f"flashwarp simulate {options}"
+        replay = f"python tests/simulator {options}"
         if source is not None:
             replay += f" --source {shlex.quote(str(source))}"
         if policy != "clock":
-            replay += f" --policy {policy}"
+            replay += f" --policy {shlex.quote(policy)}"
         if mutant:
             replay += f" --mutant {mutant}"
         failure = "\n".join([*report[start:-1], f"replay: {replay}"])
@@ -290,24 +293,25 @@ def build_program(
     else:
         every = _scenario_sources()
         sources = [path for path in every if f"({scenario}," in _text(path)] or every
-    headers, native = _header_digest(), _native_folder()
+    headers = _header_digest()
     changed = "" if mutant is None else mutated_text(mutant)
+    policy_options, policy_text = _policy(policy)
     key = content_key(
         _compiler().encode(),
         headers,
         *(path.read_bytes() for path in sources),
-        f"{width} {flags} {policy} {changed}".encode(),
+        f"{width} {flags} {policy} {policy_text} {changed}".encode(),
     )
     program = _directory() / f"program-{key[:32]}"
     if program.exists():
         return program
-    objects = _runtime_objects(headers, native, flags)
+    objects = _runtime_objects(headers, flags)
     with tempfile.TemporaryDirectory() as folder:
-        includes = _includes(native)
+        includes = _includes()
         if mutant is not None:
             includes = [_copy_with(mutant, changed, Path(folder)), *includes]
         options = [*_FLAGS, _SCENARIO_LEVEL, *flags, f"-DFW_WARP_WIDTH={width}"]
-        options += _POLICIES[policy]
+        options += policy_options
         built = [Path(folder) / f"{path.stem}.o" for path in sources]
         _compile_all(zip(sources, built, strict=True), [*options, *includes])
         linked = Path(folder) / "program"
@@ -316,16 +320,28 @@ def build_program(
     return program
 
 
+def _policy(policy: str) -> tuple[Sequence[str], str]:
+    """Give the compiler's options that choose a policy, and the text of a header of the user's."""
+    header, colon, name = policy.partition(":")
+    if not colon:
+        _check("policy", policy, [*sorted(_POLICIES), "FILE:TYPE"])
+        return _POLICIES[policy], ""
+    path = Path(header).resolve()
+    if not path.exists():
+        raise ArgumentError(f"policy {policy!r}: {path} does not exist")
+    options = ("-include", "flashwarp/cache/policy.cuh", "-include", str(path))
+    return (*options, f"-DFW_POLICY={name}"), _text(path)
+
+
 def mutated_text(mutant: Mutant) -> str:
     """Give the mutant's header with its passage replaced, which must occur exactly once."""
-    # Kernels are included as flashwarp/kernels/..., from the folder above the package.
-    path = _PACKAGE / "include" / mutant.header
-    text = _text(path if path.exists() else _PACKAGE.parent / mutant.header)
+    path = _INCLUDE / mutant.header
+    text = _text(path if path.exists() else _CHECKOUT / "src" / mutant.header)
     count = text.count(mutant.old)
     if count != 1:
         raise ArgumentError(
             f"mutant {mutant.name}: its passage occurs {count} times in {mutant.header}, not once; "
-            "the header has changed, so change the mutant in flashwarp/testing/mutants.py"
+            "the header has changed, so change the mutant in tests/simulator/mutants.py"
         )
     return text.replace(mutant.old, mutant.new)
 
@@ -333,7 +349,7 @@ def mutated_text(mutant: Mutant) -> str:
 def _copy_with(mutant: Mutant, text: str, folder: Path) -> Path:
     """Copy the include folder, with the mutant's header in place of ours."""
     copy = folder / "include"
-    shutil.copytree(_PACKAGE / "include", copy)
+    shutil.copytree(_INCLUDE, copy)
     (copy / mutant.header).parent.mkdir(exist_ok=True)
     (copy / mutant.header).write_text(text, encoding="utf-8")
     return copy
@@ -343,10 +359,8 @@ def _scenario_sources() -> list[Path]:
     return sorted((_SIMULATOR / "scenarios").glob("*.cpp"))
 
 
-def _native_folder() -> Path:
-    """Where the controller's sources are: beside ours in a wheel, else in the source tree."""
-    shipped = _SIMULATOR / "native"
-    return shipped if shipped.is_dir() else _PACKAGE.parents[1] / "native"
+def _controller_sources() -> list[Path]:
+    return [path for name in _CONTROLLER for path in _NATIVE.rglob(f"{name}.cpp")]
 
 
 def _directory() -> Path:
@@ -378,33 +392,31 @@ def _text(path: Path) -> str:
 
 def _header_digest() -> bytes:
     """Everything that a scenario may include."""
-    native = _native_folder()
     files = [
-        *(_PACKAGE / "include").rglob("*.cuh"),
-        *(_PACKAGE / "kernels").glob("*.cuh"),
+        *(_CHECKOUT / "src" / "flashwarp").rglob("*.cuh"),
         *_SIMULATOR.glob("*.h"),
         *_SIMULATOR.glob("*.cpp"),
-        *native.glob("*.h"),
-        *(native / f"{name}.cpp" for name in _CONTROLLER),
+        *_NATIVE.rglob("*.h"),
+        *_controller_sources(),
     ]
     return content_key(*(path.read_bytes() for path in sorted(files))).encode()
 
 
-def _includes(native: Path) -> list[str | Path]:
-    # Kernels are included as flashwarp/kernels/..., so the folder above the package is one too.
-    return [_PACKAGE / "include", _PACKAGE.parent, native, _SIMULATOR]
+def _includes() -> list[str | Path]:
+    # Kernels are included as flashwarp/kernels/..., the simulator's headers as simulator/....
+    return [_INCLUDE, _CHECKOUT / "src", _NATIVE, _SIMULATOR.parent]
 
 
-def _runtime_objects(headers: bytes, native: Path, flags: Sequence[str]) -> list[Path]:
+def _runtime_objects(headers: bytes, flags: Sequence[str]) -> list[Path]:
     """The simulator's and the controller's objects, which are the same at every width."""
     key = content_key(_compiler().encode(), headers, f"{flags}".encode())[:32]
     sources = [_SIMULATOR / f"{name}.cpp" for name in _RUNTIME]
-    sources += [native / f"{name}.cpp" for name in _CONTROLLER]
+    sources += _controller_sources()
     objects = [_directory() / f"{path.stem}-{key}.o" for path in sources]
     missing = [(s, o) for s, o in zip(sources, objects, strict=True) if not o.exists()]
     with tempfile.TemporaryDirectory() as folder:
         built = [(s, Path(folder) / o.name) for s, o in missing]
-        _compile_all(built, [*_FLAGS, _RUNTIME_LEVEL, *flags, *_includes(native)])
+        _compile_all(built, [*_FLAGS, _RUNTIME_LEVEL, *flags, *_includes()])
         for (_, new), (_, final) in zip(built, missing, strict=True):
             _publish(new, final)
     return objects
@@ -461,12 +473,11 @@ def _run_compiler(arguments: Sequence[str]) -> None:
 
 def coverage_program(folder: Path, width: int) -> Path:
     """Build the built-in scenarios in `folder` with gcov's counters, which stay there."""
-    native = _native_folder()
-    options = [*_FLAGS, "-O0", "--coverage", f"-DFW_WARP_WIDTH={width}", *_includes(native)]
+    options = [*_FLAGS, "-O0", "--coverage", f"-DFW_WARP_WIDTH={width}", *_includes()]
     sources = _scenario_sources()
     objects = [folder / f"{path.stem}.o" for path in sources]
     _compile_all(zip(sources, objects, strict=True), options)
-    runtime = _runtime_objects(_header_digest(), native, ())
+    runtime = _runtime_objects(_header_digest(), ())
     program = folder / "program"
     _run_compiler(["--coverage", *map(str, [*objects, *runtime]), "-o", str(program)])
     return program

@@ -1,5 +1,5 @@
 // Single elements of arrays: what every thread may do at any time, in divergent code too.
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

@@ -1,6 +1,6 @@
 // Records, spans and asynchronous transfers: what moves more than one element, now or later.
 #include "flashwarp/array.cuh"
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

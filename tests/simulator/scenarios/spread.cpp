@@ -1,5 +1,5 @@
 // Volumes of several namespaces: stripes, replicas, and one drive among them that fails.
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

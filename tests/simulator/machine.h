@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-#include "flashwarp/kernels/gather.cuh"
+#include "flashwarp/kernels/rows.cuh"
 #include "flashwarp/kernels/maintenance.cuh"
 #include "hardware.h"
 #include "rest.h"

@@ -18,7 +18,7 @@ class Mutant:
     Attributes
     ----------
     name : str
-        What `flashwarp simulate --mutant` calls it.
+        What `--mutant` calls it.
     header : str
         As it is included: ``flashwarp/cache/...``, or ``flashwarp/kernels/...``.
     old, new : str
@@ -767,7 +767,7 @@ MUTANTS = {
         ),
         Mutant(
             "window-keeps-slots",
-            "flashwarp/kernels/drives.cuh",
+            "flashwarp/bench/drives.cuh",
             "      while (outstanding_ != 0) {\n",
             "      while (outstanding_ != 0 && p_.window == 1) {\n",
             "warps wait for slots that each other holds",

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from flashwarp.errors import ArgumentError
-from flashwarp.testing.simulate import build_program, run_seeds, scenarios
+from simulator.simulate import build_program, run_seeds, scenarios
 
 __all__ = ["Exploration", "explore", "seed_of_today"]
 

@@ -1,7 +1,7 @@
 // More asynchronous requests than the rings have entries, before any thread waits for one of its
 // own: what stops threads for good where an entry is its issuer's until the issuer waits.
 #include "flashwarp/array.cuh"
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

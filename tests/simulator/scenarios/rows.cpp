@@ -1,5 +1,5 @@
 // The kernels that move rows: some warps gather while others scatter, prefetch or flush.
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

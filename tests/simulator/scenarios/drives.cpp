@@ -1,7 +1,7 @@
 // Raw blocks of two drives by warps that keep several batches outstanding, through rings that hold
 // fewer: who waits for a slot must not hold one.
-#include "flashwarp/kernels/drives.cuh"
-#include "flashwarp/testing/simulator/machine.h"
+#include "flashwarp/bench/drives.cuh"
+#include "simulator/machine.h"
 
 using namespace fw::simulator;
 
@@ -31,7 +31,7 @@ Shape draw_shape(Random& random) {
 FW_SCENARIO(drives, "windows of raw commands over two drives, larger than the rings") {
   const Shape shape = draw_shape(run.random);
   Machine machine(run, shape);
-  std::vector<fw::kernels::drive> drives;
+  std::vector<bench::drive> drives;
   for (uint32_t v = 0; v < shape.volumes; ++v) {
     drives.push_back({machine.volume(v).queues, shape.queues});
     auto* stored = reinterpret_cast<uint64_t*>(machine.storage(v));
@@ -41,7 +41,7 @@ FW_SCENARIO(drives, "windows of raw commands over two drives, larger than the ri
   }
   std::vector<uint64_t> buffer(kWords << kBufferLog2);
   uint64_t failed = 0;
-  fw::kernels::drives_params p = {};
+  bench::drives_params p = {};
   p.drives = drives.data();
   p.failed = &failed;
   p.buffer = reinterpret_cast<char*>(buffer.data());
@@ -54,14 +54,14 @@ FW_SCENARIO(drives, "windows of raw commands over two drives, larger than the ri
   p.window = 1 + run.random.below(5);
   p.opcode = fw::nvme::kRead;
 
-  machine.launch([&](Thread&) { fw_drive_blocks(p); });
+  machine.launch([&](Thread&) { drive_blocks(p); });
   machine.settle();
 
   if (failed != 0) scheduler.fail("a command failed without a fault");
   for (uint32_t v = 0; v < shape.volumes; ++v) {
     for (uint64_t j = 0; j < p.commands && j < kBlocks; ++j) {
-      const uint32_t block = uint32_t(fw::kernels::scatter_block(j, p.seed + v, kBlocksLog2));
-      const uint64_t* data = &buffer[fw::kernels::buffer_block(p, j, v) * kWords];
+      const uint32_t block = uint32_t(bench::scatter_block(j, p.seed + v, kBlocksLog2));
+      const uint64_t* data = &buffer[bench::buffer_block(p, j, v) * kWords];
       for (uint32_t i = 0; i < kWords; ++i) {
         if (data[i] != word_of(v, block, i)) scheduler.fail("a command brought another block");
       }

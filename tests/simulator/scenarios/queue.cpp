@@ -1,5 +1,5 @@
 // Queue pairs alone: warps submit commands, wait for them and free their slots.
-#include "flashwarp/testing/simulator/machine.h"
+#include "simulator/machine.h"
 
 using namespace fw::simulator;
 

@@ -8,7 +8,9 @@
 
 #include "flashwarp/cache/transfer.cuh"
 
-namespace fw::kernels {
+namespace bench {
+
+using namespace fw;
 
 struct drive {
   nvme::queue_pair* queues;
@@ -176,10 +178,10 @@ class drive_window {
   uint32_t tickets_[kWindowMax];
 };
 
-}  // namespace fw::kernels
+}  // namespace bench
 
-FW_KERNEL fw_drive_blocks(const FW_GRID_CONSTANT fw::kernels::drives_params p) {
-  fw::kernels::drive_window window(p);
+FW_KERNEL drive_blocks(const FW_GRID_CONSTANT bench::drives_params p) {
+  bench::drive_window window(p);
   while (window.has_work()) {
     while (window.may_issue()) {
       if (!window.issue()) return;
@@ -190,11 +192,11 @@ FW_KERNEL fw_drive_blocks(const FW_GRID_CONSTANT fw::kernels::drives_params p) {
 }
 
 // The ceiling of the link: the same blocks, moved without any command.
-FW_KERNEL fw_link_blocks(const FW_GRID_CONSTANT fw::kernels::drives_params p) {
+FW_KERNEL link_blocks(const FW_GRID_CONSTANT bench::drives_params p) {
   using namespace fw;
   const uint64_t batches = (p.commands + warp::kWarpWidth - 1) / warp::kWarpWidth * p.drive_count;
   for (uint64_t batch = warp::index(); batch < batches; batch += warp::count()) {
-    const kernels::drive_command c = kernels::command_of(p, batch);
-    kernels::move_blocks(p, warp::ballot(warp::kFullMask, c.valid), c);
+    const bench::drive_command c = bench::command_of(p, batch);
+    bench::move_blocks(p, warp::ballot(warp::kFullMask, c.valid), c);
   }
 }

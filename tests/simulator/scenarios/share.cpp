@@ -1,6 +1,6 @@
 // The share table: lines in threads' own buffers, found before the cache by everybody.
 #include "flashwarp/array/shared.cuh"
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

@@ -1,4 +1,4 @@
-"""What the demo needs from the disk itself: honest cold starts, and a ceiling to compare with.
+"""What is needed from the disk itself: honest cold starts, and a ceiling to compare with.
 
 The ceiling is the same block size as the contenders use, read with O_DIRECT at a deep queue by the
 kernel's own asynchronous I/O, so no part of flashwarp takes part in the number it is measured
@@ -30,6 +30,7 @@ __all__ = [
     "drop_page_cache",
     "fill_page_cache",
     "measure_ceiling",
+    "measure_writes",
     "resident_fraction",
 ]
 
@@ -39,6 +40,8 @@ RANDOM_DEPTH = 256
 SEQUENTIAL_DEPTH = 8
 SEQUENTIAL_BYTES = 1 << 20
 _READ_BYTES = 8 << 20
+_WRITE_BYTES = 8 << 20
+_WRITE_SECONDS = 2.0
 
 # io_setup, io_destroy, io_getevents, io_submit: the C library has no wrappers for them.
 _AIO_CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
@@ -155,6 +158,27 @@ def measure_ceiling(path: Path, random_bytes: int, seconds: float = 1.0) -> Disk
         return DiskCeiling(random_bytes, 0.0, 0.0, f"not measured: {error}")
     note = f"O_DIRECT, Linux AIO, depth {RANDOM_DEPTH} random and {SEQUENTIAL_DEPTH} sequential"
     return DiskCeiling(random_bytes, random, sequential * SEQUENTIAL_BYTES / 1e9, note)
+
+
+def measure_writes(file: Path, size: int) -> tuple[int, float]:
+    """Write for a while, at most `size` bytes, past the page cache; return bytes and bytes/s."""
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_DIRECT)
+    except OSError:
+        fd = os.open(file, os.O_WRONLY)
+    # Random, so that no compression or deduplication on the way makes the disk look faster. An
+    # anonymous mapping is page-aligned, which is all that O_DIRECT can ask of memory.
+    chunk = mmap.mmap(-1, _WRITE_BYTES)
+    chunk.write(np.random.default_rng().bytes(_WRITE_BYTES))
+    written = 0
+    try:
+        start = time.perf_counter()
+        while written + len(chunk) <= size and time.perf_counter() - start < _WRITE_SECONDS:
+            written += os.write(fd, chunk)
+        os.fdatasync(fd)
+        return written, written / (time.perf_counter() - start)
+    finally:
+        os.close(fd)
 
 
 def _reads_per_s(path: Path, nbytes: int, depth: int, seconds: float, sequential: bool) -> float:

@@ -1,5 +1,5 @@
 // Arrays that share a cache, one of which ends while the others' kernels go on.
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

@@ -3,11 +3,11 @@
 // The selecting column is scanned by tiles. In a tile, first every line that the selected rows need
 // of the dependent columns is asked for, then the rows are summed. A missing value (NaN) is counted
 // out of its own column only, along with the row's key, so that ratios compare the same rows.
-#pragma once
-
 #include "flashwarp/array.cuh"
 
-namespace fw::kernels {
+namespace demo {
+
+using namespace fw;
 
 inline constexpr uint32_t kQueryColumns = 5;
 
@@ -78,15 +78,15 @@ FW_DEVICE void prefetch_keys(const query_params& p, uint64_t first) {
   }
 }
 
-}  // namespace fw::kernels
+}  // namespace demo
 
-FW_KERNEL_RESIDENT(4) fw_query_sums(const FW_GRID_CONSTANT fw::kernels::query_params p) {
+FW_KERNEL_RESIDENT(4) query_sums(const FW_GRID_CONSTANT demo::query_params p) {
   using namespace fw;
   const uint64_t stride = uint64_t(warp::count()) * p.tile;
   cursor<float> keys(p.key);
-  kernels::query_sums mine = {};
+  demo::query_sums mine = {};
   for (uint64_t first = uint64_t(warp::index()) * p.tile; first < p.key.size(); first += stride) {
-    kernels::prefetch_keys(p, first + stride);
+    demo::prefetch_keys(p, first + stride);
     const uint64_t end = first + p.tile < p.key.size() ? first + p.tile : p.key.size();
     for (uint64_t row = first + warp::lane(); row < end; row += warp::kWarpWidth) {
       if (!(keys[row] >= p.minimum)) continue;
@@ -94,8 +94,8 @@ FW_KERNEL_RESIDENT(4) fw_query_sums(const FW_GRID_CONSTANT fw::kernels::query_pa
     }
     for (uint64_t row = first + warp::lane(); row < end; row += warp::kWarpWidth) {
       const float key = keys[row];
-      if (key >= p.minimum) kernels::add_row(p, row, key, mine);
+      if (key >= p.minimum) demo::add_row(p, row, key, mine);
     }
   }
-  kernels::publish(p, mine);
+  demo::publish(p, mine);
 }

@@ -2,7 +2,7 @@
 #include <map>
 
 #include "flashwarp/array.cuh"
-#include "flashwarp/testing/simulator/machine.h"
+#include "simulator/machine.h"
 
 using namespace fw::simulator;
 using fw::cache::kFailuresKept;

@@ -1,7 +1,7 @@
 // Namespaces that are read in place under a lease, which the host gives up while threads read.
 #include <cstring>
 
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

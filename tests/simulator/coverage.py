@@ -1,4 +1,4 @@
-"""Which lines of the device headers the simulator runs: `make simulate-coverage`.
+"""Which lines of the device headers the simulator runs: `--coverage SECONDS`.
 
 Builds the built-in scenarios with gcov's counters, runs them for a while at each width, and lists
 what no schedule has reached.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from flashwarp.testing.simulate import coverage_program
+from simulator.simulate import coverage_program
 
-__all__ = ["uncovered"]
+__all__ = ["print_uncovered", "uncovered"]
 
 
 def uncovered(seconds: float, widths: tuple[int, ...] = (1, 4)) -> dict[str, dict[int, bool]]:
@@ -52,13 +51,8 @@ def _add(report: dict[str, list[dict[str, object]]], lines: dict[str, dict[int, 
             seen[number] = seen.get(number, False) or line["count"] > 0
 
 
-def main() -> None:
+def print_uncovered(seconds: float) -> None:
     """Print a line for each header: covered, all, and the numbers of those that never ran."""
-    seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
     for name, lines in sorted(uncovered(seconds).items()):
         missing = [number for number, ran in sorted(lines.items()) if not ran]
         print(f"{len(lines) - len(missing):4d}/{len(lines):<4d} {name} {missing or ''}")
-
-
-if __name__ == "__main__":
-    main()

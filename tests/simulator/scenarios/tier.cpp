@@ -1,5 +1,5 @@
 // The host-memory tier: lines that leave a few frames for a few places, and come back.
-#include "flashwarp/testing/simulator/elements.h"
+#include "simulator/elements.h"
 
 using namespace fw::simulator;
 

@@ -1,0 +1,177 @@
+// What first_light measures in kernels: the queue pairs without the cache, by random reads straight
+// into a buffer as BaM section 4.3 measures them, and sums over arrays beside plain loads.
+#include "flashwarp/array.cuh"
+
+namespace bench {
+
+using namespace fw;
+
+// `data` off leaves the bytes where they are.
+struct queue_params {
+  cache::line_cache* cache;  // for finishing detached commands that we meet
+  cache::volume* volume;
+  char* target;  // `target_blocks` blocks, written round robin
+  uint64_t target_blocks;
+  uint64_t commands;  // in all
+  uint64_t blocks;    // of the namespace, of block_bytes each
+  uint64_t seed;
+  uint32_t block_bytes;  // a multiple of 512
+  uint32_t data;         // 1: move the data, 0: commands only
+};
+static_assert(sizeof(queue_params) == 64);
+
+FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdULL;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ULL;
+  x ^= x >> 33;
+  return x;
+}
+
+struct reduce_params {
+  array<uint32_t> data;
+  const uint32_t* plain;  // reduce_plain: the same elements in device memory
+  uint64_t* sum;          // one word, added to
+  uint64_t count;         // elements to read
+  uint64_t span;          // consecutive: elements that one warp reads in a row
+  uint64_t seed;
+  uint32_t random;  // 1: random elements, 0: consecutive ones
+  uint32_t reserved;
+};
+static_assert(sizeof(reduce_params) == 120);
+
+// Elements that a lane has in flight when it reads consecutive ones.
+inline constexpr uint32_t kReduceUnroll = 8;
+
+// Adds `count` random elements through `load` to `*sum`.
+template <typename Load>
+FW_DEVICE void sum_random(const reduce_params& p, uint64_t length, Load load) {
+  uint64_t total = 0;
+  for (uint64_t k = base::thread_index(); k < p.count; k += base::thread_count()) {
+    total += load(mix64(k + p.seed) % length);
+  }
+  atomic::add_relaxed(p.sum, total);
+}
+
+// Adds the elements below `count` to `*sum`. A warp reads spans of consecutive elements, its lanes
+// side by side: `load_several` for whole rounds, `load` for what is left.
+template <typename LoadSeveral, typename Load>
+FW_DEVICE void sum_consecutive(const reduce_params& p, LoadSeveral load_several, Load load) {
+  constexpr uint64_t kRound = uint64_t(kReduceUnroll) * warp::kWarpWidth;
+  uint64_t total = 0;
+  for (uint64_t first = uint64_t(warp::index()) * p.span; first < p.count;
+       first += uint64_t(warp::count()) * p.span) {
+    const uint64_t end = first + p.span < p.count ? first + p.span : p.count;
+    uint64_t i = first + warp::lane();
+    // Counted in one register: rounds that it cannot count go the way of what is left.
+    for (uint32_t round = uint32_t((end - first) / kRound); round != 0; round--, i += kRound) {
+      uint32_t values[kReduceUnroll];
+      load_several(i, values);
+      FW_UNROLL
+      for (uint32_t k = 0; k < kReduceUnroll; k++) total += values[k];
+    }
+    for (; i < end; i += warp::kWarpWidth) total += load(i);
+  }
+  atomic::add_relaxed(p.sum, total);
+}
+
+}  // namespace bench
+
+// The ceiling of the mapped path: the same random blocks, pulled without any command.
+FW_KERNEL pull_blocks(const FW_GRID_CONSTANT bench::queue_params p) {
+  using namespace fw;
+  const uint64_t base = p.volume->queues[0].data.mapped_base;
+  for (uint64_t i = warp::index(); i < p.commands; i += warp::count()) {
+    const uint64_t block = bench::mix64(i + p.seed) % p.blocks;
+    warp::copy<warp::source::kStream>(
+        warp::kFullMask,
+        reinterpret_cast<uint64_t>(p.target) + (i % p.target_blocks) * p.block_bytes,
+        base + block * p.block_bytes, p.block_bytes);
+  }
+}
+
+FW_KERNEL_RESIDENT(2) queue_read(const FW_GRID_CONSTANT bench::queue_params p) {
+  using namespace fw;
+  const uint32_t mask = warp::kFullMask;
+  cache::volume& v = *p.volume;
+  nvme::queue_pair& q = v.queues[warp::index() % v.queue_count];
+  cache::line_finisher finisher{*p.cache};
+  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < p.commands;
+       first += stride) {
+    const uint64_t item = first + warp::lane();
+    uint32_t rest = warp::ballot(mask, item < p.commands);
+    const uint64_t block = bench::mix64(item + p.seed) % p.blocks;
+    const uint64_t target =
+        reinterpret_cast<uint64_t>(p.target) + (item % p.target_blocks) * p.block_bytes;
+    while (rest != 0) {
+      const uint32_t batch = cache::first_batch(q, rest);
+      const bool mine = (batch >> warp::lane()) & 1;
+      rest &= ~batch;
+      const uint32_t ticket = nvme::take_tickets(q, mask, batch);
+      if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
+        if (mine) cache::record_error(v, nvme::kTimedOut, nvme::kRead, v.line_begin);
+        return;
+      }
+      uint64_t address = target;
+      if (q.data.path == nvme::kMapped) address = q.data.mapped_base + block * p.block_bytes;
+      if (q.data.path == nvme::kBounce) address = nvme::buffer_of(q, ticket);
+      if (mine) {
+        const uint32_t blocks = p.block_bytes >> nvme::kLbaShift;
+        nvme::write_entry(q, ticket,
+                          nvme::block_command(nvme::kRead, uint16_t(nvme::entry_of(q, ticket)),
+                                              block * blocks, blocks, address, 0),
+                          0);
+      }
+      warp::sync(mask);
+      nvme::publish(q, mask);
+      const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
+      if (mine && status != nvme::kSuccess) {
+        cache::record_error(v, status, nvme::kRead, v.line_begin);
+      }
+      if (p.data != 0 && q.data.path != nvme::kDirect) {
+        // Each lane has acquired its own completion; now all lanes read all of the data.
+        warp::sync(mask);
+        for (uint32_t left = batch; left != 0; left &= left - 1) {
+          const uint32_t source = base::lowest_bit(left);
+          warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, target, source),
+                                            warp::broadcast(mask, address, source), p.block_bytes);
+        }
+        warp::sync(mask);
+      }
+      if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+    }
+  }
+}
+
+FW_KERNEL_RESIDENT(5) reduce_array(const FW_GRID_CONSTANT bench::reduce_params p) {
+  using namespace fw;
+  if (p.random != 0) {
+    bench::sum_random(p, p.data.length, [&](uint64_t i) { return p.data[i]; });
+    return;
+  }
+  cursor<uint32_t> data(p.data);
+  bench::sum_consecutive(
+      p,
+      [&](uint64_t i, uint32_t (&values)[bench::kReduceUnroll]) {
+        data.load(i, warp::kWarpWidth, values);
+      },
+      [&](uint64_t i) { return data[i]; });
+}
+FW_KERNEL_RESIDENT(8) reduce_plain(const FW_GRID_CONSTANT bench::reduce_params p) {
+  using namespace fw;
+  if (p.random != 0) {
+    bench::sum_random(p, p.data.length, [&](uint64_t i) { return p.plain[i]; });
+    return;
+  }
+  bench::sum_consecutive(
+      p,
+      [&](uint64_t i, uint32_t (&values)[bench::kReduceUnroll]) {
+        FW_UNROLL
+        for (uint32_t k = 0; k < bench::kReduceUnroll; k++) {
+          values[k] = p.plain[i + k * warp::kWarpWidth];
+        }
+      },
+      [&](uint64_t i) { return p.plain[i]; });
+}
