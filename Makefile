@@ -20,7 +20,7 @@ DEV_EXTRAS := cuda,demo,dev
 TEST_PROCESSES ?= $(if $(wildcard /dev/nvidiactl),0,2)
 TEST_HANG_S ?= 900
 
-NATIVE := $(wildcard native/*.cpp native/*.h) \
+NATIVE := $(shell find native -name '*.cpp' -o -name '*.h') \
   $(shell find src/flashwarp -name '*.cuh' -o -name '*.cu')
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard src/flashwarp/testing/simulator/*.cpp src/flashwarp/testing/simulator/*.h \

@@ -1,4 +1,4 @@
-"""Types of the C++ extension: `native/module.cpp` and `native/bind_*.cpp`.
+"""Types of the C++ extension: `native/bind/`.
 
 Addresses are ints. Calls that may wait release the GIL; failed I/O raises OSError.
 """

@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/host_memory.h"
 #include "flashwarp/array.cuh"
-#include "host_memory.h"
-#include "software_controller.h"
-#include "storage.h"
+#include "nvme/software/software_controller.h"
+#include "storage/storage.h"
 
 namespace fw::stress {
 

@@ -22,12 +22,12 @@
 #include <thread>
 #include <vector>
 
-#include "composite_storage.h"
-#include "fault_plan.h"
-#include "faulty_storage.h"
-#include "file_storage.h"
-#include "host_memory.h"
-#include "software_controller.h"
+#include "base/host_memory.h"
+#include "nvme/software/software_controller.h"
+#include "storage/composite_storage.h"
+#include "storage/file_storage.h"
+#include "testing/fault_plan.h"
+#include "testing/faulty_storage.h"
 
 using namespace fw::native;
 namespace nvme = fw::nvme;

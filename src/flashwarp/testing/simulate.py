@@ -48,13 +48,13 @@ _POLICIES["hostile"] = (
 
 _RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
 _CONTROLLER = (
-    "queue_server",
-    "queue_server_async",
-    "ssd_model",
-    "storage",
-    "prp_walk",
-    "identify",
-    "fork_guard",
+    "nvme/software/queue_server",
+    "nvme/software/queue_server_async",
+    "nvme/software/prp_walk",
+    "nvme/software/identify",
+    "nvme/model/ssd_model",
+    "storage/storage",
+    "base/fork_guard",
 )
 _FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")
 # The runtime is compiled once; scenarios are compiled often and run for seconds.
@@ -384,7 +384,7 @@ def _header_digest() -> bytes:
         *(_PACKAGE / "kernels").glob("*.cuh"),
         *_SIMULATOR.glob("*.h"),
         *_SIMULATOR.glob("*.cpp"),
-        *native.glob("*.h"),
+        *native.rglob("*.h"),
         *(native / f"{name}.cpp" for name in _CONTROLLER),
     ]
     return content_key(*(path.read_bytes() for path in sorted(files))).encode()

@@ -1,0 +1,29 @@
+// The built-in kernels with the replacement policy that FW_POLICY names, as a program for the CPU
+// device. The extension itself has the clock's; one library for each other policy lies beside it.
+#include "flashwarp/entry.cuh"
+#include "flashwarp/kernels/module.cuh"
+
+namespace {
+
+#define FW_ENTRY(NAME) fw::make_entry<&NAME>(#NAME)
+
+constexpr fw::entry kEntries[] = {
+    FW_ENTRY(fw_gather_rows),         FW_ENTRY(fw_scatter_rows),
+    FW_ENTRY(fw_prefetch_rows),       FW_ENTRY(fw_gather_elements_1),
+    FW_ENTRY(fw_gather_elements_2),   FW_ENTRY(fw_gather_elements_4),
+    FW_ENTRY(fw_gather_elements_8),   FW_ENTRY(fw_gather_elements_16),
+    FW_ENTRY(fw_scatter_elements_1),  FW_ENTRY(fw_scatter_elements_2),
+    FW_ENTRY(fw_scatter_elements_4),  FW_ENTRY(fw_scatter_elements_8),
+    FW_ENTRY(fw_scatter_elements_16), FW_ENTRY(fw_check_indices),
+    FW_ENTRY(fw_flush_lines),         FW_ENTRY(fw_invalidate_lines),
+    FW_ENTRY(fw_drop_tier),           FW_ENTRY(fw_quiesce),
+    FW_ENTRY(fw_submit_command),      FW_ENTRY(fw_queue_read),
+    FW_ENTRY(fw_pull_blocks),         FW_ENTRY(fw_reduce_array),
+    FW_ENTRY(fw_reduce_plain),        FW_ENTRY(fw_bfs_level),
+    FW_ENTRY(fw_query_sums),
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default")))
+const fw::entry_table fw_entries = {kEntries, sizeof(kEntries) / sizeof(fw::entry)};
