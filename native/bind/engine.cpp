@@ -227,7 +227,7 @@ nb::dict stats_of(SoftwareController& controller) {
   result["bytes_read"] = counters.bytes_read;
   result["bytes_written"] = counters.bytes_written;
   result["errors"] = counters.errors;
-  result["errors_dropped"] = controller.errors().dropped();
+  result["errors_dropped"] = controller.errors_dropped();
   result["doorbell_reads"] = counters.doorbell_reads;
   result["sleeps"] = counters.sleeps;
   result["wakes"] = counters.wakes;
@@ -255,27 +255,21 @@ nb::dict to_dict(const ErrorRecord& record) {
   return result;
 }
 
-nb::list take_errors(SoftwareController& controller) {
+nb::list take_errors(Controller& controller) {
   nb::list result;
-  for (const ErrorRecord& record : controller.errors().take()) result.append(to_dict(record));
+  for (const ErrorRecord& record : controller.take_errors()) result.append(to_dict(record));
   return result;
 }
 
-nb::dict describe_controller(SoftwareController& controller) {
-  nb::dict result;
-  result["kind"] = "software controller";
-  result["engine"] = controller.engine_description();
-  result["threads"] = controller.thread_count();
-  result["queue_pairs"] = controller.counters().queues.size();
-  result["page_bytes"] = controller.page_bytes();
-  result["max_transfer_bytes"] = controller.max_transfer_bytes();
+nb::dict describe_software(const SoftwareController& controller) {
+  nb::dict result = to_dict(controller.describe());
   result["storage"] = to_dict(controller.storage().describe());
   return result;
 }
 
 nb::bytes to_bytes(const IdentifyData& data) { return nb::bytes(data.data(), data.size()); }
 
-void require_parent(const SoftwareController& controller) {
+void require_parent(const Controller& controller) {
   if (controller.in_forked_child()) throw std::runtime_error(kForkMessage);
 }
 
@@ -317,8 +311,37 @@ void bind_controller(nb::module_& m) {
       .def_ro("depth", &QueuePairAddresses::depth)
       .def_ro("id", &QueuePairAddresses::id);
 
+  nb::class_<Controller>(m, "Controller")
+      .def("start",
+           [](Controller& c) {
+             require_parent(c);
+             const Unlocked unlocked;
+             c.start();
+           })
+      .def("stop", &Controller::stop, WithoutGil())
+      .def("wake", &Controller::wake)
+      .def("launch_begins", &Controller::launch_begins)
+      .def("launch_ends", &Controller::launch_ends)
+      .def(
+          "serve_some",
+          [](Controller& c, uint32_t first_queue) {
+            require_parent(c);
+            const Unlocked unlocked;
+            return c.serve_some(first_queue);
+          },
+          nb::arg("first_queue") = 0)
+      .def("progress",
+           [](Controller& c) {
+             const ControllerProgress progress = c.progress();
+             return std::pair(progress.commands, progress.waited);
+           })
+      .def("take_errors", &take_errors)
+      .def("describe", [](const Controller& c) { return to_dict(c.describe()); })
+      .def_prop_ro("queue_pairs", &Controller::queue_pairs)
+      .def_prop_ro("serving", &Controller::serving);
+
   using Regions = std::vector<std::pair<uint64_t, uint64_t>>;
-  nb::class_<SoftwareController>(m, "SoftwareController")
+  nb::class_<SoftwareController, Controller>(m, "SoftwareController")
       .def(
           "__init__",
           [](SoftwareController* self, std::shared_ptr<Storage> storage,
@@ -337,39 +360,12 @@ void bind_controller(nb::module_& m) {
           nb::arg("yields") = false, nb::arg("model") = nb::none(), nb::arg("keeps") = nb::none(),
           // What holds the rings and the memory that commands name: it outlives the threads.
           nb::keep_alive<1, 11>())
-      .def("start",
-           [](SoftwareController& c) {
-             require_parent(c);
-             const Unlocked unlocked;
-             c.start();
-           })
-      .def("stop", &SoftwareController::stop, WithoutGil())
-      .def("wake", &SoftwareController::wake)
-      .def("visitor_comes", &SoftwareController::visitor_comes)
-      .def("visitor_leaves", &SoftwareController::visitor_leaves)
-      .def(
-          "serve_some",
-          [](SoftwareController& c, uint32_t first_queue) {
-            require_parent(c);
-            const Unlocked unlocked;
-            return c.serve_some(first_queue);
-          },
-          nb::arg("first_queue") = 0)
-      .def("progress",
-           [](SoftwareController& c) {
-             const ControllerCounters counters = c.counters();
-             uint64_t commands = 0;
-             for (uint64_t count : counters.commands) commands += count;
-             return std::pair(commands, counters.engine_operations + counters.held);
-           })
       .def("stats", &stats_of)
-      .def("take_errors", &take_errors)
-      .def("describe", &describe_controller)
+      .def("describe", &describe_software)
       .def("identify_controller",
            [](SoftwareController& c) { return to_bytes(c.identify_controller_data()); })
       .def("identify_namespace",
-           [](SoftwareController& c) { return to_bytes(c.identify_namespace_data()); })
-      .def_prop_ro("serving", &SoftwareController::serving);
+           [](SoftwareController& c) { return to_bytes(c.identify_namespace_data()); });
 }
 
 nb::object direct_io_alignment(const std::string& path) {

@@ -11,12 +11,12 @@
 #include "cpu/cpu_device.h"
 #include "cpu/cpu_kernels.h"
 #include "cpu/cpu_program.h"
-#include "nvme/software/software_controller.h"
+#include "nvme/controller.h"
 
 namespace nb = nanobind;
+using fw::native::Controller;
 using fw::native::CpuPool;
 using fw::native::CpuProgram;
-using fw::native::SoftwareController;
 using fw::native::Unlocked;
 
 void bind_endings(nb::module_& m);
@@ -29,10 +29,10 @@ namespace {
 // keeps all of it alive until the launch has ended, whoever closes it meanwhile.
 using Uses = std::vector<nb::object>;
 
-std::vector<void*> controllers_of(const Uses& uses) {
-  std::vector<void*> result;
+std::vector<Controller*> controllers_of(const Uses& uses) {
+  std::vector<Controller*> result;
   for (const nb::object& each : uses) {
-    SoftwareController* controller = nullptr;
+    Controller* controller = nullptr;
     if (nb::try_cast(each, controller)) result.push_back(controller);
   }
   return result;

@@ -8,18 +8,12 @@
 #include "base/fault_guard.h"
 #include "flashwarp/base/platform.cuh"
 
-// Defined by software_controller.cpp: serve once from the calling thread, from a queue pair on; and
-// the begin and end of a launch whose threads do so.
-extern "C" int fw_serve(void* controller, uint32_t first_queue);
-extern "C" void fw_visitor_comes(void* controller);
-extern "C" void fw_visitor_leaves(void* controller);
-
 namespace fw::native {
 namespace {
 
 // The controllers of one launch, served in turn.
 struct ServeList {
-  std::vector<void*>* controllers;
+  std::vector<Controller*>* controllers;
   uint32_t next;
   uint32_t first_queue;
 };
@@ -28,7 +22,8 @@ int serve_next(void* argument) {
   ServeList& list = *static_cast<ServeList*>(argument);
   int moved = 0;
   for (std::size_t i = 0; i < list.controllers->size() && moved == 0; i++) {
-    moved = fw_serve((*list.controllers)[list.next++ % list.controllers->size()], list.first_queue);
+    Controller* controller = (*list.controllers)[list.next++ % list.controllers->size()];
+    moved = controller->serve_some(list.first_queue);
   }
   return moved;
 }
@@ -39,7 +34,7 @@ struct CpuPool::Workers {
   struct Job {
     CpuTask task;
     uint32_t count;
-    std::vector<void*>* controllers;
+    std::vector<Controller*>* controllers;
   };
 
   explicit Workers(uint32_t count) : count(count) {
@@ -129,7 +124,7 @@ CpuPool::~CpuPool() {
   if (fork_guard_.in_child()) (void)workers_.release();
 }
 
-bool CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers) {
+bool CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<Controller*> controllers) {
   if (fork_guard_.in_child()) return false;
   const uint32_t count = threads == 0 || threads > thread_count_ ? thread_count_ : threads;
   std::shared_lock open(workers_->open);
@@ -138,11 +133,11 @@ bool CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<void*> c
   // Set under `open` alone, which we share.
   if (workers_->closing) return false;
   const Workers::Job job{task, count, &controllers};
-  for (void* controller : controllers) fw_visitor_comes(controller);
+  for (Controller* controller : controllers) controller->launch_begins();
   if (count > 1) workers_->hand_out(job);
   Workers::run(job, 0);
   if (count > 1) workers_->wait();
-  for (void* controller : controllers) fw_visitor_leaves(controller);
+  for (Controller* controller : controllers) controller->launch_ends();
   return true;
 }
 

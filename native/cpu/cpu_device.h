@@ -2,7 +2,7 @@
 //
 // The launching thread works along, so a launch of one thread runs beside others; of those with
 // more there is one at a time. Each thread is a warp of one lane. While a thread waits for I/O it
-// serves the software controllers that it was given, so that a wait turns into work instead of a
+// serves the controllers that it was given, so that a wait turns into work instead of a
 // context switch. A child of fork() has none of the threads: there the pool refuses to launch, and
 // leaves what its threads wait on alone.
 #pragma once
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "nvme/controller.h"
 
 namespace fw::native {
 
@@ -30,7 +31,7 @@ class CpuPool {
 
   // Runs `task` on up to `threads` threads (0: all) and returns when all are done. False, with
   // nothing run, once the pool is closed or in a forked child.
-  bool launch(const CpuTask& task, uint32_t threads, std::vector<void*> controllers);
+  bool launch(const CpuTask& task, uint32_t threads, std::vector<Controller*> controllers);
   // Waits for launches and joins the threads. Idempotent; nothing to do in a forked child.
   void close();
   uint32_t threads() const { return thread_count_; }

@@ -61,7 +61,7 @@ CpuProgram::~CpuProgram() {
 }
 
 bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
-                    uint32_t threads, std::vector<void*> controllers) {
+                    uint32_t threads, std::vector<Controller*> controllers) {
   struct Call {
     const entry& kernel;
     const void* const* arguments;

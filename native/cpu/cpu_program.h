@@ -35,7 +35,7 @@ class CpuProgram {
 // false as CpuPool::launch has it. `arguments` points to one argument for each parameter, of the
 // size that the entry says.
 bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
-                    uint32_t threads, std::vector<void*> controllers);
+                    uint32_t threads, std::vector<Controller*> controllers);
 
 // The C++ spelling of a mangled name; empty when it is none.
 std::string demangle(const std::string& name);

@@ -18,6 +18,7 @@
 #include "flashwarp/base/atomic.cuh"
 #include "flashwarp/nvme/command.cuh"
 #include "io/io_engine.h"
+#include "nvme/controller.h"
 #include "nvme/error_log.h"
 #include "nvme/model/held_completions.h"
 #include "nvme/model/ssd_model.h"
@@ -25,17 +26,6 @@
 #include "storage/storage.h"
 
 namespace fw::native {
-
-// Where a queue pair lives in host memory. Doorbells are 4-byte words.
-struct QueuePairAddresses {
-  uint64_t sq = 0;
-  uint64_t cq = 0;
-  uint64_t sq_doorbell = 0;
-  uint64_t cq_doorbell = 0;
-  uint32_t depth = 0;
-  uint16_t id = 0;         // 0 is the admin queue
-  uint64_t heartbeat = 0;  // a word that the controller advances while the process runs; 0: none
-};
 
 // What all queue pairs of a controller share. Read-only but for the log and the modelled drive.
 struct ControllerContext {

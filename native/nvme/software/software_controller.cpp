@@ -83,10 +83,11 @@ void check_options(const ControllerOptions& options) {
 }  // namespace
 
 SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
-                                       std::vector<QueuePairAddresses> queue_pairs,
+                                       std::vector<QueuePairAddresses> pairs,
                                        std::vector<std::pair<uint64_t, uint64_t>> dma_regions,
                                        const ControllerOptions& options)
-    : context_{std::move(storage),
+    : Controller(std::move(pairs)),
+      context_{std::move(storage),
                DmaRegions(std::move(dma_regions)),
                options.page_bytes,
                options.max_transfer_bytes,
@@ -96,26 +97,27 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
       yields_(options.yields),
       thread_count_(options.threads) {
   require(context_.storage != nullptr, "storage is None");
-  require(!queue_pairs.empty(), "at least one queue pair is needed");
+  require(!queue_pairs().empty(), "at least one queue pair is needed");
   check_options(options);
-  for (const QueuePairAddresses& pair : queue_pairs) check_queue_pair(pair);
-  heartbeat_ = reinterpret_cast<uint32_t*>(queue_pairs.front().heartbeat);
-  for (const QueuePairAddresses& pair : queue_pairs) {
-    require(pair.heartbeat == queue_pairs.front().heartbeat && pair.heartbeat % 4 == 0,
+  for (const QueuePairAddresses& pair : queue_pairs()) check_queue_pair(pair);
+  const uint64_t heartbeat = queue_pairs().front().heartbeat;
+  heartbeat_ = reinterpret_cast<uint32_t*>(heartbeat);
+  for (const QueuePairAddresses& pair : queue_pairs()) {
+    require(pair.heartbeat == heartbeat && pair.heartbeat % 4 == 0,
             "the queue pairs need one heartbeat, 4-byte aligned");
   }
 
   IoEngineFactory::Options engine_options;
   context_.storage->collect_files(engine_options.files);
   engine_options.memory = context_.regions.list();
-  engine_options.engines = uint32_t(queue_pairs.size());
+  engine_options.engines = uint32_t(queue_pairs().size());
   // A namespace in memory never waits, so it needs no engine: unless it is a file whose commands
   // may name other memory, too.
   const bool in_memory = context_.storage->mapped_base() != nullptr;
   const bool needs_engine =
       !engine_options.files.empty() && (!in_memory || !engine_options.memory.empty());
   if (needs_engine) engines_ = std::make_unique<IoEngineFactory>(std::move(engine_options));
-  for (const QueuePairAddresses& pair : queue_pairs) {
+  for (const QueuePairAddresses& pair : queue_pairs()) {
     std::unique_ptr<IoEngine> engine;
     if (needs_engine) {
       engine = engines_->make(pair.depth + PieceList::kCountMax);
@@ -165,10 +167,10 @@ void SoftwareController::wake() {
   if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(epoch_);
 }
 
-void SoftwareController::visitor_comes() { visitors_.fetch_add(1, std::memory_order_relaxed); }
+void SoftwareController::launch_begins() { launches_.fetch_add(1, std::memory_order_relaxed); }
 
-void SoftwareController::visitor_leaves() {
-  if (visitors_.fetch_sub(1, std::memory_order_relaxed) != 1 || !yields_) return;
+void SoftwareController::launch_ends() {
+  if (launches_.fetch_sub(1, std::memory_order_relaxed) != 1 || !yields_) return;
   if (has_unfinished()) wake();
 }
 
@@ -207,7 +209,7 @@ void SoftwareController::run(uint32_t thread) {
   int64_t idle_since = 0;
   uint32_t idle_sweeps = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
-    if (leaves_it_to_visitors()) {
+    if (leaves_it_to_launches()) {
       sleep(thread, kLongIdleNs);
       continue;
     }
@@ -279,7 +281,7 @@ bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   // Relaxed doorbells: one that is missed here is seen by the sentinel at its next look.
   int64_t limit_ns = idle_ns < kLongIdleNs ? kSentinelNs : kLongIdleSentinelNs;
-  if (!leaves_it_to_visitors()) {
+  if (!leaves_it_to_launches()) {
     if (has_in_flight()) limit_ns = kInFlightNs;
     // The clock is read where something is held only. Up early, because a sleep ends late.
     const int64_t due_ns = next_due_ns();
@@ -301,6 +303,27 @@ IdentifyData SoftwareController::identify_controller_data() const {
 
 IdentifyData SoftwareController::identify_namespace_data() const {
   return identify_namespace(context_.storage->nbytes(), context_.storage->writable());
+}
+
+ControllerProgress SoftwareController::progress() const {
+  ControllerProgress sum;
+  for (const auto& server : servers_) {
+    const QueueCounters& from = server->counters();
+    for (const Counter& count : from.commands) sum.commands += count.get();
+    sum.waited += from.engine_operations.get() + from.held.get();
+  }
+  return sum;
+}
+
+Description SoftwareController::describe() const {
+  Description result;
+  result.add("kind", "software controller");
+  result.add("engine", engine_description());
+  result.add("threads", uint64_t(thread_count_));
+  result.add("queue_pairs", uint64_t(queue_pairs().size()));
+  result.add("page_bytes", context_.page_bytes);
+  result.add("max_transfer_bytes", context_.max_transfer_bytes);
+  return result;
 }
 
 ControllerCounters SoftwareController::counters() const {
@@ -328,15 +351,3 @@ ControllerCounters SoftwareController::counters() const {
 }
 
 }  // namespace fw::native
-
-int fw_serve(void* controller, uint32_t first_queue) {
-  return static_cast<fw::native::SoftwareController*>(controller)->serve_some(first_queue);
-}
-
-void fw_visitor_comes(void* controller) {
-  static_cast<fw::native::SoftwareController*>(controller)->visitor_comes();
-}
-
-void fw_visitor_leaves(void* controller) {
-  static_cast<fw::native::SoftwareController*>(controller)->visitor_leaves();
-}

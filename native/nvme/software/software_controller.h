@@ -2,9 +2,8 @@
 //
 // It owns its threads and the servers of its queue pairs; the rings and the memory that commands
 // name belong to the caller and must outlive it. Threads that wait for completions may serve as
-// well
-// (`serve_some`, `fw_serve`), so that a wait turns into work. Idle threads sleep; one of them looks
-// at the doorbells each millisecond, and `wake` is immediate.
+// well (`serve_some`), so that a wait turns into work. Idle threads sleep; one of them looks at the
+// doorbells each millisecond, and `wake` is immediate.
 #pragma once
 
 #include <atomic>
@@ -16,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/fork_guard.h"
+#include "nvme/controller.h"
 #include "nvme/software/identify.h"
 #include "nvme/software/queue_server.h"
 
@@ -27,7 +26,7 @@ struct ControllerOptions {
   uint64_t page_bytes = 2 << 20;          // CC.MPS: a power of two, 4 KiB at least
   uint64_t max_transfer_bytes = 2 << 20;  // MDTS: a power of two, page-sized at least
   int64_t spin_ns = 100'000;  // how long a thread without work looks on before it sleeps
-  bool yields = false;        // threads sleep while visitors serve: they would take their cores
+  bool yields = false;        // threads sleep while launches serve: they would take their cores
   std::optional<SsdParameters> model =
       {};  // a drive whose latency and ceilings completions keep to
 };
@@ -40,44 +39,35 @@ struct ControllerCounters {
   std::vector<std::pair<uint16_t, uint64_t>> queues;  // id, commands
 };
 
-class SoftwareController {
+class SoftwareController final : public Controller {
  public:
   // Throws invalid_argument when a size or address cannot be.
   SoftwareController(std::shared_ptr<Storage> storage, std::vector<QueuePairAddresses> queue_pairs,
                      std::vector<std::pair<uint64_t, uint64_t>> dma_regions,
                      const ControllerOptions& options);
-  ~SoftwareController();
-  SoftwareController(const SoftwareController&) = delete;
-  SoftwareController& operator=(const SoftwareController&) = delete;
+  ~SoftwareController() override;
 
-  // Both may be called twice. After `stop` no thread of the controller exists, nothing is in
-  // flight, and every rung command has a completion where its CQ had room.
-  void start();
-  void stop();
+  // After `stop` no thread of the controller exists.
+  void start() override;
+  void stop() override;
+  bool serving() const override { return serving_.load(std::memory_order_acquire); }
 
-  // Ends all sleep at once; call it before work that will ring doorbells is launched.
-  void wake();
+  // Ends all sleep at once.
+  void wake() override;
+  void launch_begins() override;
+  void launch_ends() override;
+  int serve_some(uint32_t first_queue) override;
 
-  // A visitor is a launch whose threads serve whenever they wait. What nobody waited for when the
-  // last one leaves is for our own threads.
-  void visitor_comes();
-  void visitor_leaves();
+  ControllerProgress progress() const override;
+  std::vector<ErrorRecord> take_errors() override { return context_.errors.take(); }
+  Description describe() const override;
 
-  // Serves queue pairs from `first_queue` on until one had something to move. Returns how many
-  // commands moved, 0 when there was nothing, -1 when the controller does not serve any more.
-  int serve_some(uint32_t first_queue);
-
-  bool in_forked_child() const { return fork_guard_.in_child(); }
-  bool serving() const { return serving_.load(std::memory_order_acquire); }
   std::string engine_description() const {
     return engines_ == nullptr ? "memory" : engines_->description();
   }
   ControllerCounters counters() const;
-  ErrorLog& errors() { return context_.errors; }
+  uint64_t errors_dropped() const { return context_.errors.dropped(); }
   const Storage& storage() const { return *context_.storage; }
-  uint64_t max_transfer_bytes() const { return context_.max_transfer_bytes; }
-  uint64_t page_bytes() const { return context_.page_bytes; }
-  uint32_t thread_count() const { return thread_count_; }
 
   // What the Identify command returns for CNS 01h and 00h.
   IdentifyData identify_controller_data() const;
@@ -92,10 +82,10 @@ class SoftwareController {
   int64_t next_due_ns() const;
   int64_t time_of_sweep() const;
   bool sleep(uint32_t thread, int64_t idle_ns);
-  // Relaxed: a thread that is late to see a visitor serves once more, and one that is late to see
-  // it leave looks again within a sentinel's turn.
-  bool leaves_it_to_visitors() const {
-    return yields_ && visitors_.load(std::memory_order_relaxed) != 0;
+  // Relaxed: a thread that is late to see a launch begin serves once more, and one that is late to
+  // see it end looks again within a sentinel's turn.
+  bool leaves_it_to_launches() const {
+    return yields_ && launches_.load(std::memory_order_relaxed) != 0;
   }
 
   ControllerContext context_;
@@ -117,16 +107,7 @@ class SoftwareController {
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<uint64_t> sleeps_{0};
   std::atomic<uint64_t> wakes_{0};
-  std::atomic<uint32_t> visitors_{0};
-  ForkGuard fork_guard_;
+  std::atomic<uint32_t> launches_{0};
 };
 
 }  // namespace fw::native
-
-// For code that knows the controller only as an address: a launch of the CPU device, and its
-// waiters
-// (`serve_some`).
-extern "C" __attribute__((visibility("default"))) int fw_serve(void* controller,
-                                                               uint32_t first_queue);
-extern "C" void fw_visitor_comes(void* controller);
-extern "C" void fw_visitor_leaves(void* controller);
