@@ -32,6 +32,7 @@ LAYERS = [
     ["storage"],
     ["file_access"],
     ["queue_pair", "ssd_model"],
+    ["nvme"],
     ["controller"],
     ["spread"],
     ["cache"],

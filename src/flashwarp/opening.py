@@ -23,10 +23,11 @@ from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError, CopyError, DataPathError, FileFormatError, PathError
 from flashwarp.file_access import Access, file_storage
+from flashwarp.nvme import Controller
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
-from flashwarp.storage import File, Storage
+from flashwarp.storage import File, Namespace, Storage
 
 __all__ = ["create", "from_storage", "open"]
 
@@ -60,7 +61,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     device: Any = None,
     cache: CacheLike = "auto",
     line: int | str = "4 KiB",
-    controller: SoftwareController | Sequence[SoftwareController] | None = None,
+    controller: Controller | Sequence[Controller] | None = None,
     strict: str | None = None,
     direct: bool | None = None,
     policy: str | Policy | None = None,
@@ -208,14 +209,14 @@ def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
 def _check_controllers(controller: Any) -> None:
     several = isinstance(controller, list | tuple)
     plans = controller if several else [controller]
-    if controller is not None and not all(isinstance(each, SoftwareController) for each in plans):
+    if controller is not None and not all(isinstance(each, Controller) for each in plans):
         raise ArgumentError(
-            f"controller={controller!r} is neither a SoftwareController nor a list of these"
+            f"controller={controller!r} is neither a Controller nor a list of these"
         )
 
 
-def _asks_mapped(controller: SoftwareController | Sequence[SoftwareController] | None) -> bool:
-    plans = [controller] if isinstance(controller, SoftwareController) else controller or []
+def _asks_mapped(controller: Controller | Sequence[Controller] | None) -> bool:
+    plans = [controller] if isinstance(controller, Controller) else controller or []
     return any(plan.asked_path == "mapped" for plan in plans)
 
 
@@ -223,7 +224,7 @@ def _open_one(
     name: str,
     form: npy.Layout,
     plan: _Plan,
-    controller: SoftwareController | None,
+    controller: Controller | None,
     access: Access,
     shown: str = "",
     recipe: _Recipe | None = None,
@@ -274,7 +275,7 @@ def create(
     device: Any = None,
     cache: CacheLike = "auto",
     line: int | str = "4 KiB",
-    controller: SoftwareController | None = None,
+    controller: Controller | None = None,
     strict: str | None = None,
     direct: bool | None = None,
     policy: str | Policy | None = None,
@@ -343,14 +344,14 @@ def create(
 
 @_whole
 def from_storage(
-    storage: Storage | Sequence[Storage],
+    storage: Namespace | Sequence[Storage],
     dtype: npt.DTypeLike,
     shape: int | Sequence[int] | None = None,
     *,
     device: Any = None,
     cache: CacheLike = "auto",
     line: int | str = "4 KiB",
-    controller: SoftwareController | Sequence[SoftwareController] | None = None,
+    controller: Controller | Sequence[Controller] | None = None,
     strict: str | None = None,
     policy: str | Policy | None = None,
     host_cache: int | str | None = None,
@@ -379,7 +380,7 @@ def from_storage(
     kind = npy.check_dtype(dtype)
     _check_controllers(controller)
     plan = _Plan.of(device, cache, line, policy, strict, host_cache)
-    if not isinstance(storage, Storage):
+    if not isinstance(storage, Namespace):
         if not isinstance(storage, Sequence):
             raise ArgumentError(f"storage={storage!r} is neither a Storage nor a sequence of these")
         members = list(storage)
@@ -588,17 +589,17 @@ def _check_spread(layout: str | None, stripe_bytes: int | str | None, count: int
 def _one(
     layout: str | None,
     stripe_bytes: int | str | None,
-    controller: SoftwareController | Sequence[SoftwareController] | None,
-) -> SoftwareController | None:
+    controller: Controller | Sequence[Controller] | None,
+) -> Controller | None:
     """Refuse what only several storages have; return the controller."""
     if layout is not None or stripe_bytes is not None:
         raise ArgumentError("layout and stripe_bytes are for several storages: give a list")
-    if controller is not None and not isinstance(controller, SoftwareController):
+    if controller is not None and not isinstance(controller, Controller):
         raise ArgumentError("several controllers are for several storages: give a list of these")
     return controller
 
 
-def _settings_only(controller: SoftwareController | None) -> SoftwareController | None:
+def _settings_only(controller: Controller | None) -> Controller | None:
     if controller is not None and controller.storage is not None:
         raise ArgumentError("the controller has a storage of its own: use from_storage")
     return controller
@@ -706,7 +707,7 @@ def _make_several(
     kind: np.dtype[Any],
     shape: tuple[int, ...] | None,
     plan: _Plan,
-    controller: SoftwareController | Sequence[SoftwareController] | None,
+    controller: Controller | Sequence[Controller] | None,
     layout: str | None,
     stripe_bytes: int | str | None,
     *,
@@ -728,10 +729,10 @@ def _make_several(
 
 
 def _make(
-    storage: Storage,
+    storage: Namespace,
     form: npy.Layout,
     plan: _Plan,
-    controller: SoftwareController | ControllerGroup | None,
+    controller: Controller | None,
     *,
     why: str = "",
     release: Callable[[], None] = _nothing,

@@ -28,6 +28,7 @@ from flashwarp.bench.report import Report, Row, machine_facts
 from flashwarp.bench.timing import device_seconds, median_of
 from flashwarp.device import CpuDevice, Device, resolve
 from flashwarp.errors import ArgumentError
+from flashwarp.nvme import Service
 
 __all__ = ["run"]
 
@@ -179,7 +180,7 @@ class Drives:
         self.depth = depth
         self.model = fw.SSDModel.named(profile)
         self.queue_pairs = queue_pairs
-        self.controllers: list[fw.SoftwareController] = []
+        self.controllers: list[Service] = []
         self._seed = 0
         with ExitStack() as stack:
             for i in range(count):
@@ -205,9 +206,9 @@ class Drives:
             data_path="mapped",
             model=fw.SSDModel.named(profile, seed=number + 1),
         )
-        controller.attach(storage, self.device, _LBA, (0, 0))
-        stack.callback(controller.detach)
-        self.controllers.append(controller)
+        service = controller.attach(storage, self.device, _LBA, (0, 0))
+        stack.callback(service.stop)
+        self.controllers.append(service)
 
     def __enter__(self) -> Self:
         return self
