@@ -10,6 +10,7 @@ from flashwarp.testing.faults import Fault, FaultPlan, Faulty
 from flashwarp.testing.mutants import MUTANTS, Mutant
 from flashwarp.testing.recording import CrashState, Event, Recording
 from flashwarp.testing.rings import Host, Ring
+from flashwarp.testing.service_contract import ServiceContract
 from flashwarp.testing.simulate import Simulation, simulate
 from flashwarp.testing.storage_contract import StorageContract
 
@@ -27,6 +28,7 @@ __all__ = [
     "Mutant",
     "Recording",
     "Ring",
+    "ServiceContract",
     "Simulation",
     "StorageContract",
     "simulate",
