@@ -49,7 +49,13 @@ _POLICIES["hostile"] = (
 _RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
 _CONTROLLER = (
     "nvme/software/queue_server",
-    "nvme/software/queue_server_async",
+    "nvme/software/rings",
+    "nvme/software/command_memory",
+    "nvme/software/completions",
+    "nvme/software/commands",
+    "nvme/software/in_flight",
+    "nvme/software/counters",
+    "nvme/model/drive_queue",
     "nvme/software/prp_walk",
     "nvme/software/identify",
     "nvme/model/ssd_model",

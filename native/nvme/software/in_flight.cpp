@@ -1,7 +1,5 @@
-// Commands of a queue pair that wait for an IoEngine: from pieces to one completion.
-//
-// A command's memory is used directly when it is contiguous and aligned as its files want it;
-// otherwise its pieces pass through an aligned scratch area, widened where direct I/O needs it.
+#include "nvme/software/in_flight.h"
+
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,7 +9,6 @@
 #include <memory>
 #include <thread>
 
-#include "nvme/software/queue_server.h"
 #include "storage/file_storage.h"
 
 namespace fw::native {
@@ -37,9 +34,9 @@ uint64_t round_up(uint64_t value, uint64_t alignment) {
 
 }  // namespace
 
-struct QueueServer::InFlight {
+struct InFlight::Command {
   nvme::command entry;
-  Range range;
+  ByteRange range;
   uint32_t index = 0;
   uint32_t turn = 0;
   int64_t due_ns = 0;  // when the modelled drive has it
@@ -58,59 +55,65 @@ struct QueueServer::InFlight {
   uint32_t io_bytes[PieceList::kCountMax];  // bytes that are transferred, widening included
 };
 
-void QueueServer::allocate_in_flight() {
-  const uint32_t count = depth_ - 1;
+InFlight::InFlight(const ControllerContext& context, uint32_t depth,
+                   std::unique_ptr<IoEngine> engine, CommandMemory& memory,
+                   Completions& completions, QueueCounters& counters, std::atomic<uint32_t>& count)
+    : storage_(*context.storage),
+      memory_(memory),
+      completions_(completions),
+      counters_(counters),
+      count_(count),
+      engine_(std::move(engine)) {
+  const uint32_t commands = depth - 1;
   contexts_ =
-      std::make_unique_for_overwrite<std::byte[]>(count * sizeof(InFlight) + alignof(InFlight));
-  for (uint32_t i = count; i-- > 0;) free_contexts_.push_back(i);
+      std::make_unique_for_overwrite<std::byte[]>(commands * sizeof(Command) + alignof(Command));
+  for (uint32_t i = commands; i-- > 0;) free_contexts_.push_back(i);
   // Room for the transfer and for the pages that widening and alignment add to each piece.
-  scratch_stride_ = round_up(context_.max_transfer_bytes, kScratchAlignment) +
+  scratch_stride_ = round_up(context.max_transfer_bytes, kScratchAlignment) +
                     2 * kScratchAlignment * PieceList::kCountMax;
-  scratch_nbytes_ = scratch_stride_ * count;
-  void* memory = mmap(nullptr, scratch_nbytes_, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  scratch_nbytes_ = scratch_stride_ * commands;
+  void* scratch = mmap(nullptr, scratch_nbytes_, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   // Without address space for it, commands that need scratch take the blocking path.
-  scratch_ = memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
+  scratch_ = scratch == MAP_FAILED ? nullptr : static_cast<std::byte*>(scratch);
 }
 
-QueueServer::~QueueServer() {
+InFlight::~InFlight() {
   // The engine first: the kernel may still write into scratch.
   engine_.reset();
   if (scratch_ != nullptr) munmap(scratch_, scratch_nbytes_);
 }
 
-bool QueueServer::can_start() const {
-  if (engine_ == nullptr) return true;
-  return !free_contexts_.empty() && engine_->free_slots() >= PieceList::kCountMax;
-}
-
-QueueServer::InFlight& QueueServer::acquire(const nvme::command& entry, const Range& range) {
-  const uint32_t index = free_contexts_.back();
-  free_contexts_.pop_back();
+InFlight::Command& InFlight::context_of(uint32_t index) const {
   void* place = contexts_.get();
   size_t space = ~size_t(0);
-  std::align(alignof(InFlight), sizeof(InFlight), place, space);
-  auto* command = std::construct_at(static_cast<InFlight*>(place) + index);
+  std::align(alignof(Command), sizeof(Command), place, space);
+  return static_cast<Command*>(place)[index];
+}
+
+InFlight::Command& InFlight::acquire(const nvme::command& entry, const ByteRange& range) {
+  const uint32_t index = free_contexts_.back();
+  free_contexts_.pop_back();
+  auto* command = std::construct_at(&context_of(index));
   command->entry = entry;
   command->range = range;
   command->index = index;
   command->turn = turn_++;
-  command->due_ns = due_ns_;
-  in_flight_.store(in_flight_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  command->due_ns = completions_.due_ns();
+  count_.store(count() + 1, std::memory_order_relaxed);
   return *command;
 }
 
-void QueueServer::release(InFlight& command) {
+void InFlight::release(Command& command) {
   const uint32_t index = command.index;
   std::destroy_at(&command);
   free_contexts_.push_back(index);
-  in_flight_.store(in_flight_.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed);
+  count_.store(count() - 1, std::memory_order_relaxed);
 }
 
-// The segments of `entry` are in segments_.
-void QueueServer::start(const nvme::command& entry, const Range& range, bool is_write,
-                        bool durable) {
-  InFlight& command = acquire(entry, range);
+void InFlight::start(const nvme::command& entry, const ByteRange& range, bool is_write,
+                     bool durable) {
+  Command& command = acquire(entry, range);
   command.is_write = is_write;
   command.durable = durable;
   if (prepare(command)) {
@@ -120,8 +123,8 @@ void QueueServer::start(const nvme::command& entry, const Range& range, bool is_
   }
 }
 
-void QueueServer::start_flush(const nvme::command& entry) {
-  InFlight& command = acquire(entry, Range{});
+void InFlight::start_flush(const nvme::command& entry) {
+  Command& command = acquire(entry, ByteRange{});
   command.is_flush = true;
   command.is_write = true;
   if (!storage_.resolve_flush(command.pieces)) {
@@ -134,7 +137,7 @@ void QueueServer::start_flush(const nvme::command& entry) {
 }
 
 // Finds the pieces of a transfer and the memory that they use. False: it has to run blocking.
-bool QueueServer::prepare(InFlight& command) {
+bool InFlight::prepare(Command& command) {
   Request request;
   request.offset = command.range.offset;
   request.nbytes = command.range.take;
@@ -144,7 +147,7 @@ bool QueueServer::prepare(InFlight& command) {
   command.pieces.clear();
   if (!storage_.resolve(request, command.pieces)) return false;
 
-  command.memory = segments_.size() == 1 ? segments_.front().address : nullptr;
+  command.memory = memory_.contiguous();
   for (uint32_t i = 0; i < command.pieces.size(); ++i) {
     const Piece& piece = command.pieces[i];
     const uint64_t address = reinterpret_cast<uint64_t>(command.memory) + piece.request_offset;
@@ -156,7 +159,7 @@ bool QueueServer::prepare(InFlight& command) {
   return command.memory != nullptr || lay_out_scratch(command);
 }
 
-bool QueueServer::lay_out_scratch(InFlight& command) {
+bool InFlight::lay_out_scratch(Command& command) {
   if (scratch_ == nullptr) return false;
   uint64_t position = 0;
   for (uint32_t i = 0; i < command.pieces.size(); ++i) {
@@ -172,19 +175,19 @@ bool QueueServer::lay_out_scratch(InFlight& command) {
   if (!command.is_write) return true;
   for (uint32_t i = 0; i < command.pieces.size(); ++i) {
     const Piece& piece = command.pieces[i];
-    copy_from_segments(piece.request_offset, memory_of(command, i), piece.nbytes);
+    memory_.copy_from(piece.request_offset, memory_of(command, i), piece.nbytes);
   }
   return true;
 }
 
 // Where the data of a piece is, without what widening put before it.
-std::byte* QueueServer::memory_of(InFlight& command, uint32_t index) const {
+std::byte* InFlight::memory_of(Command& command, uint32_t index) const {
   if (command.memory != nullptr) return command.memory + command.pieces[index].request_offset;
   return scratch_ + command.index * scratch_stride_ + command.scratch_offset[index] +
          command.lead[index];
 }
 
-void QueueServer::submit(InFlight& command) {
+void InFlight::submit(Command& command) {
   // One more than there are pieces, so that the command cannot be done while pieces remain to be
   // submitted: pieces in host memory are done at once.
   const uint32_t count = command.pieces.size();
@@ -193,7 +196,7 @@ void QueueServer::submit(InFlight& command) {
   if (--command.remaining == 0) command_done(command);
 }
 
-void QueueServer::submit_piece(InFlight& command, uint32_t index) {
+void InFlight::submit_piece(Command& command, uint32_t index) {
   Piece& piece = command.pieces[index];
   if (piece.fd < 0 || engine_->free_slots() == 0) {
     // Host memory, or a second attempt that found the engine full.
@@ -216,21 +219,18 @@ void QueueServer::submit_piece(InFlight& command, uint32_t index) {
   engine_->submit(operation);
 }
 
-void QueueServer::kick_engine() {
+void InFlight::kick() {
   const uint64_t before = engine_->kernel_enters();
   engine_->kick();
   counters_.kernel_enters.add(engine_->kernel_enters() - before);
 }
 
-uint32_t QueueServer::reap() {
+uint32_t InFlight::reap() {
   IoResult results[kReapMax];
   uint32_t moved = 0;
   while (const uint32_t count = engine_->reap(results, kReapMax)) {
     for (uint32_t i = 0; i < count; ++i) {
-      void* place = contexts_.get();
-      size_t space = ~size_t(0);
-      std::align(alignof(InFlight), sizeof(InFlight), place, space);
-      InFlight& command = static_cast<InFlight*>(place)[results[i].token >> kPieceBits];
+      Command& command = context_of(uint32_t(results[i].token >> kPieceBits));
       const uint32_t index = results[i].token & ((1u << kPieceBits) - 1);
       piece_done(command, index, results[i].result);
       if (command.remaining == 0) moved += command_done(command);
@@ -239,11 +239,11 @@ uint32_t QueueServer::reap() {
   return moved;
 }
 
-void QueueServer::piece_done(InFlight& command, uint32_t index, int32_t result) {
+void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   --command.remaining;
   const Piece& piece = command.pieces[index];
   int error = result < 0 ? -result : 0;
-  if (error == ECANCELED && closing_) {
+  if (error == ECANCELED && draining_) {
     command.cancelled = true;
   } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT) {
     // The kernel gave up for reasons of its own. A thread that submitted and then ended takes its
@@ -261,7 +261,7 @@ void QueueServer::piece_done(InFlight& command, uint32_t index, int32_t result) 
 }
 
 // Does the rest of a piece, from `done` on, blocking and through the page cache.
-int QueueServer::finish_piece(InFlight& command, uint32_t index, uint32_t done) {
+int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
   const Piece& piece = command.pieces[index];
   if (command.is_flush) return storage_.flush();
   std::byte* memory = memory_of(command, index) + done;
@@ -278,29 +278,29 @@ int QueueServer::finish_piece(InFlight& command, uint32_t index, uint32_t done) 
 }
 
 // True when the command is completed, false when it goes on with another replica.
-bool QueueServer::command_done(InFlight& command) {
+bool InFlight::command_done(Command& command) {
   if (command.error != 0 && retry_on_replica(command)) return false;
   if (command.error == 0 && !command.is_write) deliver(command);
   const nvme::command entry = command.entry;
-  const Range range = command.range;
+  const ByteRange range = command.range;
   const int error = command.cancelled ? ECANCELED : command.error;
   const bool is_write = command.is_write;
   const IoFailure failure = std::move(command.failure);
-  due_ns_ = command.due_ns;
+  completions_.set_due_ns(command.due_ns);
   release(command);
-  finish_io(entry, range, is_write, error, failure);
+  completions_.finish_io(entry, range, is_write, error, failure);
   return true;
 }
 
-bool QueueServer::retry_on_replica(InFlight& command) {
+bool InFlight::retry_on_replica(Command& command) {
   const bool exhausted = command.attempt + 1 >= storage_.replica_count();
   if (command.is_write || command.cancelled || exhausted) return false;
-  record(command.entry, nvme::kSuccess, command.error, command.failure,
-         std::strerror(command.error), true);
+  completions_.record(command.entry, nvme::kSuccess, command.error, command.failure,
+                      std::strerror(command.error), true);
   ++command.attempt;
   command.error = 0;
   // The memory is found again; the PRP entries were valid when the command was fetched.
-  if (walk(command.entry, command.range.total) != nvme::kSuccess || !prepare(command)) {
+  if (memory_.walk(command.entry, command.range.total) != nvme::kSuccess || !prepare(command)) {
     command.error = EIO;
     return false;
   }
@@ -308,58 +308,59 @@ bool QueueServer::retry_on_replica(InFlight& command) {
   return true;
 }
 
-// A transfer that pieces cannot describe: the storage does it. The segments are in segments_.
-void QueueServer::run_blocking(InFlight& command) {
+// A transfer that pieces cannot describe: the storage does it.
+void InFlight::run_blocking(Command& command) {
   const nvme::command entry = command.entry;
-  const Range range = command.range;
+  const ByteRange range = command.range;
   const bool is_write = command.is_write;
-  due_ns_ = command.due_ns;
+  completions_.set_due_ns(command.due_ns);
   IoFailure failure;
   int error = 0;
   if (command.is_flush) {
     error = storage_.flush(&failure);
   } else if (is_write) {
-    error = write_now(range, command.durable, failure);
+    error = memory_.write(range, command.durable, failure);
   } else {
-    error = read_now(range, true, failure);
+    error = memory_.read(range, true, failure);
   }
   release(command);
-  finish_io(entry, range, is_write, error, failure);
+  completions_.finish_io(entry, range, is_write, error, failure);
 }
 
 // Brings a finished read from scratch to the command's memory and clears what lies past the end.
-void QueueServer::deliver(InFlight& command) {
+void InFlight::deliver(Command& command) {
   const bool whole = command.range.take == command.range.total;
   if (command.memory != nullptr && whole) return;
-  if (walk(command.entry, command.range.total) != nvme::kSuccess) {
+  if (memory_.walk(command.entry, command.range.total) != nvme::kSuccess) {
     command.error = EFAULT;
     return;
   }
   if (command.memory == nullptr) {
     for (uint32_t i = 0; i < command.pieces.size(); ++i) {
       const Piece& piece = command.pieces[i];
-      copy_to_segments(piece.request_offset, memory_of(command, i), piece.nbytes);
+      memory_.copy_to(piece.request_offset, memory_of(command, i), piece.nbytes);
     }
   }
-  zero_tail(command.range);
+  memory_.zero_tail(command.range);
 }
 
-void QueueServer::drain_engine() {
-  if (engine_ == nullptr) return;
-  kick_engine();
+void InFlight::drain() {
+  draining_ = true;
+  kick();
   const int64_t start = monotonic_ns();
   bool asked = false;
-  while (has_in_flight()) {
+  while (count() != 0) {
     if (reap() != 0) continue;
-    kick_engine();
+    kick();
     const int64_t waited = monotonic_ns() - start;
     if (waited > kDrainNs && !asked) {
       engine_->cancel_all();
       asked = true;
     }
-    if (waited > kDrainNs + kCancelNs) return;
+    if (waited > kDrainNs + kCancelNs) break;
     std::this_thread::yield();
   }
+  draining_ = false;
 }
 
 }  // namespace fw::native
