@@ -27,7 +27,7 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   src/flashwarp/testing/simulator/scenarios/*.cpp)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format native-test tsan asan models simulate explore \
+.PHONY: help demo test bench lint format stubs native-test tsan asan models simulate explore \
   simulate-coverage cost docs clean
 
 help:  ## List the targets
@@ -55,6 +55,9 @@ format: $(VENV)/dev.stamp  ## Rewrite sources as the formatters want them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+stubs: $(VENV)/dev.stamp  ## Write src/flashwarp/_native.pyi anew, from the extension
+	$(BIN)/python tests/stubs.py
 
 native-test: tsan asan  ## The C++ programs of tests/native under both sanitizers
 

@@ -87,14 +87,14 @@ nb::dict to_dict(const Description& description) {
 // A contiguous buffer of any object, for the duration of a call.
 class BufferView {
  public:
-  BufferView(nb::handle object, bool writable) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+  explicit BufferView(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) {
       throw nb::python_error();
     }
   }
   ~BufferView() { PyBuffer_Release(&view_); }
   BufferView(const BufferView&) = delete;
-  void* data() const { return view_.buf; }
+  const void* data() const { return view_.buf; }
   size_t nbytes() const { return size_t(view_.len); }
 
  private:
@@ -119,18 +119,9 @@ void bind_storage(nb::module_& m) {
           },
           nb::arg("offset"), nb::arg("nbytes"))
       .def(
-          "read_into",
-          [](Storage& s, uint64_t offset, nb::handle target) {
-            const BufferView view(target, true);
-            run(s, [&](IoFailure* failure) {
-              return s.read(offset, view.data(), view.nbytes(), failure);
-            });
-          },
-          nb::arg("offset"), nb::arg("target"))
-      .def(
           "write",
           [](Storage& s, uint64_t offset, nb::handle source) {
-            const BufferView view(source, false);
+            const BufferView view(source);
             run(s, [&](IoFailure* failure) {
               return s.write(offset, view.data(), view.nbytes(), failure);
             });
@@ -182,10 +173,12 @@ void bind_storage(nb::module_& m) {
            nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0,
            nb::arg("copies_cached") = true, nb::arg("lock") = false, nb::arg("name") = "",
            nb::arg("may_change") = false)
-      .def("choose_direct",
-           [](FileStorage& file, bool direct) {
-             if (!file.choose_direct(direct)) throw nb::value_error("this file keeps its way");
-           })
+      .def(
+          "choose_direct",
+          [](FileStorage& file, bool direct) {
+            if (!file.choose_direct(direct)) throw nb::value_error("this file keeps its way");
+          },
+          nb::arg("direct"))
       .def("read_figures",
            [](const FileStorage& file) {
              const ReadCensus* census = file.census();

@@ -118,7 +118,9 @@ nb::dict layouts() {
 NB_MODULE(_native, m) {
   // Objects that a script still holds when Python ends are not leaks.
   nb::set_leak_warnings(false);
-  m.doc() = "Native half of flashwarp: CPU device, storages, software controller.";
+  m.doc() =
+      "The C++ extension: CPU device, storages, controllers. See `native/bind/`.\n\n"
+      "Addresses are ints. Calls that may wait release the GIL; failed I/O raises OSError.";
   nb::class_<CpuPool>(m, "CpuPool")
       .def(nb::init<uint32_t>(), nb::arg("threads"))
       .def("launch", &cpu_launch, nb::arg("name"), nb::arg("params"), nb::arg("threads") = 0,

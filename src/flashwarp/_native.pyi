@@ -1,4 +1,5 @@
-"""Types of the C++ extension: `native/bind/`.
+"""
+The C++ extension: CPU device, storages, controllers. See `native/bind/`.
 
 Addresses are ints. Calls that may wait release the GIL; failed I/O raises OSError.
 """
@@ -8,10 +9,12 @@ from typing import Any, TypeVar
 
 from typing_extensions import Buffer
 
+_T = TypeVar("_T")
+
 class CpuPool:
     def __init__(self, threads: int) -> None: ...
     def launch(
-        self, name: str, params: bytes, threads: int = 0, uses: Sequence[object] = ...
+        self, name: str, params: bytes, threads: int = 0, uses: Sequence[object] = []
     ) -> None: ...
     def launch_program(
         self,
@@ -19,7 +22,7 @@ class CpuPool:
         index: int,
         arguments: Sequence[bytes],
         threads: int = 0,
-        uses: Sequence[object] = ...,
+        uses: Sequence[object] = [],
     ) -> None: ...
     def close(self) -> None: ...
     @property
@@ -33,6 +36,11 @@ class CpuProgram:
 def demangle(name: str) -> str: ...
 def cpu_kernels() -> list[str]: ...
 def layouts() -> dict[tuple[str, str], int]: ...
+def uninterrupted(act: Callable[[], _T]) -> _T:
+    """Call a function where no signal handler runs."""
+
+def holding(lock: object, act: Callable[[], _T]) -> _T:
+    """Call a function while holding a lock."""
 
 class Storage:
     @property
@@ -43,7 +51,6 @@ class Storage:
     def mapped_base(self) -> int: ...
     def describe(self) -> dict[str, Any]: ...
     def read(self, offset: int, nbytes: int) -> bytes: ...
-    def read_into(self, offset: int, target: Buffer) -> None: ...
     def write(self, offset: int, source: Buffer) -> None: ...
     def flush(self) -> None: ...
     def discard(self, offset: int, nbytes: int) -> None: ...
@@ -52,7 +59,7 @@ class Storage:
 
 class MemoryStorage(Storage):
     def __init__(
-        self, address: int, nbytes: int, writable: bool = True, owner: object = None
+        self, address: int, nbytes: int, writable: bool = True, owner: object | None = None
     ) -> None: ...
 
 class FileStorage(Storage):
@@ -89,6 +96,18 @@ class StripedStorage(Storage):
 class ReplicatedStorage(Storage):
     def __init__(self, members: Sequence[Storage]) -> None: ...
 
+class SsdDirection:
+    def __init__(
+        self, ceilings: Sequence[tuple[int, float]], bytes_per_s: float, service_ns: Sequence[float]
+    ) -> None: ...
+
+class SsdParameters:
+    def __init__(self, read: SsdDirection, write: SsdDirection, units: int, seed: int) -> None: ...
+
+class SsdModel:
+    def __init__(self, parameters: SsdParameters) -> None: ...
+    def admit(self, now_ns: int, is_write: bool, blocks: int) -> int: ...
+
 class QueuePair:
     def __init__(
         self,
@@ -98,7 +117,7 @@ class QueuePair:
         sq_doorbell: int,
         cq_doorbell: int,
         depth: int,
-        id: int,  # noqa: A002 - what the specification calls it
+        id: int,
         heartbeat: int = 0,
     ) -> None: ...
     @property
@@ -113,21 +132,6 @@ class QueuePair:
     def depth(self) -> int: ...
     @property
     def id(self) -> int: ...
-
-class SsdDirection:
-    def __init__(
-        self,
-        ceilings: Sequence[tuple[int, float]],
-        bytes_per_s: float,
-        service_ns: Sequence[float],
-    ) -> None: ...
-
-class SsdParameters:
-    def __init__(self, read: SsdDirection, write: SsdDirection, units: int, seed: int) -> None: ...
-
-class SsdModel:
-    def __init__(self, parameters: SsdParameters) -> None: ...
-    def admit(self, now_ns: int, is_write: bool, blocks: int) -> int: ...
 
 class Controller:
     def start(self) -> None: ...
@@ -149,16 +153,17 @@ class SoftwareController(Controller):
         self,
         storage: Storage,
         queue_pairs: Sequence[QueuePair],
-        dma_regions: Sequence[tuple[int, int]] = ...,
+        dma_regions: Sequence[tuple[int, int]] = [],
         threads: int = 1,
-        page_bytes: int = ...,
-        max_transfer_bytes: int = ...,
-        spin_ns: int = ...,
-        yields: bool = ...,
-        model: SsdParameters | None = ...,
-        keeps: object = None,
+        page_bytes: int = 2097152,
+        max_transfer_bytes: int = 2097152,
+        spin_ns: int = 100000,
+        yields: bool = False,
+        model: SsdParameters | None = None,
+        keeps: object | None = None,
     ) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def describe(self) -> dict[str, Any]: ...
     def identify_controller(self) -> bytes: ...
     def identify_namespace(self) -> bytes: ...
 
@@ -176,22 +181,17 @@ class HostMemory:
     @property
     def nbytes(self) -> int: ...
 
-# Calls that no signal handler interrupts.
-
-_T = TypeVar("_T")
-
-def uninterrupted(act: Callable[[], _T]) -> _T: ...
-def holding(lock: object, act: Callable[[], _T]) -> _T: ...
-
-# What flashwarp.testing wraps.
-
-_FaultRules = list[tuple[str, str, int, int, float, list[int], int, int]]
-
 class FaultyStorage(Storage):
     def __init__(
-        self, inner: Storage, seed: int, rules: _FaultRules, blocking: bool = ...
+        self,
+        inner: Storage,
+        seed: int,
+        rules: Sequence[tuple[str, str, int, int, float, Sequence[int], int, int]],
+        blocking: bool = False,
     ) -> None: ...
-    def inject(self, seed: int, rules: _FaultRules) -> None: ...
+    def inject(
+        self, seed: int, rules: Sequence[tuple[str, str, int, int, float, Sequence[int], int, int]]
+    ) -> None: ...
     def hits(self) -> list[int]: ...
     def operations(self) -> dict[str, int]: ...
 
