@@ -20,13 +20,13 @@ DEV_EXTRAS := cuda,demo,dev
 TEST_PROCESSES ?= $(if $(wildcard /dev/nvidiactl),0,2)
 TEST_HANG_S ?= 900
 
-NATIVE := $(wildcard native/*.cpp native/*.h) \
+NATIVE := $(shell find native -name '*.cpp' -o -name '*.h') \
   $(shell find src/flashwarp -name '*.cuh' -o -name '*.cu')
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard tests/simulator/*.cpp tests/simulator/*.h tests/simulator/scenarios/*.cpp)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format native-test tsan asan models simulate \
+.PHONY: help demo test bench lint format stubs native-test tsan asan models simulate \
   cost docs clean
 
 help:  ## List the targets
@@ -54,6 +54,9 @@ format: $(VENV)/dev.stamp  ## Rewrite sources as the formatters want them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+stubs: $(VENV)/dev.stamp  ## Write src/flashwarp/_native.pyi anew, from the extension
+	$(BIN)/python tests/stubs.py
 
 native-test: tsan asan  ## The C++ programs of tests/native under both sanitizers
 

@@ -27,7 +27,6 @@ from flashwarp.errors import (
     BoundsError,
     CacheError,
     ClosedError,
-    ControllerError,
     DeviceError,
     DeviceOutOfMemory,
     DtypeError,
@@ -322,14 +321,6 @@ def test_controllers_that_cannot_be(options: dict[str, Any]) -> None:
 def test_mapped_path_of_a_file_on_the_cpu_without_a_lease(path: Path) -> None:
     with path.open("r+b"), pytest.raises(ArgumentError, match="a lease: there is no lease on it"):
         fw.open(path, device="cpu", controller=fw.SoftwareController(data_path="in_place"))
-
-
-def test_controller_serves_one_array(path: Path) -> None:
-    controller = fw.SoftwareController()
-    with fw.open(path, device="cpu", controller=controller) as x:
-        with pytest.raises(ControllerError, match="another array"):
-            fw.open(path, device="cpu", controller=controller)
-        assert x[7].tolist() == [7] * 4
 
 
 def test_controller_serves_no_other_storage_than_its_own(path: Path) -> None:

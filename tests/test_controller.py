@@ -229,10 +229,10 @@ def test_truncated_file_fails_reads_with_its_path(tmp_path: Path, mode: str, eng
         assert error["time"] == pytest.approx(time.time(), abs=60)
 
 
-def test_yielding_threads_leave_the_work_to_a_visitor_until_it_leaves() -> None:
+def test_yielding_threads_leave_the_work_to_a_launch_until_it_ends() -> None:
     storage, view = random_memory()
     with Host(storage, threads=2, yields=True) as host:
-        host.controller.visitor_comes()
+        host.controller.launch_begins()
         ring = host.rings[0]
         time.sleep(0.02)  # whoever was looking has gone to sleep
         ring.write(READ, 1, lba=8, blocks=8, prp1=host.buffer.address)
@@ -244,7 +244,7 @@ def test_yielding_threads_leave_the_work_to_a_visitor_until_it_leaves() -> None:
 
         ring.write(READ, 2, lba=16, blocks=8, prp1=host.buffer.address)
         ring.ring()
-        host.controller.visitor_leaves()
+        host.controller.launch_ends()
 
         assert host.wait(ring).status == SUCCESS
         assert (host.data[: 8 * LBA] == view[16 * LBA : 24 * LBA]).all()

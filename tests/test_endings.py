@@ -28,7 +28,6 @@ from flashwarp.device import CpuDevice
 from flashwarp.errors import (
     CacheError,
     ClosedError,
-    ControllerError,
     CopyError,
     DeviceError,
     FileFormatError,
@@ -186,14 +185,17 @@ def test_device_raises_what_its_arrays_could_not_flush(tmp_path: Path) -> None:
     assert x.closed
 
 
-def test_controller_is_not_closed_under_its_array(path: Path) -> None:
-    controller = fw.SoftwareController()
+def test_settings_outlive_their_arrays_and_serve_several_at_once(path: Path) -> None:
+    controller = fw.SoftwareController(threads=1)
     with fw.open(path, device="cpu", controller=controller) as x:
-        with pytest.raises(ControllerError, match="close the array"):
-            controller.close()
+        with fw.open(path, device="cpu", controller=controller) as y:
+            assert x.controller is not y.controller
+            assert y[3].tolist() == [3] * 4
+        with pytest.raises(ClosedError):
+            _ = y.controller.queues
+        # The end of one leaves the other's threads alone.
         assert x[1].tolist() == [1] * 4
 
-    controller.close()
     with fw.open(path, device="cpu", controller=controller) as x:
         assert x[2].tolist() == [2] * 4
 

@@ -34,8 +34,9 @@ def test_example_runs(name: str, needs: str | None, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("tmp*")), "what it made is gone"
 
 
-def test_first_kernel_of_the_documentation_prints_what_it_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "kernels.md").read_text()
+@pytest.mark.parametrize("name", ["kernels.md", "backends.md"])
+def test_first_example_of_a_page_prints_what_it_says(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / name).read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     (said,) = re.findall(r"print\(.*\)  # (.*)", code)
 

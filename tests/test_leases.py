@@ -27,7 +27,7 @@ from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, DataPathError, StorageError
 from flashwarp.file_access import Access, _read_in_place
 from flashwarp.lease import Lease
-from flashwarp.spread import ControllerGroup
+from flashwarp.spread import GroupService
 from flashwarp.storage import File, Mapping
 
 needs_leases = pytest.mark.skipif(
@@ -206,8 +206,8 @@ def test_stripes_in_place_leave_only_the_file_that_is_written(tmp_path: Path, pa
 
         np.testing.assert_array_equal(x[:], whole)
         assert x.explain().path == "bounce"
-        assert isinstance(x.controller, ControllerGroup)
-        assert [c.path for c in x.controller.controllers] == ["bounce", "in_place"]
+        assert isinstance(x.controller, GroupService)
+        assert [c.path for c in x.controller.services] == ["bounce", "in_place"]
 
 
 def test_writer_in_this_process_waits_for_no_one_but_the_keeper(path: Path) -> None:

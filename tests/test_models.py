@@ -20,7 +20,7 @@ MODELS = ROOT / "tests" / "models"
 CODE = [
     *ROOT.glob("src/flashwarp/include/**/*.cuh"),
     *ROOT.glob("src/flashwarp/kernels/*.cuh"),
-    *ROOT.glob("native/queue_server*"),
+    *ROOT.glob("native/nvme/**/*.[ch]*"),
 ]
 
 LARGE = os.environ.get("FLASHWARP_LARGE_MODELS") == "1"

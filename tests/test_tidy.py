@@ -33,6 +33,7 @@ LAYERS = [
     ["storage"],
     ["file_access"],
     ["queue_pair", "ssd_model"],
+    ["nvme"],
     ["controller"],
     ["spread"],
     ["cache"],
@@ -61,6 +62,23 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 # The same for headers: folder, and what stands above all folders.
 HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "array": 3, "": 4, "kernels": 5}
+
+# The same for the C++ extension. The CPU device stands below the controllers, of which it knows
+# the contract alone.
+NATIVE = ROOT / "native"
+NATIVE_ROOMS = [
+    "base",
+    "io",
+    "storage",
+    "nvme",
+    "cpu",
+    "cpu/policy_kernels",
+    "nvme/model",
+    "nvme/software",
+    "testing",
+    "bind",
+]
+NATIVE_RANK = {name: rank for rank, name in enumerate(NATIVE_ROOMS)}
 
 # Where the compilers differ, and nowhere else.
 # And where a feature is switched at compile time: shared.cuh.
@@ -266,6 +284,20 @@ def test_no_header_includes_a_higher_one(path: Path) -> None:
             "headers are spelled from the include root, kernels that lie together by their name"
         )
         assert HEADER_RANK[room_of(target)] <= mine, f"{path.name} includes {name}, above it"
+
+
+@each([path for path in native_files if NATIVE in path.parents])
+def test_no_native_file_includes_a_higher_room(path: Path) -> None:
+    mine = NATIVE_RANK[path.parent.relative_to(NATIVE).as_posix()]
+
+    for spelling in includes(path):
+        name = spelling.strip('"')
+        if spelling.startswith("<") or name.startswith("flashwarp/"):
+            continue
+        target = NATIVE / name
+        assert target.exists(), f"{name} is not spelled from native/"
+        room = target.parent.relative_to(NATIVE).as_posix()
+        assert NATIVE_RANK[room] <= mine, f"{path.name} includes {name}, above it"
 
 
 @each(device_files)

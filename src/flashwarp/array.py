@@ -40,12 +40,12 @@ from flashwarp.errors import (
 from flashwarp.file_access import room_for_pages
 from flashwarp.futures import Future
 from flashwarp.launcher import Watcher
+from flashwarp.nvme import Controller, Service
 from flashwarp.operands import Index, Operands, host_empty, host_index, is_foreign
 from flashwarp.rows import ArrayStruct
 from flashwarp.selection import Selection, rows_of_slice, select
-from flashwarp.spread import AnyController
 from flashwarp.stats import Stats
-from flashwarp.storage import File, Storage, members_of
+from flashwarp.storage import File, Namespace, members_of
 
 __all__ = ["Array", "Explanation"]
 
@@ -179,14 +179,14 @@ class Array(endings.NotCopied):
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Namespace,
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
         *,
         writable: bool,
         cache: Cache,
         owns_cache: bool,
-        controller: AnyController,
+        controller: Controller,
         release: Callable[[], None] = lambda: None,
         why: str = "",
         recipe: Recipe | None = None,
@@ -195,7 +195,6 @@ class Array(endings.NotCopied):
         self.dtype = dtype
         self.cache = cache
         self._storage = storage
-        self._controller = controller
         self._why = why
         self._lock = cache.turn
         self._recipe = recipe
@@ -214,6 +213,7 @@ class Array(endings.NotCopied):
             row_count=self._row_count,
             release_storage=release,
         )
+        self._controller = self._attachment.controller
         self._volume = self._attachment.volume
         self._launcher = self._attachment.launcher
         self._calls = self._attachment.calls
@@ -762,8 +762,8 @@ class Array(endings.NotCopied):
         self._attachment.finish("a kernel", stream)
 
     @property
-    def controller(self) -> AnyController:
-        """The controller that serves it; CPU launches name it so that their waits serve it too."""
+    def controller(self) -> Service:
+        """What serves the array: its `stats`, `describe`, data path and queue pairs."""
         return self._controller
 
     # The end.

@@ -23,9 +23,9 @@ from flashwarp.device import Device, stream_handle
 from flashwarp.errors import DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.failures import Failures
 from flashwarp.launcher import Launcher
+from flashwarp.nvme import Controller
 from flashwarp.operands import Operands
-from flashwarp.spread import AnyController
-from flashwarp.storage import Storage, serve
+from flashwarp.storage import Namespace, serve
 
 __all__ = ["Attachment"]
 
@@ -41,14 +41,14 @@ class Attachment(endings.NotCopied):
 
     Parameters
     ----------
-    storage : Storage
+    storage : Namespace
     writable : bool
         Whether the array may store to it.
     cache : Cache
     owns_cache : bool
         Whether the cache is closed with it, rather than left to its other arrays.
-    controller : SoftwareController or ControllerGroup
-        Started here, and detached by `close`.
+    controller : Controller
+        Attached here; what serves the array is stopped by `close`.
     operands : Operands
         The array's, for its calls.
     shape : tuple of int
@@ -61,12 +61,12 @@ class Attachment(endings.NotCopied):
 
     def __init__(
         self,
-        storage: Storage,
+        storage: Namespace,
         *,
         writable: bool,
         cache: Cache,
         owns_cache: bool,
-        controller: AnyController,
+        controller: Controller,
         operands: Operands,
         shape: tuple[int, ...],
         row_bytes: int,
@@ -76,7 +76,6 @@ class Attachment(endings.NotCopied):
         self.storage = storage
         self.writable = writable
         self.cache = cache
-        self.controller = controller
         self.flush_failure: StorageError | None = None
         self._device = cache.device
         self._owns_cache = owns_cache
@@ -88,17 +87,18 @@ class Attachment(endings.NotCopied):
         with contextlib.ExitStack() as made:
             self._end_of_service = serve(storage, writable)
             made.callback(self._end_of_service)
-            queues = controller.attach(
+            service = controller.attach(
                 storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
             )
-            made.callback(controller.detach)
-            self.volume = cache.attach(storage.nbytes, queues)
+            self.controller = service
+            made.callback(service.stop)
+            self.volume = cache.attach(storage.nbytes, service.queues)
             # In the order of `_end`: kernels of neighbours see the volume from now on.
             made.callback(cache.detach, self.volume)
-            made.callback(controller.detach)
+            made.callback(service.stop)
             made.callback(cache.withdraw, self.volume, time_limit_s())
-            self._failures = Failures(controller, cache.line_bytes, storage.path, shape)
-            self.launcher = Launcher(cache, self.volume, controller, row_bytes, row_count)
+            self._failures = Failures(service, cache.line_bytes, storage.path, shape)
+            self.launcher = Launcher(cache, self.volume, service, row_bytes, row_count)
             self.calls = Calls(self.launcher, operands, self._failures)
             endings.remember(self)
             made.pop_all()
@@ -170,7 +170,7 @@ class Attachment(endings.NotCopied):
         if self.flush_failure is not None:
             raise _again(self.flush_failure)
         try:
-            warps = len(self.controller.natives)
+            warps = self.controller.namespace_count
             self.maintain("submit_command", warps=warps, opcode=_FLUSH)
         except StorageError as error:
             # The kernel reports lost writes once: a second flush would succeed without them.
@@ -280,7 +280,7 @@ class Attachment(endings.NotCopied):
                 # A kernel of a neighbour is at our queues: nothing that it may touch is freed.
                 _visited.append(self)
                 return failure or error
-        self.controller.detach()
+        self.controller.stop()
         self.launcher.let_go()
         if failure is not None and not self._owns_cache and alive:
             self._forget_lines(failure)

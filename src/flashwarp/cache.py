@@ -18,8 +18,9 @@ from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, DeviceTimeout
+from flashwarp.nvme import Queues
 from flashwarp.policy import Policy, resolve_policy
-from flashwarp.queue_pair import DATA_PATHS, QueuePairs, QueueTable
+from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import NAMESPACES_MAX
 
 __all__ = ["Cache", "Volume"]
@@ -597,7 +598,7 @@ class Cache(NotCopied):
             for place, nbytes in places
         )
 
-    def attach(self, nbytes: int, queues: QueuePairs | QueueTable) -> Volume:
+    def attach(self, nbytes: int, queues: Queues) -> Volume:
         """Give an array of `nbytes` a range of line numbers and an entry of the volume table.
 
         Raises CacheError when 64 arrays are attached, or no range of numbers is free.

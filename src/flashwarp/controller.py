@@ -1,8 +1,7 @@
 """The software NVMe controller: host threads that serve queue pairs from any storage.
 
-A `SoftwareController` is a plan until an array attaches it to a device; then it owns its queue
-pairs and threads, and stops with the array. Data reaches the device by one of three paths, chosen
-here.
+A `SoftwareController` is settings; a `SoftwareService` owns the queue pairs and threads of one
+array, and stops with it. Data reaches the device by one of three paths, chosen here.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.lease import Lease
+from flashwarp.nvme import Controller, Service
 from flashwarp.queue_pair import DATA_PATHS, QueuePairs
 from flashwarp.ssd_model import SSDModel
-from flashwarp.storage import File, Memory, Storage
+from flashwarp.storage import File, Memory, Namespace, Storage
 
-__all__ = ["PAGE_BYTES", "SoftwareController"]
+__all__ = ["PAGE_BYTES", "SoftwareController", "SoftwareService"]
 
 PAGE_BYTES = 2 << 20
 """Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
@@ -43,8 +43,8 @@ _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
 _WAITS_COUNT_FROM = 1024
 
 
-class SoftwareController(NotCopied):
-    """Serves a storage as an NVMe namespace, from threads of this process.
+class SoftwareController(NotCopied, Controller):
+    """Serve a storage as an NVMe namespace, from threads of this process.
 
     Parameters
     ----------
@@ -64,15 +64,10 @@ class SoftwareController(NotCopied):
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
 
-    Attributes
-    ----------
-    changes : int
-        How often a file that was read in place may have changed since it was attached: what the
-        cache holds of it may be old.
-
     Notes
     -----
-    One controller serves one array at a time.
+    Settings: each array that is given them gets queue pairs and threads of its own, which stop with
+    the array. `Array.controller` is what serves an array.
     """
 
     def __init__(
@@ -104,33 +99,7 @@ class SoftwareController(NotCopied):
             raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
         self.model = model
         self._wanted = (queue_pairs, depth, threads, data_path)
-        self._queues: QueuePairs | None = None
-        self._native: Any = None
-        self._served: Storage | None = None
-        self._mapped_base = 0
-        self._progress = (0, 0)
-        self._waits = True
-        self._yields = False
-        self._registration: Registration | None = None
-        self.path = ""
-        self.threads = 0
-        self._lease: Lease | None = None
-        self._side: OwnedStream | None = None
-        self._stale: StorageError | None = None
-        self.changes = 0
-        self.reason = ""
-
-    @property
-    def asked_path(self) -> str | None:
-        """The data path that was asked for, if any."""
-        return self._wanted[3]
-
-    def like(self) -> SoftwareController:
-        """Return another plan with the same settings, which serves nothing yet."""
-        queue_pairs, depth, threads, data_path = self._wanted
-        return SoftwareController(
-            None, queue_pairs, depth, threads, data_path=data_path, model=self.model
-        )
+        self.asked_path = data_path
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.storage is not None:
@@ -139,33 +108,103 @@ class SoftwareController(NotCopied):
             )
         return _from_settings, (*self._wanted, self.model)
 
-    # What an array does with it.
-
     def attach(
         self,
-        storage: Storage,
+        storage: Namespace,
         device: Device,
         line_bytes: int,
         frames: tuple[int, int],
         *,
         owners: Sequence[object] = (),
         together: int = 1,
-    ) -> QueuePairs:
-        """Allocate the queue pairs, choose the data path and start serving `storage`.
+    ) -> SoftwareService:
+        """Allocate queue pairs, choose the data path and start threads that serve `storage`.
 
-        `frames` is the address and size of the cache's frames, which `owners` hold; `together` is
-        the number of controllers that serve the array, which share the cores. Raises
-        ControllerError when the controller is serving already.
+        See `Controller.attach`.
         """
-        if self._native is not None:
-            raise ControllerError("this controller serves another array: make one for each")
         if self.storage is not None and self.storage is not storage:
             raise ArgumentError(
                 f"the controller has a storage of its own, {self.storage}, and the array another, "
                 f"{storage}: open that one, or make a controller without storage"
             )
-        self._served = storage
-        self.changes, self._stale = 0, None
+        if not isinstance(storage, Storage):
+            raise ArgumentError(
+                f"{storage!r} describes a namespace without its bytes: the software controller "
+                "needs a storage that holds them, see flashwarp.storage"
+            )
+        return SoftwareService(
+            storage,
+            device,
+            line_bytes,
+            frames,
+            owners=owners,
+            settings=self._wanted,
+            model=self.model,
+            together=together,
+        )
+
+    def __repr__(self) -> str:
+        of = "" if self.storage is None else f" of {self.storage}"
+        return f"<settings of a flashwarp.SoftwareController{of}>"
+
+
+def _from_settings(
+    queue_pairs: int | None,
+    depth: int | None,
+    threads: int | None,
+    data_path: str | None,
+    model: SSDModel | None,
+) -> SoftwareController:
+    return SoftwareController(None, queue_pairs, depth, threads, data_path=data_path, model=model)
+
+
+class SoftwareService(Service):
+    """A storage that threads of this process serve for one array.
+
+    Parameters
+    ----------
+    storage, device, line_bytes, frames, owners, together
+        As `Controller.attach` has them.
+    settings : tuple
+        Queue pairs, depth, threads and data path; None where they are chosen here.
+    model : SSDModel, optional
+
+    Attributes
+    ----------
+    path, reason : str
+        See `Service`.
+    threads : int
+        Serving threads.
+    changes : int
+        How often a file that was read in place may have changed since it was attached: what the
+        cache holds of it may be old.
+    """
+
+    path = ""
+    reason = ""
+    changes = 0
+
+    def __init__(
+        self,
+        storage: Storage,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        owners: Sequence[object],
+        settings: tuple[int | None, int | None, int | None, str | None],
+        model: SSDModel | None,
+        together: int,
+    ) -> None:
+        self.model = model
+        self._wanted = settings
+        self._served: Storage | None = storage
+        self._queues: QueuePairs | None = None
+        self._native: _native.SoftwareController | None = None
+        self._registration: Registration | None = None
+        self._lease: Lease | None = None
+        self._side: OwnedStream | None = None
+        self._stale: StorageError | None = None
         defaults = config.current()
         path, self.reason = self._choose_path(storage, device)
         if self.model is not None:
@@ -184,6 +223,10 @@ class SoftwareController(NotCopied):
         # take a core from it. Threads that somebody asked for work all the same.
         asked = self._wanted[2] is not None or defaults.controller_threads != 0
         yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
+        self.threads = threads
+        self._progress = (0, 0)
+        self._waits = True
+        self._yields = yields
         self._mapped_base = int(storage.native.mapped_base) if path == "in_place" else 0
         if path == "in_place" and device.kind == "cuda":
             self._register(storage, device)
@@ -214,28 +257,23 @@ class SoftwareController(NotCopied):
                 None if self.model is None else self.model.native_parameters(),
                 (*owners, *self._queues.owners),
             )
-            self._start(threads)
+            self._start(self._native)
             self.path = path
             if lease is not None:
                 self._side = device.create_stream()
                 self._lease = lease
                 lease.watch(self._leave_in_place, self._file_changed)
         except BaseException:
-            self.detach()
+            self.stop()
             raise
-        self.threads = threads
-        self._progress = (0, 0)
-        self._waits = True
-        self._yields = yields
-        return self._queues
 
-    def _start(self, threads: int) -> None:
+    def _start(self, native: _native.SoftwareController) -> None:
         try:
-            self._native.start()
+            native.start()
         except RuntimeError as error:
             raise ControllerError(
-                f"{threads} threads of the controller cannot be started ({error}): raise the limit "
-                "of processes (ulimit -u), or ask for fewer threads"
+                f"{self.threads} threads of the controller cannot be started ({error}): raise the "
+                "limit of processes (ulimit -u), or ask for fewer threads"
             ) from error
 
     @staticmethod
@@ -321,7 +359,8 @@ class SoftwareController(NotCopied):
                 storage.mapping.leave()
         except BaseException:
             # Kernels may read in place still: let their misses fail, rather than pass for current.
-            self._native.stop()
+            if self._native is not None:
+                self._native.stop()
             raise
         finally:
             self.path = "bounce"
@@ -352,11 +391,6 @@ class SoftwareController(NotCopied):
         return self._queues
 
     @property
-    def serving(self) -> bool:
-        """Whether an array is attached."""
-        return self._native is not None
-
-    @property
     def natives(self) -> tuple[Any, ...]:
         """The native controllers of the array, for launches whose waiting threads serve them."""
         if self._native is None:
@@ -377,10 +411,6 @@ class SoftwareController(NotCopied):
         if self.model is not None or self._served.writable:
             return 0
         return self._mapped_base
-
-    def silent(self) -> str:
-        """Name the storage that did not answer in time."""
-        return "the storage"
 
     def wake(self) -> None:
         """Wake the threads now: work is about to be submitted. Costs a microsecond.
@@ -425,15 +455,7 @@ class SoftwareController(NotCopied):
         """Return the controller's own counters."""
         return {} if self._native is None else dict(self._native.stats())
 
-    def close(self) -> None:
-        """Nothing to do: the array that it serves stops it.
-
-        Raises ControllerError while it serves an array: close that, so that nothing is lost.
-        """
-        if self._native is not None:
-            raise ControllerError("the controller serves an open array: close the array")
-
-    def detach(self) -> None:
+    def stop(self) -> None:
         """Stop the threads, free the rings. Waits for what is in flight; may be called twice."""
         if self._lease is not None:
             # First: no break must find the rings gone.
@@ -453,18 +475,8 @@ class SoftwareController(NotCopied):
             self._side = None
 
     def __repr__(self) -> str:
-        state = "serving" if self.serving else "idle"
-        return f"<{state} flashwarp.SoftwareController of {self._served or self.storage}>"
-
-
-def _from_settings(
-    queue_pairs: int | None,
-    depth: int | None,
-    threads: int | None,
-    data_path: str | None,
-    model: SSDModel | None,
-) -> SoftwareController:
-    return SoftwareController(None, queue_pairs, depth, threads, data_path=data_path, model=model)
+        of = "stopped" if self._served is None else f"of {self._served}"
+        return f"<flashwarp software controller {of}>"
 
 
 def _refused(storage: Storage) -> str:

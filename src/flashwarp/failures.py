@@ -25,8 +25,8 @@ from flashwarp.errors import (
     ShareError,
     StorageError,
 )
+from flashwarp.nvme import Service
 from flashwarp.operands import Index
-from flashwarp.spread import AnyController
 
 __all__ = ["Failures", "bad_index"]
 
@@ -50,7 +50,7 @@ class Failures:
 
     Parameters
     ----------
-    controller : SoftwareController or ControllerGroup
+    controller : Service
         Whose log tells the rest.
     line_bytes : int
     path : str, optional
@@ -61,7 +61,7 @@ class Failures:
 
     def __init__(
         self,
-        controller: AnyController,
+        controller: Service,
         line_bytes: int,
         path: str | None,
         shape: tuple[int, ...],

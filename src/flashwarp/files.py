@@ -1,7 +1,7 @@
 """Files by name: what may be opened, and why the rest may not, as errors of ours.
 
 Regular files and block devices only. Their kind is checked on the descriptor, so that nobody can
-exchange the file in between; `native/open_file.h` says how.
+exchange the file in between; `native/storage/open_file.h` says how.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from flashwarp import config, rows
 from flashwarp.cache import Cache, Volume
 from flashwarp.device import CpuDevice, Device
 from flashwarp.errors import ClosedError
+from flashwarp.nvme import Service
 from flashwarp.operands import Index
 from flashwarp.rows import MaintenanceParams, RowParams
-from flashwarp.spread import AnyController
 
 __all__ = ["Launcher", "Watcher"]
 
@@ -49,7 +49,7 @@ class Launcher:
         self,
         cache: Cache,
         volume: Volume,
-        controller: AnyController,
+        controller: Service,
         row_bytes: int,
         row_count: int,
     ) -> None:

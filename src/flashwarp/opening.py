@@ -31,10 +31,11 @@ from flashwarp.errors import (
     ReadOnlyError,
 )
 from flashwarp.file_access import Access, file_storage
+from flashwarp.nvme import Controller
 from flashwarp.policy import Policy
 from flashwarp.queue_pair import DATA_PATHS
 from flashwarp.spread import ControllerGroup, Spread, spread_storage
-from flashwarp.storage import File, Storage
+from flashwarp.storage import File, Namespace, Storage
 
 __all__ = ["create", "open"]
 
@@ -61,7 +62,7 @@ def _whole(function: Callable[P, Array]) -> Callable[P, Array]:
 
 @_whole
 def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
-    path_or_storage: PathLike | Storage | Sequence[PathLike] | Sequence[Storage],
+    path_or_storage: PathLike | Namespace | Sequence[PathLike] | Sequence[Storage],
     mode: Literal["r", "r+"] = "r",
     dtype: npt.DTypeLike | None = None,
     shape: int | Sequence[int] | None = None,
@@ -71,7 +72,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     line: int | str | None = None,
     o_direct: bool | None = None,
     strict: str | None = None,
-    controller: SoftwareController | Sequence[SoftwareController] | None = None,
+    controller: Controller | Sequence[Controller] | None = None,
     offset: int | None = None,
     lock: bool = True,
     immutable: bool = False,
@@ -179,7 +180,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     _check_controllers(controller)
     several = _are_several(given)
     members: list[Any] = list(given) if _are_several(given) else [given]
-    on_paths = not members or not all(isinstance(each, Storage) for each in members)
+    on_paths = not members or not all(isinstance(each, Namespace) for each in members)
     names = [files.check_name(each) for each in members] if on_paths else []
     if several:
         _check_spread(layout, stripe_bytes, len(members))
@@ -189,7 +190,7 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
         _check_for_paths(o_direct, offset, lock, immutable)
         kind = _dtype_of_storage(dtype)
         size = None if shape is None else _shape(shape, kind)
-        if isinstance(given, Storage):
+        if isinstance(given, Namespace):
             form = npy.Layout(kind, (given.nbytes // kind.itemsize,) if size is None else size, 0)
             return _make(given, form, plan, one)
         return _make_several(members, kind, size, plan, controller, layout, stripe_bytes)
@@ -251,21 +252,21 @@ def _dtype_of_storage(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
 
 
 def _are_several(path: Any) -> TypeGuard[Iterable[Any]]:
-    one = isinstance(path, str | bytes | os.PathLike | Storage) or hasattr(path, "read")
+    one = isinstance(path, str | bytes | os.PathLike | Namespace) or hasattr(path, "read")
     return not one and isinstance(path, Iterable)
 
 
 def _check_controllers(controller: Any) -> None:
     several = isinstance(controller, list | tuple)
     plans = controller if several else [controller]
-    if controller is not None and not all(isinstance(each, SoftwareController) for each in plans):
+    if controller is not None and not all(isinstance(each, Controller) for each in plans):
         raise ArgumentError(
-            f"controller={controller!r} is neither a SoftwareController nor a list of these"
+            f"controller={controller!r} is neither a Controller nor a list of these"
         )
 
 
-def _asks_in_place(controller: SoftwareController | Sequence[SoftwareController] | None) -> bool:
-    plans = [controller] if isinstance(controller, SoftwareController) else controller or []
+def _asks_in_place(controller: Controller | Sequence[Controller] | None) -> bool:
+    plans = [controller] if isinstance(controller, Controller) else controller or []
     return any(plan.asked_path == "in_place" for plan in plans)
 
 
@@ -273,7 +274,7 @@ def _open_one(
     name: str,
     form: npy.Layout,
     plan: _Plan,
-    controller: SoftwareController | None,
+    controller: Controller | None,
     access: Access,
     shown: str = "",
     recipe: _Recipe | None = None,
@@ -326,7 +327,7 @@ def create(
     line: int | str | None = None,
     o_direct: bool | None = None,
     strict: str | None = None,
-    controller: SoftwareController | None = None,
+    controller: Controller | None = None,
     lock: bool = True,
     **unknown: Any,
 ) -> Array:
@@ -597,17 +598,17 @@ def _check_spread(layout: str | None, stripe_bytes: int | str | None, count: int
 def _one(
     layout: str | None,
     stripe_bytes: int | str | None,
-    controller: SoftwareController | Sequence[SoftwareController] | None,
-) -> SoftwareController | None:
+    controller: Controller | Sequence[Controller] | None,
+) -> Controller | None:
     """Refuse what only several storages have; return the controller."""
     if layout is not None or stripe_bytes is not None:
         raise ArgumentError("layout and stripe_bytes are for several storages: give a list")
-    if controller is not None and not isinstance(controller, SoftwareController):
+    if controller is not None and not isinstance(controller, Controller):
         raise ArgumentError("several controllers are for several storages: give a list of these")
     return controller
 
 
-def _settings_only(controller: SoftwareController | None) -> SoftwareController | None:
+def _settings_only(controller: Controller | None) -> Controller | None:
     if controller is not None and controller.storage is not None:
         raise ArgumentError("the controller has a storage of its own: open that storage")
     return controller
@@ -715,7 +716,7 @@ def _make_several(
     kind: np.dtype[Any],
     shape: tuple[int, ...] | None,
     plan: _Plan,
-    controller: SoftwareController | Sequence[SoftwareController] | None,
+    controller: Controller | Sequence[Controller] | None,
     layout: str | None,
     stripe_bytes: int | str | None,
     *,
@@ -737,10 +738,10 @@ def _make_several(
 
 
 def _make(
-    storage: Storage,
+    storage: Namespace,
     form: npy.Layout,
     plan: _Plan,
-    controller: SoftwareController | ControllerGroup | None,
+    controller: Controller | None,
     *,
     why: str = "",
     release: Callable[[], None] = _nothing,

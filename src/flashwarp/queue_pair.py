@@ -262,6 +262,11 @@ class QueueTable:
         """Return what a volume must know beyond `address`, `count` and `path`."""
         return {**self._fields, "namespace_count": len(self.members), "spans": tuple(self.spans)}
 
+    @property
+    def failed(self) -> bool:
+        """Whether a wait for one of the pairs ran out of time."""
+        return any(pairs.failed for pairs in self.members)
+
     def counters(self) -> QueueCounters:
         """Read the sums over all members; the snapshot is not atomic."""
         each = [pairs.counters() for pairs in self.members]

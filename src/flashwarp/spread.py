@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeAlias
 
 from flashwarp.controller import SoftwareController
 from flashwarp.device import Device, DeviceMemory
-from flashwarp.endings import NotCopied
-from flashwarp.errors import ArgumentError, ClosedError, ControllerError, StorageError
-from flashwarp.queue_pair import QueueTable
-from flashwarp.storage import Replicated, Storage, Striped
+from flashwarp.errors import ArgumentError, ClosedError, StorageError
+from flashwarp.nvme import Controller, Service
+from flashwarp.queue_pair import QueuePairs, QueueTable
+from flashwarp.storage import Namespace, Replicated, Storage, Striped
 
-__all__ = ["NAMESPACES_MAX", "AnyController", "ControllerGroup", "Spread", "spread_storage"]
+__all__ = ["NAMESPACES_MAX", "ControllerGroup", "GroupService", "Spread", "spread_storage"]
 
 NAMESPACES_MAX = 16
 """Most storages under one array; `kNamespacesMax` of the headers."""
@@ -53,96 +53,106 @@ def spread_storage(
     return Striped(members, stripe)
 
 
-class ControllerGroup(NotCopied):
-    """The controllers of an array's storages, attached and closed together.
+class ControllerGroup(Controller):
+    """A controller for each storage of an array.
 
-    Stands where an array of one storage has its `SoftwareController`.
+    Stands where an array of one storage has its `Controller`.
 
     Parameters
     ----------
-    settings : SoftwareController or sequence of SoftwareController, optional
-        One plan for each storage, or one whose settings all of them get.
+    settings : Controller or sequence of Controller, optional
+        One for each storage, or one for all of them.
+    count : int
+        How many storages there are.
     """
 
-    def __init__(
-        self, settings: SoftwareController | Sequence[SoftwareController] | None, count: int
-    ) -> None:
-        if settings is None or isinstance(settings, SoftwareController):
+    def __init__(self, settings: Controller | Sequence[Controller] | None, count: int) -> None:
+        if settings is None or isinstance(settings, Controller):
             plan = settings or SoftwareController()
             if plan.storage is not None:
                 raise ArgumentError("the controller has a storage of its own: give settings only")
-            self.controllers = [plan.like() for _ in range(count)]
+            self.controllers = [plan] * count
         else:
             self.controllers = list(settings)
             if len(self.controllers) != count:
                 raise ArgumentError(f"{len(self.controllers)} controllers for {count} storages")
             if len({id(c) for c in self.controllers}) != count:
                 raise ArgumentError("a controller is named twice: each serves one storage")
-        self._table: QueueTable | None = None
-        self._counts: DeviceMemory | None = None
-        self._storage: Striped | Replicated | None = None
-        self._paths_checked = False
-
-    @property
-    def path(self) -> str:
-        """The data path of all; "bounce" as soon as one of them has left "in_place" for it."""
-        if not self._paths_checked:
-            return ""
-        paths = {controller.path for controller in self.controllers}
-        return paths.pop() if len(paths) == 1 else "bounce"
-
-    @property
-    def reason(self) -> str:
-        """Why the data goes this way."""
-        return "; ".join(dict.fromkeys(c.reason for c in self.controllers))
-
-    @property
-    def asked_path(self) -> str | None:
-        """The data path that was asked for, if any."""
-        return self.controllers[0].asked_path
-
-    @property
-    def changes(self) -> int:
-        """How often files may have changed under the array; see `SoftwareController`."""
-        return sum(controller.changes for controller in self.controllers)
-
-    def take_stale(self) -> StorageError | None:
-        """Return and forget what went wrong when files' pages were left: the first."""
-        told = [controller.take_stale() for controller in self.controllers]
-        return next(filter(None, told), None)
+        self.asked_path = self.controllers[0].asked_path
 
     def attach(
         self,
-        storage: Storage,
+        storage: Namespace,
         device: Device,
         line_bytes: int,
         frames: tuple[int, int],
         *,
         owners: Sequence[object] = (),
-    ) -> QueueTable:
-        """Start one controller for each member of `storage`; see `SoftwareController.attach`."""
+        together: int = 1,
+    ) -> GroupService:
+        """Start one controller for each member of `storage`; see `Controller.attach`."""
         if not isinstance(storage, Striped | Replicated):
             raise ArgumentError("several controllers need storages in stripes or replicas")
-        if any(controller.serving for controller in self.controllers):
-            raise ControllerError("a controller serves another array: make one for each")
         for n, (controller, member) in enumerate(
             zip(self.controllers, storage.members, strict=True)
         ):
             if controller.storage is not None and controller.storage is not member:
                 raise ArgumentError(f"controller {n} has another storage than storage {n}")
+        return GroupService(
+            self.controllers,
+            storage,
+            device,
+            line_bytes,
+            frames,
+            owners=owners,
+            together=together * len(self.controllers),
+        )
+
+
+class GroupService(Service):
+    """The storages of one array, each served by a controller; stopped together.
+
+    Parameters
+    ----------
+    controllers : sequence of Controller
+        In the order of the storages.
+    storage, device, line_bytes, frames, owners, together
+        As `Controller.attach` has them.
+
+    Attributes
+    ----------
+    services : list of Service
+        In the order of the storages.
+    """
+
+    def __init__(
+        self,
+        controllers: Sequence[Controller],
+        storage: Striped | Replicated,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        owners: Sequence[object],
+        together: int,
+    ) -> None:
+        self.services: list[Service] = []
         self._storage = storage
+        self._table: QueueTable | None = None
+        self._counts: DeviceMemory | None = None
         try:
-            members = [
-                controller.attach(
-                    member,
-                    device,
-                    line_bytes,
-                    frames,
-                    owners=owners,
-                    together=len(self.controllers),
+            for controller, member in zip(controllers, storage.members, strict=True):
+                self.services.append(
+                    controller.attach(
+                        member,
+                        device,
+                        line_bytes,
+                        frames,
+                        owners=owners,
+                        together=together,
+                    )
                 )
-                for controller, member in zip(self.controllers, storage.members, strict=True)
-            ]
+            members = [_pairs_of(service) for service in self.services]
             self._check_paths()
             fields: dict[str, Any] = {"spread": _SPREADS["replicate"]}
             if isinstance(storage, Striped):
@@ -153,20 +163,37 @@ class ControllerGroup(NotCopied):
                 fields["replica_writes"] = self._counts.address
             self._table = QueueTable(device, members, fields)
         except BaseException:
-            self.detach()
+            self.stop()
             raise
-        return self._table
 
     def _check_paths(self) -> None:
-        paths = [controller.path for controller in self.controllers]
+        paths = [service.path for service in self.services]
         if len(set(paths)) != 1:
             raise ArgumentError(
                 f"the storages' data would go different ways ({', '.join(paths)}): give their "
                 "controllers the same data_path"
             )
-        self._paths_checked = True
 
-    # What an array does with it; as SoftwareController has it.
+    @property
+    def path(self) -> str:
+        """The data path of all; "bounce" as soon as one of them has left "in_place" for it."""
+        paths = {service.path for service in self.services}
+        return paths.pop() if len(paths) == 1 else "bounce"
+
+    @property
+    def reason(self) -> str:
+        """Why the data goes this way."""
+        return "; ".join(dict.fromkeys(service.reason for service in self.services))
+
+    @property
+    def changes(self) -> int:
+        """How often files may have changed under the array; see `Service`."""
+        return sum(service.changes for service in self.services)
+
+    def take_stale(self) -> StorageError | None:
+        """Return and forget what went wrong when files' pages were left: the first."""
+        told = [service.take_stale() for service in self.services]
+        return next(filter(None, told), None)
 
     @property
     def queues(self) -> QueueTable:
@@ -176,24 +203,24 @@ class ControllerGroup(NotCopied):
         return self._table
 
     @property
-    def in_place(self) -> int:
-        """Nothing lies in one piece: see `SoftwareController.in_place`."""
-        return 0
-
-    @property
     def natives(self) -> tuple[Any, ...]:
         """The native controllers, for launches whose waiting threads serve them."""
-        return tuple(native for controller in self.controllers for native in controller.natives)
+        return tuple(native for service in self.services for native in service.natives)
+
+    @property
+    def namespace_count(self) -> int:
+        """How many namespaces the array lies on."""
+        return len(self.services)
 
     def wake(self) -> None:
         """Wake the threads of all: work is about to be submitted."""
-        for controller in self.controllers:
-            controller.wake()
+        for service in self.services:
+            service.wake()
 
     def worth_looking_ahead(self) -> bool:
         """Tell whether a CPU thread gains by submitting ahead of need, on any of them."""
         # All are asked: each judges by the commands since it was asked last.
-        told = [controller.worth_looking_ahead() for controller in self.controllers]
+        told = [service.worth_looking_ahead() for service in self.services]
         return any(told)
 
     def take_errors(self) -> Sequence[dict[str, Any]]:
@@ -203,43 +230,41 @@ class ControllerGroup(NotCopied):
         """
         return [
             {**error, "storage": n, "lba": self._array_lba(n, int(error.get("lba", 0)))}
-            for n, controller in enumerate(self.controllers)
-            for error in controller.take_errors()
+            for n, service in enumerate(self.services)
+            for error in service.take_errors()
         ]
 
     def _array_lba(self, member: int, lba: int) -> int:
         if not isinstance(self._storage, Striped):
             return lba
         stripe = self._storage.stripe_bytes // _LBA_BYTES
-        return (lba // stripe * len(self.controllers) + member) * stripe + lba % stripe
+        return (lba // stripe * len(self.services) + member) * stripe + lba % stripe
 
     def silent(self) -> str:
         """Name the storages that did not answer in time."""
         names = [
             f"storage {n} ({member.path or 'in memory'})"
-            for n, (controller, member) in enumerate(self._served())
-            if controller.queues.failed
+            for n, (service, member) in enumerate(
+                zip(self.services, self._storage.members, strict=True)
+            )
+            if service.queues.failed
         ]
         return " and ".join(names) or "a storage"
 
-    def _served(self) -> list[tuple[SoftwareController, Storage]]:
-        members = () if self._storage is None else self._storage.members
-        return list(zip(self.controllers, members, strict=False))
-
     def describe(self) -> dict[str, Any]:
         """Return facts for people: engine, and the facts of each controller."""
-        each = [controller.describe() for controller in self.controllers]
+        each = [service.describe() for service in self.services]
         engines = dict.fromkeys(str(facts.get("engine", "stopped")) for facts in each)
         return {"engine": f"{len(each)} controllers: {'; '.join(engines)}", "controllers": each}
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of each controller, in the order of the storages."""
-        return {"controllers": [controller.stats() for controller in self.controllers]}
+        return {"controllers": [service.stats() for service in self.services]}
 
-    def detach(self) -> None:
+    def stop(self) -> None:
         """Stop all, then free what they share. May be called twice."""
-        for controller in self.controllers:
-            controller.detach()
+        for service in self.services:
+            service.stop()
         if self._table is not None:
             self._table.close()
             self._table = None
@@ -248,5 +273,12 @@ class ControllerGroup(NotCopied):
             self._counts = None
 
 
-AnyController: TypeAlias = SoftwareController | ControllerGroup
-"""What an array has: one controller, or those of its storages."""
+def _pairs_of(service: Service) -> QueuePairs:
+    """Return the queue pairs of one storage, which a table can take in."""
+    queues = service.queues
+    if not isinstance(queues, QueuePairs):
+        raise ArgumentError(
+            f"{service!r} has queues of type {type(queues).__name__}: a controller under several "
+            "storages makes them as flashwarp.queue_pair.QueuePairs"
+        )
+    return queues

@@ -37,11 +37,102 @@ from flashwarp.errors import (
 )
 from flashwarp.lease import Lease
 
-__all__ = ["BlockDevice", "File", "Memory", "Replicated", "Storage", "Striped"]
+__all__ = ["BlockDevice", "File", "Memory", "Namespace", "Replicated", "Storage", "Striped"]
 
 
-class Storage(NotCopied):
-    r"""Base of all storages.
+class Namespace(NotCopied):
+    """What an array lies on, described: a size in logical blocks, and whether it takes writes.
+
+    The bytes are wherever the array's controller finds them. For a controller of your own, that
+    serves what is no file and no memory; the software controller needs a `Storage`.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of the namespace in bytes. Arrays address it in logical blocks of `lba_bytes`.
+    writable : bool
+        Whether it takes writes.
+    path : str, optional
+        What errors and descriptions call it.
+
+    Notes
+    -----
+    Any number of threads may call at the same time.
+    """
+
+    lba_bytes = 512
+    """Size of a logical block, in which commands count."""
+
+    _refuses = True
+    """Whether one array that may store to it excludes every other."""
+
+    def __init__(self, nbytes: int, writable: bool = True, path: str | None = None) -> None:
+        self._nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
+        self._writable = flag("writable", writable)
+        self._name = path
+        self._closed = False
+        self._served: dict[object, bool] = {}
+        """Whether each array that serves it may store to it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the namespace in bytes."""
+        return self._nbytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether it takes writes."""
+        return self._writable
+
+    @property
+    def path(self) -> str | None:
+        """The file behind it, when there is one."""
+        return self._name
+
+    def look_again(self) -> None:
+        """Choose anew, at a cheap moment, how later transfers are made, if there is a choice."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: kind, path, engine, alignment, reasons."""
+        self._check_open()
+        return {"kind": "namespace", "nbytes": self.nbytes, "writable": self.writable}
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError when a file behind it was cut short, replaced or removed.
+
+        Such a change is by others: an array on it goes on with what the file was.
+        """
+
+    def close(self) -> None:
+        """Let go of what it holds; an array that serves it goes on. May be called twice."""
+        self._closed = True
+        if not self._served:
+            self._let_go()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _let_go(self) -> None:
+        """Release what it holds: it is closed, and no array serves it any more."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the storage {self.path or 'in memory'} is closed")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.nbytes} bytes, writable={self.writable})"
+
+
+class Storage(Namespace):
+    r"""Base of all storages: a namespace, and its bytes.
 
     Attributes
     ----------
@@ -67,40 +158,15 @@ class Storage(NotCopied):
     b'\x00\x00flash\x00\x00'
     """
 
-    _refuses = True
-    """Whether one array that may store to it excludes every other."""
-
     def __init__(self, native: Any) -> None:
+        super().__init__(int(native.nbytes), bool(native.writable))
         self._native = native
-        self._closed = False
-        self._served: dict[object, bool] = {}
-        """Whether each array that serves it may store to it."""
-        self._nbytes = int(native.nbytes)
-        self._writable = bool(native.writable)
 
     @property
     def native(self) -> Any:
         """The C++ storage, for the controller; ClosedError after `close`."""
         self._check_open()
         return self._native
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the namespace in bytes."""
-        return self._nbytes
-
-    @property
-    def writable(self) -> bool:
-        """Whether it takes writes."""
-        return self._writable
-
-    @property
-    def path(self) -> str | None:
-        """The file behind it, when there is one."""
-        return None
-
-    def look_again(self) -> None:
-        """Choose anew, at a cheap moment, how later transfers are made, if there is a choice."""
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: kind, path, engine, alignment, reasons."""
@@ -144,32 +210,8 @@ class Storage(NotCopied):
         with _typed_errors("flush"):
             self.native.flush()
 
-    def check_unchanged(self) -> None:
-        """Raise StorageError when a file behind it was cut short, replaced or removed.
-
-        Such a change is by others: an array on it goes on with what the file was.
-        """
-
-    def close(self) -> None:
-        """Let go of what it holds; an array that serves it goes on. May be called twice."""
-        self._closed = True
-        if not self._served:
-            self._native = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the storage {self.path or 'in memory'} is closed")
+    def _let_go(self) -> None:
+        self._native = None
 
     def _check_writable(self) -> None:
         if not self.writable:
@@ -181,9 +223,6 @@ class Storage(NotCopied):
             raise BoundsError(
                 f"bytes [{offset}, {offset + nbytes}) of a storage of {self.nbytes} bytes"
             )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.nbytes} bytes, writable={self.writable})"
 
 
 @contextlib.contextmanager
@@ -501,14 +540,14 @@ class Replicated(_Composite):
         super().__init__(native)
 
 
-def members_of(storage: Storage) -> tuple[Storage, ...]:
+def members_of(storage: Namespace) -> tuple[Namespace, ...]:
     """Return the storages that hold the bytes of one: it, or those that it is made of."""
     if not isinstance(storage, Striped | Replicated):
         return (storage,)
     return tuple(inner for member in storage.members for inner in members_of(member))
 
 
-def serve(storage: Storage, stores: bool) -> Callable[[], None]:
+def serve(storage: Namespace, stores: bool) -> Callable[[], None]:
     """Note that an array begins to serve a storage; return what notes its end.
 
     `stores` says whether the array may store to it.
@@ -529,7 +568,7 @@ def serve(storage: Storage, stores: bool) -> Callable[[], None]:
         for part in parts:
             part._served.pop(array, None)
             if part.closed and not part._served:
-                part._native = None
+                part._let_go()
 
     for part in parts:
         part._served[array] = stores

@@ -635,7 +635,8 @@ class Sequence:
             raise Broken(f"read({n!r}, {m!r}) gave {len(result)} bytes")
 
     def use_other(self) -> None:
-        value = self.pick(self.caches + self.controllers + self.devices + self.others)
+        services = [h.array.controller for h in self.arrays if "_attachment" in vars(h.array)]
+        value = self.pick(self.caches + self.controllers + services + self.devices + self.others)
         if value is None:
             return
         names = [name for name in dir(value) if not name.startswith("_")]
@@ -679,7 +680,7 @@ class Sequence:
                     return 2
         for held in self.arrays:
             self.must("close, forked", held.array.close)
-        for value in self.caches + self.controllers + [storage for storage, _ in self.storages]:
+        for value in self.caches + [storage for storage, _ in self.storages]:
             self.call("close, forked", value.close)
         table = next(t for t in self.tables if t.name == "plain")
         with fw.open(table.paths[0], device=fw.CpuDevice(1), cache="16 KiB") as anew:
@@ -867,17 +868,17 @@ _STEP_WEIGHTS = {
 }
 _STEPS, _WEIGHTS = list(_STEP_WEIGHTS), list(_STEP_WEIGHTS.values())
 
-# Of caches, controllers, devices and share tables: attributes for the library's own use, which
-# take or give addresses.
+# Of caches, controllers and their services, devices and share tables: attributes for the library's
+# own use, which take or give addresses.
 _INTERNAL = {
-    "attach", "detach", "allocate", "allocate_host", "register_host", "upload", "download",
+    "attach", "detach", "stop", "allocate", "allocate_host", "register_host", "upload", "download",
     "download_into", "fill", "launch", "load_program", "run_kernel", "turn", "gate", "streams",
     "empty_array", "view", "order", "close", "result", "set_result", "set_exception",
     "set_running_or_notify_cancel", "address", "addresses", "frames", "geometry", "native",
 }  # fmt: skip
 _CALLABLE = {
     "describe", "stats", "memory_info", "alive", "event", "default_stream", "create_stream",
-    "synchronize", "check", "take_errors", "like", "silent", "wake", "worth_looking_ahead",
+    "synchronize", "check", "take_errors", "take_stale", "silent", "wake", "worth_looking_ahead",
 }  # fmt: skip
 
 

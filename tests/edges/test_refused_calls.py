@@ -38,7 +38,7 @@ np.save("rows.npy", rows)
 seccomp.refuse({names!r}.split(), errno.{error})
 start = time.monotonic()
 for direct in (None, False, True):
-    with fw.open("rows.npy", "r+", device="cpu", direct=direct, cache="16 KiB") as x:
+    with fw.open("rows.npy", "r+", device="cpu", o_direct=direct, cache="16 KiB") as x:
         index = np.random.default_rng(1).integers(0, 256, 500)
         assert (x.gather(index) == rows[index]).all()
         x.scatter(index, rows[index] + 1)

@@ -18,10 +18,10 @@
 #include <thread>
 #include <vector>
 
-#include "file_storage.h"
+#include "base/host_memory.h"
 #include "flashwarp/nvme/command.cuh"
-#include "host_memory.h"
-#include "software_controller.h"
+#include "nvme/software/software_controller.h"
+#include "storage/file_storage.h"
 
 using namespace fw::native;
 namespace nvme = fw::nvme;

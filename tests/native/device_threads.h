@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/host_memory.h"
 #include "flashwarp/array.cuh"
-#include "host_memory.h"
-#include "software_controller.h"
-#include "storage.h"
+#include "nvme/software/software_controller.h"
+#include "storage/storage.h"
 
 namespace fw::stress {
 
@@ -86,7 +86,7 @@ class Controllers {
   // All threads at once, each with the context of a device thread.
   void launch(const std::function<void(uint32_t)>& work) {
     std::vector<std::thread> threads;
-    for (auto& each : controllers_) fw_visitor_comes(each.get());
+    for (auto& each : controllers_) each->launch_begins();
     for (uint32_t i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         base::this_thread = {i, kThreads, &serve, this};
@@ -94,19 +94,19 @@ class Controllers {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    for (auto& each : controllers_) fw_visitor_leaves(each.get());
+    for (auto& each : controllers_) each->launch_ends();
   }
 
  private:
   static int serve(void* self) {
     int moved = 0;
     for (auto& each : static_cast<Controllers*>(self)->controllers_) {
-      moved += fw_serve(each.get(), 0);
+      moved += each->serve_some(0);
     }
     return moved;
   }
 
-  std::vector<std::unique_ptr<native::SoftwareController>> controllers_;
+  std::vector<std::unique_ptr<native::Controller>> controllers_;
 };
 
 // Takes turns until FLASHWARP_STRESS_SECONDS (default 5) have passed, and one at least. Prints the

@@ -22,12 +22,12 @@
 #include <thread>
 #include <vector>
 
-#include "composite_storage.h"
-#include "fault_plan.h"
-#include "faulty_storage.h"
-#include "file_storage.h"
-#include "host_memory.h"
-#include "software_controller.h"
+#include "base/host_memory.h"
+#include "nvme/software/software_controller.h"
+#include "storage/composite_storage.h"
+#include "storage/file_storage.h"
+#include "testing/fault_plan.h"
+#include "testing/faulty_storage.h"
 
 using namespace fw::native;
 namespace nvme = fw::nvme;
@@ -73,7 +73,7 @@ class Submitter {
   }
 
   // Writes every chunk, flushes, and reads every chunk back, some entries at each ring of the bell.
-  void round(SoftwareController& controller, uint32_t version, std::mt19937& random) {
+  void round(Controller& controller, uint32_t version, std::mt19937& random) {
     for (uint32_t i = 0; i < kChunks; ++i) fill(i, version);
     run(controller, nvme::kWrite, random);
     if (version % 16 == 0) run(controller, nvme::kFlush, random);
@@ -149,7 +149,7 @@ class Submitter {
     return status;
   }
 
-  void run(SoftwareController& controller, uint8_t opcode, std::mt19937& random) {
+  void run(Controller& controller, uint8_t opcode, std::mt19937& random) {
     uint32_t submitted = 0;
     while (submitted < kChunks || pending_ != 0) {
       const uint32_t burst = std::min(kChunks - submitted, uint32_t(random() % 5));
@@ -159,7 +159,7 @@ class Submitter {
       }
       if (burst != 0) ring();
       while (is_ready()) require(take() == nvme::kSuccess, "status");
-      require(fw_serve(&controller, number_) >= 0, "the controller serves");
+      require(controller.serve_some(number_) >= 0, "the controller serves");
     }
   }
 

@@ -8,7 +8,7 @@
 #include <map>
 #include <random>
 
-#include "held_completions.h"
+#include "nvme/model/held_completions.h"
 
 using fw::native::HeldCompletions;
 

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "file_storage.h"
+#include "storage/file_storage.h"
 
 using namespace fw::native;
 

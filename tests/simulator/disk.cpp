@@ -4,7 +4,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "file_storage.h"
+#include "storage/file_storage.h"
 #include "flashwarp/base/atomic.cuh"
 
 namespace fw::simulator {

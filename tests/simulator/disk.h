@@ -8,9 +8,9 @@
 #include <memory>
 #include <vector>
 
-#include "io_engine.h"
+#include "io/io_engine.h"
 #include "run.h"
-#include "storage.h"
+#include "storage/storage.h"
 
 namespace fw::simulator {
 

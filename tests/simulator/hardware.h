@@ -9,7 +9,7 @@
 #include "disk.h"
 #include "flashwarp/array.cuh"
 #include "memory.h"
-#include "queue_server.h"
+#include "nvme/software/queue_server.h"
 #include "run.h"
 #include "scheduler.h"
 #include "shape.h"

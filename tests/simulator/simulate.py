@@ -51,13 +51,19 @@ _POLICIES["hostile"] = (
 
 _RUNTIME = ("context", "scheduler", "memory", "disk", "history", "main")
 _CONTROLLER = (
-    "queue_server",
-    "queue_server_async",
-    "ssd_model",
-    "storage",
-    "prp_walk",
-    "identify",
-    "fork_guard",
+    "nvme/software/queue_server",
+    "nvme/software/rings",
+    "nvme/software/command_memory",
+    "nvme/software/completions",
+    "nvme/software/commands",
+    "nvme/software/in_flight",
+    "nvme/software/counters",
+    "nvme/model/drive_queue",
+    "nvme/software/prp_walk",
+    "nvme/software/identify",
+    "nvme/model/ssd_model",
+    "storage/storage",
+    "base/fork_guard",
 )
 _FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")
 # The runtime is compiled once; scenarios are compiled often and run for seconds.
@@ -360,7 +366,7 @@ def _scenario_sources() -> list[Path]:
 
 
 def _controller_sources() -> list[Path]:
-    return [path for name in _CONTROLLER for path in _NATIVE.rglob(f"{name}.cpp")]
+    return [_NATIVE / f"{name}.cpp" for name in _CONTROLLER]
 
 
 def _directory() -> Path:

@@ -29,6 +29,7 @@ from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.device import CpuDevice, CudaDevice, Device, resolve
 from flashwarp.errors import ArgumentError
+from flashwarp.nvme import Service
 from flashwarp.probe.report import Report, Row, machine_facts
 from flashwarp.probe.timing import device_seconds, median_of
 
@@ -188,7 +189,7 @@ class Drives:
         self.depth = depth
         self.model = fw.SSDModel.named(profile)
         self.queue_pairs = queue_pairs
-        self.controllers: list[fw.SoftwareController] = []
+        self.controllers: list[Service] = []
         self._kernels = load_kernels(device)
         self._seed = 0
         with ExitStack() as stack:
@@ -215,9 +216,9 @@ class Drives:
             data_path="in_place",
             model=fw.SSDModel.named(profile, seed=number + 1),
         )
-        controller.attach(storage, self.device, _LBA, (0, 0))
-        stack.callback(controller.detach)
-        self.controllers.append(controller)
+        service = controller.attach(storage, self.device, _LBA, (0, 0))
+        stack.callback(service.stop)
+        self.controllers.append(service)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from flashwarp.testing.crash import CrashSuite, KillSuite
 from flashwarp.testing.faults import Fault, FaultPlan, Faulty
 from flashwarp.testing.recording import CrashState, Event, Recording
 from flashwarp.testing.rings import Host, Ring
+from flashwarp.testing.service_contract import ServiceContract
 from flashwarp.testing.storage_contract import StorageContract
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "KillSuite",
     "Recording",
     "Ring",
+    "ServiceContract",
     "StorageContract",
 ]

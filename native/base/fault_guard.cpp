@@ -1,0 +1,128 @@
+// The SIGBUS handler and the copies it watches over; see fault_guard.h.
+#include "base/fault_guard.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <csetjmp>
+#include <csignal>
+#include <cstdint>
+#include <cstring>
+
+#include "flashwarp/base/copy.cuh"
+
+namespace fw::native {
+namespace {
+
+// The copy that a thread is in: where its source lies, and where to go on after a fault.
+struct Guard {
+  sigjmp_buf resume;
+  uintptr_t begin;
+  uintptr_t end;
+};
+
+// Initial-exec: the handler may run in a thread that never copied, and must not allocate there.
+thread_local Guard* active __attribute__((tls_model("initial-exec"))) = nullptr;
+
+struct sigaction previous;
+
+bool is_page_fault(const siginfo_t& info) {
+  return info.si_code == BUS_ADRERR || info.si_code == BUS_OBJERR || info.si_code == BUS_MCEERR_AR;
+}
+
+// Hands a signal that is not ours to whoever had it before.
+void pass_on(int signal, siginfo_t* info, void* context) {
+  if ((previous.sa_flags & SA_SIGINFO) != 0) return previous.sa_sigaction(signal, info, context);
+  if (previous.sa_handler == SIG_IGN && !is_page_fault(*info)) return;
+  if (previous.sa_handler != SIG_IGN && previous.sa_handler != SIG_DFL) {
+    return previous.sa_handler(signal);
+  }
+  // The default: after our return the instruction faults again, and the process ends there with
+  // the address in its core. A signal that was sent has no such instruction.
+  struct sigaction end = {};
+  end.sa_handler = SIG_DFL;
+  sigaction(signal, &end, nullptr);
+  if (!is_page_fault(*info)) raise(signal);
+}
+
+void on_bus_error(int signal, siginfo_t* info, void* context) {
+  Guard* guard = active;
+  const auto address = reinterpret_cast<uintptr_t>(info->si_addr);
+  if (guard == nullptr || !is_page_fault(*info) || address < guard->begin ||
+      address >= guard->end) {
+    return pass_on(signal, info, context);
+  }
+  sigset_t ours;
+  sigemptyset(&ours);
+  sigaddset(&ours, signal);
+  pthread_sigmask(SIG_UNBLOCK, &ours, nullptr);
+  siglongjmp(guard->resume, 1);
+}
+
+bool install() {
+  struct sigaction ours = {};
+  ours.sa_sigaction = &on_bus_error;
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  // `previous` first: a foreign fault may come at once.
+  return sigaction(SIGBUS, nullptr, &previous) == 0 && sigaction(SIGBUS, &ours, nullptr) == 0;
+}
+
+bool mask_blocks_signal() {
+  sigset_t blocked;
+  return pthread_sigmask(SIG_SETMASK, nullptr, &blocked) != 0 || sigismember(&blocked, SIGBUS) != 0;
+}
+
+}  // namespace
+
+// The kernel ends a process that faults while it blocks SIGBUS, whatever the handler. To ask takes
+// about as long as a copy.
+bool signal_reaches_thread() {
+  using Mask = GuardedVisit::Mask;
+  if (GuardedVisit::mask == Mask::kOutside) return !mask_blocks_signal();
+  if (GuardedVisit::mask == Mask::kUnknown) {
+    GuardedVisit::mask = mask_blocks_signal() ? Mask::kBlocked : Mask::kOpen;
+  }
+  return GuardedVisit::mask == Mask::kOpen;
+}
+
+bool install_fault_guard() {
+  static const bool installed = install();
+  return installed;
+}
+
+bool fault_guard_holds() {
+  struct sigaction now;
+  return sigaction(SIGBUS, nullptr, &now) == 0 && (now.sa_flags & SA_SIGINFO) != 0 &&
+         now.sa_sigaction == &on_bus_error;
+}
+
+CopyResult guarded_copy(void* target, const void* source, size_t n) {
+  if (!signal_reaches_thread()) return CopyResult::kFailed;
+  const auto* from = static_cast<const char*>(source);
+  Guard guard;
+  guard.begin = reinterpret_cast<uintptr_t>(source);
+  guard.end = guard.begin + n;
+  // Without the signal mask, which would be a system call: the handler restores what it changed.
+  if (sigsetjmp(guard.resume, 0) != 0) {
+    active = nullptr;
+    return CopyResult::kFailed;
+  }
+  active = &guard;
+  // Between the compiler and the handler, which runs in this thread.
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  if constexpr (FW_TSAN != 0) {
+    // Frames are read while they are filled, which only atomic accesses may do in that build.
+    warp::copy<warp::source::kStream>(warp::kFullMask, reinterpret_cast<uint64_t>(target),
+                                      guard.begin, n);
+  } else {
+    std::memcpy(target, source, n);
+  }
+  // Acquire: the look at the last byte comes after the loads of the copy.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const char last = *static_cast<const volatile char*>(from + n - 1);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  active = nullptr;
+  return last == 0 ? CopyResult::kEndsWithZero : CopyResult::kCopied;
+}
+
+}  // namespace fw::native

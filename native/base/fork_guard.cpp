@@ -1,0 +1,24 @@
+// Counts forks through pthread_atfork; see fork_guard.h.
+#include "base/fork_guard.h"
+
+#include <pthread.h>
+
+#include <atomic>
+
+namespace fw::native {
+namespace {
+
+std::atomic<uint32_t> generation{0};
+
+// Relaxed: the child has one thread when the handler runs, nobody races with it.
+void count_fork() { generation.fetch_add(1, std::memory_order_relaxed); }
+
+}  // namespace
+
+uint32_t fork_generation() {
+  static const int registered = pthread_atfork(nullptr, nullptr, count_fork);
+  (void)registered;
+  return generation.load(std::memory_order_relaxed);
+}
+
+}  // namespace fw::native

@@ -1,0 +1,80 @@
+// Anonymous mappings; see host_memory.h.
+#include "base/host_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+namespace fw::native {
+namespace {
+
+constexpr size_t kHugePageBytes = size_t(2) << 20;
+
+// mincore() reports a byte a page; this many pages at a time.
+constexpr size_t kMincorePages = 64 * 1024;
+
+size_t page_bytes() {
+  static const size_t bytes = size_t(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+uintptr_t round_up(uintptr_t value, size_t alignment) {
+  return (value + alignment - 1) & ~(uintptr_t(alignment) - 1);
+}
+
+}  // namespace
+
+HostMemory::HostMemory(size_t nbytes, size_t alignment) : nbytes_(nbytes) {
+  if (!std::has_single_bit(alignment)) {
+    throw std::invalid_argument("alignment must be a power of two");
+  }
+  alignment = std::max(alignment, page_bytes());
+  if (nbytes > SIZE_MAX / 2 || alignment > SIZE_MAX / 4) throw std::bad_alloc();
+  mapped_nbytes_ = round_up(std::max<size_t>(nbytes, 1), page_bytes());
+  // More than is needed, then the ends that alignment leaves over go back.
+  const size_t all = mapped_nbytes_ + alignment - page_bytes();
+  void* memory = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  const auto start = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t aligned = round_up(start, alignment);
+  const size_t head = aligned - start;
+  const size_t tail = all - head - mapped_nbytes_;
+  if (head != 0) munmap(memory, head);
+  if (tail != 0) munmap(reinterpret_cast<void*>(aligned + mapped_nbytes_), tail);
+  address_ = reinterpret_cast<void*>(aligned);
+  // Random lines of a large cache miss the TLB on almost every access with 4 KiB pages.
+  if (mapped_nbytes_ >= kHugePageBytes) madvise(address_, mapped_nbytes_, MADV_HUGEPAGE);
+}
+
+HostMemory::~HostMemory() { munmap(address_, mapped_nbytes_); }
+
+double residency(uint64_t address, uint64_t nbytes) {
+  const uint64_t start = address & ~uint64_t(page_bytes() - 1);
+  const uint64_t pages = (address + nbytes - start + page_bytes() - 1) / page_bytes();
+  if (nbytes == 0) return 1.0;
+  std::vector<unsigned char> flags(std::min<uint64_t>(pages, kMincorePages));
+  uint64_t resident = 0;
+  for (uint64_t page = 0; page < pages; page += flags.size()) {
+    const uint64_t count = std::min<uint64_t>(flags.size(), pages - page);
+    auto* from = reinterpret_cast<void*>(start + page * page_bytes());
+    if (mincore(from, count * page_bytes(), flags.data()) != 0) return -double(errno);
+    resident += uint64_t(std::count_if(flags.begin(), flags.begin() + int64_t(count),
+                                       [](unsigned char flag) { return (flag & 1) != 0; }));
+  }
+  return double(resident) / double(pages);
+}
+
+int replace_mapping(uint64_t address, uint64_t nbytes) {
+  void* const there = reinterpret_cast<void*>(address);
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
+  const size_t size = round_up(nbytes, page_bytes());
+  return mmap(there, size, PROT_READ, flags, -1, 0) == MAP_FAILED ? errno : 0;
+}
+
+}  // namespace fw::native

@@ -1,0 +1,423 @@
+// Python bindings of storages, the software controller and host memory helpers.
+//
+// Every call that may wait releases the GIL. Failed I/O raises OSError with errno, path and the
+// attribute `offset`; use in a forked child raises RuntimeError, since the threads that would do
+// the work stayed in the parent.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <cstring>
+#include <string>
+
+#include "base/host_memory.h"
+#include "bind/unlocked.h"
+#include "io/io_uring.h"
+#include "nvme/model/ssd_model.h"
+#include "nvme/software/identify.h"
+#include "nvme/software/software_controller.h"
+#include "storage/composite_storage.h"
+#include "storage/file_lock.h"
+#include "storage/file_storage.h"
+#include "storage/open_file.h"
+#include "storage/read_census.h"
+#include "storage/storage.h"
+
+namespace nb = nanobind;
+using namespace fw::native;
+
+namespace {
+
+using WithoutGil = nb::call_guard<Unlocked>;
+constexpr const char* kForkMessage =
+    "opened before fork(): its threads exist in the parent process only; open it again here";
+
+[[noreturn]] void raise_os_error(int error, const std::string& text, const std::string& path) {
+  PyErr_SetObject(PyExc_OSError, nb::make_tuple(error, text, path).ptr());
+  throw nb::python_error();
+}
+
+void check(const Storage& storage, int error, const IoFailure& failure) {
+  if (error == 0) return;
+  if (error == kForked) throw std::runtime_error(kForkMessage);
+  if (error == kOutOfRange) {
+    throw nb::value_error(
+        ("the range is outside of the storage's " + std::to_string(storage.nbytes()) + " bytes")
+            .c_str());
+  }
+  std::string text = error_text(error);
+  text += " at byte " + std::to_string(failure.file_offset) + " (" +
+          std::to_string(failure.nbytes) + " bytes)";
+  nb::object raised = nb::borrow(PyExc_OSError)(error, text, failure.path);
+  raised.attr("offset") = failure.file_offset;
+  PyErr_SetObject(PyExc_OSError, raised.ptr());
+  throw nb::python_error();
+}
+
+// Runs act(failure) without the GIL and raises what it returns.
+template <typename Act>
+void run(Storage& storage, Act act) {
+  IoFailure failure;
+  int error;
+  {
+    const Unlocked unlocked;
+    error = act(&failure);
+  }
+  check(storage, error, failure);
+}
+
+nb::dict to_dict(const Description& description) {
+  nb::dict result;
+  for (const auto& [name, value] : description.facts) {
+    std::visit([&](const auto& fact) { result[name.c_str()] = nb::cast(fact); }, value);
+  }
+  if (!description.children.empty()) {
+    nb::list members;
+    for (const Description& child : description.children) members.append(to_dict(child));
+    result["members"] = members;
+  }
+  return result;
+}
+
+// A contiguous buffer of any object, for the duration of a call.
+class BufferView {
+ public:
+  explicit BufferView(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) {
+      throw nb::python_error();
+    }
+  }
+  ~BufferView() { PyBuffer_Release(&view_); }
+  BufferView(const BufferView&) = delete;
+  const void* data() const { return view_.buf; }
+  size_t nbytes() const { return size_t(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+void bind_storage(nb::module_& m) {
+  nb::class_<Storage>(m, "Storage")
+      .def_prop_ro("nbytes", &Storage::nbytes)
+      .def_prop_ro("writable", &Storage::writable)
+      .def_prop_ro("mapped_base",
+                   [](Storage& s) { return reinterpret_cast<uintptr_t>(s.mapped_base()); })
+      .def("describe", [](const Storage& s) { return to_dict(s.describe()); })
+      .def(
+          "read",
+          [](Storage& s, uint64_t offset, size_t nbytes) {
+            if (nbytes > s.nbytes()) check(s, kOutOfRange, {});
+            nb::bytes result(nullptr, nbytes);
+            char* data = PyBytes_AsString(result.ptr());
+            run(s, [&](IoFailure* failure) { return s.read(offset, data, nbytes, failure); });
+            return result;
+          },
+          nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "write",
+          [](Storage& s, uint64_t offset, nb::handle source) {
+            const BufferView view(source);
+            run(s, [&](IoFailure* failure) {
+              return s.write(offset, view.data(), view.nbytes(), failure);
+            });
+          },
+          nb::arg("offset"), nb::arg("source"))
+      .def("flush", [](Storage& s) { run(s, [&](IoFailure* f) { return s.flush(f); }); })
+      .def(
+          "discard",
+          [](Storage& s, uint64_t offset, uint64_t nbytes) {
+            run(s, [&](IoFailure* f) { return s.discard(offset, nbytes, f); });
+          },
+          nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "write_zeroes",
+          [](Storage& s, uint64_t offset, uint64_t nbytes) {
+            run(s, [&](IoFailure* f) { return s.write_zeroes(offset, nbytes, f); });
+          },
+          nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "validate",
+          [](Storage& s, uint64_t offset, uint64_t nbytes) {
+            run(s, [&](IoFailure* f) { return s.validate(offset, nbytes, f); });
+          },
+          nb::arg("offset"), nb::arg("nbytes"));
+
+  nb::class_<MemoryStorage, Storage>(m, "MemoryStorage")
+      .def(
+          "__init__",
+          [](MemoryStorage* self, uintptr_t address, uint64_t nbytes, bool writable, nb::object) {
+            new (self) MemoryStorage(reinterpret_cast<void*>(address), nbytes, writable);
+          },
+          nb::arg("address"), nb::arg("nbytes"), nb::arg("writable") = true,
+          nb::arg("owner") = nb::none(), nb::keep_alive<1, 5>());
+
+  nb::class_<FileStorage, Storage>(m, "FileStorage")
+      .def(nb::new_([](const std::string& path, uint64_t offset, uint64_t nbytes, bool writable,
+                       const std::string& mode, uintptr_t map_address, bool copies_cached,
+                       bool lock, const std::string& name, bool may_change) {
+             if (mode != "direct" && mode != "buffered") {
+               throw nb::value_error("mode must be 'direct' or 'buffered'");
+             }
+             const FileOptions options = {offset,      nbytes,        writable, mode == "direct",
+                                          map_address, copies_cached, lock,     name,
+                                          may_change};
+             const Unlocked unlocked;
+             return FileStorage::open(path, options);
+           }),
+           nb::arg("path"), nb::arg("offset") = 0, nb::arg("nbytes") = 0,
+           nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0,
+           nb::arg("copies_cached") = true, nb::arg("lock") = false, nb::arg("name") = "",
+           nb::arg("may_change") = false)
+      .def(
+          "choose_direct",
+          [](FileStorage& file, bool direct) {
+            if (!file.choose_direct(direct)) throw nb::value_error("this file keeps its way");
+          },
+          nb::arg("direct"))
+      .def("read_figures",
+           [](const FileStorage& file) {
+             const ReadCensus* census = file.census();
+             const auto found = census == nullptr ? ReadCensus::Figures{} : census->figures();
+             return nb::make_tuple(found.reads, found.nbytes, found.waited_nbytes, found.near_reads,
+                                   found.touched_nbytes, found.busy_ns);
+           })
+      .def("restart_figures",
+           [](FileStorage& file) {
+             if (file.census() != nullptr) file.census()->restart();
+           })
+      .def_prop_ro("nbytes_noted",
+                   [](const FileStorage& file) {
+                     return file.census() == nullptr ? 0 : file.census()->nbytes();
+                   })
+      .def_prop_ro("path", &FileStorage::path)
+      .def_prop_ro("o_direct", &FileStorage::direct)
+      .def_prop_ro("fd", &FileStorage::fd)
+      .def_prop_ro("direct_fd", &FileStorage::direct_fd);
+
+  nb::class_<StripedStorage, Storage>(m, "StripedStorage")
+      .def(nb::init<StorageList, uint32_t, uint64_t>(), nb::arg("members"), nb::arg("stripe_bytes"),
+           nb::arg("nbytes") = 0);
+  nb::class_<ReplicatedStorage, Storage>(m, "ReplicatedStorage")
+      .def(nb::init<StorageList>(), nb::arg("members"));
+}
+
+nb::dict stats_of(SoftwareController& controller) {
+  const ControllerCounters counters = controller.counters();
+  nb::dict commands;
+  for (size_t kind = 0; kind < kCommandKinds; ++kind) {
+    commands[command_name(CommandKind(kind))] = counters.commands[kind];
+  }
+  nb::dict queues;
+  for (const auto& [id, count] : counters.queues) queues[nb::int_(id)] = count;
+  nb::dict result;
+  result["commands"] = commands;
+  result["queues"] = queues;
+  result["bytes_read"] = counters.bytes_read;
+  result["bytes_written"] = counters.bytes_written;
+  result["errors"] = counters.errors;
+  result["errors_dropped"] = controller.errors_dropped();
+  result["doorbell_reads"] = counters.doorbell_reads;
+  result["sleeps"] = counters.sleeps;
+  result["wakes"] = counters.wakes;
+  result["engine_operations"] = counters.engine_operations;
+  result["engine_fallbacks"] = counters.engine_fallbacks;
+  result["io_uring_enters"] = counters.kernel_enters;
+  result["held"] = counters.held;
+  return result;
+}
+
+nb::dict to_dict(const ErrorRecord& record) {
+  nb::dict result;
+  result["op"] = record.operation;
+  result["path"] = record.path;
+  result["offset"] = record.file_offset;
+  result["nbytes"] = record.nbytes;
+  result["errno"] = record.error;
+  result["reason"] = record.reason;
+  result["status"] = record.status;
+  result["lba"] = record.lba;
+  result["queue"] = record.queue;
+  result["cid"] = record.cid;
+  result["recovered"] = record.recovered;
+  result["time"] = record.unix_time;
+  return result;
+}
+
+nb::list take_errors(Controller& controller) {
+  nb::list result;
+  for (const ErrorRecord& record : controller.take_errors()) result.append(to_dict(record));
+  return result;
+}
+
+nb::dict describe_software(const SoftwareController& controller) {
+  nb::dict result = to_dict(controller.describe());
+  result["storage"] = to_dict(controller.storage().describe());
+  return result;
+}
+
+nb::bytes to_bytes(const IdentifyData& data) { return nb::bytes(data.data(), data.size()); }
+
+void require_parent(const Controller& controller) {
+  if (controller.in_forked_child()) throw std::runtime_error(kForkMessage);
+}
+
+void bind_ssd_model(nb::module_& m) {
+  using Ceilings = std::vector<std::pair<uint32_t, double>>;
+  nb::class_<SsdDirection>(m, "SsdDirection")
+      .def(
+          "__init__",
+          [](SsdDirection* self, Ceilings ceilings, double bytes_per_s,
+             std::vector<float> service_ns) {
+            new (self) SsdDirection{std::move(ceilings), bytes_per_s, std::move(service_ns)};
+          },
+          nb::arg("ceilings"), nb::arg("bytes_per_s"), nb::arg("service_ns"));
+  nb::class_<SsdParameters>(m, "SsdParameters")
+      .def(
+          "__init__",
+          [](SsdParameters* self, const SsdDirection& read, const SsdDirection& write,
+             uint32_t units, uint64_t seed) { new (self) SsdParameters{read, write, units, seed}; },
+          nb::arg("read"), nb::arg("write"), nb::arg("units"), nb::arg("seed"));
+  nb::class_<SsdModel>(m, "SsdModel")
+      .def(nb::init<const SsdParameters&>(), nb::arg("parameters"))
+      .def("admit", &SsdModel::admit, nb::arg("now_ns"), nb::arg("is_write"), nb::arg("blocks"));
+}
+
+void bind_controller(nb::module_& m) {
+  nb::class_<QueuePairAddresses>(m, "QueuePair")
+      .def(
+          "__init__",
+          [](QueuePairAddresses* self, uint64_t sq, uint64_t cq, uint64_t sq_doorbell,
+             uint64_t cq_doorbell, uint32_t depth, uint16_t id, uint64_t heartbeat) {
+            new (self) QueuePairAddresses{sq, cq, sq_doorbell, cq_doorbell, depth, id, heartbeat};
+          },
+          nb::kw_only(), nb::arg("sq"), nb::arg("cq"), nb::arg("sq_doorbell"),
+          nb::arg("cq_doorbell"), nb::arg("depth"), nb::arg("id"), nb::arg("heartbeat") = 0)
+      .def_ro("sq", &QueuePairAddresses::sq)
+      .def_ro("cq", &QueuePairAddresses::cq)
+      .def_ro("sq_doorbell", &QueuePairAddresses::sq_doorbell)
+      .def_ro("cq_doorbell", &QueuePairAddresses::cq_doorbell)
+      .def_ro("depth", &QueuePairAddresses::depth)
+      .def_ro("id", &QueuePairAddresses::id);
+
+  nb::class_<Controller>(m, "Controller")
+      .def("start",
+           [](Controller& c) {
+             require_parent(c);
+             const Unlocked unlocked;
+             c.start();
+           })
+      .def("stop", &Controller::stop, WithoutGil())
+      .def("wake", &Controller::wake)
+      .def("launch_begins", &Controller::launch_begins)
+      .def("launch_ends", &Controller::launch_ends)
+      .def(
+          "serve_some",
+          [](Controller& c, uint32_t first_queue) {
+            require_parent(c);
+            const Unlocked unlocked;
+            return c.serve_some(first_queue);
+          },
+          nb::arg("first_queue") = 0)
+      .def("progress",
+           [](Controller& c) {
+             const ControllerProgress progress = c.progress();
+             return std::pair(progress.commands, progress.waited);
+           })
+      .def("take_errors", &take_errors)
+      .def("describe", [](const Controller& c) { return to_dict(c.describe()); })
+      .def_prop_ro("queue_pairs", &Controller::queue_pairs)
+      .def_prop_ro("serving", &Controller::serving);
+
+  using Regions = std::vector<std::pair<uint64_t, uint64_t>>;
+  nb::class_<SoftwareController, Controller>(m, "SoftwareController")
+      .def(
+          "__init__",
+          [](SoftwareController* self, std::shared_ptr<Storage> storage,
+             std::vector<QueuePairAddresses> queue_pairs, Regions dma_regions, uint32_t threads,
+             uint64_t page_bytes, uint64_t max_transfer_bytes, int64_t spin_ns, bool yields,
+             std::optional<SsdParameters> model, nb::object) {
+            const ControllerOptions options = {threads, page_bytes, max_transfer_bytes,
+                                               spin_ns, yields,     std::move(model)};
+            const Unlocked unlocked;
+            new (self) SoftwareController(std::move(storage), std::move(queue_pairs),
+                                          std::move(dma_regions), options);
+          },
+          nb::arg("storage"), nb::arg("queue_pairs"), nb::arg("dma_regions") = Regions(),
+          nb::arg("threads") = 1, nb::arg("page_bytes") = uint64_t(2) << 20,
+          nb::arg("max_transfer_bytes") = uint64_t(2) << 20, nb::arg("spin_ns") = 100'000,
+          nb::arg("yields") = false, nb::arg("model") = nb::none(), nb::arg("keeps") = nb::none(),
+          // What holds the rings and the memory that commands name: it outlives the threads.
+          nb::keep_alive<1, 11>())
+      .def("stats", &stats_of)
+      .def("describe", &describe_software)
+      .def("identify_controller",
+           [](SoftwareController& c) { return to_bytes(c.identify_controller_data()); })
+      .def("identify_namespace",
+           [](SoftwareController& c) { return to_bytes(c.identify_namespace_data()); });
+}
+
+nb::object direct_io_alignment(const std::string& path) {
+  const DirectAlignment found = probe_direct_alignment(path);
+  if (!found.error.empty()) return nb::cast(found.error);
+  return nb::make_tuple(found.memory, found.offset);
+}
+
+double residency_of(uint64_t address, uint64_t nbytes) {
+  double part;
+  {
+    const Unlocked unlocked;
+    part = residency(address, nbytes);
+  }
+  if (part < 0) raise_os_error(int(-part), std::strerror(int(-part)), "");
+  return part;
+}
+
+void bind_host_memory(nb::module_& m) {
+  m.def("lock_for_writing", &lock_for_writing, WithoutGil(), nb::arg("fd"));
+  m.def(
+      "open_file", [](const std::string& path, bool writable) { return open_file(path, writable); },
+      WithoutGil(), nb::arg("path"), nb::arg("writable") = false);
+  m.def("residency", &residency_of, nb::arg("address"), nb::arg("nbytes"));
+  m.def(
+      "replace_mapping",
+      [](uint64_t address, uint64_t nbytes) {
+        int error;
+        {
+          nb::gil_scoped_release release;
+          error = replace_mapping(address, nbytes);
+        }
+        if (error != 0) raise_os_error(error, std::strerror(error), "");
+      },
+      nb::arg("address"), nb::arg("nbytes"));
+  m.def("direct_io_alignment", &direct_io_alignment, nb::arg("path"));
+  m.def("io_uring_available", [] {
+    const IoUringProbe probe = probe_io_uring();
+    return std::make_pair(probe.available, probe.reason);
+  });
+  nb::class_<HostMemory>(m, "HostMemory")
+      .def(nb::init<size_t, size_t>(), nb::arg("nbytes"), nb::arg("alignment") = 4096)
+      .def_prop_ro("address",
+                   [](HostMemory& h) { return reinterpret_cast<uintptr_t>(h.address()); })
+      .def_prop_ro("nbytes", &HostMemory::nbytes);
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const OpenError& e) {
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(e.error, std::string(e.what()), e.path).ptr());
+    }
+  });
+  bind_storage(m);
+  bind_ssd_model(m);
+  bind_controller(m);
+  bind_host_memory(m);
+}

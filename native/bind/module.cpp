@@ -1,0 +1,124 @@
+// The extension module `flashwarp._native`: CPU device, storages and the software controller.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bind/unlocked.h"
+#include "cpu/cpu_device.h"
+#include "cpu/cpu_kernels.h"
+#include "cpu/cpu_program.h"
+#include "nvme/controller.h"
+
+namespace nb = nanobind;
+using fw::native::Controller;
+using fw::native::CpuPool;
+using fw::native::CpuProgram;
+using fw::native::Unlocked;
+
+void bind_endings(nb::module_& m);
+void bind_engine(nb::module_& m);
+void bind_testing(nb::module_& m);
+
+namespace {
+
+// What a launch uses: controllers, whose work waiting threads do, and memory. The caller's argument
+// keeps all of it alive until the launch has ended, whoever closes it meanwhile.
+using Uses = std::vector<nb::object>;
+
+std::vector<Controller*> controllers_of(const Uses& uses) {
+  std::vector<Controller*> result;
+  for (const nb::object& each : uses) {
+    Controller* controller = nullptr;
+    if (nb::try_cast(each, controller)) result.push_back(controller);
+  }
+  return result;
+}
+
+void require_launched(bool launched) {
+  if (!launched) throw std::runtime_error("the pool was closed, or belongs to the parent process");
+}
+
+const fw::entry& program_kernel(const CpuProgram& program, uint32_t index) {
+  if (index >= program.kernel_count()) throw nb::index_error("the program has no such kernel");
+  return program.kernel(index);
+}
+
+void cpu_launch_program(CpuPool& pool, const CpuProgram& program, uint32_t index,
+                        const std::vector<nb::bytes>& arguments, uint32_t threads,
+                        const Uses& uses) {
+  const fw::entry& kernel = program_kernel(program, index);
+  if (arguments.size() != kernel.param_count) {
+    throw nb::value_error(("the kernel takes " + std::to_string(kernel.param_count) +
+                           " arguments, not " + std::to_string(arguments.size()))
+                              .c_str());
+  }
+  std::vector<const void*> addresses;
+  for (uint32_t i = 0; i < kernel.param_count; i++) {
+    if (arguments[i].size() != kernel.params[i].bytes) {
+      throw nb::value_error(("argument " + std::to_string(i) + " has " +
+                             std::to_string(arguments[i].size()) + " bytes, not " +
+                             std::to_string(kernel.params[i].bytes))
+                                .c_str());
+    }
+    addresses.push_back(arguments[i].c_str());
+  }
+  require_launched([&, controllers = controllers_of(uses)] {
+    const Unlocked unlocked;
+    return fw::native::launch_program(pool, kernel, addresses.data(), threads, controllers);
+  }());
+}
+
+// For each kernel its mangled name, and for each parameter its size and that of its elements.
+nb::list program_kernels(const CpuProgram& program) {
+  nb::list kernels;
+  for (uint32_t i = 0; i < program.kernel_count(); i++) {
+    const fw::entry& kernel = program.kernel(i);
+    nb::list params;
+    for (uint32_t k = 0; k < kernel.param_count; k++) {
+      params.append(nb::make_tuple(kernel.params[k].bytes, kernel.params[k].element_bytes));
+    }
+    kernels.append(nb::make_tuple(kernel.name, params));
+  }
+  return kernels;
+}
+
+nb::dict layouts() {
+  nb::dict result;
+  for (const fw::native::MemberLayout& entry : fw::native::structure_layouts()) {
+    result[nb::make_tuple(entry.structure, entry.member)] = entry.bytes;
+  }
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  // Objects that a script still holds when Python ends are not leaks.
+  nb::set_leak_warnings(false);
+  m.doc() =
+      "The C++ extension: CPU device, storages, controllers. See `native/bind/`.\n\n"
+      "Addresses are ints. Calls that may wait release the GIL; failed I/O raises OSError.";
+  nb::class_<CpuPool>(m, "CpuPool")
+      .def(nb::init<uint32_t>(), nb::arg("threads"))
+      .def("launch_program", &cpu_launch_program, nb::arg("program"), nb::arg("index"),
+           nb::arg("arguments"), nb::arg("threads") = 0, nb::arg("uses") = Uses())
+      .def("close", &CpuPool::close, nb::call_guard<Unlocked>())
+      .def_prop_ro("threads", &CpuPool::threads);
+  nb::class_<CpuProgram>(m, "CpuProgram")
+      .def(
+          "__init__",
+          [](CpuProgram* self, nb::bytes code) {
+            new (self) CpuProgram(std::string_view(code.c_str(), code.size()));
+          },
+          nb::arg("code"))
+      .def_prop_ro("kernels", &program_kernels);
+  m.def("demangle", &fw::native::demangle, nb::arg("name"));
+  m.def("layouts", &layouts);
+  bind_endings(m);
+  bind_engine(m);
+  bind_testing(m);
+}

@@ -1,0 +1,85 @@
+#include "cpu/cpu_program.h"
+
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+namespace fw::native {
+namespace {
+
+int memory_file(std::string_view content) {
+  const int file = memfd_create("flashwarp-program", MFD_CLOEXEC);
+  if (file < 0) throw std::runtime_error(std::string("memfd_create: ") + std::strerror(errno));
+  for (std::size_t done = 0; done < content.size();) {
+    const ssize_t moved = write(file, content.data() + done, content.size() - done);
+    if (moved < 0 && errno == EINTR) continue;
+    if (moved < 0) {
+      const int error = errno;
+      close(file);
+      throw std::runtime_error(std::string("writing the program: ") + std::strerror(error));
+    }
+    done += std::size_t(moved);
+  }
+  return file;
+}
+
+}  // namespace
+
+CpuProgram::CpuProgram(std::string_view code) : file_(memory_file(code)) {
+  path_ = "/proc/self/fd/" + std::to_string(file_);
+  library_ = dlopen(path_.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library_ == nullptr) {
+    const std::string why = dlerror();
+    close(file_);
+    throw std::runtime_error(why);
+  }
+  table_ = static_cast<const entry_table*>(dlsym(library_, "fw_entries"));
+  bool fits = table_ != nullptr;
+  for (uint32_t i = 0; fits && i < table_->count; i++) {
+    fits = table_->entries[i].context_bytes == sizeof(base::thread_context);
+  }
+  if (!fits) {
+    dlclose(library_);
+    close(file_);
+    throw std::runtime_error("the program was not compiled for this version of flashwarp");
+  }
+}
+
+CpuProgram::~CpuProgram() {
+  dlclose(library_);
+  // The loader knows libraries by their path, here the descriptor's number. Code that it could not
+  // unload, such as one with thread-local destructors, keeps the number: a later program that got
+  // it would be taken for this one.
+  void* still = dlopen(path_.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+  if (still == nullptr) close(file_);
+}
+
+bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
+                    uint32_t threads, std::vector<Controller*> controllers) {
+  struct Call {
+    const entry& kernel;
+    const void* const* arguments;
+  };
+  const Call call{kernel, arguments};
+  const auto run = [](const void* data) {
+    const Call& call = *static_cast<const Call*>(data);
+    call.kernel.run(call.arguments, &base::this_thread);
+  };
+  return pool.launch(CpuTask{run, &call}, threads, std::move(controllers));
+}
+
+std::string demangle(const std::string& name) {
+  int status = 0;
+  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
+  std::string result = status == 0 ? text : "";
+  std::free(text);
+  return result;
+}
+
+}  // namespace fw::native

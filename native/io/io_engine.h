@@ -1,0 +1,110 @@
+// Runs file transfers without waiting for them: io_uring where the kernel allows it, else threads.
+//
+// One engine belongs to one queue pair and is used by one thread at a time; different threads may
+// take turns. It owns no data: memory named by an operation stays valid until its result is reaped.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/fork_guard.h"
+
+namespace fw::native {
+
+struct IoOperation {
+  enum class Kind : uint8_t { kRead, kWrite, kSync };
+  Kind kind = Kind::kRead;
+  bool durable = false;  // a write that must be on the medium when it completes (FUA)
+  int fd = -1;
+  uint32_t nbytes = 0;
+  uint64_t offset = 0;
+  void* memory = nullptr;
+  uint64_t token = 0;  // comes back in the result
+};
+
+struct IoResult {
+  uint64_t token = 0;
+  int32_t result = 0;  // bytes moved, or -errno
+};
+
+class IoEngine {
+ public:
+  virtual ~IoEngine() = default;
+
+  // How many more operations can be submitted before results are reaped.
+  uint32_t free_slots() const { return capacity_ - in_flight_; }
+  uint32_t in_flight() const { return in_flight_; }
+  uint64_t kernel_enters() const { return kernel_enters_; }
+
+  // Queues an operation; the caller has seen a free slot. Starts at the next `kick` at the latest.
+  virtual void submit(const IoOperation& operation) = 0;
+  virtual void kick() = 0;
+
+  // Copies at most `limit` results out; returns their number. Never waits.
+  virtual uint32_t reap(IoResult* results, uint32_t limit) = 0;
+
+  // Asks that operations in flight end soon. They still give a result, -ECANCELED or their own.
+  virtual void cancel_all() = 0;
+
+ protected:
+  explicit IoEngine(uint32_t capacity) : capacity_(capacity) {}
+
+  const uint32_t capacity_;
+  uint32_t in_flight_ = 0;
+  uint64_t kernel_enters_ = 0;
+};
+
+// Threads that run blocking transfers for the engines of one controller.
+class IoThreadPool {
+ public:
+  explicit IoThreadPool(uint32_t threads);
+  ~IoThreadPool();
+
+  struct Job;
+  struct Inbox;  // results of one engine
+  void push(const IoOperation& operation, std::shared_ptr<Inbox> inbox);
+  // Takes back jobs of `inbox` that have not started; they get -ECANCELED.
+  void cancel(const std::shared_ptr<Inbox>& inbox);
+
+ private:
+  struct State;
+  void run();
+  std::unique_ptr<State> state_;
+  ForkGuard fork_guard_;
+};
+
+// Chooses the kind of engine once for a controller, then makes one for each queue pair. One thread.
+class IoEngineFactory {
+ public:
+  struct Options {
+    std::vector<int> files;                             // descriptors that operations may name
+    std::vector<std::pair<uint64_t, uint64_t>> memory;  // address, bytes that they may name
+    uint32_t engines = 1;                               // how many share the lock limit
+  };
+  explicit IoEngineFactory(Options options);
+  ~IoEngineFactory();
+
+  // Where the kernel refuses one more ring, this and the description fall back to threads; where it
+  // refuses threads too, to none, and the caller's transfers block.
+  std::unique_ptr<IoEngine> make(uint32_t capacity);
+
+  // "io_uring", or "thread-pool: " or "blocking calls: " and why; complete once all engines are
+  // made. An engine whose ring the kernel refuses later adds that. Any thread may ask then.
+  std::string description() const;
+
+ private:
+  std::unique_ptr<IoEngine> make_threaded(uint32_t capacity);
+
+  const Options options_;
+  bool use_io_uring_ = false;
+  std::string description_;
+  std::unique_ptr<IoThreadPool> pool_;
+  // The errno with which the kernel refused an engine's commands, or 0.
+  const std::shared_ptr<std::atomic<int>> refusal_ = std::make_shared<std::atomic<int>>(0);
+};
+
+}  // namespace fw::native

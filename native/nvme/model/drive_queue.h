@@ -1,0 +1,85 @@
+// A queue pair's share of the modelled drive: which completions the drive still owes it.
+//
+// A command that the drive carries out is admitted, which says when it is due; its completion is
+// posted, or held until a visit after that time. One thread at a time.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "nvme/model/held_completions.h"
+#include "nvme/model/ssd_model.h"
+#include "storage/storage.h"
+
+namespace fw::native {
+
+class DriveQueue {
+ public:
+  // Room for `held_max` completions, and for `batch_max` plain reads of a visit.
+  DriveQueue(ModelledDrive& drive, uint32_t held_max, uint32_t batch_max);
+
+  uint32_t held() const { return held_.size(); }
+
+  // No held completion is due before this; HeldCompletions::kNever when none is held.
+  int64_t next_ns() const { return held_.next_ns(); }
+
+  // When the command at hand is due. 0: at once, as what the drive does not carry out is.
+  int64_t due_ns() const { return due_ns_; }
+  void set_due_ns(int64_t due_ns) { due_ns_ = due_ns; }
+
+  // Begins a visit: reads the clock and lets out what is due by post(cid, status). Returns how many
+  // these were.
+  template <typename Post>
+  uint32_t begin_visit(Post post) {
+    now_ns_ = monotonic_ns();
+    return held_.release_until(now_ns_, post);
+  }
+
+  // Leaves a plain read to `admit_arrivals`, which takes the drive's lock once for many.
+  void arrive(uint16_t cid, uint32_t blocks) {
+    arrivals_.push_back({blocks, false});
+    arrival_cids_.push_back(cid);
+  }
+
+  // Calls complete(cid) for each read that has arrived, while it is the command at hand.
+  template <typename Complete>
+  void admit_arrivals(Complete complete) {
+    if (arrivals_.empty()) return;
+    drive_.admit(now_ns_, arrivals_, arrival_dues_.data());
+    for (size_t i = 0; i < arrivals_.size(); ++i) {
+      due_ns_ = arrival_dues_[i];
+      complete(arrival_cids_[i]);
+    }
+    arrivals_.clear();
+    arrival_cids_.clear();
+  }
+
+  // The command at hand is one that the drive carries out. Flush and its like move no blocks.
+  void admit(bool is_write, uint32_t blocks);
+
+  // False when the command at hand is due already: then nothing is held.
+  bool hold(uint16_t cid, uint16_t status) {
+    if (due_ns_ <= now_ns_) return false;
+    held_.hold(due_ns_, cid, status);
+    return true;
+  }
+
+  // A drive that is taken away owes nobody its latency: until the next visit everything is due.
+  void take_away() { now_ns_ = HeldCompletions::kNever; }
+  template <typename Post>
+  void release_all(Post post) {
+    held_.release_all(post);
+  }
+
+ private:
+  ModelledDrive& drive_;
+  HeldCompletions held_;
+  int64_t now_ns_ = 0;
+  int64_t due_ns_ = 0;
+  // Plain reads of this visit that the drive has not taken in yet.
+  std::vector<ModelledDrive::Arrival> arrivals_;
+  std::vector<uint16_t> arrival_cids_;
+  std::vector<int64_t> arrival_dues_;
+};
+
+}  // namespace fw::native

@@ -1,0 +1,51 @@
+// The memory of the command at hand: what its PRP entries name, and the moves to and from it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "nvme/software/controller_context.h"
+#include "nvme/software/prp_walk.h"
+#include "storage/storage.h"
+
+namespace fw::native {
+
+// Bytes of the namespace that a command names. `total` counts a partial last LBA in full.
+struct ByteRange {
+  uint64_t offset = 0;
+  uint32_t take = 0;
+  uint32_t total = 0;
+};
+
+class CommandMemory {
+ public:
+  explicit CommandMemory(const ControllerContext& context);
+
+  // Finds the memory of a command that moves so many bytes. Its status: kSuccess, or what is wrong
+  // with the PRP entries; then there is no memory.
+  uint16_t walk(const nvme::command& entry, uint64_t nbytes);
+
+  // The memory where it lies in one piece, or null.
+  std::byte* contiguous() const {
+    return segments_.size() == 1 ? segments_.front().address : nullptr;
+  }
+
+  void copy_to(uint64_t offset, const void* data, uint64_t nbytes);
+  void copy_from(uint64_t offset, void* data, uint64_t nbytes);
+
+  // Clears the bytes of a partial last LBA that lie past the end of the namespace.
+  void zero_tail(const ByteRange& range);
+
+  // Moves the bytes of the storage here, waiting or not; 0 or an errno, EAGAIN when it would have
+  // to wait.
+  int read(const ByteRange& range, bool may_wait, IoFailure& failure);
+  int write(const ByteRange& range, bool durable, IoFailure& failure);
+
+ private:
+  const ControllerContext& context_;
+  Storage& storage_;
+  std::vector<Segment> segments_;
+};
+
+}  // namespace fw::native

@@ -1,0 +1,49 @@
+// What a queue pair has served, by kind of command.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "flashwarp/nvme/command.cuh"
+
+namespace fw::native {
+
+// What a command asked for.
+enum class CommandKind : uint8_t {
+  kFlush,
+  kWrite,
+  kRead,
+  kWriteZeroes,
+  kDatasetManagement,
+  kIdentify,
+  kOther,
+  kCount,
+};
+inline constexpr size_t kCommandKinds = size_t(CommandKind::kCount);
+
+const char* command_name(CommandKind kind);
+
+// Queue 0 is the admin queue, whose opcodes mean something else.
+CommandKind kind_of(uint16_t queue, const nvme::command& entry);
+
+// Written by whoever holds the serve lock, read by anyone: relaxed, and never a locked instruction.
+class Counter {
+ public:
+  void add(uint64_t n) {
+    value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  }
+  uint64_t get() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
+struct QueueCounters {
+  std::array<Counter, kCommandKinds> commands;
+  Counter bytes_read, bytes_written, errors, doorbell_reads, engine_operations, kernel_enters,
+      engine_fallbacks, held;
+};
+
+}  // namespace fw::native

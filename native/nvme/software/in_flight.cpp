@@ -1,0 +1,366 @@
+#include "nvme/software/in_flight.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "storage/file_storage.h"
+
+namespace fw::native {
+namespace {
+
+// Scratch areas start at pages, which satisfies every direct I/O alignment up to this.
+constexpr uint64_t kScratchAlignment = 4096;
+
+// Results taken from the engine at a time.
+constexpr uint32_t kReapMax = 64;
+
+// How long a stopping queue waits for I/O in flight before and after it asks to cancel it.
+constexpr int64_t kDrainNs = 2'000'000'000;
+constexpr int64_t kCancelNs = 3'000'000'000;
+
+// Bits of an operation's token that name the piece.
+constexpr uint32_t kPieceBits = 8;
+static_assert(PieceList::kCountMax <= 1u << kPieceBits);
+
+uint64_t round_up(uint64_t value, uint64_t alignment) {
+  return (value + alignment - 1) & ~(alignment - 1);
+}
+
+}  // namespace
+
+struct InFlight::Command {
+  nvme::command entry;
+  ByteRange range;
+  uint32_t index = 0;
+  uint32_t turn = 0;
+  int64_t due_ns = 0;  // when the modelled drive has it
+  uint32_t attempt = 0;
+  uint32_t remaining = 0;  // pieces without a result
+  int error = 0;
+  bool is_write = false;
+  bool is_flush = false;
+  bool durable = false;
+  bool cancelled = false;
+  std::byte* memory = nullptr;  // null: through scratch
+  IoFailure failure;
+  PieceList pieces;
+  uint64_t scratch_offset[PieceList::kCountMax];
+  uint32_t lead[PieceList::kCountMax];      // bytes that widening put before the piece
+  uint32_t io_bytes[PieceList::kCountMax];  // bytes that are transferred, widening included
+};
+
+InFlight::InFlight(const ControllerContext& context, uint32_t depth,
+                   std::unique_ptr<IoEngine> engine, CommandMemory& memory,
+                   Completions& completions, QueueCounters& counters, std::atomic<uint32_t>& count)
+    : storage_(*context.storage),
+      memory_(memory),
+      completions_(completions),
+      counters_(counters),
+      count_(count),
+      engine_(std::move(engine)) {
+  const uint32_t commands = depth - 1;
+  contexts_ =
+      std::make_unique_for_overwrite<std::byte[]>(commands * sizeof(Command) + alignof(Command));
+  for (uint32_t i = commands; i-- > 0;) free_contexts_.push_back(i);
+  // Room for the transfer and for the pages that widening and alignment add to each piece.
+  scratch_stride_ = round_up(context.max_transfer_bytes, kScratchAlignment) +
+                    2 * kScratchAlignment * PieceList::kCountMax;
+  scratch_nbytes_ = scratch_stride_ * commands;
+  void* scratch = mmap(nullptr, scratch_nbytes_, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  // Without address space for it, commands that need scratch take the blocking path.
+  scratch_ = scratch == MAP_FAILED ? nullptr : static_cast<std::byte*>(scratch);
+}
+
+InFlight::~InFlight() {
+  // The engine first: the kernel may still write into scratch.
+  engine_.reset();
+  if (scratch_ != nullptr) munmap(scratch_, scratch_nbytes_);
+}
+
+InFlight::Command& InFlight::context_of(uint32_t index) const {
+  void* place = contexts_.get();
+  size_t space = ~size_t(0);
+  std::align(alignof(Command), sizeof(Command), place, space);
+  return static_cast<Command*>(place)[index];
+}
+
+InFlight::Command& InFlight::acquire(const nvme::command& entry, const ByteRange& range) {
+  const uint32_t index = free_contexts_.back();
+  free_contexts_.pop_back();
+  auto* command = std::construct_at(&context_of(index));
+  command->entry = entry;
+  command->range = range;
+  command->index = index;
+  command->turn = turn_++;
+  command->due_ns = completions_.due_ns();
+  count_.store(count() + 1, std::memory_order_relaxed);
+  return *command;
+}
+
+void InFlight::release(Command& command) {
+  const uint32_t index = command.index;
+  std::destroy_at(&command);
+  free_contexts_.push_back(index);
+  count_.store(count() - 1, std::memory_order_relaxed);
+}
+
+void InFlight::start(const nvme::command& entry, const ByteRange& range, bool is_write,
+                     bool durable) {
+  Command& command = acquire(entry, range);
+  command.is_write = is_write;
+  command.durable = durable;
+  if (prepare(command)) {
+    submit(command);
+  } else {
+    run_blocking(command);
+  }
+}
+
+void InFlight::start_flush(const nvme::command& entry) {
+  Command& command = acquire(entry, ByteRange{});
+  command.is_flush = true;
+  command.is_write = true;
+  if (!storage_.resolve_flush(command.pieces)) {
+    run_blocking(command);
+  } else if (command.pieces.size() == 0) {
+    command_done(command);
+  } else {
+    submit(command);
+  }
+}
+
+// Finds the pieces of a transfer and the memory that they use. False: it has to run blocking.
+bool InFlight::prepare(Command& command) {
+  Request request;
+  request.offset = command.range.offset;
+  request.nbytes = command.range.take;
+  request.is_write = command.is_write;
+  request.turn = command.turn;
+  request.attempt = command.attempt;
+  command.pieces.clear();
+  if (!storage_.resolve(request, command.pieces)) return false;
+
+  command.memory = memory_.contiguous();
+  for (uint32_t i = 0; i < command.pieces.size(); ++i) {
+    const Piece& piece = command.pieces[i];
+    const uint64_t address = reinterpret_cast<uint64_t>(command.memory) + piece.request_offset;
+    const uint64_t bits = address | piece.file_offset | piece.nbytes;
+    if ((bits & (piece.alignment - 1)) != 0) command.memory = nullptr;
+    command.lead[i] = 0;
+    command.io_bytes[i] = piece.nbytes;
+  }
+  return command.memory != nullptr || lay_out_scratch(command);
+}
+
+bool InFlight::lay_out_scratch(Command& command) {
+  if (scratch_ == nullptr) return false;
+  uint64_t position = 0;
+  for (uint32_t i = 0; i < command.pieces.size(); ++i) {
+    const Piece& piece = command.pieces[i];
+    command.scratch_offset[i] = position;
+    if (!command.is_write) {
+      command.lead[i] = uint32_t(piece.file_offset & (piece.alignment - 1));
+      command.io_bytes[i] = uint32_t(round_up(command.lead[i] + piece.nbytes, piece.alignment));
+    }
+    position = round_up(position + command.io_bytes[i], kScratchAlignment);
+    if (position > scratch_stride_ || piece.alignment > kScratchAlignment) return false;
+  }
+  if (!command.is_write) return true;
+  for (uint32_t i = 0; i < command.pieces.size(); ++i) {
+    const Piece& piece = command.pieces[i];
+    memory_.copy_from(piece.request_offset, memory_of(command, i), piece.nbytes);
+  }
+  return true;
+}
+
+// Where the data of a piece is, without what widening put before it.
+std::byte* InFlight::memory_of(Command& command, uint32_t index) const {
+  if (command.memory != nullptr) return command.memory + command.pieces[index].request_offset;
+  return scratch_ + command.index * scratch_stride_ + command.scratch_offset[index] +
+         command.lead[index];
+}
+
+void InFlight::submit(Command& command) {
+  // One more than there are pieces, so that the command cannot be done while pieces remain to be
+  // submitted: pieces in host memory are done at once.
+  const uint32_t count = command.pieces.size();
+  command.remaining = count + 1;
+  for (uint32_t i = 0; i < count; ++i) submit_piece(command, i);
+  if (--command.remaining == 0) command_done(command);
+}
+
+void InFlight::submit_piece(Command& command, uint32_t index) {
+  Piece& piece = command.pieces[index];
+  if (piece.fd < 0 || engine_->free_slots() == 0) {
+    // Host memory, or a second attempt that found the engine full.
+    const int error = finish_piece(command, index, 0);
+    return piece_done(command, index, error == 0 ? int32_t(command.io_bytes[index]) : -error);
+  }
+  IoOperation operation;
+  operation.kind = command.is_flush   ? IoOperation::Kind::kSync
+                   : command.is_write ? IoOperation::Kind::kWrite
+                                      : IoOperation::Kind::kRead;
+  operation.durable = command.durable;
+  operation.fd = piece.fd;
+  operation.token = uint64_t(command.index) << kPieceBits | index;
+  if (!command.is_flush) {
+    operation.nbytes = command.io_bytes[index];
+    operation.offset = piece.file_offset - command.lead[index];
+    operation.memory = memory_of(command, index) - command.lead[index];
+  }
+  counters_.engine_operations.add(1);
+  engine_->submit(operation);
+}
+
+void InFlight::kick() {
+  const uint64_t before = engine_->kernel_enters();
+  engine_->kick();
+  counters_.kernel_enters.add(engine_->kernel_enters() - before);
+}
+
+uint32_t InFlight::reap() {
+  IoResult results[kReapMax];
+  uint32_t moved = 0;
+  while (const uint32_t count = engine_->reap(results, kReapMax)) {
+    for (uint32_t i = 0; i < count; ++i) {
+      Command& command = context_of(uint32_t(results[i].token >> kPieceBits));
+      const uint32_t index = results[i].token & ((1u << kPieceBits) - 1);
+      piece_done(command, index, results[i].result);
+      if (command.remaining == 0) moved += command_done(command);
+    }
+  }
+  return moved;
+}
+
+void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
+  --command.remaining;
+  const Piece& piece = command.pieces[index];
+  int error = result < 0 ? -result : 0;
+  if (error == ECANCELED && draining_) {
+    command.cancelled = true;
+  } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT) {
+    // The kernel gave up for reasons of its own. A thread that submitted and then ended takes its
+    // work with it (ECANCELED), or its address space (EFAULT, from a page-cache read). Doing it
+    // here needs nobody; memory that is really bad fails again.
+    counters_.engine_fallbacks.add(1);
+    error = finish_piece(command, index, 0);
+  } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {
+    const uint32_t lead = command.lead[index];
+    error = finish_piece(command, index, uint32_t(result) > lead ? uint32_t(result) - lead : 0);
+  }
+  if (error == 0 || command.error != 0) return;
+  command.error = error;
+  command.failure = {*piece.path, piece.file_offset, piece.nbytes};
+}
+
+// Does the rest of a piece, from `done` on, blocking and through the page cache.
+int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
+  const Piece& piece = command.pieces[index];
+  if (command.is_flush) return storage_.flush();
+  std::byte* memory = memory_of(command, index) + done;
+  const uint32_t nbytes = piece.nbytes - done;
+  if (piece.memory != nullptr) {
+    atomic::copy_plain(command.is_write ? piece.memory + done : memory,
+                       command.is_write ? memory : piece.memory + done, nbytes);
+    return 0;
+  }
+  const uint64_t offset = piece.file_offset + done;
+  if (!command.is_write) return read_fully(piece.buffered_fd, memory, nbytes, offset);
+  if (int error = write_fully(piece.buffered_fd, memory, nbytes, offset)) return error;
+  return command.durable && fdatasync(piece.buffered_fd) != 0 ? errno : 0;
+}
+
+// True when the command is completed, false when it goes on with another replica.
+bool InFlight::command_done(Command& command) {
+  if (command.error != 0 && retry_on_replica(command)) return false;
+  if (command.error == 0 && !command.is_write) deliver(command);
+  const nvme::command entry = command.entry;
+  const ByteRange range = command.range;
+  const int error = command.cancelled ? ECANCELED : command.error;
+  const bool is_write = command.is_write;
+  const IoFailure failure = std::move(command.failure);
+  completions_.set_due_ns(command.due_ns);
+  release(command);
+  completions_.finish_io(entry, range, is_write, error, failure);
+  return true;
+}
+
+bool InFlight::retry_on_replica(Command& command) {
+  const bool exhausted = command.attempt + 1 >= storage_.replica_count();
+  if (command.is_write || command.cancelled || exhausted) return false;
+  completions_.record(command.entry, nvme::kSuccess, command.error, command.failure,
+                      std::strerror(command.error), true);
+  ++command.attempt;
+  command.error = 0;
+  // The memory is found again; the PRP entries were valid when the command was fetched.
+  if (memory_.walk(command.entry, command.range.total) != nvme::kSuccess || !prepare(command)) {
+    command.error = EIO;
+    return false;
+  }
+  submit(command);
+  return true;
+}
+
+// A transfer that pieces cannot describe: the storage does it.
+void InFlight::run_blocking(Command& command) {
+  const nvme::command entry = command.entry;
+  const ByteRange range = command.range;
+  const bool is_write = command.is_write;
+  completions_.set_due_ns(command.due_ns);
+  IoFailure failure;
+  int error = 0;
+  if (command.is_flush) {
+    error = storage_.flush(&failure);
+  } else if (is_write) {
+    error = memory_.write(range, command.durable, failure);
+  } else {
+    error = memory_.read(range, true, failure);
+  }
+  release(command);
+  completions_.finish_io(entry, range, is_write, error, failure);
+}
+
+// Brings a finished read from scratch to the command's memory and clears what lies past the end.
+void InFlight::deliver(Command& command) {
+  const bool whole = command.range.take == command.range.total;
+  if (command.memory != nullptr && whole) return;
+  if (memory_.walk(command.entry, command.range.total) != nvme::kSuccess) {
+    command.error = EFAULT;
+    return;
+  }
+  if (command.memory == nullptr) {
+    for (uint32_t i = 0; i < command.pieces.size(); ++i) {
+      const Piece& piece = command.pieces[i];
+      memory_.copy_to(piece.request_offset, memory_of(command, i), piece.nbytes);
+    }
+  }
+  memory_.zero_tail(command.range);
+}
+
+void InFlight::drain() {
+  draining_ = true;
+  kick();
+  const int64_t start = monotonic_ns();
+  bool asked = false;
+  while (count() != 0) {
+    if (reap() != 0) continue;
+    kick();
+    const int64_t waited = monotonic_ns() - start;
+    if (waited > kDrainNs && !asked) {
+      engine_->cancel_all();
+      asked = true;
+    }
+    if (waited > kDrainNs + kCancelNs) break;
+    std::this_thread::yield();
+  }
+  draining_ = false;
+}
+
+}  // namespace fw::native

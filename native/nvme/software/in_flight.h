@@ -1,0 +1,85 @@
+// Commands of a queue pair that wait for an IoEngine: from pieces to one completion.
+//
+// A command's memory is used directly when it is contiguous and aligned as its files want it;
+// otherwise its pieces pass through an aligned scratch area, widened where direct I/O needs it. A
+// context is built when it is first used, and the most recently used one is reused first, so
+// contexts and scratch that a load does not need cost no memory. One thread at a time.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "io/io_engine.h"
+#include "nvme/software/command_memory.h"
+#include "nvme/software/completions.h"
+#include "nvme/software/controller_context.h"
+#include "nvme/software/counters.h"
+
+namespace fw::native {
+
+class InFlight {
+ public:
+  // `count` says to threads that look on how many commands are in flight.
+  InFlight(const ControllerContext& context, uint32_t depth, std::unique_ptr<IoEngine> engine,
+           CommandMemory& memory, Completions& completions, QueueCounters& counters,
+           std::atomic<uint32_t>& count);
+  ~InFlight();
+  InFlight(const InFlight&) = delete;
+  InFlight& operator=(const InFlight&) = delete;
+
+  // Whether one more command may start.
+  bool can_start() const {
+    return !free_contexts_.empty() && engine_->free_slots() >= PieceList::kCountMax;
+  }
+
+  // Takes over the command at hand, whose memory was found by a walk.
+  void start(const nvme::command& entry, const ByteRange& range, bool is_write, bool durable);
+  void start_flush(const nvme::command& entry);
+
+  // Hands over to the kernel what was started.
+  void kick();
+
+  // Completes what the engine has done; returns how many commands that were.
+  uint32_t reap();
+
+  // Waits for everything in flight, and cancels what takes long. Bounded by a few seconds.
+  void drain();
+
+ private:
+  struct Command;
+
+  Command& context_of(uint32_t index) const;
+  Command& acquire(const nvme::command& entry, const ByteRange& range);
+  void release(Command& command);
+  bool prepare(Command& command);
+  bool lay_out_scratch(Command& command);
+  void submit(Command& command);
+  void submit_piece(Command& command, uint32_t index);
+  std::byte* memory_of(Command& command, uint32_t index) const;
+  void piece_done(Command& command, uint32_t index, int32_t result);
+  int finish_piece(Command& command, uint32_t index, uint32_t done);
+  bool command_done(Command& command);
+  bool retry_on_replica(Command& command);
+  void run_blocking(Command& command);
+  void deliver(Command& command);
+  uint32_t count() const { return count_.load(std::memory_order_relaxed); }
+
+  Storage& storage_;
+  CommandMemory& memory_;
+  Completions& completions_;
+  QueueCounters& counters_;
+  std::atomic<uint32_t>& count_;
+  std::unique_ptr<IoEngine> engine_;
+  std::unique_ptr<std::byte[]> contexts_;
+  std::vector<uint32_t> free_contexts_;
+  std::byte* scratch_ = nullptr;
+  uint64_t scratch_stride_ = 0;
+  uint64_t scratch_nbytes_ = 0;
+  uint32_t turn_ = 0;
+  bool draining_ = false;
+};
+
+}  // namespace fw::native

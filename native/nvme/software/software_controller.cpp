@@ -1,0 +1,353 @@
+// Threads, sleep and life cycle; see software_controller.h.
+#include "nvme/software/software_controller.h"
+
+#include <linux/futex.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <ctime>
+#include <stdexcept>
+
+#include "base/fault_guard.h"
+#include "flashwarp/nvme/queue_pair.cuh"
+
+namespace fw::native {
+namespace {
+
+// The clock is read once in this many idle sweeps.
+constexpr uint32_t kSweepsPerClock = 16;
+
+// The sentinel's look at the doorbells: while only I/O is in flight (half of what a fast drive
+// takes for a block), while idle, and after a long idle time. One look costs a timer interrupt, up
+// to 16 us in a virtual machine: 1.6 % of a core each 1 ms, 0.4 % each 4 ms.
+constexpr int64_t kInFlightNs = 50'000;
+constexpr int64_t kSleepMinNs = 1'000;
+constexpr int64_t kSentinelNs = 1'000'000;
+constexpr int64_t kLongIdleNs = 100'000'000;
+constexpr int64_t kLongIdleSentinelNs = 4'000'000;
+
+// A sweep that moved this much is worth a second thread.
+constexpr uint32_t kWakeOthersCommands = 64;
+
+constexpr int64_t kSpinMaxNs = 1'000'000'000;
+constexpr uint32_t kDepthMin = 2;
+constexpr uint32_t kDepthMax = 1 << 16;
+constexpr uint64_t kPageBytesMin = 4096;
+constexpr uint64_t kTransferBytesMax = uint64_t(nvme::kLbaCountMax) * nvme::kLbaBytes;
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns) {
+  const timespec limit = {limit_ns / 1'000'000'000, limit_ns % 1'000'000'000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen,
+          limit_ns == 0 ? nullptr : &limit, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr,
+          nullptr, 0);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void require(bool condition, const char* what) {
+  if (!condition) throw std::invalid_argument(what);
+}
+
+void check_queue_pair(const QueuePairAddresses& pair) {
+  require(pair.depth >= kDepthMin && pair.depth <= kDepthMax, "depth must be 2 to 65536");
+  require(pair.sq != 0 && pair.sq % sizeof(nvme::command) == 0, "sq is not 64-byte aligned");
+  require(pair.cq != 0 && pair.cq % sizeof(nvme::completion) == 0, "cq is not 16-byte aligned");
+  require(pair.sq_doorbell != 0 && pair.sq_doorbell % 4 == 0, "sq_doorbell is not 4-byte aligned");
+  require(pair.cq_doorbell != 0 && pair.cq_doorbell % 4 == 0, "cq_doorbell is not 4-byte aligned");
+}
+
+void check_options(const ControllerOptions& options) {
+  require(options.threads <= 256, "at most 256 threads");
+  require(std::has_single_bit(options.page_bytes) && options.page_bytes >= kPageBytesMin,
+          "page_bytes must be a power of two, at least 4096");
+  require(std::has_single_bit(options.max_transfer_bytes) &&
+              options.max_transfer_bytes >= kPageBytesMin &&
+              options.max_transfer_bytes <= kTransferBytesMax,
+          "max_transfer_bytes must be a power of two from 4096 to 32 MiB");
+  require(options.spin_ns >= 0 && options.spin_ns <= kSpinMaxNs, "spin_ns is 0 to one second");
+}
+
+}  // namespace
+
+SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
+                                       std::vector<QueuePairAddresses> pairs,
+                                       std::vector<std::pair<uint64_t, uint64_t>> dma_regions,
+                                       const ControllerOptions& options)
+    : Controller(std::move(pairs)),
+      context_{std::move(storage),
+               DmaRegions(std::move(dma_regions)),
+               options.page_bytes,
+               options.max_transfer_bytes,
+               {},
+               options.model ? std::make_unique<ModelledDrive>(*options.model) : nullptr},
+      spin_ns_(options.spin_ns),
+      yields_(options.yields),
+      thread_count_(options.threads) {
+  require(context_.storage != nullptr, "storage is None");
+  require(!queue_pairs().empty(), "at least one queue pair is needed");
+  check_options(options);
+  for (const QueuePairAddresses& pair : queue_pairs()) check_queue_pair(pair);
+  const uint64_t heartbeat = queue_pairs().front().heartbeat;
+  heartbeat_ = reinterpret_cast<uint32_t*>(heartbeat);
+  for (const QueuePairAddresses& pair : queue_pairs()) {
+    require(pair.heartbeat == heartbeat && pair.heartbeat % 4 == 0,
+            "the queue pairs need one heartbeat, 4-byte aligned");
+  }
+
+  IoEngineFactory::Options engine_options;
+  context_.storage->collect_files(engine_options.files);
+  engine_options.memory = context_.regions.list();
+  engine_options.engines = uint32_t(queue_pairs().size());
+  // A namespace in memory never waits, so it needs no engine: unless it is a file whose commands
+  // may name other memory, too.
+  const bool in_memory = context_.storage->mapped_base() != nullptr;
+  const bool needs_engine =
+      !engine_options.files.empty() && (!in_memory || !engine_options.memory.empty());
+  if (needs_engine) engines_ = std::make_unique<IoEngineFactory>(std::move(engine_options));
+  for (const QueuePairAddresses& pair : queue_pairs()) {
+    std::unique_ptr<IoEngine> engine;
+    if (needs_engine) {
+      engine = engines_->make(pair.depth + PieceList::kCountMax);
+      if (engine != nullptr) engine = context_.storage->decorate(std::move(engine));
+    }
+    servers_.push_back(std::make_unique<QueueServer>(pair, context_, std::move(engine)));
+  }
+}
+
+SoftwareController::~SoftwareController() { stop(); }
+
+void SoftwareController::start() {
+  const std::lock_guard guard(life_);
+  if (in_forked_child() || !threads_.empty()) return;
+  stopping_.store(false, std::memory_order_relaxed);
+  for (auto& server : servers_) server->reopen();
+  serving_.store(true, std::memory_order_release);
+  if (heartbeat_ != nullptr) threads_.emplace_back([this] { beat(); });
+  for (uint32_t i = 0; i < thread_count_; ++i) threads_.emplace_back([this, i] { run(i); });
+}
+
+void SoftwareController::stop() {
+  if (in_forked_child()) {
+    // The threads exist in the parent only. What stands for them here can be neither joined nor
+    // destroyed.
+    (void)new std::vector<std::thread>(std::move(threads_));
+    serving_.store(false, std::memory_order_release);
+    return;
+  }
+  const std::lock_guard guard(life_);
+  if (!serving()) return;
+  stopping_.store(true, std::memory_order_release);
+  // The heart sleeps on `stopped_`, which only this changes.
+  stopped_.fetch_add(1, std::memory_order_release);
+  futex_wake_all(stopped_);
+  wake();
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+  for (auto& server : servers_) server->close();
+  serving_.store(false, std::memory_order_release);
+}
+
+void SoftwareController::wake() {
+  wakes_.fetch_add(1, std::memory_order_relaxed);
+  // Sequential: either the sleeper sees the new epoch and does not wait, or we see the sleeper.
+  epoch_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(epoch_);
+}
+
+void SoftwareController::launch_begins() { launches_.fetch_add(1, std::memory_order_relaxed); }
+
+void SoftwareController::launch_ends() {
+  if (launches_.fetch_sub(1, std::memory_order_relaxed) != 1 || !yields_) return;
+  if (has_unfinished()) wake();
+}
+
+int SoftwareController::serve_some(uint32_t first_queue) {
+  if (in_forked_child() || !serving()) return -1;
+  const uint32_t count = uint32_t(servers_.size());
+  const int64_t now_ns = time_of_sweep();
+  uint32_t index = first_queue % count;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (servers_[index]->has_work(now_ns)) {
+      if (uint32_t moved = servers_[index]->serve()) return int(moved);
+    }
+    index = index + 1 == count ? 0 : index + 1;
+  }
+  return 0;
+}
+
+// A thread's own queue pairs are those that its number leaves as remainder. While others sleep it
+// serves theirs too.
+uint32_t SoftwareController::sweep(uint32_t thread) {
+  const bool alone = thread_count_ == 1 || sleepers_.load(std::memory_order_relaxed) != 0;
+  const size_t step = alone ? 1 : thread_count_;
+  const int64_t now_ns = time_of_sweep();
+  uint32_t moved = 0;
+  for (size_t i = alone ? 0 : thread; i < servers_.size(); i += step) {
+    if (servers_[i]->has_work(now_ns)) moved += servers_[i]->serve();
+  }
+  if (alone && thread_count_ != 1 && moved >= kWakeOthersCommands) wake();
+  return moved;
+}
+
+void SoftwareController::run(uint32_t thread) {
+  const GuardedVisit visit;
+  // The default slack of 50 us would double the sentinel's shortest sleep.
+  prctl(PR_SET_TIMERSLACK, 1'000, 0, 0, 0);
+  int64_t idle_since = 0;
+  uint32_t idle_sweeps = 0;
+  while (!stopping_.load(std::memory_order_acquire)) {
+    if (leaves_it_to_launches()) {
+      sleep(thread, kLongIdleNs);
+      continue;
+    }
+    if (sweep(thread) != 0) {
+      idle_sweeps = 0;
+      idle_since = 0;
+      continue;
+    }
+    relax();
+    if (++idle_sweeps % kSweepsPerClock != 0) continue;
+    const int64_t now = monotonic_ns();
+    if (idle_since == 0) idle_since = now;
+    if (now - idle_since < spin_ns_ || next_due_ns() - now < kInFlightNs) continue;
+    // After a sleep that nobody ended, one fruitless sweep is enough to sleep again.
+    const bool woken = sleep(thread, now - idle_since);
+    if (woken) idle_since = 0;
+    idle_sweeps = woken ? 0 : kSweepsPerClock - 1;
+  }
+}
+
+// The heart: tells waiting device code that the process runs, whatever becomes of the threads that
+// serve. A storage that hangs takes one of these with it; a stopped process stops this one too.
+void SoftwareController::beat() {
+  std::atomic_ref<uint32_t> word(*heartbeat_);
+  uint32_t beats = 0;
+  const uint32_t seen = stopped_.load(std::memory_order_acquire);
+  while (!stopping_.load(std::memory_order_acquire)) {
+    // 0 stands for a heart that nobody has.
+    if (++beats == 0) beats = 1;
+    // Relaxed: it orders nothing.
+    word.store(beats, std::memory_order_relaxed);
+    futex_wait(stopped_, seen, int64_t(nvme::kBeatNs));
+  }
+  word.store(0, std::memory_order_relaxed);
+}
+
+// Whether anything is rung, in flight or held.
+bool SoftwareController::has_unfinished() const {
+  for (const auto& server : servers_) {
+    if (server->has_work(HeldCompletions::kNever - 1)) return true;
+  }
+  return false;
+}
+
+// When the first held completion is due; HeldCompletions::kNever where none is.
+int64_t SoftwareController::next_due_ns() const {
+  int64_t first = HeldCompletions::kNever;
+  if (context_.drive == nullptr) return first;
+  for (const auto& server : servers_) first = std::min(first, server->next_due_ns());
+  return first;
+}
+
+// Only held completions ask for the time, so that without a model no sweep reads the clock.
+int64_t SoftwareController::time_of_sweep() const {
+  return context_.drive == nullptr ? 0 : monotonic_ns();
+}
+
+bool SoftwareController::has_in_flight() const {
+  for (const auto& server : servers_) {
+    if (server->has_in_flight()) return true;
+  }
+  return false;
+}
+
+// Thread 0 is the sentinel: it looks at the doorbells itself. The others wait until they are woken.
+// True when somebody called wake().
+bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
+  const uint32_t seen = epoch_.load(std::memory_order_seq_cst);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  // Relaxed doorbells: one that is missed here is seen by the sentinel at its next look.
+  int64_t limit_ns = idle_ns < kLongIdleNs ? kSentinelNs : kLongIdleSentinelNs;
+  if (!leaves_it_to_launches()) {
+    if (has_in_flight()) limit_ns = kInFlightNs;
+    // The clock is read where something is held only. Up early, because a sleep ends late.
+    const int64_t due_ns = next_due_ns();
+    if (due_ns != HeldCompletions::kNever) {
+      limit_ns = std::clamp(due_ns - monotonic_ns() - kInFlightNs, kSleepMinNs, limit_ns);
+    }
+  }
+  if (!stopping_.load(std::memory_order_acquire)) {
+    sleeps_.fetch_add(1, std::memory_order_relaxed);
+    futex_wait(epoch_, seen, thread == 0 ? limit_ns : 0);
+  }
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  return epoch_.load(std::memory_order_relaxed) != seen;
+}
+
+IdentifyData SoftwareController::identify_controller_data() const {
+  return identify_controller(context_.max_transfer_bytes);
+}
+
+IdentifyData SoftwareController::identify_namespace_data() const {
+  return identify_namespace(context_.storage->nbytes(), context_.storage->writable());
+}
+
+ControllerProgress SoftwareController::progress() const {
+  ControllerProgress sum;
+  for (const auto& server : servers_) {
+    const QueueCounters& from = server->counters();
+    for (const Counter& count : from.commands) sum.commands += count.get();
+    sum.waited += from.engine_operations.get() + from.held.get();
+  }
+  return sum;
+}
+
+Description SoftwareController::describe() const {
+  Description result;
+  result.add("kind", "software controller");
+  result.add("engine", engine_description());
+  result.add("threads", uint64_t(thread_count_));
+  result.add("queue_pairs", uint64_t(queue_pairs().size()));
+  result.add("page_bytes", context_.page_bytes);
+  result.add("max_transfer_bytes", context_.max_transfer_bytes);
+  return result;
+}
+
+ControllerCounters SoftwareController::counters() const {
+  ControllerCounters sum;
+  for (const auto& server : servers_) {
+    const QueueCounters& from = server->counters();
+    uint64_t commands = 0;
+    for (size_t kind = 0; kind < kCommandKinds; ++kind) {
+      sum.commands[kind] += from.commands[kind].get();
+      commands += from.commands[kind].get();
+    }
+    sum.bytes_read += from.bytes_read.get();
+    sum.bytes_written += from.bytes_written.get();
+    sum.errors += from.errors.get();
+    sum.doorbell_reads += from.doorbell_reads.get();
+    sum.engine_operations += from.engine_operations.get();
+    sum.engine_fallbacks += from.engine_fallbacks.get();
+    sum.kernel_enters += from.kernel_enters.get();
+    sum.held += from.held.get();
+    sum.queues.emplace_back(server->id(), commands);
+  }
+  sum.sleeps = sleeps_.load(std::memory_order_relaxed);
+  sum.wakes = wakes_.load(std::memory_order_relaxed);
+  return sum;
+}
+
+}  // namespace fw::native

@@ -1,0 +1,113 @@
+// An NVMe controller in software: host threads that poll doorbells and serve one namespace.
+//
+// It owns its threads and the servers of its queue pairs; the rings and the memory that commands
+// name belong to the caller and must outlive it. Threads that wait for completions may serve as
+// well (`serve_some`), so that a wait turns into work. Idle threads sleep; one of them looks at the
+// doorbells each millisecond, and `wake` is immediate.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "nvme/controller.h"
+#include "nvme/software/identify.h"
+#include "nvme/software/queue_server.h"
+
+namespace fw::native {
+
+struct ControllerOptions {
+  uint32_t threads = 1;                   // 0: only callers of serve_some serve
+  uint64_t page_bytes = 2 << 20;          // CC.MPS: a power of two, 4 KiB at least
+  uint64_t max_transfer_bytes = 2 << 20;  // MDTS: a power of two, page-sized at least
+  int64_t spin_ns = 100'000;  // how long a thread without work looks on before it sleeps
+  bool yields = false;        // threads sleep while launches serve: they would take their cores
+  std::optional<SsdParameters> model =
+      {};  // a drive whose latency and ceilings completions keep to
+};
+
+struct ControllerCounters {
+  std::array<uint64_t, kCommandKinds> commands = {};
+  uint64_t bytes_read = 0, bytes_written = 0, errors = 0, doorbell_reads = 0;
+  uint64_t engine_operations = 0, engine_fallbacks = 0, kernel_enters = 0, held = 0;
+  uint64_t sleeps = 0, wakes = 0;
+  std::vector<std::pair<uint16_t, uint64_t>> queues;  // id, commands
+};
+
+class SoftwareController final : public Controller {
+ public:
+  // Throws invalid_argument when a size or address cannot be.
+  SoftwareController(std::shared_ptr<Storage> storage, std::vector<QueuePairAddresses> queue_pairs,
+                     std::vector<std::pair<uint64_t, uint64_t>> dma_regions,
+                     const ControllerOptions& options);
+  ~SoftwareController() override;
+
+  // After `stop` no thread of the controller exists.
+  void start() override;
+  void stop() override;
+  bool serving() const override { return serving_.load(std::memory_order_acquire); }
+
+  // Ends all sleep at once.
+  void wake() override;
+  void launch_begins() override;
+  void launch_ends() override;
+  int serve_some(uint32_t first_queue) override;
+
+  ControllerProgress progress() const override;
+  std::vector<ErrorRecord> take_errors() override { return context_.errors.take(); }
+  Description describe() const override;
+
+  std::string engine_description() const {
+    return engines_ == nullptr ? "memory" : engines_->description();
+  }
+  ControllerCounters counters() const;
+  uint64_t errors_dropped() const { return context_.errors.dropped(); }
+  const Storage& storage() const { return *context_.storage; }
+
+  // What the Identify command returns for CNS 01h and 00h.
+  IdentifyData identify_controller_data() const;
+  IdentifyData identify_namespace_data() const;
+
+ private:
+  void run(uint32_t thread);
+  void beat();
+  uint32_t sweep(uint32_t thread);
+  bool has_unfinished() const;
+  bool has_in_flight() const;
+  int64_t next_due_ns() const;
+  int64_t time_of_sweep() const;
+  bool sleep(uint32_t thread, int64_t idle_ns);
+  // Relaxed: a thread that is late to see a launch begin serves once more, and one that is late to
+  // see it end looks again within a sentinel's turn.
+  bool leaves_it_to_launches() const {
+    return yields_ && launches_.load(std::memory_order_relaxed) != 0;
+  }
+
+  ControllerContext context_;
+  const int64_t spin_ns_;
+  const bool yields_;
+  const uint32_t thread_count_;
+  std::unique_ptr<IoEngineFactory> engines_;
+  std::vector<std::unique_ptr<QueueServer>> servers_;
+
+  std::mutex life_;  // start and stop, one at a time
+  std::vector<std::thread> threads_;
+  std::atomic<bool> serving_{true};
+  std::atomic<bool> stopping_{false};
+  std::atomic<uint32_t> stopped_{0};  // how often: what the heart sleeps on (a futex)
+  uint32_t* heartbeat_ = nullptr;     // of the queue pairs; null: none
+
+  // Sleep: threads wait for `epoch_` to change (a futex).
+  alignas(128) std::atomic<uint32_t> epoch_{0};
+  std::atomic<uint32_t> sleepers_{0};
+  std::atomic<uint64_t> sleeps_{0};
+  std::atomic<uint64_t> wakes_{0};
+  std::atomic<uint32_t> launches_{0};
+};
+
+}  // namespace fw::native

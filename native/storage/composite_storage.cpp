@@ -1,0 +1,267 @@
+// Striping and replication; see composite_storage.h.
+#include "storage/composite_storage.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "io/io_engine.h"
+
+namespace fw::native {
+namespace {
+
+// A stripe smaller than a page would split every line and break direct I/O.
+constexpr uint32_t kStripeBytesMin = 4096;
+
+void require_members(const StorageList& members) {
+  if (members.empty()) throw std::invalid_argument("at least one member storage is needed");
+  for (const auto& member : members) {
+    if (member == nullptr) throw std::invalid_argument("a member storage is None");
+  }
+}
+
+bool all_writable(const StorageList& members) {
+  return std::all_of(members.begin(), members.end(), [](auto& m) { return m->writable(); });
+}
+
+uint64_t striped_nbytes(const StorageList& members, uint32_t stripe_bytes, uint64_t asked) {
+  require_members(members);
+  if (stripe_bytes < kStripeBytesMin || stripe_bytes % kStripeBytesMin != 0) {
+    throw std::invalid_argument("stripe_bytes must be a multiple of 4096");
+  }
+  uint64_t smallest = members.front()->nbytes();
+  for (const auto& member : members) smallest = std::min(smallest, member->nbytes());
+  const uint64_t held = smallest / stripe_bytes * stripe_bytes * members.size();
+  if (asked > held) throw std::invalid_argument("the members cannot hold so many bytes");
+  return asked != 0 ? asked : held;
+}
+
+uint64_t replicated_nbytes(const StorageList& members) {
+  require_members(members);
+  for (const auto& member : members) {
+    if (member->nbytes() != members.front()->nbytes()) {
+      throw std::invalid_argument("replicas differ in size");
+    }
+  }
+  return members.front()->nbytes();
+}
+
+std::unique_ptr<IoEngine> decorate_by_all(const StorageList& members,
+                                          std::unique_ptr<IoEngine> engine) {
+  for (const auto& member : members) engine = member->decorate(std::move(engine));
+  return engine;
+}
+
+void describe_members(const StorageList& members, Description& description) {
+  for (const auto& member : members) description.children.push_back(member->describe());
+}
+
+std::byte* at(void* data, uint64_t offset) { return static_cast<std::byte*>(data) + offset; }
+const std::byte* at(const void* data, uint64_t offset) {
+  return static_cast<const std::byte*>(data) + offset;
+}
+
+}  // namespace
+
+StripedStorage::StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes)
+    : Storage(striped_nbytes(members, stripe_bytes, nbytes), all_writable(members)),
+      members_(std::move(members)),
+      stripe_bytes_(stripe_bytes) {}
+
+template <typename Visit>
+int StripedStorage::for_each_part(uint64_t offset, uint64_t n, Visit visit) const {
+  uint64_t done = 0;
+  while (done != n) {
+    const uint64_t stripe = (offset + done) / stripe_bytes_;
+    const uint64_t inside = (offset + done) % stripe_bytes_;
+    const uint64_t step = std::min(n - done, stripe_bytes_ - inside);
+    const uint64_t row = stripe / members_.size();
+    Storage& member = *members_[stripe % members_.size()];
+    if (int status = visit(member, row * stripe_bytes_ + inside, step, done)) return status;
+    done += step;
+  }
+  return 0;
+}
+
+int StripedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  if (int status = check_range(offset, n)) return status;
+  return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t to) {
+    return member.read(from, at(data, to), step, failure);
+  });
+}
+
+int StripedStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  if (int status = check_range(offset, n)) return status;
+  return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t to) {
+    return member.read_nowait(from, at(data, to), step, failure);
+  });
+}
+
+int StripedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return status;
+  return for_each_part(offset, n, [&](Storage& member, uint64_t to, uint64_t step, uint64_t from) {
+    return member.write(to, at(data, from), step, failure);
+  });
+}
+
+bool StripedStorage::writes_inline() const {
+  return std::all_of(members_.begin(), members_.end(), [](auto& m) { return m->writes_inline(); });
+}
+
+bool StripedStorage::resolve(const Request& request, PieceList& pieces) {
+  const auto add = [&](Storage& member, uint64_t from, uint64_t step, uint64_t done) {
+    Request part = request;
+    part.offset = from;
+    part.nbytes = uint32_t(step);
+    part.request_offset = request.request_offset + uint32_t(done);
+    return member.resolve(part, pieces) ? 0 : E2BIG;
+  };
+  return for_each_part(request.offset, request.nbytes, add) == 0;
+}
+
+bool StripedStorage::resolve_flush(PieceList& pieces) {
+  return std::all_of(members_.begin(), members_.end(),
+                     [&](auto& member) { return member->resolve_flush(pieces); });
+}
+
+uint32_t StripedStorage::replica_count() const {
+  uint32_t count = 1;
+  for (const auto& member : members_) count = std::max(count, member->replica_count());
+  return count;
+}
+
+int StripedStorage::flush(IoFailure* failure) {
+  int first_error = 0;
+  for (const auto& member : members_) {
+    const int status = member->flush(first_error == 0 ? failure : nullptr);
+    if (first_error == 0) first_error = status;
+  }
+  return first_error;
+}
+
+int StripedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return status;
+  return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t) {
+    return member.discard(from, step, failure);
+  });
+}
+
+int StripedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return status;
+  return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t) {
+    return member.write_zeroes(from, step, failure);
+  });
+}
+
+void StripedStorage::collect_files(std::vector<int>& files) const {
+  for (const auto& member : members_) member->collect_files(files);
+}
+
+std::unique_ptr<IoEngine> StripedStorage::decorate(std::unique_ptr<IoEngine> engine) {
+  return decorate_by_all(members_, std::move(engine));
+}
+
+Description StripedStorage::describe() const {
+  Description description;
+  description.add("kind", std::string("striped"));
+  description.add("nbytes", nbytes());
+  description.add("writable", writable());
+  description.add("stripe_bytes", uint64_t(stripe_bytes_));
+  describe_members(members_, description);
+  return description;
+}
+
+ReplicatedStorage::ReplicatedStorage(StorageList members)
+    : Storage(replicated_nbytes(members), all_writable(members)), members_(std::move(members)) {}
+
+template <typename Act>
+int ReplicatedStorage::on_all(Act act) const {
+  int first_error = 0;
+  for (const auto& member : members_) {
+    const int status = act(*member, first_error == 0);
+    if (first_error == 0) first_error = status;
+  }
+  return first_error;
+}
+
+int ReplicatedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  if (int status = check_range(offset, n)) return status;
+  // Relaxed: the turn spreads load, it orders nothing.
+  const uint32_t turn = turn_.fetch_add(1, std::memory_order_relaxed);
+  int status = EIO;
+  for (uint32_t attempt = 0; attempt < members_.size() && status != 0; ++attempt) {
+    status = members_[(turn + attempt) % members_.size()]->read(offset, data, n, failure);
+  }
+  return status;
+}
+
+int ReplicatedStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  if (int status = check_range(offset, n)) return status;
+  const uint32_t turn = turn_.fetch_add(1, std::memory_order_relaxed);
+  const int status = members_[turn % members_.size()]->read_nowait(offset, data, n, failure);
+  // An error here is found again, and survived, by the waiting path.
+  return status == 0 ? 0 : EAGAIN;
+}
+
+int ReplicatedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return status;
+  return on_all([&](Storage& member, bool report) {
+    return member.write(offset, data, n, report ? failure : nullptr);
+  });
+}
+
+bool ReplicatedStorage::writes_inline() const {
+  return std::all_of(members_.begin(), members_.end(), [](auto& m) { return m->writes_inline(); });
+}
+
+bool ReplicatedStorage::resolve(const Request& request, PieceList& pieces) {
+  if (request.is_write) {
+    return std::all_of(members_.begin(), members_.end(),
+                       [&](auto& member) { return member->resolve(request, pieces); });
+  }
+  Request one = request;
+  one.attempt = 0;
+  return members_[(request.turn + request.attempt) % members_.size()]->resolve(one, pieces);
+}
+
+bool ReplicatedStorage::resolve_flush(PieceList& pieces) {
+  return std::all_of(members_.begin(), members_.end(),
+                     [&](auto& member) { return member->resolve_flush(pieces); });
+}
+
+int ReplicatedStorage::flush(IoFailure* failure) {
+  return on_all(
+      [&](Storage& member, bool report) { return member.flush(report ? failure : nullptr); });
+}
+
+int ReplicatedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return status;
+  return on_all([&](Storage& member, bool report) {
+    return member.discard(offset, n, report ? failure : nullptr);
+  });
+}
+
+int ReplicatedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return status;
+  return on_all([&](Storage& member, bool report) {
+    return member.write_zeroes(offset, n, report ? failure : nullptr);
+  });
+}
+
+void ReplicatedStorage::collect_files(std::vector<int>& files) const {
+  for (const auto& member : members_) member->collect_files(files);
+}
+
+std::unique_ptr<IoEngine> ReplicatedStorage::decorate(std::unique_ptr<IoEngine> engine) {
+  return decorate_by_all(members_, std::move(engine));
+}
+
+Description ReplicatedStorage::describe() const {
+  Description description;
+  description.add("kind", std::string("replicated"));
+  description.add("nbytes", nbytes());
+  description.add("writable", writable());
+  describe_members(members_, description);
+  return description;
+}
+
+}  // namespace fw::native

@@ -1,0 +1,503 @@
+// Files and block devices; see file_storage.h.
+//
+// Transfers use raw system calls: the C library's wrappers are intercepted by the thread sanitizer,
+// which would report the kernel's writes into cache frames that atomics already order.
+#include "storage/file_storage.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "storage/file_lock.h"
+#include "storage/open_file.h"
+#include "storage/page_cache_window.h"
+#include "storage/read_census.h"
+
+namespace fw::native {
+namespace {
+
+constexpr uint32_t kPageBytes = 4096;
+constexpr int64_t kRefreshNs = 1'000'000;
+
+// Unaligned blocking reads pass through this much aligned scratch a thread.
+constexpr size_t kScratchBytes = 1 << 20;
+
+// statx(2) with STATX_DIOALIGN (Linux 6.1); older C libraries do not declare the two fields.
+constexpr unsigned kStatxDioAlign = 0x2000;
+struct RawStatx {
+  uint32_t mask;
+  std::byte before[0x98 - 4];
+  uint32_t dio_memory_align;
+  uint32_t dio_offset_align;
+  std::byte after[0x100 - 0xA0];
+};
+static_assert(sizeof(RawStatx) == 256);
+static_assert(offsetof(RawStatx, dio_memory_align) == 0x98);
+
+uint64_t round_down(uint64_t value, uint64_t alignment) { return value & ~(alignment - 1); }
+uint64_t round_up(uint64_t value, uint64_t alignment) {
+  return round_down(value + alignment - 1, alignment);
+}
+bool is_aligned(uint64_t value, uint64_t alignment) { return (value & (alignment - 1)) == 0; }
+
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }
+};
+using AlignedMemory = std::unique_ptr<std::byte, FreeDeleter>;
+
+std::byte* thread_scratch() {
+  static thread_local AlignedMemory memory(
+      static_cast<std::byte*>(std::aligned_alloc(kPageBytes, kScratchBytes)));
+  return memory.get();
+}
+
+// One read at most; -errno on failure.
+ssize_t read_once(int fd, void* data, size_t n, uint64_t offset) {
+  while (true) {
+    const long result = syscall(SYS_pread64, fd, data, n, offset);
+    if (result >= 0) return result;
+    if (errno != EINTR) return -errno;
+  }
+}
+
+bool direct_read_works(int fd, uint32_t alignment) {
+  // One alignment beyond a page start, so that a coarser requirement shows.
+  std::byte* scratch = thread_scratch();
+  if (scratch == nullptr) return false;
+  return read_once(fd, scratch + alignment, alignment, alignment) >= 0;
+}
+
+DirectAlignment alignment_of(int direct_fd) {
+  RawStatx information = {};
+  const long result =
+      syscall(SYS_statx, direct_fd, "", AT_EMPTY_PATH, kStatxDioAlign, &information);
+  if (result == 0 && (information.mask & kStatxDioAlign) != 0) {
+    if (information.dio_offset_align == 0) {
+      return {0, 0, "the file system reports that this file has no direct I/O"};
+    }
+    return {information.dio_memory_align, information.dio_offset_align, ""};
+  }
+  for (uint32_t alignment : {512u, 4096u}) {
+    if (direct_read_works(direct_fd, alignment)) return {alignment, alignment, ""};
+  }
+  return {0, 0, "direct reads fail with 512 and with 4096 byte alignment"};
+}
+
+bool is_same_file(int one, int other) {
+  struct stat first, second;
+  return fstat(one, &first) == 0 && fstat(other, &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
+}
+
+// Whether a system call does not exist here: for this file, in this kernel or in this sandbox.
+bool is_unavailable(int error) { return error == EOPNOTSUPP || error == ENOSYS || error == EPERM; }
+
+// Page-cache reads of these never wait, and some refuse RWF_NOWAIT.
+bool is_memory_file_system(int fd) {
+  constexpr long kTmpfsMagic = 0x01021994;
+  constexpr long kRamfsMagic = 0x858458f6;
+  struct statfs information;
+  if (fstatfs(fd, &information) != 0) return false;
+  return information.f_type == kTmpfsMagic || information.f_type == kRamfsMagic;
+}
+
+}  // namespace
+
+int read_fully(int fd, void* data, size_t n, uint64_t offset) {
+  auto* position = static_cast<std::byte*>(data);
+  while (n != 0) {
+    const ssize_t result = read_once(fd, position, n, offset);
+    if (result < 0) return int(-result);
+    if (result == 0) return kTruncated;
+    position += result;
+    offset += uint64_t(result);
+    n -= size_t(result);
+  }
+  return 0;
+}
+
+int write_fully(int fd, const void* data, size_t n, uint64_t offset) {
+  auto* position = static_cast<const std::byte*>(data);
+  while (n != 0) {
+    const long result = syscall(SYS_pwrite64, fd, position, n, offset);
+    if (result < 0 && errno == EINTR) continue;
+    if (result < 0) return errno;
+    if (result == 0) return ENOSPC;
+    position += result;
+    offset += uint64_t(result);
+    n -= size_t(result);
+  }
+  return 0;
+}
+
+DirectAlignment probe_direct_alignment(const std::string& path) {
+  int fd = -1;
+  try {
+    fd = open_file(path, false, O_DIRECT);
+  } catch (const OpenError& error) {
+    return {0, 0, std::string("open with O_DIRECT: ") + error.what()};
+  }
+  DirectAlignment alignment = alignment_of(fd);
+  close(fd);
+  return alignment;
+}
+
+// Descriptors and facts of a file that passed every check of `open`.
+struct FileStorage::Opened {
+  std::string path;
+  int fd = -1;
+  int direct_fd = -1;
+  uint32_t alignment = 1;
+  uint64_t offset = 0;
+  uint64_t nbytes = 0;
+  bool writable = false;
+  bool block_device = false;
+  bool memory_file_system = false;
+  uint64_t map_address = 0;
+  bool copies_cached = false;
+  std::unique_ptr<FileLock> lock;
+  bool direct = false;
+  bool may_change = false;
+
+  explicit Opened(std::string file) : path(std::move(file)) {}
+  Opened(const Opened&) = delete;
+  ~Opened() {
+    lock.reset();
+    if (fd >= 0) close(fd);
+    if (direct_fd >= 0) close(direct_fd);
+  }
+
+  [[noreturn]] void refuse(int error, const std::string& why) const {
+    throw OpenError(error, why, path);
+  }
+
+  void open_buffered(bool for_writing) {
+    writable = for_writing;
+    fd = open_file(path, for_writing);
+  }
+
+  void find_range(const FileOptions& options) {
+    struct stat information;
+    if (fstat(fd, &information) != 0) refuse(errno, error_text(errno));
+    if (options.lock) lock = FileLock::take(fd, information, writable, path);
+    block_device = S_ISBLK(information.st_mode);
+    memory_file_system = is_memory_file_system(fd);
+    const uint64_t size = size_of(fd, information);
+    offset = options.offset;
+    if (offset > size) refuse(EINVAL, "the offset lies beyond the end of the file");
+    nbytes = options.nbytes != 0 ? options.nbytes : size - offset;
+    if (nbytes > size - offset) refuse(EINVAL, "the byte range ends beyond the end of the file");
+  }
+
+  void open_direct() {
+    try {
+      direct_fd = open_file(path, writable, O_DIRECT);
+    } catch (const OpenError& error) {
+      refuse(error.error, std::string("open with O_DIRECT: ") + error.what());
+    }
+    if (!is_same_file(fd, direct_fd)) refuse(ESTALE, "was replaced while it was opened");
+    const DirectAlignment found = alignment_of(direct_fd);
+    if (!found.error.empty()) refuse(EINVAL, found.error);
+    alignment = std::max(found.memory, found.offset);
+  }
+};
+
+std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
+                                               const FileOptions& options) {
+  if (options.map_address != 0 && options.writable) {
+    throw std::invalid_argument("only a read-only file can be served from a mapping");
+  }
+  if (options.may_change && (options.writable || options.map_address != 0)) {
+    throw std::invalid_argument("only a read-only file without a mapping can change its way");
+  }
+  Opened opened(path);
+  opened.open_buffered(options.writable);
+  opened.find_range(options);
+  if (options.direct || options.may_change) opened.open_direct();
+  opened.direct = options.direct;
+  opened.may_change = options.may_change;
+  opened.map_address = options.map_address;
+  opened.copies_cached = options.copies_cached;
+  if (!options.name.empty()) opened.path = options.name;
+  return std::shared_ptr<FileStorage>(new FileStorage(std::move(opened)));
+}
+
+FileStorage::FileStorage(Opened&& opened)
+    : Storage(opened.nbytes, opened.writable),
+      path_(opened.path),
+      fd_(std::exchange(opened.fd, -1)),
+      direct_fd_(std::exchange(opened.direct_fd, -1)),
+      alignment_(opened.alignment),
+      write_alignment_(std::max(opened.alignment, kPageBytes)),
+      file_offset_(opened.offset),
+      block_device_(opened.block_device),
+      memory_file_system_(opened.memory_file_system),
+      mapped_base_(opened.map_address == 0
+                       ? nullptr
+                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)),
+      direct_(opened.direct),
+      lock_(std::move(opened.lock)) {
+  if (opened.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
+  if (direct() && !opened.may_change) return;
+  if (opened.copies_cached) {
+    window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
+  } else {
+    window_refusal_ = "as configured";
+  }
+}
+
+FileStorage::~FileStorage() {
+  lock_.reset();
+  close(fd_);
+  if (direct_fd_ >= 0) close(direct_fd_);
+}
+
+void FileStorage::refresh_backing(int64_t now_ns) {
+  // What nobody maps and nobody writes is found out by the reads.
+  if (mapped_base_ == nullptr && (!writable() || block_device_)) return;
+  // Acquire: whoever sees the time of a look sees what it found. Two threads that both look do no
+  // harm.
+  if (now_ns - refreshed_ns_.load(std::memory_order_acquire) < kRefreshNs) return;
+  look_at_size();
+  // Release: after the look, else others would rely on what the one before had found.
+  refreshed_ns_.store(now_ns, std::memory_order_release);
+}
+
+// How many bytes of the namespace the file has now.
+uint64_t FileStorage::look_at_size() {
+  struct stat information;
+  const uint64_t size = fstat(fd_, &information) == 0 ? size_of(fd_, information) : 0;
+  const uint64_t backed = size <= file_offset_ ? 0 : std::min(nbytes(), size - file_offset_);
+  set_backed_nbytes(backed);
+  return backed;
+}
+
+// kTruncated when a write of [offset, offset + n) would make a file longer that others cut short:
+// what they cut would read as zeros. A look costs half of a small write, so one serves the writes
+// of a millisecond. A write that makes the file longer in this time leaves it too short still,
+// which `flush` finds; only the write of the last byte would not, and so it always looks.
+int FileStorage::check_extent(uint64_t offset, uint64_t n) {
+  if (block_device_) return 0;
+  const bool reaches_end = offset + n == nbytes();
+  if (!reaches_end) refresh_backing(monotonic_ns());
+  const bool fits = !reaches_end && offset + n <= backed_nbytes();
+  if (!fits && offset + n > look_at_size()) return kTruncated;
+  // Relaxed: whoever flushes has waited for the writes that it is about.
+  if (!written_.load(std::memory_order_relaxed)) written_.store(true, std::memory_order_relaxed);
+  return 0;
+}
+
+// What a flush must report although the medium has all that was written: kTruncated when a write
+// may have made a file longer that had been cut, kReplaced when the file ends with its descriptor.
+int FileStorage::check_kept() {
+  if (!written_.load(std::memory_order_relaxed)) return 0;
+  if (look_at_size() < nbytes()) return kTruncated;
+  struct stat mine, named;
+  if (fstat(fd_, &mine) != 0) return errno;
+  // A file that was only removed is scratch, and meant to end so.
+  return mine.st_nlink == 0 && stat(path_.c_str(), &named) == 0 ? kReplaced : 0;
+}
+
+int FileStorage::validate(uint64_t offset, uint64_t n, IoFailure* failure) {
+  return fail(Storage::validate(offset, n, failure), offset, n, failure);
+}
+
+int FileStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const {
+  if (error != 0 && failure != nullptr) *failure = {path_, file_offset_ + offset, n};
+  return error;
+}
+
+bool FileStorage::choose_direct(bool direct) {
+  if (census_ == nullptr) return false;
+  direct_.store(direct, std::memory_order_relaxed);
+  return true;
+}
+
+void FileStorage::note_read(uint64_t offset, uint64_t n, bool waited) const {
+  if (census_ != nullptr) census_->note(offset, n, waited);
+}
+
+int FileStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  if (int status = check_range(offset, n)) return fail(status, offset, n, failure);
+  note_read(offset, n, true);
+  const uint64_t from = file_offset_ + offset;
+  auto* target = static_cast<std::byte*>(data);
+  const int status = direct() ? read_direct(from, target, n) : read_fully(fd_, target, n, from);
+  return fail(status, offset, n, failure);
+}
+
+int FileStorage::read_direct(uint64_t file_offset, std::byte* data, size_t n) {
+  if (is_aligned(reinterpret_cast<uint64_t>(data) | file_offset | n, alignment_)) {
+    return read_fully(direct_fd_, data, n, file_offset);
+  }
+  std::byte* scratch = thread_scratch();
+  if (scratch == nullptr) return ENOMEM;
+  while (n != 0) {
+    const uint64_t start = round_down(file_offset, alignment_);
+    const size_t lead = file_offset - start;
+    const size_t take = std::min(n, kScratchBytes - lead - alignment_);
+    const ssize_t result = read_once(direct_fd_, scratch, round_up(lead + take, alignment_), start);
+    if (result < 0) return int(-result);
+    if (size_t(result) <= lead) return kTruncated;
+    const size_t got = std::min(take, size_t(result) - lead);
+    std::memcpy(data, scratch + lead, got);
+    data += got;
+    file_offset += got;
+    n -= got;
+  }
+  return 0;
+}
+
+int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  if (direct()) return EAGAIN;
+  if (int status = check_range(offset, n)) return fail(status, offset, n, failure);
+  if (window_ != nullptr && window_->read(offset, data, n)) {
+    note_read(offset, n, false);
+    return 0;
+  }
+  if (memory_file_system_) return read(offset, data, n, failure);
+  // Relaxed: the flag only saves a system call that would be refused again.
+  if (nowait_refused_.load(std::memory_order_relaxed)) return EAGAIN;
+  const iovec target = {data, n};
+  const uint64_t from = file_offset_ + offset;
+  // preadv2 takes the offset as two longs, low half first; 64-bit kernels ignore the second.
+  const long result = syscall(SYS_preadv2, fd_, &target, 1, from, 0, RWF_NOWAIT);
+  if (result == long(n)) {
+    note_read(offset, n, false);
+    return 0;
+  }
+  if (result < 0 && is_unavailable(errno)) nowait_refused_.store(true, std::memory_order_relaxed);
+  // Short, refused or not cached: the waiting path finds out which.
+  return EAGAIN;
+}
+
+int FileStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
+  if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
+  const auto* source = static_cast<const std::byte*>(data);
+  return fail(write_range(file_offset_ + offset, source, n), offset, n, failure);
+}
+
+int FileStorage::write_range(uint64_t file_offset, const std::byte* data, size_t n) {
+  const uint64_t first = round_up(file_offset, write_alignment_);
+  const uint64_t last = round_down(file_offset + n, write_alignment_);
+  const bool phases_agree =
+      is_aligned(reinterpret_cast<uint64_t>(data) + (first - file_offset), alignment_);
+  if (!direct() || first >= last || !phases_agree) return write_fully(fd_, data, n, file_offset);
+  const size_t head = first - file_offset;
+  const size_t middle = last - first;
+  if (int status = write_fully(fd_, data, head, file_offset)) return status;
+  if (int status = write_fully(direct_fd_, data + head, middle, first)) return status;
+  return write_fully(fd_, data + head + middle, n - head - middle, last);
+}
+
+Piece FileStorage::piece(uint64_t file_offset, uint64_t n, uint32_t request_offset,
+                         bool through_cache) const {
+  Piece piece;
+  piece.fd = through_cache ? fd_ : direct_fd_;
+  piece.buffered_fd = fd_;
+  piece.alignment = through_cache ? 1 : alignment_;
+  piece.nbytes = uint32_t(n);
+  piece.request_offset = request_offset;
+  piece.file_offset = file_offset;
+  piece.path = &path_;
+  return piece;
+}
+
+bool FileStorage::resolve(const Request& request, PieceList& pieces) {
+  // The blocking call reports it.
+  if (request.is_write && check_extent(request.offset, request.nbytes) != 0) return false;
+  const uint64_t start = file_offset_ + request.offset;
+  const uint64_t end = start + request.nbytes;
+  const uint32_t at = request.request_offset;
+  if (!request.is_write) note_read(request.offset, request.nbytes, true);
+  if (!direct()) return pieces.add(piece(start, request.nbytes, at, true));
+  if (!request.is_write) return pieces.add(piece(start, request.nbytes, at, false));
+
+  const uint64_t first = round_up(start, write_alignment_);
+  const uint64_t last = round_down(end, write_alignment_);
+  if (first >= last) return pieces.add(piece(start, request.nbytes, at, true));
+  const auto part = [&](uint64_t from, uint64_t to, bool through_cache) {
+    return from == to ||
+           pieces.add(piece(from, to - from, at + uint32_t(from - start), through_cache));
+  };
+  return part(start, first, true) && part(first, last, false) && part(last, end, true);
+}
+
+bool FileStorage::resolve_flush(PieceList& pieces) {
+  // The blocking call reports it.
+  if (check_kept() != 0) return false;
+  return pieces.add(piece(file_offset_, 0, 0, true));
+}
+
+int FileStorage::flush(IoFailure* failure) {
+  if (in_forked_child()) return fail(kForked, 0, 0, failure);
+  if (fdatasync(fd_) != 0) return fail(errno, 0, nbytes(), failure);
+  return fail(check_kept(), 0, nbytes(), failure);
+}
+
+int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
+  if (n == 0) return 0;
+  const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
+  if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
+  // Deallocation is a hint (NVM command set, Dataset Management): a medium without it has
+  // succeeded.
+  return is_unavailable(errno) ? 0 : fail(errno, offset, n, failure);
+}
+
+int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
+  if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
+  if (n == 0) return 0;
+  if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
+  const int mode = FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE;
+  if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
+  // Block devices answer EINVAL to a range that their sectors do not divide.
+  if (is_unavailable(errno) || errno == EINVAL) return zero_by_writing(offset, n, failure);
+  return fail(errno, offset, n, failure);
+}
+
+int FileStorage::zero_by_writing(uint64_t offset, uint64_t n, IoFailure* failure) {
+  alignas(kPageBytes) static const std::byte zeros[64 * 1024] = {};
+  while (n != 0) {
+    const size_t step = std::min<uint64_t>(n, sizeof(zeros));
+    if (int status = write(offset, zeros, step, failure)) return status;
+    offset += step;
+    n -= step;
+  }
+  return 0;
+}
+
+void FileStorage::collect_files(std::vector<int>& files) const {
+  files.push_back(fd_);
+  if (direct_fd_ >= 0) files.push_back(direct_fd_);
+}
+
+Description FileStorage::describe() const {
+  Description description;
+  description.add("kind", std::string(block_device_ ? "block device" : "file"));
+  description.add("path", path_);
+  description.add("offset", file_offset_);
+  description.add("nbytes", nbytes());
+  description.add("writable", writable());
+  description.add("o_direct", direct());
+  if (direct()) description.add("alignment", uint64_t(alignment_));
+  description.add("in_place", mapped_base_ != nullptr);
+  if (writable()) {
+    description.add("lock", lock_ != nullptr ? lock_->state() : std::string("none, as asked for"));
+  }
+  if (direct() || mapped_base_ != nullptr) return description;
+  description.add("cached reads", window_ != nullptr ? std::string("copied in place")
+                                                     : "by system calls: " + window_refusal_);
+  return description;
+}
+
+}  // namespace fw::native

@@ -1,0 +1,211 @@
+// What holds a namespace's bytes: host memory, a file, a block device, or several of these.
+//
+// A storage is opened once, shared by any number of threads, and never throws on the I/O path:
+// calls return 0 or an errno value. `read` and `write` are blocking and complete. `resolve`
+// describes the same transfer as file pieces for an engine that submits them itself. A read of
+// bytes that the file no longer has returns ENODATA ("truncated"), never zeros.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "base/fork_guard.h"
+
+namespace fw::native {
+
+class IoEngine;
+
+// Status of a read beyond the present end of a file that was longer when it was opened.
+inline constexpr int kTruncated = 61;  // ENODATA
+
+// Status of a flush of a file whose name another file has taken: what was written has none.
+inline constexpr int kReplaced = 116;  // ESTALE
+
+// A status for people.
+std::string error_text(int error);
+
+// Status of a request outside of the storage: the caller's mistake, nothing was touched.
+inline constexpr int kOutOfRange = 34;  // ERANGE
+
+// Status of any use in a forked child, where the library's threads do not exist.
+inline constexpr int kForked = 131;  // ENOTRECOVERABLE
+
+// Where an operation failed, for the person who reads the error.
+struct IoFailure {
+  std::string path;
+  uint64_t file_offset = 0;
+  uint64_t nbytes = 0;
+};
+
+// A file that cannot be opened as asked. `error` is an errno value.
+class OpenError : public std::runtime_error {
+ public:
+  OpenError(int error_number, std::string message, std::string file)
+      : std::runtime_error(std::move(message)), error(error_number), path(std::move(file)) {}
+  int error;
+  std::string path;
+};
+
+// One contiguous part of a transfer in one file, or in host memory when `fd` is -1.
+struct Piece {
+  int fd = -1;
+  int buffered_fd = -1;    // the same file through the page cache: finishes short direct transfers
+  uint32_t alignment = 1;  // of memory, offset and length; 1 through the page cache
+  uint32_t nbytes = 0;
+  uint32_t request_offset = 0;  // of this part inside the caller's buffer
+  uint64_t file_offset = 0;
+  std::byte* memory = nullptr;
+  const std::string* path = nullptr;
+};
+
+// The parts of one transfer. The bound keeps an in-flight command small and free of allocation: it
+// covers 2 MiB over 128 KiB stripes; a transfer with more parts takes the blocking calls.
+class PieceList {
+ public:
+  static constexpr uint32_t kCountMax = 16;
+  bool add(const Piece& piece) {
+    if (count_ == kCountMax) return false;
+    pieces_[count_++] = piece;
+    return true;
+  }
+  void clear() { count_ = 0; }
+  uint32_t size() const { return count_; }
+  Piece& operator[](uint32_t index) { return pieces_[index]; }
+
+ private:
+  Piece pieces_[kCountMax];
+  uint32_t count_ = 0;
+};
+
+// A transfer to be resolved into pieces.
+struct Request {
+  uint64_t offset = 0;
+  uint32_t nbytes = 0;
+  bool is_write = false;
+  uint32_t turn = 0;            // spreads reads over replicas
+  uint32_t attempt = 0;         // 0, then 1.. after each failure of a replica
+  uint32_t request_offset = 0;  // added to every piece's own
+};
+
+// Facts about a storage for people, in order. Nested storages follow as children.
+struct Description {
+  using Value = std::variant<std::string, uint64_t, bool>;
+  std::vector<std::pair<std::string, Value>> facts;
+  std::vector<Description> children;
+  void add(std::string name, Value value) { facts.emplace_back(std::move(name), std::move(value)); }
+};
+
+class Storage {
+ public:
+  virtual ~Storage() = default;
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+
+  uint64_t nbytes() const { return nbytes_; }
+  bool writable() const { return writable_; }
+  bool in_forked_child() const { return fork_guard_.in_child(); }
+
+  // Contiguous host memory that is the namespace, or null.
+  virtual std::byte* mapped_base() const { return nullptr; }
+
+  // Bytes of the mapping that are known to be backed. Shrinks when a mapped file is truncated.
+  // Relaxed: a check that is up to a millisecond old is all that a mapping can promise.
+  uint64_t backed_nbytes() const { return backed_nbytes_.load(std::memory_order_relaxed); }
+
+  // Whether the mapping belongs to a file that others may truncate.
+  virtual bool mapping_can_shrink() const { return false; }
+
+  // Looks again at the size of a mapped file, at most once a millisecond of `now_ns`.
+  virtual void refresh_backing(int64_t now_ns) { (void)now_ns; }
+
+  // 0, or ENODATA when [offset, offset + n) of the mapping is not backed any more.
+  virtual int validate(uint64_t offset, uint64_t n, IoFailure* failure = nullptr);
+
+  virtual int read(uint64_t offset, void* data, size_t n, IoFailure* failure = nullptr) = 0;
+  virtual int write(uint64_t offset, const void* data, size_t n, IoFailure* failure = nullptr) = 0;
+
+  // As `read` when no wait is needed; EAGAIN when the bytes are not in memory.
+  virtual int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure = nullptr) = 0;
+
+  // True when `write` only copies into memory or the page cache.
+  virtual bool writes_inline() const = 0;
+
+  // Appends the parts of a transfer; false when there are more than a list can hold.
+  virtual bool resolve(const Request& request, PieceList& pieces) = 0;
+
+  // Appends one piece for each file that `flush` must synchronise.
+  virtual bool resolve_flush(PieceList& pieces) = 0;
+
+  // How many copies a read can be tried on.
+  virtual uint32_t replica_count() const { return 1; }
+
+  virtual int flush(IoFailure* failure = nullptr) = 0;
+
+  // Makes completed writes of [offset, offset + n) durable, and perhaps others (FUA).
+  virtual int flush_range(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) {
+    (void)offset;
+    (void)n;
+    return flush(failure);
+  }
+
+  virtual int discard(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) = 0;
+  virtual int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) = 0;
+
+  // Appends every descriptor that `resolve` may name.
+  virtual void collect_files(std::vector<int>& files) const { (void)files; }
+
+  // May wrap the engine of a queue pair before it is used, to see what goes to its files.
+  virtual std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine);
+
+  virtual Description describe() const = 0;
+
+ protected:
+  Storage(uint64_t nbytes, bool writable)
+      : nbytes_(nbytes), writable_(writable), backed_nbytes_(nbytes) {}
+
+  // 0, or the status of a request that must not reach the medium.
+  int check_range(uint64_t offset, uint64_t n) const;
+  int check_write(uint64_t offset, uint64_t n) const;
+
+  void set_backed_nbytes(uint64_t n) { backed_nbytes_.store(n, std::memory_order_relaxed); }
+
+ private:
+  const uint64_t nbytes_;
+  const bool writable_;
+  std::atomic<uint64_t> backed_nbytes_;
+  ForkGuard fork_guard_;
+};
+
+// Host memory. The caller keeps [address, address + nbytes) alive for as long as the storage.
+class MemoryStorage final : public Storage {
+ public:
+  MemoryStorage(void* address, uint64_t nbytes, bool writable);
+
+  std::byte* mapped_base() const override { return base_; }
+  int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
+  int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
+  int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
+  bool writes_inline() const override { return true; }
+  bool resolve(const Request& request, PieceList& pieces) override;
+  bool resolve_flush(PieceList&) override { return true; }
+  int flush(IoFailure*) override { return in_forked_child() ? kForked : 0; }
+  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  Description describe() const override;
+
+ private:
+  std::byte* const base_;
+  const std::string name_ = "host memory";
+};
+
+// Monotonic time in nanoseconds.
+int64_t monotonic_ns();
+
+}  // namespace fw::native

@@ -1,0 +1,54 @@
+// A storage that fails as a plan says, around one that does not. For tests.
+//
+// It hands everything on, and has no mapping, so that nothing passes it by. Around a file it lets
+// the controller use its I/O engine, and the faults happen there (FaultyEngine); around anything
+// else, or when told so, every transfer is a blocking call and the faults happen here.
+#pragma once
+
+#include <cerrno>
+#include <memory>
+#include <string>
+
+#include "io/io_engine.h"
+#include "storage/file_storage.h"
+#include "storage/storage.h"
+#include "testing/fault_plan.h"
+
+namespace fw::native {
+
+class FaultyStorage final : public Storage {
+ public:
+  FaultyStorage(std::shared_ptr<Storage> inner, std::shared_ptr<FaultPlan> plan, bool blocking);
+
+  FaultPlan& plan() { return *plan_; }
+
+  int validate(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
+  int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
+  // Always "not in memory": an operation that is tried twice would be counted twice.
+  int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
+  bool writes_inline() const override { return false; }
+  bool resolve(const Request& request, PieceList& pieces) override;
+  bool resolve_flush(PieceList& pieces) override;
+  int flush(IoFailure* failure) override;
+  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  void collect_files(std::vector<int>& files) const override;
+  std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
+  Description describe() const override;
+
+ private:
+  // Runs act(), or does what the plan wants in its place.
+  template <typename Act>
+  int with_fault(FaultOperation operation, uint64_t offset, uint64_t n, IoFailure* failure,
+                 Act act);
+  int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
+
+  const std::shared_ptr<Storage> inner_;
+  const std::shared_ptr<FaultPlan> plan_;
+  const std::shared_ptr<FileStorage> file_;  // null: every transfer is a blocking call
+  std::string path_;
+  uint64_t file_offset_ = 0;
+};
+
+}  // namespace fw::native

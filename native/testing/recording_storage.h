@@ -1,0 +1,68 @@
+// A storage that keeps every change with its bytes and its order, around one that is changed.
+//
+// For tests of what a power cut leaves behind. Every transfer is a blocking call, and changes are
+// made one at a time, so the order in the record is the order in which they reached the medium.
+// `begin` and `end` are ticks of one clock: what ended before a flush began is what that flush made
+// durable.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "storage/storage.h"
+
+namespace fw::native {
+
+class RecordingStorage final : public Storage {
+ public:
+  enum class Kind : uint8_t { kWrite, kDiscard, kWriteZeroes, kFlush, kFlushRange, kMark };
+  struct Event {
+    Kind kind;
+    bool failed = false;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    uint64_t offset = 0;  // of a mark: its label
+    uint64_t nbytes = 0;
+    std::vector<std::byte> data = {};  // of a write
+  };
+
+  // Holds at most `data_nbytes_max` bytes of writes; further ones fail with ENOMEM.
+  RecordingStorage(std::shared_ptr<Storage> inner, uint64_t data_nbytes_max);
+
+  // A copy of what happened since the storage was made or `clear` was called.
+  std::vector<Event> events() const;
+  void clear();
+
+  // Puts a label between the events, such as "version 3 is committed".
+  void mark(uint64_t label);
+
+  int validate(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
+  int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
+  int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
+  bool writes_inline() const override { return false; }
+  bool resolve(const Request&, PieceList&) override { return false; }
+  bool resolve_flush(PieceList&) override { return false; }
+  int flush(IoFailure* failure) override;
+  int flush_range(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  Description describe() const override;
+
+ private:
+  // Runs act() alone and appends `event` with its times and its outcome.
+  template <typename Act>
+  int record(Event event, Act act);
+
+  const std::shared_ptr<Storage> inner_;
+  const uint64_t data_nbytes_max_;
+  mutable std::mutex lock_;
+  std::atomic<uint64_t> clock_{0};
+  std::vector<Event> events_;
+  uint64_t data_nbytes_ = 0;
+};
+
+}  // namespace fw::native

@@ -1,0 +1,195 @@
+"""The contract of NVMe controllers: what an array and its cache need of one, and nothing else.
+
+A `Controller` is what a user gives as ``controller=``: settings. For each array, `attach` returns a
+`Service`, which serves the array's namespace until it is stopped. A driver of real drives
+implements these two; arrays, caches and launches do not know which controller serves them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from flashwarp.device import Device
+from flashwarp.endings import NotCopied
+from flashwarp.errors import StorageError
+from flashwarp.queue_pair import QueueCounters
+from flashwarp.storage import Namespace
+
+__all__ = ["Controller", "Queues", "Service"]
+
+
+class Queues(Protocol):
+    """A table of queue pairs in device memory, as kernels use it; `QueuePairs` is one.
+
+    Attributes
+    ----------
+    address : int
+        Device address of `count` structs ``nvme::queue_pair``, one after the other.
+    count : int
+    depth : int
+        Entries of the shortest ring.
+    path : str
+        How data moves: one of `flashwarp.queue_pair.DATA_PATHS`.
+    """
+
+    address: int
+    count: int
+    depth: int
+    path: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether a wait of device code for one of the pairs ran out of time."""
+
+    def volume_fields(self) -> dict[str, Any]:
+        """Return the fields of ``cache::volume`` that say how lines lie on several namespaces."""
+
+    def counters(self) -> QueueCounters:
+        """Read the sums over all pairs; not one snapshot."""
+
+
+class Service(NotCopied, ABC):
+    """A namespace that a controller serves for one array.
+
+    Notes
+    -----
+    Made by `Controller.attach`, and stopped by the array. Methods may be called by any thread, but
+    `stop` by one. None of them blocks, except `stop`.
+
+    Each command that kernels ring in `queues` must get exactly one completion, as the NVMe base
+    specification has it: phase tag, SQ head, status field. A read's data must be visible to the
+    device before its completion is. Namespace 1 is addressed in blocks of 512 bytes.
+    """
+
+    # What an array cannot do without.
+
+    @property
+    @abstractmethod
+    def queues(self) -> Queues:
+        """The queue pairs that kernels submit to; raises ClosedError after `stop`."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """How data moves: one of `flashwarp.queue_pair.DATA_PATHS`. May go to "bounce" later."""
+
+    @property
+    @abstractmethod
+    def reason(self) -> str:
+        """Why data moves this way, for people."""
+
+    @abstractmethod
+    def take_errors(self) -> Sequence[dict[str, Any]]:
+        """Return and forget the failures since the last call, oldest first; [] after `stop`.
+
+        A failure has "op" ("read", "write" or "flush"), "errno", "offset" and "nbytes" (in the file
+        or namespace), "lba" (in the array, in blocks of 512 bytes), "status" (of NVMe), and, where
+        they are known, "path" and "reason".
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: "engine" says what serves the commands."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End all service and free the queue pairs. Blocks for what is in flight, for seconds.
+
+        Called when no kernel uses `queues` any more. May be called twice.
+        """
+
+    # What some controllers can do better.
+
+    @property
+    def natives(self) -> tuple[Any, ...]:
+        """C++ controllers that threads of the CPU device serve while they wait for commands.
+
+        Objects of `flashwarp._native.Controller`. Default: none, so such threads only wait.
+        """
+        return ()
+
+    @property
+    def namespace_count(self) -> int:
+        """How many namespaces the array lies on, each of which a flush must reach."""
+        return 1
+
+    @property
+    def in_place(self) -> int:
+        """Device address at which kernels may read the namespace past the cache; 0: none."""
+        return 0
+
+    @property
+    def changes(self) -> int:
+        """How often others may have changed the namespace: what a cache holds of it may be old."""
+        return 0
+
+    def take_stale(self) -> StorageError | None:
+        """Return and forget what went wrong when others changed the namespace."""
+        return None
+
+    def silent(self) -> str:
+        """Name what did not answer in time, for people."""
+        return "the storage"
+
+    def wake(self) -> None:
+        """Get ready: commands are about to be submitted. Costs microseconds at most."""
+
+    def worth_looking_ahead(self) -> bool:
+        """Tell whether a CPU thread gains by submitting commands before it needs their data."""
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """Return the controller's own counters."""
+        return {}
+
+
+class Controller(ABC):
+    """How the namespace of an array is to be served: what is given as ``controller=``.
+
+    Notes
+    -----
+    Settings, without a state of their own: one object may serve any number of arrays.
+    """
+
+    storage: Namespace | None = None
+    """The only namespace that it serves; None: whichever an array has."""
+
+    asked_path: str | None = None
+    """The only data path that it may choose; None: any."""
+
+    @abstractmethod
+    def attach(
+        self,
+        storage: Namespace,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        owners: Sequence[object] = (),
+        together: int = 1,
+    ) -> Service:
+        """Make queue pairs for kernels of `device`, and start to serve `storage` through them.
+
+        Parameters
+        ----------
+        storage : Namespace
+        device : Device
+        line_bytes : int
+            Most bytes that a command transfers.
+        frames : tuple of int
+            Address and size of the cache's frames in device memory, where data goes by the direct
+            path.
+        owners : sequence of object
+            What holds the frames: kept until the service has stopped.
+        together : int
+            How many controllers serve the array, and share the cores.
+
+        Raises
+        ------
+        ArgumentError
+            When it cannot serve this namespace, or not to this device.
+        ControllerError
+            When it cannot start.
+        """

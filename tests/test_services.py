@@ -1,0 +1,263 @@
+"""Every controller keeps the contract of `flashwarp.nvme`, one that is not the library's too."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.device import Device
+from flashwarp.errors import ArgumentError, LockedError
+from flashwarp.nvme import Controller, Queues, Service
+from flashwarp.spread import ControllerGroup
+from flashwarp.storage import File, Memory, Namespace, Replicated, Storage, Striped
+from flashwarp.testing import Faulty, ServiceContract
+
+
+class Served(ServiceContract):
+    """A storage of memory that can be made to fail, by the software controller."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Namespace:
+        return Faulty(Memory(bytearray(content), writable))
+
+    def controller(self) -> Controller:
+        return fw.SoftwareController(**self.settings)
+
+    def fail(self, namespace: Namespace) -> int | None:
+        assert isinstance(namespace, Faulty)
+        namespace.inject("read eio")
+        return errno.EIO
+
+
+class TestInPlace(Served):
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Namespace:
+        return Memory(bytearray(content), writable)
+
+    def fail(self, namespace: Namespace) -> int | None:
+        return None  # memory that a kernel reads does not fail
+
+
+class TestBounce(Served):
+    settings: ClassVar[dict[str, Any]] = {"data_path": "bounce", "queue_pairs": 2, "depth": 4}
+
+
+class TestDirect(Served):
+    settings: ClassVar[dict[str, Any]] = {"data_path": "direct", "threads": 2}
+
+
+class TestFile(Served):
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Namespace:
+        (folder / "f").write_bytes(content)
+        return Faulty(File(folder / "f", writable=writable))
+
+
+class TestModelledDrive(Served):
+    settings: ClassVar[dict[str, Any]] = {"model": "P5800X", "threads": 1}
+
+
+class TestGroup(Served):
+    """Two storages, each with a controller and queue pairs of its own, in stripes."""
+
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Namespace:
+        stripes = [content[i : i + 4096] for i in range(0, len(content), 4096)]
+        half = -(-len(stripes) // 2) * 4096
+        members = [
+            Faulty(Memory(bytearray(b"".join(stripes[n::2]).ljust(half, b"\xee")), writable))
+            for n in range(2)
+        ]
+        return Striped(members, 4096, len(content))
+
+    def controller(self) -> Controller:
+        return ControllerGroup(super().controller(), 2)
+
+    def fail(self, namespace: Namespace) -> int | None:
+        assert isinstance(namespace, Striped)
+        for member in namespace.members:
+            super().fail(member)
+        return errno.EIO
+
+
+class TestReplicas(TestGroup):
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Namespace:
+        return Replicated([Faulty(Memory(bytearray(content), writable)) for _ in range(2)])
+
+    def fail(self, namespace: Namespace) -> int | None:
+        assert isinstance(namespace, Replicated)
+        for member in namespace.members:
+            assert isinstance(member, Faulty)
+            member.inject("read eio")
+        return errno.EIO
+
+
+class Warehouse(Controller):
+    """Not the library's: it alone knows where the bytes of a namespace are.
+
+    It has them served by a software controller, and stands between that and the array.
+    """
+
+    def __init__(self) -> None:
+        self.shelves: dict[str, Storage] = {}
+
+    def attach(
+        self,
+        storage: Namespace,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        owners: Sequence[object] = (),
+        together: int = 1,
+    ) -> Service:
+        assert storage.path is not None
+        inner = fw.SoftwareController(data_path="bounce", threads=1).attach(
+            self.shelves[storage.path],
+            device,
+            line_bytes,
+            frames,
+            owners=owners,
+            together=together,
+        )
+        return Errand(inner)
+
+
+class Errand(Service):
+    """What it must have and nothing else: waiting threads do not serve it, for one."""
+
+    def __init__(self, inner: Service) -> None:
+        self.inner = inner
+
+    @property
+    def queues(self) -> Queues:
+        return self.inner.queues
+
+    @property
+    def path(self) -> str:
+        return self.inner.path
+
+    @property
+    def reason(self) -> str:
+        return "the warehouse has no other"
+
+    def take_errors(self) -> Sequence[dict[str, Any]]:
+        return self.inner.take_errors()
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": "errand boys"}
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+    def stop(self) -> None:
+        self.inner.stop()
+
+
+class TestControllerOfOnesOwn(ServiceContract):
+    """Arrays and caches go by the contract alone: neither knows this controller, nor has bytes."""
+
+    @pytest.fixture(autouse=True)
+    def _warehouse(self) -> None:
+        self.warehouse = Warehouse()
+
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Namespace:
+        self.warehouse.shelves[str(folder)] = Faulty(Memory(bytearray(content), writable))
+        return Namespace(len(content), writable, str(folder))
+
+    def controller(self) -> Controller:
+        return self.warehouse
+
+    def fail(self, namespace: Namespace) -> int | None:
+        held = self.warehouse.shelves[str(namespace.path)]
+        assert isinstance(held, Faulty)
+        held.inject("read eio")
+        return errno.EIO
+
+
+def test_array_explains_a_controller_that_it_does_not_know() -> None:
+    warehouse = Warehouse()
+    warehouse.shelves["crate"] = Memory(bytearray(8192))
+    with fw.open(
+        Namespace(8192, path="crate"), "r+", "i4", device="cpu", controller=warehouse
+    ) as x:
+        x[3] = 7
+        told = x.explain()
+        assert (told.path, told.controller["engine"]) == ("bounce", "errand boys")
+        assert told.storage == {"kind": "namespace", "nbytes": 8192, "writable": True}
+        assert "errand boys" in str(told)
+        assert x.controller.stats() == {}
+    assert warehouse.shelves["crate"].read(12, 1) == b"\x07"
+
+
+def test_software_controller_needs_the_bytes() -> None:
+    with pytest.raises(ArgumentError, match="describes a namespace without its bytes"):
+        fw.open(Namespace(8192), "r+", "i4", device="cpu")
+
+
+def test_two_arrays_do_not_store_to_one_namespace() -> None:
+    warehouse = Warehouse()
+    warehouse.shelves["crate"] = Memory(bytearray(8192))
+    crate = Namespace(8192, path="crate")
+    with fw.open(crate, "r+", "i4", device="cpu", controller=warehouse) as x:
+        with pytest.raises(LockedError, match="another array serves this storage"):
+            fw.open(crate, "r+", "i4", device="cpu", controller=warehouse)
+        assert x[:9].tolist() == [0] * 9
+
+
+class Forgetful(fw.SoftwareController):
+    """Serves what the namespace held when this was made, which is not what was stored since."""
+
+    def attach(self, storage: Namespace, *place: Any, **rest: Any) -> Any:
+        assert isinstance(storage, Storage)
+        copy = Memory(bytearray(storage.read(0, storage.nbytes)))
+        return super().attach(copy, *place, **rest)
+
+
+class Shared(fw.SoftwareController):
+    """Serves all arrays by the service of the first."""
+
+    service: Any = None
+
+    def attach(self, *place: Any, **rest: Any) -> Any:
+        self.service = self.service or super().attach(*place, **rest)
+        return self.service
+
+
+@pytest.mark.parametrize(
+    ("kind", "test"),
+    [
+        (Forgetful, "test_array_holds_what_was_stored"),
+        (Shared, "test_controller_serves_several_arrays"),
+    ],
+)
+def test_service_contract_notices(
+    kind: type[fw.SoftwareController], test: str, tmp_path: Path
+) -> None:
+    class Broken(TestInPlace):
+        one = kind()
+
+        def controller(self) -> Controller:
+            return self.one
+
+    with pytest.raises((AssertionError, fw.errors.FlashwarpError)):
+        getattr(Broken(), test)(tmp_path)
+
+
+def test_group_needs_queue_pairs_that_a_table_takes_in() -> None:
+    class Queueless(Errand):
+        @property
+        def queues(self) -> Any:
+            return object()
+
+    class Odd(Warehouse):
+        def attach(self, *place: Any, **rest: Any) -> Service:
+            return Queueless(fw.SoftwareController().attach(*place, **rest))
+
+    drives = [Memory(np.zeros(8192, np.uint8)) for _ in range(2)]
+    with pytest.raises(ArgumentError, match="queues of type object"):
+        fw.open(drives, "r+", "u1", layout="replicate", device="cpu", controller=[Odd(), Odd()])
