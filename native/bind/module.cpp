@@ -20,7 +20,8 @@ using fw::native::CpuProgram;
 using fw::native::Unlocked;
 
 void bind_endings(nb::module_& m);
-void bind_engine(nb::module_& m);
+void bind_controller(nb::module_& m);
+void bind_storage(nb::module_& m);
 void bind_testing(nb::module_& m);
 
 namespace {
@@ -119,6 +120,7 @@ NB_MODULE(_native, m) {
   m.def("demangle", &fw::native::demangle, nb::arg("name"));
   m.def("layouts", &layouts);
   bind_endings(m);
-  bind_engine(m);
+  bind_storage(m);
+  bind_controller(m);
   bind_testing(m);
 }

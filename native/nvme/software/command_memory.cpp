@@ -53,36 +53,35 @@ void CommandMemory::zero_tail(const ByteRange& range) {
   }
 }
 
-void CommandMemory::copy_to(uint64_t offset, const void* data, uint64_t nbytes) {
-  auto* source = static_cast<const std::byte*>(data);
+// Calls move(address, done, nbytes) for each part of the bytes from `offset` on.
+template <typename Move>
+void CommandMemory::for_each_part(uint64_t offset, uint64_t nbytes, Move move) const {
+  uint64_t done = 0;
   for (const Segment& segment : segments_) {
+    if (done == nbytes) return;
     if (offset >= segment.nbytes) {
       offset -= segment.nbytes;
       continue;
     }
-    const uint64_t step = std::min(nbytes, segment.nbytes - offset);
-    atomic::copy_plain(segment.address + offset, source, step);
-    source += step;
-    nbytes -= step;
+    const uint64_t step = std::min(nbytes - done, segment.nbytes - offset);
+    move(segment.address + offset, done, step);
+    done += step;
     offset = 0;
-    if (nbytes == 0) return;
   }
 }
 
-void CommandMemory::copy_from(uint64_t offset, void* data, uint64_t nbytes) {
+void CommandMemory::copy_to(uint64_t offset, const void* data, uint64_t nbytes) {
+  auto* source = static_cast<const std::byte*>(data);
+  for_each_part(offset, nbytes, [source](std::byte* memory, uint64_t done, uint64_t step) {
+    atomic::copy_plain(memory, source + done, step);
+  });
+}
+
+void CommandMemory::copy_from(uint64_t offset, void* data, uint64_t nbytes) const {
   auto* target = static_cast<std::byte*>(data);
-  for (const Segment& segment : segments_) {
-    if (offset >= segment.nbytes) {
-      offset -= segment.nbytes;
-      continue;
-    }
-    const uint64_t step = std::min(nbytes, segment.nbytes - offset);
-    atomic::copy_plain(target, segment.address + offset, step);
-    target += step;
-    nbytes -= step;
-    offset = 0;
-    if (nbytes == 0) return;
-  }
+  for_each_part(offset, nbytes, [target](std::byte* memory, uint64_t done, uint64_t step) {
+    atomic::copy_plain(target + done, memory, step);
+  });
 }
 
 }  // namespace fw::native

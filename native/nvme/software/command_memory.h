@@ -32,7 +32,7 @@ class CommandMemory {
   }
 
   void copy_to(uint64_t offset, const void* data, uint64_t nbytes);
-  void copy_from(uint64_t offset, void* data, uint64_t nbytes);
+  void copy_from(uint64_t offset, void* data, uint64_t nbytes) const;
 
   // Clears the bytes of a partial last LBA that lie past the end of the namespace.
   void zero_tail(const ByteRange& range);
@@ -43,6 +43,9 @@ class CommandMemory {
   int write(const ByteRange& range, bool durable, IoFailure& failure);
 
  private:
+  template <typename Move>
+  void for_each_part(uint64_t offset, uint64_t nbytes, Move move) const;
+
   const ControllerContext& context_;
   Storage& storage_;
   std::vector<Segment> segments_;

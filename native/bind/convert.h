@@ -1,0 +1,34 @@
+// What several bindings need: facts as a dict, and what a forked child is told.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <variant>
+
+#include "bind/unlocked.h"
+#include "storage/storage.h"
+
+namespace fw::native {
+
+namespace nb = nanobind;
+
+using WithoutGil = nb::call_guard<Unlocked>;
+inline constexpr const char* kForkMessage =
+    "opened before fork(): its threads exist in the parent process only; open it again here";
+
+inline nb::dict to_dict(const Description& description) {
+  nb::dict result;
+  for (const auto& [name, value] : description.facts) {
+    std::visit([&](const auto& fact) { result[name.c_str()] = nb::cast(fact); }, value);
+  }
+  if (!description.children.empty()) {
+    nb::list members;
+    for (const Description& child : description.children) members.append(to_dict(child));
+    result["members"] = members;
+  }
+  return result;
+}
+
+}  // namespace fw::native
