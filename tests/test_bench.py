@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, get_type_hints
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from flashwarp.bench import BENCHES
+import flashwarp as fw
+from flashwarp.bench import BENCHES, first_light
 from flashwarp.cli import bench as command
 from flashwarp.cli.main import main
 from flashwarp.device import resolve
@@ -137,3 +139,32 @@ def test_report_shows_the_figure_of_the_paper_where_there_is_one(capsys):
     shown = capsys.readouterr().out
     assert "paper" in shown
     assert "1.88 [Fig. 4]" in shown
+
+
+@pytest.mark.parametrize("random", [0, 1])
+def test_sums_of_first_light_are_those_of_plain_memory(tmp_path, random):
+    content = np.arange(30_001, dtype=np.uint32)
+    np.save(tmp_path / "a.npy", content)
+    device = resolve("cpu")
+    kernels = first_light.load_kernels(device)
+    total, sums = np.zeros(1, np.uint64), []
+    with fw.open(tmp_path / "a.npy", device=device, cache="64 KiB", line=512) as array:
+        for kernel in ("reduce_array", "reduce_plain"):
+            total[:] = 0
+            params = first_light.ReduceParams(
+                array=array.kernel_handle,
+                plain=content.ctypes.data,
+                sum=total.ctypes.data,
+                count=content.size,
+                span=1000,
+                seed=5,
+                random=random,
+            )
+            array.controller.wake()
+            uses = array.controller.natives
+            device.run_kernel(kernels[kernel], [bytes(params)], warps=4, uses=uses)
+            array.synchronize()
+            sums.append(int(total[0]))
+
+    assert sums[0] == sums[1]
+    assert random or sums[0] == int(content.sum(dtype=np.uint64))

@@ -95,6 +95,17 @@ def test_built_in_kernels_compile(arch: str, cache: ArtifactCache) -> None:
         )
 
 
+# They were built in once; on the CPU device their own tests compile them.
+@pytest.mark.parametrize("name", ["bench/drives.cuh", "bench/first_light.cu", "demo/query.cu"])
+def test_kernels_of_benchmarks_and_demo_compile(name: str, cache: ArtifactCache) -> None:
+    source = compiler.Source.read(compiler.MODULE.parents[1] / name)
+
+    artifact = compiler.compile_source("sm_90", source, options=("-DFW_PROGRAM=1",), cache=cache)
+
+    assert artifact.kernels
+    assert all(kernel.registers for kernel in artifact.kernels.values())
+
+
 def test_kernel_resources_name_every_kernel_and_its_parameter_size(
     project: Path, cache: ArtifactCache
 ) -> None:

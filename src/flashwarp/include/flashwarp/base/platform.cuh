@@ -68,8 +68,8 @@ typedef unsigned long long uintptr_t;
 #define FW_UNROLL
 #endif
 
-// In a program of its own (FW_PROGRAM, set by flashwarp.compile) a kernel's name is mangled, so
-// that it tells the types of its parameters. On the CPU a section of their own sets kernels apart
+// In a program that a device compiles (FW_PROGRAM) a kernel's name is mangled, so that it tells the
+// types of its parameters. On the CPU a section of their own sets kernels apart
 // from what else the program defines.
 #if FW_ON_GPU && defined(FW_PROGRAM)
 #define FW_KERNEL_LINKAGE
