@@ -78,7 +78,7 @@ FW_DEVICE void sum_consecutive(const reduce_params& p, LoadSeveral load_several,
 
 }  // namespace bench
 
-// The ceiling of the mapped path: the same random blocks, pulled without any command.
+// The ceiling of the in-place path: the same random blocks, pulled without any command.
 FW_KERNEL pull_blocks(const FW_GRID_CONSTANT bench::queue_params p) {
   using namespace fw;
   const uint64_t base = p.volume->queues[0].data.mapped_base;
@@ -115,7 +115,7 @@ FW_KERNEL_RESIDENT(2) queue_read(const FW_GRID_CONSTANT bench::queue_params p) {
         return;
       }
       uint64_t address = target;
-      if (q.data.path == nvme::kMapped) address = q.data.mapped_base + block * p.block_bytes;
+      if (q.data.path == nvme::kInPlace) address = q.data.mapped_base + block * p.block_bytes;
       if (q.data.path == nvme::kBounce) address = nvme::buffer_of(q, ticket);
       if (mine) {
         const uint32_t blocks = p.block_bytes >> nvme::kLbaShift;
