@@ -11,7 +11,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp import _native
-from flashwarp.advice import Usage, advise
+from flashwarp.array.advice import Usage, advise
 from flashwarp.stats import Stats
 from flashwarp.storage import Memory
 

@@ -13,7 +13,6 @@ import pytest
 import flashwarp as fw
 from flashwarp._jit import spelling
 from flashwarp._jit.program import LoadedKernel
-from flashwarp.arguments import _ArrayParam, parse_signature
 from flashwarp.device import CpuDevice
 from flashwarp.device import cuda as cuda_device
 from flashwarp.errors import (
@@ -23,6 +22,7 @@ from flashwarp.errors import (
     FlashwarpError,
     ReadOnlyError,
 )
+from flashwarp.program.arguments import _ArrayParam, parse_signature
 
 KERNELS = Path(__file__).parent / "program_kernels.cu"
 PAIR = np.dtype([("key", "i4"), ("value", "f8")], align=True)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import config, graphs, trace
+from flashwarp import config, trace
+from flashwarp.apps import graphs
 from flashwarp.config import Config, flag, integer, number, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
@@ -209,7 +210,7 @@ def test_a_range_of_no_bytes_is_not_the_whole_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "entries", [0, -1, 2.0, True, "8", fw.share_table.ENTRIES_MAX + 1], ids=repr
+    "entries", [0, -1, 2.0, True, "8", fw.array.share_table.ENTRIES_MAX + 1], ids=repr
 )
 def test_entries_of_a_share_table(entries: Any) -> None:
     with fw.Cache("1 MiB", device="cpu") as cache, pytest.raises(ArgumentError, match="entries="):

@@ -22,8 +22,11 @@ import numpy.typing as npt
 import pytest
 
 import flashwarp as fw
-from flashwarp import _native, cache, queue_pair, rows
+from flashwarp import _native
+from flashwarp.array import rows
+from flashwarp.cache import cache
 from flashwarp.errors import BoundsError, CacheError, DataPathError
+from flashwarp.nvme import queue_pair
 from flashwarp.storage import File, Memory, Replicated, Storage, Striped
 
 Reference = npt.NDArray[Any]

@@ -30,8 +30,9 @@ from fake_cuda import (
     fake,
     report,
 )
-from flashwarp import calls, controller
-from flashwarp.cache import FailureSequence
+from flashwarp.array import calls
+from flashwarp.array.rows import MaintenanceParams, RowParams
+from flashwarp.cache.cache import FailureSequence
 from flashwarp.device import CudaDevice, DeviceArray
 from flashwarp.errors import (
     ArgumentError,
@@ -41,7 +42,7 @@ from flashwarp.errors import (
     DeviceTimeout,
     StorageError,
 )
-from flashwarp.rows import MaintenanceParams, RowParams
+from flashwarp.nvme import software as controller
 
 LANE = 0x257  # the first stream after the library's own, and the one beside the calls
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import flashwarp as fw
-from flashwarp import graphs
+from flashwarp.apps import graphs
 from flashwarp.cli.main import main
 from flashwarp.demo import features, graph, table
 from flashwarp.demo.check import CheckFailed, check_equal

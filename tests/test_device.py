@@ -17,6 +17,7 @@ import pytest
 
 import flashwarp.device as fw_device
 from flashwarp._jit import driver
+from flashwarp.array.rows import RowParams
 from flashwarp.device import (
     ArrayView,
     CpuDevice,
@@ -36,7 +37,6 @@ from flashwarp.errors import (
     DtypeError,
     ForkError,
 )
-from flashwarp.rows import RowParams
 
 
 @pytest.fixture

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import _native, host_memory
+from flashwarp import _native
 from flashwarp.config import Config
-from flashwarp.file_access import FileFacts, ReadFigures, choose_way, reconsider
+from flashwarp.device import host_memory
 from flashwarp.probe.disk import drop_page_cache
+from flashwarp.storage.file_access import FileFacts, ReadFigures, choose_way, reconsider
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -29,10 +29,12 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import _native, files, graphs, opening
+from flashwarp import _native
+from flashwarp.apps import graphs
+from flashwarp.array import opening
 from flashwarp.errors import ArgumentError, FileFormatError, FlashwarpError, PathError
-from flashwarp.npy import read_layout
-from flashwarp.storage import File
+from flashwarp.storage import File, files
+from flashwarp.storage.npy import read_layout
 
 NUMBERS = np.random.default_rng(5).standard_normal((64, 16))
 

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import calls
+from flashwarp.array import calls
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,

@@ -23,11 +23,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import flashwarp as fw
-from flashwarp import _native, config, npy
+from flashwarp import _native, config
 from flashwarp._jit import artifact_cache
 from flashwarp.demo.table import NUMERIC_COLUMNS, read_flights
 from flashwarp.errors import ArgumentError, FlashwarpError
-from flashwarp.storage import Memory
+from flashwarp.storage import Memory, npy
 from flashwarp.testing import FaultPlan
 from flashwarp.testing.rings import LBA, AlignedMemory, Host, Ring
 

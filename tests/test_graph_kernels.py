@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp import graphs
 from flashwarp._jit.compiler import Source, compile_source
+from flashwarp.apps import graphs
+from flashwarp.apps.graphs import Edges, EdgeSource, Rows
+from flashwarp.apps.graphs.reference import reference_components, reference_distances
 from flashwarp.bench.graph_solve import KERNELS, Components, Product, Reader, Search
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, ClosedError
-from flashwarp.graphs import Edges, EdgeSource, Rows
-from flashwarp.graphs.reference import reference_components, reference_distances
 
 WAYS = ["cached", "in_place", "plain", "by_warp", "naive", "uncached"]
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from flashwarp import graphs
+from flashwarp.apps import graphs
+from flashwarp.apps.graphs import Edges, EdgeSource
+from flashwarp.apps.graphs.inputs import load
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
-from flashwarp.graphs import Edges, EdgeSource
-from flashwarp.graphs.inputs import load
 from small_graphs import rows_of, text_graph
 
 
@@ -18,7 +18,7 @@ def equal(a, b):
 @pytest.mark.parametrize("memory_bytes", [1 << 30, 10_000])
 @pytest.mark.parametrize("kind", ["kron", "urand"])
 def test_graph_by_degree_is_the_same_graph(tmp_path, monkeypatch, kind, memory_bytes):
-    monkeypatch.setattr("flashwarp.graphs.order._PART_ENTRIES", 777)
+    monkeypatch.setattr("flashwarp.apps.graphs.order._PART_ENTRIES", 777)
     given = load(f"{kind}:9", tmp_path / "given")
 
     ordered = load(f"{kind}:9", tmp_path / "ordered", by_degree=True, memory_bytes=memory_bytes)

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from scipy import io, sparse
 
-from flashwarp import graphs
-from flashwarp.cli.main import main
-from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
-from flashwarp.graphs import Edges, EdgeSource
-from flashwarp.graphs.generate import rmat_chunk
-from flashwarp.graphs.inputs import load
-from flashwarp.graphs.reference import (
+from flashwarp.apps import graphs
+from flashwarp.apps.graphs import Edges, EdgeSource
+from flashwarp.apps.graphs.generate import rmat_chunk
+from flashwarp.apps.graphs.inputs import load
+from flashwarp.apps.graphs.reference import (
     UNREACHED,
     check_components,
     check_distances,
     reference_components,
     reference_distances,
 )
+from flashwarp.cli.main import main
+from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from small_graphs import rows_of, text_graph
 
 # Generators.
@@ -219,7 +219,7 @@ def test_edge_list_with_weights_one_way(tmp_path):
 
 
 def test_edge_list_longer_than_a_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("flashwarp.graphs.inputs._TEXT_BYTES", 64)
+    monkeypatch.setattr("flashwarp.apps.graphs.inputs._TEXT_BYTES", 64)
     n = 300
 
     graph = text_graph(tmp_path, "".join(f"{i} {i + 1}\n" for i in range(n)))
@@ -463,7 +463,7 @@ def test_command_says_what_is_wrong_with_a_graph(monkeypatch, tmp_path, capsys):
 def test_rules_hold_for_the_right_distances_and_for_no_others(
     tmp_path, monkeypatch, kind, by_degree
 ):
-    monkeypatch.setattr("flashwarp.graphs.reference._PART_ENTRIES", 1000)
+    monkeypatch.setattr("flashwarp.apps.graphs.reference._PART_ENTRIES", 1000)
     graph = load(f"{kind}:9", tmp_path, by_degree=by_degree)
     source = graph.pick_sources(1, seed=1)[0]
     right = reference_distances(graph.matrix(), source)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashwarp import host_memory
-from flashwarp.device import CpuDevice
+from flashwarp.device import CpuDevice, host_memory
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -25,10 +25,11 @@ import flashwarp as fw
 from file_writer import ADDED, OPEN_S_MAX, ROWS, rewrite, rows, wait_until
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, DataPathError, StorageError
-from flashwarp.file_access import Access, _read_in_place
-from flashwarp.lease import Lease
-from flashwarp.spread import GroupService
-from flashwarp.storage import File, Mapping
+from flashwarp.nvme.group import GroupService
+from flashwarp.storage import File
+from flashwarp.storage.file import Mapping
+from flashwarp.storage.file_access import Access, _read_in_place
+from flashwarp.storage.lease import Lease
 
 needs_leases = pytest.mark.skipif(
     not hasattr(fcntl, "F_SETLEASE"), reason="the system has no leases"
@@ -237,7 +238,7 @@ def test_two_arrays_on_one_file_have_a_lease_each(path: Path) -> None:
 def test_break_without_a_keeper_sends_no_signal(path: Path) -> None:
     program = textwrap.dedent("""
         import errno, fcntl, os, sys, time
-        from flashwarp.lease import Lease
+        from flashwarp.storage.lease import Lease
         path = sys.argv[1]
         for turn in range(3):
             lease = Lease(path)
@@ -287,7 +288,7 @@ def on_cpu() -> Access:
 
 
 def test_lease_is_given_up_where_another_path_is_asked_for(path: Path) -> None:
-    form = fw.npy.read_layout(str(path))
+    form = fw.storage.npy.read_layout(str(path))
     mapping = Mapping(path, path.stat().st_size)
     file = _read_in_place(str(path), form, mapping, on_cpu())
     assert isinstance(file, File)
@@ -335,7 +336,7 @@ def test_path_that_names_another_file_meanwhile_is_not_read_in_place(
     np.save(tmp_path / "other.npy", rows())
     (tmp_path / "other.npy").rename(path)
 
-    found = _read_in_place(str(path), fw.npy.read_layout(str(path)), mapping, on_cpu())
+    found = _read_in_place(str(path), fw.storage.npy.read_layout(str(path)), mapping, on_cpu())
 
     assert found == "its path names another file than a moment ago"
     mapping.close()
@@ -396,7 +397,7 @@ def test_immutable_is_for_readers() -> None:
 
 
 def test_break_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "flashwarp.lease")
+    caplog.set_level(logging.INFO, "flashwarp.storage.lease")
     with open_mapped(path):
         rewrite(path)
         wait_until(lambda: bool(caplog.records), "a line in the log")
@@ -428,7 +429,7 @@ def test_closed_array_leaves_neither_lease_nor_descriptor(
 def test_keeper_keeps_no_interpreter_from_ending(path: Path) -> None:
     program = textwrap.dedent("""
         import sys
-        from flashwarp.lease import Lease
+        from flashwarp.storage.lease import Lease
         lease = Lease(sys.argv[1])
         lease.watch(lambda: True, lambda error: None)
     """)

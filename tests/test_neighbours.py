@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.cache import VolumeStruct
+from flashwarp.cache.cache import VolumeStruct
 from flashwarp.errors import DeviceTimeout
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.errors import DtypeError, FileFormatError
-from flashwarp.npy import read_layout
+from flashwarp.storage.npy import read_layout
 
 
 def write(path: Path, header: str, version: int = 1) -> str:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import flashwarp as fw
 import flashwarp.trace
 from flashwarp._jit import compiler
-from flashwarp.cache import Cache
-from flashwarp.controller import SoftwareController
+from flashwarp.cache.cache import Cache
 from flashwarp.device import CpuDevice
 from flashwarp.errors import CacheError, ClosedError, CompileError
+from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import POLICIES, Policy
 from flashwarp.trace import Trace
 from policy_models import MODELS, SetAssociative

@@ -14,7 +14,7 @@ import flashwarp as fw
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, LockedError
 from flashwarp.nvme import Controller, Queues, Service
-from flashwarp.spread import ControllerGroup
+from flashwarp.nvme.group import ControllerGroup
 from flashwarp.storage import File, Memory, Namespace, Replicated, Storage, Striped
 from flashwarp.testing import Faulty, ServiceContract
 

@@ -14,9 +14,9 @@ import pytest
 
 import flashwarp as fw
 from flashwarp._jit import compiler, elf
+from flashwarp.array.share_table import ENTRIES_MAX, ShareTableStruct
 from flashwarp.device import CpuDevice, DeviceMemory
 from flashwarp.errors import ArgumentError, ClosedError, ShareError, StorageError
-from flashwarp.share_table import ENTRIES_MAX, ShareTableStruct
 from flashwarp.testing.faults import Faulty
 
 KERNELS = Path(__file__).parent / "share_kernels.cu"

@@ -23,7 +23,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.spread import NAMESPACES_MAX
+from flashwarp.nvme.group import NAMESPACES_MAX
 from flashwarp.storage import File, Memory, Replicated, Striped
 from flashwarp.testing import Faulty
 

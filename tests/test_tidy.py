@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import importlib
 import inspect
 import re
@@ -20,47 +21,18 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "flashwarp"
 HEADERS = PACKAGE / "include" / "flashwarp"
 
-# Lowest first. A module imports from its own line and from those above it, never from below.
-LAYERS = [
-    ["errors"],
-    ["config", "containers", "endings", "files", "lease"],
-    ["dtypes"],
-    ["stats", "npy", "policy", "policy_source", "_waiting"],
-    ["advice", "host_memory"],
-    ["_jit"],
-    ["_foreign"],
-    ["device"],
-    ["storage"],
-    ["file_access"],
-    ["queue_pair", "ssd_model"],
-    ["nvme"],
-    ["controller"],
-    ["spread"],
-    ["cache"],
-    ["rows"],
-    ["selection"],
-    ["scratch"],
-    ["operands"],
-    ["failures", "launcher"],
-    ["futures"],
-    ["calls"],
-    ["attachment"],
-    ["array"],
-    ["arguments", "share_table"],
-    ["compiling"],
-    ["interop"],
-    ["opening"],
-    ["flashwarp"],
-    ["graphs"],
-    ["trace", "testing"],
-    # From here on what measures and shows; no arrays, and nobody who tests a backend, need it.
-    ["probe"],
-    ["demo", "bench"],
-    ["cli"],
-]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+# Rooms that measure, show and test: what the product may not need.
+NO_PRODUCT = {"apps", "bench", "cli", "demo", "probe", "testing", "trace"}
 
-# The same for headers: folder, and what stands above all folders.
+TOP_MODULES_MAX = 8
+
+# Imports for types alone that still make a circle; the list may only shrink.
+CIRCLES = {
+    ("flashwarp.device.memory", "flashwarp.device.base"),
+    ("flashwarp.device.foreign", "flashwarp.device"),
+}
+
+# Lowest first: a header includes from its own room and from those below; "" is outside of rooms.
 HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "array": 3, "": 4, "kernels": 5}
 
 # The same for the C++ extension. The CPU device stands below the controllers, of which it knows
@@ -132,54 +104,111 @@ def text_of(path: Path) -> str:
 # Python.
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Every module the file imports when it runs, at its top or inside a function."""
-    pending: list[ast.AST] = [ast.parse(text_of(path))]
+def module_of(path: Path) -> str:
+    parts = ("flashwarp", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in python_files}
+
+
+def imports_of(text: str, *, types: bool = True) -> Iterator[str]:
+    """What a source imports, at its top or inside a function; with `types`, for types alone too."""
+    pending: list[ast.AST] = [ast.parse(text)]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
             pending += node.orelse
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide the direction"
+            assert node.level == 0, "relative imports hide the direction"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         pending += ast.iter_child_nodes(node)
 
 
-def layer_of(module: str) -> str | None:
-    """The layer that a module or a name in it belongs to; None for what is not ours."""
-    parts = module.split(".")
-    if parts[0] != "flashwarp" or parts[1:2] == ["_native"]:
-        return None
-    # What is no layer, as in `from flashwarp import Array`, comes from the door itself.
-    return parts[1] if len(parts) > 1 and parts[1] in RANK else "flashwarp"
+@functools.cache
+def needs_of(module: str) -> frozenset[str]:
+    """The modules of the package that one imports."""
+    found = set()
+    for name in imports_of(text_of(MODULES[module])):
+        # `from flashwarp.x import y`: y is a module, or a name in x.
+        target = name if name in MODULES else name.rpartition(".")[0]
+        if target in MODULES and not name.startswith("flashwarp._native"):
+            found.add(target)
+    return frozenset(found - {module})
 
 
-def top_of(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "flashwarp" if first == "__init__" else first
+def room_of_module(module: str) -> str:
+    """The folder that a module lies in; its own name at the package's top level."""
+    return (module.split(".") + ["door"])[1]
 
 
-def test_every_module_has_its_layer() -> None:
-    unplaced = {top_of(path) for path in python_files} - set(RANK)
+def check_one_direction(needs: dict[str, set[str]]) -> None:
+    """Fail on a circle, and show it."""
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" needs ".join(reversed(error.args[1])))
 
-    assert unplaced == set(), "give them their place in LAYERS"
+
+def test_rooms_need_each_other_in_one_direction() -> None:
+    needs: dict[str, set[str]] = {}
+    for module in MODULES:
+        rooms = {room_of_module(each) for each in needs_of(module)}
+        needs.setdefault(room_of_module(module), set()).update(rooms - {room_of_module(module)})
+
+    check_one_direction(needs)
 
 
-@each(python_files)
-def test_no_layer_imports_a_higher_one(path: Path) -> None:
-    mine = RANK[top_of(path)]
+def test_modules_need_each_other_in_one_direction() -> None:
+    check_one_direction(
+        {
+            module: {each for each in needs_of(module) if (module, each) not in CIRCLES}
+            for module in MODULES
+        }
+    )
+    assert all(target in needs_of(module) for module, target in CIRCLES), "take it off the list"
 
-    for module in imported_modules(path):
-        layer = layer_of(module)
-        assert layer is None or RANK[layer] <= mine, f"{path.name} imports {module}, above it"
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_the_product_needs_no_measurement(module: str) -> None:
+    if room_of_module(module) not in NO_PRODUCT:
+        assert {room_of_module(each) for each in needs_of(module)} & NO_PRODUCT == set()
+
+
+def test_few_modules_lie_outside_of_rooms() -> None:
+    outside = [path.name for path in python_files if path.parent == PACKAGE]
+
+    assert len(outside) <= TOP_MODULES_MAX, "a room has a place for it"
+
+
+def test_every_module_is_needed() -> None:
+    sources = [*python_files, *test_files, *ROOT.glob("examples/*.py")]
+    text = "\n".join(map(text_of, [*sources, ROOT / "pyproject.toml"]))
+    needed = set().union(*map(needs_of, MODULES))
+    for path in sources:
+        if path.suffix == ".py" and path not in python_files:
+            for name in imports_of(text_of(path)):
+                needed |= {name, name.rpartition(".")[0]}
+    needed |= set(re.findall(r"flashwarp\.[a-z_.]+", text))
+    # Commands of the command line, and the benchmarks that it lists, are imported by their names.
+    by_name = {"flashwarp.cli", "flashwarp.bench"}
+    dead = {
+        module
+        for module, path in MODULES.items()
+        if path.name != "__init__.py"
+        and module not in needed
+        and module.rpartition(".")[0] not in by_name
+    }
+
+    assert dead == set()
 
 
 @each(python_files)
 def test_only_the_driver_imports_cuda(path: Path) -> None:
-    imported = {name.split(".")[0] for name in imported_modules(path)}
+    imported = {name.split(".")[0] for name in imports_of(text_of(path), types=False)}
     # Modules that may be absent are imported by name.
     imported_by_name = re.search(r"""import\w*\(\s*["']cuda\b""", text_of(path))
 

@@ -5,16 +5,16 @@ pairs that a software controller serves. See `open` to begin.
 """
 
 from flashwarp import errors, storage
-from flashwarp.array import Array, Explanation
-from flashwarp.cache import Cache
-from flashwarp.compiling import Kernel, Program, compile, get_include  # noqa: A004
-from flashwarp.controller import SoftwareController
+from flashwarp.array.array import Array, Explanation
+from flashwarp.array.futures import Future
+from flashwarp.array.opening import create, open  # noqa: A004
+from flashwarp.array.share_table import ShareTable
+from flashwarp.cache.cache import Cache
 from flashwarp.device import CpuDevice, CudaDevice
-from flashwarp.futures import Future
-from flashwarp.opening import create, open  # noqa: A004
+from flashwarp.nvme.drive_model import SSDModel
+from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import Policy
-from flashwarp.share_table import ShareTable
-from flashwarp.ssd_model import SSDModel
+from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 from flashwarp.stats import Stats
 
 __version__ = "0.1.0"

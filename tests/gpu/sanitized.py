@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import flashwarp as fw
-from flashwarp import graphs
+from flashwarp.apps import graphs
 from flashwarp.demo.graph import BreadthFirstSearch
 
 KERNELS = """

@@ -24,7 +24,7 @@ from file_writer import (
 )
 from flashwarp.device import resolve
 from flashwarp.errors import DataPathError, StorageError
-from flashwarp.lease import Lease
+from flashwarp.storage.lease import Lease
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

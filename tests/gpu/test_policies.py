@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.cache import Cache
+from flashwarp.cache.cache import Cache
 from flashwarp.device import CudaDevice
 from flashwarp.policy import POLICIES, Policy
 from policy_models import SetAssociative

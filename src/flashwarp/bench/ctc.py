@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp.compiling import Program
 from flashwarp.device import Device, DeviceMemory, resolve
 from flashwarp.probe.report import Report, Row, machine_facts
 from flashwarp.probe.timing import device_seconds, in_turns, median_of
+from flashwarp.program.compiling import Program
 
 __all__ = ["KERNELS", "run"]
 

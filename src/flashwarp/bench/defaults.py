@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp import host_memory
 from flashwarp.bench.small_memory import events_of, small_group
 from flashwarp.config import parse_bytes
-from flashwarp.device import resolve
-from flashwarp.npy import DATA_OFFSET, empty_layout, write_empty
+from flashwarp.device import host_memory, resolve
 from flashwarp.probe.disk import drop_page_cache, fill_page_cache, measure_ceiling
 from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.storage.npy import DATA_OFFSET, empty_layout, write_empty
 
 __all__ = ["run"]
 

@@ -24,12 +24,12 @@ import numpy.typing as npt
 import flashwarp as fw
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
+from flashwarp.array.rows import ArrayStruct
 from flashwarp.device import CudaDevice, Device, resolve
-from flashwarp.npy import read_layout
 from flashwarp.probe.disk import measure_ceiling
 from flashwarp.probe.report import Report, Row, machine_facts
 from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_seconds
-from flashwarp.rows import ArrayStruct
+from flashwarp.storage.npy import read_layout
 
 __all__ = ["run"]
 

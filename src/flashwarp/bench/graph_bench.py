@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import flashwarp as fw
-from flashwarp import graphs
+from flashwarp.apps import graphs
 from flashwarp.bench.graph_solve import KERNELS, Algorithm, Reader
 from flashwarp.device import Device
 from flashwarp.probe.report import Report, Row

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp import graphs
+from flashwarp.apps import graphs
 from flashwarp.bench.graph_bench import GraphBench, cache_bytes
 from flashwarp.bench.modelled import modelled
 from flashwarp.config import parse_bytes

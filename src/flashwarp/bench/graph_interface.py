@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp import graphs
+from flashwarp.apps import graphs
 from flashwarp.bench.graph_bench import GraphBench, cache_bytes
 from flashwarp.bench.graph_drives import most_queue_pairs, open_drives
 from flashwarp.bench.graph_solve import Algorithm

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from flashwarp import graphs
+from flashwarp.apps import graphs
 from flashwarp.bench import graph_drives, graph_ways
 from flashwarp.bench.graph_bench import GraphBench, Options, Papers
 from flashwarp.bench.graph_interface import interface

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp import graphs
-from flashwarp.compiling import Program
+from flashwarp.apps import graphs
+from flashwarp.apps.graphs.reference import UNREACHED, check_components, check_distances
+from flashwarp.apps.graphs.rows import RowsStruct
 from flashwarp.device import Device
-from flashwarp.graphs.reference import UNREACHED, check_components, check_distances
-from flashwarp.graphs.rows import RowsStruct
+from flashwarp.program.compiling import Program
 
 __all__ = ["KERNELS", "Algorithm", "Components", "Product", "Reader", "Search"]
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 import flashwarp as fw
-from flashwarp import graphs
+from flashwarp.apps import graphs
 from flashwarp.bench.graph_bench import GraphBench, cache_bytes
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache, measure_ceiling
 from flashwarp.probe.report import Row

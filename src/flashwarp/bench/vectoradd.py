@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp.bench import vectoradd_files
 from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, KERNELS, Ours
-from flashwarp.compiling import Program
 from flashwarp.device import CudaDevice, Device, Stream, resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.probe.report import Report, Row, machine_facts
 from flashwarp.probe.timing import in_turns, wall_seconds
+from flashwarp.program.compiling import Program
 
 __all__ = ["KERNELS", "run"]
 

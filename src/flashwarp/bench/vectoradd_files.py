@@ -24,12 +24,12 @@ import numpy as np
 import flashwarp as fw
 from flashwarp import config
 from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, Ours
-from flashwarp.compiling import Program
 from flashwarp.config import parse_bytes
 from flashwarp.device import CudaDevice, Device, DeviceMemory, OwnedStream
 from flashwarp.errors import ArgumentError
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
+from flashwarp.program.compiling import Program
 
 __all__ = ["measure", "tile_sizes"]
 

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import flashwarp as fw
-from flashwarp.compiling import Program
 from flashwarp.device import CudaDevice, Device
+from flashwarp.program.compiling import Program
 
 __all__ = ["ELEMENT_BYTES", "KERNELS", "Ours"]
 

@@ -11,7 +11,7 @@ import typer
 from flashwarp.config import parse_bytes
 
 if TYPE_CHECKING:
-    from flashwarp.graphs import CsrGraph
+    from flashwarp.apps.graphs import CsrGraph
 
 __all__ = ["graph"]
 
@@ -43,7 +43,7 @@ def make(
     memory: Annotated[str, typer.Option(help="For edges, before they go to files.")] = "2 GiB",
 ) -> None:
     """Write a graph as sorted lists of neighbours (compressed sparse rows)."""
-    from flashwarp.graphs import load
+    from flashwarp.apps.graphs import load
 
     made = load(
         what,
@@ -60,7 +60,7 @@ def make(
 @graph.command()
 def info(folder: Annotated[Path, typer.Argument(help="What `make` wrote.")]) -> None:
     """Check every entry of a graph and tell how large it is."""
-    from flashwarp.graphs import CsrGraph
+    from flashwarp.apps.graphs import CsrGraph
 
     found = CsrGraph.open(folder)
     found.check()

@@ -38,9 +38,9 @@ def record(
 
     import numpy as np
 
-    from flashwarp import npy
     from flashwarp.config import parse_bytes
     from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
+    from flashwarp.storage import npy
     from flashwarp.trace import trace_of_indices
 
     if (rows_of is None) == (not row_bytes):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
+from flashwarp.array.rows import ArrayStruct
 from flashwarp.demo.check import CheckFailed, check_equal
 from flashwarp.demo.data_path import data_path_of
 from flashwarp.demo.progress import Steps
@@ -34,7 +35,6 @@ from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 from flashwarp.policy import CLOCK, Policy
 from flashwarp.probe.disk import create_npy, direct_reads_work, drop_page_cache
-from flashwarp.rows import ArrayStruct
 
 __all__ = [
     "FLIGHTS",

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy.typing as npt
 
 from flashwarp import endings
-from flashwarp._foreign import ArrayView, view
 from flashwarp._jit import compiler, driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
+from flashwarp.device.foreign import ArrayView, view
 from flashwarp.device.memory import (
     DeviceArray,
     DeviceMemory,

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from flashwarp import config, endings, host_memory
+from flashwarp import config, endings
 from flashwarp._jit import compiler, host_compiler
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
+from flashwarp.device import host_memory
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
 from flashwarp.device.memory import (
     DeviceMemory,

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from flashwarp import endings
-from flashwarp._foreign import stream_handle
 from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream, quietly
+from flashwarp.device.foreign import stream_handle
 from flashwarp.device.memory import (
     DeviceMemory,
     MemoryInfo,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp._foreign import ArrayView
 from flashwarp.config import integer
+from flashwarp.device.foreign import ArrayView
 from flashwarp.endings import NotCopied
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 

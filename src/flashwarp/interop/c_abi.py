@@ -14,10 +14,10 @@ import struct
 import numpy as np
 
 from flashwarp._jit import compiler
-from flashwarp.array import Array
+from flashwarp.array.array import Array
+from flashwarp.array.rows import ArrayStruct
 from flashwarp.errors import DtypeError
 from flashwarp.policy import Policy
-from flashwarp.rows import ArrayStruct
 
 __all__ = [
     "ATOMIC_ADD_DTYPES",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 from flashwarp.errors import StorageError
-from flashwarp.queue_pair import QueueCounters
+from flashwarp.nvme.queue_pair import QueueCounters
 from flashwarp.storage import Namespace
 
 __all__ = ["Controller", "Queues", "Service"]
@@ -31,7 +31,7 @@ class Queues(Protocol):
     depth : int
         Entries of the shortest ring.
     path : str
-        How data moves: one of `flashwarp.queue_pair.DATA_PATHS`.
+        How data moves: one of `flashwarp.nvme.queue_pair.DATA_PATHS`.
     """
 
     address: int
@@ -73,7 +73,7 @@ class Service(NotCopied, ABC):
     @property
     @abstractmethod
     def path(self) -> str:
-        """How data moves: one of `flashwarp.queue_pair.DATA_PATHS`. May go to "bounce" later."""
+        """How data moves, as in `DATA_PATHS` of `queue_pair`. It may become "bounce" later."""
 
     @property
     @abstractmethod

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy_format
 
-from flashwarp.storage import Mapping
+from flashwarp.storage.file import Mapping
 
 __all__ = [
     "DiskCeiling",

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.array import Array
+from flashwarp.array.array import Array
+from flashwarp.array.opening import open as open_array
 from flashwarp.errors import ClosedError, ReadOnlyError, StorageError
 from flashwarp.nvme import Controller
-from flashwarp.opening import open as open_array
-from flashwarp.queue_pair import DATA_PATHS
+from flashwarp.nvme.queue_pair import DATA_PATHS
 from flashwarp.storage import Namespace
 from flashwarp.testing.storage_contract import assert_raises, random_content
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.array import Array
-from flashwarp.cache import LINE_BYTES_MAX, LINE_BYTES_MIN
+from flashwarp.array.array import Array
+from flashwarp.cache.cache import LINE_BYTES_MAX, LINE_BYTES_MIN
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashwarp.cache import Cache
+from flashwarp.array.opening import open as open_array
+from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
-from flashwarp.controller import SoftwareController
 from flashwarp.device import CpuDevice
 from flashwarp.errors import ArgumentError
-from flashwarp.opening import open as open_array
+from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.storage import Memory
 from flashwarp.trace.format import Trace

@@ -11,7 +11,7 @@ from numba.cuda.datamodel import models
 from numba.cuda.extending import register_model, typeof_impl
 from numba.cuda.np import numpy_support
 
-from flashwarp.array import Array
+from flashwarp.array.array import Array
 from flashwarp.interop import c_abi
 from flashwarp.policy import CLOCK, Policy, resolve_policy
 

@@ -10,7 +10,7 @@ from numba import cuda
 from numba.cuda import types
 
 from flashwarp import endings
-from flashwarp.array import Array
+from flashwarp.array.array import Array
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError
 from flashwarp.interop import c_abi

@@ -1,0 +1,1 @@
+"""Applications on arrays, for demo, benchmarks and examples."""

@@ -1,0 +1,1 @@
+"""Arrays in a storage: opening, indexing, calls, and what they leave behind."""

@@ -1,0 +1,541 @@
+"""Asynchronous calls of one array: from their submission to the end of their futures.
+
+On a GPU a call is launched at once, on one of a few streams of the library's own. On the CPU
+device, where launches end before they return, a worker thread launches one after the other and has
+the lines of the next ones fetched meanwhile. Each call has an error record of its own, so a failure
+is of the very call. The worker ends calls and runs their callbacks; it lives while there is
+something to do, and the interpreter waits for it. Not more than `config.async_calls` are in flight.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashwarp import config, endings
+from flashwarp._waiting import STEP_MAX_S, Waited
+from flashwarp.array.failures import Failures, bad_index
+from flashwarp.array.futures import Future
+from flashwarp.array.launcher import Launcher
+from flashwarp.array.operands import Index, Operands, host_index
+from flashwarp.array.selection import rows_of_slice
+from flashwarp.device import DeviceArray, OwnedStream
+from flashwarp.device.scratch import Scratch
+from flashwarp.endings import first_of
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    DeviceError,
+    DeviceTimeout,
+)
+
+__all__ = ["Calls", "time_limit_s"]
+
+_log = logging.getLogger(__name__)
+
+# How long the worker waits for more to do before it ends.
+_LINGER_S = 0.05
+
+# How often it looks whether a GPU has ended a call: first this often, then each fiftieth of the
+# time that it has waited, so that it adds at most 2 % to any wait.
+_POLL_MIN_S = 20e-6
+_POLL_SHARE = 0.02
+_POLL_MAX_S = 1e-3
+
+
+def time_limit_s() -> float:
+    """Return how long host calls wait for launches: twice a command's limit, at least 60 s."""
+    return max(2 * config.current().timeout_s, 60.0)
+
+
+class _Lane:
+    """What a call in flight has for itself: an error record, and an event at its end."""
+
+    def __init__(self, launcher: Launcher, side: OwnedStream) -> None:
+        self.volume = launcher.volume.with_own_errors(side)
+        self.launcher = launcher.on(self.volume)
+        self.event = launcher.device.event()
+
+    def close(self) -> None:
+        self.event.close()
+        self.launcher.let_go()
+        self.volume.release()
+
+
+@dataclass(eq=False)
+class _Call:
+    """How to launch a call, what to do when it is done, and what must live until then."""
+
+    what: str
+    start: Callable[[Launcher, Any], None]
+    finish: Callable[[Any], Any]
+    after: Sequence[Any]  # streams whose work comes before
+    held: Sequence[DeviceArray | None]  # given back in the end
+    prefetch: Callable[[Launcher], None] | None = None
+    lines: int = 0  # that `prefetch` asks for
+    fetching: bool = False
+    lane: _Lane | None = None
+    future: Future[Any] = field(init=False)
+
+
+@dataclass
+class _Queue:
+    """A stream, its calls in the order in which they run, and lanes that are free."""
+
+    stream: OwnedStream
+    calls: deque[_Call] = field(default_factory=deque)
+    lanes: list[_Lane] = field(default_factory=list)
+
+
+class Calls:
+    """The asynchronous calls of one array. Any thread may make them.
+
+    Holds no reference to the array, which may be lost while they run. Takes none of its locks:
+    making a call waits for room among the calls in flight, and for nothing that another thread does
+    with the array.
+    """
+
+    def __init__(self, launcher: Launcher, operands: Operands, failures: Failures) -> None:
+        self._launcher = launcher
+        self._device = launcher.device
+        # For what is prepared beside the calls: nothing that runs for long is ever queued on it.
+        self._side = self._device.create_stream()
+        self._scratch = Scratch(self._device, self._side)
+        self._operands = operands.copying_to(self._scratch, self._side)
+        self._failures = failures
+        self._on_cpu = self._device.kind == "cpu"
+        # Guards everything below, and tells of each change.
+        self._changed = threading.Condition()
+        self._queues: list[_Queue] = []
+        self._open: set[_Call] = set()  # until their futures are done
+        self._worker: threading.Thread | None = None
+        self._closed = False
+        self._released = False
+        self._checking = threading.Lock()
+        self._checker: tuple[_Lane, OwnedStream] | None = None
+        # Failures that nobody has looked at: of futures that are gone, and futures that have one.
+        self._lost: deque[BaseException] = deque()
+        self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+    # Making calls.
+
+    def read(self, idx: Any, out: Any, stream: Any) -> Future[Any]:
+        """Read rows; see `Array.gather_async`."""
+        chosen = self._choose(idx, stream)
+        lead, library = _lead(chosen)
+        index = chosen if isinstance(chosen, Index) else None
+        target = self._operands.target(out, index, lead, library, stream)
+        call = _Call(
+            what="gather_async",
+            start=functools.partial(_start, "gather", chosen, target.address),
+            finish=target.finish,
+            after=self._streams_before(stream, library, target.library),
+            held=(target.held, _held(chosen)),
+            prefetch=functools.partial(_prefetch, chosen),
+            lines=self._lines_of(chosen) if self._on_cpu else 0,
+        )
+        return self._make(call, chosen, target.out, on_host=target.held is not None)
+
+    def write(self, idx: Any, values: Any, stream: Any) -> Future[None]:
+        """Store rows; see `Array.scatter_async`."""
+        chosen = self._choose(idx, stream)
+        lead, library = _lead(chosen)
+        source = self._operands.source(values, lead)
+        call = _Call(
+            what="scatter_async",
+            start=functools.partial(_start, "scatter", chosen, source.address),
+            # Named, so that the values live until the call has ended.
+            finish=functools.partial(_nothing, source),
+            after=self._streams_before(stream, library, source.library),
+            held=(source.held, _held(chosen)),
+        )
+        return self._make(call, chosen, None, on_host=False)
+
+    def _choose(self, idx: Any, stream: Any) -> range | Index:
+        """Check which rows are meant: a range where they lie back to back, else indices."""
+        if isinstance(idx, slice):
+            chosen = rows_of_slice(idx, self._operands.row_count)
+            if chosen.step == 1 or len(chosen) < 2:
+                return chosen
+            idx = host_index(chosen)
+        index = self._operands.index(idx)
+        if not index.checked and index.size:
+            self.check(index, *self._streams_before(stream, index.library))
+        return index
+
+    def check(self, index: Index, stream: Any) -> None:
+        """Check indices that lie on the GPU, after what `stream` has queued; waits for them.
+
+        What kernels note meanwhile in the array's own record is not touched.
+        """
+        error = endings.holding([self._checking], functools.partial(self._check, index, stream))
+        if error is not None:
+            raise error
+
+    def _check(self, index: Index, stream: Any) -> BoundsError | None:
+        if self._checker is None:
+            self._checker = _Lane(self._launcher, self._side), self._device.create_stream()
+        lane, own = self._checker
+        self._device.order(stream, own)
+        lane.launcher.check_indices(index, own)
+        self._device.synchronize(own, time_limit_s())
+        return bad_index(lane.volume, index, self._operands.row_count)
+
+    def _lines_of(self, chosen: range | Index) -> int:
+        """Most lines that rows on the host name."""
+        if isinstance(chosen, Index):
+            if not chosen.size:
+                return 0
+            index = chosen.owner
+            return self._launcher.lines_of(int(index.min()), int(index.max()), chosen.size)
+        return self._launcher.lines_of(chosen.start, chosen.stop - 1, len(chosen))
+
+    def _streams_before(self, stream: Any, *libraries: str) -> list[Any]:
+        """Whose work comes before: the caller's stream, or the ones that its libraries use."""
+        if stream is not None:
+            return [stream]
+        return [self._device.current_stream(name) for name in {*libraries} - {"numpy"}]
+
+    def _make(self, call: _Call, chosen: range | Index, out: Any, on_host: bool) -> Future[Any]:
+        future = call.future = Future(self, out, on_host)
+        if math.prod(_lead(chosen)[0]) * self._launcher.row_bytes:
+            endings.uninterrupted(functools.partial(self._submit, call))
+        else:
+            future.set_running_or_notify_cancel()
+            future.set_result(call.finish(None))
+        return future
+
+    def _submit(self, call: _Call) -> None:
+        limit_s = time_limit_s()
+        waited = Waited()
+        while True:
+            with self._changed:
+                if self._closed:
+                    raise ClosedError("the array is closed")
+                if self._has_room():
+                    queue = self._enter(call)
+                    break
+                if waited.look() >= limit_s:
+                    raise DeviceTimeout(
+                        f"{config.current().async_calls} asynchronous calls of the array are in "
+                        f"flight (FLASHWARP_ASYNC_CALLS), and none ended in {limit_s:g} s"
+                    )
+                if not self.on_worker:
+                    self._changed.wait(STEP_MAX_S)
+            if self.on_worker and not self._step():
+                time.sleep(_POLL_MIN_S)
+        if self._on_cpu:
+            self._fetch_ahead(queue)
+
+    def _has_room(self) -> bool:
+        in_flight = sum(len(queue.calls) for queue in self._queues)
+        return in_flight < config.current().async_calls
+
+    def _enter(self, call: _Call) -> _Queue:
+        """Give the call a lane on the stream that has the fewest calls, and launch it there."""
+        if self._worker is None:
+            # No daemon: a launch that still runs while the interpreter is taken down would crash.
+            worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
+            try:
+                worker.start()
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"the thread that ends asynchronous calls cannot be started ({error}): raise "
+                    "the limit of processes (ulimit -u) or of memory (ulimit -v)"
+                ) from error
+            self._worker = worker
+        if not self._queues:
+            streams = 1 if self._on_cpu else config.current().async_streams
+            self._queues = [_Queue(self._device.create_stream()) for _ in range(streams)]
+        queue = min(self._queues, key=lambda q: len(q.calls))
+        lane = queue.lanes.pop() if queue.lanes else _Lane(self._launcher, self._side)
+        call.lane = lane
+        if not self._on_cpu:
+            try:
+                self._launch(call, lane, queue.stream)
+            except BaseException:
+                queue.lanes.append(lane)
+                raise
+            call.future.set_running_or_notify_cancel()
+        queue.calls.append(call)
+        self._open.add(call)
+        self._changed.notify_all()
+        return queue
+
+    def _launch(self, call: _Call, lane: _Lane, stream: OwnedStream) -> None:
+        self._launcher.cache.streams.add(stream.handle)
+        for before in call.after:
+            self._device.order(before, stream)
+        call.start(lane.launcher, stream)
+        lane.event.record(stream)
+
+    # Ending them.
+
+    @property
+    def on_worker(self) -> bool:
+        """Whether the calling thread is the one that ends calls, as in a callback."""
+        return self._worker is not None and threading.get_ident() == self._worker.ident
+
+    def _work(self) -> None:
+        progress = time.monotonic()
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(self._has_calls, _LINGER_S):
+                    self._worker = None
+                    return
+            if self._step():
+                progress = time.monotonic()
+                continue
+            waited = time.monotonic() - progress
+            if waited > time_limit_s() and not threading.main_thread().is_alive():
+                self._abandon("the interpreter ends")
+            time.sleep(min(max(waited * _POLL_SHARE, _POLL_MIN_S), _POLL_MAX_S))
+
+    def _has_calls(self) -> bool:
+        return any(queue.calls for queue in self._queues)
+
+    def _step(self) -> bool:
+        """End one call, if one can be; in the worker's thread only."""
+        for queue in self._queues:
+            if queue.calls and (self._on_cpu or self._is_over(queue.calls[0])):
+                self._end(queue, queue.calls[0])
+                return True
+        return False
+
+    @staticmethod
+    def _is_over(call: _Call) -> bool:
+        try:
+            return call.lane is None or call.lane.event.done()
+        except Exception:  # the device has failed: `_end` asks again, and gives it to the future
+            return True
+
+    def _end(self, queue: _Queue, call: _Call) -> None:
+        lane = call.lane
+        cancelled = self._on_cpu and not call.future.set_running_or_notify_cancel()
+        result, error = None, None
+        try:
+            if lane is not None and not cancelled:
+                result = self._outcome(queue, call, lane)
+        except Exception as met:  # whatever it is, it is the future's
+            # Without its frames, which would keep the future alive that shall tell its loss.
+            error = met.with_traceback(None)
+        for held in call.held:
+            if held is not None:
+                held.close()
+        with self._changed:
+            if lane is not None and call in queue.calls:
+                queue.calls.popleft()
+                queue.lanes.append(lane)
+                call.lane = None
+            self._changed.notify_all()
+        if not cancelled:
+            self._deliver(call.future, result, error)
+        with self._changed:
+            self._open.discard(call)
+
+    def _outcome(self, queue: _Queue, call: _Call, lane: _Lane) -> Any:
+        if self._on_cpu:
+            self._fetch_ahead(queue)
+            call.start(lane.launcher, None)
+        else:
+            lane.event.done()
+        failure = self._failures.take(call.what, lane.volume, alone=False)
+        if failure is not None:
+            raise failure
+        return call.finish(None if self._on_cpu else queue.stream)
+
+    def _fetch_ahead(self, queue: _Queue) -> None:
+        """Ask for the lines of the reads that wait for the one that runs, as far as they fit."""
+        room = self._launcher.lines_ahead() if len(queue.calls) > 1 else 0
+        chosen = []
+        with self._changed:
+            for call in itertools.islice(queue.calls, 1, None):
+                room -= call.lines
+                if room < 0:
+                    break
+                if call.prefetch is not None and not call.fetching:
+                    call.fetching = True
+                    chosen.append(call.prefetch)
+        for prefetch in chosen:
+            # The array may be closed meanwhile: then nobody wants the lines any more.
+            with contextlib.suppress(ClosedError):
+                prefetch(self._launcher)
+
+    def _deliver(self, future: Future[Any], result: Any, error: Exception | None) -> None:
+        try:
+            if error is None:
+                future.set_result(result)
+            else:
+                self._failed.add(future)
+                future.set_exception(error)
+        except concurrent.futures.InvalidStateError:
+            pass  # given up by `_abandon`
+        except BaseException:  # of a callback; the calls of others must end all the same
+            _log.critical(
+                "a callback of %r ended with more than an exception", future, exc_info=True
+            )
+
+    # Waiting for them.
+
+    @property
+    def busy(self) -> bool:
+        """Whether any is in flight."""
+        return bool(self._open)
+
+    def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
+        """Wait for futures; tell whether all are done."""
+        futures = list(futures)
+        if not self.on_worker:
+            return not concurrent.futures.wait(futures, timeout).not_done
+        end = None if timeout is None else time.monotonic() + timeout
+        while not all(future.done() for future in futures):
+            if end is not None and time.monotonic() >= end:
+                return False
+            if not self._step():
+                time.sleep(_POLL_MIN_S)
+        return True
+
+    def wait(self) -> None:
+        """Wait for all calls made so far; what they met stays with their futures."""
+        futures = endings.holding([self._changed], self._futures)
+        # Launches on the CPU end by limits of their own, and must not lose their memory before.
+        limit_s = math.inf if self._on_cpu else time_limit_s()
+        waited = Waited()
+        while not self.wait_for(futures, STEP_MAX_S):
+            if waited.look() < limit_s:
+                continue
+            raise DeviceTimeout(f"asynchronous calls of the array did not end in {limit_s:g} s")
+
+    def _futures(self) -> list[Future[Any]]:
+        return [call.future for call in self._open]
+
+    def hold_stream(self, future: Future[Any], stream: Any) -> None:
+        """Make a stream wait for the call; see `Future.wait_on`."""
+        if self._on_cpu:
+            self.wait_for([future], None)
+            return
+        if future._on_host:
+            raise ArgumentError(
+                "the rows go to host memory, where no stream can wait for them: use result(), or "
+                "give gather_async an `out` on the GPU"
+            )
+        endings.holding([self._changed], functools.partial(self._order_after, future, stream))
+
+    def _order_after(self, future: Future[Any], stream: Any) -> None:
+        call = next((call for call in self._open if call.future is future), None)
+        if call is not None and call.lane is not None:
+            call.lane.event.wait_on(stream)
+
+    # What nobody looks at, and the end.
+
+    def lose(self, error: BaseException | None) -> None:
+        """Keep the failure of a future that is gone. Called by the garbage collector: no locks."""
+        if error is not None:
+            error.add_note("met by an asynchronous call whose future was dropped")
+            self._lost.append(error)
+
+    def raise_lost(self) -> None:
+        """Raise the failures that nobody can look at any more, the first with notes of others."""
+        error = first_of(self._take_lost())
+        if error is not None:
+            raise error
+
+    def _take_lost(self) -> list[BaseException]:
+        return [self._lost.popleft() for _ in range(len(self._lost))]
+
+    def shut(self) -> DeviceTimeout | None:
+        """Refuse new calls and wait for those in flight; return what it waited for in vain."""
+        endings.holding([self._changed], functools.partial(self._set_closed, True))
+        try:
+            self.wait()
+        except DeviceTimeout as error:
+            return error
+        return None
+
+    def reopen(self) -> None:
+        """Take calls again after `shut`, unless everything was released."""
+        endings.holding([self._changed], functools.partial(self._set_closed, False))
+
+    def _set_closed(self, closed: bool) -> None:
+        self._closed = closed or self._released
+
+    def release(self, late: DeviceTimeout | None) -> BaseException | None:
+        """Release everything, after `shut` has returned `late`; return what nobody looked at."""
+        with self._changed:
+            self._released = True
+        late = self.shut() or late
+        unseen: list[BaseException] = [] if late is None else [late]
+        if late is not None:
+            self._abandon("the array was closed")
+        for future in list(self._failed):
+            if not future._observed:
+                unseen += filter(None, [future.exception()])
+        self._release()
+        return first_of(unseen + self._take_lost())
+
+    def _abandon(self, why: str) -> None:
+        """Fail the calls that do not end; what they use is left to the device."""
+        with self._changed:
+            calls = list(self._open)
+            for queue in self._queues:
+                queue.calls.clear()
+            self._open.clear()
+        for call in calls:
+            self._deliver(call.future, None, DeviceTimeout(f"{call.what} did not end: {why}"))
+
+    def _release(self) -> None:
+        with self._changed:
+            queues, self._queues = self._queues, []
+        for queue in queues:
+            for lane in queue.lanes:
+                lane.close()
+            queue.stream.close()
+            self._launcher.cache.streams.discard(queue.stream.handle)
+        if self._checker is not None:
+            self._checker[0].close()
+            self._checker[1].close()
+            self._checker = None
+        self._scratch.close()
+        self._side.close()
+
+
+def _lead(chosen: range | Index) -> tuple[tuple[int, ...], str]:
+    """Return the leading axes of the rows, and the library whose array they are asked for in."""
+    return (
+        ((len(chosen),), "numpy") if isinstance(chosen, range) else (chosen.shape, chosen.library)
+    )
+
+
+def _held(chosen: range | Index) -> DeviceArray | None:
+    return None if isinstance(chosen, range) else chosen.held
+
+
+def _start(verb: str, chosen: range | Index, buffer: int, launcher: Launcher, stream: Any) -> None:
+    if isinstance(chosen, range):
+        nbytes = len(chosen) * launcher.row_bytes
+        launcher.move_range(verb, chosen.start, buffer, nbytes, stream)
+    else:
+        launcher.move_rows(verb, chosen, buffer, stream)
+
+
+def _prefetch(chosen: range | Index, launcher: Launcher) -> None:
+    if isinstance(chosen, range):
+        launcher.prefetch_range(chosen.start, len(chosen) * launcher.row_bytes)
+    else:
+        launcher.prefetch_rows(chosen, None, warps=1)
+
+
+def _nothing(_kept: Any, _stream: Any) -> None:
+    pass

@@ -1,0 +1,306 @@
+"""What the caller of an array brings: row indices, places for rows, and rows to store.
+
+`Operands` takes arrays of any library and of the host, checks them, and puts what the device
+cannot reach where it can. Nothing here launches; indices that lie on a GPU are checked by a kernel,
+which the array launches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp.array import rows
+from flashwarp.device import (
+    ArrayView,
+    Device,
+    DeviceArray,
+    OwnedStream,
+    empty_like_library,
+    stream_handle,
+)
+from flashwarp.device.scratch import Scratch
+from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
+
+__all__ = ["Index", "Operands", "Source", "Target", "host_empty", "host_index", "is_foreign"]
+
+# Libraries that results on a GPU are made in; others get a `DeviceArray`.
+_ALLOCATING = ("torch", "cupy")
+
+
+@dataclass
+class Index:
+    """Row indices where the kernel reads them."""
+
+    address: int
+    shape: tuple[int, ...]
+    itemsize: int
+    library: str
+    owner: Any
+    checked: bool = True
+    """False on a GPU: their values are not known to the host."""
+    held: DeviceArray | None = None
+    """The copy in device memory of indices that the host brought."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+    def release(self) -> None:
+        """Free the copy, once no kernel reads it."""
+        if self.held is not None:
+            self.held.close()
+
+
+@dataclass
+class Target:
+    """Where rows go: `held` is device memory that a host array receives its copy from."""
+
+    address: int
+    out: Any
+    held: DeviceArray | None
+    library: str = "numpy"
+
+    def finish(self, stream: Any) -> Any:
+        """Return the rows where the caller wants them; waits for `stream` if they are copied."""
+        if self.held is None:
+            return self.out
+        if stream is not None:
+            self.held.stream = stream_handle(stream)
+        copy = self.held.copy_to_host()
+        self.held.close()
+        if self.out is None:
+            return copy
+        np.copyto(self.out if isinstance(self.out, np.ndarray) else np.from_dlpack(self.out), copy)
+        return self.out
+
+
+@dataclass
+class Source:
+    """Where rows come from; `held` is their copy in device memory."""
+
+    address: int
+    owner: Any
+    held: DeviceArray | None
+    library: str = "numpy"
+
+    def release(self) -> None:
+        """Free the copy, once no kernel reads it."""
+        if self.held is not None:
+            self.held.close()
+
+
+def is_foreign(key: Any) -> bool:
+    """Tell an array of another library, whose elements the host may not reach."""
+    return hasattr(key, "__cuda_array_interface__") or (
+        hasattr(key, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)
+    )
+
+
+def host_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Allocate an array of the host; raises DeviceOutOfMemory, which names the size."""
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"{math.prod(shape) * dtype.itemsize} bytes of host memory for rows of shape {shape}: "
+            "take fewer at a time, with slices, gather() or scatter()"
+        ) from error
+
+
+def host_index(chosen: range) -> npt.NDArray[np.int64]:
+    """Make an index array of a range; as `host_empty` otherwise."""
+    index = host_empty((len(chosen),), np.dtype(np.int64))
+    index[:] = chosen.step
+    index[:1] = chosen.start
+    return np.cumsum(index, out=index)
+
+
+def _is_array(out: Any) -> bool:
+    """Tell what has memory to write to; of anything else a view would be a copy."""
+    if hasattr(out, "kernel_handle"):  # an array of ours, whose memory is in a storage
+        return False
+    return isinstance(out, np.ndarray) or hasattr(out, "__flashwarp_view__") or is_foreign(out)
+
+
+def _overlap(index: Index, view: ArrayView) -> bool:
+    end, index_end = view.address + view.nbytes, index.address + index.size * index.itemsize
+    return view.address < index_end and index.address < end and bool(index.size and view.nbytes)
+
+
+@contextlib.contextmanager
+def _typed_errors(values: object, dtype: np.dtype[Any]) -> Iterator[None]:
+    """Raise what numpy has against values as errors of ours."""
+    if hasattr(values, "__cuda_array_interface__"):
+        raise ArgumentError("the values are on a GPU: scatter(rows, values) stores them from there")
+    try:
+        yield
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ArgumentError(f"values cannot be stored as {dtype}: {error}") from error
+    except MemoryError as error:
+        raise DeviceOutOfMemory(
+            f"host memory has no room for the values as {dtype}: store fewer at a time"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Checks and places the operands of one array, whose rows have this dtype and shape."""
+
+    device: Device
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+    row_count: int
+    memory: Device | Scratch
+    """Where copies of what the host brings are allocated."""
+    stream: OwnedStream | None = None
+    """In whose order they are copied; default: the library's own."""
+
+    def copying_to(self, memory: Scratch, stream: OwnedStream) -> Operands:
+        """Return the same with other memory for copies, and another stream."""
+        return replace(self, memory=memory, stream=stream)
+
+    def index(self, idx: Any) -> Index:
+        """Place row indices. Those of the host are checked, those on a GPU are not yet."""
+        if not is_foreign(idx):
+            return self._host_index(rows.host_indices(idx, self.row_count), "numpy")
+        view = self.device.view(idx)
+        if view.dtype not in (np.dtype(np.int64), np.dtype(np.int32)):
+            raise IndexDtypeError(f"indices of dtype {view.dtype}: use int64 or int32")
+        if view.device_kind == self.device.kind and not view.contiguous:
+            raise ArgumentError("the indices are not contiguous: copy them first")
+        if view.device_kind == "cuda" and self.device.kind == "cuda":
+            itemsize = view.dtype.itemsize
+            return Index(view.address, view.shape, itemsize, view.library, idx, checked=False)
+        if view.device_kind == "cuda":
+            raise ArgumentError("the indices are on a GPU, the array is on the CPU device")
+        host = rows.host_indices(np.from_dlpack(idx), self.row_count)
+        return self._host_index(host, view.library)
+
+    def _host_index(self, host: npt.NDArray[np.int64], library: str) -> Index:
+        if self.device.kind == "cpu" or host.size == 0:
+            return Index(host.ctypes.data, host.shape, 8, library, host)
+        copy = self.memory.empty_array(host.shape, np.int64)
+        self.device.upload(copy.address, np.ascontiguousarray(host), self.stream)
+        return Index(copy.address, host.shape, 8, library, copy, held=copy)
+
+    def target(
+        self,
+        out: Any,
+        index: Index | None,
+        lead: tuple[int, ...],
+        library: str,
+        stream: object = None,
+    ) -> Target:
+        """Place the rows that a read returns: in `out`, or in a new array of `library`.
+
+        The new array is allocated in the order of `stream`; default: the library's present one.
+        `index` is read while the rows are written.
+        """
+        shape = lead + self.row_shape
+        on_gpu = self.device.kind == "cuda"
+        if out is None:
+            if not on_gpu and library in ("numpy", "other"):
+                out = host_empty(shape, self.dtype)
+                return Target(out.ctypes.data, out, None)
+            if on_gpu and library == "numpy":
+                held = self.memory.empty_array(shape, self.dtype)
+                return Target(held.address, None, held)
+            if on_gpu and library not in _ALLOCATING:
+                out = self.device.empty_array(shape, self.dtype, self.stream)
+            else:
+                out = empty_like_library(library, shape, self.dtype, self.device, stream)
+        elif not _is_array(out):
+            raise ArgumentError(
+                f"out is a {type(out).__name__}: rows go to an array of numpy or of a library with "
+                "__cuda_array_interface__ or DLPack"
+            )
+        view = self.device.view(out)
+        if view.shape != shape:
+            raise ArgumentError(f"out has shape {view.shape}, the rows have {shape}")
+        if view.dtype != self.dtype:
+            raise DtypeError(f"out has dtype {view.dtype}, the array {self.dtype}")
+        if not view.contiguous or view.read_only:
+            raise ArgumentError("out must be contiguous and writable")
+        if index is not None and _overlap(index, view):
+            raise ArgumentError("out overlaps the indices, which are read meanwhile: copy them")
+        if view.device_kind == "cpu" and on_gpu:
+            held = self.memory.empty_array(shape, self.dtype)
+            return Target(held.address, out, held)
+        if view.device_kind == "cuda" and not on_gpu:
+            raise ArgumentError("out is on a GPU, the array is on the CPU device")
+        return Target(view.address, out, None, view.library)
+
+    # Values of the host.
+
+    def host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Broadcast values of the host to a dense array of `shape`, cast as numpy assigns."""
+        with _typed_errors(values, self.dtype):
+            given = np.asarray(values, self.dtype)
+        view = self.broadcast(given, shape)
+        if view.flags.c_contiguous:
+            return view
+        dense = host_empty(shape, self.dtype)
+        dense[...] = view
+        return dense
+
+    def as_array(self, values: Any) -> npt.NDArray[Any]:
+        """Make an array of values. One of numbers keeps its dtype: it is cast as it is stored.
+
+        Other casts may fail, and must do so before anything is stored.
+        """
+        numbers = isinstance(values, np.ndarray) and values.dtype.kind in "biufc"
+        with _typed_errors(values, self.dtype):
+            return np.asarray(values, None if numbers else self.dtype)
+
+    def broadcast(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Broadcast values to a view of `shape` as numpy's assignment does."""
+        given = self.as_array(values)
+        # Leading axes of one are dropped, but not for a scalar.
+        while given.ndim > len(shape) >= 1 and given.shape[0] == 1:
+            given = given[0]
+        try:
+            return np.broadcast_to(given, shape)
+        except ValueError as error:
+            raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
+
+    def assign(self, held: npt.NDArray[Any], key: Any, values: Any) -> None:
+        """Store values to a block of the host, ``held[key] = values``."""
+        with _typed_errors(values, self.dtype):
+            held[key] = values
+
+    def as_stored(self, values: Any, shape: tuple[int, ...]) -> bool:
+        """Tell whether values lie in memory as rows of `shape` do."""
+        return (
+            isinstance(values, np.ndarray)
+            and values.dtype == self.dtype
+            and values.shape == shape
+            and values.flags.c_contiguous
+        )
+
+    def source(self, values: Any, lead: tuple[int, ...]) -> Source:
+        """Place rows to store. What a GPU's library has queued on them is not waited for."""
+        shape = lead + self.row_shape
+        if hasattr(values, "__cuda_array_interface__"):
+            view = self.device.view(values)
+            if self.device.kind != "cuda":
+                raise ArgumentError("the values are on a GPU, the array is on the CPU device")
+            if view.shape != shape or view.dtype != self.dtype or not view.contiguous:
+                raise ArgumentError(
+                    f"values of shape {view.shape} and dtype {view.dtype} must be a contiguous "
+                    f"array of shape {shape} and dtype {self.dtype}"
+                )
+            return Source(view.address, values, None, view.library)
+        host = self.host_values(values, shape)
+        if self.device.kind == "cpu" or host.nbytes == 0:
+            return Source(host.ctypes.data, host, None)
+        held = self.memory.empty_array(shape, self.dtype)
+        self.device.upload(held.address, host, self.stream)
+        return Source(held.address, host, held)

@@ -1,0 +1,813 @@
+"""The cache that kernels look lines up in; mirrors `cache/set_associative.cuh`.
+
+One cache may carry several arrays: each attaches as a volume with its own range of line numbers.
+Metadata is eight bytes a line, four more where the policy keeps words, and four a set, whatever the
+size of the data.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from flashwarp import config, endings
+from flashwarp.config import integer, parse_bytes
+from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
+from flashwarp.endings import NotCopied
+from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, DeviceTimeout
+from flashwarp.nvme import Queues
+from flashwarp.nvme.group import NAMESPACES_MAX
+from flashwarp.nvme.queue_pair import DATA_PATHS
+from flashwarp.policy import Policy, resolve_policy
+
+__all__ = ["Cache", "Volume"]
+
+LINE_BYTES_MIN = 512
+LINE_BYTES_MAX = 2 << 20
+LINE_DEFAULT = "4 KiB"
+# Kernels keep the number of a frame in 32 bits: see cursor.cuh.
+_FRAMES_MAX = 1 << 32
+_VOLUMES_MAX = 64
+_LINES_MAX = 1 << 38
+# Lines from here on do not enter the host tier: `kTierLines` of the headers.
+_TIER_LINES = 1 << 37
+_TIER_WAYS_MAX = 16
+_TIER_PLACES_MAX = (1 << 32) - 1
+_COUNTER_SHARDS = 64
+# How often `withdraw` looks: visits last for microseconds, or for a command.
+_POLL_S = 50e-6
+# `kFailuresKept`: entries of a sequence of failures that wait to be read.
+_FAILURES_KEPT = 8
+# `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
+_POLICY_WORDS_ALIGNMENT = 128
+
+
+class GeometryStruct(ctypes.Structure):
+    """Mirror of `cache::geometry`."""
+
+    _fields_ = (
+        ("tags", ctypes.c_uint64),
+        ("frames", ctypes.c_uint64),
+        ("set_count", ctypes.c_uint64),
+        ("set_reciprocal", ctypes.c_uint64),
+        ("ways", ctypes.c_uint32),
+        ("line_shift", ctypes.c_uint32),
+    )
+
+
+class HostTierStruct(ctypes.Structure):
+    """Mirror of `cache::host_tier`."""
+
+    _fields_ = (
+        ("tags", ctypes.c_uint64),
+        ("frames", ctypes.c_uint64),
+        ("subsets", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class LineCacheStruct(ctypes.Structure):
+    """Mirror of `cache::line_cache`."""
+
+    _fields_ = (
+        ("geometry", GeometryStruct),
+        ("set_control", ctypes.c_uint64),
+        ("volumes", ctypes.c_uint64),
+        ("page_bytes", ctypes.c_uint32),
+        ("tier_ways", ctypes.c_uint32),
+        ("tier", HostTierStruct),
+        ("refusals", ctypes.c_uint32),
+        ("volume_end", ctypes.c_uint32),
+        ("_pad", ctypes.c_uint8 * 32),
+    )
+
+
+class QueueSpanStruct(ctypes.Structure):
+    """Mirror of `cache::queue_span`."""
+
+    _fields_ = (("first", ctypes.c_uint32), ("count", ctypes.c_uint32))
+
+
+class FailureStruct(ctypes.Structure):
+    """Mirror of `cache::failure`."""
+
+    _fields_ = (
+        ("where", ctypes.c_uint64),
+        ("status", ctypes.c_uint32),
+        ("opcode", ctypes.c_uint32),
+        ("number", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32 * 3),
+    )
+
+
+class ErrorRecordStruct(ctypes.Structure):
+    """Mirror of `cache::error_record`."""
+
+    _fields_ = (
+        ("commands", FailureStruct * _FAILURES_KEPT),
+        ("indices", FailureStruct * _FAILURES_KEPT),
+    )
+
+
+class FailureLogStruct(ctypes.Structure):
+    """Mirror of `cache::failure_log`."""
+
+    _fields_ = (
+        ("noted", ctypes.c_uint32),
+        ("read", ctypes.c_uint32),
+        ("untold", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class VolumeStruct(ctypes.Structure):
+    """Mirror of `cache::volume`."""
+
+    _fields_ = (
+        ("line_begin", ctypes.c_uint64),
+        ("line_count", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("queues", ctypes.c_uint64),
+        ("events", ctypes.c_uint64),
+        ("errors", ctypes.c_uint64),
+        ("queue_count", ctypes.c_uint32),
+        ("path", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("spread", ctypes.c_uint32),
+        ("stripe_lines", ctypes.c_uint64),
+        ("replica_writes", ctypes.c_uint64),
+        ("namespace_count", ctypes.c_uint32),
+        ("failed", ctypes.c_uint32),
+        ("reserved2", ctypes.c_uint32),
+        ("attached", ctypes.c_uint32),
+        ("spans", QueueSpanStruct * NAMESPACES_MAX),
+        ("commands", FailureLogStruct),
+        ("indices", FailureLogStruct),
+        ("visitors", ctypes.c_uint32),
+        ("_pad", ctypes.c_uint8 * 60),
+    )
+
+
+_RESERVED_COUNTERS = tuple(f"reserved{n}" for n in range(4))
+
+
+class CountersStruct(ctypes.Structure):
+    """Mirror of `cache::counters`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "hits",
+            "misses",
+            "evictions",
+            "write_backs",
+            "bytes_read",
+            "bytes_written",
+            "bytes_used",
+            "errors",
+            "tier_hits",
+            "tier_lines",
+            "kernel_misses",
+            "kernel_bytes_read",
+            *_RESERVED_COUNTERS,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Failures of one kind since the last read: those kept in full, and the number of all."""
+
+    kept: tuple[FailureStruct, ...]
+    count: int
+
+    def __bool__(self) -> bool:
+        return self.count != 0
+
+
+_NOTHING = Noted((), 0)
+
+
+class FailureSequence:
+    """One sequence of failures that kernels append to, and how far it was read. Any thread.
+
+    The host never writes what kernels own. So the next read has what kernels note during a read.
+
+    Parameters
+    ----------
+    entries : ctypes array of FailureStruct
+        Host memory that kernels write.
+    log : int
+        Device address of its `FailureLogStruct`.
+    device : Device
+    stream : OwnedStream, optional
+        The log is read and changed in the order of this stream.
+    """
+
+    def __init__(
+        self,
+        entries: ctypes.Array[FailureStruct],
+        log: int,
+        device: Device,
+        stream: OwnedStream | None,
+    ) -> None:
+        self._entries = entries
+        self._log = log
+        self._device = device
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._read = 0  # entries
+        self._acknowledged = 0  # of them
+        self._untold = 0
+
+    def first(self) -> FailureStruct | None:
+        """Return the oldest unread failure and leave it unread; asks no device."""
+        return self._entry(self._read)
+
+    def read(self) -> Noted:
+        """Return what was noted since the last call; no transfer if there is nothing.
+
+        Once as many entries were read as the ring holds, later failures may have found it full, and
+        each call asks the device how many: a transfer of 4 bytes. If the device fails, so that the
+        host cannot acknowledge entries, they stay unread.
+        """
+        if self._read < _FAILURES_KEPT and self._entry(self._read) is None:
+            return _NOTHING
+        return endings.holding([self._lock], self._read_on)
+
+    def _read_on(self) -> Noted:
+        kept: list[FailureStruct] = []
+        while len(kept) < _FAILURES_KEPT:
+            entry = self._entry(self._read + len(kept))
+            if entry is None:
+                break
+            kept.append(FailureStruct.from_buffer_copy(entry))
+        before, end = self._read, self._read + len(kept)
+        untold = self._download_untold() if end >= _FAILURES_KEPT else 0
+        count = len(kept) + (untold - self._untold & 0xFFFFFFFF)
+        # First this, wherever an interrupt comes: what is acknowledged may be overwritten, and must
+        # not be looked for any more. What is not, though read, is acknowledged by the next call.
+        self._read = end
+        try:
+            self._acknowledge()
+        except DeviceError:
+            self._read = before
+            raise
+        self._untold = untold
+        return Noted(tuple(kept), count)
+
+    def _acknowledge(self) -> None:
+        if self._acknowledged != self._read:
+            word = (self._read & 0xFFFFFFFF).to_bytes(4, "little")
+            self._device.upload(self._log + FailureLogStruct.read.offset, word, self._stream)
+            self._acknowledged = self._read
+
+    def _entry(self, position: int) -> FailureStruct | None:
+        # An entry is whole once it has its number.
+        entry = self._entries[position % _FAILURES_KEPT]
+        return entry if entry.number == (position + 1) & 0xFFFFFFFF else None
+
+    def _download_untold(self) -> int:
+        place = self._log + FailureLogStruct.untold.offset
+        return int.from_bytes(self._device.download(place, 4, self._stream), "little")
+
+
+@dataclass
+class Volume:
+    """One array's place in a cache."""
+
+    cache: Cache
+    slot: int
+    line_begin: int
+    line_count: int
+    address: int
+    events: DeviceMemory
+    errors: DeviceMemory
+    entry: DeviceMemory | None = None
+    """Memory of the struct, if this is a copy; other structs lie in the cache's table."""
+    stream: OwnedStream | None = None
+    """The stream that orders changes of the struct, if this is a copy."""
+    commands: FailureSequence = field(init=False)
+    """Commands that failed."""
+    indices: FailureSequence = field(init=False)
+    """Indices out of bounds; for a check of indices, their places."""
+
+    def __post_init__(self) -> None:
+        record = ErrorRecordStruct.from_address(self.errors.address)
+        place, device = self.address, self.cache.device
+        self.commands = FailureSequence(
+            record.commands, place + VolumeStruct.commands.offset, device, self.stream
+        )
+        self.indices = FailureSequence(
+            record.indices, place + VolumeStruct.indices.offset, device, self.stream
+        )
+
+    @property
+    def in_host_tier(self) -> bool:
+        """Whether its lines enter the host tier of the cache."""
+        return self.cache.host_capacity != 0 and self.line_begin < _TIER_LINES
+
+    def tier_note(self) -> str:
+        """Say for `explain` why the lines do not enter the host tier; empty if they do."""
+        if not self.cache.host_capacity or self.in_host_tier:
+            return ""
+        return "; this array's lines do not enter its host memory: their storage is memory already"
+
+    def with_own_errors(self, stream: OwnedStream) -> Volume:
+        """Copy the entry, so that failures of its kernels are noted apart; release the copy.
+
+        Lines, queues and counters stay those of the array. `stream` carries nothing but such
+        copies, because the library's own stream may have kernels that run for long.
+        """
+        device = self.cache.device
+        errors = device.allocate_host(ctypes.sizeof(ErrorRecordStruct))
+        entry = device.allocate(ctypes.sizeof(VolumeStruct), stream)
+        there = device.download(self.address, entry.nbytes, stream)
+        struct = VolumeStruct.from_buffer_copy(there)
+        struct.errors = errors.address
+        struct.commands = struct.indices = FailureLogStruct()
+        device.upload(entry.address, bytes(struct), stream)
+        return replace(self, address=entry.address, errors=errors, entry=entry, stream=stream)
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds its memory, for launches; see `DeviceMemory.owners`."""
+        entry = () if self.entry is None else self.entry.owners
+        return *self.events.owners, *self.errors.owners, *entry
+
+    def release(self) -> None:
+        """Free the memory that only a copy has."""
+        if self.entry is not None:
+            self.entry.close()
+            self.errors.close()
+
+    def counters(self) -> dict[str, int]:
+        """Read the sums over all shards."""
+        data = self.cache.device.download(self.events.address, self.events.nbytes)
+        shards = (CountersStruct * _COUNTER_SHARDS).from_buffer_copy(data)
+        return {
+            field[0]: sum(int(getattr(shard, field[0])) for shard in shards)
+            for field in CountersStruct._fields_
+            if field[0] not in _RESERVED_COUNTERS
+        }
+
+
+# What a cache has from its first array on.
+_WHEN_BOUND = frozenset(
+    ("device", "capacity", "set_count", "metadata_bytes", "address", "geometry", "_metadata")
+)
+
+
+class Cache(NotCopied):
+    """A set-associative cache of lines in device memory.
+
+    Parameters
+    ----------
+    capacity : int, str or "auto"
+        Bytes of frames; rounded down to whole sets. At least one set: `ways` times `line`. "auto":
+        the whole of the first array, or a share of the free memory.
+    line : int or str
+        Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer and eviction.
+    ways : int
+        Frames of a set: 4, 8 or 16.
+    policy : str or Policy
+        Which line makes room: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
+        `Policy`. Arrays that share the cache share it; docs/policies.md helps to choose.
+    device : Device or str, optional
+        Where it lies. Default: where the first array is opened that uses it.
+    host_capacity : int or str, optional
+        Bytes of pinned host memory below the frames. Clean lines that make room go there, and come
+        back without the storage. At least one line for each set; default none. Arrays whose storage
+        is memory already ("in_place") do not use it.
+
+    Notes
+    -----
+    Its memory is allocated when its device and its capacity are known: here, or when the first
+    array is opened. `close` frees it; so does losing the cache and all its arrays. Thread-safe.
+    Arrays that share a cache must be on its device.
+
+    Raises
+    ------
+    CacheError
+        For parameters that do not fit together; and, from an attribute that depends on the device,
+        until the cache has one.
+    DeviceError, DeviceOutOfMemory
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> np.save("table.npy", np.arange(12.0).reshape(6, 2))
+    >>> with fw.open("table.npy", device="cpu", cache=fw.Cache("1 MiB", policy="sieve")) as x:
+    ...     x.cache.policy.name
+    'sieve'
+    """
+
+    device: Device
+    capacity: int
+    set_count: int
+    metadata_bytes: int
+    address: int
+    geometry: GeometryStruct
+    _metadata: DeviceMemory
+
+    def __init__(
+        self,
+        capacity: int | str,
+        line: int | str = LINE_DEFAULT,
+        ways: int = 4,
+        policy: str | Policy = "clock",
+        device: Any = None,
+        host_capacity: int | str | None = None,
+    ) -> None:
+        self.line_bytes = check_line(line)
+        ways = integer("ways", ways, 1, 16)
+        if ways not in (4, 8, 16):
+            raise CacheError(f"ways={ways} is none of 4, 8, 16")
+        self.ways = ways
+        self.policy = resolve_policy(policy)
+        automatic = isinstance(capacity, str) and capacity == "auto"
+        self._wanted = None if automatic else parse_bytes(capacity, "capacity")
+        self._host_wanted = (
+            None if host_capacity is None else parse_bytes(host_capacity, "host_capacity")
+        )
+        self.host_capacity = 0
+        self._tier_frames: DeviceMemory | None = None
+        # Reentrant: a lost array may be closed by the garbage collector in the middle of `attach`.
+        self._lock = threading.RLock()
+        # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
+        # none may close while one runs. Streams are those with calls that nobody has waited for.
+        self.turn = threading.RLock()
+        self.streams: set[int] = set()
+        self._volumes: dict[int, Volume] = {}
+        self._closed = False
+        self._asked_device = None if device is None else resolve(device)
+        if self._wanted is not None:
+            self._divide(self._wanted)
+            if self._asked_device is not None:
+                self.bind(self._asked_device, 0)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _WHEN_BOUND:
+                raise CacheError(
+                    f"a cache has no {name} before its first array is opened: give it a device, "
+                    "and a capacity other than 'auto'"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _divide(self, wanted: int) -> None:
+        """Divide so many bytes of frames, and the host tier, into sets."""
+        set_bytes = self.ways * self.line_bytes
+        if wanted < set_bytes:
+            raise CacheError(
+                f"a cache of {wanted} bytes is smaller than one set of {self.ways} lines of "
+                f"{self.line_bytes} bytes: give it at least {set_bytes} bytes"
+            )
+        # An odd number of sets spreads strides that are powers of two.
+        sets = wanted // set_bytes
+        sets = sets if sets <= 2 or sets % 2 else sets - 1
+        lines = sets * self.ways
+        if lines > _FRAMES_MAX:
+            raise CacheError(
+                f"a cache of {wanted} bytes has {lines} lines of {self.line_bytes} bytes, more "
+                f"than {_FRAMES_MAX}: give it longer lines"
+            )
+        self._tier = TierShape.of(self._host_wanted, sets, self.line_bytes)
+        self.host_capacity = self._tier.places * self.line_bytes
+        self.set_count, self.capacity = sets, lines * self.line_bytes
+
+    @property
+    def bound_device(self) -> Device | None:
+        """Where it lies, or will lie; None: where its first array is opened."""
+        return self.__dict__.get("device", self._asked_device)
+
+    def host_bytes_to_come(self, device: Device, nbytes: int) -> int:
+        """Host memory that `bind` would allocate; 0 once the cache has its memory."""
+        if "device" in self.__dict__:
+            return 0
+        tier = self._host_wanted or 0
+        if device.kind != "cpu":
+            return tier
+        if self._wanted is not None:
+            return tier + self._wanted
+        return tier + automatic_capacity(nbytes, self.line_bytes, device)
+
+    def bind(self, device: Device, nbytes: int) -> None:
+        """Allocate the memory, if there is none yet, for a first array of so many bytes.
+
+        Raises ArgumentError when the cache is on another device.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the cache is closed")
+            mine = self.bound_device
+            if mine is not None and mine is not device:
+                raise ArgumentError(f"the cache is on {mine.name}, the array is on {device.name}")
+            if "device" in self.__dict__:
+                return
+            if self._wanted is None:
+                self._divide(automatic_capacity(nbytes, self.line_bytes, device))
+            self._allocate(device)
+
+    def _allocate(self, device: Device) -> None:
+        lines = self.set_count * self.ways
+        struct_bytes = ctypes.sizeof(LineCacheStruct)
+        volume_bytes = _VOLUMES_MAX * ctypes.sizeof(VolumeStruct)
+        tag_bytes, word_bytes = lines * 8, 0
+        if self.policy.keeps_words:
+            tag_bytes = -(-tag_bytes // _POLICY_WORDS_ALIGNMENT) * _POLICY_WORDS_ALIGNMENT
+            word_bytes = lines * 4
+        own_bytes = tag_bytes + word_bytes + -(-self.set_count * 4 // 8) * 8
+        self.metadata_bytes = own_bytes + self._tier.places * 8
+        self._frames = device.allocate(self.capacity)
+        try:
+            if self.host_capacity:
+                self._tier_frames = device.allocate_host(self.host_capacity)
+            head_bytes = struct_bytes + volume_bytes + _POLICY_WORDS_ALIGNMENT
+            self._metadata = device.allocate(head_bytes + self.metadata_bytes)
+        except BaseException:
+            self._free_frames()
+            raise
+        self.address = self._metadata.address
+        self._volumes_address = self.address + struct_bytes
+        # Before the tags: policy_refusals() in the header.
+        tags = self.address + head_bytes
+        self.geometry = GeometryStruct(
+            tags=tags,
+            frames=self._frames.address,
+            set_count=self.set_count,
+            # set_of() in the header: ceil(2^64 / sets); a single set is a case of its own there.
+            set_reciprocal=-(-(1 << 64) // self.set_count) if self.set_count > 1 else 0,
+            ways=self.ways,
+            line_shift=self.line_bytes.bit_length() - 1,
+        )
+        struct = LineCacheStruct(
+            geometry=self.geometry,
+            set_control=tags + tag_bytes + word_bytes,
+            volumes=self._volumes_address,
+            page_bytes=2 << 20,
+        )
+        if self._tier_frames is not None:
+            struct.tier_ways = self._tier.ways
+            struct.tier.tags = tags + own_bytes
+            struct.tier.frames = self._tier_frames.address
+            struct.tier.subsets = self._tier.subsets
+        device.upload(self.address, bytes(struct))
+        self.device = device
+        device.carries.add(self)
+
+    @property
+    def frames(self) -> tuple[int, int]:
+        """Address and size of the frames."""
+        return self._frames.address, self._frames.nbytes
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds its memory, for launches and controllers; see `DeviceMemory.owners`."""
+        tier = () if self._tier_frames is None else self._tier_frames.owners
+        return *self._metadata.owners, *self._frames.owners, *tier
+
+    @property
+    def host_lines(self) -> int:
+        """Lines that the host tier holds."""
+        return self.host_capacity // self.line_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def refusals(self) -> int:
+        """How often the policy asked for what it may not have. Nonzero only for a faulty policy.
+
+        Counts victims that are no candidates, ways that do not exist, and loops that were ended.
+        """
+        if self._closed:
+            raise ClosedError("the cache is closed")
+        if "device" not in self.__dict__:
+            return 0
+        victims = self.address + LineCacheStruct.refusals.offset
+        places = ((victims, 4), (self.geometry.tags - 8, 8))
+        return sum(
+            int.from_bytes(self.device.download(place, nbytes), "little")
+            for place, nbytes in places
+        )
+
+    def attach(self, nbytes: int, queues: Queues) -> Volume:
+        """Give an array of `nbytes` a range of line numbers and an entry of the volume table.
+
+        Raises CacheError when 64 arrays are attached, or no range of numbers is free.
+        """
+        count = max(1, -(-nbytes // self.line_bytes))
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the cache is closed")
+            slot = next((i for i in range(_VOLUMES_MAX) if i not in self._volumes), None)
+            if slot is None:
+                raise CacheError(f"the cache carries {_VOLUMES_MAX} arrays already: close one")
+            begin = self._free_range(count, *self._lines_for(queues.path))
+            address = self._volumes_address + slot * ctypes.sizeof(VolumeStruct)
+            volume = Volume(
+                cache=self,
+                slot=slot,
+                line_begin=begin,
+                line_count=count,
+                address=address,
+                events=self.device.allocate(_COUNTER_SHARDS * ctypes.sizeof(CountersStruct)),
+                errors=self.device.allocate_host(ctypes.sizeof(ErrorRecordStruct)),
+            )
+            struct = VolumeStruct(
+                line_begin=begin,
+                line_count=count,
+                bytes=nbytes,
+                queues=queues.address,
+                events=volume.events.address,
+                errors=volume.errors.address,
+                queue_count=queues.count,
+                path=DATA_PATHS.index(queues.path),
+                **queues.volume_fields(),
+            )
+            self._enter(address, struct)
+            self._volumes[slot] = volume
+            end = max(self._volumes) + 1
+            place = self.address + LineCacheStruct.volume_end.offset
+            self.device.upload(place, end.to_bytes(4, "little"))
+            self._set_word(volume, VolumeStruct.attached, 1)
+            return volume
+
+    def _enter(self, address: int, struct: VolumeStruct) -> None:
+        """Write an entry of the table, which kernels of other arrays look through meanwhile.
+
+        A nonzero `line_count` shows kernels that the rest is there. `visitors` stays: a visitor
+        that came too late may still be counted.
+        """
+        count, struct.line_count = struct.line_count, 0
+        self.device.upload(address, bytes(struct)[: VolumeStruct.visitors.offset])
+        place = address + VolumeStruct.line_count.offset
+        self.device.upload(place, int(count).to_bytes(8, "little"))
+
+    def _set_word(self, volume: Volume, field: Any, value: int) -> None:
+        self.device.upload(volume.address + field.offset, value.to_bytes(4, "little"))
+
+    def _word(self, volume: Volume, field: Any) -> int:
+        return int.from_bytes(self.device.download(volume.address + field.offset, 4), "little")
+
+    def withdraw(self, volume: Volume, timeout_s: float = 60.0) -> None:
+        """Keep kernels of other arrays from an array's queues, and wait until none uses them.
+
+        Call it when no kernel of the array runs any more and its lines are at rest, and before
+        anything of it is freed. Its controller serves until this returns, because a kernel may wait
+        for a write-back of one of its lines. Kernels of other arrays go on, but no longer help its
+        queues. May be called twice. See `cache/visits.cuh`.
+
+        Raises DeviceTimeout if a kernel stays inside for `timeout_s` seconds. Then no memory of the
+        queues may be freed while that kernel runs.
+        """
+        self._set_word(volume, VolumeStruct.attached, 0)
+        # Store-load order against visitors, who announce themselves and then look at `attached`: on
+        # a GPU both copies have ended at the memory that they meet in, one after the other. Threads
+        # of a CPU need a barrier between, which taking and leaving a lock is.
+        with threading.Lock():
+            end = time.monotonic() + timeout_s
+        while inside := self._word(volume, VolumeStruct.visitors):
+            if time.monotonic() >= end:
+                raise DeviceTimeout(
+                    f"kernels of other arrays on the cache are still inside the queues of the "
+                    f"array after {timeout_s:g} s ({inside} warps): end them before you close it"
+                )
+            time.sleep(_POLL_S)
+
+    def _lines_for(self, path: str) -> tuple[int, int]:
+        """Return the line numbers that a volume may have; they decide if it uses the host tier."""
+        if not self.host_capacity:
+            return 0, _LINES_MAX
+        return (_TIER_LINES, _LINES_MAX) if path == "in_place" else (0, _TIER_LINES)
+
+    def _free_range(self, count: int, first: int, last: int) -> int:
+        begin = first
+        for volume in sorted(self._volumes.values(), key=lambda v: v.line_begin):
+            if not first <= volume.line_begin < last:
+                continue
+            if volume.line_begin - begin >= count:
+                break
+            begin = volume.line_begin + volume.line_count
+        if begin + count > last:
+            raise CacheError(
+                f"{count} lines of {self.line_bytes} bytes exceed the {last - first} line numbers "
+                "of a cache: use longer lines"
+            )
+        return begin
+
+    def detach(self, volume: Volume) -> None:
+        """Remove an array that has no lines left, after `withdraw`."""
+        with self._lock:
+            if self._volumes.pop(volume.slot, None) is None:
+                return
+            if not self._closed and self.device.alive():
+                # First of all it has no lines: kernels look through the table meanwhile.
+                self.device.fill(volume.address + VolumeStruct.line_count.offset, 0, 8)
+                self.device.fill(volume.address, 0, VolumeStruct.visitors.offset)
+            volume.events.close()
+            volume.errors.close()
+
+    def close(self) -> None:
+        """Free the memory. May be called twice.
+
+        Raises CacheError while arrays are attached: close them first, so that nothing is lost.
+        """
+        endings.uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if self._volumes:
+                raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
+            self._closed = True
+            if "device" in self.__dict__:
+                self._metadata.close()
+                self._free_frames()
+
+    def _free_frames(self) -> None:
+        self._frames.close()
+        if self._tier_frames is not None:
+            self._tier_frames.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        size = self.__dict__.get("capacity", "auto")
+        device = self.bound_device
+        tier = f"host_capacity={self.host_capacity}, " if self.host_capacity else ""
+        return (
+            f"Cache({size if size == 'auto' else f'{size} bytes'}, line={self.line_bytes}, "
+            f"ways={self.ways}, policy={self.policy.name!r}, {tier}"
+            f"device={device.name if device else None!r})"
+        )
+
+
+@dataclass(frozen=True)
+class TierShape:
+    """How the host tier is divided: places for lines in subsets, some for each set of the cache."""
+
+    sets: int
+    subsets: int
+    ways: int
+
+    @classmethod
+    def of(cls, capacity: int | str | None, sets: int, line_bytes: int) -> TierShape:
+        """Divide `capacity` bytes; nothing of it where it is None.
+
+        Raises CacheError when it holds less than a line for each set, or more than can be numbered.
+        """
+        if capacity is None:
+            return cls(sets, 1, 0)
+        wanted = parse_bytes(capacity, "host_capacity")
+        each = wanted // (sets * line_bytes)
+        if each == 0:
+            raise CacheError(
+                f"a host tier of {wanted} bytes is smaller than a line for each of the {sets} sets "
+                f"of the cache: give it at least {sets * line_bytes} bytes"
+            )
+        # A miss looks at all ways of a subset.
+        subsets = -(-each // _TIER_WAYS_MAX)
+        shape = cls(sets, subsets, each // subsets)
+        if shape.places > _TIER_PLACES_MAX:
+            raise CacheError(
+                f"a host tier of {wanted} bytes has {shape.places} lines: at most "
+                f"{_TIER_PLACES_MAX}, so use longer ones"
+            )
+        return shape
+
+    @property
+    def places(self) -> int:
+        """Lines that it holds."""
+        return self.sets * self.subsets * self.ways
+
+
+def check_line(line: int | str) -> int:
+    nbytes = parse_bytes(line, "line")
+    if not LINE_BYTES_MIN <= nbytes <= LINE_BYTES_MAX or nbytes & (nbytes - 1):
+        raise CacheError(
+            f"a line of {nbytes} bytes is not a power of two from {LINE_BYTES_MIN} to "
+            f"{LINE_BYTES_MAX}"
+        )
+    return nbytes
+
+
+def automatic_capacity(nbytes: int, line: int | str, device: Device) -> int:
+    """Choose the size for ``cache="auto"``: the whole array, or a share of the free memory."""
+    line_bytes = check_line(line)
+    whole = (nbytes // line_bytes + 1) * line_bytes
+    share = int(device.memory_info().free_bytes * config.current().cache_share)
+    # One set more than the data: rounding down to an odd number of sets must not cut it.
+    return max(8 * line_bytes, min(whole + 8 * line_bytes, share))

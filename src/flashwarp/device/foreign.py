@@ -1,0 +1,327 @@
+"""Arrays and streams of other libraries: what they are and where, without importing any of them.
+
+`view` looks at an array of any library, `empty_like_library` makes a result in the library that the
+caller uses, `stream_handle` takes a stream in any common form. Nothing here copies array data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp._jit import driver
+from flashwarp.errors import ArgumentError, DtypeError
+
+if TYPE_CHECKING:
+    from flashwarp.device import Device
+
+# Streams of other libraries.
+
+
+def stream_handle(stream: object) -> int:
+    """Return the CUDA handle of a stream in any common form.
+
+    Takes an int (0 or 1 is the legacy default stream, 2 the per-thread one), an object with
+    `__cuda_stream__` (cuda.core and others), `cuda_stream` (torch) or `ptr` (cupy). None is 0.
+    """
+    if stream is None:
+        return 0
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        handle = stream
+    else:
+        handle = _foreign_stream_handle(stream)
+    if not 0 <= handle < 1 << 64:
+        raise ArgumentError(f"{handle} is not a CUDA stream handle")
+    return handle
+
+
+def _foreign_stream_handle(stream: object) -> int:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        # A method; in early cuda.core versions a property.
+        version, handle = protocol() if callable(protocol) else protocol
+        if version != 0:
+            raise ArgumentError(f"version {version} of __cuda_stream__ is not known, only 0")
+        return int(handle)
+    for name in ("cuda_stream", "ptr"):
+        value = getattr(stream, name, None)
+        if isinstance(value, int):
+            return value
+    raise ArgumentError(
+        f"{type(stream).__name__} is not a CUDA stream: pass an int or a stream of torch, cupy or "
+        "cuda.core"
+    )
+
+
+# Arrays of other libraries.
+
+_LIBRARIES = {"torch": "torch", "cupy": "cupy", "numpy": "numpy", "numba": "numba"}
+_LIBRARIES |= {"jax": "jax", "jaxlib": "jax"}
+
+
+@dataclass(frozen=True)
+class ArrayView:
+    """What an array of any library is, and where.
+
+    Attributes
+    ----------
+    address : int
+        Of the first element; valid while `owner` lives.
+    shape, dtype
+        As numpy has them.
+    contiguous : bool
+        Whether it is dense in C order; otherwise `address` alone says too little.
+    device_kind : str
+        "cpu" or "cuda".
+    ordinal : int or None
+        The GPU's number, where the library tells it.
+    library : str
+        "torch", "cupy", "numpy", "numba", "jax" or "other".
+    owner : object
+        Keeps the memory alive.
+    read_only : bool
+        Whether stores are forbidden.
+    stream : int or None
+        The stream on which the producer may still be writing, where it says so.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    contiguous: bool
+    device_kind: str
+    ordinal: int | None
+    library: str
+    owner: object = field(compare=False)  # arrays compare by element, which is no answer
+    read_only: bool = False
+    stream: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+
+def view(array: object, stream: object = None) -> ArrayView:
+    """Look at an array without copying it.
+
+    Takes numpy arrays, torch tensors, whatever has `__cuda_array_interface__` or DLPack, and what
+    numpy makes an array of (lists, numbers, buffers).
+
+    Parameters
+    ----------
+    array : object
+        The array.
+    stream : object, optional
+        Where a DLPack producer on a GPU has to have finished; None: it need not.
+    """
+    library = _library_of(array)
+    if hasattr(array, "__flashwarp_view__"):
+        own: ArrayView = array.__flashwarp_view__()
+        return own
+    if isinstance(array, np.ndarray):
+        return _view_numpy(array, array, "numpy")
+    if library == "torch" and hasattr(array, "data_ptr"):
+        return _view_torch(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _view_cuda(array, library)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _view_dlpack(array, library, stream)
+    made: npt.NDArray[Any] = np.asarray(array)
+    if made.dtype == object:
+        raise DtypeError(f"{type(array).__name__} is not an array of numbers")
+    return _view_numpy(made, made, "numpy")
+
+
+def _library_of(array: object) -> str:
+    module = type(array).__module__.partition(".")[0]
+    return _LIBRARIES.get(module, "other")
+
+
+def _view_numpy(array: npt.NDArray[Any], owner: object, library: str) -> ArrayView:
+    return ArrayView(
+        address=array.ctypes.data,
+        shape=array.shape,
+        dtype=array.dtype,
+        contiguous=array.flags.c_contiguous,
+        device_kind="cpu",
+        ordinal=None,
+        library=library,
+        owner=owner,
+        read_only=not array.flags.writeable,
+    )
+
+
+def _view_torch(tensor: Any) -> ArrayView:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(
+            f"a tensor on {tensor.device} cannot be used: only cpu and cuda tensors"
+        )
+    if not str(tensor.layout).endswith("strided"):
+        raise ArgumentError(f"a tensor of layout {tensor.layout} cannot be used: make it dense")
+    return ArrayView(
+        address=int(tensor.data_ptr()),
+        shape=tuple(int(n) for n in tensor.shape),
+        dtype=_torch_dtype(tensor.dtype),
+        contiguous=bool(tensor.is_contiguous()),
+        device_kind=tensor.device.type,
+        ordinal=tensor.device.index if tensor.device.type == "cuda" else None,
+        library="torch",
+        owner=tensor,
+    )
+
+
+def _torch_dtype(dtype: object) -> np.dtype[Any]:
+    name = str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise DtypeError(
+            f"{dtype} has no numpy dtype: pass an integer view, such as tensor.view(torch.uint8)"
+        ) from None
+
+
+def _view_cuda(array: Any, library: str) -> ArrayView:
+    interface = array.__cuda_array_interface__
+    if interface.get("mask") is not None:
+        raise ArgumentError("masked arrays cannot be used")
+    address, read_only = interface["data"]
+    shape = tuple(int(n) for n in interface["shape"])
+    dtype = np.dtype(interface["typestr"])
+    ordinal = getattr(getattr(array, "device", None), "id", None)
+    return ArrayView(
+        address=int(address or 0),
+        shape=shape,
+        dtype=dtype,
+        contiguous=_is_dense(shape, interface.get("strides"), dtype.itemsize),
+        device_kind="cuda",
+        ordinal=ordinal if isinstance(ordinal, int) else None,
+        library=library,
+        owner=array,
+        read_only=bool(read_only),
+        stream=interface.get("stream"),
+    )
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> bool:
+    """Whether byte strides are those of a dense C-order array; a length of 1 has any stride."""
+    if strides is None or math.prod(shape) == 0:
+        return True
+    expected = itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+# DLDeviceType of dlpack.h.
+_DLPACK_CPU = (1, 3)  # kDLCPU, kDLCUDAHost
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+def _view_dlpack(array: Any, library: str, stream: object) -> ArrayView:
+    kind, ordinal = array.__dlpack_device__()
+    if int(kind) in _DLPACK_CPU:
+        # numpy takes kDLCPU only, and pinned host memory is as good.
+        made = np.from_dlpack(array) if int(kind) == _DLPACK_CPU[0] else np.asarray(array)
+        return _view_numpy(made, made, library)
+    if int(kind) not in _DLPACK_CUDA:
+        raise ArgumentError(f"an array on DLPack device type {int(kind)} cannot be used")
+    exported = driver.dlpack_view(array, None if stream is None else stream_handle(stream))
+    dtype = np.dtype(exported.dtype)
+    strides = exported.strides
+    byte_strides = None if strides is None else [n * dtype.itemsize for n in strides]
+    return ArrayView(
+        address=int(exported.ptr),
+        shape=tuple(exported.shape),
+        dtype=dtype,
+        contiguous=_is_dense(tuple(exported.shape), byte_strides, dtype.itemsize),
+        device_kind="cuda",
+        ordinal=int(ordinal),
+        library=library,
+        owner=exported,
+        read_only=bool(exported.readonly),
+    )
+
+
+def empty_like_library(
+    library: str,
+    shape: Sequence[int],
+    dtype: npt.DTypeLike,
+    device: Device,
+    stream: object = None,
+) -> Any:
+    """Allocate a result in the library that the caller uses, in the device's memory.
+
+    Parameters
+    ----------
+    library : str
+        As in `ArrayView.library`.
+    shape, dtype
+        Of the result.
+    device : Device
+        Where the result is computed.
+    stream : optional
+        The stream that writes it first, where that is not the library's current one: the library
+        may lend memory that another of its streams still uses.
+
+    Returns
+    -------
+    array
+        A torch tensor or cupy array on the device; a numpy array for the CPU; else a `DeviceArray`.
+    """
+    shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
+    module = sys.modules.get(library)
+    handle = None if stream is None or device.kind != "cuda" else stream_handle(stream)
+    if library == "torch" and module is not None:
+        kind = _dtype_for_torch(module, dtype)
+        if handle is None:
+            return module.empty(shape, dtype=kind, device=device.name)
+        with module.cuda.stream(module.cuda.ExternalStream(handle, device=device.name)):
+            return module.empty(shape, dtype=kind, device=device.name)
+    if library == "cupy" and module is not None and device.kind == "cuda":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(module.cuda.Device(device.ordinal))
+            if handle is not None:
+                stack.enter_context(_cupy_stream(module, handle, device))
+            return module.empty(shape, dtype)
+    if device.kind == "cpu":
+        return np.empty(shape, dtype)
+    return device.empty_array(shape, dtype)
+
+
+def _cupy_stream(cupy: Any, handle: int, device: Device) -> Any:
+    """Show cupy a stream of ours, in the way that its version wants."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_ForeignStream(handle))
+    return cupy.cuda.ExternalStream(handle, device.ordinal)
+
+
+class _ForeignStream:
+    """The protocol by which libraries take each other's streams: version and handle."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _dtype_for_torch(torch: Any, dtype: np.dtype[Any]) -> Any:
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype) or not dtype.isnative:
+        raise DtypeError(f"torch has no dtype for {dtype.str} ({dtype.name})")
+    return found

@@ -1,0 +1,484 @@
+"""The software NVMe controller: host threads that serve queue pairs from any storage.
+
+A `SoftwareController` is settings; a `SoftwareService` owns the queue pairs and threads of one
+array, and stops with it. Data reaches the device by one of three paths, chosen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flashwarp import _native, config
+from flashwarp.config import choice, integer
+from flashwarp.device import CpuDevice, Device, Registration
+from flashwarp.device.memory import OwnedStream
+from flashwarp.endings import NotCopied
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    ControllerError,
+    CopyError,
+    StorageError,
+)
+from flashwarp.nvme import Controller, Service
+from flashwarp.nvme.drive_model import SSDModel
+from flashwarp.nvme.queue_pair import DATA_PATHS, QueuePairs
+from flashwarp.storage import File, Memory, Namespace, Storage
+from flashwarp.storage.lease import Lease
+
+__all__ = ["PAGE_BYTES", "SoftwareController", "SoftwareService"]
+
+PAGE_BYTES = 2 << 20
+"""Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
+
+
+# How long an idle thread watches the doorbells before it sleeps. A GPU rings no host thread awake:
+# while its warps pull what they fetched no doorbell moves, for up to a millisecond or two, and a
+# thread asleep then answers the next one a timer tick late. CPU threads serve while they wait.
+_SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
+
+
+# One wait costs what a thousand commands ahead of their time cost: 100 us against 0.1 us.
+_WAITS_COUNT_FROM = 1024
+
+
+class SoftwareController(NotCopied, Controller):
+    """Serve a storage as an NVMe namespace, from threads of this process.
+
+    Parameters
+    ----------
+    storage : Storage, optional
+        What to serve: an array on another storage is refused. Default: whatever array it is given
+        to.
+    queue_pairs, depth : int, optional
+        Rings and their entries; `depth` is a power of two. Default by device and path.
+    threads : int, optional
+        Serving threads; any number may serve any number of queue pairs. Default by path.
+    data_path : {"in_place", "bounce", "direct"}, optional
+        How data moves. "in_place": the device reads the namespace's own memory; of a file only
+        under a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
+        pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
+        storage and device allow, as `Array.explain` tells.
+    model : SSDModel or str, optional
+        A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
+        to. Data moves as it does without. Default: none, as fast as the host is.
+
+    Notes
+    -----
+    Settings: each array that is given them gets queue pairs and threads of its own, which stop with
+    the array. `Array.controller` is what serves an array.
+    """
+
+    def __init__(
+        self,
+        storage: Storage | None = None,
+        queue_pairs: int | None = None,
+        depth: int | None = None,
+        threads: int | None = None,
+        *,
+        data_path: str | None = None,
+        model: SSDModel | str | None = None,
+    ) -> None:
+        if storage is not None and not isinstance(storage, Storage):
+            raise ArgumentError(f"storage={storage!r} is not a Storage: see flashwarp.storage")
+        if queue_pairs is not None:
+            queue_pairs = integer("queue_pairs", queue_pairs, 1, 1024)
+        if depth is not None:
+            depth = integer("depth", depth, 2, 32768)
+            if depth & (depth - 1):
+                raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
+        if threads is not None:
+            threads = integer("threads", threads, 1, 256)
+        if data_path is not None:
+            choice("data_path", data_path, DATA_PATHS)
+        self.storage = storage
+        if isinstance(model, str):
+            model = SSDModel.named(model)
+        if model is not None and not isinstance(model, SSDModel):
+            raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
+        self.model = model
+        self._wanted = (queue_pairs, depth, threads, data_path)
+        self.asked_path = data_path
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.storage is not None:
+            raise CopyError(
+                f"{self!r} cannot be pickled with its storage: only settings can be sent"
+            )
+        return _from_settings, (*self._wanted, self.model)
+
+    def attach(
+        self,
+        storage: Namespace,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        owners: Sequence[object] = (),
+        together: int = 1,
+    ) -> SoftwareService:
+        """Allocate queue pairs, choose the data path and start threads that serve `storage`.
+
+        See `Controller.attach`.
+        """
+        if self.storage is not None and self.storage is not storage:
+            raise ArgumentError(
+                f"the controller has a storage of its own, {self.storage}, and the array another, "
+                f"{storage}: open that one, or make a controller without storage"
+            )
+        if not isinstance(storage, Storage):
+            raise ArgumentError(
+                f"{storage!r} describes a namespace without its bytes: the software controller "
+                "needs a storage that holds them, see flashwarp.storage"
+            )
+        return SoftwareService(
+            storage,
+            device,
+            line_bytes,
+            frames,
+            owners=owners,
+            settings=self._wanted,
+            model=self.model,
+            together=together,
+        )
+
+    def __repr__(self) -> str:
+        of = "" if self.storage is None else f" of {self.storage}"
+        return f"<settings of a flashwarp.SoftwareController{of}>"
+
+
+def _from_settings(
+    queue_pairs: int | None,
+    depth: int | None,
+    threads: int | None,
+    data_path: str | None,
+    model: SSDModel | None,
+) -> SoftwareController:
+    return SoftwareController(None, queue_pairs, depth, threads, data_path=data_path, model=model)
+
+
+class SoftwareService(Service):
+    """A storage that threads of this process serve for one array.
+
+    Parameters
+    ----------
+    storage, device, line_bytes, frames, owners, together
+        As `Controller.attach` has them.
+    settings : tuple
+        Queue pairs, depth, threads and data path; None where they are chosen here.
+    model : SSDModel, optional
+
+    Attributes
+    ----------
+    path, reason : str
+        See `Service`.
+    threads : int
+        Serving threads.
+    changes : int
+        How often a file that was read in place may have changed since it was attached: what the
+        cache holds of it may be old.
+    """
+
+    path = ""
+    reason = ""
+    changes = 0
+
+    def __init__(
+        self,
+        storage: Storage,
+        device: Device,
+        line_bytes: int,
+        frames: tuple[int, int],
+        *,
+        owners: Sequence[object],
+        settings: tuple[int | None, int | None, int | None, str | None],
+        model: SSDModel | None,
+        together: int,
+    ) -> None:
+        self.model = model
+        self._wanted = settings
+        self._served: Storage | None = storage
+        self._queues: QueuePairs | None = None
+        self._native: _native.SoftwareController | None = None
+        self._registration: Registration | None = None
+        self._lease: Lease | None = None
+        self._side: OwnedStream | None = None
+        self._stale: StorageError | None = None
+        defaults = config.current()
+        path, self.reason = self._choose_path(storage, device)
+        if self.model is not None:
+            self.reason += f"; {self.model}"
+        lease = storage.lease if isinstance(storage, File) else None
+        if lease is not None and path != "in_place":
+            # No writer has to wait for what goes through the rings.
+            lease.close()
+            lease = None
+        # A file that is read in place under a lease may have to go through buffers later.
+        buffered = path == "bounce" or lease is not None
+        count, depth, threads = self._geometry(
+            path, buffered, device, line_bytes, defaults, together
+        )
+        # A launch that has all cores serves itself whenever it waits; a thread of ours would only
+        # take a core from it. Threads that somebody asked for work all the same.
+        asked = self._wanted[2] is not None or defaults.controller_threads != 0
+        yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
+        self.threads = threads
+        self._progress = (0, 0)
+        self._waits = True
+        self._yields = yields
+        self._mapped_base = int(storage.native.mapped_base) if path == "in_place" else 0
+        if path == "in_place" and device.kind == "cuda":
+            self._register(storage, device)
+        try:
+            self._queues = QueuePairs(
+                device,
+                count,
+                depth,
+                path,
+                mapped_base=self._mapped_base,
+                buffer_bytes=line_bytes if buffered else 0,
+                leased=lease is not None,
+                timeout_s=defaults.timeout_s,
+            )
+            buffers = self._queues.buffer_region
+            regions = [] if buffers is None else [buffers]
+            if path == "direct":
+                regions = [frames]
+            self._native = _native.SoftwareController(
+                storage.native,
+                self._queues.native,
+                regions,
+                threads,
+                PAGE_BYTES,
+                PAGE_BYTES,
+                _SPIN_NS[device.kind],
+                yields,
+                None if self.model is None else self.model.native_parameters(),
+                (*owners, *self._queues.owners),
+            )
+            self._start(self._native)
+            self.path = path
+            if lease is not None:
+                self._side = device.create_stream()
+                self._lease = lease
+                lease.watch(self._leave_in_place, self._file_changed)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, native: _native.SoftwareController) -> None:
+        try:
+            native.start()
+        except RuntimeError as error:
+            raise ControllerError(
+                f"{self.threads} threads of the controller cannot be started ({error}): raise the "
+                "limit of processes (ulimit -u), or ask for fewer threads"
+            ) from error
+
+    @staticmethod
+    def _can_map(storage: Storage, device: Device) -> bool:
+        if not int(storage.native.mapped_base):
+            return False
+        # A kernel thread of the CPU that touches a mapped file's page after a truncation dies of
+        # SIGBUS; the GPU's registration pins the pages. So on the CPU files are mapped only under a
+        # lease. Else the storage copies from a mapping of its own, where a fault is an error of the
+        # read.
+        if isinstance(storage, Memory) or device.kind == "cuda":
+            return True
+        return isinstance(storage, File) and storage.lease is not None
+
+    def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
+        wanted = self._wanted[3]
+        mappable = self._can_map(storage, device)
+        if wanted == "in_place" and not mappable:
+            raise ArgumentError(
+                "data_path='in_place' needs a namespace in memory that the device can read: "
+                "storage.Memory, or a read-only file opened for a GPU with o_direct=False, or "
+                f"under a lease{_refused(storage)}"
+            )
+        if wanted == "direct" and device.kind != "cpu":
+            raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
+        if wanted is not None:
+            return wanted, "asked for"
+        if mappable:
+            return "in_place", "the namespace is memory that the device reads itself"
+        if device.kind == "cpu":
+            return "direct", "the device's memory is host memory: the controller fills the frames"
+        return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
+
+    def _geometry(
+        self,
+        path: str,
+        buffered: bool,
+        device: Device,
+        line_bytes: int,
+        defaults: config.Config,
+        together: int,
+    ) -> tuple[int, int, int]:
+        count, depth, threads, _ = self._wanted
+        cores = config.cores()
+        if count is None:
+            count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
+        if depth is None:
+            fixed = path == "in_place" and not buffered
+            depth = defaults.depth if fixed else defaults.bounce_depth
+            while buffered and depth > 2 and count * depth * line_bytes > defaults.bounce_bytes:
+                depth //= 2
+        if threads is None:
+            threads = defaults.controller_threads
+        if not threads:
+            # On the CPU device the waiting threads serve too; in place nothing is moved.
+            few = path == "in_place" or device.kind == "cpu"
+            # They poll: more of them than cores would wait for each other.
+            threads = 1 if few else max(1, min(8, cores // 2) // together)
+        return count, depth, threads
+
+    def _register(self, storage: Storage, device: Device) -> None:
+        if isinstance(storage, File) and storage.mapping is not None:
+            mapping = storage.mapping
+            self._registration = device.register_host(mapping.address, mapping.nbytes, True)
+        elif isinstance(storage, Memory):
+            # Exactly the caller's bytes: a copy from a neighbour on the same page would be refused
+            # if it began outside of a registered range and ended inside.
+            self._registration = device.register_host(
+                storage.address, storage.nbytes, not storage.writable
+            )
+
+    # Leaving a file's own pages.
+
+    def _leave_in_place(self) -> bool:
+        """Send what is submitted from now on through the slots' buffers; in the keeper's thread."""
+        if self.path != "in_place":
+            return False
+        try:
+            self.queues.leave_in_place(self._side)
+            storage = self._served
+            if isinstance(storage, File) and self.queues.device.kind == "cpu":
+                # A GPU's registration keeps the pages that it has pinned.
+                storage.mapping.leave()
+        except BaseException:
+            # Kernels may read in place still: let their misses fail, rather than pass for current.
+            if self._native is not None:
+                self._native.stop()
+            raise
+        finally:
+            self.path = "bounce"
+            self.reason = (
+                "somebody has opened the file for writing, so it is not read in place any more"
+            )
+        return True
+
+    def _file_changed(self, stale: StorageError | None) -> None:
+        """Note that cached lines may be old; in the keeper's thread."""
+        if stale is not None:
+            self._stale = stale
+        # An array compares it with what it has seen.
+        self.changes += 1
+
+    def take_stale(self) -> StorageError | None:
+        """Return and forget what went wrong when the file's pages were left."""
+        stale, self._stale = self._stale, None
+        return stale
+
+    # What it can tell.
+
+    @property
+    def queues(self) -> QueuePairs:
+        """The queue pairs that it serves; ClosedError when it serves none."""
+        if self._queues is None:
+            raise ClosedError("the controller serves no array")
+        return self._queues
+
+    @property
+    def natives(self) -> tuple[Any, ...]:
+        """The native controllers of the array, for launches whose waiting threads serve them."""
+        if self._native is None:
+            raise ClosedError("the controller serves no array")
+        return (self._native,)
+
+    @property
+    def in_place(self) -> int:
+        """Address at which the device may read the storage past the cache; 0: it may not.
+
+        Only where nobody writes the storage, and no drive is modelled. Of a file, for a GPU only,
+        which has pinned its pages.
+        """
+        if self._queues is None or self._served is None or self.path != "in_place":
+            return 0
+        if isinstance(self._served, File) and self._queues.device.kind == "cpu":
+            return 0
+        if self.model is not None or self._served.writable:
+            return 0
+        return self._mapped_base
+
+    def wake(self) -> None:
+        """Wake the threads now: work is about to be submitted. Costs a microsecond.
+
+        Threads that leave the work to a launch of the CPU device sleep on. The storage may look
+        again how it is reached.
+        """
+        if self._served is not None:
+            self._served.look_again()
+        if not self._yields and self._native is not None:
+            self._native.wake()
+
+    def worth_looking_ahead(self) -> bool:
+        """Tell whether a CPU thread gains by submitting commands before it needs them.
+
+        It does while commands wait for the storage, judged by those since the last call; before
+        there were any; and where threads of the controller are there to serve them meanwhile.
+        """
+        if not self._yields or self._native is None:
+            return True
+        commands, waited = self._native.progress()
+        done, before = self._progress
+        if commands != done:
+            self._waits = (waited - before) * _WAITS_COUNT_FROM > commands - done
+            self._progress = commands, waited
+        return self._waits
+
+    def take_errors(self) -> Sequence[dict[str, Any]]:
+        """Return and forget the failures since the last call, oldest first (at most 64)."""
+        if self._native is None:
+            return []
+        return [dict(e) for e in self._native.take_errors() if not e.get("recovered")]
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: engine, threads, queue pairs, modelled drive."""
+        facts = {} if self._native is None else dict(self._native.describe())
+        if self.model is not None:
+            facts["model"] = str(self.model)
+        return facts
+
+    def stats(self) -> dict[str, Any]:
+        """Return the controller's own counters."""
+        return {} if self._native is None else dict(self._native.stats())
+
+    def stop(self) -> None:
+        """Stop the threads, free the rings. Waits for what is in flight; may be called twice."""
+        if self._lease is not None:
+            # First: no break must find the rings gone.
+            self._lease.close()
+            self._lease = None
+        if self._native is not None:
+            self._native.stop()
+            self._native = self._served = None
+        if self._queues is not None:
+            self._queues.close()
+            self._queues = None
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+    def __repr__(self) -> str:
+        of = "stopped" if self._served is None else f"of {self._served}"
+        return f"<flashwarp software controller {of}>"
+
+
+def _refused(storage: Storage) -> str:
+    why = storage.lease_refusal if isinstance(storage, File) else ""
+    return f": {why}" if why else ""

@@ -1,0 +1,1 @@
+"""Kernels of the caller's own: compiled, checked, launched."""

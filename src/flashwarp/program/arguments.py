@@ -1,0 +1,278 @@
+"""The arguments of kernels of one's own: what each parameter takes, checked, as bytes.
+
+A parameter is known by the C++ spelling of its type, which the kernel's mangled name tells, and by
+its size in the compiled code.
+"""
+
+# What packs a number needs no launch.
+# ruff: noqa: ARG002
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashwarp import device as devices
+from flashwarp._jit import spelling
+from flashwarp._jit.program import LoadedKernel
+from flashwarp.array.array import Array
+from flashwarp.device import ArrayView, Device, DeviceMemory
+from flashwarp.errors import ArgumentError, CompileError, DeviceError, DtypeError, ReadOnlyError
+
+__all__ = ["Launch", "Param", "parse_signature"]
+
+
+class Launch:
+    """The order of one launch among the work of other libraries, whose arrays it uses."""
+
+    def __init__(self, device: Device, stream: Any) -> None:
+        self.device = device
+        self.stream = stream
+        self._neighbours: dict[int, None] = {}
+
+    def view(self, array: object) -> ArrayView:
+        """Look at an argument, and note whose stream it belongs to."""
+        run = self.device.default_stream() if self.stream is None else self.stream
+        seen = devices.view(array, stream=run)
+        if seen.device_kind == "cuda":
+            neighbour = self.device.current_stream(seen.library)
+            self._neighbours[neighbour.handle] = None
+            if seen.stream is not None:
+                self._neighbours[seen.stream] = None
+        return seen
+
+    def begin(self) -> None:
+        """Come after what the neighbours have queued, and after our own uploads."""
+        if self.stream is not None:
+            self.device.order(None, self.stream)
+            return
+        for handle in self._neighbours:
+            self.device.order(handle, None)
+
+    def end(self) -> None:
+        """Come before what the neighbours queue next. A chosen stream is its chooser's to order."""
+        if self.stream is None:
+            for handle in self._neighbours:
+                self.device.order(None, handle)
+
+
+def parse_signature(signature: str, loaded: LoadedKernel) -> tuple[str, list[Param]]:
+    """Return the name and the parameters of a kernel from its C++ spelling."""
+    name, types = spelling.split_signature(signature)
+    if len(types) != len(loaded.param_bytes):
+        raise CompileError(
+            f"{signature} has {len(loaded.param_bytes)} parameters in the compiled code"
+        )
+    sizes = zip(types, loaded.param_bytes, loaded.element_bytes, strict=True)
+    params = [Param.parse(i, *each, signature) for i, each in enumerate(sizes)]
+    return name, params
+
+
+# Parameters, by the C++ spelling of their types.
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter: what it takes, and how an argument becomes its bytes."""
+
+    place: str  # for messages: "argument 2 (float*) of scale(..)"
+    nbytes: int
+
+    @staticmethod
+    def parse(index: int, text: str, nbytes: int, element_bytes: int, signature: str) -> Param:
+        """Make the parameter number `index` of `signature`, whose type is spelled `text`."""
+        place = f"argument {index} ({text}) of {signature}"
+        to = spelling.elements_of(text)
+        if to is not None and to.rank:
+            return _ArrayParam(place, nbytes, to.type, element_bytes, to.constant, to.rank)
+        if to is not None:
+            return _PointerParam(place, nbytes, to.type, element_bytes, to.constant)
+        if text in spelling.NUMBERS:
+            return _NumberParam(place, nbytes, np.dtype(spelling.NUMBERS[text]))
+        return _BytesParam(place, nbytes)
+
+    def pack(self, argument: Any, launch: Launch) -> bytes:
+        """Return the bytes of the parameter, or raise what does not fit it."""
+        raise NotImplementedError
+
+
+def _check_element(
+    place: str, element: str, element_bytes: int, dtype: np.dtype[Any], what: str
+) -> None:
+    """Compare by type where it is a number, else by size where that is known."""
+    if element in spelling.NUMBERS:
+        wanted = np.dtype(spelling.NUMBERS[element])
+        # C++ does not say whether plain char has a sign.
+        if dtype == wanted or (element == "char" and dtype == np.uint8):
+            return
+        raise DtypeError(f"{place} wants elements of dtype {wanted}, {what} has {dtype}")
+    if element_bytes not in (0, dtype.itemsize):
+        raise DtypeError(
+            f"{place} wants elements of {element_bytes} bytes, those of {what} ({dtype}) have "
+            f"{dtype.itemsize}"
+        )
+
+
+@dataclass(frozen=True)
+class _ArrayParam(Param):
+    element: str
+    element_bytes: int
+    constant: bool
+    rank: int
+
+    def pack(self, argument: Any, launch: Launch) -> bytes:
+        if not isinstance(argument, Array):
+            raise ArgumentError(
+                f"{self.place} wants a flashwarp.Array, not {type(argument).__name__}"
+            )
+        if argument.device is not launch.device:
+            raise ArgumentError(
+                f"{self.place}: the array is on {argument.device.name}, the kernel on "
+                f"{launch.device.name}: open the array with device= this one"
+            )
+        _check_element(self.place, self.element, self.element_bytes, argument.dtype, "the array")
+        if self.rank > 1 and argument.ndim != self.rank:
+            raise ArgumentError(
+                f"{self.place} wants {self.rank} axes, the array has shape {argument.shape}"
+            )
+        handle = bytes(argument.kernel_handle)
+        if not self.constant and not argument.writable:
+            raise ReadOnlyError(
+                f"{self.place} can be stored to, but the array is read-only: open it with "
+                f'mode="r+", or write fw::array<const {self.element}>'
+            )
+        if self.rank > 1:
+            handle += struct.pack(f"<{self.rank}Q", *argument.shape)
+        if len(handle) != self.nbytes:
+            raise DeviceError(
+                f"{self.place} has {self.nbytes} bytes in the compiled code and {len(handle)} "
+                "here: the headers that it was compiled with are not this version's"
+            )
+        return handle
+
+
+_ARRAY_PROTOCOLS = (
+    "__flashwarp_view__",
+    "__cuda_array_interface__",
+    "__dlpack__",
+    "__array_interface__",
+)
+
+
+@dataclass(frozen=True)
+class _PointerParam(Param):
+    element: str
+    element_bytes: int
+    constant: bool
+
+    def pack(self, argument: Any, launch: Launch) -> bytes:
+        return struct.pack("<Q", self._address(argument, launch))
+
+    def _address(self, argument: Any, launch: Launch) -> int:
+        if argument is None:
+            return 0
+        if isinstance(argument, DeviceMemory):
+            return self._memory_address(argument, launch)
+        if isinstance(argument, Array):
+            raise ArgumentError(
+                f"{self.place} is a pointer, and a flashwarp.Array has no address: declare it "
+                f"fw::array<{argument.dtype}>"
+            )
+        if not any(hasattr(type(argument), name) for name in _ARRAY_PROTOCOLS):
+            raise ArgumentError(
+                f"{self.place} wants an array in the memory of {launch.device.name}, not "
+                f"{type(argument).__name__}"
+            )
+        seen = launch.view(argument)
+        self._check(seen, launch.device)
+        return seen.address
+
+    def _memory_address(self, memory: DeviceMemory, launch: Launch) -> int:
+        if memory.device is not launch.device:
+            raise ArgumentError(
+                f"{self.place}: the memory is of {memory.device.name}, the kernel on "
+                f"{launch.device.name}"
+            )
+        if memory.closed:
+            raise ArgumentError(f"{self.place}: the memory was freed")
+        return memory.address
+
+    def _check(self, seen: ArrayView, device: Device) -> None:
+        here = seen.device_kind == device.kind and (
+            seen.ordinal is None or device.name == f"cuda:{seen.ordinal}"
+        )
+        if not here:
+            place = seen.device_kind if seen.ordinal is None else f"cuda:{seen.ordinal}"
+            raise ArgumentError(
+                f"{self.place}: the array is on {place}, the kernel on {device.name}: copy it there"
+            )
+        if not seen.contiguous:
+            raise ArgumentError(f"{self.place}: the array is not contiguous: copy it first")
+        if seen.read_only and not self.constant:
+            raise ReadOnlyError(
+                f"{self.place} can be stored to, but the array is read-only: write "
+                f"const {self.element}*"
+            )
+        if self.element != "void":
+            _check_element(self.place, self.element, self.element_bytes, seen.dtype, "the array")
+
+
+@dataclass(frozen=True)
+class _NumberParam(Param):
+    dtype: np.dtype[Any]
+
+    def pack(self, argument: Any, launch: Launch) -> bytes:
+        if isinstance(argument, np.ndarray) and argument.ndim == 0:
+            argument = argument[()]
+        if self.dtype.kind == "f":
+            return self._pack_float(argument)
+        if self.dtype.kind == "b":
+            if not isinstance(argument, bool | np.bool_):
+                raise self._refused(argument, "True or False")
+            return bytes([int(argument)])
+        return self._pack_integer(argument)
+
+    def _pack_float(self, argument: Any) -> bytes:
+        if isinstance(argument, bool) or not isinstance(argument, numbers.Real):
+            raise self._refused(argument, "a number")
+        with np.errstate(over="ignore"):
+            value = self.dtype.type(argument)
+        if math.isinf(value) and not math.isinf(argument):
+            raise ArgumentError(f"{self.place}: {argument} is too large for {self.dtype}")
+        return bytes(value.tobytes())
+
+    def _pack_integer(self, argument: Any) -> bytes:
+        if not isinstance(argument, int | np.integer) or isinstance(argument, bool):
+            raise self._refused(argument, "an integer")
+        limits = np.iinfo(self.dtype)
+        if not limits.min <= argument <= limits.max:
+            raise ArgumentError(
+                f"{self.place}: {argument} is outside of {limits.min} .. {limits.max}"
+            )
+        return int(argument).to_bytes(self.nbytes, "little", signed=self.dtype.kind == "i")
+
+    def _refused(self, argument: Any, wanted: str) -> DtypeError:
+        return DtypeError(f"{self.place} wants {wanted}, not {type(argument).__name__}")
+
+
+@dataclass(frozen=True)
+class _BytesParam(Param):
+    """A type of the program's own, as it lies in memory."""
+
+    def pack(self, argument: Any, launch: Launch) -> bytes:
+        if isinstance(argument, np.ndarray) and argument.ndim == 0:
+            argument = argument[()]
+        if not isinstance(argument, bytes | bytearray | ctypes.Structure | np.generic):
+            raise DtypeError(
+                f"{self.place} wants bytes, a ctypes structure or a numpy record, not "
+                f"{type(argument).__name__}"
+            )
+        content = argument.tobytes() if isinstance(argument, np.generic) else bytes(argument)
+        if len(content) != self.nbytes:
+            raise DtypeError(f"{self.place} has {self.nbytes} bytes, not {len(content)}")
+        return content

@@ -1,0 +1,333 @@
+"""`compile`: users' kernels in CUDA C++, for a GPU or the CPU device.
+
+The same text runs on both. A kernel's mangled name has the types of its parameters, so arguments
+are checked before the launch. A `flashwarp.Array` becomes an `fw::array<T>` by value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashwarp import device as devices
+from flashwarp import endings
+from flashwarp._jit import spelling
+from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
+from flashwarp._jit.program import LoadedKernel, LoadedProgram
+from flashwarp.array.array import Array
+from flashwarp.config import integer
+from flashwarp.device import Device
+from flashwarp.errors import ArgumentError, CompileError
+from flashwarp.policy import CLOCK, Policy, resolve_policy
+from flashwarp.program.arguments import Launch, parse_signature
+from flashwarp.storage import files
+
+__all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
+
+_WARPS_MAX = (1 << 31) - 1
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
+
+Define = str | int | float | bool | None
+
+
+def compile(  # noqa: A001 - the module's one verb
+    source: str | Path,
+    device: object = None,
+    *,
+    options: Sequence[str] = (),
+    defines: Mapping[str, Define] | None = None,
+    include_dirs: Sequence[str | Path] = (),
+    policy: str | Policy = CLOCK,
+    debug: bool = False,
+) -> Program:
+    """Compile kernels written in CUDA C++ for a device, and load them.
+
+    Parameters
+    ----------
+    source : str or Path
+        The text, or the path of a file. A file may include headers from its folder.
+    device : Device or str, optional
+        "cpu", "cuda", "cuda:N". Default: "cuda:0" if a GPU works, else "cpu".
+    options : sequence of str
+        More options for the compiler: NVRTC's on a GPU, those of g++ or clang++ on the CPU device.
+    defines : mapping, optional
+        Macros and their values; None defines a macro without a value.
+    include_dirs : sequence of str or Path
+        Folders with more headers. The headers of flashwarp are always found.
+    policy : str or Policy
+        The replacement policy of the caches that the kernels' arrays use; see `Cache`.
+    debug : bool
+        Check assertions in kernels, and keep line numbers.
+
+    Returns
+    -------
+    Program
+        The loaded kernels. They stay loaded until the device is closed.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's message, which names lines of `source`; or when there is no compiler.
+        The CPU device needs g++, clang++ or what `CXX` names. A GPU needs no CUDA toolkit.
+
+    Notes
+    -----
+    Blocks for some seconds the first time. Later, on the CPU device, it blocks for a tenth of a
+    second, for the preprocessor. Compiled code is kept on disk under a key of all its inputs, in a
+    folder that only you can write to. If there is no such folder, it is kept in memory for this
+    process.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> program = fw.compile('''
+    ... #include "flashwarp/array.cuh"
+    ... FW_KERNEL halve(fw::array<float> x, uint64_t n) {
+    ...   const uint64_t step = fw::base::thread_count();
+    ...   for (uint64_t i = fw::base::thread_index(); i < n; i += step) x.store(i, x[i] / 2);
+    ... }
+    ... ''', device="cpu")
+    >>> with fw.create("numbers.npy", "float32", 1000, device="cpu") as x:
+    ...     x[:] = 3
+    ...     program["halve"](x, 10)
+    ...     x.synchronize()
+    ...     x[8:12].tolist()
+    [1.5, 1.5, 3.0, 3.0]
+    """
+    where = devices.resolve(device)
+    chosen = resolve_policy(policy)
+    loaded = where.load_program(
+        _source(source).behind(chosen),
+        include_dirs=[Path(files.check_name(folder)) for folder in _listed(include_dirs)],
+        options=(
+            *chosen.options,
+            *_define_options(defines),
+            *_strings("options", options),
+        ),
+        debug=debug,
+    )
+    return Program(where, loaded, chosen)
+
+
+def get_include() -> str:
+    """Return the folder of the device headers, for compilers other than `compile`.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, pathlib
+    >>> (pathlib.Path(fw.get_include()) / "flashwarp" / "array.cuh").exists()
+    True
+    """
+    return str(INCLUDE_DIR)
+
+
+def _source(source: str | Path) -> Source:
+    if isinstance(source, Path):
+        return Source.read(source)
+    if not isinstance(source, str):
+        raise ArgumentError(
+            f"the source is a str with the code or a pathlib.Path, not {type(source).__name__}"
+        )
+    return Source("program.cu", source.encode())
+
+
+def _listed(folders: Sequence[str | Path]) -> Sequence[str | Path]:
+    if not isinstance(folders, Sequence) or isinstance(folders, str | bytes):
+        raise ArgumentError(f"include_dirs={folders!r} is not a sequence of paths")
+    return folders
+
+
+def _strings(what: str, values: Sequence[str]) -> tuple[str, ...]:
+    listed = isinstance(values, Sequence) and not isinstance(values, str)
+    if not listed or not all(isinstance(value, str) for value in values):
+        raise ArgumentError(f"{what} is a sequence of strings, not {values!r}")
+    return tuple(values)
+
+
+def _define_options(defines: Mapping[str, Define] | None) -> list[str]:
+    options: list[str] = []
+    if defines is None:
+        return options
+    if not isinstance(defines, Mapping):
+        raise ArgumentError(f"defines={defines!r} is not a mapping of macros to their values")
+    for name, value in defines.items():
+        if not isinstance(name, str) or not _IDENTIFIER.match(name):
+            raise ArgumentError(f"a macro cannot be named {name!r}")
+        if value is None:
+            options.append(f"-D{name}")
+        elif isinstance(value, bool):
+            options.append(f"-D{name}={int(value)}")
+        else:
+            options.append(f"-D{name}={value}")
+    return options
+
+
+class Program(endings.NotCopied):
+    """Compiled kernels of one source. Made by `compile`.
+
+    Attributes
+    ----------
+    device : Device
+        Where they run.
+    policy : Policy
+        Of the caches whose arrays they take.
+    log : str
+        What the compiler said.
+    from_cache : bool
+        Whether they were found compiled, on disk or in memory.
+    """
+
+    def __init__(self, device: Device, loaded: LoadedProgram, policy: Policy) -> None:
+        self.device = device
+        self.policy = policy
+        self.log = loaded.log
+        self.from_cache = loaded.from_cache
+        self._kernels: dict[str, Kernel] = {}
+        for kernel in loaded.kernels:
+            made = Kernel(device, kernel, policy)
+            if made.name in self._kernels:
+                raise CompileError(f"two kernels are named {made.name}: rename one")
+            self._kernels[made.name] = made
+        if not self._kernels:
+            raise CompileError(
+                "the source defines no kernel: FW_KERNEL name(fw::array<float> x, ...) { ... }",
+                self.log,
+            )
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Their names, with their namespaces."""
+        return tuple(self._kernels)
+
+    def kernel(self, name: str) -> Kernel:
+        """Return a kernel by its name, with its namespaces; raises ArgumentError."""
+        try:
+            return self._kernels[name]
+        except KeyError:
+            known = ", ".join(self._kernels)
+            raise ArgumentError(f"there is no kernel {name!r}; the program has: {known}") from None
+
+    def __getitem__(self, name: str) -> Kernel:
+        return self.kernel(name)
+
+    def __repr__(self) -> str:
+        return f"<Program of {', '.join(self._kernels)} on {self.device.name!r}>"
+
+
+class Kernel(endings.NotCopied):
+    """A kernel of a `Program`; call it to launch it.
+
+    Attributes
+    ----------
+    name : str
+        With its namespaces.
+    signature : str
+        As C++ spells it.
+    """
+
+    def __init__(self, device: Device, loaded: LoadedKernel, policy: Policy) -> None:
+        self._device = device
+        self._policy = policy
+        self._loaded = loaded
+        self.signature = spelling.demangle(loaded.symbol)
+        self.name, self._params = parse_signature(self.signature, loaded)
+
+    @property
+    def resources(self) -> KernelResources | None:
+        """Registers, stack and spills as the assembler reports them; None on the CPU device."""
+        return self._loaded.resources
+
+    def __call__(
+        self,
+        *arguments: Any,
+        warps: int | None = None,
+        block_threads: int = 256,
+        stream: Any = None,
+    ) -> None:
+        """Launch the kernel.
+
+        Parameters
+        ----------
+        *arguments
+            One for each parameter: a `flashwarp.Array` for `fw::array<T>`; for a pointer an array
+            in the device's memory of any library (numpy on the CPU device), `DeviceMemory`, or
+            None; a Python or numpy number for a number; and for any other type its bytes, as
+            `bytes`, a ctypes structure or a numpy record.
+        warps : int, optional
+            How many warps have something to do. The launch is never larger than what the device
+            runs at a time, so kernels loop. Default: as many as run at a time. On the CPU device a
+            warp is one thread.
+        block_threads : int
+            Threads of a block on a GPU, a multiple of 32 and at most 256.
+        stream : optional
+            Where a GPU queues it. Default: the library's own stream, after what the streams of
+            torch and cupy now hold where arrays of these are among the arguments, and before what
+            they get next.
+
+        Notes
+        -----
+        Returns at once on a GPU, when done on the CPU device. Keep the arguments until it is done.
+        What went wrong in reading or writing an array is raised by `Array.synchronize`, or by the
+        array's next call.
+
+        Raises
+        ------
+        ArgumentError, DtypeError, ReadOnlyError
+            For arguments that do not fit the parameters; nothing is launched.
+        ClosedError
+            When an array or the device was closed.
+        """
+        if len(arguments) != len(self._params):
+            raise ArgumentError(
+                f"{self.signature} takes {len(self._params)} arguments, not {len(arguments)}"
+            )
+        if warps is not None:
+            warps = integer("warps", warps, 0, _WARPS_MAX)
+        block_threads = integer("block_threads", block_threads, 32, 256)
+        if block_threads % 32:
+            raise ArgumentError(f"block_threads={block_threads} is not a multiple of 32")
+        arrays = [argument for argument in arguments if isinstance(argument, Array)]
+        self._check_policies(arrays)
+        # In one order everywhere, so that two launches never wait for each other.
+        caches = sorted({array.cache for array in arrays}, key=id)
+
+        def launch_in_turn() -> None:
+            launch = Launch(self._device, stream)
+            packed = [
+                param.pack(argument, launch)
+                for param, argument in zip(self._params, arguments, strict=True)
+            ]
+            uses: list[object] = []
+            try:
+                for array in arrays:
+                    uses += array._join_launch(stream)
+                launch.begin()
+                self._device.run_kernel(
+                    self._loaded,
+                    packed,
+                    warps=warps,
+                    block_threads=block_threads,
+                    stream=stream,
+                    uses=uses,
+                )
+                launch.end()
+            finally:
+                # A kept exception keeps this frame. That must not keep the arrays' files open.
+                uses.clear()
+
+        endings.holding([cache.turn for cache in caches], launch_in_turn)
+
+    def _check_policies(self, arrays: Sequence[Array]) -> None:
+        # The policy is in the code: with another one it would mark what the cache does not have.
+        for array in arrays:
+            wanted = array.cache.policy
+            if wanted != self._policy:
+                raise ArgumentError(
+                    f"{self.name} was compiled for caches with policy {self._policy.name!r}, and "
+                    f"an array's cache has {wanted.name!r}: compile it with policy={wanted.name!r}"
+                )
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.signature} on {self._device.name!r}>"

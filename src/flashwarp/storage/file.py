@@ -1,0 +1,228 @@
+"""Files and block devices as storages, and the pages of a file that are read in place."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flashwarp import _native, config
+from flashwarp.config import SIZE_MAX, flag, integer
+from flashwarp.errors import (
+    ArgumentError,
+    PathError,
+    StorageError,
+)
+from flashwarp.storage import files
+from flashwarp.storage.base import Storage
+from flashwarp.storage.lease import Lease
+
+
+class Review(Protocol):
+    """Looks at the reads of a file from time to time; see `file_access.WayReview`."""
+
+    changes: list[str]
+
+    def look(self, file: Any) -> None:
+        """Look, and change the way of the native file if there is a reason."""
+
+
+class File(Storage):
+    """A byte range of a file.
+
+    Parameters
+    ----------
+    path : path-like
+        An existing regular file or block device.
+    offset, nbytes : int, optional
+        The range; default the whole file. Bytes past `nbytes` are never written.
+    writable : bool
+        Open the file for writing too.
+    o_direct : bool
+        Read and write past the page cache (O_DIRECT), or through it. Any alignment is allowed.
+    lock : bool
+        Refuse a second writer, in any process, and readers beside a writer in this process. The
+        lock ends when this storage and all arrays on it are closed. If False, the file neither
+        checks for others nor is seen by others, and may serve several arrays that store.
+
+    Raises
+    ------
+    MissingFileError, PathError
+        When it cannot be opened as asked.
+    LockedError
+        When another open file excludes this one; `holder` says in which process.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        offset: int = 0,
+        nbytes: int | None = None,
+        *,
+        writable: bool = False,
+        o_direct: bool = False,
+        lock: bool = True,
+        _map_address: int = 0,
+        _mapping: Any = None,
+        _name: str = "",
+        _may_change: bool = False,
+        _lease: Lease | None = None,
+    ) -> None:
+        name = files.check_name(path)
+        self._path = _name or name
+        status = files.check(name, writable)
+        offset = integer("offset", offset, 0, SIZE_MAX)
+        if nbytes is not None:
+            nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
+        writable, o_direct, lock = (
+            flag("writable", writable),
+            flag("o_direct", o_direct),
+            flag("lock", lock),
+        )
+        size = status.st_size
+        if stat.S_ISREG(status.st_mode):
+            wanted = size - offset if nbytes is None else nbytes
+            if wanted < 0 or offset + wanted > size:
+                raise ArgumentError(
+                    f"bytes [{offset}, {offset + wanted}) of {self._path}: it has {size} bytes"
+                )
+        self._refuses = lock
+        self.offset = offset
+        self.o_direct = o_direct
+        self.mapping = _mapping
+        self.review: Review | None = None
+        """Changes between page cache and O_DIRECT, if the file may change."""
+        self.lease = _lease
+        self.lease_refusal = ""
+        # A file that is read in place needs a window only for the time after its lease.
+        copies = bool(config.current().copy_cached) and (_mapping is None or _lease is not None)
+        native = files.opened(
+            lambda: _native.FileStorage(
+                name,
+                offset,
+                nbytes or 0,
+                writable,
+                "direct" if o_direct else "buffered",
+                _map_address,
+                copies,
+                lock,
+                _name,
+                _may_change,
+            ),
+            self._path,
+            writable=writable,
+        )
+        status = os.fstat(native.fd)
+        self.identity = status.st_dev, status.st_ino
+        """Device and inode of the open file; its path may name another file by now."""
+        # Where it is still after a change of the working directory.
+        self._absolute = Path(self._path).absolute()
+        super().__init__(native)
+
+    @property
+    def path(self) -> str | None:
+        """The file as it was named."""
+        return self._path
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError when the file was cut short, replaced or removed."""
+        end = self.offset + self.nbytes
+        size = os.lseek(self._native.fd, 0, os.SEEK_END)  # an array goes on after `close`
+        if size < end:
+            raise StorageError(
+                errno.ENODATA,
+                f"truncated: the file has {size} bytes, and had at least {end} when it was opened",
+                self._path,
+                offset=size,
+            )
+        try:
+            status = os.stat(self._absolute)
+        except OSError:
+            how = "removed"
+        else:
+            how = "" if (status.st_dev, status.st_ino) == self.identity else "replaced"
+        if how:
+            raise StorageError(
+                errno.ESTALE,
+                f"the file was {how} since it was opened: what is read is what it was, and what is "
+                "written is lost; open it again",
+                self._path,
+            )
+
+    def look_again(self) -> None:
+        """Change to the page cache or to O_DIRECT, if you left the choice and the change pays.
+
+        Costs 0.2 us, and 50 us each time that `Config.review_bytes` were read.
+        """
+        if self.review is not None:
+            self.review.look(self.native)
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people, as `Storage.describe`; ``changed`` lists changes of the way."""
+        facts = super().describe()
+        if self.review is not None and self.review.changes:
+            facts["changed"] = "; ".join(self.review.changes)
+        return facts
+
+
+class BlockDevice(File):
+    """A block device, whole or in part, always past the page cache.
+
+    Parameters
+    ----------
+    path : path-like
+        Such as ``/dev/nvme0n1p2``. The process needs permission to open it.
+    offset, nbytes, writable, lock
+        As for `File`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        offset: int = 0,
+        nbytes: int | None = None,
+        *,
+        writable: bool = False,
+        lock: bool = True,
+    ) -> None:
+        name = files.check_name(path)
+        status = files.check(name, writable)
+        if not stat.S_ISBLK(status.st_mode):
+            raise PathError(errno.ENOTBLK, "is not a block device: use storage.File", name)
+        super().__init__(path, offset, nbytes, writable=writable, o_direct=True, lock=lock)
+
+
+class Mapping:
+    """A file's pages, mapped read-only, which a GPU reads in place."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            self.identity = status.st_dev, status.st_ino
+            self._map = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        self._view = np.frombuffer(self._map, np.uint8)
+        self.address = int(self._view.ctypes.data)
+        self.nbytes = nbytes
+
+    def residency(self) -> float:
+        """Share of its pages that are in the page cache now."""
+        return float(_native.residency(self.address, self.nbytes))
+
+    def leave(self) -> None:
+        """Replace the file's pages by zeros, so that no thread dies of SIGBUS if the file is cut.
+
+        Only for pages that no device has registered. A thread that reads them meanwhile must check
+        afterwards whether they were replaced.
+        """
+        _native.replace_mapping(self.address, self.nbytes)
+
+    def close(self) -> None:
+        """Unmap it. No thread or device may use its address any more. May be called twice."""
+        if not self._map.closed:
+            del self._view
+            self._map.close()

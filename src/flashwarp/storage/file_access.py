@@ -1,0 +1,405 @@
+"""Which way a file's bytes take: in place, through the page cache, or past it by O_DIRECT.
+
+`choose_way` decides at open, from facts that `file_storage` collects. A file that is only read may
+change between page cache and O_DIRECT later: `WayReview` looks at what its reads were like, each
+time that so many bytes have been read, and `reconsider` decides. Both rules are pure functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashwarp import _native, config
+from flashwarp.device import Device, host_memory
+from flashwarp.storage import npy
+from flashwarp.storage.base import Storage
+from flashwarp.storage.file import File, Mapping
+from flashwarp.storage.lease import Lease
+from flashwarp.storage.memory import Memory
+
+__all__ = [
+    "FileFacts",
+    "ReadFigures",
+    "Way",
+    "WayReview",
+    "choose_way",
+    "file_storage",
+    "reconsider",
+]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Whether a file is read and written past the page cache, and why."""
+
+    o_direct: bool
+    why: str
+
+
+# At open.
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What the choice of the way depends on."""
+
+    nbytes: int
+    """Bytes of the array in it."""
+    available_bytes: int
+    """Host memory that can be used, what the page cache holds now included."""
+    reserved_bytes: int
+    """Of it, what frames and host tier of the array's cache will take."""
+    resident: float | None
+    """Share of the file in the page cache; None: unknown."""
+    writable: bool
+    allocated_bytes: int
+    """Bytes that the file takes on its medium; the rest are holes, which were never written."""
+    direct_refusal: str
+    """Why the file cannot be read with O_DIRECT; empty if it can."""
+
+
+def choose_way(facts: FileFacts, defaults: config.Config) -> Way:
+    """Choose between page cache and O_DIRECT.
+
+    A file that fits the memory goes through the page cache, however little of it is there now: the
+    first read costs about the same either way, and every later one a tenth of what the drive takes.
+    A larger one goes past it. A miss of the page cache then costs several times a direct read,
+    since other pages must make room: even where most of the file is cached, no caching is faster.
+    A large file that is yet to be filled goes through it all the same: each direct write into a
+    hole waits for the file system to allocate it, and the kernel writes pages back together.
+    """
+    room = room_for_pages(facts.available_bytes, facts.reserved_bytes, defaults)
+    found = "unknown" if facts.resident is None else f"{facts.resident:.0%}"
+    share = f"{found} of the file is in the page cache"
+    if facts.direct_refusal:
+        return Way(False, f"{share}; through it, O_DIRECT cannot: {facts.direct_refusal}")
+    if facts.resident is not None and facts.resident >= defaults.in_place_residency:
+        return Way(False, f"{share}; through it")
+    size = f"its {facts.nbytes} bytes"
+    if facts.nbytes <= room:
+        return Way(False, f"{share}, and {size} fit the {room} that it may take; through it")
+    if facts.writable and 2 * facts.allocated_bytes < facts.nbytes:
+        return Way(False, f"{share}, and most of {size} were never written; through it")
+    kept = "; a writable file keeps this way" if facts.writable else ""
+    return Way(True, f"{share}, but {size} exceed the {room} that it may take; O_DIRECT{kept}")
+
+
+def room_for_pages(available_bytes: int, reserved_bytes: int, defaults: config.Config) -> int:
+    """Return the bytes of the page cache that one file may count on."""
+    return max(0, int((available_bytes - reserved_bytes) * defaults.page_cache_share))
+
+
+# Later.
+
+
+@dataclass(frozen=True)
+class ReadFigures:
+    """What the reads of a file were like since the last change of its way: `ReadCensus`."""
+
+    reads: int
+    nbytes: int
+    waited_nbytes: int
+    """Of the bytes, those that were not in the page cache."""
+    near_reads: int
+    """Reads close behind an earlier one, which the kernel's read-ahead is for."""
+    touched_nbytes: int
+    """Different bytes among those read; an estimate."""
+    busy_ns: int
+    """Time in which reads came, pauses of the caller left out."""
+
+    @property
+    def in_order(self) -> bool:
+        """Whether nearly all reads followed another."""
+        return self.near_reads >= _IN_ORDER * self.reads
+
+    def memory_decides(self, o_direct: bool) -> bool:
+        """Whether a change depends on what fits the memory."""
+        if self.in_order:
+            return False
+        if o_direct:
+            return self.nbytes >= _REUSE * self.touched_nbytes
+        return 2 * self.waited_nbytes >= self.nbytes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the reads reached; 0 before the first."""
+        return self.nbytes / self.busy_ns * 1e9 if self.busy_ns else 0.0
+
+
+# Share of reads in order that makes a stream: threads that divide it begin pieces of their own.
+_IN_ORDER = 0.9
+
+# How often bytes are read, on average, before they count as read again and again.
+_REUSE = 2.0
+
+# Reads in order keep a way that has at least this share of the other's speed.
+_KEPT_SPEED = 0.9
+
+
+def reconsider(
+    o_direct: bool, seen: ReadFigures, room: int, rates: dict[bool, float]
+) -> str | None:
+    """Tell why a file that is only read should change its way now, or None.
+
+    Parameters
+    ----------
+    direct : bool
+        Its way.
+    seen : ReadFigures
+        Since the way was chosen.
+    room : int
+        Bytes that its pages may take.
+    rates : dict of bool to float
+        Bytes per second of reads in order, by way, as far as seen.
+    """
+    if seen.in_order:
+        return _reconsider_in_order(o_direct, rates)
+    if not seen.memory_decides(o_direct):
+        return None
+    if o_direct and seen.touched_nbytes <= room:
+        again = seen.nbytes / max(1, seen.touched_nbytes)
+        return (
+            f"the same {seen.touched_nbytes} bytes were read {again:.1f} times, and fit the {room} "
+            "that the page cache may take"
+        )
+    if not o_direct and seen.touched_nbytes > room:
+        return (
+            f"{seen.waited_nbytes / seen.nbytes:.0%} of the bytes read were not in the page cache, "
+            f"and {seen.touched_nbytes} different ones exceed the {room} that it may take"
+        )
+    return None
+
+
+def _reconsider_in_order(o_direct: bool, rates: dict[bool, float]) -> str | None:
+    """Try the kernel's long transfers ahead of the reads, and keep them if they are faster."""
+    own, other = rates[o_direct], rates.get(not o_direct)
+    if other is None:
+        return "reads are in order, and the kernel can read ahead" if o_direct else None
+    if own < _KEPT_SPEED * other:
+        there = f"{other / 1e6:.0f} the other way"
+        return f"reads in order reach {own / 1e6:.0f} MB/s, and reached {there}"
+    return None
+
+
+class WayReview:
+    """Changes the way of an open file when `reconsider` says so.
+
+    Parameters
+    ----------
+    reserved_bytes : int
+        As in `FileFacts`.
+    every : int
+        Bytes that are read before it looks for the first time. After a change it waits for twice as
+        many as before, so that reads of changing kinds do not make it change for ever.
+
+    Notes
+    -----
+    Thread-safe: whoever finds another thread at it goes on without.
+    """
+
+    def __init__(self, reserved_bytes: int, every: int) -> None:
+        self._reserved = reserved_bytes
+        self._every = every
+        self._next = every
+        self._total = 0
+        self._rates: dict[bool, float] = {}
+        self._lock = threading.Lock()
+        self.changes: list[str] = []
+
+    def look(self, file: Any) -> None:
+        """Look whether it is time, and change the way of the native file if there is a reason."""
+        if file.nbytes_noted < self._next or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._look(file)
+        finally:
+            self._lock.release()
+
+    def _room(self) -> int:
+        """Look up what the page cache may take; 0.2 ms, as long as copying a megabyte from it."""
+        available = host_memory.available_bytes()
+        return room_for_pages(available, self._reserved, config.current())
+
+    def _look(self, file: Any) -> None:
+        seen = ReadFigures(*file.read_figures())
+        o_direct = bool(file.o_direct)
+        if seen.in_order:
+            self._rates[o_direct] = seen.bytes_per_s
+        room = self._room() if seen.memory_decides(o_direct) else 0
+        why = reconsider(o_direct, seen, room, self._rates)
+        if why is None:
+            self._next = seen.nbytes + self._every
+            return
+        self._total += seen.nbytes
+        to = "the page cache" if o_direct else "O_DIRECT"
+        self.changes.append(f"to {to} after {self._total} bytes read: {why}")
+        _log.info("%s: %s", file.path, self.changes[-1])
+        file.choose_direct(not o_direct)
+        file.restart_figures()
+        self._every *= 2
+        self._next = self._every
+
+
+# Collecting the facts.
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a file may be reached."""
+
+    writable: bool
+    o_direct: bool | None
+    device: Device
+    lock: bool = True
+    asks_in_place: bool = False
+    """Whether a controller's settings ask for the file to be read in place."""
+    immutable: bool = False
+
+
+def file_storage(
+    path: str,
+    layout: npy.Layout,
+    access: Access,
+    *,
+    in_place: bool = True,
+    reserved_bytes: int = 0,
+    shown: str = "",
+) -> tuple[Storage, str, Callable[[], None]]:
+    """Choose how the file is reached: in place, through the page cache, or past it.
+
+    Returns the storage, why it is reached so, and what releases it after the storage's last use.
+    """
+    if layout.nbytes == 0:
+        # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
+        return Memory(np.zeros(512, np.uint8), access.writable), "the array is empty", _nothing
+    end = layout.offset + layout.nbytes
+    resident, mapping, unknown = _residency(path, end)
+    defaults = config.current()
+    warm = resident is not None and resident >= defaults.in_place_residency
+    facts = FileFacts(
+        nbytes=layout.nbytes,
+        available_bytes=host_memory.available_bytes(),
+        reserved_bytes=reserved_bytes,
+        resident=resident,
+        writable=access.writable,
+        allocated_bytes=os.stat(path).st_blocks * 512,
+        direct_refusal=_refusal_of_direct(path) if access.o_direct is None else "",
+    )
+    asked = access.o_direct is not None
+    way = choose_way(facts, defaults)
+    if access.o_direct is not None:
+        how = "O_DIRECT" if access.o_direct else "through the page cache"
+        way = Way(access.o_direct, f"{how}, as asked for")
+    why, refusal = f"{way.why}{unknown}", ""
+    on_gpu = access.device.kind == "cuda"
+    # The CPU device does it only if it is asked to: its rings copy what is in the page cache.
+    wanted = warm if on_gpu else access.asks_in_place
+    # The page cache has the file, whatever would be chosen for reads by rings.
+    may_map = in_place and wanted and not access.writable and not access.o_direct
+    if may_map and mapping is not None:
+        budget = int(facts.available_bytes * defaults.in_place_budget)
+        if end <= budget or not on_gpu:
+            found = _read_in_place(path, layout, mapping, access)
+            if not isinstance(found, str):
+                share = f"{resident:.0%} of the file is in the page cache"
+                pinned = f", and it fits the {budget} bytes that may be pinned" if on_gpu else ""
+                held = "immutable=True" if found.lease is None else "a lease holds writers off"
+                return found, f"{share}{pinned}; {held}", functools.partial(_leave, found)
+            refusal = found
+            why += f"; it is not read in place, because {refusal}"
+        else:
+            why += f"; it exceeds the {budget} bytes that may be pinned"
+    if mapping is not None:
+        mapping.close()
+    reviewed = not (asked or access.writable or facts.direct_refusal) and defaults.review_bytes > 0
+    storage = File(
+        path,
+        layout.offset,
+        layout.nbytes,
+        writable=access.writable,
+        o_direct=way.o_direct,
+        lock=access.lock,
+        _name=shown,
+        _may_change=reviewed,
+    )
+    storage.lease_refusal = refusal
+    if reviewed:
+        storage.review = WayReview(reserved_bytes, defaults.review_bytes)
+    return storage, why, _nothing
+
+
+def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Access) -> File | str:
+    """Return the file behind a mapping, under a lease; or why it cannot be had so."""
+    lease = None
+    if not (access.immutable and access.device.kind == "cuda"):
+        try:
+            lease = Lease(path)
+        except OSError as error:
+            return f"there is no lease on it: {Lease.refusal(error)}"
+    try:
+        storage = File(
+            path,
+            layout.offset,
+            layout.nbytes,
+            lock=access.lock,
+            _map_address=mapping.address,
+            _mapping=mapping,
+            _lease=lease,
+        )
+    except BaseException:
+        if lease is not None:
+            lease.close()
+        raise
+    same = {mapping.identity, storage.identity} | ({lease.identity} if lease else set())
+    if len(same) == 1:
+        return storage
+    if lease is not None:
+        lease.close()
+    return "its path names another file than a moment ago"
+
+
+def _leave(storage: File) -> None:
+    if storage.lease is not None:
+        storage.lease.close()
+    storage.mapping.close()
+
+
+# Looking at more pages than this costs more than the answer is worth.
+_RESIDENCY_BYTES_MAX = 64 << 30
+
+
+def _residency(path: str, nbytes: int) -> tuple[float | None, Mapping | None, str]:
+    """Share of the file in the page cache, the mapping used to look, and why it is unknown."""
+    if nbytes > _RESIDENCY_BYTES_MAX:
+        return None, None, ""
+    try:
+        mapping = Mapping(Path(path), nbytes)
+    except (OSError, ValueError) as error:
+        _log.info("cannot map %s: %s", path, error)
+        return None, None, ""
+    try:
+        return mapping.residency(), mapping, ""
+    except OSError as error:  # a sandbox may refuse mincore
+        why = f"; how much of the file is in the page cache is unknown (mincore: {error})"
+        return None, mapping, why
+
+
+def _refusal_of_direct(path: str) -> str:
+    """Why the file cannot be read with O_DIRECT; empty if it can."""
+    found = _native.direct_io_alignment(path)
+    return found if isinstance(found, str) else ""

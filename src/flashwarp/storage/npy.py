@@ -1,0 +1,192 @@
+"""The .npy format: where the data of a file begins, and files made so that it begins on a page."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib import format as npy_format
+
+from flashwarp.config import SIZE_MAX
+from flashwarp.dtypes import check_dtype, check_shape
+from flashwarp.errors import ArgumentError, DtypeError, FileFormatError
+from flashwarp.storage import files
+
+__all__ = [
+    "DATA_OFFSET",
+    "MAGIC",
+    "Layout",
+    "empty_layout",
+    "header",
+    "layout_of",
+    "read_layout",
+    "write_empty",
+]
+
+DATA_OFFSET = 4096
+"""Where `header` puts the data: page-aligned, so that O_DIRECT transfers need no shifting."""
+
+MAGIC = b"\x93NUMPY"
+"""How every .npy file begins."""
+
+# A header says shape and dtype; numpy itself refuses longer ones unless told that the file is safe.
+_HEADER_BYTES_MAX = 10_000
+
+# What off_t counts.
+_FILE_BYTES_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies in a file, and from which byte on."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    identity: tuple[int, int] | None = field(default=None, compare=False)
+    """Device and inode of the file that was looked at."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_layout(path: str) -> Layout:
+    """Read the header of a .npy file.
+
+    Raises
+    ------
+    FileFormatError
+        When it is no .npy file, is Fortran-ordered, or has fewer bytes than its header promises.
+    DtypeError
+        When it holds Python objects.
+    MissingFileError, PathError
+        When it cannot be opened.
+    """
+    with files.open_for_reading(path) as file:
+        return layout_of(file, path)
+
+
+def layout_of(file: BinaryIO, path: str) -> Layout:
+    """Read the header of an open .npy file, from its beginning; see `read_layout`."""
+    file.seek(0)
+    try:
+        shape, fortran, dtype = _read_header(file)
+        offset = file.tell()
+    except OSError:
+        raise
+    # numpy parses the header as Python text, and lets pass whatever a tokenizer, a literal or a
+    # dtype of nonsense raises, down to RecursionError.
+    except Exception as error:
+        raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
+    status = os.fstat(file.fileno())
+    dtype = check_dtype(dtype)
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise FileFormatError(f"{path} is not a readable .npy file: its shape is {shape}")
+    try:
+        check_shape(shape, dtype.itemsize)
+    except ArgumentError as error:
+        raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
+    if fortran and len(shape) > 1 and math.prod(shape) > 0:
+        raise FileFormatError(
+            f"{path} is in Fortran order, in which a row is scattered over the file: save it again "
+            "with numpy.ascontiguousarray, or open its transpose, whose rows lie in one piece: "
+            f"dtype={str(dtype)!r}, shape={shape[::-1]}, offset={offset}"
+        )
+    layout = Layout(dtype, tuple(shape), offset, (status.st_dev, status.st_ino))
+    size = status.st_size
+    if size < offset + layout.nbytes:
+        raise FileFormatError(
+            f"{path} is truncated: shape {shape} of {dtype} needs {offset + layout.nbytes} bytes, "
+            f"the file has {size}"
+        )
+    return layout
+
+
+def _read_header(file: BinaryIO) -> tuple[tuple[Any, ...], bool, np.dtype[Any]]:
+    """Return shape, order and dtype; leaves the file where the data begins."""
+    version = npy_format.read_magic(file)
+    if version == (1, 0):
+        return npy_format.read_array_header_1_0(file, max_header_size=_HEADER_BYTES_MAX)
+    if version == (2, 0):
+        return npy_format.read_array_header_2_0(file, max_header_size=_HEADER_BYTES_MAX)
+    if version != (3, 0):
+        raise ValueError(f"version {version} of the format is unknown")
+    # Version 3 is version 2 in UTF-8, for which numpy has no public reader. The text is a literal,
+    # in which other letters than ASCII's stand inside of strings only: escape them.
+    nbytes = int.from_bytes(file.read(4), "little")
+    if nbytes > _HEADER_BYTES_MAX:
+        raise ValueError(f"a header of {nbytes} bytes")
+    text = file.read(nbytes)
+    if len(text) < nbytes:
+        raise ValueError("the file ends inside of its header")
+    ascii_text = text.decode("utf-8").encode("ascii", "backslashreplace")
+    escaped = io.BytesIO(len(ascii_text).to_bytes(4, "little") + ascii_text)
+    return npy_format.read_array_header_2_0(escaped, max_header_size=10 * _HEADER_BYTES_MAX)
+
+
+def header(shape: tuple[int, ...], dtype: npt.DTypeLike) -> bytes:
+    """Make the first page of a .npy file, after which its data begins."""
+    dtype = check_dtype(dtype)
+    text = repr({"descr": _descr(dtype), "fortran_order": False, "shape": shape})
+    # Version 2: its header length has four bytes, so padding to a page is as valid as any.
+    prefix = npy_format.magic(2, 0)
+    room = DATA_OFFSET - len(prefix) - 4
+    if len(text) + 1 > room:
+        raise DtypeError(f"the description of dtype {dtype} is longer than {room} characters")
+    padded = text.encode("latin1") + b" " * (room - len(text) - 1) + b"\n"
+    return prefix + len(padded).to_bytes(4, "little") + padded
+
+
+def _descr(dtype: np.dtype[Any]) -> Any:
+    """Describe a dtype as headers do, so that a reader makes the same of it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            descr = npy_format.dtype_to_descr(dtype)
+            again = npy_format.descr_to_dtype(descr)
+    except Exception as error:  # numpy's own words for what it cannot describe are of many types
+        raise DtypeError(f"the .npy format cannot describe dtype {dtype}: {error}") from error
+    if again != dtype:
+        raise DtypeError(f"the .npy format describes dtype {dtype} as {again}")
+    return descr
+
+
+def empty_layout(shape: int | Sequence[int], dtype: npt.DTypeLike) -> Layout:
+    """Return the layout of a file that `write_empty` can make.
+
+    Raises
+    ------
+    ArgumentError, DtypeError
+        When no file can have this shape or dtype.
+    """
+    kind = check_dtype(dtype)
+    layout = Layout(kind, check_shape(shape, kind.itemsize), DATA_OFFSET)
+    if layout.nbytes > SIZE_MAX - DATA_OFFSET:
+        raise ArgumentError(
+            f"shape {shape} of {kind} needs {layout.nbytes} bytes, a file has at most {SIZE_MAX}"
+        )
+    header(layout.shape, kind)
+    return layout
+
+
+def write_empty(descriptor: int, layout: Layout) -> None:
+    """Make an empty file a .npy file of zeros, sparse where the file system can, and durable.
+
+    Raises
+    ------
+    OSError
+        When the file system has no room, or no files so large.
+    """
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(header(layout.shape, layout.dtype))
+    os.ftruncate(descriptor, layout.offset + layout.nbytes)
+    os.fsync(descriptor)
