@@ -41,17 +41,23 @@ class DriveQueue {
     arrival_cids_.push_back(cid);
   }
 
-  // Calls complete(cid) for each read that has arrived, while it is the command at hand.
-  template <typename Complete>
-  void admit_arrivals(Complete complete) {
-    if (arrivals_.empty()) return;
+  // Holds the reads that have arrived, or posts those that are due already by post(cid, status).
+  // Returns how many are held.
+  template <typename Post>
+  uint32_t admit_arrivals(Post post) {
+    if (arrivals_.empty()) return 0;
     drive_.admit(now_ns_, arrivals_, arrival_dues_.data());
+    const uint32_t before = held_.size();
     for (size_t i = 0; i < arrivals_.size(); ++i) {
-      due_ns_ = arrival_dues_[i];
-      complete(arrival_cids_[i]);
+      if (arrival_dues_[i] <= now_ns_) {
+        post(arrival_cids_[i], uint16_t(nvme::kSuccess));
+      } else {
+        held_.hold(arrival_dues_[i], arrival_cids_[i], nvme::kSuccess);
+      }
     }
     arrivals_.clear();
     arrival_cids_.clear();
+    return held_.size() - before;
   }
 
   // The command at hand is one that the drive carries out. Flush and its like move no blocks.

@@ -75,6 +75,7 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
   const uint64_t base = reinterpret_cast<uint64_t>(mapped_base_);
   const uint64_t backed_lbas = mapped_base_ == nullptr || id() == 0 ? 0 : whole_backed_lbas();
   const uint64_t lbas_max = transfer_lbas_max_;
+  DriveQueue* const drive = drive_.get();
   uint64_t mapped_commands = 0;
   uint64_t mapped_lbas = 0;
   uint32_t fetched = 0;
@@ -91,8 +92,8 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
         atomic::load_plain(&entry.prp1) == base + (lba << nvme::kLbaShift);
     if (is_mapped_read) {
       rings_.advance();
-      if (drive_ != nullptr) {
-        drive_->arrive(uint16_t(word >> 16), uint32_t(blocks));
+      if (drive != nullptr) {
+        drive->arrive(uint16_t(word >> 16), uint32_t(blocks));
       } else {
         rings_.post(uint16_t(word >> 16), nvme::kSuccess);
       }
@@ -116,7 +117,8 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
 
 void QueueServer::admit_arrivals() {
   if (drive_ == nullptr) return;
-  drive_->admit_arrivals([this](uint16_t cid) { completions_.complete(cid, nvme::kSuccess); });
+  counters_.held.add(
+      drive_->admit_arrivals([this](uint16_t cid, uint16_t status) { rings_.post(cid, status); }));
 }
 
 // LBAs that the mapping backs completely, or with the namespace's partial last one.

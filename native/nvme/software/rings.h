@@ -84,10 +84,10 @@ class Rings {
   const uint32_t* const cq_doorbell_;
   const uint32_t depth_;
   const uint16_t id_;
-  uint16_t phase_ = 1;
   uint32_t head_ = 0;          // next SQ entry to fetch
   uint32_t cq_tail_ = 0;       // next CQ entry to post
   uint32_t cq_head_seen_ = 0;  // last value of the CQ head doorbell
+  uint16_t phase_ = 1;
   bool failed_ = false;
   ErrorLog& errors_;
   QueueCounters& counters_;
