@@ -228,6 +228,17 @@ class Hardware {
     return line_begin + shape_.lines;
   }
 
+  // A read that was given up is done late, beside a write of the same block that was read from
+  // another replica meanwhile. Nobody looks at what it finds. A write that was given up keeps its
+  // line from being written again, so two writes are never beside each other.
+  static bool has_given_up(const void* entry) {
+    const auto& v = *static_cast<const cache::volume*>(entry);
+    for (uint32_t q = 0; q < v.queue_count; ++q) {
+      if (v.queues[q].failed != 0) return true;
+    }
+    return false;
+  }
+
   void attach_namespace(uint32_t number, uint32_t index, nvme::queue_pair* queues) {
     Namespace& ns = volumes_[number].namespaces.emplace_back();
     const uint64_t bytes = namespace_bytes();
@@ -235,7 +246,12 @@ class Hardware {
     const uint32_t depth = 1u << depth_log2;
     const bool good = shape_.bad >= 0 && uint32_t(shape_.bad) != index;
     const Faults faults = good ? Faults{} : run_.faults;
-    ns.data = allocate<char>(bytes, "storage");
+    Region storage = {"storage", nullptr, bytes};
+    storage.sharing = Sharing::kChecked;
+    storage.volume = attaching_;
+    storage.owner = volumes_[number].entry;
+    storage.forgives_controllers = &has_given_up;
+    ns.data = memory.allocate(storage);
     if (shape_.path == nvme::kInPlace) {
       ns.pages = shape_.leased ? allocate<char>(bytes, "pages", Sharing::kRacy) : ns.data;
     }

@@ -8,8 +8,8 @@
 #include <functional>
 #include <vector>
 
-#include "flashwarp/kernels/rows.cuh"
 #include "flashwarp/kernels/maintenance.cuh"
+#include "flashwarp/kernels/rows.cuh"
 #include "hardware.h"
 #include "rest.h"
 
@@ -71,14 +71,31 @@ class Machine : public Hardware {
     if (timed_out()) return rest::check_timeouts(*this);
     for (uint32_t v = 0; v < shape_.volumes; ++v) {
       if (volumes_[v].closed) continue;
-      kernels::maintenance_params p = maintenance(v);
-      launch([&](Thread&) { fw_flush_lines(p); }, 1);
-      launch([&](Thread&) { fw_quiesce(p); }, 1);
+      flush(v);
     }
     rest::check(*this);
     for (const auto& check : checks_) check();
     scheduler.calm(false);
     healed_ = false;
+  }
+
+  // Flushes a volume until no write of it fails: one may have failed before the storage was healed,
+  // and a flush may have run out of time while the controllers stood still.
+  void flush(uint32_t v) {
+    constexpr int kFlushesMax = 4;
+    kernels::maintenance_params p = maintenance(v);
+    for (int flushes = 0; flushes < kFlushesMax; ++flushes) {
+      const uint32_t before = failures(v);
+      launch([&](Thread&) { fw_flush_lines(p); }, 1);
+      launch([&](Thread&) { fw_quiesce(p); }, 1);
+      if (failures(v) == before) return;
+    }
+  }
+
+  // Failures of commands of a volume, noted or not.
+  uint32_t failures(uint32_t v) const {
+    const cache::failure_log& log = volumes_[v].entry->commands;
+    return log.noted + log.untold;
   }
 
   // Empties the cache of a volume.

@@ -263,13 +263,19 @@ void Memory::push(uint32_t fibre, Cell& cell, const Region& region, uint64_t val
   cell.count = std::min(cell.count + 1, kMessages);
 }
 
+// Whether a load and a store of these fibres need no order.
+bool Memory::forgiven(const Region& region, uint32_t one, uint32_t other) const {
+  return region.forgives_controllers != nullptr && scheduler.fibre(one).is_host &&
+         scheduler.fibre(other).is_host && region.forgives_controllers(region.owner);
+}
+
 void Memory::check_load(uint32_t fibre, Cell& cell, const Region& region, bool plain, const void* p,
                         site at) {
   const bool checked = region.sharing == Sharing::kChecked;
   if (!checked && !region.keeps_loads) return;
   const Message& newest = cell.messages[0];
   const bool ordered = clock(fibre)[newest.writer] >= newest.time;
-  if (checked && !ordered && (plain || newest.plain)) {
+  if (checked && !ordered && (plain || newest.plain) && !forgiven(region, fibre, newest.writer)) {
     report_race(p, plain ? "a plain load" : "a load", newest.writer, at, newest.at);
   }
   if (cell.loads == kNone) {
@@ -291,7 +297,9 @@ void Memory::check_store(uint32_t fibre, Cell& cell, const Region& region, bool 
   if (cell.loads == kNone) return;
   const uint32_t* loads = &tables_[cell.loads + (plain ? 0 : fibres_)];
   for (uint32_t f = 0; f < fibres_; ++f) {
-    if (mine[f] < loads[f]) report_race(p, "a store after a load", f, at, {});
+    if (mine[f] < loads[f] && !forgiven(region, fibre, f)) {
+      report_race(p, "a store after a load", f, at, {});
+    }
   }
 }
 

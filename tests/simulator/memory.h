@@ -56,6 +56,8 @@ struct Region {
   // Called at every change of a cell, with its index: invariants that hold at all times.
   void (*check)(void* owner, uint64_t index, uint64_t before, uint64_t after) = nullptr;
   void* owner = nullptr;
+  // Whether a controller may read what another one writes meanwhile; gets `owner`.
+  bool (*forgives_controllers)(const void* owner) = nullptr;
   bool of_block = false;  // stands for a GPU's shared memory: base::scope_of
   bool is_unmapped = false;
   bool keeps_loads = false;  // for `check_handed_over`; kChecked ones are kept anyway
@@ -149,6 +151,7 @@ class Memory {
   void receive(uint32_t fibre, const Message& m, order o, scope s);
   void push(uint32_t fibre, Cell& cell, const Region& region, uint64_t value, order o, scope s,
             bool continues, site at);
+  bool forgiven(const Region& region, uint32_t one, uint32_t other) const;
   void check_load(uint32_t fibre, Cell& cell, const Region& region, bool plain, const void* p,
                   site at);
   void check_store(uint32_t fibre, Cell& cell, const Region& region, bool plain, const void* p,
