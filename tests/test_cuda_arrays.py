@@ -96,8 +96,9 @@ def check_controllers_of_an_array_share_the_cores() -> None:
                 cache="64 KiB",
                 layout="stripe",
                 controller=plans,
-            ):
-                threads[count] = {plan.threads for plan in plans}
+            ) as x:
+                services = x.controller.services  # type: ignore[attr-defined]
+                threads[count] = {service.threads for service in services}
     assert threads == {1: {8}, 4: {2}, 8: {1}, 16: {1}}
 
 

@@ -199,6 +199,13 @@ def test_software_controller_needs_the_bytes() -> None:
         fw.open(Namespace(8192), "r+", "i4", device="cpu")
 
 
+def test_storages_may_be_empty() -> None:
+    assert Namespace(0).nbytes == 0
+    # Less than a stripe of each: nothing is left to stripe over.
+    members = [Memory(bytearray(4096)) for _ in range(2)]
+    assert Striped(members, 8192).nbytes == 0
+
+
 def test_two_arrays_do_not_store_to_one_namespace() -> None:
     warehouse = Warehouse()
     warehouse.shelves["crate"] = Memory(bytearray(8192))

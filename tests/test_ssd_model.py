@@ -378,7 +378,7 @@ def test_array_on_a_modelled_drive(path: str) -> None:
         assert (x[index] == data[index]).all()
         x[5:9] = 7
         x.flush()
-        assert controller.stats()["held"] > 60
+        assert x.controller.stats()["held"] > 60
     data[5:9] = 7
     assert (held == data).all()
 

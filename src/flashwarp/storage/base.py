@@ -53,7 +53,7 @@ class Namespace(NotCopied):
     """Whether one array that may store to it excludes every other."""
 
     def __init__(self, nbytes: int, writable: bool = True, path: str | None = None) -> None:
-        self._nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
+        self._nbytes = integer("nbytes", nbytes, 0, SIZE_MAX)
         self._writable = flag("writable", writable)
         self._name = path
         self._closed = False
