@@ -116,6 +116,10 @@ NB_MODULE(_native, m) {
             new (self) CpuProgram(std::string_view(code.c_str(), code.size()));
           },
           nb::arg("code"))
+      .def_static(
+          "installed",
+          [](std::string path) { return CpuProgram::installed(std::move(path)).release(); },
+          nb::arg("path"), nb::rv_policy::take_ownership)
       .def_prop_ro("kernels", &program_kernels);
   m.def("demangle", &fw::native::demangle, nb::arg("name"));
   m.def("layouts", &layouts);

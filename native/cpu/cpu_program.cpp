@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace fw::native {
 namespace {
@@ -31,12 +32,18 @@ int memory_file(std::string_view content) {
 
 }  // namespace
 
-CpuProgram::CpuProgram(std::string_view code) : file_(memory_file(code)) {
-  path_ = "/proc/self/fd/" + std::to_string(file_);
+CpuProgram::CpuProgram(std::string_view code) : CpuProgram("", memory_file(code)) {}
+
+std::unique_ptr<CpuProgram> CpuProgram::installed(std::string path) {
+  return std::unique_ptr<CpuProgram>(new CpuProgram(std::move(path), -1));
+}
+
+CpuProgram::CpuProgram(std::string path, int file) : path_(std::move(path)), file_(file) {
+  if (file_ >= 0) path_ = "/proc/self/fd/" + std::to_string(file_);
   library_ = dlopen(path_.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library_ == nullptr) {
     const std::string why = dlerror();
-    close(file_);
+    if (file_ >= 0) close(file_);
     throw std::runtime_error(why);
   }
   table_ = static_cast<const entry_table*>(dlsym(library_, "fw_entries"));
@@ -46,13 +53,14 @@ CpuProgram::CpuProgram(std::string_view code) : file_(memory_file(code)) {
   }
   if (!fits) {
     dlclose(library_);
-    close(file_);
+    if (file_ >= 0) close(file_);
     throw std::runtime_error("the program was not compiled for this version of flashwarp");
   }
 }
 
 CpuProgram::~CpuProgram() {
   dlclose(library_);
+  if (file_ < 0) return;
   // The loader knows libraries by their path, here the descriptor's number. Code that it could not
   // unload, such as one with thread-local destructors, keeps the number: a later program that got
   // it would be taken for this one.

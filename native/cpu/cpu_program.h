@@ -1,9 +1,10 @@
 // A program for the CPU device, compiled apart from it: loaded from memory, run by the pool.
 //
-// The code is handed over as bytes, so what was verified is what is loaded. It stays loaded as long
-// as the object lives; nobody may destroy it while one of its kernels runs.
+// Compiled code is handed over as bytes, so what was verified is what is loaded. It stays loaded as
+// long as the object lives; nobody may destroy it while one of its kernels runs.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,8 +16,10 @@ namespace fw::native {
 
 class CpuProgram {
  public:
-  // Throws std::runtime_error with the loader's words.
+  // Both throw std::runtime_error with the loader's words. A library that was installed with the
+  // extension is loaded from its file: that needs no memory file, and costs a fifth.
   explicit CpuProgram(std::string_view code);
+  static std::unique_ptr<CpuProgram> installed(std::string path);
   ~CpuProgram();
   CpuProgram(const CpuProgram&) = delete;
   CpuProgram& operator=(const CpuProgram&) = delete;
@@ -25,8 +28,10 @@ class CpuProgram {
   const entry& kernel(uint32_t index) const { return table_->entries[index]; }
 
  private:
+  CpuProgram(std::string path, int file);
+
   std::string path_;
-  int file_ = -1;
+  int file_;  // -1: the library has a file of its own
   void* library_ = nullptr;
   const entry_table* table_ = nullptr;
 };

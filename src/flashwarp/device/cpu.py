@@ -135,13 +135,13 @@ class CpuDevice(Device):
         native = _native()
         path = Path(native.__file__).parent / "policies" / f"{policy.name}.so"
         try:
-            library = path.read_bytes()
-        except OSError as error:
+            program = native.CpuProgram.installed(str(path))
+        except RuntimeError as error:
             raise DeviceError(
-                f"the kernels of policy {policy.name!r} cannot be read ({error}): install the "
+                f"the kernels of policy {policy.name!r} cannot be loaded ({error}): install the "
                 "wheel again"
             ) from error
-        return {kernel.symbol: kernel for kernel in _load_host_program(native, library).kernels}
+        return {kernel.symbol: kernel for kernel in _kernels_of(program)}
 
     def _ended(self, error: RuntimeError) -> Exception:
         """Return the error of a launch that came after the device was closed, by another thread."""
@@ -273,7 +273,11 @@ def _load_host_program(
         program = native.CpuProgram(library)
     except RuntimeError as error:
         raise DeviceError(f"the compiled program cannot be loaded: {error}") from error
-    kernels = tuple(
+    return LoadedProgram(_kernels_of(program), log, from_cache, program)
+
+
+def _kernels_of(program: Any) -> tuple[LoadedKernel, ...]:
+    return tuple(
         LoadedKernel(
             symbol=symbol,
             param_bytes=tuple(nbytes for nbytes, _ in params),
@@ -283,4 +287,3 @@ def _load_host_program(
         )
         for index, (symbol, params) in enumerate(program.kernels)
     )
-    return LoadedProgram(kernels, log, from_cache, program)
