@@ -94,5 +94,5 @@ def test_name_of_ours_exists(name: str) -> None:
         word = re.findall(r"[A-Za-z_]\w{2,}", name)
         assert not word or any(
             re.search(rf"\b{word[0]}\b", path.read_text(encoding="utf-8"))
-            for path in [*HEADERS.rglob("*.cuh"), *(ROOT / "src" / "flashwarp").glob("*.py")]
+            for path in [*HEADERS.rglob("*.cuh"), *(ROOT / "src" / "flashwarp").rglob("*.py")]
         )

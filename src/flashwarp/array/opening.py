@@ -428,7 +428,7 @@ class _Plan:
     def host_bytes(self, nbytes: int) -> int:
         """Host memory that is yet to be allocated for the cache of an array of `nbytes`."""
         if isinstance(self.cache, Cache):
-            return self.cache.host_bytes_to_come(self.device, nbytes)
+            return self.cache._host_bytes_to_come(self.device, nbytes)
         return self._capacity(nbytes, self.cache) if self.device.kind == "cpu" else 0
 
     def _capacity(self, nbytes: int, wanted: int | str) -> int:
@@ -440,14 +440,14 @@ class _Plan:
     def cache_for(self, nbytes: int) -> Cache:
         """Return the cache that is given, or make one for a storage of `nbytes`."""
         if isinstance(self.cache, Cache):
-            self.cache.bind(self.device, nbytes)
+            self.cache._bind(self.device, nbytes)
             return self.cache
         return Cache(self._capacity(nbytes, self.cache), self.line_bytes, device=self.device)
 
 
 def _device_of(cache: Cache, asked: Any) -> Device:
     """Return the device of the array: the cache's, if it has one."""
-    mine = cache.bound_device
+    mine = cache._bound_device
     if mine is None:
         return resolve(asked)
     if asked is not None and resolve(asked) is not mine:

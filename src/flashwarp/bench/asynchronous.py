@@ -44,7 +44,7 @@ def run(
     with (
         fw.open(
             fw.storage.Memory(data, writable=False),
-            "r+",
+            "r",
             data.dtype,
             data.shape,
             device=where,

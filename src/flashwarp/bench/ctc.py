@@ -57,7 +57,7 @@ def run(
     with (
         fw.open(
             fw.storage.Memory(data),
-            "r+",
+            "r",
             "uint32",
             device=where,
             # Room for what is on its way of every thread, and plenty, since sets fill unevenly.

@@ -165,7 +165,7 @@ def _direct(
     narrow = fw.open(path, device=device, cache="64 MiB", o_direct=True)
     wide = fw.open(
         storage,
-        "r+",
+        "r",
         "uint32",
         (rows * _ROW_WORDS // wide_words, wide_words),
         device=device,
@@ -261,7 +261,7 @@ class _Gpu:
         count = min(blocks // 2, 1 << 20 if line == 4096 else 1 << 22)
         with fw.open(
             memory,
-            "r+",
+            "r",
             "uint32",
             (blocks, words),
             device=self.device,
@@ -346,7 +346,7 @@ class _Gpu:
         words, rows = line // 4, part // line
         with fw.open(
             memory,
-            "r+",
+            "r",
             "uint32",
             (rows, words),
             device=self.device,

@@ -132,7 +132,7 @@ class GraphBench:
         """Open lists in memory, with so many bytes of cache."""
         return fw.open(
             storage,
-            "r+",
+            "r",
             "uint32",
             device=self.device,
             cache=cache_bytes(cache),

@@ -155,7 +155,7 @@ def open_drives(
     ]
     return fw.open(
         members,
-        "r+",
+        "r",
         data.dtype,
         len(data),
         layout="stripe",

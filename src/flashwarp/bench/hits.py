@@ -64,7 +64,7 @@ def _compare(
     with (
         fw.open(
             fw.storage.Memory(data, writable=False),
-            "r+",
+            "r",
             data.dtype,
             data.shape,
             device=device,

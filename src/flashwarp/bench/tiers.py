@@ -145,7 +145,7 @@ def _sweep_drives(
         members = [Memory(np.ascontiguousarray(parts[:, n]), writable=False) for n in range(drives)]
         with fw.open(
             members,
-            "r+",
+            "r",
             np.int64,
             data.shape,
             layout="stripe",

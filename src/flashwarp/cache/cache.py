@@ -447,7 +447,7 @@ class Cache(NotCopied):
         if self._wanted is not None:
             self._divide(self._wanted)
             if self._asked_device is not None:
-                self.bind(self._asked_device, 0)
+                self._bind(self._asked_device, 0)
 
     if not TYPE_CHECKING:
 
@@ -481,11 +481,11 @@ class Cache(NotCopied):
         self.set_count, self.capacity = sets, lines * self.line_bytes
 
     @property
-    def bound_device(self) -> Device | None:
+    def _bound_device(self) -> Device | None:
         """Where it lies, or will lie; None: where its first array is opened."""
         return self.__dict__.get("device", self._asked_device)
 
-    def host_bytes_to_come(self, device: Device, nbytes: int) -> int:
+    def _host_bytes_to_come(self, device: Device, nbytes: int) -> int:
         """Host memory that `bind` would allocate; 0 once the cache has its memory."""
         if "device" in self.__dict__:
             return 0
@@ -496,7 +496,7 @@ class Cache(NotCopied):
             return tier + self._wanted
         return tier + automatic_capacity(nbytes, self.line_bytes, device)
 
-    def bind(self, device: Device, nbytes: int) -> None:
+    def _bind(self, device: Device, nbytes: int) -> None:
         """Allocate the memory, if there is none yet, for a first array of so many bytes.
 
         Raises ArgumentError when the cache is on another device.
@@ -504,7 +504,7 @@ class Cache(NotCopied):
         with self._lock:
             if self._closed:
                 raise ClosedError("the cache is closed")
-            mine = self.bound_device
+            mine = self._bound_device
             if mine is not None and mine is not device:
                 raise ArgumentError(f"the cache is on {mine.name}, the array is on {device.name}")
             if "device" in self.__dict__:
@@ -746,7 +746,7 @@ class Cache(NotCopied):
 
     def __repr__(self) -> str:
         size = self.__dict__.get("capacity", "auto")
-        device = self.bound_device
+        device = self._bound_device
         tier = f"host_capacity={self.host_capacity}, " if self.host_capacity else ""
         return (
             f"Cache({size if size == 'auto' else f'{size} bytes'}, line={self.line_bytes}, "
