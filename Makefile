@@ -26,7 +26,7 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
   $(wildcard tests/simulator/*.cpp tests/simulator/*.h tests/simulator/scenarios/*.cpp)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
-.PHONY: help demo test bench lint format stubs native-test tsan asan models simulate \
+.PHONY: help demo test check bench lint format stubs native-test tsan asan models simulate \
   cost docs clean
 
 help:  ## List the targets
@@ -40,6 +40,13 @@ demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 test: lint native-test  ## Everything that CI runs: lint, sanitizers, tests
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
 	  -o faulthandler_timeout=$(TEST_HANG_S) -o faulthandler_exit_on_timeout=true $(ARGS)
+
+# What most changes break first: the rules of the tree, the door, arrays and what they stand on.
+CHECKED := tidy cache create array indexing futures storage controller services spread locks \
+  endings advice file_access arguments_checked npy config readme features examples
+check: lint  ## Lint, types and the fast tests, in a minute once all is built
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal \
+	  $(CHECKED:%=tests/test_%.py) $(ARGS)
 
 bench: $(VENV)/demo.stamp  ## Measure this machine; ARGS="..." goes to `flashwarp bench`
 	$(BIN)/flashwarp bench $(ARGS)

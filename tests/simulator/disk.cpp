@@ -4,8 +4,8 @@
 #include <cerrno>
 #include <cstring>
 
-#include "storage/file_storage.h"
 #include "flashwarp/base/atomic.cuh"
+#include "storage/file_storage.h"
 
 namespace fw::simulator {
 namespace {

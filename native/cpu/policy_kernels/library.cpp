@@ -8,24 +8,15 @@ namespace {
 #define FW_ENTRY(NAME) fw::make_entry<&NAME>(#NAME)
 
 constexpr fw::entry kEntries[] = {
-    FW_ENTRY(fw_gather_rows),
-    FW_ENTRY(fw_scatter_rows),
-    FW_ENTRY(fw_prefetch_rows),
-    FW_ENTRY(fw_gather_elements_1),
-    FW_ENTRY(fw_gather_elements_2),
-    FW_ENTRY(fw_gather_elements_4),
-    FW_ENTRY(fw_gather_elements_8),
-    FW_ENTRY(fw_gather_elements_16),
-    FW_ENTRY(fw_scatter_elements_1),
-    FW_ENTRY(fw_scatter_elements_2),
-    FW_ENTRY(fw_scatter_elements_4),
-    FW_ENTRY(fw_scatter_elements_8),
-    FW_ENTRY(fw_scatter_elements_16),
-    FW_ENTRY(fw_check_indices),
-    FW_ENTRY(fw_flush_lines),
-    FW_ENTRY(fw_invalidate_lines),
-    FW_ENTRY(fw_drop_tier),
-    FW_ENTRY(fw_quiesce),
+    FW_ENTRY(fw_gather_rows),         FW_ENTRY(fw_scatter_rows),
+    FW_ENTRY(fw_prefetch_rows),       FW_ENTRY(fw_gather_elements_1),
+    FW_ENTRY(fw_gather_elements_2),   FW_ENTRY(fw_gather_elements_4),
+    FW_ENTRY(fw_gather_elements_8),   FW_ENTRY(fw_gather_elements_16),
+    FW_ENTRY(fw_scatter_elements_1),  FW_ENTRY(fw_scatter_elements_2),
+    FW_ENTRY(fw_scatter_elements_4),  FW_ENTRY(fw_scatter_elements_8),
+    FW_ENTRY(fw_scatter_elements_16), FW_ENTRY(fw_check_indices),
+    FW_ENTRY(fw_flush_lines),         FW_ENTRY(fw_invalidate_lines),
+    FW_ENTRY(fw_drop_tier),           FW_ENTRY(fw_quiesce),
     FW_ENTRY(fw_submit_command),
 };
 

@@ -103,14 +103,14 @@ FW_DEVICE auto with(const started_token* t, What what) {
     using word = fw::c_abi::word<BYTES>;                                                       \
     fw::c_abi::start(                                                                          \
         static_cast<fw::c_abi::started_token*>(to), static_cast<fw::c_abi::token_site*>(site), \
-        fw::c_abi::array_at<const word>(a).read_async(i, n, static_cast<word*>(buffer)));    \
+        fw::c_abi::array_at<const word>(a).read_async(i, n, static_cast<word*>(buffer)));      \
   }                                                                                            \
   FW_DEVICE_C void fw_write_async_##BYTES(const void* a, uint64_t i, uint64_t n,               \
                                           const void* buffer, void* site, void* to) {          \
     using word = fw::c_abi::word<BYTES>;                                                       \
     fw::c_abi::start(                                                                          \
         static_cast<fw::c_abi::started_token*>(to), static_cast<fw::c_abi::token_site*>(site), \
-        fw::c_abi::array_at<word>(a).write_async(i, n, static_cast<const word*>(buffer)));   \
+        fw::c_abi::array_at<word>(a).write_async(i, n, static_cast<const word*>(buffer)));     \
   }
 
 FW_ELEMENT_FUNCTIONS(1)

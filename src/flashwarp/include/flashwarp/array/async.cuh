@@ -306,13 +306,13 @@ namespace warp {
 // As the methods, by all lanes that are active together, with the same arguments; so is `wait`.
 template <typename T>
 FW_DEVICE token read_async(const array<T>& a, uint64_t i, uint64_t n,
-                             typename array<T>::value_type* to) {
+                           typename array<T>::value_type* to) {
   if (!a.holds(i, n)) return token::refused(a);
   return token::start(a, detail::task::kRead, detail::dealt(a.volume, a.span_of(i, n, to), 0, 1));
 }
 template <typename T>
 FW_DEVICE token write_async(const array<T>& a, uint64_t i, uint64_t n,
-                              const typename array<T>::value_type* from) {
+                            const typename array<T>::value_type* from) {
   static_assert(!array<T>::kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
   if (!a.holds(i, n)) return token::refused(a);
   return token::start(a, detail::task::kWrite,
