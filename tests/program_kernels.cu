@@ -1,4 +1,4 @@
-// Kernels of one's own, as tests compile them for the CPU device and for GPUs: one for each kind of
+// Users' kernels, as tests compile them for the CPU device and for GPUs: one for each kind of
 // parameter.
 #include "flashwarp/array.cuh"
 

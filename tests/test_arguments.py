@@ -1,4 +1,4 @@
-"""Arguments of kernels of one's own: what fits, and what is refused before anything runs."""
+"""Arguments of your own kernels: what fits, and what is refused before anything runs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ KINDS: list[tuple[Any, tuple[int, ...]]] = [
     ("<u4", (5, 400)),
 ]
 
-# Harmless ones and such as make operations fail; small, for most operations shall succeed.
+# Harmless ones and such as make operations fail; small, for most operations must succeed.
 PLANS = [
     "any eintr p=0.2; read short p=0.3; write short p=0.3; any delay=50us p=0.05",
     "read eio p=0.05",

@@ -1,4 +1,4 @@
-"""Kernels of one's own on the CPU device: the host's compiler, what is kept and loaded, threads."""
+"""Your own kernels on the CPU device: the host's compiler, what is kept and loaded, threads."""
 
 from __future__ import annotations
 

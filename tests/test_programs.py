@@ -1,4 +1,4 @@
-"""Programs of one's own: the same text and the same tests on the CPU device and on a GPU.
+"""Your own programs: the same text and the same tests on the CPU device and on a GPU.
 
 What only one of them has is in `test_cpu_programs.py` and in `gpu/test_programs.py`.
 """

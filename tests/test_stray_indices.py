@@ -1,4 +1,4 @@
-"""Indices out of bounds in kernels of one's own: never followed, and raised after the launch."""
+"""Indices out of bounds in your own kernels: never followed, and raised after the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of one's own on a GPU: pointers and streams of other libraries, resources, refusals.
+"""Your own programs on a GPU: pointers and streams of other libraries, resources, refusals.
 
 What programs do on every device is in `tests/test_programs.py`.
 """

@@ -706,7 +706,7 @@ class Array(endings.NotCopied):
 
     @property
     def kernel_handle(self) -> ArrayStruct:
-        """The struct `fw::array<T>` of this array, for the parameters of kernels of one's own.
+        """The struct `fw::array<T>` of this array, for the parameters of your own kernels.
 
         Valid until `close`. After launches that use it, call `synchronize`.
         """
@@ -735,7 +735,7 @@ class Array(endings.NotCopied):
 
     @_locked
     def synchronize(self, stream: Any = None) -> None:
-        """Wait for kernels of one's own that use this array, and raise what they met.
+        """Wait for your own kernels that use this array, and raise the failures of their transfers.
 
         Parameters
         ----------

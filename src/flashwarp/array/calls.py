@@ -329,7 +329,7 @@ class Calls:
             if lane is not None and not cancelled:
                 result = self._outcome(queue, call, lane)
         except Exception as met:  # whatever it is, it is the future's
-            # Without its frames, which would keep the future alive that shall tell its loss.
+            # Without its frames, which would keep the future alive that is to report its loss.
             error = met.with_traceback(None)
         for held in call.held:
             if held is not None:

@@ -1,5 +1,5 @@
-// Blocks of one's own, loaded and computed with: AGILE's section 4.2. With `ahead` the next blocks
-// are on their way while a thread computes with the one it has.
+// Blocks of the kernel's own, loaded and computed with: AGILE's section 4.2. With `ahead` the next
+// blocks are on their way while a thread computes with the one it has.
 #include "flashwarp/array.cuh"
 
 namespace bench {

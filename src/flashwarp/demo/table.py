@@ -80,7 +80,7 @@ QUERY_COLUMNS = ("air_time", "dep_delay", "arr_delay", "hour", "minute")
 
 _MISSING = ("", "NA")
 
-# The table has 30 MB: a damaged length or a hostile archive shall not fill the memory.
+# The table has 30 MB: a damaged length or a hostile archive must not fill the memory.
 _TABLE_BYTES_MAX = 64 << 20
 # Columns a launch can add up: demo::kQueryColumns.
 _COLUMNS_MAX = 5

@@ -1,4 +1,4 @@
-"""The arguments of kernels of one's own: what each parameter takes, checked, as bytes.
+"""The arguments of your own kernels: what each parameter takes, checked, as bytes.
 
 A parameter is known by the C++ spelling of its type, which the kernel's mangled name tells, and by
 its size in the compiled code.

@@ -73,7 +73,7 @@ class StorageContract(ABC):
     def damage(self, folder: Path, storage: Storage) -> tuple[int, int] | None:
         """Make reads of the second half fail.
 
-        Returns the errno that they shall raise, and the offset in the storage's file of byte 0 of
+        Returns the errno that they must raise, and the offset in the storage's file of byte 0 of
         the storage; None when this storage cannot be damaged.
         """
         del folder, storage

@@ -1,4 +1,4 @@
-// Many elements at once, between an array and memory of one's own: by the lanes of a warp
+// Many elements at once, between an array and the caller's memory: by the lanes of a warp
 // (`fw::warp::`), or by all threads of a block (`fw::block::`), together.
 //
 // The lines of the span are dealt to the lanes, fetched with one batch of commands, and each is

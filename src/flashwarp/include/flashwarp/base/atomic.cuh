@@ -147,7 +147,7 @@ FW_DEVICE void store_plain(T* p, T v) {
   *p = v;
 }
 
-// What the L2 cache shall do with what is loaded: hints that Turing does not know.
+// What the L2 cache should do with what is loaded: hints that Turing does not know.
 inline constexpr bool kHasEvictFirst = __CUDA_ARCH__ >= 800;
 FW_DEVICE uint64_t evict_first() {
   uint64_t policy;

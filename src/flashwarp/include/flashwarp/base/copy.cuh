@@ -24,7 +24,7 @@ FW_DEVICE typename atomic::raw<kBytes>::type load_word(const char* from) {
   if constexpr (kSource == source::kOwn) return word::load_plain(from);
 }
 
-// What comes from a frame ends in memory of one's own; all else in a frame that others may read.
+// What comes from a frame ends in the caller's memory; all else in a frame that others may read.
 template <uint32_t kBytes, source kSource>
 FW_DEVICE void store_word(char* to, typename atomic::raw<kBytes>::type value) {
   using word = atomic::raw<kBytes>;

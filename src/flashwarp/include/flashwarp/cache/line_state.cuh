@@ -5,7 +5,7 @@
 // state      INVALID -> BUSY (a fill owns the frame) -> VALID -> BUSY (refilled) ...
 // writing    a write-back of this line is in flight; the line stays readable and writable
 // dirty      the frame holds stores that no write-back has taken yet
-// referenced set by a hit, cleared by the policy; in a BUSY word: how the line shall be born
+// referenced set by a hit, cleared by the policy; in a BUSY word: whether the line begins so
 // pins       users of the frame that outlive a load; a pinned line is never evicted
 // generation counts fills of the frame: a reader that finds line and generation unchanged after its
 //            loads knows that the frame was not refilled under it
