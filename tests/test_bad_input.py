@@ -630,3 +630,15 @@ def test_read_only_storage_refuses_an_array_that_writes(path: Path) -> None:
         pytest.raises(ReadOnlyError),
     ):
         x[0] = 1
+
+
+@pytest.mark.parametrize("data", [np.zeros(4, "M8[ns]"), np.zeros(4, "m8[s]"), 3.5], ids=repr)
+def test_data_that_is_no_buffer_is_refused(data: object) -> None:
+    with pytest.raises(ArgumentError, match="has its bytes as"):
+        Memory(4096).write(0, data)
+    with (
+        fw.CpuDevice(1) as device,
+        device.allocate(64) as memory,
+        pytest.raises(ArgumentError, match="has its bytes as"),
+    ):
+        device.upload(memory.address, data)  # type: ignore[arg-type]

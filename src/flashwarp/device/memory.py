@@ -287,7 +287,14 @@ def align_up(value: int, alignment: int) -> int:
 
 def host_bytes(data: Any, *, writable: bool) -> npt.NDArray[np.uint8]:
     """View the bytes of a contiguous host buffer, not a copy."""
-    with memoryview(data) as buffer:
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError) as error:  # no buffer, or of a dtype that buffers have not
+        raise ArgumentError(
+            f"data of type {type(data).__name__}: {error}; an array of any dtype has its bytes as "
+            'data.view("u1")'
+        ) from error
+    with view as buffer:
         if not buffer.c_contiguous:
             raise ArgumentError("the host buffer is not contiguous: copy it first")
         if writable and buffer.readonly:

@@ -169,8 +169,11 @@ class Storage(Namespace):
         self._check_writable()
         try:
             view = memoryview(data)
-        except TypeError as error:
-            raise ArgumentError(f"data of type {type(data).__name__}: {error}") from error
+        except (TypeError, ValueError) as error:  # no buffer, or of a dtype that buffers have not
+            raise ArgumentError(
+                f"data of type {type(data).__name__}: {error}; an array of any dtype has its "
+                'bytes as data.view("u1")'
+            ) from error
         if not view.c_contiguous:
             raise ArgumentError("the data is not contiguous: copy it first")
         self._check_range(offset, view.nbytes)
