@@ -48,6 +48,8 @@ def test_a_cache_without_a_capacity_takes_that_of_its_first_array(path: Path) ->
 def test_what_a_device_decides_is_refused_before(name: str) -> None:
     with fw.Cache("auto") as cache, pytest.raises(CacheError, match=f"no {name} before"):
         getattr(cache, name)
+    with fw.Cache("auto") as cache:
+        assert not hasattr(cache, name)
 
 
 def test_names_that_no_cache_has_are_attribute_errors() -> None:
@@ -134,6 +136,7 @@ def test_a_pickled_array_has_a_cache_of_the_same_kind(path: Path) -> None:
         mine = got.cache
         assert (mine.line_bytes, mine.ways, mine.policy.name) == (512, 8, "s3_fifo")
         assert (mine.capacity, mine.host_capacity) == (capacity, host_capacity)
+    assert mine.closed, "nobody else can close it"
 
 
 # Storages, by the same door.

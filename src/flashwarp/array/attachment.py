@@ -109,6 +109,10 @@ class Attachment(endings.NotCopied):
         """Where its kernels run."""
         return self._device
 
+    def own_cache(self) -> None:
+        """Close the cache with the array from now on: nobody else holds it."""
+        self._owns_cache = True
+
     @property
     def in_child(self) -> bool:
         """Whether this is a forked child, which has neither its threads nor its memory."""

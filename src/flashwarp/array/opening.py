@@ -505,7 +505,10 @@ class _Recipe:
         """Open the file with the settings that it was opened with."""
         cache = self.settings["cache"]
         made = {"cache": cache.make()} if isinstance(cache, _CacheRecipe) else {}
-        return open(self.path, self.mode, self.dtype, self.shape, **self.settings | made)
+        array = open(self.path, self.mode, self.dtype, self.shape, **self.settings | made)
+        if made:
+            array._attachment.own_cache()
+        return array
 
     def __getstate__(self) -> dict[str, Any]:
         settings = dict(self.settings)

@@ -361,6 +361,10 @@ _WHEN_BOUND = frozenset(
 )
 
 
+class _NotYet(CacheError, AttributeError):
+    """What a cache has only from its first array on; so `hasattr` can ask for it."""
+
+
 class Cache(NotCopied):
     """A set-associative cache of lines in device memory.
 
@@ -453,7 +457,7 @@ class Cache(NotCopied):
 
         def __getattr__(self, name: str) -> Any:
             if name in _WHEN_BOUND:
-                raise CacheError(
+                raise _NotYet(
                     f"a cache has no {name} before its first array is opened: give it a device, "
                     "and a capacity other than 'auto'"
                 )
