@@ -30,7 +30,7 @@ struct QueuePairAddresses {
   uint64_t heartbeat = 0;  // a word that the controller advances while the process runs; 0: none
 };
 
-// What has been done since the controller exists, so that a caller can tell whether commands wait.
+// How much was done since the start, so that a caller can tell whether commands wait.
 struct ControllerProgress {
   uint64_t commands = 0;
   uint64_t waited = 0;  // of them, those that could not complete at once

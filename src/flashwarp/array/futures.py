@@ -34,7 +34,7 @@ class Helper(Protocol):
         """Make a stream wait for the call of a future."""
 
     def lose(self, error: BaseException | None) -> None:
-        """Keep what nobody has looked at; the array raises it."""
+        """Keep a failure that nobody has looked at, for the array to raise."""
 
 
 class Future(NotCopied, concurrent.futures.Future[T]):

@@ -490,7 +490,7 @@ class Cache(NotCopied):
         return self.__dict__.get("device", self._asked_device)
 
     def _host_bytes_to_come(self, device: Device, nbytes: int) -> int:
-        """Host memory that `bind` would allocate; 0 once the cache has its memory."""
+        """Host memory that `_bind` would allocate; 0 once the cache has its memory."""
         if "device" in self.__dict__:
             return 0
         tier = self._host_wanted or 0
