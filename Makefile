@@ -46,7 +46,7 @@ CHECKED := tidy cache create array indexing futures storage controller services 
   endings advice file_access arguments_checked npy config readme features examples
 check: lint  ## Lint, types and the fast tests, in a minute once all is built
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal \
-	  $(CHECKED:%=tests/test_%.py) $(ARGS)
+	  $(filter-out tests/gpu/%,$(wildcard $(CHECKED:%=tests/*/test_%.py))) $(ARGS)
 
 bench: $(VENV)/demo.stamp  ## Measure this machine; ARGS="..." goes to `flashwarp bench`
 	$(BIN)/flashwarp bench $(ARGS)
@@ -63,7 +63,7 @@ format: $(VENV)/dev.stamp  ## Rewrite sources as the formatters want them
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 stubs: $(VENV)/dev.stamp  ## Write src/flashwarp/_native.pyi anew, from the extension
-	$(BIN)/python tests/stubs.py
+	$(BIN)/python tests/support/stubs.py
 
 native-test: tsan asan  ## The C++ programs of tests/native under both sanitizers
 
@@ -86,7 +86,7 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 models: $(VENV)/dev.stamp  ## Model-check queue pair and cache, in sizes that take minutes and 3 GB
 	@command -v spin >/dev/null \
 	  || { echo 'spin is missing. On Debian or Ubuntu: sudo apt-get install spin' >&2; exit 1; }
-	FLASHWARP_LARGE_MODELS=1 $(BIN)/python -m pytest tests/test_models.py $(ARGS)
+	FLASHWARP_LARGE_MODELS=1 $(BIN)/python -m pytest tests/models/test_models.py $(ARGS)
 
 cost: $(VENV)/dev.stamp  ## What single operations of the native parts cost here
 	$(BIN)/cmake -S . -B build/$@ -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \

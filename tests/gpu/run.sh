@@ -27,7 +27,7 @@ fi
 # Kernels must not need eager loading: the default, lazy, is what users have.
 unset CUDA_MODULE_LOADING
 # --import-mode: the installed package is tested, not the sources beside the tests.
-"$python" -m pytest tests/gpu tests/test_kernel_api.py tests/test_programs.py -m gpu \
+"$python" -m pytest tests/gpu tests/array/test_kernel_api.py tests/program/test_programs.py -m gpu \
   --import-mode=importlib -q -p no:cacheprovider "${spread[@]}" "$@"
 
 sanitizer=$(command -v compute-sanitizer || true)

@@ -1,6 +1,6 @@
 """Files that a GPU reads in place under a lease, and processes that rewrite them meanwhile.
 
-What does not depend on the device is in `tests/test_leases.py`.
+What does not depend on the device is in `tests/storage/test_leases.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from file_writer import (
+from flashwarp.device import resolve
+from flashwarp.errors import DataPathError, StorageError
+from flashwarp.storage.lease import Lease
+from support.file_writer import (
     ADDED,
     OPEN_S_MAX,
     ROWS,
@@ -22,9 +25,6 @@ from file_writer import (
     start_writer,
     wait_until,
 )
-from flashwarp.device import resolve
-from flashwarp.errors import DataPathError, StorageError
-from flashwarp.storage.lease import Lease
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -90,7 +90,7 @@ def test_gathers_that_run_while_the_file_is_rewritten_see_old_or_new_elements(
 
 def test_kernel_that_runs_while_the_pages_are_left_sees_old_or_new_elements(path: Path) -> None:
     device = resolve("cuda:0")
-    program = fw.compile(Path(__file__).parents[1] / "lease_kernels.cu", device)
+    program = fw.compile(Path(__file__).parents[1] / "support" / "lease_kernels.cu", device)
     counts = device.allocate(16)
     device.fill(counts.address, 0, 16)
 
@@ -108,7 +108,7 @@ def test_kernel_that_runs_while_the_pages_are_left_sees_old_or_new_elements(path
 
 def test_writer_does_not_wait_for_a_kernel(path: Path) -> None:
     device = resolve("cuda:0")
-    program = fw.compile(Path(__file__).parents[1] / "lease_kernels.cu", device)
+    program = fw.compile(Path(__file__).parents[1] / "support" / "lease_kernels.cu", device)
     counts = device.allocate(16)
     with fw.open(path, device=device, cache="64 KiB") as x:
         done = device.event()

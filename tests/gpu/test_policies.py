@@ -11,8 +11,7 @@ import flashwarp as fw
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CudaDevice
 from flashwarp.policy import POLICIES, Policy
-from policy_models import SetAssociative
-from test_policies import (
+from policy.test_policies import (
     HOSTILE,
     LINE,
     NEWEST,
@@ -23,6 +22,7 @@ from test_policies import (
     lru_victim,
     use,
 )
+from support.policy_models import SetAssociative
 
 pytestmark = pytest.mark.gpu
 

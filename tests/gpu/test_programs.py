@@ -1,6 +1,6 @@
 """Your own programs on a GPU: pointers and streams of other libraries, resources, refusals.
 
-What programs do on every device is in `tests/test_programs.py`.
+What programs do on every device is in `tests/program/test_programs.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashwarp.errors import ArgumentError, ClosedError, CompileError, DtypeErro
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = Path(__file__).parents[1] / "program_kernels.cu"
+KERNELS = Path(__file__).parents[1] / "support" / "program_kernels.cu"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from flashwarp.errors import ShareError
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = Path(__file__).parents[1] / "share_kernels.cu"
+KERNELS = Path(__file__).parents[1] / "support" / "share_kernels.cu"
 LINE_WORDS = 512
 LINES = 33
 SUCCESS = 0

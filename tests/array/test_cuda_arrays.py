@@ -1,0 +1,341 @@
+"""What arrays make of the CUDA driver: asynchronous calls, order between streams, and faults.
+
+Kernels do nothing in the fake driver, so the tests play their part.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+pytest.importorskip("cuda.bindings.nvrtc")
+
+import flashwarp as fw
+from flashwarp.array import calls
+from flashwarp.array.rows import MaintenanceParams, RowParams
+from flashwarp.cache.cache import FailureSequence
+from flashwarp.device import CudaDevice, DeviceArray
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    DeviceError,
+    DeviceOutOfMemory,
+    DeviceTimeout,
+    StorageError,
+)
+from flashwarp.nvme import software as controller
+from support import fake_cuda
+from support.fake_cuda import (
+    ILLEGAL_ADDRESS,
+    LAUNCH_FAILED,
+    OUT_OF_MEMORY,
+    failing,
+    fake,
+    report,
+)
+
+LANE = 0x257  # the first stream after the library's own, and the one beside the calls
+
+
+def gpu() -> CudaDevice:
+    """A GPU whose kernels nobody had to compile."""
+    rows, maintenance = ctypes.sizeof(RowParams), ctypes.sizeof(MaintenanceParams)
+    names = [f"{verb}_{kind}" for verb in ("gather", "scatter") for kind in ("rows", "elements_8")]
+    sizes = dict.fromkeys(names, rows) | {"check_indices": rows}
+    sizes |= dict.fromkeys(("flush_lines", "submit_command", "quiesce"), maintenance)
+    device = CudaDevice(0)
+    device.__dict__["artifact"] = SimpleNamespace(
+        cubin=b"\x7fELF",
+        kernels={f"fw_{name}": SimpleNamespace(param_bytes=n) for name, n in sizes.items()},
+    )
+    return device
+
+
+@contextlib.contextmanager
+def open_array() -> Iterator[fw.Array]:
+    """64 int64 on such a GPU; the first lane's stream is held."""
+    device = gpu()
+    memory = fw.storage.Memory(np.zeros(64, np.int64))
+    with device, fw.open(memory, "r+", "i8", device=device, cache="64 KiB") as x:
+        fake().fake_hold(LANE)
+        yield x
+        fake().fake_hold(0)
+
+
+def calls_of(x: fw.Array) -> list[Any]:
+    return [call for queue in x._calls._queues for call in queue.calls]
+
+
+def stream_of_last_launch(x: fw.Array) -> int:
+    return report(x.device, x.cache.geometry.tags)[2]
+
+
+def check_controllers_of_an_array_share_the_cores() -> None:
+    device = gpu()
+    threads = {}
+    with pytest.MonkeyPatch.context() as patch, device:
+        patch.setattr(controller.config, "cores", lambda: 16)
+        for count in (1, 4, 8, 16):
+            plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
+            members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
+            with fw.open(
+                members,
+                "r+",
+                "i8",
+                device=device,
+                cache="64 KiB",
+                layout="stripe",
+                controller=plans,
+            ) as x:
+                services = x.controller.services  # type: ignore[attr-defined]
+                threads[count] = {service.threads for service in services}
+    assert threads == {1: {8}, 4: {2}, 8: {1}, 16: {1}}
+
+
+# Asynchronous calls.
+
+
+def check_async_read_is_ordered_between_streams() -> None:
+    with open_array() as x:
+        out = x.device.empty_array((3,), "i8")
+
+        read = x.gather_async(np.array([1, 2, 3]), out=out, stream=1)
+        assert stream_of_last_launch(x) == LANE
+        assert fake().fake_waits(LANE, 1) == 1, "what the stream had queued comes before"
+        assert not read.done()
+        assert not read.cancel()
+        assert read.wait_on(1) is out
+        assert fake().fake_waits(1, LANE) == 1
+        fake().fake_hold(0)
+
+        assert read.result() is out
+        read.wait_on(1)
+        assert fake().fake_waits(1, LANE) == 1, "it is done"
+
+
+def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
+    with open_array() as x:
+        read = x.gather_async(slice(4, 7))
+        (call,) = calls_of(x)
+        x.device.upload(call.held[0].address, np.array([40, 50, 60]))
+        with pytest.raises(ArgumentError, match="host memory"):
+            read.wait_on(1)
+        fake().fake_hold(0)
+
+        assert read.result().tolist() == [40, 50, 60]
+        out = np.zeros(3, np.int64)
+        assert x.gather_async([1, 2, 3], out=out).result() is out
+
+
+def check_temporary_memory_is_lent_again() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        for _ in range(9):  # once a lane
+            x.gather_async([1, 2, 3]).result()
+        before = fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")
+
+        for _ in range(20):
+            x.gather_async([1, 2, 3]).result()
+            x.scatter_async([1, 2], [3, 4]).result()
+
+        assert (fake().fake_count(b"cuMemAlloc"), fake().fake_count(b"cuMemFree")) == before
+    assert fake().fake_live_allocations() == 0
+
+
+def check_calls_overtake_each_other() -> None:
+    with open_array() as x:
+        reads = [x.gather_async([k]) for k in range(8)]
+
+        assert all(isinstance(read.result(), np.ndarray) for read in reads[1:])
+        assert not reads[0].done()
+        assert x.gather_async([9]).result().shape == (1,)
+
+
+def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
+    """A kernel of the user's may be running there for long."""
+    with open_array() as x:
+        fake().fake_hold(x.device.default_stream().handle)
+
+        assert x.gather_async([1, 2]).result().shape == (2,)
+        assert x.scatter_async([1, 2], [3, 4]).result() is None
+        index = x.device.empty_array((1,), "i8", x._calls._side)
+        assert isinstance(x.gather_async(index, stream=1).result(), DeviceArray)
+        fake().fake_hold(0)
+
+
+def note(failures: FailureSequence, where: int, status: int = 0, opcode: int = 0) -> None:
+    """Append an entry, as a kernel does."""
+    entry = failures._entries[failures._read % len(failures._entries)]
+    entry.where, entry.status, entry.opcode = where, status, opcode
+    entry.number = failures._read + 1
+
+
+def check_values_on_the_gpu_are_waited_for() -> None:
+    with open_array() as x:
+        values = x.device.empty_array((2,), "i8")
+
+        write = x.scatter_async(slice(0, 2), values)
+
+        assert fake().fake_waits(LANE, x.device.default_stream().handle) == 1
+        fake().fake_hold(0)
+        assert write.result() is None
+
+
+def check_indices_on_the_gpu_are_checked_apart() -> None:
+    with open_array() as x:
+        index = x.device.empty_array((2,), "i8")
+        note(x._volume.indices, 0)  # of another call
+
+        fake().fake_hold(0)
+        read = x.gather_async(index, stream=1)
+
+        assert fake().fake_waits(LANE, 1) == 1, "where they are checked"
+        assert isinstance(read.result(), DeviceArray)
+        assert x._volume.indices.read().count == 1
+
+
+def check_failure_is_of_the_call_in_whose_lane_it_is_noted() -> None:
+    with open_array() as x:
+        read, other = x.gather_async([1]), x.gather_async([2])
+        note(calls_of(x)[0].lane.volume.commands, 0, status=0x281, opcode=2)
+
+        fake().fake_hold(0)
+
+        failure = read.exception()
+        assert isinstance(failure, StorageError)
+        assert "gather_async failed at byte 0" in str(failure)
+        assert other.exception() is None
+        x.flush()
+        assert x.gather_async([1]).exception() is None, "the lane is clean again"
+
+
+def check_fault_of_a_kernel_ends_all_calls() -> None:
+    with open_array() as x:
+        reads = [x.gather_async([k]) for k in range(3)]
+
+        with failing("cuEventQuery", ILLEGAL_ADDRESS):
+            failures = [read.exception() for read in reads[:1]]
+        fake().fake_hold(0)
+
+        assert isinstance(failures[0], DeviceError)
+        assert "ILLEGAL_ADDRESS" in str(failures[0])
+        concurrent.futures.wait(reads)
+        for read in reads:
+            read.exception()
+
+
+def check_launch_that_fails_is_raised_at_the_call() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        with failing("cuLaunchKernel", OUT_OF_MEMORY), pytest.raises(DeviceOutOfMemory):
+            x.gather_async([1])
+
+        assert x.gather_async([1]).result().shape == (1,)
+
+
+def check_close_and_limit_wait_for_calls() -> None:
+    os.environ["FLASHWARP_ASYNC_CALLS"] = "1"
+    with open_array() as x:
+        first = x.gather_async([1])
+        threading.Timer(0.05, lambda: fake().fake_hold(0)).start()
+
+        second = x.gather_async([2])
+
+        assert first.done()
+        fake().fake_hold(LANE + 256)
+        threading.Timer(0.05, lambda: fake().fake_hold(0)).start()
+    assert second.done()
+    assert fake().fake_live_allocations() == 0
+    assert fake().fake_count(b"cuStreamDestroy") == fake().fake_count(b"cuStreamCreate")
+
+
+def check_close_beside_a_stuck_kernel_fails_its_calls() -> None:
+    calls.time_limit_s = lambda: 0.05
+    with open_array() as x:
+        read = x.gather_async([1])
+        with pytest.raises(DeviceTimeout, match="asynchronous calls"):
+            x.close()
+        assert isinstance(read.exception(), DeviceTimeout)
+
+
+# Kernels that the driver stops.
+
+
+def check_index_that_stopped_a_kernel_is_told() -> None:
+    """As a kernel built for debugging leaves it: the record, then a trap."""
+    with open_array() as x:
+        fake().fake_hold(0)
+        note(x._volume.indices, 64)
+        fake().fake_fault(LAUNCH_FAILED)
+
+        told = (
+            r"index 64,.* in memory of shape \(64,\), 64 elements, where it was stopped.*LAUNCH_F"
+        )
+        with pytest.raises(IndexError, match=told) as caught:
+            x.synchronize()
+
+        assert isinstance(caught.value, BoundsError)
+        assert isinstance(caught.value.__cause__, DeviceError)
+        assert any("since its last flush is lost" in note for note in caught.value.__notes__)
+        with pytest.raises(IndexError, match="index 64"):
+            x.gather(np.array([1]))
+        x.close()  # it has been told
+        fake().fake_fault(0)
+
+
+def check_fault_without_a_record_stays_what_it_is() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        fake().fake_fault(LAUNCH_FAILED)
+
+        with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
+            x.synchronize()
+        x.close()
+        fake().fake_fault(0)
+
+
+def check_fault_that_nobody_was_told_of_is_raised_by_close() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        note(x._volume.indices, (1 << 64) - 3)
+        fake().fake_fault(LAUNCH_FAILED)
+
+        with pytest.raises(BoundsError, match="index -3,"):
+            x.close()
+        x.close()
+        fake().fake_fault(0)
+
+
+def check_calls_in_flight_end_with_a_fault() -> None:
+    with open_array() as x:
+        read = x.gather_async([1])
+        fake().fake_fault(LAUNCH_FAILED)
+
+        assert isinstance(read.exception(), DeviceError)
+        with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
+            x.gather_async([1])
+        fake().fake_fault(0)
+        fake().fake_hold(0)
+
+
+# Running them.
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@fake_cuda.checks(globals())
+def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
+    fake_cuda.run(check, environment)

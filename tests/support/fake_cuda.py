@@ -1,0 +1,104 @@
+"""A CUDA driver without a GPU for tests: `fake_cuda.c`, in processes of their own.
+
+A check is a function that runs in a new process, which finds the fake where it looks for the
+driver. `build` makes the fake, `run` runs a check; the rest is for checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import os
+import shutil
+import struct
+import subprocess
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashwarp.device import Device
+
+ILLEGAL_ADDRESS = 700
+LAUNCH_FAILED = 719
+NOT_SUPPORTED = 801
+OUT_OF_MEMORY = 2
+
+
+@functools.cache
+def fake() -> Any:
+    """The library, whose functions `fake_*` tell and set what the driver does."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@contextlib.contextmanager
+def failing(call: str, code: int) -> Any:
+    fake().fake_fail(call.encode(), code)
+    yield
+    fake().fake_fail(call.encode(), 0)
+
+
+def report(device: Device, address: int) -> tuple[int, ...]:
+    """What a launch left where its first parameter points: grid, block, stream, value."""
+    return struct.unpack("4Q", device.download(address, 32))
+
+
+def build(folder: Path) -> dict[str, str]:
+    """Compile the fake; returns the environment of checks."""
+    compile_c = shutil.which("cc") or shutil.which("gcc")
+    if compile_c is None:
+        pytest.skip("no C compiler")
+    library = folder / "libcuda.so.1"
+    source = Path(__file__).with_suffix(".c")
+    options = [
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{library.name}",
+    ]
+    subprocess.run([compile_c, *options, str(source), "-o", str(library)], check=True)
+    return {"FAKE_CUDA": str(library), "FLASHWARP_CACHE_DIR": str(folder / "cache")}
+
+
+def checks(module: dict[str, Any]) -> Any:
+    """Parametrize a test with the functions of a module that are named check_*."""
+    found = [function for name, function in module.items() if name.startswith("check_")]
+    return pytest.mark.parametrize(
+        "check", found, ids=lambda check: check.__name__.removeprefix("check_")
+    )
+
+
+def run(check: Callable[[], None], environment: dict[str, str]) -> None:
+    """Run a check in its own process, and fail with its traceback."""
+    spawn = multiprocessing.get_context("spawn")
+    receive, send = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_run_here, args=(check, environment, send))
+
+    process.start()
+    send.close()
+    try:
+        problem = receive.recv()
+    except EOFError:
+        problem = "the process died"
+    process.join()
+
+    assert not problem, problem
+    assert process.exitcode == 0
+
+
+def _run_here(check: Callable[[], None], environment: dict[str, str], answer: Any) -> None:
+    os.environ.update(environment)
+    # Whoever asks for libcuda.so.1 from here on gets this one.
+    ctypes.CDLL(environment["FAKE_CUDA"], ctypes.RTLD_GLOBAL)
+    try:
+        check()
+        answer.send("")
+    except BaseException:
+        answer.send(traceback.format_exc())

@@ -1,0 +1,52 @@
+"""Examples, and those of the documentation, run as a user starts them, on the CPU device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize(("name", "needs"), [("kernel.py", None), ("torch_custom_op.py", "torch")])
+def test_example_runs(name: str, needs: str | None, tmp_path: Path) -> None:
+    if needs is not None and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), "cpu"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        check=False,
+        timeout=100,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("cpu: ")
+    assert not list(tmp_path.glob("tmp*")), "what it made is gone"
+
+
+@pytest.mark.parametrize("name", ["kernels.md", "backends.md"])
+def test_first_example_of_a_page_prints_what_it_says(name: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / name).read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (said,) = re.findall(r"print\(.*\)  # (.*)", code)
+
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+    assert result.stdout.strip() == said, result.stderr

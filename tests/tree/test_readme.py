@@ -1,0 +1,103 @@
+"""What the README and the pages of docs/ show runs as it stands, without a GPU."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashwarp
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(python_blocks(page))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_block_runs(block: str, tmp_path: Path) -> None:
+    if "from numba" in block:
+        pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
+    # A reader on a laptop: no GPU is visible, and warnings would be the first thing seen.
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
+
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+
+
+def modules_with_examples() -> list[str]:
+    package = Path(flashwarp.__file__).parent
+    return [
+        ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        for path in sorted(package.rglob("*.py"))
+        if re.search(r"^\s*>>> ", path.read_text(), re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples_of_docstrings_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ".numba" in name:
+        pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner()
+
+    # Each in a folder of its own: examples make files, and some have the same names.
+    for number, example in enumerate(doctest.DocTestFinder(exclude_empty=True).find(module)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        runner.run(example)
+
+    assert runner.summarize(verbose=False).attempted > 0
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_readme_shows_python() -> None:
+    assert python_blocks(ROOT / "README.md")
+
+
+def test_readme_opens_with_the_two_commands() -> None:
+    first_block = re.search(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+    assert first_block
+    commands = [line.split("#")[0].strip() for line in first_block[1].splitlines()]
+    assert commands == ["make demo", "make test"]
+
+
+def test_commands_of_the_pages_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(
+            r"\bmake ([a-z]+)\b(?=[`\s]*(?:$|[#`\"]|ARGS))", page.read_text(), re.M
+        ):
+            assert re.search(rf"^[a-z ]*\b{target}\b[a-z ]*:", makefile, re.M), f"make {target}"
