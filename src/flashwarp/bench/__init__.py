@@ -15,6 +15,8 @@ DEFAULT = "first_light"
 BENCHES = {
     "asynchronous": "How many warps fill the link, waiting for each block or reading ahead.",
     "first_light": "Rows, elements and files against the ceilings of this machine.",
+    "calls": "One small gather, future or launch, beside what it replaces.",
+    "latency": "One miss that a thread or a warp waits for, beside the least that it can cost.",
     "defaults": "Page cache or O_DIRECT as chosen without being told, against both ways.",
     "hits": "Loads of resident elements against reference counts and plain memory.",
     "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
