@@ -403,9 +403,12 @@ def kernel_resources(cubin: bytes, log: str) -> dict[str, KernelResources]:
     """List every kernel of a cubin by name: parameter size from its code, the rest from the log."""
     _, *parts = _LOG_KERNEL.split(log)
     reports = dict(zip(parts[::2], parts[1::2], strict=True))
+    # A kernel without parameters has no table of them, as a device function has none: the log names
+    # kernels alone.
     return {
-        name: _resources(name, params, reports.get(name, ""))
+        name: _resources(name, params or _Params(0, ()), reports.get(name, ""))
         for name, params in _kernel_params(cubin).items()
+        if params is not None or name in reports
     }
 
 
@@ -441,21 +444,20 @@ class _Params:
     each_bytes: tuple[int, ...]
 
 
-def _kernel_params(cubin: bytes) -> dict[str, _Params]:
-    """Find the sizes of the parameters of every kernel in the cubin's own tables."""
+def _kernel_params(cubin: bytes) -> dict[str, _Params | None]:
+    """Find the sizes of the parameters of every function in the cubin's own tables."""
     try:
-        params = {
+        return {
             name.removeprefix(_KERNEL_INFO): _params_of(content)
             for name, content in elf.sections(cubin)
             if name.startswith(_KERNEL_INFO)
         }
     except struct.error as error:
         raise CompileError(f"the compiled code is damaged: {error}") from error
-    return {name: found for name, found in params.items() if found is not None}
 
 
 def _params_of(info: bytes) -> _Params | None:
-    """None for a device function that is no kernel."""
+    """Read the sizes; None where the function has no parameters in constant memory."""
     position = 0
     total = None
     each: dict[int, int] = {}
