@@ -203,7 +203,7 @@ def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
     memory = object()
 
     struct = bytes(range(ctypes.sizeof(RowParams)))
-    index = device.built_in()["fw_gather_rows"].handle[1]
+    index = device.built_in("gather_rows").handle[1]
 
     device.launch("gather_rows", struct, warps=1, uses=(memory,))
     device.launch("gather_rows", struct, warps=1 << 40)

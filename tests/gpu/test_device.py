@@ -18,6 +18,7 @@ from flashwarp._jit.compiler import Source
 from flashwarp.device import CudaDevice, empty_like_library, resolve, view
 from flashwarp.errors import DeviceError, DeviceOutOfMemory, DeviceTimeout
 from flashwarp.policy import CLOCK
+from support.built_in import built_in_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -220,14 +221,14 @@ def test_large_launch_has_the_blocks_that_run_at_a_time(device: CudaDevice) -> N
     device.synchronize()
 
     blocks = int.from_bytes(device.download(counter.address, 8), "little")
-    kernel = device.built_in()["fw_count_blocks"]
+    kernel = device.built_in("count_blocks")
     assert blocks == device.resident_threads(kernel, 256) // 256
     assert blocks % device.context.multiprocessors == 0
     assert blocks >= device.context.multiprocessors
 
 
 def test_all_kernels_load_and_know_their_resources(device: CudaDevice) -> None:
-    for kernel in device.built_in().values():
+    for kernel in device._built_in[CLOCK].values():
         _, function = kernel.handle
         assert kernel.resources is not None
         assert function.registers == kernel.resources.registers
@@ -240,16 +241,17 @@ def test_built_in_kernels_load() -> None:
     except DeviceError as error:
         pytest.skip(str(error))
     with device:
-        start = time.perf_counter()
-        kernels = device.built_in()
-
-        assert "fw_gather_rows" in kernels
-        print(f"\n{device.describe()}: compiled or found, and loaded, in ", end="")
-        print(f"{time.perf_counter() - start:.2f} s")
-        for name, kernel in kernels.items():
+        print(f"\n{device.describe()}")
+        for name in built_in_kernels():
+            start = time.perf_counter()
+            kernel = device.built_in(name)
+            seconds = time.perf_counter() - start
             registers = kernel.handle[1].registers
             blocks = device.resident_threads(kernel, 256) // 256 // device.context.multiprocessors
-            print(f"  {name:26} {registers:4} registers, {blocks} blocks of 256 a processor")
+            print(
+                f"  {name:26} {registers:4} registers, {blocks} blocks of 256 a processor, "
+                f"compiled or found, and loaded, in {seconds:.2f} s"
+            )
 
 
 # Waits.
@@ -259,7 +261,6 @@ def test_wait_times_out_while_a_kernel_waits_and_other_work_goes_on(device: Cuda
     flag = device.allocate_host(4096)
     memory = device.allocate(64)
     other = device.context.create_stream()
-    device.built_in()
 
     # Ten seconds bound the kernel should the test fail before it sets the flag.
     device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
@@ -290,7 +291,6 @@ def test_close_under_a_waiting_kernel_times_out_and_can_be_repeated(device: Cuda
 def test_events_measure_a_kernel(device: CudaDevice) -> None:
     flag = device.allocate_host(4096)
     start, end = device.event(), device.event()
-    device.built_in()
 
     start.record()
     device.launch("wait", WaitParams(flag.address, 20_000_000), warps=1)
@@ -303,7 +303,6 @@ def test_events_measure_a_kernel(device: CudaDevice) -> None:
 def test_order_makes_one_stream_wait_for_another(device: CudaDevice) -> None:
     flag = device.allocate_host(4096)
     other = device.context.create_stream()
-    device.built_in()
 
     device.launch("wait", WaitParams(flag.address, 10_000_000_000), warps=1, stream=other)
     device.order(other, None)
@@ -336,11 +335,10 @@ def test_torch_tensors_are_seen_and_made(device: CudaDevice) -> None:
 def test_torch_stream_is_taken_and_captured_into_a_graph(device: CudaDevice) -> None:
     torch: Any = pytest.importorskip("torch")
     values = torch.zeros(1000, dtype=torch.int64, device="cuda:0")
-    device.built_in()
     graph = torch.cuda.CUDAGraph()
 
     params = AddParams(values.data_ptr(), values.data_ptr(), 1000, 1)
-    device.resident_threads(device.built_in()["fw_add"])
+    device.resident_threads(device.built_in("add"))
     with torch.cuda.graph(graph):
         device.launch("add", params, warps=32, stream=torch.cuda.current_stream())
     for _ in range(3):
@@ -403,7 +401,7 @@ import sys
 import numpy as np
 from flashwarp.device import CudaDevice
 from flashwarp.errors import DeviceError
-sys.path.insert(0, {folder!r})
+sys.path[:0] = [{folder!r}, {folder!r} + '/..']
 import test_device as t
 device = CudaDevice(0)
 t.stand_in(device, t.Path({source!r}))

@@ -14,9 +14,10 @@ pytest.importorskip("cuda.bindings.nvrtc")
 from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key, default_directory
 from flashwarp.errors import CompileError
+from support.built_in import built_in_kernels
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# All kernels for one of them take the better part of a minute: another one each day.
+# All kernels for one of them take half a minute: another one each day.
 BUILT_IN_FOR = (
     ARCHITECTURES
     if os.environ.get("FLASHWARP_ALL_ARCHITECTURES")
@@ -80,19 +81,24 @@ def build(
 
 
 @pytest.mark.parametrize("arch", BUILT_IN_FOR)
-def test_built_in_kernels_compile(arch: str, cache: ArtifactCache) -> None:
-    artifact = compiler.compile_source(arch, compiler.Source.read(compiler.MODULE), cache=cache)
+@pytest.mark.parametrize("name", built_in_kernels())
+def test_built_in_kernel_compiles_alone(name: str, arch: str, cache: ArtifactCache) -> None:
+    artifact = compiler.compile_source(
+        arch,
+        compiler.Source.read(compiler.MODULE),
+        options=("-DFW_PROGRAM=1", "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1"),
+        cache=cache,
+    )
 
     assert artifact.cubin.startswith(b"\x7fELF")
-    assert "fw_gather_rows" in artifact.kernels
-    assert all(kernel.registers for kernel in artifact.kernels.values())
-    print(f"\n{arch}: {len(artifact.cubin)} bytes")
-    for kernel in artifact.kernels.values():
-        print(
-            f"  {kernel.name:26} {kernel.registers:4} registers, {kernel.stack_bytes:5} B stack, "
-            f"spills {kernel.spill_store_bytes:5} B out {kernel.spill_load_bytes:5} B in, "
-            f"{kernel.param_bytes:4} B parameters"
-        )
+    (kernel,) = artifact.kernels.values()
+    assert f"fw_{name}" in kernel.name
+    assert kernel.registers
+    print(
+        f"\n{arch}, {len(artifact.cubin)} bytes: {kernel.name} {kernel.registers} registers, "
+        f"{kernel.stack_bytes} B stack, spills {kernel.spill_store_bytes} B out "
+        f"{kernel.spill_load_bytes} B in, {kernel.param_bytes} B parameters"
+    )
 
 
 # They were built in once; on the CPU device their own tests compile them.
@@ -115,6 +121,15 @@ def test_kernel_resources_name_every_kernel_and_its_parameter_size(
     assert kernels["fw_add"].param_bytes == 16
     assert kernels["fw_add"].stack_bytes == 0
     assert (kernels["fw_spill"].stack_bytes or 0) >= 256
+
+
+def test_kernels_without_parameters_are_listed(cache: ArtifactCache) -> None:
+    source = compiler.Source("program.cu", b"__global__ void nothing() {}", None)
+
+    (kernel,) = compiler.compile_source("sm_90", source, cache=cache).kernels.values()
+
+    assert "nothing" in kernel.name
+    assert (kernel.param_bytes, kernel.each_param_bytes) == (0, ())
 
 
 def test_device_functions_are_not_listed_as_kernels(project: Path, cache: ArtifactCache) -> None:

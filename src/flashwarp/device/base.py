@@ -210,10 +210,7 @@ class Device(endings.NotCopied, ABC):
         -----
         Returns at once on a GPU, when done on the CPU.
         """
-        kernels = self.built_in(policy)
-        kernel = kernels.get(f"fw_{name}")
-        if kernel is None:
-            raise ArgumentError(f"there is no kernel fw_{name}; built in: {', '.join(kernels)}")
+        kernel = self.built_in(name, policy)
         struct, (expected,) = bytes(params), kernel.param_bytes
         if len(struct) != expected:
             raise DeviceError(
@@ -224,25 +221,32 @@ class Device(endings.NotCopied, ABC):
             kernel, [struct], warps=warps, block_threads=block_threads, stream=stream, uses=uses
         )
 
-    def built_in(self, policy: Policy = CLOCK) -> dict[str, LoadedKernel]:
-        """Load all built-in kernels, which the first launch does otherwise; return them by name.
+    def built_in(self, name: str, policy: Policy = CLOCK) -> LoadedKernel:
+        """Load a built-in kernel, which its first launch does otherwise.
 
-        They are one program for each replacement policy that a cache on this device has.
+        On a GPU it is compiled alone, for some seconds, unless it was compiled before.
         """
         self._check_usable()
-        found = self._built_in.get(policy)
+        found = self._built_in.get(policy, {}).get(f"fw_{name}")
         if found is None:
-            found = endings.holding([self._lock], functools.partial(self._find_built_in, policy))
+            find = functools.partial(self._find_built_in, name, policy)
+            found = endings.holding([self._lock], find)
         return found
 
-    def _find_built_in(self, policy: Policy) -> dict[str, LoadedKernel]:
-        if policy not in self._built_in:
-            self._built_in[policy] = self._load_built_in(policy)
-        return self._built_in[policy]
+    def _find_built_in(self, name: str, policy: Policy) -> LoadedKernel:
+        kernels = self._built_in.setdefault(policy, {})
+        if f"fw_{name}" not in kernels:
+            kernels.update(self._load_built_in(name, policy))
+        try:
+            return kernels[f"fw_{name}"]
+        except KeyError:
+            raise ArgumentError(f"there is no built-in kernel fw_{name}") from None
 
-    def _load_built_in(self, policy: Policy) -> dict[str, LoadedKernel]:
+    def _load_built_in(self, name: str, policy: Policy) -> dict[str, LoadedKernel]:
+        """Load the kernel, and those that come with it; return them by symbol."""
         source = compiler.Source.read(compiler.MODULE).behind(policy)
-        return self.load_program(source, options=policy.options).by_name()
+        options = (*policy.options, "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1")
+        return self.load_program(source, options=options).by_name()
 
     @abstractmethod
     def load_program(

@@ -128,10 +128,12 @@ class CpuDevice(Device):
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(host_memory.available_bytes(), host_memory.total_bytes())
 
-    def _load_built_in(self, policy: Policy) -> dict[str, LoadedKernel]:
-        # The wheel has them compiled for the policies that it brings, under plain names.
+    def _load_built_in(self, name: str, policy: Policy) -> dict[str, LoadedKernel]:
+        # All at once. The wheel has them compiled for the policies that it brings, under plain
+        # names; for others g++ compiles all in the time of one or two.
         if not policy.built_in:
-            return super()._load_built_in(policy)
+            source = compiler.Source.read(compiler.MODULE).behind(policy)
+            return self.load_program(source, options=policy.options).by_name()
         native = _native()
         path = Path(native.__file__).parent / "policies" / f"{policy.name}.so"
         try:

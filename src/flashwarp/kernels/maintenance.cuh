@@ -1,6 +1,7 @@
 // What the host does to a cache and its queues: flush, invalidate, quiesce, and single commands.
 #pragma once
 
+#include "builds.cuh"
 #include "flashwarp/array.cuh"
 
 namespace fw::kernels {
@@ -25,6 +26,7 @@ enum drop_mode : uint32_t { kKeepDirty = 0, kDropDirty = 1, kDropAll = 2 };
 
 }  // namespace fw::kernels
 
+#if FW_BUILDS(flush_lines)
 // Writes the dirty lines of a range back to the namespace.
 FW_KERNEL_RESIDENT(2) fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   const uint64_t ways = p.cache->geometry.set_count * p.cache->geometry.ways;
@@ -36,7 +38,9 @@ FW_KERNEL_RESIDENT(2) fw_flush_lines(const FW_GRID_CONSTANT fw::kernels::mainten
                           p.line_end);
   }
 }
+#endif
 
+#if FW_BUILDS(invalidate_lines)
 // Empties every frame that holds a line of the volume.
 FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   const uint64_t ways = p.cache->geometry.set_count * p.cache->geometry.ways;
@@ -52,7 +56,9 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
                                p.drop != fw::kernels::kKeepDirty);
   }
 }
+#endif
 
+#if FW_BUILDS(drop_tier)
 // Drops the volume's lines from the host tier. After fw_invalidate_lines has ended: a frame that
 // still had a line would bring it back.
 FW_KERNEL fw_drop_tier(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
@@ -69,7 +75,9 @@ FW_KERNEL fw_drop_tier(const FW_GRID_CONSTANT fw::kernels::maintenance_params p)
     fw::cache::drop_from_tier(c, *p.volume, fw::warp::kFullMask, place < places, place);
   }
 }
+#endif
 
+#if FW_BUILDS(quiesce)
 // Waits until no command of the volume is outstanding: one warp a queue pair.
 FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   fw::cache::line_finisher finisher{*p.cache};
@@ -91,7 +99,9 @@ FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance
     }
   }
 }
+#endif
 
+#if FW_BUILDS(submit_command)
 // Submits one command (Flush, Write Zeroes, Dataset Management, ...) on each namespace and waits: a
 // warp a namespace. What names blocks is for volumes of one namespace.
 FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
@@ -127,3 +137,4 @@ FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_para
     }
   }
 }
+#endif

@@ -7,6 +7,7 @@
 // mirrors it.
 #pragma once
 
+#include "builds.cuh"
 #include "flashwarp/array.cuh"
 
 namespace fw::kernels {
@@ -236,46 +237,73 @@ FW_DEVICE void for_each_element(const row_params& p) {
 
 }  // namespace fw::kernels
 
+#if FW_BUILDS(gather_rows)
 FW_KERNEL_RESIDENT(2) fw_gather_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_segment<fw::kernels::row_action::kGather>(p);
 }
+#endif
+#if FW_BUILDS(scatter_rows)
 FW_KERNEL_RESIDENT(2) fw_scatter_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_segment<fw::kernels::row_action::kScatter>(p);
 }
+#endif
+#if FW_BUILDS(prefetch_rows)
 FW_KERNEL_RESIDENT(2) fw_prefetch_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_segment<fw::kernels::row_action::kPrefetch>(p);
 }
+#endif
+#if FW_BUILDS(gather_elements_1)
 FW_KERNEL_RESIDENT(4) fw_gather_elements_1(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<1, false>(p);
 }
+#endif
+#if FW_BUILDS(scatter_elements_1)
 FW_KERNEL_RESIDENT(4) fw_scatter_elements_1(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<1, true>(p);
 }
+#endif
+#if FW_BUILDS(gather_elements_2)
 FW_KERNEL_RESIDENT(4) fw_gather_elements_2(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<2, false>(p);
 }
+#endif
+#if FW_BUILDS(scatter_elements_2)
 FW_KERNEL_RESIDENT(4) fw_scatter_elements_2(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<2, true>(p);
 }
+#endif
+#if FW_BUILDS(gather_elements_4)
 FW_KERNEL_RESIDENT(4) fw_gather_elements_4(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<4, false>(p);
 }
+#endif
+#if FW_BUILDS(scatter_elements_4)
 FW_KERNEL_RESIDENT(4) fw_scatter_elements_4(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<4, true>(p);
 }
+#endif
+#if FW_BUILDS(gather_elements_8)
 FW_KERNEL_RESIDENT(4) fw_gather_elements_8(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<8, false>(p);
 }
+#endif
+#if FW_BUILDS(scatter_elements_8)
 FW_KERNEL_RESIDENT(4) fw_scatter_elements_8(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<8, true>(p);
 }
+#endif
+#if FW_BUILDS(gather_elements_16)
 FW_KERNEL_RESIDENT(4) fw_gather_elements_16(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<16, false>(p);
 }
+#endif
+#if FW_BUILDS(scatter_elements_16)
 FW_KERNEL_RESIDENT(4) fw_scatter_elements_16(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::for_each_element<16, true>(p);
 }
+#endif
 
+#if FW_BUILDS(check_indices)
 // Looks for indices that are out of bounds and notes where they are in the volume's error record.
 FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::cache::volume& v = *p.volume;
@@ -285,3 +313,4 @@ FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
     return;
   }
 }
+#endif
