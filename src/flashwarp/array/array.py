@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,7 @@ class Recipe(Protocol):
         """Return the recipe of what was opened; raises CopyError where that cannot be sent."""
 
 
-class Array(endings.NotCopied):
+class Array(endings.Closing):
     """An array in a storage, read and written through a cache in device memory.
 
     Made by `flashwarp.open` and `create`. Indices and results are numpy arrays on
@@ -825,12 +825,6 @@ class Array(endings.NotCopied):
     def _refresh_in_turn(self) -> None:
         self._attachment.drop_lines(drop_dirty=False)
         self._storage.check_unchanged()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         attachment: Attachment | None = self.__dict__.get("_attachment")

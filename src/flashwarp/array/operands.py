@@ -22,7 +22,6 @@ from flashwarp.device import (
     Device,
     DeviceArray,
     OwnedStream,
-    empty_like_library,
     stream_handle,
 )
 from flashwarp.device.scratch import Scratch
@@ -216,7 +215,7 @@ class Operands:
             if on_gpu and library not in _ALLOCATING:
                 out = self.device.empty_array(shape, self.dtype, self.stream)
             else:
-                out = empty_like_library(library, shape, self.dtype, self.device, stream)
+                out = self.device.empty_like_library(library, shape, self.dtype, stream)
         elif not _is_array(out):
             raise ArgumentError(
                 f"out is a {type(out).__name__}: rows go to an array of numpy or of a library with "

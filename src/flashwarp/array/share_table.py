@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from typing import Any, Self
+from typing import Any
 
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
-from flashwarp.endings import NotCopied
+from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, ShareError
 
 __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
@@ -43,7 +43,7 @@ class ShareTableStruct(ctypes.Structure):
     )
 
 
-class ShareTable(NotCopied):
+class ShareTable(Closing):
     """Where threads find each other's copies of lines; `fw::share_table` in kernels.
 
     Parameters
@@ -207,12 +207,6 @@ class ShareTable(NotCopied):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("the share table is closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         memory = getattr(self, "_memory", None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flashwarp import config, endings
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
-from flashwarp.endings import NotCopied
+from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, DeviceTimeout
 from flashwarp.nvme import Queues
 from flashwarp.nvme.group import NAMESPACES_MAX
@@ -365,7 +365,7 @@ class _NotYet(CacheError, AttributeError):
     """What a cache has only from its first array on; so `hasattr` can ask for it."""
 
 
-class Cache(NotCopied):
+class Cache(Closing):
     """A set-associative cache of lines in device memory.
 
     Parameters
@@ -741,12 +741,6 @@ class Cache(NotCopied):
         self._frames.close()
         if self._tier_frames is not None:
             self._tier_frames.close()
-
-    def __enter__(self) -> Cache:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         size = self.__dict__.get("capacity", "auto")
