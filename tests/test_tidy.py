@@ -232,6 +232,25 @@ def test_import_brings_no_optional_package() -> None:
     assert optional & set(result.stdout.split()) == set()
 
 
+def test_import_leaves_for_later_what_few_programs_need() -> None:
+    later = [
+        "flashwarp._jit.compiler",
+        "flashwarp._jit.host_compiler",
+        "flashwarp.array.advice",
+        "flashwarp.array.share_table",
+        "flashwarp.nvme.drive_model",
+        "flashwarp.program.compiling",
+    ]
+    script = (
+        "import flashwarp, sys; "
+        f"assert not set({later}) & set(sys.modules), set({later}) & set(sys.modules); "
+        "assert callable(flashwarp.compile) and 'ShareTable' in dir(flashwarp); "
+        "assert flashwarp.SSDModel is vars(flashwarp)['SSDModel']"
+    )
+
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("name", sorted(flashwarp.__all__))
 def test_public_name_is_documented(name: str) -> None:
     thing = getattr(flashwarp, name)

@@ -15,13 +15,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp import config, endings
-from flashwarp.array.advice import Usage, advise
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Watcher
@@ -47,6 +46,9 @@ from flashwarp.stats import Stats
 from flashwarp.storage import File, Namespace
 from flashwarp.storage.composite import members_of
 from flashwarp.storage.file_access import room_for_pages
+
+if TYPE_CHECKING:
+    from flashwarp.array.advice import Usage
 
 __all__ = ["Array", "Explanation"]
 
@@ -666,6 +668,8 @@ class Array(endings.Closing):
 
         Blocks as `stats` does.
         """
+        from flashwarp.array.advice import advise
+
         left = self._controller.changes != 0
         why = f"when it was opened, {self._why}" if left and self._why else self._why
         reason = "; ".join(filter(None, (self._controller.reason, why)))
@@ -681,6 +685,8 @@ class Array(endings.Closing):
         )
 
     def _usage(self) -> Usage:
+        from flashwarp.array.advice import Usage
+
         parts = members_of(self._storage)
         files = [each for each in parts if isinstance(each, File) and not each.closed]
         told = [(file.describe(), file.review is not None) for file in files]
