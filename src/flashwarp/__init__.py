@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from flashwarp import errors, storage
-from flashwarp.array.array import Array, Explanation
+from flashwarp.array.array import Array
 from flashwarp.array.futures import Future
 from flashwarp.array.opening import create, open  # noqa: A004
 from flashwarp.cache.cache import Cache
@@ -18,6 +18,7 @@ from flashwarp.policy import Policy
 from flashwarp.stats import Stats
 
 if _TYPE_CHECKING:
+    from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
     from flashwarp.nvme.drive_model import SSDModel
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
@@ -49,6 +50,7 @@ __all__ = [
 # What programs without kernels of their own do not need is imported when it is first used: the
 # compilers alone take longer than the rest.
 _LATER = {
+    "Explanation": "flashwarp.array.explanation",
     "Kernel": "flashwarp.program.compiling",
     "Program": "flashwarp.program.compiling",
     "SSDModel": "flashwarp.nvme.drive_model",

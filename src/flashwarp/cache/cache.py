@@ -576,6 +576,11 @@ class Cache(Closing):
         return *self._metadata.owners, *self._frames.owners, *tier
 
     @property
+    def lines(self) -> int:
+        """Lines that the cache holds."""
+        return self.set_count * self.ways
+
+    @property
     def host_lines(self) -> int:
         """Lines that the host tier holds."""
         return self.host_capacity // self.line_bytes
