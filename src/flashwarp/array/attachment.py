@@ -22,7 +22,7 @@ from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
 from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import Cache
-from flashwarp.device import Device, stream_handle
+from flashwarp.device import stream_handle
 from flashwarp.errors import DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller
 from flashwarp.stats import Stats
@@ -58,6 +58,8 @@ class Attachment(endings.NotCopied):
 
     Attributes
     ----------
+    device : Device
+        Where its kernels run.
     launcher : Launcher
         Owns volume, service and format: what kernels need to know.
     operands : Operands
@@ -79,13 +81,15 @@ class Attachment(endings.NotCopied):
         self.storage = storage
         self.writable = writable
         self.closed = False
+        self.device = cache.device  # a cache may change its device between arrays
         self.opened_by = os.getpid()
         self.flush_failure: StorageError | None = None
         self._owns_cache = owns_cache
         self._release_storage = release_storage
         self._fault_noted = False
         self._streams: set[int] = set()
-        with contextlib.ExitStack() as made:
+        with contextlib.ExitStack() as opening, contextlib.ExitStack() as made:
+            opening.callback(cache._opened)
             self._end_of_service = serve(storage, writable)
             made.callback(self._end_of_service)
             service = controller.attach(
@@ -109,11 +113,6 @@ class Attachment(endings.NotCopied):
     def cache(self) -> Cache:
         """The cache that the array's lines enter."""
         return self.launcher.volume.cache
-
-    @property
-    def device(self) -> Device:
-        """Where its kernels run."""
-        return self.launcher.volume.cache.device
 
     @property
     def in_child(self) -> bool:

@@ -107,6 +107,7 @@ class ShareTable(Closing):
         words, copies = self.entries * _WORD_BYTES, self.entries * _COPY_BYTES
         self._nbytes = words + copies + buckets * 8
         self._memory = self._device.allocate(self._nbytes)
+        cache._keep_for(self)
         self._pid = os.getpid()
         address = self._memory.address
         self._struct = ShareTableStruct(
@@ -177,6 +178,7 @@ class ShareTable(Closing):
             self._device.synchronize(stream)
         left = self._left()
         self._memory.close()
+        self.cache._leave(self)
         return left
 
     def _left(self) -> list[int]:
