@@ -4,18 +4,24 @@ Arrays larger than the GPU, the host or both, read and written by device threads
 pairs that a software controller serves. See `open` to begin.
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from flashwarp import errors, storage
-from flashwarp.array.array import Array, Explanation
+from flashwarp.array.array import Array
 from flashwarp.array.futures import Future
 from flashwarp.array.opening import create, open  # noqa: A004
-from flashwarp.array.share_table import ShareTable
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CpuDevice, CudaDevice
-from flashwarp.nvme.drive_model import SSDModel
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import Policy
-from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 from flashwarp.stats import Stats
+
+if _TYPE_CHECKING:
+    from flashwarp.array.explanation import Explanation
+    from flashwarp.array.share_table import ShareTable
+    from flashwarp.nvme.drive_model import SSDModel
+    from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 
 __version__ = "0.1.0"
 
@@ -40,3 +46,26 @@ __all__ = [
     "open",
     "storage",
 ]
+
+# What programs without kernels of their own do not need is imported when it is first used: the
+# compilers alone take longer than the rest.
+_LATER = {
+    "Explanation": "flashwarp.array.explanation",
+    "Kernel": "flashwarp.program.compiling",
+    "Program": "flashwarp.program.compiling",
+    "SSDModel": "flashwarp.nvme.drive_model",
+    "ShareTable": "flashwarp.array.share_table",
+    "compile": "flashwarp.program.compiling",
+    "get_include": "flashwarp.program.compiling",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

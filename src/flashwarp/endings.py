@@ -13,12 +13,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from flashwarp import _native
 from flashwarp.errors import ClosedError, CopyError
 
 __all__ = [
+    "Closing",
     "NotCopied",
     "Open",
     "after_fork",
@@ -144,7 +145,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class NotCopied:
-    """Base of what owns something: a copy would share, and end, what is not its own."""
+    """Base of objects that own something. Copying is refused: a copy would end what it shares."""
 
     def __copy__(self) -> Any:
         raise CopyError(f"{self!r} cannot be copied: pass on the object itself")
@@ -156,3 +157,17 @@ class NotCopied:
         raise CopyError(
             f"{self!r} cannot be pickled: send what it was made from, and make it there"
         )
+
+
+class Closing(NotCopied):
+    """Base of objects that must be closed; a ``with`` statement closes them at its end."""
+
+    def close(self) -> None:
+        """Release everything. May be called twice."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

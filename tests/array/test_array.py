@@ -365,12 +365,12 @@ def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) 
         with fw.open(
             tmp_path / "x.npy", device="cpu", line=512, cache="64 KiB", o_direct=o_direct
         ) as x:
-            assert x._launcher.look_ahead() > 0, "nothing is known before the first rows"
+            assert x._attachment.launcher.look_ahead() > 0, "nothing is known before the first rows"
 
             x.gather(index)
-            assert (x._launcher.look_ahead() > 0) == o_direct
+            assert (x._attachment.launcher.look_ahead() > 0) == o_direct
             x.gather(index)
-            assert (x._launcher.look_ahead() > 0) == o_direct
+            assert (x._attachment.launcher.look_ahead() > 0) == o_direct
 
 
 def test_prefetched_rows_come_without_another_call(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_arrays_share_a_cache(tmp_path: Path, data_path: str, together: bool) ->
 
 def test_flush_makes_stores_visible_to_others(numbers: tuple[fw.Array, Reference]) -> None:
     x, reference = numbers
-    path = str(x._storage.path)
+    path = str(x._attachment.storage.path)
     x[17] = 9
     x.flush()
     reference[17] = 9

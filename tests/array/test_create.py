@@ -87,7 +87,7 @@ def test_overwrite_replaces(old: Path) -> None:
     with create(old, "i4", (3, 2), overwrite=True) as x:
         x[1] = 7
         x.flush()
-        assert x._storage.path == str(old)
+        assert x._attachment.storage.path == str(old)
         assert x.explain().storage["path"] == str(old)
 
     np.testing.assert_array_equal(np.load(old), [[0, 0], [7, 7], [0, 0]])

@@ -73,7 +73,7 @@ def open_array() -> Iterator[fw.Array]:
 
 
 def calls_of(x: fw.Array) -> list[Any]:
-    return [call for queue in x._calls._queues for call in queue.calls]
+    return [call for queue in x._attachment.calls._queues for call in queue.calls]
 
 
 def stream_of_last_launch(x: fw.Array) -> int:
@@ -168,7 +168,7 @@ def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
 
         assert x.gather_async([1, 2]).result().shape == (2,)
         assert x.scatter_async([1, 2], [3, 4]).result() is None
-        index = x.device.empty_array((1,), "i8", x._calls._side)
+        index = x.device.empty_array((1,), "i8", x._attachment.calls._side)
         assert isinstance(x.gather_async(index, stream=1).result(), DeviceArray)
         fake().fake_hold(0)
 
@@ -194,14 +194,14 @@ def check_values_on_the_gpu_are_waited_for() -> None:
 def check_indices_on_the_gpu_are_checked_apart() -> None:
     with open_array() as x:
         index = x.device.empty_array((2,), "i8")
-        note(x._volume.indices, 0)  # of another call
+        note(x._attachment.launcher.volume.indices, 0)  # of another call
 
         fake().fake_hold(0)
         read = x.gather_async(index, stream=1)
 
         assert fake().fake_waits(LANE, 1) == 1, "where they are checked"
         assert isinstance(read.result(), DeviceArray)
-        assert x._volume.indices.read().count == 1
+        assert x._attachment.launcher.volume.indices.read().count == 1
 
 
 def check_failure_is_of_the_call_in_whose_lane_it_is_noted() -> None:
@@ -275,7 +275,7 @@ def check_index_that_stopped_a_kernel_is_told() -> None:
     """As a kernel built for debugging leaves it: the record, then a trap."""
     with open_array() as x:
         fake().fake_hold(0)
-        note(x._volume.indices, 64)
+        note(x._attachment.launcher.volume.indices, 64)
         fake().fake_fault(LAUNCH_FAILED)
 
         told = (
@@ -307,7 +307,7 @@ def check_fault_without_a_record_stays_what_it_is() -> None:
 def check_fault_that_nobody_was_told_of_is_raised_by_close() -> None:
     with open_array() as x:
         fake().fake_hold(0)
-        note(x._volume.indices, (1 << 64) - 3)
+        note(x._attachment.launcher.volume.indices, (1 << 64) - 3)
         fake().fake_fault(LAUNCH_FAILED)
 
         with pytest.raises(BoundsError, match="index -3,"):

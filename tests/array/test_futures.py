@@ -514,7 +514,7 @@ def test_failure_that_nobody_waited_for_is_raised(x: fw.Array, storage: Faulty) 
 
     reads = [x.gather_async([64 * k]) for k in range(3)]
     del reads
-    until(lambda: len(x._calls._lost) == 3)
+    until(lambda: len(x._attachment.calls._lost) == 3)
 
     with pytest.raises(StorageError) as caught:
         x.gather_async([0])

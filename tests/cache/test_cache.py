@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.errors import ArgumentError, CacheError, ClosedError, ReadOnlyError
+from flashwarp.cache.cache import LineCacheStruct
+from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, ReadOnlyError
 from flashwarp.storage import Memory
 
 CONTENT = np.arange(4096 * 8, dtype=np.int64).reshape(4096, 8)
@@ -122,6 +123,111 @@ def test_a_cache_that_nobody_holds_is_freed_with_its_array(path: Path) -> None:
         del x
         gc.collect()
         assert len(device.carries) == 0
+
+
+def test_a_cache_made_in_the_call_gives_its_memory_back_when_its_array_closes(path: Path) -> None:
+    with fw.CpuDevice(1) as device:
+        x = fw.open(path, device=device, cache=fw.Cache("1 MiB", host_capacity="1 MiB"))
+        assert (x[...] == CONTENT).all()
+        assert len(device._owned) > 0
+
+        x.close()
+
+        assert len(device._owned) == 0, "though x still has the cache"
+        assert x.cache.capacity == (1 << 20) - 4 * 4096
+        assert not hasattr(x.cache, "address")
+        assert "closed" in repr(x)
+        assert x.device is device
+
+
+@pytest.mark.parametrize("capacity", ["64 KiB", "auto"])
+def test_a_cache_that_gave_its_memory_back_serves_the_next_array(path: Path, capacity: str) -> None:
+    cache = fw.Cache(capacity, line=512)
+    for device in (fw.CpuDevice(1), fw.CpuDevice(2)):
+        with fw.open(path, device=device, cache=cache) as x, fw.open(path, cache=cache) as y:
+            assert x.cache.device is y.device is device
+            assert (x[...] == CONTENT).all()
+            x.close()
+            assert (y[...] == CONTENT).all(), "the memory is kept for y"
+        assert not hasattr(cache, "device")
+        assert device._owned == {}
+    cache.close()
+    with pytest.raises(ClosedError):
+        fw.open(path, device="cpu", cache=cache)
+
+
+def test_refusals_are_counted_across_memories(path: Path) -> None:
+    cache = fw.Cache("64 KiB")
+    for _ in range(2):
+        with fw.open(path, device="cpu", cache=cache):
+            LineCacheStruct.from_address(cache.address).refusals = 3
+
+    assert cache.refusals == 6
+
+
+@pytest.mark.parametrize("made", ["with", "device"])
+def test_a_cache_that_its_user_keeps_has_one_memory_for_all_arrays(path: Path, made: str) -> None:
+    device = fw.CpuDevice(1)
+    cache = fw.Cache("64 KiB", device=device if made == "device" else None)
+    with cache:
+        addresses = set()
+        for _ in range(3):
+            with fw.open(path, device=device, cache=cache) as x:
+                assert x[9, 2] == CONTENT[9, 2]
+            addresses.add(cache.address)
+        assert len(addresses) == 1
+    assert device._owned == {}
+
+
+def test_a_share_table_keeps_the_memory_of_its_cache(path: Path) -> None:
+    device, cache = fw.CpuDevice(1), fw.Cache("64 KiB")
+    with fw.open(path, device=device, cache=cache) as x:
+        table = fw.ShareTable(x)
+    assert cache.device is device
+
+    table.close()
+
+    assert device._owned == {}
+
+
+def test_a_failed_open_gives_back_what_it_bound(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, cache = fw.CpuDevice(1), fw.Cache("64 KiB")
+
+    def refuse() -> None:
+        raise DeviceError("no stream")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "create_stream", refuse)
+        with pytest.raises(DeviceError, match="no stream"):
+            fw.open(path, device=device, cache=cache)
+    assert not hasattr(cache, "device")
+
+    with fw.open(path, device=device, cache=cache) as x:
+        assert x[7, 7] == CONTENT[7, 7]
+
+
+def test_threads_that_open_and_close_never_find_a_cache_without_memory(path: Path) -> None:
+    device, cache = fw.CpuDevice(1), fw.Cache("64 KiB")
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            for row in range(30):
+                with fw.open(path, device=device, cache=cache) as x:
+                    assert (x[row] == CONTENT[row]).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failures == []
+    assert device._owned == {}
 
 
 def test_a_pickled_array_has_a_cache_of_the_same_kind(path: Path) -> None:

@@ -37,7 +37,7 @@ def open_on(cache: fw.Cache, file: Path) -> fw.Array:
 
 def entry(x: fw.Array) -> VolumeStruct:
     """The array's entry in the cache's table, in place: the device is the CPU."""
-    return VolumeStruct.from_address(x._volume.address)
+    return VolumeStruct.from_address(x._attachment.launcher.volume.address)
 
 
 def test_open_array_is_attached_and_nobody_visits(cache: fw.Cache, file: Path) -> None:
@@ -72,7 +72,7 @@ def test_warp_that_stays_is_named_and_nothing_is_freed(cache: fw.Cache, file: Pa
     queues = there.queues
 
     with pytest.raises(DeviceTimeout, match=r"after 0\.05 s \(2 warps\)"):
-        cache.withdraw(x._volume, timeout_s=0.05)
+        cache.withdraw(x._attachment.launcher.volume, timeout_s=0.05)
 
     assert there.queues == queues
     there.visitors -= 2
@@ -87,7 +87,7 @@ def test_count_of_late_visitors_outlives_the_array(cache: fw.Cache, file: Path) 
     there.visitors += 1
 
     with open_on(cache, file) as y:
-        assert y._volume.address == x._volume.address
+        assert y._attachment.launcher.volume.address == x._attachment.launcher.volume.address
         assert (there.attached, there.visitors) == (1, 1)
         there.visitors -= 1
 

@@ -23,7 +23,6 @@ from flashwarp.device import (
     CpuDevice,
     DeviceArray,
     Stream,
-    empty_like_library,
     resolve,
     stream_handle,
     view,
@@ -548,7 +547,7 @@ def test_results_on_the_cpu_are_numpy_where_nothing_else_is_there(
 ) -> None:
     monkeypatch.delitem(sys.modules, library, raising=False) if library != "numpy" else None
 
-    result = empty_like_library(library, (2, 3), "float32", device)
+    result = device.empty_like_library(library, (2, 3), "float32")
 
     assert isinstance(result, np.ndarray)
     assert result.shape == (2, 3)
@@ -563,13 +562,13 @@ def test_results_for_torch_come_from_torch(
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
 
-    empty_like_library("torch", (2, 3), "float32", device)
+    device.empty_like_library("torch", (2, 3), "float32")
 
     assert made == [(((2, 3),), {"dtype": "torch.float32", "device": "cpu"})]
     with pytest.raises(DtypeError, match="torch has no dtype"):
-        empty_like_library("torch", (2,), "S3", device)
+        device.empty_like_library("torch", (2,), "S3")
     with pytest.raises(DtypeError, match="torch has no dtype"):
-        empty_like_library("torch", (2,), ">f4", device)
+        device.empty_like_library("torch", (2,), ">f4")
 
 
 def test_every_export_exists() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flashwarp._jit.compiler import Source
-from flashwarp.device import CudaDevice, empty_like_library, resolve, view
+from flashwarp.device import CudaDevice, resolve, view
 from flashwarp.errors import DeviceError, DeviceOutOfMemory, DeviceTimeout
 from flashwarp.policy import CLOCK
 from support.built_in import built_in_kernels
@@ -321,7 +321,7 @@ def test_torch_tensors_are_seen_and_made(device: CudaDevice) -> None:
     torch: Any = pytest.importorskip("torch")
     tensor = torch.arange(1000, dtype=torch.int64, device="cuda:0")
     seen = view(tensor)
-    result = empty_like_library("torch", (1000,), "int64", device)
+    result = device.empty_like_library("torch", (1000,), "int64")
     stream = device.current_stream("torch")
 
     params = AddParams(seen.address, result.data_ptr(), 1000, 3)
@@ -364,7 +364,7 @@ def test_cupy_arrays_are_seen_and_made(device: CudaDevice) -> None:
     cupy: Any = pytest.importorskip("cupy")
     array = cupy.arange(1000, dtype=cupy.int64)
     seen = view(array)
-    result = empty_like_library("cupy", (1000,), "int64", device)
+    result = device.empty_like_library("cupy", (1000,), "int64")
 
     params = AddParams(seen.address, result.data.ptr, 1000, 3)
     device.launch("add", params, warps=32, stream=device.current_stream("cupy"))

@@ -70,7 +70,15 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 def test_what_owns_something_is_not_copied(path: Path, device: CpuDevice) -> None:
     with fw.open(path, "r+", device=device) as x, fw.Cache("64 KiB", device=device) as cache:
         future = x.gather_async([1])
-        owners = (x, cache, device, x._storage, future, device.allocate(1), x.controller.queues)
+        owners = (
+            x,
+            cache,
+            device,
+            x._attachment.storage,
+            future,
+            device.allocate(1),
+            x.controller.queues,
+        )
         for owner in owners:
             for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
                 with pytest.raises(CopyError):

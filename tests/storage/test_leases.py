@@ -62,7 +62,7 @@ def is_held(lease: Lease) -> bool:
 
 
 def lease_of(array: fw.Array) -> Lease:
-    storage = array._storage
+    storage = array._attachment.storage
     assert isinstance(storage, File)
     assert storage.lease is not None
     return storage.lease
@@ -103,7 +103,7 @@ def test_cached_lines_are_dropped_when_the_writer_has_closed_the_file(path: Path
 
 def test_pages_of_the_file_are_left_before_a_writer_can_cut_it(path: Path) -> None:
     with open_mapped(path) as x:
-        storage = x._storage
+        storage = x._attachment.storage
         assert isinstance(storage, File)
         assert storage.mapping._view.any()
 
@@ -382,7 +382,7 @@ def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -
         rewrite(path)
 
         for _ in range(2):
-            with pytest.raises(DataPathError, match="opened for writing"):
+            with pytest.raises(DataPathError, match="a writer has opened"):
                 x.gather(np.arange(10))
 
 

@@ -26,12 +26,6 @@ NO_PRODUCT = {"apps", "bench", "cli", "demo", "probe", "testing", "trace"}
 
 TOP_MODULES_MAX = 8
 
-# Imports for types alone that still make a circle; the list may only shrink.
-CIRCLES = {
-    ("flashwarp.device.memory", "flashwarp.device.base"),
-    ("flashwarp.device.foreign", "flashwarp.device"),
-}
-
 # Folders of tests that are of no room: of the modules at the package's top level, of how processes
 # end, of the tree itself; and tests that need more than Python and g++.
 TESTS_BESIDE_ROOMS = {"edges", "gpu", "ground", "models", "simulator", "tree"}
@@ -167,13 +161,7 @@ def test_rooms_need_each_other_in_one_direction() -> None:
 
 
 def test_modules_need_each_other_in_one_direction() -> None:
-    check_one_direction(
-        {
-            module: {each for each in needs_of(module) if (module, each) not in CIRCLES}
-            for module in MODULES
-        }
-    )
-    assert all(target in needs_of(module) for module, target in CIRCLES), "take it off the list"
+    check_one_direction({module: set(needs_of(module)) for module in MODULES})
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
@@ -254,6 +242,25 @@ def test_import_brings_no_optional_package() -> None:
         "rich",
     }
     assert optional & set(result.stdout.split()) == set()
+
+
+def test_import_leaves_for_later_what_few_programs_need() -> None:
+    later = [
+        "flashwarp._jit.compiler",
+        "flashwarp._jit.host_compiler",
+        "flashwarp.array.advice",
+        "flashwarp.array.share_table",
+        "flashwarp.nvme.drive_model",
+        "flashwarp.program.compiling",
+    ]
+    script = (
+        "import flashwarp, sys; "
+        f"assert not set({later}) & set(sys.modules), set({later}) & set(sys.modules); "
+        "assert callable(flashwarp.compile) and 'ShareTable' in dir(flashwarp); "
+        "assert flashwarp.SSDModel is vars(flashwarp)['SSDModel']"
+    )
+
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("name", sorted(flashwarp.__all__))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashwarp._jit import spelling
-from flashwarp._jit.compiler import KernelResources
+
+if TYPE_CHECKING:
+    from flashwarp._jit.compiler import KernelResources
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """`Attachment`: a storage on a cache, from the first launch through it to its end.
 
-What an array is made of, and what the registry of `endings` holds, so that it outlives an array
-that is lost. It knows what is in flight, waits for it, raises what failed, and brings it to rest;
-`close` then lets go of controller, volume, cache and storage, in this order. Callers hold the
-cache's turn, but for `close`.
+It is what an array is made of. The registry of `endings` holds it, so it outlives an array that is
+lost. It waits for what is in flight, raises failures, and brings the array's lines to rest. `close`
+then releases service, volume, cache and storage, in this order. Callers of all other methods hold
+the cache's turn.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from flashwarp import endings
 from flashwarp.array.calls import Calls, time_limit_s
 from flashwarp.array.failures import Failures
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
+from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import Cache
-from flashwarp.device import Device, stream_handle
+from flashwarp.device import stream_handle
 from flashwarp.errors import DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller
+from flashwarp.stats import Stats
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
 
@@ -33,7 +34,7 @@ __all__ = ["Attachment"]
 _FLUSH = 0x00
 _DROP_ALL = 2
 
-# Attachments whose queues a neighbour's kernel has not left: kept for the life of the process.
+# Attachments whose queues a kernel of another array has not left: they live as long as the process.
 _visited: list[Attachment] = []
 
 
@@ -43,120 +44,129 @@ class Attachment(endings.NotCopied):
     Parameters
     ----------
     storage : Namespace
+    format : RowFormat
+        The array's.
     writable : bool
-        Whether the array may store to it.
+        Whether the array may store to the storage.
     cache : Cache
     owns_cache : bool
-        Whether the cache is closed with it, rather than left to its other arrays.
+        Whether `close` closes the cache too; otherwise other arrays may use it.
     controller : Controller
-        Attached here; what serves the array is stopped by `close`.
-    operands : Operands
-        The array's, for its calls.
-    shape : tuple of int
-        The array's.
-    row_bytes, row_count : int
-        What its first axis counts.
+        Starts the service here, which `close` stops.
     release_storage : callable
         Called last.
+
+    Attributes
+    ----------
+    device : Device
+        Where its kernels run.
+    launcher : Launcher
+        Owns volume, service and format: what kernels need to know.
+    operands : Operands
+    calls : Calls
+        The asynchronous calls.
     """
 
     def __init__(
         self,
         storage: Namespace,
+        format: RowFormat,  # noqa: A002
         *,
         writable: bool,
         cache: Cache,
         owns_cache: bool,
         controller: Controller,
-        operands: Operands,
-        shape: tuple[int, ...],
-        row_bytes: int,
-        row_count: int,
-        release_storage: Callable[[], None],
+        release_storage: Callable[[], None] = lambda: None,
     ) -> None:
         self.storage = storage
         self.writable = writable
-        self.cache = cache
+        self.closed = False
+        self.device = cache.device  # a cache may change its device between arrays
+        self.opened_by = os.getpid()
         self.flush_failure: StorageError | None = None
-        self._device = cache.device
         self._owns_cache = owns_cache
         self._release_storage = release_storage
-        self._fault_told = False
+        self._fault_noted = False
         self._streams: set[int] = set()
-        self._pid = os.getpid()
-        self.closed = False
-        with contextlib.ExitStack() as made:
+        with contextlib.ExitStack() as opening, contextlib.ExitStack() as made:
+            opening.callback(cache._opened)
             self._end_of_service = serve(storage, writable)
             made.callback(self._end_of_service)
             service = controller.attach(
                 storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
             )
-            self.controller = service
             made.callback(service.stop)
-            self.volume = cache.attach(storage.nbytes, service.queues)
-            # In the order of `_end`: kernels of neighbours see the volume from now on.
-            made.callback(cache.detach, self.volume)
+            volume = cache.attach(storage.nbytes, service.queues)
+            # In the order of `_end`: kernels of other arrays see the volume from now on.
+            made.callback(cache.detach, volume)
             made.callback(service.stop)
-            made.callback(cache.withdraw, self.volume, time_limit_s())
-            self._failures = Failures(service, cache.line_bytes, storage.path, shape)
-            self.launcher = Launcher(cache, self.volume, service, row_bytes, row_count)
-            self.calls = Calls(self.launcher, operands, self._failures)
+            made.callback(cache.withdraw, volume, time_limit_s())
+            self._failures = Failures(service, storage.path, format.shape)
+            self.launcher = Launcher(volume, service, format)
+            made.callback(self.launcher.let_go)
+            self.operands = Operands(cache.device, format, cache.device)
+            self.calls = Calls(self.launcher, self.operands, self._failures)
             endings.remember(self)
             made.pop_all()
 
     @property
-    def device(self) -> Device:
-        """Where its kernels run."""
-        return self._device
-
-    def own_cache(self) -> None:
-        """Close the cache with the array from now on: nobody else holds it."""
-        self._owns_cache = True
+    def cache(self) -> Cache:
+        """The cache that the array's lines enter."""
+        return self.launcher.volume.cache
 
     @property
     def in_child(self) -> bool:
         """Whether this is a forked child, which has neither its threads nor its memory."""
-        return os.getpid() != self._pid
+        return os.getpid() != self.opened_by
 
-    @property
-    def opened_by(self) -> int:
-        """The process that opened it."""
-        return self._pid
+    def own_cache(self) -> None:
+        """Close the cache with the array from now on: nothing else uses it."""
+        self._owns_cache = True
+
+    def stats(self) -> Stats:
+        """Read the counters; not one snapshot while calls run."""
+        queues = self.launcher.service.queues.counters()
+        return Stats(
+            **self.launcher.volume.counters(),
+            commands=queues.commands,
+            doorbells=queues.doorbells,
+            helps=queues.helps,
+        )
 
     # Waiting.
 
-    def finish(self, what: str, stream: Any) -> None:
-        """Wait for a stream, and raise what its launches met; `what` they were, for people."""
-        self._device.synchronize(stream, timeout_s=time_limit_s())
+    def finish(self, what: str, stream: object) -> None:
+        """Wait for a stream, and raise the failures of its launches; `what` names them."""
+        self.device.synchronize(stream, timeout_s=time_limit_s())
         self._raise_failure(what)
 
-    def note_stream(self, stream: Any) -> None:
-        """Remember that something of ours was queued on a stream of the caller's."""
+    def note_stream(self, stream: object) -> None:
+        """Remember that the array has work on a stream of the caller's."""
         self._streams.add(stream_handle(stream))
         self.cache.streams.add(stream_handle(stream))
 
     def idle_streams(self) -> None:
-        """Wait for all streams of callers that something was queued on."""
+        """Wait for all streams of callers on which the array has work."""
         while self._streams:
-            self._device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
+            self.device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
 
     def _finish_streams(self) -> None:
         self.idle_streams()
         self._raise_failure("a call on a stream")
 
     def _raise_failure(self, what: str) -> None:
-        failure = self._failures.take(what, self.volume, alone=not self.calls.busy)
+        failure = self._failures.take(what, self.launcher.volume, alone=not self.calls.busy)
         if failure is not None:
             raise failure
 
     def reason_of(self, error: DeviceError) -> FlashwarpError:
-        """Tell why a kernel was stopped, where that is what a call has met."""
-        if self._device.alive():
+        """Return why a kernel was stopped, if `error` came from that; else `error`."""
+        if self.device.alive():
             return error
-        reason = self._failures.after_fault(self.volume, error)
-        if self.writable and not self._fault_told:
+        reason = self._failures.after_fault(self.launcher.volume, error)
+        if self.writable and not self._fault_noted:
             reason.add_note("what was stored in the array since its last flush is lost")
-        self._fault_told = True
+        self._fault_noted = True
         return reason
 
     # Bringing lines to rest.
@@ -175,7 +185,7 @@ class Attachment(endings.NotCopied):
         if self.flush_failure is not None:
             raise _again(self.flush_failure)
         try:
-            warps = self.controller.namespace_count
+            warps = self.launcher.service.namespace_count
             self.maintain("submit_command", warps=warps, opcode=_FLUSH)
         except StorageError as error:
             # The kernel reports lost writes once: a second flush would succeed without them.
@@ -183,7 +193,10 @@ class Attachment(endings.NotCopied):
             raise
 
     def drop_lines(self, drop_dirty: bool) -> None:
-        """Flush, and leave no line in the cache; give up what cannot be written, or raise."""
+        """Flush, and remove all lines from the cache.
+
+        Lines that cannot be written raise, or, with `drop_dirty`, are given up.
+        """
         lost = False
         if self.writable:
             try:
@@ -195,10 +208,10 @@ class Attachment(endings.NotCopied):
         self._empty(lost)
 
     def _empty(self, drop_dirty: bool) -> None:
-        """Leave no line of the array in the cache, but for dirty ones that are not given up."""
+        """Remove the array's lines from the cache; dirty lines only with `drop_dirty`."""
         self.maintain("invalidate_lines", drop=int(drop_dirty))
-        if self.volume.in_host_tier:
-            # Afterwards: a line in a frame could enter the tier still.
+        if self.launcher.volume.in_host_tier:
+            # After the frames, because a line in a frame could still enter the tier.
             self.launcher.drop_tier()
             self.finish("drop_tier", None)
 
@@ -207,15 +220,15 @@ class Attachment(endings.NotCopied):
     def close(self) -> BaseException | None:
         """Flush, wait for what is in flight, and release everything; return what failed.
 
-        May be called twice, and by any thread. An exception that a signal handler raises meanwhile
-        leaves it open and usable, or closed. Nothing to do in a forked child.
+        May be called twice, and by any thread. If a signal handler raises meanwhile, the attachment
+        is open and usable afterwards, or closed. In a forked child it does nothing.
         """
         if self.closed or self.in_child:
             self.closed = True
             endings.forget(self)
             return None
         try:
-            # Not in the cache's turn: callbacks of the calls may need it.
+            # Without the cache's turn, which callbacks of the calls may need.
             late = self.calls.shut()
             return endings.holding((self.cache.turn,), partial(self._close, late))
         except BaseException:
@@ -223,10 +236,10 @@ class Attachment(endings.NotCopied):
             raise
 
     def close_lost(self) -> None:
-        """Close it for an array that is lost, in whatever the calling thread is about to do."""
-        turn: Any = self.cache.turn
-        # The garbage collector may call in the middle of an array's call, or of its end.
-        if not turn._is_owned() and turn.acquire(blocking=False):
+        """Close it after its array was lost. The garbage collector calls this in any thread."""
+        turn = self.cache.turn
+        # This thread may be in the middle of a call, or of `close`, which holds the turn.
+        if not turn._is_owned() and turn.acquire(blocking=False):  # type: ignore[attr-defined]
             try:
                 self._close_or_raise()
             finally:
@@ -247,17 +260,17 @@ class Attachment(endings.NotCopied):
         return endings.uninterrupted(partial(self._end, failure, late))
 
     def _settle(self) -> Exception | None:
-        """Bring everything to rest: no dirty line, no command, no line of ours in a shared cache.
+        """Bring everything to rest: no dirty line, no command, no line in a shared cache.
 
         Goes as far as it can, and returns what failed first.
         """
         failure: Exception | None = None
-        if self._fault_told and not self._device.alive():
+        if self._fault_noted and not self.device.alive():
             return None
         steps: list[Callable[[], None]] = [self._finish_streams]
         if self.writable:
             steps.append(self.flush)
-        steps.append(lambda: self.maintain("quiesce", warps=self.controller.queues.count))
+        steps.append(self._quiesce)
         if not self._owns_cache:
             steps.append(lambda: self._empty(drop_dirty=True))
         for step in steps:
@@ -267,41 +280,44 @@ class Attachment(endings.NotCopied):
                 failure = failure or self.reason_of(error)
             except Exception as error:  # the first one counts; later steps still run
                 failure = failure or error
-            if not self._device.alive():
+            if not self.device.alive():
                 break
         return failure
 
+    def _quiesce(self) -> None:
+        self.maintain("quiesce", warps=self.launcher.service.queues.count)
+
     def _end(self, failure: Exception | None, late: DeviceTimeout | None) -> BaseException | None:
-        """Let go of everything, after `_settle` has returned `failure`."""
+        """Release everything, after `_settle` has returned `failure`."""
+        cache, volume = self.cache, self.launcher.volume
         self.closed = True
         endings.forget(self)
-        unseen = self.calls.release(late)
-        # Nothing can be saved from a device whose kernel has faulted; it is only let go.
-        alive = self._device.alive()
+        unobserved = self.calls.release(late)
+        # After the fault of a kernel nothing on its device can be saved, only released.
+        alive = self.device.alive()
         if not self._owns_cache and alive:
             try:
-                self.cache.withdraw(self.volume, time_limit_s())
+                cache.withdraw(volume, time_limit_s())
             except DeviceError as error:
-                # A kernel of a neighbour is at our queues: nothing that it may touch is freed.
+                # A kernel of another array uses our queues: free nothing that it may touch.
                 _visited.append(self)
                 return failure or error
-        self.controller.stop()
+        self.launcher.service.stop()
         self.launcher.let_go()
         if failure is not None and not self._owns_cache and alive:
             self._forget_lines(failure)
-        self.cache.detach(self.volume)
+        cache.detach(volume)
         if self._owns_cache:
-            self.cache.close()
+            cache.close()
         self._end_of_service()
         self._release_storage()
-        failures = [each for each in (failure, unseen) if each is not None]
-        return endings.first_of(failures)
+        return endings.first_of([each for each in (failure, unobserved) if each is not None])
 
     def _forget_lines(self, failure: Exception) -> None:
-        """Give frames back that commands without an answer held, now that none can come."""
+        """Free frames that unanswered commands held, now that no answer can come."""
         try:
             self.launcher.forget_lines(_DROP_ALL)
-            self._device.synchronize()
+            self.device.synchronize()
         except Exception as error:  # the first failure is what the caller must know
             failure.add_note(f"then, in giving up the array's lines: {error}")
 

@@ -1,10 +1,10 @@
 """Asynchronous calls of one array: from their submission to the end of their futures.
 
-On a GPU a call is launched at once, on one of a few streams of the library's own. On the CPU
-device, where launches end before they return, a worker thread launches one after the other and has
-the lines of the next ones fetched meanwhile. Each call has an error record of its own, so a failure
-is of the very call. The worker ends calls and runs their callbacks; it lives while there is
-something to do, and the interpreter waits for it. Not more than `config.async_calls` are in flight.
+On a GPU a call is launched at once, on one of a few streams that the library owns. On the CPU
+device, where launches end before they return, a worker thread launches one call after the other,
+and prefetches the lines of the next calls meanwhile. Each call has its own error record, so a
+failure belongs to exactly one call. The worker ends calls and runs their callbacks. It lives while
+calls are in flight, and the interpreter waits for it. At most `config.async_calls` are in flight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashwarp import config, endings
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures, bad_index
 from flashwarp.array.futures import Future
-from flashwarp.array.launcher import Launcher
+from flashwarp.array.launcher import Launcher, Verb
 from flashwarp.array.operands import Index, Operands, host_index
 from flashwarp.array.selection import rows_of_slice
 from flashwarp.device import DeviceArray, OwnedStream
@@ -45,11 +45,11 @@ __all__ = ["Calls", "time_limit_s"]
 
 _log = logging.getLogger(__name__)
 
-# How long the worker waits for more to do before it ends.
+# How long the worker waits for another call before it ends.
 _LINGER_S = 0.05
 
-# How often it looks whether a GPU has ended a call: first this often, then each fiftieth of the
-# time that it has waited, so that it adds at most 2 % to any wait.
+# How often the worker asks whether a GPU has ended a call: at first in this interval, then in a
+# fiftieth of the time that it has waited, so that it adds at most 2 % to any wait.
 _POLL_MIN_S = 20e-6
 _POLL_SHARE = 0.02
 _POLL_MAX_S = 1e-3
@@ -57,16 +57,16 @@ _POLL_MAX_S = 1e-3
 
 def time_limit_s() -> float:
     """Return how long host calls wait for launches: twice a command's limit, at least 60 s."""
-    return max(2 * config.current().timeout_s, 60.0)
+    return max(2 * config.current("timeout_s").timeout_s, 60.0)
 
 
 class _Lane:
-    """What a call in flight has for itself: an error record, and an event at its end."""
+    """What one call in flight uses alone: an error record, and an event at its end."""
 
     def __init__(self, launcher: Launcher, side: OwnedStream) -> None:
         self.volume = launcher.volume.with_own_errors(side)
         self.launcher = launcher.on(self.volume)
-        self.event = launcher.device.event()
+        self.event = launcher.volume.cache.device.event()
 
     def close(self) -> None:
         self.event.close()
@@ -76,13 +76,13 @@ class _Lane:
 
 @dataclass(eq=False)
 class _Call:
-    """How to launch a call, what to do when it is done, and what must live until then."""
+    """How to launch a call, how to finish it, and what must live until then."""
 
     what: str
-    start: Callable[[Launcher, Any], None]
-    finish: Callable[[Any], Any]
-    after: Sequence[Any]  # streams whose work comes before
-    held: Sequence[DeviceArray | None]  # given back in the end
+    start: Callable[[Launcher, object], None]
+    finish: Callable[[object], Any]
+    after: Sequence[object]  # streams whose present work runs before the call
+    held: Sequence[DeviceArray | None]  # given back at the end
     prefetch: Callable[[Launcher], None] | None = None
     lines: int = 0  # that `prefetch` asks for
     fetching: bool = False
@@ -92,7 +92,7 @@ class _Call:
 
 @dataclass
 class _Queue:
-    """A stream, its calls in the order in which they run, and lanes that are free."""
+    """A stream, its calls in the order in which they run, and free lanes."""
 
     stream: OwnedStream
     calls: deque[_Call] = field(default_factory=deque)
@@ -102,21 +102,19 @@ class _Queue:
 class Calls:
     """The asynchronous calls of one array. Any thread may make them.
 
-    Holds no reference to the array, which may be lost while they run. Takes none of its locks:
-    making a call waits for room among the calls in flight, and for nothing that another thread does
-    with the array.
+    It holds no reference to the array, which may be lost while calls run. It takes none of the
+    array's locks: a new call waits for room among the calls in flight, but not for other threads
+    that use the array.
     """
 
     def __init__(self, launcher: Launcher, operands: Operands, failures: Failures) -> None:
         self._launcher = launcher
-        self._device = launcher.device
-        # For what is prepared beside the calls: nothing that runs for long is ever queued on it.
-        self._side = self._device.create_stream()
-        self._scratch = Scratch(self._device, self._side)
+        # For preparations beside the calls. Nothing that runs for long is ever queued on it.
+        self._side = operands.device.create_stream()
+        self._scratch = Scratch(operands.device, self._side)
         self._operands = operands.copying_to(self._scratch, self._side)
         self._failures = failures
-        self._on_cpu = self._device.kind == "cpu"
-        # Guards everything below, and tells of each change.
+        # Guards everything below, and is notified of each change.
         self._changed = threading.Condition()
         self._queues: list[_Queue] = []
         self._open: set[_Call] = set()  # until their futures are done
@@ -125,13 +123,13 @@ class Calls:
         self._released = False
         self._checking = threading.Lock()
         self._checker: tuple[_Lane, OwnedStream] | None = None
-        # Failures that nobody has looked at: of futures that are gone, and futures that have one.
+        # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
     # Making calls.
 
-    def read(self, idx: Any, out: Any, stream: Any) -> Future[Any]:
+    def read(self, idx: object, out: object, stream: object) -> Future[Any]:
         """Read rows; see `Array.gather_async`."""
         chosen = self._choose(idx, stream)
         lead, library = _lead(chosen)
@@ -144,11 +142,11 @@ class Calls:
             after=self._streams_before(stream, library, target.library),
             held=(target.held, _held(chosen)),
             prefetch=functools.partial(_prefetch, chosen),
-            lines=self._lines_of(chosen) if self._on_cpu else 0,
+            lines=self._lines_of(chosen) if self._launcher.on_cpu else 0,
         )
         return self._make(call, chosen, target.out, on_host=target.held is not None)
 
-    def write(self, idx: Any, values: Any, stream: Any) -> Future[None]:
+    def write(self, idx: object, values: object, stream: object) -> Future[None]:
         """Store rows; see `Array.scatter_async`."""
         chosen = self._choose(idx, stream)
         lead, library = _lead(chosen)
@@ -156,17 +154,17 @@ class Calls:
         call = _Call(
             what="scatter_async",
             start=functools.partial(_start, "scatter", chosen, source.address),
-            # Named, so that the values live until the call has ended.
+            # The values live as long as the call, because this names them.
             finish=functools.partial(_nothing, source),
             after=self._streams_before(stream, library, source.library),
             held=(source.held, _held(chosen)),
         )
         return self._make(call, chosen, None, on_host=False)
 
-    def _choose(self, idx: Any, stream: Any) -> range | Index:
-        """Check which rows are meant: a range where they lie back to back, else indices."""
+    def _choose(self, idx: object, stream: object) -> range | Index:
+        """Check which rows are meant. Rows that lie back to back are a range."""
         if isinstance(idx, slice):
-            chosen = rows_of_slice(idx, self._operands.row_count)
+            chosen = rows_of_slice(idx, self._operands.format.row_count)
             if chosen.step == 1 or len(chosen) < 2:
                 return chosen
             idx = host_index(chosen)
@@ -175,26 +173,26 @@ class Calls:
             self.check(index, *self._streams_before(stream, index.library))
         return index
 
-    def check(self, index: Index, stream: Any) -> None:
-        """Check indices that lie on the GPU, after what `stream` has queued; waits for them.
+    def check(self, index: Index, stream: object) -> None:
+        """Check indices that lie on the GPU, after the work that `stream` has queued. Blocks.
 
-        What kernels note meanwhile in the array's own record is not touched.
+        Leaves the array's own error record alone, in which kernels may note failures meanwhile.
         """
         error = endings.holding([self._checking], functools.partial(self._check, index, stream))
         if error is not None:
             raise error
 
-    def _check(self, index: Index, stream: Any) -> BoundsError | None:
+    def _check(self, index: Index, stream: object) -> BoundsError | None:
         if self._checker is None:
-            self._checker = _Lane(self._launcher, self._side), self._device.create_stream()
+            self._checker = _Lane(self._launcher, self._side), self._operands.device.create_stream()
         lane, own = self._checker
-        self._device.order(stream, own)
+        self._operands.device.order(stream, own)
         lane.launcher.check_indices(index, own)
-        self._device.synchronize(own, time_limit_s())
-        return bad_index(lane.volume, index, self._operands.row_count)
+        self._operands.device.synchronize(own, time_limit_s())
+        return bad_index(lane.volume, index, self._operands.format.row_count)
 
     def _lines_of(self, chosen: range | Index) -> int:
-        """Most lines that rows on the host name."""
+        """Count the lines that rows touch at most, whose indices lie on the host."""
         if isinstance(chosen, Index):
             if not chosen.size:
                 return 0
@@ -202,15 +200,15 @@ class Calls:
             return self._launcher.lines_of(int(index.min()), int(index.max()), chosen.size)
         return self._launcher.lines_of(chosen.start, chosen.stop - 1, len(chosen))
 
-    def _streams_before(self, stream: Any, *libraries: str) -> list[Any]:
-        """Whose work comes before: the caller's stream, or the ones that its libraries use."""
+    def _streams_before(self, stream: object, *libraries: str) -> list[object]:
+        """Return the streams whose work comes first: the caller's, or those of its libraries."""
         if stream is not None:
             return [stream]
-        return [self._device.current_stream(name) for name in {*libraries} - {"numpy"}]
+        return [self._operands.device.current_stream(name) for name in {*libraries} - {"numpy"}]
 
-    def _make(self, call: _Call, chosen: range | Index, out: Any, on_host: bool) -> Future[Any]:
+    def _make(self, call: _Call, chosen: range | Index, out: object, on_host: bool) -> Future[Any]:
         future = call.future = Future(self, out, on_host)
-        if math.prod(_lead(chosen)[0]) * self._launcher.row_bytes:
+        if math.prod(_lead(chosen)[0]) * self._launcher.format.row_bytes:
             endings.uninterrupted(functools.partial(self._submit, call))
         else:
             future.set_running_or_notify_cancel()
@@ -236,17 +234,17 @@ class Calls:
                     self._changed.wait(STEP_MAX_S)
             if self.on_worker and not self._step():
                 time.sleep(_POLL_MIN_S)
-        if self._on_cpu:
+        if self._launcher.on_cpu:
             self._fetch_ahead(queue)
 
     def _has_room(self) -> bool:
         in_flight = sum(len(queue.calls) for queue in self._queues)
-        return in_flight < config.current().async_calls
+        return in_flight < config.current("async_calls").async_calls
 
     def _enter(self, call: _Call) -> _Queue:
         """Give the call a lane on the stream that has the fewest calls, and launch it there."""
         if self._worker is None:
-            # No daemon: a launch that still runs while the interpreter is taken down would crash.
+            # Not a daemon: a launch that runs while the interpreter is torn down would crash.
             worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
             try:
                 worker.start()
@@ -257,12 +255,12 @@ class Calls:
                 ) from error
             self._worker = worker
         if not self._queues:
-            streams = 1 if self._on_cpu else config.current().async_streams
-            self._queues = [_Queue(self._device.create_stream()) for _ in range(streams)]
+            streams = 1 if self._launcher.on_cpu else config.current("async_streams").async_streams
+            self._queues = [_Queue(self._operands.device.create_stream()) for _ in range(streams)]
         queue = min(self._queues, key=lambda q: len(q.calls))
         lane = queue.lanes.pop() if queue.lanes else _Lane(self._launcher, self._side)
         call.lane = lane
-        if not self._on_cpu:
+        if not self._launcher.on_cpu:
             try:
                 self._launch(call, lane, queue.stream)
             except BaseException:
@@ -275,9 +273,9 @@ class Calls:
         return queue
 
     def _launch(self, call: _Call, lane: _Lane, stream: OwnedStream) -> None:
-        self._launcher.cache.streams.add(stream.handle)
+        self._launcher.volume.cache.streams.add(stream.handle)
         for before in call.after:
-            self._device.order(before, stream)
+            self._operands.device.order(before, stream)
         call.start(lane.launcher, stream)
         lane.event.record(stream)
 
@@ -307,9 +305,9 @@ class Calls:
         return any(queue.calls for queue in self._queues)
 
     def _step(self) -> bool:
-        """End one call, if one can be; in the worker's thread only."""
+        """End one call, if one is over. Only the worker's thread may call it."""
         for queue in self._queues:
-            if queue.calls and (self._on_cpu or self._is_over(queue.calls[0])):
+            if queue.calls and (self._launcher.on_cpu or self._is_over(queue.calls[0])):
                 self._end(queue, queue.calls[0])
                 return True
         return False
@@ -318,19 +316,19 @@ class Calls:
     def _is_over(call: _Call) -> bool:
         try:
             return call.lane is None or call.lane.event.done()
-        except Exception:  # the device has failed: `_end` asks again, and gives it to the future
+        except Exception:  # the device failed: `_end` asks again and gives the future the error
             return True
 
     def _end(self, queue: _Queue, call: _Call) -> None:
         lane = call.lane
-        cancelled = self._on_cpu and not call.future.set_running_or_notify_cancel()
+        cancelled = self._launcher.on_cpu and not call.future.set_running_or_notify_cancel()
         result, error = None, None
         try:
             if lane is not None and not cancelled:
                 result = self._outcome(queue, call, lane)
-        except Exception as met:  # whatever it is, it is the future's
-            # Without its frames, which would keep the future alive that is to report its loss.
-            error = met.with_traceback(None)
+        except Exception as raised:  # any exception goes to the future
+            # Its frames would keep the future alive, which reports its loss when it is freed.
+            error = raised.with_traceback(None)
         for held in call.held:
             if held is not None:
                 held.close()
@@ -346,7 +344,7 @@ class Calls:
             self._open.discard(call)
 
     def _outcome(self, queue: _Queue, call: _Call, lane: _Lane) -> Any:
-        if self._on_cpu:
+        if self._launcher.on_cpu:
             self._fetch_ahead(queue)
             call.start(lane.launcher, None)
         else:
@@ -354,10 +352,10 @@ class Calls:
         failure = self._failures.take(call.what, lane.volume, alone=False)
         if failure is not None:
             raise failure
-        return call.finish(None if self._on_cpu else queue.stream)
+        return call.finish(None if self._launcher.on_cpu else queue.stream)
 
     def _fetch_ahead(self, queue: _Queue) -> None:
-        """Ask for the lines of the reads that wait for the one that runs, as far as they fit."""
+        """Prefetch the lines of the reads behind the running one, as far as they fit."""
         room = self._launcher.lines_ahead() if len(queue.calls) > 1 else 0
         chosen = []
         with self._changed:
@@ -369,7 +367,7 @@ class Calls:
                     call.fetching = True
                     chosen.append(call.prefetch)
         for prefetch in chosen:
-            # The array may be closed meanwhile: then nobody wants the lines any more.
+            # If the array was closed meanwhile, no caller needs the lines any more.
             with contextlib.suppress(ClosedError):
                 prefetch(self._launcher)
 
@@ -381,8 +379,8 @@ class Calls:
                 self._failed.add(future)
                 future.set_exception(error)
         except concurrent.futures.InvalidStateError:
-            pass  # given up by `_abandon`
-        except BaseException:  # of a callback; the calls of others must end all the same
+            pass  # `_abandon` has failed it
+        except BaseException:  # of a callback; the other calls must end all the same
             _log.critical(
                 "a callback of %r ended with more than an exception", future, exc_info=True
             )
@@ -395,7 +393,7 @@ class Calls:
         return bool(self._open)
 
     def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
-        """Wait for futures; tell whether all are done."""
+        """Wait for futures, and return whether all are done."""
         futures = list(futures)
         if not self.on_worker:
             return not concurrent.futures.wait(futures, timeout).not_done
@@ -408,10 +406,10 @@ class Calls:
         return True
 
     def wait(self) -> None:
-        """Wait for all calls made so far; what they met stays with their futures."""
+        """Wait for all calls made so far. Their failures stay with their futures."""
         futures = endings.holding([self._changed], self._futures)
-        # Launches on the CPU end by limits of their own, and must not lose their memory before.
-        limit_s = math.inf if self._on_cpu else time_limit_s()
+        # Launches on the CPU have their own limits, and need their memory until they have ended.
+        limit_s = math.inf if self._launcher.on_cpu else time_limit_s()
         waited = Waited()
         while not self.wait_for(futures, STEP_MAX_S):
             if waited.look() < limit_s:
@@ -421,9 +419,9 @@ class Calls:
     def _futures(self) -> list[Future[Any]]:
         return [call.future for call in self._open]
 
-    def hold_stream(self, future: Future[Any], stream: Any) -> None:
+    def hold_stream(self, future: Future[Any], stream: object) -> None:
         """Make a stream wait for the call; see `Future.wait_on`."""
-        if self._on_cpu:
+        if self._launcher.on_cpu:
             self.wait_for([future], None)
             return
         if future._on_host:
@@ -433,21 +431,24 @@ class Calls:
             )
         endings.holding([self._changed], functools.partial(self._order_after, future, stream))
 
-    def _order_after(self, future: Future[Any], stream: Any) -> None:
+    def _order_after(self, future: Future[Any], stream: object) -> None:
         call = next((call for call in self._open if call.future is future), None)
         if call is not None and call.lane is not None:
             call.lane.event.wait_on(stream)
 
-    # What nobody looks at, and the end.
+    # Unobserved failures, and the end.
 
     def lose(self, error: BaseException | None) -> None:
-        """Keep the failure of a future that is gone. Called by the garbage collector: no locks."""
+        """Keep the failure of a future that is gone.
+
+        Takes no lock, because the garbage collector calls it.
+        """
         if error is not None:
-            error.add_note("met by an asynchronous call whose future was dropped")
+            error.add_note("an asynchronous call failed with this, and its future was dropped")
             self._lost.append(error)
 
     def raise_lost(self) -> None:
-        """Raise the failures that nobody can look at any more, the first with notes of others."""
+        """Raise the failures of dropped futures: the first, with notes about the others."""
         error = first_of(self._take_lost())
         if error is not None:
             raise error
@@ -456,7 +457,7 @@ class Calls:
         return [self._lost.popleft() for _ in range(len(self._lost))]
 
     def shut(self) -> DeviceTimeout | None:
-        """Refuse new calls and wait for those in flight; return what it waited for in vain."""
+        """Refuse new calls and wait for those in flight; return DeviceTimeout if some go on."""
         endings.holding([self._changed], functools.partial(self._set_closed, True))
         try:
             self.wait()
@@ -472,7 +473,7 @@ class Calls:
         self._closed = closed or self._released
 
     def release(self, late: DeviceTimeout | None) -> BaseException | None:
-        """Release everything, after `shut` has returned `late`; return what nobody looked at."""
+        """Release everything, after `shut` has returned `late`; return unobserved failures."""
         with self._changed:
             self._released = True
         late = self.shut() or late
@@ -486,7 +487,7 @@ class Calls:
         return first_of(unseen + self._take_lost())
 
     def _abandon(self, why: str) -> None:
-        """Fail the calls that do not end; what they use is left to the device."""
+        """Fail the futures of calls that do not end. The device keeps what these calls use."""
         with self._changed:
             calls = list(self._open)
             for queue in self._queues:
@@ -502,7 +503,7 @@ class Calls:
             for lane in queue.lanes:
                 lane.close()
             queue.stream.close()
-            self._launcher.cache.streams.discard(queue.stream.handle)
+            self._launcher.volume.cache.streams.discard(queue.stream.handle)
         if self._checker is not None:
             self._checker[0].close()
             self._checker[1].close()
@@ -512,7 +513,7 @@ class Calls:
 
 
 def _lead(chosen: range | Index) -> tuple[tuple[int, ...], str]:
-    """Return the leading axes of the rows, and the library whose array they are asked for in."""
+    """Return the leading axes of the rows, and the library of the array that selects them."""
     return (
         ((len(chosen),), "numpy") if isinstance(chosen, range) else (chosen.shape, chosen.library)
     )
@@ -522,9 +523,11 @@ def _held(chosen: range | Index) -> DeviceArray | None:
     return None if isinstance(chosen, range) else chosen.held
 
 
-def _start(verb: str, chosen: range | Index, buffer: int, launcher: Launcher, stream: Any) -> None:
+def _start(
+    verb: Verb, chosen: range | Index, buffer: int, launcher: Launcher, stream: object
+) -> None:
     if isinstance(chosen, range):
-        nbytes = len(chosen) * launcher.row_bytes
+        nbytes = len(chosen) * launcher.format.row_bytes
         launcher.move_range(verb, chosen.start, buffer, nbytes, stream)
     else:
         launcher.move_rows(verb, chosen, buffer, stream)
@@ -532,10 +535,10 @@ def _start(verb: str, chosen: range | Index, buffer: int, launcher: Launcher, st
 
 def _prefetch(chosen: range | Index, launcher: Launcher) -> None:
     if isinstance(chosen, range):
-        launcher.prefetch_range(chosen.start, len(chosen) * launcher.row_bytes)
+        launcher.prefetch_range(chosen.start, len(chosen) * launcher.format.row_bytes)
     else:
         launcher.prefetch_rows(chosen, None, warps=1)
 
 
-def _nothing(_kept: Any, _stream: Any) -> None:
+def _nothing(_kept: object, _stream: object) -> None:
     pass

@@ -1,7 +1,7 @@
-"""What went wrong in a launch, as one exception.
+"""Failures of launches, as exceptions.
 
-Two notes are put together: the device's, which are the sequences of failures of the array's volume,
-and the controller's log, which knows path and errno.
+Each exception combines two records: the device's, which is the sequences of failures in the array's
+volume, and the controller's log, which knows path and errno.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ __all__ = ["Failures", "bad_index"]
 
 _LBA_BYTES = 512
 
-# As many as the controller's own log holds.
+# As many entries as the controller's own log holds.
 _LOG_ENTRIES_MAX = 64
 
-# NVMe status fields, and the one of ours for a wait that ran out of time.
+# NVMe status fields. The first two are our own: a wait for a command, or for other users of a share
+# table, ran out of time.
 _TIMED_OUT = 0x7FF
-_SHARE_TIMED_OUT = 0x7F9  # the same for a wait for other users of a share table
+_SHARE_TIMED_OUT = 0x7F9
 _CAPACITY_EXCEEDED = 0x081
 _WRITE_FAULT = 0x280
 _UNRECOVERED_READ = 0x281
@@ -46,40 +47,43 @@ _OPERATIONS = {0x00: "flush", _WRITE: "write", 0x02: "read"}
 
 
 class Failures:
-    """Turns the notes about one array's launches into exceptions. Any thread may ask.
+    """Turns what kernels and controller recorded about an array's launches into exceptions.
+
+    Any thread may call it.
 
     Parameters
     ----------
-    controller : Service
-        Whose log tells the rest.
-    line_bytes : int
+    service : Service
+        Its log has path and errno of failed transfers.
     path : str, optional
         The storage's, for failures that no log entry explains.
     shape : tuple of int
         The array's.
     """
 
-    def __init__(
-        self,
-        controller: Service,
-        line_bytes: int,
-        path: str | None,
-        shape: tuple[int, ...],
-    ) -> None:
-        self._controller = controller
-        self._line_bytes = line_bytes
+    def __init__(self, service: Service, path: str | None, shape: tuple[int, ...]) -> None:
+        self._service = service
         self._path = path
         self._shape = shape
         self._lock = threading.Lock()
-        # Entries of the controller's log that were taken for another call's failure.
+        # Entries of the log that were read for another call's failure.
         self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_ENTRIES_MAX)
 
     def take(self, what: str, volume: Volume, *, alone: bool) -> FlashwarpError | None:
-        """Return what kernels noted in `volume` since the last call.
+        """Return the error of what kernels noted in `volume` since the last call, or None.
 
-        `what` is the operation for people. `alone` tells that no other call of the array is in
-        flight, so that the controller's log is about this one. What is noted meanwhile is for the
-        next call.
+        Parameters
+        ----------
+        what : str
+            The operation, for the message.
+        volume : Volume
+        alone : bool
+            Whether no other call of the array is in flight, so that new entries of the log belong
+            to this one.
+
+        Notes
+        -----
+        The next call returns what kernels note during this one.
         """
         failed, strays = volume.commands.read(), volume.indices.read()
         stray = None
@@ -88,20 +92,20 @@ class Failures:
             stray = self._stray(first, f", the first of {strays.count} such")
         if not failed:
             return stray
-        failure = self._failure(what, failed, alone)
+        failure = self._failure(what, failed, volume.cache.line_bytes, alone)
         if stray is not None:
             failure.add_note(f"and {stray}")
         return failure
 
     def after_fault(self, volume: Volume, fault: DeviceError) -> FlashwarpError:
-        """Return why a kernel was stopped, as far as it could note it; the device is dead then."""
+        """Return why a kernel was stopped by `fault`, if it could note it; else `fault`."""
         noted = volume.indices.first()
         if noted is None:
             return fault
         return self._stray(int(noted.where), f", where it was stopped ({fault})")
 
     def _stray(self, index: int | None, how: str) -> BoundsError:
-        # A negative index comes as one beyond 2^63.
+        # Kernels note a negative index modulo 2^64.
         known = "an index" if index is None else f"index {index - ((index >> 63) << 64)}"
         return BoundsError(
             f"a kernel used {known}, which is out of bounds for the array "
@@ -109,15 +113,15 @@ class Failures:
             f"elements{how}"
         )
 
-    def _failure(self, what: str, failed: Noted, alone: bool) -> FlashwarpError:
-        """Make an exception of the first failure, with a note of the others."""
+    def _failure(self, what: str, failed: Noted, line_bytes: int, alone: bool) -> FlashwarpError:
+        """Make an exception of the first failure, with a note about the others."""
         if not failed.kept:
-            # Noted when others had filled the record, and read after those were.
+            # They found the record full, and what filled it was read before.
             return ControllerError(
                 f"{what}: {failed.count} commands failed, of which no more is known"
             )
-        failure = self._described(what, failed.kept[0], alone)
-        others = [int(each.where) * self._line_bytes for each in failed.kept[1:]]
+        failure = self._described(what, failed.kept[0], line_bytes, alone)
+        others = [int(each.where) * line_bytes for each in failed.kept[1:]]
         if others:
             places = ", ".join(f"{offset}.." for offset in dict.fromkeys(others))
             unknown = failed.count - len(failed.kept)
@@ -127,19 +131,22 @@ class Failures:
             )
         return failure
 
-    def _described(self, what: str, record: FailureStruct, alone: bool) -> FlashwarpError:
+    def _described(
+        self, what: str, record: FailureStruct, line_bytes: int, alone: bool
+    ) -> FlashwarpError:
         status, opcode = int(record.status), int(record.opcode)
-        offset = int(record.where) * self._line_bytes
+        offset = int(record.where) * line_bytes
         logged = self._logged(offset // _LBA_BYTES, _OPERATIONS.get(opcode), alone)
+        waited_s = config.current("timeout_s").timeout_s
         if status == _TIMED_OUT:
             return ControllerTimeout(
-                f"{what} waited {config.current().timeout_s:g} s for a command on bytes "
-                f"{offset}.. of the array, and gave up: {self._controller.silent()} does not answer"
+                f"{what} waited {waited_s:g} s for a command on bytes "
+                f"{offset}.. of the array, and gave up: {self._service.silent()} does not answer"
             )
         if status == _SHARE_TIMED_OUT:
             return ShareError(
-                f"{what} waited {config.current().timeout_s:g} s for others to release their copy "
-                f"of bytes {offset}.. of the array, and gave up: threads wait for each other, or "
+                f"{what} waited {waited_s:g} s for others to release their copy of bytes "
+                f"{offset}.. of the array, and gave up: threads wait for each other, or "
                 "one has ended without release()"
             )
         if logged is None:
@@ -155,21 +162,21 @@ class Failures:
         )
 
     def _logged(self, lba: int, operation: str | None, alone: bool) -> dict[str, Any] | None:
-        """Find the controller's entry for a failure on these blocks."""
+        """Return the log's entry for a failure on these blocks, if there is one."""
         find = functools.partial(self._find, lba, operation, alone)
         return endings.holding([self._lock], find)
 
     def _find(self, lba: int, operation: str | None, alone: bool) -> dict[str, Any] | None:
-        fresh = [e for e in self._controller.take_errors() if e.get("errno")]
-        # The log also holds failed prefetches, which nobody asked about: prefer the entry of
-        # the very blocks. While other calls are in flight, no other entry will do.
+        fresh = [e for e in self._service.take_errors() if e.get("errno")]
+        # The log also holds failed prefetches, which no caller asks about. So prefer the entry for
+        # these blocks, and take no other one while other calls are in flight.
         fitting = [e for e in fresh if operation in (None, e.get("op"))]
         kept = [e for e in self._log if operation in (None, e.get("op"))]
         exact = [e for e in fitting if e.get("lba") == lba]
         earlier = [e for e in reversed(kept) if e.get("lba") == lba]
         if alone:
             self._log.clear()
-        # One of them may be of a failure that kernels note right now: the next call tells it.
+        # Kernels may be noting the failure of one of these entries right now, for the next call.
         self._log.extend(fresh)
         return next(iter(exact + earlier + (fitting if alone else [])), None)
 
@@ -196,7 +203,7 @@ def _failure_without_log(
             f"{what} failed at byte {offset} of the array with NVMe status {status:#05x}"
         )
     number = errno.ENOSPC if status == _CAPACITY_EXCEEDED else errno.EIO
-    # The log tells of that line, which is another's, or not the one that was to be read.
+    # The log has an entry for that line, which is another array's or another one of this array.
     why = ": a line in its way could not be written back" if opcode == _WRITE else ""
     return StorageError(
         number,

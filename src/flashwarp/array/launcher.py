@@ -1,29 +1,36 @@
 """Launches of the built-in kernels on one array: rows by index, rows in a range, maintenance.
 
-Knows the kernels' parameters and how many warps they are worth; waits for nothing. Whoever
-launches waits, and asks `failures` what went wrong.
+Knows the kernels' parameters, and how many warps have something to do. Waits for nothing: the
+caller waits, and asks `failures` for errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp import config
-from flashwarp.array import rows
 from flashwarp.array.operands import Index
-from flashwarp.array.rows import MaintenanceParams, RowParams
-from flashwarp.cache.cache import Cache, Volume
-from flashwarp.device import CpuDevice, Device
+from flashwarp.array.rows import (
+    MaintenanceParams,
+    RowFormat,
+    RowParams,
+    element_bytes,
+    segments_per_batch,
+    segments_per_row,
+)
+from flashwarp.cache.cache import Volume
+from flashwarp.device import CpuDevice
 from flashwarp.errors import ClosedError
 from flashwarp.nvme import Service
 
-__all__ = ["Launcher", "Watcher"]
+__all__ = ["Launcher", "Verb", "Watcher"]
 
+Verb: TypeAlias = Literal["gather", "scatter"]
 Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
@@ -32,7 +39,7 @@ _BYTES_WORTH_A_THREAD = 128 << 10
 
 @dataclass
 class Moved:
-    """How many calls moved rows, and how many rows they moved. Threads may lose each other's."""
+    """How many calls moved rows, and how many rows. Updates of several threads may get lost."""
 
     calls: int = 0
     rows: int = 0
@@ -44,214 +51,216 @@ class Moved:
 
 
 class Launcher:
-    """What the kernels of one array need to know, and their launches."""
+    """The launches of one array's kernels. It owns what these kernels need to know.
 
-    def __init__(
-        self,
-        cache: Cache,
-        volume: Volume,
-        controller: Service,
-        row_bytes: int,
-        row_count: int,
-    ) -> None:
-        self.cache = cache
+    Parameters
+    ----------
+    volume : Volume
+        The array's entry in its cache, which decides cache and device.
+    service : Service
+        What serves the array's queue pairs.
+    format : RowFormat
+        The array's.
+
+    Attributes
+    ----------
+    watchers : list of callable
+        Each is called with what is about to be moved: byte offsets in the array, and the bytes at
+        each offset.
+    """
+
+    def __init__(self, volume: Volume, service: Service, format: RowFormat) -> None:  # noqa: A002
         self.volume = volume
-        self.controller = controller
-        self.row_bytes = row_bytes
-        self.row_count = row_count
-        # Each sees what is about to be moved: byte offsets in the array, and bytes at each.
+        self.service = service
+        self.format = format
         self.watchers: list[Watcher] = []
-        self._uses: tuple[object, ...] | None = None
-        self._closed = False
         self.moved = Moved()
+        cache = volume.cache
+        self._params = bytes(
+            RowParams(
+                geometry=cache.geometry,
+                cache=cache.address,
+                volume=volume.address,
+                row_bytes=format.row_bytes,
+                row_count=format.row_count,
+                index_bytes=8,
+                segments=1,
+                batch=segments_per_batch(cache.line_bytes),
+            )
+        )
+        # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
+        self._uses: tuple[object, ...] | None = ()
+        if self.on_cpu:
+            self._uses = (*service.natives, *cache.owners, *volume.owners)
 
     def on(self, volume: Volume) -> Launcher:
-        """Return the same launches with another entry for the array, whose errors are its own."""
-        made = Launcher(self.cache, volume, self.controller, self.row_bytes, self.row_count)
+        """Return the same launches with a copy of the array's entry, which notes its own errors."""
+        made = Launcher(volume, self.service, self.format)
         made.watchers = self.watchers
         made.moved = self.moved
         return made
 
     @property
-    def device(self) -> Device:
-        """Where the kernels run."""
-        return self.cache.device
+    def on_cpu(self) -> bool:
+        """Whether kernels run on the CPU device."""
+        return self.volume.cache.device.kind == "cpu"
 
     # Rows.
 
     def row_params(self, index: Index, buffer: int) -> RowParams:
         """Return the parameters for rows at `index`, to or from `buffer`."""
-        return RowParams(
-            geometry=self.cache.geometry,
-            cache=self.cache.address,
-            volume=self.volume.address,
-            indices=index.address,
-            index_count=index.size,
-            rows=buffer,
-            row_bytes=self.row_bytes,
-            row_count=self.row_count,
-            look_ahead=self.look_ahead(),
-            index_bytes=index.itemsize,
-            segments=1,
-            batch=rows.segments_per_batch(self.cache.line_bytes),
-        )
+        params = self._new_params(buffer)
+        params.indices = index.address
+        params.index_count = index.size
+        params.index_bytes = index.itemsize
+        return params
+
+    def _range_params(self, first_row: int, buffer: int, nbytes: int) -> RowParams:
+        # The kernels take a range as its first byte and its bytes.
+        params = self._new_params(buffer)
+        params.row_bytes = first_row * self.format.row_bytes
+        params.index_count = nbytes
+        return params
+
+    def _new_params(self, buffer: int) -> RowParams:
+        params = RowParams.from_buffer_copy(self._params)
+        params.rows = buffer
+        params.look_ahead = self.look_ahead()
+        return params
 
     def lines_ahead(self) -> int:
-        """Lines that one thread may ask for before they are needed; 0 where nothing waits.
+        """Count the lines that one thread may ask for before they are needed.
 
-        Half a ring, so that it finds room in it, and a quarter of the cache.
+        Half a ring, so that the thread finds room in it, and a quarter of the cache. 0 if the
+        storage does not make threads wait.
         """
         if not self._waits_for_storage():
             return 0
-        return min(self._lines // 4, self.controller.queues.depth // 2)
+        return min(self.volume.cache.lines // 4, self.service.queues.depth // 2)
 
     def look_ahead(self) -> int:
-        """Rows in flight ahead of the one being copied; only storage that waits needs them."""
-        if not isinstance(self.device, CpuDevice) or not self._waits_for_storage():
+        """Count the rows in flight ahead of the one being copied; 0 if storage is fast."""
+        device = self.volume.cache.device
+        if not isinstance(device, CpuDevice) or not self._waits_for_storage():
             return 0
-        queues = self.controller.queues
-        slots = queues.count * (queues.depth - 1)
-        return min(config.current().look_ahead, min(self._lines // 4, slots) // self.device.threads)
+        queues = self.service.queues
+        room = min(self.volume.cache.lines // 4, queues.count * (queues.depth - 1))
+        return min(config.current("look_ahead").look_ahead, room // device.threads)
 
     def _waits_for_storage(self) -> bool:
-        if self.device.kind != "cpu" or self.controller.path == "in_place":
+        if not self.on_cpu or self.service.path == "in_place":
             return False
-        return self.controller.worth_looking_ahead()
-
-    @property
-    def _lines(self) -> int:
-        return self.cache.set_count * self.cache.ways
+        return self.service.worth_looking_ahead()
 
     def lines_of(self, first_row: int, last_row: int, count: int) -> int:
-        """Most lines that so many rows touch, the first and the last of which are these."""
-        if not count or not self.row_bytes:
+        """Count the lines that `count` rows from `first_row` to `last_row` touch at most."""
+        row, line = self.format.row_bytes, self.volume.cache.line_bytes
+        if not count or not row:
             return 0
-        line = self.cache.line_bytes
-        end = (last_row + 1) * self.row_bytes - 1
-        span = end // line - first_row * self.row_bytes // line + 1
-        return min(span, count * rows.segments_per_row(self.row_bytes, line))
+        span = _lines_between(first_row * row, (last_row + 1) * row, line)
+        return min(span, count * segments_per_row(row, line))
 
-    def move_rows(self, verb: str, index: Index, buffer: int, stream: Any) -> None:
-        """Launch "gather" or "scatter" of the rows at `index`."""
+    def move_rows(self, verb: Verb, index: Index, buffer: int, stream: object) -> None:
+        """Launch the copying of the rows at `index`."""
+        row = self.format.row_bytes
         self.moved.add(index.size)
         if self.watchers:
-            self._tell(self._rows_of(index) * self.row_bytes, self.row_bytes)
+            self._show(self._rows_of(index) * row, row)
         params = self.row_params(index, buffer)
-        width = rows.element_bytes(self.row_bytes, buffer)
+        width = element_bytes(row, buffer)
         if width is not None:
-            name, items = f"{verb}_elements_{width}", index.size * (self.row_bytes // width)
+            items = index.size * (row // width)
+            self._start(f"{verb}_elements_{width}", params, self._warps(items), stream)
         else:
-            params.segments = rows.segments_per_row(self.row_bytes, self.cache.line_bytes)
-            name, items = f"{verb}_rows", index.size * params.segments
-        self._launch(name, params, items, stream)
+            self._start_rows(f"{verb}_rows", params, index.size, stream)
 
     def move_range(
-        self, verb: str, first_row: int, buffer: int, nbytes: int, stream: Any = None
+        self, verb: Verb, first_row: int, buffer: int, nbytes: int, stream: object = None
     ) -> None:
-        """Launch "gather" or "scatter" of rows that lie back to back from `first_row` on."""
-        self.moved.add(nbytes // max(1, self.row_bytes))
+        """Launch the copying of rows that lie back to back from `first_row` on."""
+        row, line = self.format.row_bytes, self.volume.cache.line_bytes
+        self.moved.add(nbytes // max(1, row))
         if self.watchers:
-            self._tell(np.array([first_row * self.row_bytes]), nbytes)
+            self._show(np.array([first_row * row]), nbytes)
         params = self._range_params(first_row, buffer, nbytes)
-        self._launch(f"{verb}_rows", params, self._lines_in_range(params), stream)
+        lines = _lines_between(first_row * row, first_row * row + nbytes, line)
+        self._start(f"{verb}_rows", params, self._warps(lines, params.batch), stream)
 
     def prefetch_range(self, first_row: int, nbytes: int) -> None:
         """Launch the prefetch of rows that lie back to back, by one warp."""
         self._start("prefetch_rows", self._range_params(first_row, 0, nbytes), 1, None)
 
-    def _range_params(self, first_row: int, buffer: int, nbytes: int) -> RowParams:
-        return RowParams(
-            geometry=self.cache.geometry,
-            cache=self.cache.address,
-            volume=self.volume.address,
-            index_count=nbytes,
-            rows=buffer,
-            row_bytes=first_row * self.row_bytes,
-            row_count=self.row_count,
-            look_ahead=self.look_ahead(),
-            index_bytes=8,
-            segments=1,
-            batch=rows.segments_per_batch(self.cache.line_bytes),
-        )
+    def prefetch_rows(self, index: Index, stream: object, warps: int | None = None) -> None:
+        """Launch the prefetch of the rows at `index`; default: warps for all of them."""
+        self._start_rows("prefetch_rows", self.row_params(index, 0), index.size, stream, warps)
 
-    def _lines_in_range(self, params: RowParams) -> int:
-        first, line = int(params.row_bytes), self.cache.line_bytes
-        return (first + int(params.index_count) - 1) // line - first // line + 1
+    def check_indices(self, index: Index, stream: object) -> None:
+        """Launch the check of indices; the volume's error record has the places of bad ones."""
+        self._start("check_indices", self.row_params(index, 0), self._warps(index.size), stream)
 
-    def _tell(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
+    def _show(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
         for watcher in self.watchers:
             watcher(starts, nbytes)
 
     def _rows_of(self, index: Index) -> npt.NDArray[np.int64]:
         """Copy indices to the host, counted from the front."""
         kind = np.int32 if index.itemsize == 4 else np.int64
-        raw = self.device.download(index.address, index.size * index.itemsize)
+        raw = self.volume.cache.device.download(index.address, index.size * index.itemsize)
         found = np.frombuffer(raw, kind).astype(np.int64)
-        return np.where(found < 0, found + self.row_count, found)
+        return np.where(found < 0, found + self.format.row_count, found)
 
-    def prefetch_rows(self, index: Index, stream: Any, warps: int | None = None) -> None:
-        """Launch the prefetch of the rows at `index`; default: warps for all of them."""
-        params = self.row_params(index, 0)
-        params.segments = rows.segments_per_row(self.row_bytes, self.cache.line_bytes)
-        useful = self._warps(index.size * params.segments, params.batch)
-        self._start("prefetch_rows", params, useful if warps is None else warps, stream)
-
-    def check_indices(self, index: Index, stream: Any) -> None:
-        """Launch the check of indices; the volume's error record tells the first bad one."""
-        self._launch("check_indices", self.row_params(index, 0), index.size, stream)
-
-    def _launch(self, name: str, params: RowParams, items: int, stream: Any) -> None:
-        batch = params.batch if name.endswith("_rows") else 32
-        self._start(name, params, self._warps(items, batch), stream)
+    def _start_rows(
+        self, name: str, params: RowParams, rows: int, stream: object, warps: int | None = None
+    ) -> None:
+        """Launch a kernel whose warps take lines of rows in batches."""
+        line = self.volume.cache.line_bytes
+        params.segments = segments_per_row(self.format.row_bytes, line)
+        useful = self._warps(rows * params.segments, params.batch)
+        self._start(name, params, useful if warps is None else warps, stream)
 
     def _warps(self, items: int, batch: int = 32) -> int:
-        if self.device.kind == "cpu":
-            batch = max(1, _BYTES_WORTH_A_THREAD // self.cache.line_bytes)
+        if self.on_cpu:
+            batch = max(1, _BYTES_WORTH_A_THREAD // self.volume.cache.line_bytes)
         return -(-items // batch)
 
     # Maintenance.
 
     def maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
         """Launch a maintenance kernel over the array's lines; default: warps for all frames."""
-        if warps is None:
-            warps = self._warps(self._lines)
-        self._start(name, self._maintenance(**fields), warps, None)
+        self._start(name, *self._maintenance(warps, **fields), None)
 
     def drop_tier(self) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
-        self.maintain("drop_tier", warps=self._warps(self.cache.host_lines))
+        self.maintain("drop_tier", warps=self._warps(self.volume.cache.host_lines))
 
     def forget_lines(self, drop: int) -> None:
-        """Launch the dropping of the array's lines, whose controller has stopped."""
-        launches = {"invalidate_lines": self._lines}
-        if self.volume.in_host_tier:
-            launches["drop_tier"] = self.cache.host_lines
-        for name, lines in launches.items():
-            params, warps = self._maintenance(drop=drop), self._warps(lines)
-            self.device.launch(
-                name,
-                params,
-                warps=warps,
-                uses=(*self.cache.owners, *self.volume.owners),
-                policy=self.cache.policy,
-            )
+        """Launch the dropping of the array's lines. Its service has stopped."""
+        names = ["invalidate_lines"] + ["drop_tier"] * self.volume.in_host_tier
+        cache = self.volume.cache
+        for name in names:
+            warps = self._warps(cache.host_lines) if name == "drop_tier" else None
+            params, useful = self._maintenance(warps, drop=drop)
+            uses = (*cache.owners, *self.volume.owners)
+            cache.device.launch(name, params, warps=useful, uses=uses, policy=cache.policy)
 
-    def _maintenance(self, **fields: int) -> MaintenanceParams:
-        return MaintenanceParams(
-            cache=self.cache.address,
-            volume=self.volume.address,
-            line_begin=self.volume.line_begin,
-            line_end=self.volume.line_begin + self.volume.line_count,
+    def _maintenance(self, warps: int | None, **fields: int) -> tuple[MaintenanceParams, int]:
+        volume = self.volume
+        params = MaintenanceParams(
+            cache=volume.cache.address,
+            volume=volume.address,
+            line_begin=volume.line_begin,
+            line_end=volume.line_begin + volume.line_count,
             **fields,
         )
+        return params, self._warps(volume.cache.lines) if warps is None else warps
 
     def _start(
-        self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: Any
+        self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: object
     ) -> None:
-        uses = list(self.wake())
+        cache, uses = self.volume.cache, list(self.wake())
         try:
-            self.device.launch(
-                name, params, warps=warps, stream=stream, uses=uses, policy=self.cache.policy
+            cache.device.launch(
+                name, params, warps=warps, stream=stream, uses=uses, policy=cache.policy
             )
         finally:
             # A kept exception keeps this frame. That must not keep the array's file open.
@@ -261,18 +270,14 @@ class Launcher:
         """Wake what serves the array; returns what a launch uses, see `Device.launch`."""
         uses = self._uses
         if uses is None:
-            uses = self._uses = self._used()
-        if self._closed:
             raise ClosedError("the array is closed")
-        self.controller.wake()
+        self.service.wake()
         return uses
 
-    def _used(self) -> tuple[object, ...]:
-        if self.device.kind != "cpu":
-            return ()
-        return (*self.controller.natives, *self.cache.owners, *self.volume.owners)
-
     def let_go(self) -> None:
-        """Hold nothing for launches any more: they are refused."""
-        self._closed = True
-        self._uses = ()
+        """Refuse launches from now on, and hold nothing for them any more."""
+        self._uses = None
+
+
+def _lines_between(begin: int, end: int, line_bytes: int) -> int:
+    return (end - 1) // line_bytes - begin // line_bytes + 1

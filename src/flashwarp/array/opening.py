@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.array.attachment import Attachment
+from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import LINE_DEFAULT, Cache, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
@@ -761,18 +763,16 @@ def _make(
         raise ReadOnlyError(f'{storage.path or "the storage"} takes no writes: use mode="r"')
     held = plan.cache_for(storage.nbytes)
     try:
-        array = Array(
+        attachment = Attachment(
             storage,
-            form.dtype,
-            form.shape,
+            RowFormat(form.dtype, form.shape),
             writable=plan.writable,
             cache=held,
             owns_cache=owns,
             controller=controller or SoftwareController(),
-            release=release,
-            why=why,
-            recipe=recipe,
+            release_storage=release,
         )
+        array = Array(attachment, why=why, recipe=recipe)
     except BaseException:
         if owns:
             held.close()

@@ -1,8 +1,7 @@
-"""What the caller of an array brings: row indices, places for rows, and rows to store.
+"""The operands of a call: row indices, the array that receives rows, and rows to store.
 
-`Operands` takes arrays of any library and of the host, checks them, and puts what the device
-cannot reach where it can. Nothing here launches; indices that lie on a GPU are checked by a kernel,
-which the array launches.
+`Operands` takes arrays of any library, checks them, and copies to the device what it cannot reach.
+Nothing here launches: a kernel, which the array launches, checks indices that lie on a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.array import rows
+from flashwarp.array.rows import RowFormat, host_indices
 from flashwarp.device import (
     ArrayView,
     Device,
     DeviceArray,
     OwnedStream,
-    empty_like_library,
     stream_handle,
 )
 from flashwarp.device.scratch import Scratch
@@ -30,7 +28,7 @@ from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, Index
 
 __all__ = ["Index", "Operands", "Source", "Target", "host_empty", "host_index", "is_foreign"]
 
-# Libraries that results on a GPU are made in; others get a `DeviceArray`.
+# Libraries that can allocate a result on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
 
 
@@ -44,32 +42,27 @@ class Index:
     library: str
     owner: Any
     checked: bool = True
-    """False on a GPU: their values are not known to the host."""
+    """False for indices on a GPU, whose values the host does not know."""
     held: DeviceArray | None = None
-    """The copy in device memory of indices that the host brought."""
+    """The copy in device memory of indices that came from the host."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of indices."""
         return math.prod(self.shape)
-
-    def release(self) -> None:
-        """Free the copy, once no kernel reads it."""
-        if self.held is not None:
-            self.held.close()
 
 
 @dataclass
 class Target:
-    """Where rows go: `held` is device memory that a host array receives its copy from."""
+    """Where rows go. `held` is device memory, from which they are copied to a host array."""
 
     address: int
     out: Any
     held: DeviceArray | None
     library: str = "numpy"
 
-    def finish(self, stream: Any) -> Any:
-        """Return the rows where the caller wants them; waits for `stream` if they are copied."""
+    def finish(self, stream: object) -> Any:
+        """Return the array of the rows; if they must be copied to it, waits for `stream`."""
         if self.held is None:
             return self.out
         if stream is not None:
@@ -84,7 +77,7 @@ class Target:
 
 @dataclass
 class Source:
-    """Where rows come from; `held` is their copy in device memory."""
+    """Where rows come from. `held` is their copy in device memory."""
 
     address: int
     owner: Any
@@ -97,15 +90,15 @@ class Source:
             self.held.close()
 
 
-def is_foreign(key: Any) -> bool:
-    """Tell an array of another library, whose elements the host may not reach."""
+def is_foreign(key: object) -> bool:
+    """Return whether this is an array of another library. The host may not reach its elements."""
     return hasattr(key, "__cuda_array_interface__") or (
         hasattr(key, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)
     )
 
 
 def host_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Allocate an array of the host; raises DeviceOutOfMemory, which names the size."""
+    """Allocate a numpy array; raises DeviceOutOfMemory, which names the size."""
     try:
         return np.empty(shape, dtype)
     except MemoryError as error:
@@ -116,16 +109,16 @@ def host_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 
 
 def host_index(chosen: range) -> npt.NDArray[np.int64]:
-    """Make an index array of a range; as `host_empty` otherwise."""
+    """Make an index array of a range; raises as `host_empty` does."""
     index = host_empty((len(chosen),), np.dtype(np.int64))
     index[:] = chosen.step
     index[:1] = chosen.start
     return np.cumsum(index, out=index)
 
 
-def _is_array(out: Any) -> bool:
-    """Tell what has memory to write to; of anything else a view would be a copy."""
-    if hasattr(out, "kernel_handle"):  # an array of ours, whose memory is in a storage
+def _is_array(out: object) -> bool:
+    """Return whether this has memory to write to. A view of anything else would be a copy."""
+    if hasattr(out, "kernel_handle"):  # a `flashwarp.Array`, whose elements are in a storage
         return False
     return isinstance(out, np.ndarray) or hasattr(out, "__flashwarp_view__") or is_foreign(out)
 
@@ -137,7 +130,7 @@ def _overlap(index: Index, view: ArrayView) -> bool:
 
 @contextlib.contextmanager
 def _typed_errors(values: object, dtype: np.dtype[Any]) -> Iterator[None]:
-    """Raise what numpy has against values as errors of ours."""
+    """Turn the errors that numpy raises about values into typed ones."""
     if hasattr(values, "__cuda_array_interface__"):
         raise ArgumentError("the values are on a GPU: scatter(rows, values) stores them from there")
     try:
@@ -152,25 +145,28 @@ def _typed_errors(values: object, dtype: np.dtype[Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Operands:
-    """Checks and places the operands of one array, whose rows have this dtype and shape."""
+    """Checks the operands of one array's calls, and places them where its kernels reach them."""
 
     device: Device
-    dtype: np.dtype[Any]
-    row_shape: tuple[int, ...]
-    row_count: int
+    format: RowFormat
     memory: Device | Scratch
-    """Where copies of what the host brings are allocated."""
+    """Where copies of host arrays are allocated."""
     stream: OwnedStream | None = None
-    """In whose order they are copied; default: the library's own."""
+    """The stream that orders these copies; default: the library's own."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The array's."""
+        return self.format.dtype
 
     def copying_to(self, memory: Scratch, stream: OwnedStream) -> Operands:
-        """Return the same with other memory for copies, and another stream."""
+        """Return the same checks, with other memory for copies and another stream."""
         return replace(self, memory=memory, stream=stream)
 
     def index(self, idx: Any) -> Index:
-        """Place row indices. Those of the host are checked, those on a GPU are not yet."""
+        """Place row indices. Those on the host are checked here; those on a GPU are not."""
         if not is_foreign(idx):
-            return self._host_index(rows.host_indices(idx, self.row_count), "numpy")
+            return self._host_index(host_indices(idx, self.format.row_count), "numpy")
         view = self.device.view(idx)
         if view.dtype not in (np.dtype(np.int64), np.dtype(np.int32)):
             raise IndexDtypeError(f"indices of dtype {view.dtype}: use int64 or int32")
@@ -181,7 +177,7 @@ class Operands:
             return Index(view.address, view.shape, itemsize, view.library, idx, checked=False)
         if view.device_kind == "cuda":
             raise ArgumentError("the indices are on a GPU, the array is on the CPU device")
-        host = rows.host_indices(np.from_dlpack(idx), self.row_count)
+        host = host_indices(np.from_dlpack(idx), self.format.row_count)
         return self._host_index(host, view.library)
 
     def _host_index(self, host: npt.NDArray[np.int64], library: str) -> Index:
@@ -199,12 +195,12 @@ class Operands:
         library: str,
         stream: object = None,
     ) -> Target:
-        """Place the rows that a read returns: in `out`, or in a new array of `library`.
+        """Choose where the rows of a read go: to `out`, or to a new array of `library`.
 
-        The new array is allocated in the order of `stream`; default: the library's present one.
-        `index` is read while the rows are written.
+        The new array is allocated in the order of `stream`; default: the library's current stream.
+        Kernels read `index` while they write the rows.
         """
-        shape = lead + self.row_shape
+        shape = lead + self.format.row_shape
         on_gpu = self.device.kind == "cuda"
         if out is None:
             if not on_gpu and library in ("numpy", "other"):
@@ -216,7 +212,7 @@ class Operands:
             if on_gpu and library not in _ALLOCATING:
                 out = self.device.empty_array(shape, self.dtype, self.stream)
             else:
-                out = empty_like_library(library, shape, self.dtype, self.device, stream)
+                out = self.device.empty_like_library(library, shape, self.dtype, stream)
         elif not _is_array(out):
             raise ArgumentError(
                 f"out is a {type(out).__name__}: rows go to an array of numpy or of a library with "
@@ -230,7 +226,9 @@ class Operands:
         if not view.contiguous or view.read_only:
             raise ArgumentError("out must be contiguous and writable")
         if index is not None and _overlap(index, view):
-            raise ArgumentError("out overlaps the indices, which are read meanwhile: copy them")
+            raise ArgumentError(
+                "out overlaps the indices, which kernels read while they write out: copy them"
+            )
         if view.device_kind == "cpu" and on_gpu:
             held = self.memory.empty_array(shape, self.dtype)
             return Target(held.address, out, held)
@@ -238,10 +236,10 @@ class Operands:
             raise ArgumentError("out is on a GPU, the array is on the CPU device")
         return Target(view.address, out, None, view.library)
 
-    # Values of the host.
+    # Values on the host.
 
-    def host_values(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Broadcast values of the host to a dense array of `shape`, cast as numpy assigns."""
+    def host_values(self, values: object, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Broadcast values to a dense array of `shape`, cast as numpy's assignment casts."""
         with _typed_errors(values, self.dtype):
             given = np.asarray(values, self.dtype)
         view = self.broadcast(given, shape)
@@ -251,16 +249,16 @@ class Operands:
         dense[...] = view
         return dense
 
-    def as_array(self, values: Any) -> npt.NDArray[Any]:
-        """Make an array of values. One of numbers keeps its dtype: it is cast as it is stored.
+    def as_array(self, values: object) -> npt.NDArray[Any]:
+        """Make an array of values. An array of numbers keeps its dtype until it is stored.
 
-        Other casts may fail, and must do so before anything is stored.
+        Other values are cast here, because their casts may fail, and must fail before any store.
         """
         numbers = isinstance(values, np.ndarray) and values.dtype.kind in "biufc"
         with _typed_errors(values, self.dtype):
             return np.asarray(values, None if numbers else self.dtype)
 
-    def broadcast(self, values: Any, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    def broadcast(self, values: object, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Broadcast values to a view of `shape` as numpy's assignment does."""
         given = self.as_array(values)
         # Leading axes of one are dropped, but not for a scalar.
@@ -271,13 +269,13 @@ class Operands:
         except ValueError as error:
             raise ArgumentError(f"values do not broadcast to {shape}: {error}") from error
 
-    def assign(self, held: npt.NDArray[Any], key: Any, values: Any) -> None:
-        """Store values to a block of the host, ``held[key] = values``."""
+    def assign(self, held: npt.NDArray[Any], key: Any, values: object) -> None:
+        """Store values to a host block, ``held[key] = values``."""
         with _typed_errors(values, self.dtype):
             held[key] = values
 
-    def as_stored(self, values: Any, shape: tuple[int, ...]) -> bool:
-        """Tell whether values lie in memory as rows of `shape` do."""
+    def as_stored(self, values: object, shape: tuple[int, ...]) -> bool:
+        """Return whether values lie in memory as rows of `shape` do."""
         return (
             isinstance(values, np.ndarray)
             and values.dtype == self.dtype
@@ -285,9 +283,9 @@ class Operands:
             and values.flags.c_contiguous
         )
 
-    def source(self, values: Any, lead: tuple[int, ...]) -> Source:
-        """Place rows to store. What a GPU's library has queued on them is not waited for."""
-        shape = lead + self.row_shape
+    def source(self, values: object, lead: tuple[int, ...]) -> Source:
+        """Place rows to store. Does not wait for work that a GPU library has queued on them."""
+        shape = lead + self.format.row_shape
         if hasattr(values, "__cuda_array_interface__"):
             view = self.device.view(values)
             if self.device.kind != "cuda":

@@ -1,4 +1,4 @@
-"""How an indexing operation becomes a launch: which rows, which kernel, with what parameters.
+"""The rows of an array, and how kernels move them: sizes, and the kernels' parameters.
 
 Mirrors `kernels/rows.cuh` and `kernels/maintenance.cuh`.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from flashwarp.errors import BoundsError, IndexDtypeError
 __all__ = [
     "ArrayStruct",
     "MaintenanceParams",
+    "RowFormat",
     "RowParams",
     "element_bytes",
     "host_indices",
@@ -25,14 +28,60 @@ __all__ = [
     "segments_per_row",
 ]
 
-# Rows below this many bytes go an element a lane: a warp a row would leave most lanes idle.
+# Of narrower rows, each lane copies one element. A warp for each row would leave most lanes idle.
 _WIDE_ROW_BYTES = 256
 
-
-# What one warp fetches at a time: 32 lines of 4 KiB. More would leave the other warps idle, and
-# make a line wait until the last one of its batch has come.
+# What one warp fetches at a time: 32 lines of 4 KiB. With more, other warps would be idle, and a
+# line would wait until the last line of its batch has arrived.
 _BATCH_BYTES = 128 << 10
 _BATCH_MAX = 32
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What the dtype and the shape of an array say about its rows, which its first axis counts.
+
+    An array without axes is one row.
+    """
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+    @cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        return self.shape[1:]
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.row_shape) * self.dtype.itemsize
+
+    @cached_property
+    def row_count(self) -> int:
+        """Number of rows."""
+        return self.shape[0] if self.shape else 1
+
+    def rows_in(self, nbytes: int) -> int:
+        """Count the rows that fit into so many bytes: at least one."""
+        return max(1, nbytes // max(1, self.row_bytes))
+
+    def shape_of(self, chosen: range | npt.NDArray[np.int64]) -> tuple[int, ...]:
+        """Return the shape of chosen rows."""
+        if not self.shape:
+            return ()
+        lead = (len(chosen),) if isinstance(chosen, range) else chosen.shape
+        return lead + self.row_shape
 
 
 class ArrayStruct(ctypes.Structure):
@@ -85,13 +134,13 @@ class MaintenanceParams(ctypes.Structure):
 
 
 def element_bytes(row_bytes: int, *alignments: int) -> int | None:
-    """Width of the element kernel for rows of this size, or None where rows are wide."""
+    """Return the width of the element kernel for rows of this size; None if rows are wide."""
     width = math.gcd(16, row_bytes, *alignments)
     return width if row_bytes < _WIDE_ROW_BYTES and row_bytes // width <= 16 else None
 
 
 def segments_per_row(row_bytes: int, line_bytes: int) -> int:
-    """Most lines that one row touches; rows lie back to back from the start of a line."""
+    """Count the lines that one row touches at most; the first row begins with a line."""
     if row_bytes % line_bytes == 0:
         return row_bytes // line_bytes
     if line_bytes % row_bytes == 0:
@@ -100,12 +149,12 @@ def segments_per_row(row_bytes: int, line_bytes: int) -> int:
 
 
 def segments_per_batch(line_bytes: int) -> int:
-    """How many lines a warp fetches at a time."""
+    """Count the lines that a warp fetches at a time."""
     return min(_BATCH_MAX, max(1, _BATCH_BYTES // line_bytes))
 
 
 def host_indices(indices: Any, length: int) -> npt.NDArray[np.int64]:
-    """Check indices of the host and count negative ones from the front.
+    """Check indices that lie on the host, and make negative ones count from the front.
 
     Raises
     ------

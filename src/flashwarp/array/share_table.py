@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from typing import Any, Self
+from typing import Any
 
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
-from flashwarp.endings import NotCopied
+from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, ShareError
 
 __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
@@ -43,7 +43,7 @@ class ShareTableStruct(ctypes.Structure):
     )
 
 
-class ShareTable(NotCopied):
+class ShareTable(Closing):
     """Where threads find each other's copies of lines; `fw::share_table` in kernels.
 
     Parameters
@@ -107,6 +107,7 @@ class ShareTable(NotCopied):
         words, copies = self.entries * _WORD_BYTES, self.entries * _COPY_BYTES
         self._nbytes = words + copies + buckets * 8
         self._memory = self._device.allocate(self._nbytes)
+        cache._keep_for(self)
         self._pid = os.getpid()
         address = self._memory.address
         self._struct = ShareTableStruct(
@@ -177,6 +178,7 @@ class ShareTable(NotCopied):
             self._device.synchronize(stream)
         left = self._left()
         self._memory.close()
+        self.cache._leave(self)
         return left
 
     def _left(self) -> list[int]:
@@ -207,12 +209,6 @@ class ShareTable(NotCopied):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("the share table is closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         memory = getattr(self, "_memory", None)

@@ -359,7 +359,7 @@ class _Gpu:
             index = torch.randint(0, rows, (1 << 21 if line == 512 else 1 << 19,), device="cuda")
             out = torch.empty((len(index), words), dtype=torch.uint32, device="cuda")
             view = out.view(torch.int32)
-            params = x._launcher.row_params(x._index(index, None), out.data_ptr())
+            params = x._attachment.launcher.row_params(x._index(index, None), out.data_ptr())
             moved = out.nbytes / 1e9
 
             def ours() -> float:

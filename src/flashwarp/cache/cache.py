@@ -7,16 +7,18 @@ size of the data.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from flashwarp import config, endings
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
-from flashwarp.endings import NotCopied
+from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, DeviceTimeout
 from flashwarp.nvme import Queues
 from flashwarp.nvme.group import NAMESPACES_MAX
@@ -355,49 +357,55 @@ class Volume:
         }
 
 
-# What a cache has from its first array on.
-_WHEN_BOUND = frozenset(
-    ("device", "capacity", "set_count", "metadata_bytes", "address", "geometry", "_metadata")
-)
+# Attributes that a cache has only while it has its memory.
+_WITH_MEMORY = ("device", "metadata_bytes", "address", "geometry", "_metadata", "_frames")
+# Attributes that depend on the capacity, which "auto" derives from the first array.
+_WITH_CAPACITY = ("capacity", "set_count", "_tier")
 
 
-class _NotYet(CacheError, AttributeError):
-    """What a cache has only from its first array on; so `hasattr` can ask for it."""
+class _NoMemory(CacheError, AttributeError):
+    """The cache has no memory now, so it lacks this attribute. `hasattr` returns False."""
 
 
-class Cache(NotCopied):
+class Cache(Closing):
     """A set-associative cache of lines in device memory.
 
     Parameters
     ----------
     capacity : int, str or "auto"
-        Bytes of frames; rounded down to whole sets. At least one set: `ways` times `line`. "auto":
-        the whole of the first array, or a share of the free memory.
+        Bytes of frames, rounded down to whole sets; at least one set, `ways` times `line`. "auto":
+        as many as the first array has, at most a share of the free memory.
     line : int or str
         Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer and eviction.
     ways : int
         Frames of a set: 4, 8 or 16.
     policy : str or Policy
-        Which line makes room: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
-        `Policy`. Arrays that share the cache share it; docs/policies.md helps to choose.
+        Which line is evicted: "clock", "lru", "fifo", "sieve", "s3_fifo", "random", or your own
+        `Policy`. It applies to all arrays that share the cache; docs/policies.md helps to choose.
     device : Device or str, optional
-        Where it lies. Default: where the first array is opened that uses it.
+        Where its memory lies. Default: on the device of the first array that uses the cache.
     host_capacity : int or str, optional
-        Bytes of pinned host memory below the frames. Clean lines that make room go there, and come
-        back without the storage. At least one line for each set; default none. Arrays whose storage
-        is memory already ("in_place") do not use it.
+        Bytes of pinned host memory below the frames, at least one line for each set; default none.
+        Evicted clean lines go there, and come back without the storage. Arrays whose storage is
+        memory already ("in_place") do not use it.
 
     Notes
     -----
-    Its memory is allocated when its device and its capacity are known: here, or when the first
-    array is opened. `close` frees it; so does losing the cache and all its arrays. Thread-safe.
-    Arrays that share a cache must be on its device.
+    With a device and a capacity, the cache allocates its memory here; otherwise when the first
+    array is opened. A cache that you made without a device gives its memory back when the last
+    array that uses it closes, and the next array binds it again, on the device of that array. So
+    ``fw.open(path, cache=fw.Cache("8 GiB"))`` leaves nothing behind. To keep the memory between
+    arrays, give a device, or use the cache in a ``with`` statement. A share table of the cache also
+    keeps it until the table is closed.
+
+    `close` frees the memory; so does losing the cache and all its arrays. Thread-safe. Arrays that
+    share a cache must be on its device.
 
     Raises
     ------
     CacheError
-        For parameters that do not fit together; and, from an attribute that depends on the device,
-        until the cache has one.
+        For parameters that do not fit together. Also for an attribute that depends on the device,
+        while the cache has none.
     DeviceError, DeviceOutOfMemory
 
     Examples
@@ -416,6 +424,8 @@ class Cache(NotCopied):
     address: int
     geometry: GeometryStruct
     _metadata: DeviceMemory
+    _frames: DeviceMemory
+    _tier: TierShape
 
     def __init__(
         self,
@@ -439,32 +449,39 @@ class Cache(NotCopied):
         )
         self.host_capacity = 0
         self._tier_frames: DeviceMemory | None = None
-        # Reentrant: a lost array may be closed by the garbage collector in the middle of `attach`.
+        # Reentrant: the garbage collector may close a lost array in the middle of `attach`.
         self._lock = threading.RLock()
         # Arrays that share the cache take turns: a kernel of one may finish another's commands, so
-        # none may close while one runs. Streams are those with calls that nobody has waited for.
+        # no array may close while a kernel runs.
         self.turn = threading.RLock()
+        # Streams with calls that the library has not waited for.
         self.streams: set[int] = set()
         self._volumes: dict[int, Volume] = {}
+        # What keeps the memory while no array is attached: the user, arrays that are being opened,
+        # and share tables.
+        self._kept = device is not None
+        self._opening = 0
+        self._tables: weakref.WeakSet[object] = weakref.WeakSet()
+        self._refused = 0  # before the memory was given back
         self._closed = False
         self._asked_device = None if device is None else resolve(device)
         if self._wanted is not None:
             self._divide(self._wanted)
             if self._asked_device is not None:
-                self._bind(self._asked_device, 0)
+                self._allocate(self._asked_device)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in _WHEN_BOUND:
-                raise _NotYet(
-                    f"a cache has no {name} before its first array is opened: give it a device, "
-                    "and a capacity other than 'auto'"
+            if name in _WITH_MEMORY or name in _WITH_CAPACITY:
+                raise _NoMemory(
+                    f"a cache has no {name} before an array is opened on it: give it a device, and "
+                    "a capacity other than 'auto'"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _divide(self, wanted: int) -> None:
-        """Divide so many bytes of frames, and the host tier, into sets."""
+        """Divide `wanted` bytes of frames, and the host tier, into sets."""
         set_bytes = self.ways * self.line_bytes
         if wanted < set_bytes:
             raise CacheError(
@@ -486,12 +503,16 @@ class Cache(NotCopied):
 
     @property
     def _bound_device(self) -> Device | None:
-        """Where it lies, or will lie; None: where its first array is opened."""
+        """Where its memory lies or will lie; None: on the device of the next array."""
         return self.__dict__.get("device", self._asked_device)
 
+    @property
+    def _has_memory(self) -> bool:
+        return "device" in self.__dict__
+
     def _host_bytes_to_come(self, device: Device, nbytes: int) -> int:
-        """Host memory that `_bind` would allocate; 0 once the cache has its memory."""
-        if "device" in self.__dict__:
+        """Return the host memory that `_bind` would allocate; 0 if the cache has its memory."""
+        if self._has_memory:
             return 0
         tier = self._host_wanted or 0
         if device.kind != "cpu":
@@ -501,9 +522,9 @@ class Cache(NotCopied):
         return tier + automatic_capacity(nbytes, self.line_bytes, device)
 
     def _bind(self, device: Device, nbytes: int) -> None:
-        """Allocate the memory, if there is none yet, for a first array of so many bytes.
+        """Allocate the memory, if there is none, for an array of `nbytes` that is being opened.
 
-        Raises ArgumentError when the cache is on another device.
+        `_opened` must follow. Raises ArgumentError if the cache is on another device.
         """
         with self._lock:
             if self._closed:
@@ -511,11 +532,38 @@ class Cache(NotCopied):
             mine = self._bound_device
             if mine is not None and mine is not device:
                 raise ArgumentError(f"the cache is on {mine.name}, the array is on {device.name}")
-            if "device" in self.__dict__:
-                return
-            if self._wanted is None:
-                self._divide(automatic_capacity(nbytes, self.line_bytes, device))
-            self._allocate(device)
+            if not self._has_memory:
+                if self._wanted is None:
+                    self._divide(automatic_capacity(nbytes, self.line_bytes, device))
+                self._allocate(device)
+            self._opening += 1
+
+    def _opened(self) -> None:
+        """Note that an array was opened, or that opening it has failed, after `_bind`."""
+        with self._lock:
+            self._opening = max(0, self._opening - 1)
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Free the memory if nothing keeps it. The next `_bind` allocates again."""
+        used = self._kept or self._opening or self._volumes or self._tables
+        if used or self._closed or not self._has_memory:
+            return
+        with contextlib.suppress(DeviceError):  # after a fault, only the host's memory counts
+            self._refused = self.refusals
+        self.device.carries.discard(self)
+        self._free()
+        self.streams.clear()
+        for name in _WITH_MEMORY:
+            del self.__dict__[name]
+        if self._wanted is None:
+            self.host_capacity = 0
+            for name in _WITH_CAPACITY:
+                del self.__dict__[name]
+
+    def __enter__(self) -> Self:
+        self._kept = True
+        return super().__enter__()
 
     def _allocate(self, device: Device) -> None:
         lines = self.set_count * self.ways
@@ -534,7 +582,7 @@ class Cache(NotCopied):
             head_bytes = struct_bytes + volume_bytes + _POLICY_WORDS_ALIGNMENT
             self._metadata = device.allocate(head_bytes + self.metadata_bytes)
         except BaseException:
-            self._free_frames()
+            self._free()
             raise
         self.address = self._metadata.address
         self._volumes_address = self.address + struct_bytes
@@ -571,9 +619,14 @@ class Cache(NotCopied):
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What holds its memory, for launches and controllers; see `DeviceMemory.owners`."""
+        """The owners of its memory, for launches and controllers; see `DeviceMemory.owners`."""
         tier = () if self._tier_frames is None else self._tier_frames.owners
         return *self._metadata.owners, *self._frames.owners, *tier
+
+    @property
+    def lines(self) -> int:
+        """Lines that the cache holds."""
+        return self.set_count * self.ways
 
     @property
     def host_lines(self) -> int:
@@ -589,15 +642,15 @@ class Cache(NotCopied):
     def refusals(self) -> int:
         """How often the policy asked for what it may not have. Nonzero only for a faulty policy.
 
-        Counts victims that are no candidates, ways that do not exist, and loops that were ended.
+        Counts victims that cannot be evicted, ways that do not exist, and loops that were ended.
         """
         if self._closed:
             raise ClosedError("the cache is closed")
-        if "device" not in self.__dict__:
-            return 0
+        if not self._has_memory:
+            return self._refused
         victims = self.address + LineCacheStruct.refusals.offset
         places = ((victims, 4), (self.geometry.tags - 8, 8))
-        return sum(
+        return self._refused + sum(
             int.from_bytes(self.device.download(place, nbytes), "little")
             for place, nbytes in places
         )
@@ -718,6 +771,18 @@ class Cache(NotCopied):
                 self.device.fill(volume.address, 0, VolumeStruct.visitors.offset)
             volume.events.close()
             volume.errors.close()
+            self._give_back()
+
+    def _keep_for(self, table: object) -> None:
+        """Keep the memory for a share table until `_leave`, or until the table is lost."""
+        with self._lock:
+            self._tables.add(table)
+
+    def _leave(self, table: object) -> None:
+        """Note that a share table is closed."""
+        with self._lock:
+            self._tables.discard(table)
+            self._give_back()
 
     def close(self) -> None:
         """Free the memory. May be called twice.
@@ -733,20 +798,15 @@ class Cache(NotCopied):
             if self._volumes:
                 raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
             self._closed = True
-            if "device" in self.__dict__:
-                self._metadata.close()
-                self._free_frames()
+            self._free()
 
-    def _free_frames(self) -> None:
-        self._frames.close()
+    def _free(self) -> None:
+        for memory in (self.__dict__.get("_metadata"), self.__dict__.get("_frames")):
+            if memory is not None:
+                memory.close()
         if self._tier_frames is not None:
             self._tier_frames.close()
-
-    def __enter__(self) -> Cache:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+            self._tier_frames = None
 
     def __repr__(self) -> str:
         size = self.__dict__.get("capacity", "auto")

@@ -12,10 +12,10 @@ import threading
 from functools import partial
 
 from flashwarp import endings
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
+from flashwarp.device.base import TIMEOUT_S, Device, Event
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
-from flashwarp.device.foreign import ArrayView, empty_like_library, stream_handle, view
+from flashwarp.device.foreign import ArrayView, Stream, stream_handle, view
 from flashwarp.device.memory import DeviceArray, DeviceMemory, MemoryInfo, OwnedStream, Registration
 from flashwarp.errors import ArgumentError, DeviceError
 
@@ -32,7 +32,6 @@ __all__ = [
     "OwnedStream",
     "Registration",
     "Stream",
-    "empty_like_library",
     "resolve",
     "stream_handle",
     "view",

@@ -13,17 +13,16 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import numpy.typing as npt
 
 from flashwarp import endings
-from flashwarp._jit import compiler, driver
+from flashwarp._jit import driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
-from flashwarp.device.foreign import ArrayView, view
+from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
 from flashwarp.device.memory import (
     DeviceArray,
     DeviceMemory,
@@ -39,6 +38,8 @@ from flashwarp.policy import CLOCK, Policy
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
+    from flashwarp._jit.compiler import Source
+
 _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
@@ -47,17 +48,6 @@ TIMEOUT_S = 60.0
 
 
 # The order of work.
-
-
-@dataclass(frozen=True)
-class Stream:
-    """An order of work on a device. Streams of torch, cupy and cuda.core are taken in its place."""
-
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Serve the protocol by which other libraries take this stream: version and handle."""
-        return 0, self.handle
 
 
 class Event(ABC):
@@ -90,7 +80,7 @@ class Event(ABC):
 # The device.
 
 
-class Device(endings.NotCopied, ABC):
+class Device(endings.Closing, ABC):
     """A place where kernels run. Use as a context manager, or close it; any thread may call.
 
     Attributes
@@ -172,6 +162,31 @@ class Device(endings.NotCopied, ABC):
         memory = self.allocate(nbytes, stream) if nbytes else None
         return DeviceArray(memory, shape, dtype, self)
 
+    def empty_like_library(
+        self, library: str, shape: Sequence[int], dtype: npt.DTypeLike, stream: object = None
+    ) -> Any:
+        """Allocate a result in the caller's library, in the device's memory.
+
+        Parameters
+        ----------
+        library : str
+            As in `ArrayView.library`.
+        shape, dtype
+            Of the result.
+        stream : optional
+            The stream that writes it first, if that is not the library's current one: the library
+            may lend memory that another of its streams still uses.
+
+        Returns
+        -------
+        array
+            A torch tensor or cupy array on the device; a numpy array for the CPU; else a
+            `DeviceArray`.
+        """
+        lengths, kind = tuple(int(n) for n in shape), np.dtype(dtype)
+        made = empty_in_library(library, lengths, kind, self, stream)
+        return self.empty_array(lengths, kind) if made is None else made
+
     # Kernels and streams.
 
     def launch(
@@ -244,6 +259,8 @@ class Device(endings.NotCopied, ABC):
 
     def _load_built_in(self, name: str, policy: Policy) -> dict[str, LoadedKernel]:
         """Load the kernel, and those that come with it; return them by symbol."""
+        from flashwarp._jit import compiler  # slow to import, and many launches need none
+
         source = compiler.Source.read(compiler.MODULE).behind(policy)
         options = (*policy.options, "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1")
         return self.load_program(source, options=options).by_name()
@@ -251,7 +268,7 @@ class Device(endings.NotCopied, ABC):
     @abstractmethod
     def load_program(
         self,
-        source: compiler.Source,
+        source: Source,
         *,
         include_dirs: Sequence[Path] = (),
         options: Sequence[str] = (),
@@ -359,17 +376,6 @@ class Device(endings.NotCopied, ABC):
                 finalizer()
             self._closed = True
             self._built_in.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"

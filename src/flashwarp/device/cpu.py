@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from flashwarp import config, endings
-from flashwarp._jit import compiler, host_compiler
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
 from flashwarp.device import host_memory
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream
+from flashwarp.device.base import TIMEOUT_S, Device, Event
+from flashwarp.device.foreign import Stream
 from flashwarp.device.memory import (
     DeviceMemory,
     MemoryInfo,
@@ -43,6 +43,9 @@ from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
+
+    from flashwarp._jit.compiler import Source
+    from flashwarp._jit.host_compiler import HostArtifact
 
 # Transparent huge pages come in this size.
 _HUGE_PAGE_BYTES = 2 << 20
@@ -162,22 +165,26 @@ class CpuDevice(Device):
 
     def load_program(
         self,
-        source: compiler.Source,
+        source: Source,
         *,
         include_dirs: Sequence[Path] = (),
         options: Sequence[str] = (),
         debug: bool = False,
     ) -> LoadedProgram:
+        # Slow to import, and the built-in kernels need no compiler.
+        from flashwarp._jit.compiler import INCLUDE_DIR
+        from flashwarp._jit.host_compiler import compile_host
+
         self._check_usable()
-        artifact = host_compiler.compile_host(
+        artifact = compile_host(
             source,
-            include_dirs=(*include_dirs, compiler.INCLUDE_DIR),
+            include_dirs=(*include_dirs, INCLUDE_DIR),
             options=options,
             debug=debug,
         )
         return endings.holding([self._lock], functools.partial(self._load_artifact, artifact))
 
-    def _load_artifact(self, artifact: host_compiler.HostArtifact) -> LoadedProgram:
+    def _load_artifact(self, artifact: HostArtifact) -> LoadedProgram:
         self._check_open()
         if artifact.key not in self._programs:
             self._programs[artifact.key] = _load_host_program(

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from flashwarp import endings
-from flashwarp._jit import compiler, driver, spelling
+from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
-from flashwarp.device.base import TIMEOUT_S, Device, Event, Stream, quietly
-from flashwarp.device.foreign import stream_handle
+from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
+from flashwarp.device.foreign import Stream, stream_handle
 from flashwarp.device.memory import (
     DeviceMemory,
     MemoryInfo,
@@ -34,6 +34,8 @@ from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceTime
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
+
+    from flashwarp._jit.compiler import Artifact, Source
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class CudaDevice(Device):
     @functools.cached_property
     def arch(self) -> str:
         """The architecture that kernels are compiled for, such as "sm_90"."""
+        from flashwarp._jit import compiler  # slow to import, and CPU devices need none
+
         return compiler.architecture(self.context.compute_capability)
 
     # Memory.
@@ -160,12 +164,14 @@ class CudaDevice(Device):
 
     def load_program(
         self,
-        source: compiler.Source,
+        source: Source,
         *,
         include_dirs: Sequence[Path] = (),
         options: Sequence[str] = (),
         debug: bool = False,
     ) -> LoadedProgram:
+        from flashwarp._jit import compiler
+
         self._check_open()
         debugged = ("-lineinfo", "-DFW_DEBUG=1") if debug else ()
         how: dict[str, Any] = {
@@ -184,7 +190,7 @@ class CudaDevice(Device):
         return endings.holding([self._lock], load)
 
     def _load_artifact(
-        self, artifact: compiler.Artifact, element_bytes: dict[str, tuple[int, ...]]
+        self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
     ) -> LoadedProgram:
         self._check_open()
         if artifact.key not in self._programs:
@@ -192,7 +198,7 @@ class CudaDevice(Device):
         return self._programs[artifact.key]
 
     def _loaded(
-        self, artifact: compiler.Artifact, element_bytes: dict[str, tuple[int, ...]]
+        self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
     ) -> LoadedProgram:
         module = driver.Module(self.context, artifact.cubin, tuple(artifact.kernels))
         kernels = tuple(
@@ -345,7 +351,7 @@ class _CudaEvent(Owned, Event):
         return self._context.elapsed_ms(start._event, self._event)
 
 
-def _elements(artifact: compiler.Artifact) -> dict[str, tuple[str, ...]]:
+def _elements(artifact: Artifact) -> dict[str, tuple[str, ...]]:
     """For each parameter of each kernel, the type of its elements if it is the program's own."""
     return {symbol: _own_elements(spelling.demangle(symbol)) for symbol in artifact.kernels}
 

@@ -1,7 +1,7 @@
 """Arrays and streams of other libraries: what they are and where, without importing any of them.
 
-`view` looks at an array of any library, `empty_like_library` makes a result in the library that the
-caller uses, `stream_handle` takes a stream in any common form. Nothing here copies array data.
+`view` looks at an array of any library, `empty_in_library` allocates a result in the caller's
+library, and `stream_handle` takes a stream in any common form. Nothing here copies array data.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,27 @@ import numpy.typing as npt
 from flashwarp._jit import driver
 from flashwarp.errors import ArgumentError, DtypeError
 
-if TYPE_CHECKING:
-    from flashwarp.device import Device
 
-# Streams of other libraries.
+class Place(Protocol):
+    """The facts about a device that other libraries need to allocate on it."""
+
+    name: str
+    kind: str
+    ordinal: int | None
+
+
+# Streams.
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An order of work on a device. Streams of torch, cupy and cuda.core are taken in its place."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Serve the protocol by which other libraries take this stream: version and handle."""
+        return 0, self.handle
 
 
 def stream_handle(stream: object) -> int:
@@ -257,33 +274,18 @@ def _view_dlpack(array: Any, library: str, stream: object) -> ArrayView:
     )
 
 
-def empty_like_library(
+def empty_in_library(
     library: str,
-    shape: Sequence[int],
-    dtype: npt.DTypeLike,
-    device: Device,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    device: Place,
     stream: object = None,
 ) -> Any:
-    """Allocate a result in the library that the caller uses, in the device's memory.
+    """Allocate an array of torch or cupy in a device's memory, or of numpy for the CPU.
 
-    Parameters
-    ----------
-    library : str
-        As in `ArrayView.library`.
-    shape, dtype
-        Of the result.
-    device : Device
-        Where the result is computed.
-    stream : optional
-        The stream that writes it first, where that is not the library's current one: the library
-        may lend memory that another of its streams still uses.
-
-    Returns
-    -------
-    array
-        A torch tensor or cupy array on the device; a numpy array for the CPU; else a `DeviceArray`.
+    Returns None if neither library nor numpy can hold it. `Device.empty_like_library` describes
+    the arguments.
     """
-    shape, dtype = tuple(int(n) for n in shape), np.dtype(dtype)
     module = sys.modules.get(library)
     handle = None if stream is None or device.kind != "cuda" else stream_handle(stream)
     if library == "torch" and module is not None:
@@ -298,26 +300,14 @@ def empty_like_library(
             if handle is not None:
                 stack.enter_context(_cupy_stream(module, handle, device))
             return module.empty(shape, dtype)
-    if device.kind == "cpu":
-        return np.empty(shape, dtype)
-    return device.empty_array(shape, dtype)
+    return np.empty(shape, dtype) if device.kind == "cpu" else None
 
 
-def _cupy_stream(cupy: Any, handle: int, device: Device) -> Any:
-    """Show cupy a stream of ours, in the way that its version wants."""
+def _cupy_stream(cupy: Any, handle: int, device: Place) -> Any:
+    """Wrap a stream of ours for cupy, whose versions differ in how they take one."""
     if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(_ForeignStream(handle))
+        return cupy.cuda.Stream.from_external(Stream(handle))
     return cupy.cuda.ExternalStream(handle, device.ordinal)
-
-
-class _ForeignStream:
-    """The protocol by which libraries take each other's streams: version and handle."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
 
 
 def _dtype_for_torch(torch: Any, dtype: np.dtype[Any]) -> Any:

@@ -6,21 +6,21 @@ Closing a handle releases it; so does closing its device, or losing the handle.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from flashwarp.config import integer
-from flashwarp.device.foreign import ArrayView
-from flashwarp.endings import NotCopied
+from flashwarp.device.foreign import ArrayView, Place, Stream
+from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 
 if TYPE_CHECKING:
-    from flashwarp.device.base import Device
+    from _typeshed import WriteableBuffer
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,24 @@ class MemoryInfo:
     total_bytes: int
 
 
-class Owned(NotCopied):
+class Home(Place, Protocol):
+    """The device that memory belongs to, as far as memory needs it; every `Device` is one."""
+
+    def _own(self, thing: Owned, release: Callable[[], None]) -> weakref.finalize[Any, Any]: ...
+
+    def default_stream(self) -> Stream:
+        """Return the library's own stream."""
+
+    def download_into(
+        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
+    ) -> None:
+        """Copy device memory into a contiguous host buffer; returns when it is there."""
+
+
+class Owned(Closing):
     """Something of a device to be released once: by `close`, by its device, or when lost."""
 
-    def __init__(self, device: Device, release: Callable[[], None]) -> None:
+    def __init__(self, device: Home, release: Callable[[], None]) -> None:
         self.device = device
         self._finalizer = device._own(self, release)
 
@@ -46,17 +60,6 @@ class Owned(NotCopied):
     def close(self) -> None:
         """Release it. May be called twice; may wait for running kernels."""
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class DeviceMemory(Owned):
@@ -74,7 +77,7 @@ class DeviceMemory(Owned):
 
     def __init__(
         self,
-        device: Device,
+        device: Home,
         address: int,
         nbytes: int,
         release: Callable[[], None],
@@ -126,7 +129,7 @@ class Registration(Owned):
     """Host memory of somebody else, pinned and reachable by kernels until closed."""
 
     def __init__(
-        self, device: Device, address: int, nbytes: int, release: Callable[[], None]
+        self, device: Home, address: int, nbytes: int, release: Callable[[], None]
     ) -> None:
         super().__init__(device, release)
         self.address = address
@@ -136,7 +139,7 @@ class Registration(Owned):
 class OwnedStream(Owned):
     """A stream made for one owner, who closes it; a CPU device's is the one that it has."""
 
-    def __init__(self, device: Device, handle: int, release: Callable[[], None]) -> None:
+    def __init__(self, device: Home, handle: int, release: Callable[[], None]) -> None:
         super().__init__(device, release)
         self.handle = handle
 
@@ -145,7 +148,7 @@ class OwnedStream(Owned):
         return 0, self.handle
 
 
-class DeviceArray(NotCopied):
+class DeviceArray(Closing):
     """A dense array in a device's memory, for callers whose library cannot hold the result.
 
     Any library that knows `__cuda_array_interface__` takes it without a copy; `numpy.asarray`
@@ -165,7 +168,7 @@ class DeviceArray(NotCopied):
         memory: DeviceMemory | None,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        device: Device,
+        device: Home,
     ) -> None:
         self.device = device
         self.shape = shape
@@ -248,17 +251,6 @@ class DeviceArray(NotCopied):
         """Free the memory. May be called twice."""
         if self._memory is not None:
             self._memory.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"

@@ -7,7 +7,7 @@ array, and stops with it. Data reaches the device by one of three paths, chosen 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
 from flashwarp.config import choice, integer
@@ -22,10 +22,12 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.nvme import Controller, Service
-from flashwarp.nvme.drive_model import SSDModel
 from flashwarp.nvme.queue_pair import DATA_PATHS, QueuePairs
 from flashwarp.storage import File, Memory, Namespace, Storage
 from flashwarp.storage.lease import Lease
+
+if TYPE_CHECKING:
+    from flashwarp.nvme.drive_model import SSDModel
 
 __all__ = ["PAGE_BYTES", "SoftwareController", "SoftwareService"]
 
@@ -93,10 +95,12 @@ class SoftwareController(NotCopied, Controller):
         if data_path is not None:
             choice("data_path", data_path, DATA_PATHS)
         self.storage = storage
-        if isinstance(model, str):
-            model = SSDModel.named(model)
-        if model is not None and not isinstance(model, SSDModel):
-            raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
+        if model is not None:
+            from flashwarp.nvme.drive_model import SSDModel  # slow to import, and seldom needed
+
+            model = SSDModel.named(model) if isinstance(model, str) else model
+            if not isinstance(model, SSDModel):
+                raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
         self.model = model
         self._wanted = (queue_pairs, depth, threads, data_path)
         self.asked_path = data_path

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 from flashwarp.config import SIZE_MAX, flag, integer
-from flashwarp.endings import NotCopied
+from flashwarp.endings import Closing
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -26,7 +26,7 @@ from flashwarp.errors import (
 )
 
 
-class Namespace(NotCopied):
+class Namespace(Closing):
     """What an array lies on, described: a size in logical blocks, and whether it takes writes.
 
     The bytes are wherever the array's controller finds them. For a controller of your own, that
@@ -99,12 +99,6 @@ class Namespace(NotCopied):
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _let_go(self) -> None:
         """Release what it holds: it is closed, and no array serves it any more."""

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import time
 from collections.abc import Callable
@@ -223,7 +222,7 @@ class Draft:
         self._lock = lock
         self._folder = str(Path(target).parent)
         # Nobody can guess it, and names of any length have room for it.
-        self.path = str(Path(self._folder) / f".flashwarp-{secrets.token_hex(8)}")
+        self.path = str(Path(self._folder) / f".flashwarp-{os.urandom(8).hex()}")
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

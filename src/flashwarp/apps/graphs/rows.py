@@ -11,6 +11,7 @@ from flashwarp.apps.graphs.csr import CsrGraph
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CpuDevice, Device
+from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError
 
 __all__ = ["Rows", "RowsStruct"]
@@ -45,7 +46,7 @@ class RowsStruct(ctypes.Structure):
     )
 
 
-class Rows:
+class Rows(Closing):
     """The offsets of a graph on a device: 8 bytes for each vertex and 4 for each chunk.
 
     Parameters
@@ -118,12 +119,6 @@ class Rows:
     def close(self) -> None:
         """Free the memory. May be called twice."""
         self._owned.close()
-
-    def __enter__(self) -> Rows:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _chunks_ahead(device: Device, cache: Cache, chunk: int) -> int:
