@@ -8,7 +8,7 @@ using namespace fw;
 
 // `data` off leaves the bytes where they are.
 struct queue_params {
-  cache::line_cache* cache;  // for finishing detached commands that we meet
+  cache::line_cache* cache;  // to finish detached commands that a drain finds
   cache::volume* volume;
   char* target;  // `target_blocks` blocks, written round robin
   uint64_t target_blocks;
@@ -17,8 +17,27 @@ struct queue_params {
   uint64_t seed;
   uint32_t block_bytes;  // a multiple of 512
   uint32_t data;         // 1: move the data, 0: commands only
+  uint32_t warps_max;    // warps of the launch that submit; 0: what `submitting_warps` chooses
+  uint32_t reserved;
 };
-static_assert(sizeof(queue_params) == 64);
+static_assert(sizeof(queue_params) == 72);
+
+// How many warps of the launch submit. Each holds a slot for every lane from its ticket to the
+// release. A full launch holds more slots than all rings have, so warps queue for slots in the
+// order of tickets, and poll: on an H200 such a launch submits less than half of what smaller ones
+// do. So warps hold half of the slots at most, and the next user of a slot finds it free. Copies of
+// data reach the limit of the link long before that of the rings, and need all warps to keep it
+// full.
+FW_DEVICE uint32_t submitting_warps(const queue_params& p) {
+  uint64_t most = p.warps_max;
+  if (most == 0 && p.data == 0) {
+    const cache::volume& v = *p.volume;
+    const uint64_t slots = uint64_t(v.queue_count) << v.queues[0].depth_log2;
+    most = slots / (2 * warp::kWarpWidth);
+    if (most < v.queue_count) most = v.queue_count;
+  }
+  return most == 0 || most > warp::count() ? warp::count() : uint32_t(most);
+}
 
 FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
   x ^= x >> 33;
@@ -97,7 +116,9 @@ FW_KERNEL_RESIDENT(2) queue_read(const FW_GRID_CONSTANT bench::queue_params p) {
   cache::volume& v = *p.volume;
   nvme::queue_pair& q = v.queues[warp::index() % v.queue_count];
   cache::line_finisher finisher{*p.cache};
-  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  const uint32_t warps = bench::submitting_warps(p);
+  if (warp::index() >= warps) return;
+  const uint64_t stride = uint64_t(warps) * warp::kWarpWidth;
   for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < p.commands;
        first += stride) {
     const uint64_t item = first + warp::lane();

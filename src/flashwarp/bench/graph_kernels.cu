@@ -21,12 +21,16 @@ struct input {
 static_assert(sizeof(input) == 80);
 
 // Connected components: trees over vertices, joined edge by edge. A root points to itself, every
-// other vertex to a smaller one, so the root of a finished tree is its smallest vertex.
+// other vertex to a smaller one, so the root of a finished tree is its smallest vertex. One launch
+// takes the lists of the vertices from `begin` to `end`; between launches `cc_compress` flattens the
+// trees. If two ends of an edge are in one flat tree, a comparison ends the visit. Without the
+// launches between, all warps climb the same deep trees at once.
 struct linking {
   uint32_t* parents;
   uint64_t vertices;
+  uint64_t begin, end;
 
-  FW_DEVICE bool wants(uint64_t) const { return true; }
+  FW_DEVICE bool wants(uint64_t v) const { return v >= begin && v < end; }
   FW_DEVICE void visit(uint64_t v, uint32_t neighbour, bool&) const {
     if (neighbour >= vertices) return;
     uint32_t a = atomic::load_relaxed(&parents[v]);

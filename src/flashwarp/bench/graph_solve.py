@@ -12,6 +12,7 @@ import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,12 @@ __all__ = ["KERNELS", "Algorithm", "Components", "Product", "Reader", "Search"]
 
 KERNELS = Path(__file__).with_name("graph_kernels.cu")
 
-# Ways that give every warp a chunk of the lists, or every warp or thread a vertex.
-_BY_CHUNK = ("cached", "in_place", "plain")
+# The other ways give each warp a chunk of the lists.
 _THREADS_A_VERTEX = {"by_warp": 32, "naive": 1, "uncached": 1}
+
+# Shares of the vertices after whose lists trees of components are flattened. On Kronecker graphs
+# the first share has joined nearly all vertices that have neighbours.
+_STAGES = (0, 1 / 64, 1 / 16, 1 / 4, 1)
 
 Launch = Callable[[str, ctypes.Structure], None]
 
@@ -59,7 +63,12 @@ class _Level(ctypes.Structure):
 class _Linking(ctypes.Structure):
     """Mirror of `bench::linking`."""
 
-    _fields_ = (("parents", ctypes.c_uint64), ("vertices", ctypes.c_uint64))
+    _fields_ = (
+        ("parents", ctypes.c_uint64),
+        ("vertices", ctypes.c_uint64),
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+    )
 
 
 class _Multiplying(ctypes.Structure):
@@ -163,7 +172,7 @@ class Search(Algorithm):
 
 
 class Components(Algorithm):
-    """Connected components: trees joined edge by edge, in one pass over the lists."""
+    """Connected components: trees joined edge by edge, in launches that read each list once."""
 
     name = "cc"
 
@@ -179,8 +188,10 @@ class Components(Algorithm):
         self._device.synchronize()
         start = time.perf_counter()
         program["cc_begin"](self._parents, vertices, warps=-(-vertices // 32))
-        launch("cc", _Linking(parents=self._parents.address, vertices=vertices))
-        program["cc_compress"](self._parents, vertices, warps=-(-vertices // 32))
+        for first, end in pairwise(int(vertices * share) for share in _STAGES):
+            part = _Linking(parents=self._parents.address, vertices=vertices, begin=first, end=end)
+            launch("cc", part)
+            program["cc_compress"](self._parents, vertices, warps=-(-vertices // 32))
         self._device.synchronize()
         return time.perf_counter() - start
 
@@ -270,6 +281,8 @@ class Reader:
         self.arrays = [array] if values is None else [array, values]
         self._program = program
         self._graph = graph
+        self.bytes_read = 0
+        """By the cache, in the last `solve`."""
         self._in_place = in_place
         self._rows = graphs.Rows(graph, array, ahead)
 
@@ -305,7 +318,13 @@ class Reader:
             else:
                 rows.backwards ^= 1
 
-        return algorithm.solve(launch, self._program, self._drop if each else _nothing)
+        before = self._read()
+        seconds = algorithm.solve(launch, self._program, self._drop if each else _nothing)
+        self.bytes_read = self._read() - before
+        return seconds
+
+    def _read(self) -> int:
+        return sum(array.stats.bytes_read for array in self.arrays)
 
     def _drop(self) -> None:
         for array in self.arrays:
