@@ -87,7 +87,9 @@ class Algorithm(ABC):
 
     name: str
     entries: int
-    """Entries that one `solve` looks at."""
+    """Entries that one `solve` reads."""
+    returns = True
+    """Whether a round reads what the round before left in the cache."""
     values: NDArray[np.float32] | None = None
     """One for each entry, where the kernels read them beside the lists."""
 
@@ -119,6 +121,7 @@ class Search(Algorithm):
         self._distances = device.allocate(4 * graph.vertices)
         self._found = device.allocate(4)
         self.answers: list[NDArray[np.uint32]] = []
+        self._right: dict[int, NDArray[np.uint32]] = {}
         self.entries = 0
 
     def solve(
@@ -162,9 +165,18 @@ class Search(Algorithm):
 
     def right(self) -> bool:
         return all(
-            check_distances(self._graph, source, answer)
+            self._is_right(source, answer)
             for source, answer in zip(self._sources, self.answers, strict=True)
         )
+
+    def _is_right(self, source: int, answer: NDArray[np.uint32]) -> bool:
+        """There is one right answer: what equals one that passed the check needs none."""
+        if source in self._right and np.array_equal(answer, self._right[source]):
+            return True
+        if not check_distances(self._graph, source, answer):
+            return False
+        self._right[source] = answer
+        return True
 
     def close(self) -> None:
         self._found.close()
@@ -175,11 +187,13 @@ class Components(Algorithm):
     """Connected components: trees joined edge by edge, in launches that read each list once."""
 
     name = "cc"
+    returns = False
 
     def __init__(self, device: Device, graph: graphs.CsrGraph) -> None:
         self._device = device
         self._graph = graph
         self._parents = device.allocate(4 * graph.vertices)
+        self._right: NDArray[np.uint32] | None = None
         self.entries = graph.entries
 
     def solve(self, launch: Launch, program: Program, begin: Callable[[], None]) -> float:
@@ -202,7 +216,13 @@ class Components(Algorithm):
         return self._graph.smallest_labels(roots)
 
     def right(self) -> bool:
-        return check_components(self._graph, self.labels())
+        labels = self.labels()
+        # As in a search, what equals a right answer is right.
+        if self._right is None or not np.array_equal(labels, self._right):
+            if not check_components(self._graph, labels):
+                return False
+            self._right = labels
+        return True
 
     def close(self) -> None:
         self._parents.close()
@@ -313,6 +333,8 @@ class Reader:
             self._program[f"{kernel}_{way}"](*self.arrays, given, state, warps=items)
             for array in self.arrays:
                 array.synchronize()
+            if not algorithm.returns:
+                return
             if weigh:
                 self._rows.turn()
             else:

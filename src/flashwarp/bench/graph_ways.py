@@ -65,6 +65,7 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
             "a warp for each vertex": partial(inside.solve, algorithm, "by_warp"),
         }
         hits = "cache of all lists, filled before"
+        there = "GPU memory" if bench.device.kind == "cuda" else "memory of the CPU device"
         speed, right = bench.turns(
             algorithm,
             {
@@ -88,16 +89,16 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
             speed[alternative],
             target=1.0 if name.endswith("half a line in place") else 0.0,
             note=f"the cache reads {read[name] / (4 * algorithm.entries):.2f} bytes for each byte "
-            f"needed; {speed[name] / speed[ceiling]:.2f} of GPU memory, {ceiling}",
+            f"needed; {speed[name] / speed[ceiling]:.2f} of {there}, {ceiling}",
         )
     for name in inside_ways:
-        bench.add(f"{order}GPU memory: {name}", speed[name], right[name], held.nbytes)
+        bench.add(f"{order}{there}: {name}", speed[name], right[name], held.nbytes)
     bench.add(
-        f"{order}GPU memory: {hits}",
+        f"{order}{there}: {hits}",
         speed[hits],
         right[hits],
         held.nbytes,
-        f"GPU memory, {ceiling}",
+        f"{there}, {ceiling}",
         speed[ceiling],
     )
 
