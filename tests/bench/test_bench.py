@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import json
+import re
+import subprocess
 import sys
 from itertools import count
 from pathlib import Path
@@ -18,7 +20,8 @@ from flashwarp.bench import BENCHES, first_light
 from flashwarp.cli import bench as command
 from flashwarp.cli.main import main
 from flashwarp.device import resolve
-from flashwarp.probe.report import Report, Row
+from flashwarp.probe import report as report_module
+from flashwarp.probe.report import Report, Row, provenance
 from flashwarp.probe.timing import device_seconds, in_turns, median_of
 
 
@@ -30,7 +33,7 @@ def run_main(monkeypatch, *arguments):
 
 
 def report_of(*rows):
-    report = Report("Some", {}, {})
+    report = Report("Some", "cpu", {}, {})
     for row in rows:
         report.add(row)
     return report
@@ -127,6 +130,29 @@ def test_device_seconds_cover_the_launch():
 
     assert len(done) == 1
     assert 0 < seconds < 10
+
+
+def git(folder, *words):
+    name = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *name, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_commit_of_a_record_is_marked_where_the_sources_differ_from_it(tmp_path, monkeypatch):
+    source = tmp_path / "report.py"
+    source.write_text("1")
+    monkeypatch.setattr(report_module, "__file__", str(source))
+    monkeypatch.setenv("FLASHWARP_COMMIT", "abc-dirty")
+
+    # An installed package inside another project: git does not know its file.
+    git(tmp_path, "init")
+    assert provenance("cpu")["commit"] == "abc-dirty"
+
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "Begin")
+    assert re.fullmatch("[0-9a-f]{12}", provenance("cpu")["commit"])
+
+    source.write_text("2")
+    assert re.fullmatch("[0-9a-f]{12}-dirty", provenance("cpu")["commit"])
 
 
 def test_report_shows_the_figure_of_the_paper_where_there_is_one(capsys):

@@ -1,14 +1,8 @@
 // Random blocks of one line, read by as few warps as you like: waiting for each, or with the next
 // ones on their way.
-#include "flashwarp/array.cuh"
+#include "bench.cuh"
 
 namespace {
-
-FW_DEVICE uint64_t mixed(uint64_t x) {
-  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
-  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
-  return x ^ (x >> 33);
-}
 
 // The data counts its elements, so a block's first word tells which block it is.
 FW_DEVICE void check(const uint32_t* block, uint64_t first, uint64_t words, uint64_t& wrong) {
@@ -24,7 +18,7 @@ read_and_wait(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint32_t* b
   uint32_t* mine = buffers + fw::warp::index() * words;
   uint64_t errors = 0;
   for (uint64_t k = fw::warp::index(); k < reads; k += fw::warp::count()) {
-    const uint64_t first = mixed(k + seed) % blocks * words;
+    const uint64_t first = bench::mix64(k + seed) % blocks * words;
     fw::warp::read(data, first, words, mine);
     fw::warp::sync(fw::warp::kFullMask);
     if (fw::warp::lane() == 0) check(mine, first, words, errors);
@@ -41,13 +35,13 @@ read_ahead(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint32_t* buff
   uint64_t errors = 0;
   uint64_t k = fw::base::thread_index();
   fw::token next;
-  if (k < reads) next = data.read_async(mixed(k + seed) % blocks * words, words, mine);
+  if (k < reads) next = data.read_async(bench::mix64(k + seed) % blocks * words, words, mine);
   for (; k < reads; k += step) {
-    const uint64_t first = mixed(k + seed) % blocks * words;
+    const uint64_t first = bench::mix64(k + seed) % blocks * words;
     fw::token now = next;
     // Into the same buffer: a token's elements move when it is waited for.
     if (k + step < reads) {
-      next = data.read_async(mixed(k + step + seed) % blocks * words, words, mine);
+      next = data.read_async(bench::mix64(k + step + seed) % blocks * words, words, mine);
     }
     now.wait();
     check(mine, first, words, errors);

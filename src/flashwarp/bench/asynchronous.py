@@ -10,7 +10,7 @@ import numpy as np
 import flashwarp as fw
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, median_of
 
 __all__ = ["run"]
@@ -35,8 +35,9 @@ def run(
     reads = parse_bytes(bytes_each) // line_bytes
     report = Report(
         title="Waiting warps",
-        settings={"bytes": blocks * line_bytes, "cache": cache, "line": line_bytes, "seed": seed},
-        machine=machine_facts(where.describe()),
+        device=where.describe(),
+        settings={"bytes": blocks * line_bytes, "cache": cache, "line": line_bytes},
+        seeds={"blocks": seed},
     )
     program = fw.compile(Path(__file__).with_suffix(".cu"), where)
     data = np.arange(blocks * words, dtype=np.uint32)
@@ -96,6 +97,7 @@ def run(
                     "the best of the sweep",
                     ceiling,
                     checked=checked,
+                    footprint=blocks * line_bytes,
                 )
             )
         enough = min(

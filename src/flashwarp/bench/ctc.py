@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import flashwarp as fw
 from flashwarp.device import Device, DeviceMemory, resolve
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns, median_of
 from flashwarp.program.compiling import Program
 
@@ -49,8 +49,9 @@ def run(
     blocks = blocks or (64 if on_gpu else 16)
     report = Report(
         title="Computation and communication",
+        device=where.describe(),
         settings={"threads": threads, "blocks": blocks, "ahead": ahead, "drive": model},
-        machine=machine_facts(where.describe()),
+        seeds={"drive": 1},
     )
     data = np.arange(threads * blocks * _WORDS, dtype=np.uint32)
     controller = None if model == "none" else fw.SoftwareController(model=model)
@@ -120,6 +121,7 @@ class _Sweep:
                     "synchronous",
                     seconds["waiting"] * 1e3,
                     checked=self.right,
+                    footprint=self.array.nbytes,
                     note=f"{speedup:.2f} times as fast; ideal {ideal:.2f}",
                 )
             )

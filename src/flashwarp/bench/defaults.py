@@ -7,7 +7,6 @@ The figure is the default's, against the better of the two ways that were forced
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from flashwarp.bench.small_memory import events_of, small_group
 from flashwarp.config import parse_bytes
 from flashwarp.device import host_memory, resolve
 from flashwarp.probe.disk import drop_page_cache, fill_page_cache, measure_ceiling
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.storage.npy import DATA_OFFSET, empty_layout, write_empty
 
 __all__ = ["run"]
@@ -97,15 +96,13 @@ def run(
     options = {name: given[name] for name in _OPTIONS}
     report = Report(
         title="Page cache or O_DIRECT: the default against both",
+        device=where.describe(),
         settings={
             **options,
             "row_bytes": _ROW_BYTES,
             "rows_of_a_call": _ROWS_OF_A_CALL,
-            "command": "flashwarp bench defaults "
-            + " ".join(f"--{name} {str(value)!r}" for name, value in options.items()),
-            "commit": _commit(),
         },
-        machine=machine_facts(where.describe()),
+        seeds={"rows": 0},
     )
     limit = parse_bytes(memory) if memory else 0
     with small_group(limit) if limit else nullcontext() as group:
@@ -139,18 +136,6 @@ def _size(text: str, room: int) -> int:
     except ValueError:
         nbytes = parse_bytes(text)
     return nbytes // _ROW_BYTES * _ROW_BYTES
-
-
-def _commit() -> str:
-    """Return the commit of the sources; empty for an installed package."""
-    told = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return told.stdout.strip()
 
 
 # In the measuring process.
@@ -187,9 +172,20 @@ def _ceilings(plan: _Plan, path: Path, rows: int, name: str) -> Iterator[Row]:
     """Measure what the drive gives to anybody, and what numpy gives from the page cache."""
     drive = measure_ceiling(path, _ROW_BYTES, min(1.0, plan.seconds))
     if drive.random_reads_per_s:
-        yield Row(f"{name}: the drive, random rows", drive.random_reads_per_s, "rows/s")
+        yield Row(
+            f"{name}: the drive, random rows",
+            drive.random_reads_per_s,
+            "rows/s",
+            footprint=plan.nbytes,
+        )
         in_order = drive.sequential_gb_per_s * 1e9 / _ROW_BYTES
-        yield Row(f"{name}: the drive, in order", in_order, "rows/s", note=drive.note)
+        yield Row(
+            f"{name}: the drive, in order",
+            in_order,
+            "rows/s",
+            note=drive.note,
+            footprint=plan.nbytes,
+        )
     if 2 * plan.nbytes > plan.room:
         # It waits for one page at a time.
         return
@@ -201,7 +197,12 @@ def _ceilings(plan: _Plan, path: Path, rows: int, name: str) -> Iterator[Row]:
         mapped[part]
     seconds = time.perf_counter() - start
     del mapped
-    yield Row(f"{name}: numpy.memmap, warm random rows", len(index) / seconds, "rows/s")
+    yield Row(
+        f"{name}: numpy.memmap, warm random rows",
+        len(index) / seconds,
+        "rows/s",
+        footprint=plan.nbytes,
+    )
 
 
 def _compare(plan: _Plan, use: _Use, path: Path, rows: int, name: str) -> Iterator[Row]:
@@ -229,6 +230,7 @@ def _compare(plan: _Plan, use: _Use, path: Path, rows: int, name: str) -> Iterat
             target=_TARGET,
             checked=right,
             note=f"{_BETTER if same else _OTHER}, {told}; the other has {other:.4g}",
+            footprint=plan.nbytes,
         )
 
 

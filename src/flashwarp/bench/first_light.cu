@@ -1,6 +1,6 @@
 // What first_light measures in kernels: the queue pairs without the cache, by random reads straight
 // into a buffer as BaM section 4.3 measures them, and sums over arrays beside plain loads.
-#include "flashwarp/array.cuh"
+#include "bench.cuh"
 
 namespace bench {
 
@@ -8,7 +8,7 @@ using namespace fw;
 
 // `data` off leaves the bytes where they are.
 struct queue_params {
-  cache::line_cache* cache;  // for finishing detached commands that we meet
+  cache::line_cache* cache;  // to finish detached commands that a drain finds
   cache::volume* volume;
   char* target;  // `target_blocks` blocks, written round robin
   uint64_t target_blocks;
@@ -17,16 +17,26 @@ struct queue_params {
   uint64_t seed;
   uint32_t block_bytes;  // a multiple of 512
   uint32_t data;         // 1: move the data, 0: commands only
+  uint32_t warps_max;    // warps of the launch that submit; 0: what `submitting_warps` chooses
+  uint32_t reserved;
 };
-static_assert(sizeof(queue_params) == 64);
+static_assert(sizeof(queue_params) == 72);
 
-FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
-  x ^= x >> 33;
-  x *= 0xff51afd7ed558ccdULL;
-  x ^= x >> 33;
-  x *= 0xc4ceb9fe1a85ec53ULL;
-  x ^= x >> 33;
-  return x;
+// How many warps of the launch submit. Each holds a slot for every lane from its ticket to the
+// release. A full launch holds more slots than all rings have, so warps queue for slots in the
+// order of tickets, and poll: on an H200 such a launch submits less than half of what smaller ones
+// do. So warps hold half of the slots at most, and the next user of a slot finds it free. Copies of
+// data reach the limit of the link long before that of the rings, and need all warps to keep it
+// full.
+FW_DEVICE uint32_t submitting_warps(const queue_params& p) {
+  uint64_t most = p.warps_max;
+  if (most == 0 && p.data == 0) {
+    const cache::volume& v = *p.volume;
+    const uint64_t slots = uint64_t(v.queue_count) << v.queues[0].depth_log2;
+    most = slots / (2 * warp::kWarpWidth);
+    if (most < v.queue_count) most = v.queue_count;
+  }
+  return most == 0 || most > warp::count() ? warp::count() : uint32_t(most);
 }
 
 struct reduce_params {
@@ -96,52 +106,29 @@ FW_KERNEL_RESIDENT(2) queue_read(const FW_GRID_CONSTANT bench::queue_params p) {
   const uint32_t mask = warp::kFullMask;
   cache::volume& v = *p.volume;
   nvme::queue_pair& q = v.queues[warp::index() % v.queue_count];
-  cache::line_finisher finisher{*p.cache};
-  const uint64_t stride = uint64_t(warp::count()) * warp::kWarpWidth;
+  const uint32_t warps = bench::submitting_warps(p);
+  if (warp::index() >= warps) return;
+  const uint32_t blocks = p.block_bytes >> nvme::kLbaShift;
+  const uint64_t stride = uint64_t(warps) * warp::kWarpWidth;
   for (uint64_t first = uint64_t(warp::index()) * warp::kWarpWidth; first < p.commands;
        first += stride) {
     const uint64_t item = first + warp::lane();
-    uint32_t rest = warp::ballot(mask, item < p.commands);
-    const uint64_t block = bench::mix64(item + p.seed) % p.blocks;
+    const uint32_t members = warp::ballot(mask, item < p.commands);
+    const uint64_t lba = bench::mix64(item + p.seed) % p.blocks * blocks;
     const uint64_t target =
         reinterpret_cast<uint64_t>(p.target) + (item % p.target_blocks) * p.block_bytes;
-    while (rest != 0) {
-      const uint32_t batch = cache::first_batch(q, rest);
-      const bool mine = (batch >> warp::lane()) & 1;
-      rest &= ~batch;
-      const uint32_t ticket = nvme::take_tickets(q, mask, batch);
-      if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
-        if (mine) cache::record_error(v, nvme::kTimedOut, nvme::kRead, v.line_begin);
-        return;
-      }
-      uint64_t address = target;
-      if (q.data.path == nvme::kInPlace) address = q.data.mapped_base + block * p.block_bytes;
-      if (q.data.path == nvme::kBounce) address = nvme::buffer_of(q, ticket);
-      if (mine) {
-        const uint32_t blocks = p.block_bytes >> nvme::kLbaShift;
-        nvme::write_entry(q, ticket,
-                          nvme::block_command(nvme::kRead, uint16_t(nvme::entry_of(q, ticket)),
-                                              block * blocks, blocks, address, 0),
-                          0);
+    const auto take = [&](uint32_t batch, uint64_t address, bool) {
+      if (p.data == 0 || q.data.path == nvme::kDirect) return;
+      // Each lane has acquired its own completion; now all lanes read all of the data.
+      warp::sync(mask);
+      for (uint32_t left = batch; left != 0; left &= left - 1) {
+        const uint32_t source = base::lowest_bit(left);
+        warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, target, source),
+                                          warp::broadcast(mask, address, source), p.block_bytes);
       }
       warp::sync(mask);
-      nvme::publish(q, mask);
-      const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
-      if (mine && status != nvme::kSuccess) {
-        cache::record_error(v, status, nvme::kRead, v.line_begin);
-      }
-      if (p.data != 0 && q.data.path != nvme::kDirect) {
-        // Each lane has acquired its own completion; now all lanes read all of the data.
-        warp::sync(mask);
-        for (uint32_t left = batch; left != 0; left &= left - 1) {
-          const uint32_t source = base::lowest_bit(left);
-          warp::copy<warp::source::kStream>(mask, warp::broadcast(mask, target, source),
-                                            warp::broadcast(mask, address, source), p.block_bytes);
-        }
-        warp::sync(mask);
-      }
-      if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
-    }
+    };
+    if (!bench::read_blocks(*p.cache, v, q, mask, members, lba, blocks, target, take)) return;
   }
 }
 

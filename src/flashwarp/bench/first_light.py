@@ -1,8 +1,8 @@
 """How close rows, elements and files come to the ceilings of the machine, in one run.
 
-Every figure stands beside its ceiling (the link, the plain gather, the disk) or its alternative
-(numpy and torch), measured in the same process on the same data. The data is a counter, so that any
-row can be checked against its index.
+Every figure stands beside its ceiling (the link, the plain gather, the disk) or its best
+alternative (numpy and torch), measured in the same process on the same data. The data is a counter,
+so that any row can be checked against its index.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import ctypes
 import gc
 import importlib
 import itertools
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,16 +25,81 @@ from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.array.rows import ArrayStruct
 from flashwarp.device import CudaDevice, Device, resolve
-from flashwarp.probe.disk import measure_ceiling
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.disk import drop_page_cache, fill_page_cache, measure_ceiling
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_seconds
 from flashwarp.storage.npy import read_layout
 
 __all__ = ["run"]
 
 _ROW_WORDS = 1024
-# How often ours and the alternative are measured in turn, where the machine drifts.
+_ROW_BYTES = 4 * _ROW_WORDS
+_LINES = (4096, 512)
+# How often a row and its alternative are measured in turn, since the disk drifts.
 _TURNS = 3
+# Launches that submit commands without data, by their number of warps.
+_GRIDS = (128, 256, 512, 1024, 4096)
+_BATCH_ROWS = 65536
+
+# Each row: its name, its unit, what it stands against, and the least ratio for lines of 4 KiB and
+# of 512 bytes, or for the row.
+_PULL = "UVA gather, {line} B"
+_ROWS: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
+    "queues": ("host memory: raw queues, {line} B reads", "GB/s", _PULL, (0.98, 0.95)),
+    "commands": (
+        "no data: raw queues, commands, default launch",
+        "M/s",
+        "best of all launches",
+        (0.9,),
+    ),
+    "gather": ("host memory: Array.gather, cold {line} B rows", "GB/s", _PULL, (0.92, 0.80)),
+    "resident": (
+        "GPU cache: Array.gather, {line} B rows",
+        "GB/s",
+        "torch.index_select",
+        (0.90, 0.0),
+    ),
+    "random": ("GPU cache: random 4 B elements, {line} B lines", "G/s", "plain loads", (0.5, 0.0)),
+    "consecutive": (
+        "GPU cache: consecutive 4 B elements, {line} B lines",
+        "G/s",
+        "plain loads",
+        (0.7, 0.0),
+    ),
+    "mapped": ("page cache: Array.gather in place, cold 4 KiB rows", "GB/s", _PULL, (0.92,)),
+    "batch": (
+        f"page cache: {_BATCH_ROWS:,} cold 4 KiB rows",
+        "GB/s",
+        "torch.index_select to pinned memory, then a copy",
+        (1.8,),
+    ),
+    "batch numpy": (
+        f"page cache: {_BATCH_ROWS:,} cold 4 KiB rows",
+        "GB/s",
+        "torch.from_numpy(memmap[idx]).cuda()",
+        (12.0,),
+    ),
+    "bounce": (
+        "page cache: writable file, bounce buffers, 8 threads, cold 4 KiB rows",
+        "GB/s",
+        _PULL,
+        (0.2,),
+    ),
+    "new": ("page cache: 4 KiB rows", "GB/s", "memmap[idx]", (1.0,)),
+    "given": ("page cache: 4 KiB rows into out=", "GB/s", "np.take(out=)", (0.0,)),
+    "o_direct": (
+        "flash: random 4 KiB rows, O_DIRECT",
+        "k/s",
+        "asynchronous I/O, depth 256",
+        (0.95,),
+    ),
+    "o_direct wide": (
+        "flash: rows in order, 1 MiB lines, O_DIRECT",
+        "GB/s",
+        "asynchronous I/O, 8 reads of 1 MiB",
+        (0.95,),
+    ),
+}
 
 
 def load_kernels(device: Device) -> dict[str, LoadedKernel]:
@@ -57,6 +121,8 @@ class QueueParams(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("block_bytes", ctypes.c_uint32),
         ("data", ctypes.c_uint32),
+        ("warps_max", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     )
 
 
@@ -94,170 +160,199 @@ def _expected(index: npt.NDArray[np.int64], words: int) -> npt.NDArray[np.uint32
 def run(
     device: str | None,
     folder: Path,
-    gib: Annotated[float, "Size of the file in GiB."] = 1.0,
+    gib: Annotated[float, "Size of the data in GiB; default 16 on a GPU, else 1."] = 0.0,
     seed: Annotated[int, "Of the random rows."] = 1,
 ) -> Report:
     """Measure everything that `device` can; needs `gib` GiB of disk in `folder` and of memory."""
     where = resolve(device)
+    gib = gib or (16.0 if isinstance(where, CudaDevice) else 1.0)
     report = Report(
         title="First light",
-        settings={"file_gib": gib, "seed": seed, "row_bytes": 4 * _ROW_WORDS},
-        machine=machine_facts(where.describe()),
+        device=where.describe(),
+        settings={"gib": gib, "row_bytes": _ROW_BYTES},
+        seeds={"rows": seed},
     )
-    rows = int(gib * 2**30) // (4 * _ROW_WORDS)
+    rows = int(gib * 2**30) // _ROW_BYTES
     path = folder / "flashwarp-bench.npy"
+    kind = _Gpu if isinstance(where, CudaDevice) else _Measurement
     try:
         _write_counter(path, rows)
-        if isinstance(where, CudaDevice):
-            _Gpu(where, report, seed).measure(path, rows)
-        else:
-            _cpu(where, report, path, rows, seed)
+        kind(where, report, seed).measure(path, rows)
     finally:
         path.unlink(missing_ok=True)
     return report
 
 
-def _cpu(device: Device, report: Report, path: Path, rows: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    count = min(rows, 65536)
-    batches = [rng.permutation(rows)[:count] for _ in range(6)]
-    out = np.empty((count, _ROW_WORDS), np.uint32)
-    plain = np.load(path, mmap_mode="r")
-    _ = int(plain[:, 0].sum())  # every page in the page cache and in the page table
-    gb = out.nbytes / 1e9
-    turn = itertools.cycle(batches)
+class _Measurement:
+    """What every device can measure: rows of a file."""
 
-    def take() -> None:
-        np.take(plain, next(turn), axis=0, out=out, mode="clip")
-
-    # Like against like: both allocate their result, then both are given it.
-    with fw.open(path, device=device, cache=out.nbytes // 4) as x:
-        checked = bool((x[batches[0]] == _expected(batches[0], _ROW_WORDS)).all())
-        seconds = in_turns(
-            {
-                "new": partial(wall_seconds, lambda: x[next(turn)]),
-                "numpy new": partial(wall_seconds, lambda: plain[next(turn)]),
-                "given": partial(wall_seconds, lambda: x.gather(next(turn), out=out)),
-                "numpy given": partial(wall_seconds, take),
-            },
-            runs=7,
-        )
-    name = "page-cached file, 4 KiB rows"
-    speed = {way: gb / taken for way, taken in seconds.items()}
-    report.add(Row(name, speed["new"], "GB/s", "memmap[idx]", speed["numpy new"], 1.0, checked))
-    report.add(
-        Row(f"{name} into out=", speed["given"], "GB/s", "np.take(out=)", speed["numpy given"])
-    )
-    _direct(device, report, path, rows, rng)
-
-
-def _direct(
-    device: Device, report: Report, path: Path, rows: int, rng: np.random.Generator
-) -> None:
-    """Rows past the page cache, against a plain loop at the same depth on the same file."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    count = min(rows // 4, 131072)
-    wide_words = (1 << 20) // 4
-    wide_rows = rows // 4 * _ROW_WORDS // wide_words
-    storage = fw.storage.File(path, read_layout(str(path)).offset, o_direct=True)
-    narrow = fw.open(path, device=device, cache="64 MiB", o_direct=True)
-    wide = fw.open(
-        storage,
-        "r",
-        "uint32",
-        (rows * _ROW_WORDS // wide_words, wide_words),
-        device=device,
-        cache="256 MiB",
-        line="1 MiB",
-        controller=fw.SoftwareController(depth=32),
-    )
-    # The disk drifts, so its own speed and ours take turns; results stay where the device has them.
-    ceilings, random, sequential = [], [], []
-    with narrow, wide:
-        for turn in range(_TURNS):
-            ceilings.append(measure_ceiling(path, 4096, 1.0))
-            index = rng.permutation(rows)[:count]
-            there = _on(device, index)
-            random.append(count / 1e3 / wall_seconds(partial(narrow.gather, there)))
-            # A part of the file in order, as rows of one line each.
-            first = wide_rows // _TURNS * turn
-            order = _on(device, np.arange(first, first + wide_rows // _TURNS))
-            seconds = wall_seconds(partial(wide.gather, order))
-            sequential.append(len(order) * (1 << 20) / 1e9 / seconds)
-        checked = bool((narrow.gather(index[:64]) == _expected(index[:64], _ROW_WORDS)).all())
-        last = np.asarray(wide[first : first + 1])
-        checked_wide = bool((last == _expected(np.array([first]), wide_words)).all())
-    ceilings.append(measure_ceiling(path, 4096, 1.0))
-    report.settings["disk_itself"] = sorted({ceiling.note for ceiling in ceilings})
-    ceilings = [ceiling for ceiling in ceilings if ceiling.random_reads_per_s > 0]
-    if not ceilings:
-        print(f"the disk itself: {report.settings['disk_itself']}", flush=True)
-    reads = median([ceiling.random_reads_per_s for ceiling in ceilings] or [0.0])
-    plain = median([ceiling.sequential_gb_per_s for ceiling in ceilings] or [0.0])
-    name = "plain O_DIRECT loop, depth 256"
-    report.add(
-        Row(
-            "O_DIRECT file, 4 KiB random rows",
-            median(random),
-            "k/s",
-            name,
-            reads / 1e3,
-            0.95,
-            checked,
-        )
-    )
-    report.add(
-        Row(
-            "O_DIRECT file, sequential, 1 MiB lines",
-            median(sequential),
-            "GB/s",
-            "plain 1 MiB loop",
-            plain,
-            0.95,
-            checked_wide,
-        )
-    )
-
-
-def _on(device: Device, index: npt.NDArray[np.int64]) -> Any:
-    """Return indices where results are to go: on a GPU a torch tensor, else themselves."""
-    if isinstance(device, CudaDevice):
-        return importlib.import_module("torch").from_numpy(index).cuda()
-    return index
-
-
-class _Gpu:
-    """The measurements of one GPU."""
-
-    def __init__(self, device: CudaDevice, report: Report, seed: int) -> None:
+    def __init__(self, device: Device, report: Report, seed: int) -> None:
         self.device = device
-        self.kernels = load_kernels(device)
         self.report = report
         self.seed = seed
-        self.torch: Any = importlib.import_module("torch")
         self.rng = np.random.default_rng(seed)
 
+    def add(
+        self,
+        row: str,
+        value: float,
+        reference: float,
+        footprint: int,
+        checked: bool | None = None,
+        line: int = 4096,
+    ) -> None:
+        """Report a row of the table."""
+        name, unit, against, targets = _ROWS[row]
+        self.report.add(
+            Row(
+                name.format(line=line),
+                value,
+                unit,
+                against.format(line=line),
+                reference,
+                targets[_LINES.index(line) if len(targets) > 1 else 0],
+                checked,
+                footprint=footprint,
+            )
+        )
+
     def measure(self, path: Path, rows: int) -> None:
+        """Measure rows of a file in the page cache, and past it."""
+        self.warm(path, rows)
+        self.direct(path, rows)
+
+    def warm(self, path: Path, rows: int) -> None:
+        count = min(rows, 65536)
+        batches = [self.rng.permutation(rows)[:count] for _ in range(6)]
+        out = np.empty((count, _ROW_WORDS), np.uint32)
+        plain = np.load(path, mmap_mode="r")
+        _ = int(plain[:, 0].sum())  # every page in the page cache and in the page table
+        turn = itertools.cycle(batches)
+
+        def take() -> None:
+            np.take(plain, next(turn), axis=0, out=out, mode="clip")
+
+        # Like against like: both allocate their result, or both are given it.
+        with fw.open(path, device=self.device, cache=out.nbytes // 4) as x:
+            checked = bool((x[batches[0]] == _expected(batches[0], _ROW_WORDS)).all())
+            seconds = in_turns(
+                {
+                    "new": partial(wall_seconds, lambda: x[next(turn)]),
+                    "numpy new": partial(wall_seconds, lambda: plain[next(turn)]),
+                    "given": partial(wall_seconds, lambda: x.gather(next(turn), out=out)),
+                    "numpy given": partial(wall_seconds, take),
+                },
+                runs=7,
+            )
+        speed = {way: out.nbytes / 1e9 / taken for way, taken in seconds.items()}
+        self.add("new", speed["new"], speed["numpy new"], rows * _ROW_BYTES, checked)
+        self.add("given", speed["given"], speed["numpy given"], rows * _ROW_BYTES)
+
+    def there(self, index: npt.NDArray[np.int64]) -> Any:
+        """Return indices that leave the results of a gather on the device."""
+        return index
+
+    def direct(self, path: Path, rows: int) -> None:
+        """Rows past the page cache, against asynchronous I/O at the same depth on the same file."""
+        drop_page_cache(path)
+        count = min(rows // 4, 131072)
+        wide_words = (1 << 20) // 4
+        wide_rows = rows // 4 * _ROW_WORDS // wide_words
+        storage = fw.storage.File(path, read_layout(str(path)).offset, o_direct=True)
+        narrow = fw.open(path, device=self.device, cache="64 MiB", o_direct=True)
+        wide = fw.open(
+            storage,
+            "r",
+            "uint32",
+            (rows * _ROW_WORDS // wide_words, wide_words),
+            device=self.device,
+            cache="256 MiB",
+            line="1 MiB",
+            controller=fw.SoftwareController(depth=32),
+        )
+        # The disk drifts, so it and the arrays take turns.
+        ceilings, random, ordered = [], [], []
+        with narrow, wide:
+            for turn in range(_TURNS):
+                ceilings.append(measure_ceiling(path, _ROW_BYTES, 1.0))
+                index = self.rng.permutation(rows)[:count]
+                there = self.there(index)
+                random.append(count / 1e3 / wall_seconds(partial(narrow.gather, there)))
+                # A part of the file in order, as rows of one line each.
+                first = wide_rows // _TURNS * turn
+                there = self.there(np.arange(first, first + wide_rows // _TURNS))
+                seconds = wall_seconds(partial(wide.gather, there))
+                ordered.append(len(there) * (1 << 20) / 1e9 / seconds)
+            checked = bool((narrow.gather(index[:64]) == _expected(index[:64], _ROW_WORDS)).all())
+            last = np.asarray(wide[first : first + 1])
+            checked_wide = bool((last == _expected(np.array([first]), wide_words)).all())
+        ceilings.append(measure_ceiling(path, _ROW_BYTES, 1.0))
+        notes = self.report.settings["disk_itself"] = sorted({each.note for each in ceilings})
+        ceilings = [each for each in ceilings if each.random_reads_per_s > 0]
+        if not ceilings:
+            print(f"the disk itself: {notes}", flush=True)
+        reads = median([each.random_reads_per_s for each in ceilings] or [0.0])
+        plain = median([each.sequential_gb_per_s for each in ceilings] or [0.0])
+        self.add("o_direct", median(random), reads / 1e3, rows * _ROW_BYTES, checked)
+        self.add("o_direct wide", median(ordered), plain, wide_rows << 20, checked_wide)
+
+
+class _Gpu(_Measurement):
+    """The measurements of one GPU."""
+
+    def __init__(self, device: Device, report: Report, seed: int) -> None:
+        super().__init__(device, report, seed)
+        self.kernels = load_kernels(device)
+        self.torch: Any = importlib.import_module("torch")
+        self.pull: dict[int, float] = {}
+
+    def measure(self, path: Path, rows: int) -> None:
+        """Measure memory, the cache, and the file."""
         held = _counter(rows, _ROW_WORDS)
         memory = fw.storage.Memory(held)
-        ceilings = {}
-        for line in (4096, 512):
-            ceilings[line] = self.mapped(memory, held.nbytes, line)
-        for line in (4096, 512):
+        for line in _LINES:
+            self.memory(memory, held.nbytes, line)
+        for line in _LINES:
             self.resident(memory, min(held.nbytes, 1 << 30), line)
-        del memory
+        del memory, held
         gc.collect()
-        self.file_mapped(path, rows, ceilings[4096])
-        self.file_bounce(path, rows)
-        _direct(self.device, self.report, path, rows, self.rng)
+        self.page_cached(path, rows)
+        self.bounced(path, rows)
+        self.direct(path, rows)
 
-    def mapped(self, memory: Any, nbytes: int, line: int) -> float:
-        """Cold rows and raw queues over pinned memory. Returns the pull ceiling in GB/s."""
-        torch = self.torch
-        words = line // 4
-        blocks = nbytes // line
+    def there(self, index: npt.NDArray[np.int64]) -> Any:
+        return self.torch.from_numpy(index).cuda()
+
+    def seconds(self, kernel: str, params: ctypes.Structure, warps: int) -> float:
+        return device_seconds(
+            self.device,
+            lambda: self.device.run_kernel(self.kernels[kernel], [bytes(params)], warps=warps),
+        )
+
+    def gather(self, x: fw.Array, index: Any, out: Any, runs: int = 5) -> float:
+        """GB/s of a gather that finds none of its rows in the cache."""
+
+        def cold() -> float:
+            x.drop_cache()
+            self.torch.cuda.synchronize()
+            return wall_seconds(lambda: x.gather(index, out=out))
+
+        return float(out.nbytes / 1e9 / median_of(cold, runs))
+
+    def right(self, out: Any, index: Any) -> bool:
+        """Tell whether a sample of gathered rows is right."""
+        some = self.rng.integers(0, len(index), 2000)
+        there = self.there(some)
+        # torch indexes no tensors of uint32.
+        rows = out.view(self.torch.int32)[there].cpu().numpy().view(np.uint32)
+        return bool((rows == _expected(index[there].cpu().numpy(), out.shape[1])).all())
+
+    def empty(self, count: int, words: int) -> Any:
+        return self.torch.empty((count, words), dtype=self.torch.uint32, device="cuda")
+
+    def memory(self, memory: Any, nbytes: int, line: int) -> None:
+        """Cold rows and raw queues over pinned memory."""
+        words, blocks = line // 4, nbytes // line
         count = min(blocks // 2, 1 << 20 if line == 4096 else 1 << 22)
         with fw.open(
             memory,
@@ -268,7 +363,7 @@ class _Gpu:
             cache=nbytes // 4,
             line=line,
         ) as x:
-            out = torch.empty((count, words), dtype=torch.uint32, device="cuda")
+            out = self.empty(count, words)
             params = QueueParams(
                 cache=x.kernel_handle.cache,
                 volume=x.kernel_handle.volume,
@@ -281,64 +376,34 @@ class _Gpu:
                 data=1,
             )
 
-            def rate(kernel: str, warps: int = -(-count // 32)) -> float:
+            def per_s(kernel: str, warps: int = -(-count // 32)) -> float:
                 x.controller.wake()
-                seconds = device_seconds(
-                    self.device,
-                    lambda: self.device.run_kernel(
-                        self.kernels[kernel], [bytes(params)], warps=warps
-                    ),
-                )
-                return count / seconds
+                return float(params.commands / self.seconds(kernel, params, warps))
 
-            pull = median_of(lambda: rate("pull_blocks")) * line / 1e9
-            raw = median_of(lambda: rate("queue_read")) * line / 1e9
-            ceiling = f"pull ceiling, {line} B"
-            self.report.add(
-                Row(
-                    f"raw queues, {line} B reads",
-                    raw,
-                    "GB/s",
-                    ceiling,
-                    pull,
-                    0.98 if line == 4096 else 0.95,
-                )
-            )
-            params.data = 0
+            self.pull[line] = median_of(lambda: per_s("pull_blocks")) * line / 1e9
+            raw = median_of(lambda: per_s("queue_read")) * line / 1e9
+            self.add("queues", raw, self.pull[line], nbytes, line=line)
             if line == 512:
-                params.commands = 1 << 24
-                best = max(
-                    median_of(partial(rate, "queue_read", 8 * many), 3) * params.commands / count
-                    for many in (16, 32, 64, 132)
-                )
-                self.report.add(
-                    Row("raw queues, commands without data", best / 1e6, "M/s", "target", 80, 1.0)
-                )
-            index = torch.randperm(blocks, device="cuda")[:count]
+                self.commands(params, per_s)
+            index = self.torch.randperm(blocks, device="cuda")[:count]
+            ours = self.gather(x, index, out)
+            right = self.right(out, index)
+            self.add("gather", ours, self.pull[line], nbytes, right, line)
+            self.report.settings[f"memory_{line}"] = {
+                **x.stats.as_dict(),
+                "pull_gb_s": self.pull[line],
+            }
 
-            def cold() -> float:
-                x.drop_cache()
-                torch.cuda.synchronize()
-                return float(out.nbytes / 1e9 / wall_seconds(lambda: x.gather(index, out=out)))
-
-            ours = median_of(cold)
-            some = torch.randint(0, count, (2000,))
-            got = out.view(torch.int32)[some.cuda()].cpu().numpy().view(np.uint32)
-            checked = bool((got == _expected(index.cpu().numpy()[some], words)).all())
-            self.report.add(
-                Row(
-                    f"Array.gather, cold, {line} B rows",
-                    ours,
-                    "GB/s",
-                    ceiling,
-                    pull,
-                    0.92 if line == 4096 else 0.80,
-                    checked,
-                )
-            )
-            stats = x.stats
-            self.report.settings[f"mapped_{line}"] = {**stats.as_dict(), "pull_gb_s": pull}
-        return pull
+    def commands(self, params: QueueParams, per_s: Callable[[str, int], float]) -> None:
+        """Commands without data: by the launch that a user makes, and by launches of each size."""
+        params.data, params.commands = 0, 1 << 24
+        rates = {}
+        for params.warps_max in (0, *_GRIDS):
+            warps = params.warps_max or params.commands // 32
+            rates[params.warps_max] = median_of(partial(per_s, "queue_read", warps), 3) / 1e6
+        default = rates.pop(0)
+        self.report.settings["commands_m_s_by_warps"] = rates
+        self.add("commands", default, max(default, *rates.values()), 0)
 
     def resident(self, memory: Any, part: int, line: int) -> None:
         """Hits: rows against torch.index_select, elements against plain loads."""
@@ -354,170 +419,98 @@ class _Gpu:
             line=line,
         ) as x:
             plain = torch.empty((rows, words), dtype=torch.int32, device="cuda")
-            everything = torch.arange(rows, device="cuda")
-            x.gather(everything, out=plain.view(torch.uint32))
-            index = torch.randint(0, rows, (1 << 21 if line == 512 else 1 << 19,), device="cuda")
-            out = torch.empty((len(index), words), dtype=torch.uint32, device="cuda")
-            view = out.view(torch.int32)
-            params = x._attachment.launcher.row_params(x._index(index, None), out.data_ptr())
-            moved = out.nbytes / 1e9
+            x.gather(torch.arange(rows, device="cuda"), out=plain.view(torch.uint32))
+            # 8 GiB of rows: a call then takes much longer than its launch.
+            index = torch.randint(0, rows, ((8 << 30) // line,), device="cuda")
+            out = self.empty(len(index), words)
 
-            def ours() -> float:
-                return float(
-                    moved
-                    / device_seconds(
-                        self.device,
-                        lambda: self.device.launch("gather_rows", params, warps=len(index) // 32),
-                    )
-                )
+            def selected() -> None:
+                torch.index_select(plain, 0, index, out=out.view(torch.int32))
+                torch.cuda.synchronize()
 
-            def theirs() -> float:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                torch.index_select(plain, 0, index, out=view)
-                end.record()
-                end.synchronize()
-                return float(moved / (start.elapsed_time(end) / 1e3))
-
-            speed = median_of(ours)
-            copy = out.clone()
-            reference = median_of(theirs)
-            self.report.add(
-                Row(
-                    f"resident, {line} B rows",
-                    speed,
-                    "GB/s",
-                    "torch.index_select",
-                    reference,
-                    0.90 if line == 4096 else 0.0,
-                    bool((copy.view(torch.int32) == view).all()),
-                )
-            )
+            seconds = median_of(lambda: wall_seconds(lambda: x.gather(index, out=out)))
+            checked = self.right(out, index)
+            theirs = median_of(lambda: wall_seconds(selected))
+            gb = out.nbytes / 1e9
+            self.add("resident", gb / seconds, gb / theirs, part, checked, line)
             self.elements(x, plain, line)
 
     def elements(self, x: fw.Array, plain: Any, line: int) -> None:
         """Single words in a kernel: `data[i]` against a plain pointer."""
         total = self.torch.zeros(1, dtype=self.torch.int64, device="cuda")
-        for random, name in ((1, "random"), (0, "consecutive")):
-            results = {}
-            for kernel in ("reduce_array", "reduce_plain"):
-                params = ReduceParams(
-                    array=x.kernel_handle,
-                    plain=plain.data_ptr(),
-                    sum=total.data_ptr(),
-                    count=1 << 30 if not random else 1 << 29,
-                    span=line // 4,
-                    seed=self.seed,
-                    random=random,
-                )
-                if not random:
-                    params.count = min(params.count, x.size)
-
-                def rate(kernel: str = kernel, params: ReduceParams = params) -> float:
-                    total.zero_()
-                    self.torch.cuda.synchronize()
-                    seconds = device_seconds(
-                        self.device,
-                        lambda: self.device.run_kernel(
-                            self.kernels[kernel], [bytes(params)], warps=1 << 20
-                        ),
-                    )
-                    return float(params.count / seconds / 1e9)
-
-                results[kernel] = (median_of(rate), int(total.item()))
-            ours, theirs = results["reduce_array"], results["reduce_plain"]
-            self.report.add(
-                Row(
-                    f"resident, {name} 4 B elements, {line} B lines",
-                    ours[0],
-                    "G/s",
-                    "plain loads",
-                    theirs[0],
-                    (0.5 if random else 0.7) if line == 4096 else 0.0,
-                    ours[1] == theirs[1],
-                )
+        for random, row in ((1, "random"), (0, "consecutive")):
+            params = ReduceParams(
+                array=x.kernel_handle,
+                plain=plain.data_ptr(),
+                sum=total.data_ptr(),
+                count=1 << 30 if random else min(1 << 29, x.size),
+                span=line // 4,
+                seed=self.seed,
+                random=random,
             )
 
-    def file_mapped(self, path: Path, rows: int, pull: float) -> None:
-        """A page-cached file in place, and what people do today with the same file."""
-        torch = self.torch
-        _ = int(np.load(path, mmap_mode="r")[:, 0].sum())  # every page in the page cache
+            def seconds(kernel: str, params: ReduceParams = params) -> float:
+                total.zero_()
+                self.torch.cuda.synchronize()
+                return self.seconds(kernel, params, 1 << 20)
+
+            found = {}
+            for kernel in ("reduce_array", "reduce_plain"):
+                taken = median_of(partial(seconds, kernel))
+                found[kernel] = params.count / 1e9 / taken, int(total.item())
+            (ours, sum_ours), (theirs, sum_theirs) = found.values()
+            self.add(row, ours, theirs, plain.nbytes, sum_ours == sum_theirs, line)
+
+    def page_cached(self, path: Path, rows: int) -> None:
+        """A file in the page cache, read in place, and other ways to the same batch."""
+        fill_page_cache(path)
         count = min(rows // 2, 1 << 19)
         index = self.rng.permutation(rows)[:count]
-        device_index = torch.from_numpy(index).cuda()
-        out = torch.empty((count, _ROW_WORDS), dtype=torch.uint32, device="cuda")
+        there, out = self.there(index), self.empty(count, _ROW_WORDS)
         with fw.open(path, device=self.device, cache=rows * 1024, strict="in_place") as x:
+            ours = self.gather(x, there, out)
+            right = self.right(out, there)
+            self.add("mapped", ours, self.pull[4096], rows * _ROW_BYTES, right)
+            self.other_ways(path, x, index[:_BATCH_ROWS])
 
-            def cold() -> float:
-                x.drop_cache()
-                torch.cuda.synchronize()
-                seconds = wall_seconds(lambda: x.gather(device_index, out=out))
-                return float(out.nbytes / 1e9 / seconds)
-
-            ours = median_of(cold)
-            checked = bool((out[:500].cpu().numpy() == _expected(index[:500], _ROW_WORDS)).all())
-            self.todays_ways(path, x, index[:65536])
-        self.report.add(
-            Row(
-                "page-cached file, mapped in place, cold 4 KiB rows",
-                ours,
-                "GB/s",
-                "pull ceiling, 4096 B",
-                pull,
-                0.92,
-                checked,
-            )
-        )
-
-    def todays_ways(self, path: Path, x: fw.Array, batch: npt.NDArray[np.int64]) -> None:
-        """The same batch of a warm file by the ways of today, and by ours, in turn."""
+    def other_ways(self, path: Path, x: fw.Array, batch: npt.NDArray[np.int64]) -> None:
+        """One batch of a warm file by numpy, by torch, and by an array, in turn."""
         torch = self.torch
-        gb = batch.size * 4 * _ROW_WORDS / 1e9
         plain = np.load(path, mmap_mode="r")
         tensor = torch.from_numpy(np.load(path, mmap_mode="c").view(np.int32))
         pinned = torch.empty((batch.size, _ROW_WORDS), dtype=torch.int32, pin_memory=True)
-        host_index = torch.from_numpy(batch)
-        device_index = host_index.cuda()
-        out = torch.empty((batch.size, _ROW_WORDS), dtype=torch.uint32, device="cuda")
-
-        def ours() -> None:
-            x.gather(device_index, out=out)
-
-        def indexing() -> None:
-            torch.from_numpy(plain[batch].view(np.int32)).cuda()
-            torch.cuda.synchronize()
+        host_index, there = torch.from_numpy(batch), self.there(batch)
+        out = self.empty(batch.size, _ROW_WORDS)
 
         def selecting() -> None:
             torch.index_select(tensor, 0, host_index, out=pinned)
             pinned.cuda()
+
+        ways: dict[str, Callable[[], object]] = {
+            "ours": lambda: x.gather(there, out=out),
+            "batch": selecting,
+            "batch numpy": lambda: torch.from_numpy(plain[batch].view(np.int32)).cuda(),
+        }
+
+        def whole(way: Callable[[], object]) -> None:
+            way()
             torch.cuda.synchronize()
 
-        ways = {"ours": ours, "memmap[idx].cuda()": indexing, "index_select to pinned": selecting}
-
-        def cold(way: Callable[[], None]) -> float:
+        def cold(way: Callable[[], object]) -> float:
             x.drop_cache()
             torch.cuda.synchronize()
-            return float(gb / wall_seconds(way))
+            return float(out.nbytes / 1e9 / wall_seconds(partial(whole, way)))
 
         speed = in_turns({name: partial(cold, way) for name, way in ways.items()})
-        for name, target in (("memmap[idx].cuda()", 12.0), ("index_select to pinned", 1.8)):
-            self.report.add(
-                Row(
-                    f"65,536 cold rows of a page-cached file, against {name}",
-                    speed["ours"],
-                    "GB/s",
-                    name,
-                    speed[name],
-                    target,
-                )
-            )
+        right = self.right(out, there)
+        for name in ("batch", "batch numpy"):
+            self.add(name, speed["ours"], speed[name], x.nbytes, right)
 
-    def file_bounce(self, path: Path, rows: int) -> None:
-        """A page-cached writable file: through the controller's buffers, with eight threads."""
-        torch = self.torch
+    def bounced(self, path: Path, rows: int) -> None:
+        """A writable file in the page cache: through the controller's buffers, eight threads."""
         count = min(rows // 2, 1 << 19)
-        index = torch.from_numpy(self.rng.permutation(rows)[:count]).cuda()
-        out = torch.empty((count, _ROW_WORDS), dtype=torch.uint32, device="cuda")
+        there = self.there(self.rng.permutation(rows)[:count])
+        out = self.empty(count, _ROW_WORDS)
         with fw.open(
             path,
             "r+",
@@ -526,23 +519,6 @@ class _Gpu:
             o_direct=False,
             controller=fw.SoftwareController(threads=8),
         ) as x:
-
-            def cold() -> float:
-                x.drop_cache()
-                torch.cuda.synchronize()
-                return float(out.nbytes / 1e9 / wall_seconds(lambda: x.gather(index, out=out)))
-
-            ours = median_of(cold, 3)
-            host = index[:500].cpu().numpy()
-            checked = bool((out[:500].cpu().numpy() == _expected(host, _ROW_WORDS)).all())
-        self.report.add(
-            Row(
-                "page-cached file, bounce, 8 threads, cold 4 KiB rows",
-                ours,
-                "GB/s",
-                "target",
-                10,
-                1.0,
-                checked,
-            )
-        )
+            ours = self.gather(x, there, out, runs=3)
+            right = self.right(out, there)
+        self.add("bounce", ours, self.pull[4096], rows * _ROW_BYTES, right)

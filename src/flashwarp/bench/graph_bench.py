@@ -88,13 +88,14 @@ class GraphBench:
         name: str,
         rate: float,
         right: bool,
+        footprint: int,
         against: str = "",
         reference: float = 0.0,
         target: float = 0.0,
         paper: str = "",
         note: str = "",
     ) -> None:
-        """Add a rate; `reference` counts only where `against` says what it is."""
+        """Add a rate; without `against` it stands alone."""
         self.report.add(
             Row(
                 name,
@@ -106,6 +107,7 @@ class GraphBench:
                 right,
                 paper,
                 note,
+                footprint,
             )
         )
 

@@ -21,7 +21,7 @@ from flashwarp.bench.graph_bench import GraphBench, cache_bytes
 from flashwarp.bench.modelled import modelled
 from flashwarp.config import parse_bytes
 
-__all__ = ["figure7", "figure9", "figure11", "most_queue_pairs", "open_drives"]
+__all__ = ["drives", "kinds", "most_queue_pairs", "open_drives", "queue_pairs"]
 
 # BaM: 8 GB of cache for lists of 32 GB.
 _SHARE = 1 / 4
@@ -45,17 +45,18 @@ class _Drives:
         return f"{self.count} modelled drive{'s' if self.count > 1 else ''} {self.kind}"
 
 
-def figure7(bench: GraphBench, graph: graphs.CsrGraph) -> None:
-    """More and more drives of the fastest kind."""
+def drives(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """One to eight drives of the fastest kind: BaM's Figure 7."""
     one = 0.0
     for count in _COUNTS:
-        drives = _Drives(_KINDS[0], count, most_queue_pairs(bench))
-        rate, right, read = _solve(bench, graph, drives)
+        some = _Drives(_KINDS[0], count, most_queue_pairs(bench))
+        rate, right, read = _solve(bench, graph, some)
         one = one or rate
         bench.add(
-            f"figure 7: {drives}",
+            f"{some}",
             rate,
             right,
+            4 * graph.entries,
             "as many times one drive" if count > 1 else "",
             one * count,
             paper=bench.papers.four_drives if count == _FOUR else "",
@@ -63,18 +64,19 @@ def figure7(bench: GraphBench, graph: graphs.CsrGraph) -> None:
         )
 
 
-def figure9(bench: GraphBench, graph: graphs.CsrGraph) -> None:
-    """Four drives of each kind of BaM's Table 2."""
+def kinds(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """Four drives of each kind of BaM's Table 2: its Figure 9."""
     papers = dict(bench.papers.kinds)
     fastest = 0.0
     for kind in _KINDS:
-        drives = _Drives(kind, _FOUR, most_queue_pairs(bench))
-        rate, right, read = _solve(bench, graph, drives)
+        some = _Drives(kind, _FOUR, most_queue_pairs(bench))
+        rate, right, read = _solve(bench, graph, some)
         fastest = fastest or rate
         bench.add(
-            f"figure 9: {drives}",
+            f"{some}, each kind",
             rate,
             right,
+            4 * graph.entries,
             f"{_FOUR} {_KINDS[0]}" if kind != _KINDS[0] else "",
             fastest,
             paper=papers.get(kind, ""),
@@ -82,17 +84,18 @@ def figure9(bench: GraphBench, graph: graphs.CsrGraph) -> None:
         )
 
 
-def figure11(bench: GraphBench, graph: graphs.CsrGraph) -> None:
-    """Fewer and fewer queue pairs for four drives together."""
+def queue_pairs(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """Fewer and fewer queue pairs for four drives together: BaM's Figure 11."""
     most, first = 0.0, most_queue_pairs(bench)
     for pairs in _QUEUE_PAIRS[bench.device.kind]:
-        drives = _Drives(_KINDS[0], _FOUR, pairs)
-        rate, right, read = _solve(bench, graph, drives)
+        some = _Drives(_KINDS[0], _FOUR, pairs)
+        rate, right, read = _solve(bench, graph, some)
         most = most or rate
         bench.add(
-            f"figure 11: {drives}, {pairs} queue pairs",
+            f"{some}, {pairs} queue pairs",
             rate,
             right,
+            4 * graph.entries,
             f"{first} queue pairs" if pairs != first else "",
             most,
             paper="1.0 above 40 pairs, less from 40 on (BaM Fig. 11)" if pairs != first else "",

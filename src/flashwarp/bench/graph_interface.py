@@ -48,13 +48,15 @@ def interface(bench: GraphBench, graph: graphs.CsrGraph, what: str) -> None:
     kernel = speed[_PLAIN]
     cache = kernel / speed[_RESIDENT] - 1
     storage = kernel / speed[_COLD] - 1 - cache
-    name = f"figure 11 of AGILE, {what}"
+    name = f"interface, {what}"
     paper = dict(bench.papers.interface).get(what.partition(":")[0], "")
-    bench.add(f"{name}: {_PLAIN}", kernel, right[_PLAIN])
+    footprint = 4 * graph.entries
+    bench.add(f"{name}: {_PLAIN}", kernel, right[_PLAIN], footprint)
     bench.add(
         f"{name}: {_RESIDENT}",
         speed[_RESIDENT],
         right[_RESIDENT],
+        footprint,
         _PLAIN,
         kernel,
         paper=paper,
@@ -64,6 +66,7 @@ def interface(bench: GraphBench, graph: graphs.CsrGraph, what: str) -> None:
         f"{name}: {_COLD}",
         speed[_COLD],
         right[_COLD],
+        footprint,
         _PLAIN,
         kernel,
         note=f"{_DRIVES} modelled drives {_DRIVE} take {storage:.2f} times the kernel",

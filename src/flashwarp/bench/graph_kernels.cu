@@ -7,6 +7,8 @@
 // BaM's Figure 8 has them.
 #include "flashwarp/graph.cuh"
 
+#include "bench.cuh"
+
 namespace bench {
 
 using namespace fw;
@@ -21,12 +23,16 @@ struct input {
 static_assert(sizeof(input) == 80);
 
 // Connected components: trees over vertices, joined edge by edge. A root points to itself, every
-// other vertex to a smaller one, so the root of a finished tree is its smallest vertex.
+// other vertex to a smaller one, so the root of a finished tree is its smallest vertex. One launch
+// takes the lists of the vertices from `begin` to `end`; between launches `cc_compress` flattens
+// the trees. If two ends of an edge are in one flat tree, a comparison ends the visit. Without the
+// launches between, all warps climb the same deep trees at once.
 struct linking {
   uint32_t* parents;
   uint64_t vertices;
+  uint64_t begin, end;
 
-  FW_DEVICE bool wants(uint64_t) const { return true; }
+  FW_DEVICE bool wants(uint64_t v) const { return v >= begin && v < end; }
   FW_DEVICE void visit(uint64_t v, uint32_t neighbour, bool&) const {
     if (neighbour >= vertices) return;
     uint32_t a = atomic::load_relaxed(&parents[v]);
@@ -76,38 +82,12 @@ struct sum_of_row {
 FW_DEVICE_NOINLINE uint32_t load_by_command(cache::line_cache* c, cache::volume* v, uint64_t byte) {
   const uint32_t mask = fw::detail::active_on(v);
   nvme::queue_pair& q = cache::queue_of(*v, cache::take_seat(mask));
-  cache::line_finisher finisher{*c};
   uint32_t value = 0;
-  for (uint32_t rest = mask; rest != 0;) {
-    const uint32_t batch = cache::first_batch(q, rest);
-    const bool mine = (batch >> warp::lane()) & 1;
-    rest &= ~batch;
-    const uint32_t ticket = nvme::take_tickets(q, mask, batch);
-    if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
-      cache::record_error(*v, nvme::kTimedOut, nvme::kRead, v->line_begin);
-      return value;
-    }
-    const uint64_t block = byte >> nvme::kLbaShift;
-    const bool mapped = q.data.path == nvme::kInPlace;
-    const uint64_t address =
-        mapped ? q.data.mapped_base + (block << nvme::kLbaShift) : nvme::buffer_of(q, ticket);
-    if (mine) {
-      const nvme::command read = nvme::block_command(
-          nvme::kRead, uint16_t(nvme::entry_of(q, ticket)), block, 1, address, 0);
-      nvme::write_entry(q, ticket, read, 0);
-    }
-    warp::sync(mask);
-    nvme::publish(q, mask);
-    const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
-    if (!mine) continue;
-    if (status == nvme::kSuccess) {
-      const char* at = reinterpret_cast<const char*>(address) + (byte & (nvme::kLbaBytes - 1));
-      value = atomic::raw<4>::load_stream(at);
-    } else {
-      cache::record_error(*v, status, nvme::kRead, v->line_begin);
-    }
-    if (status != nvme::kTimedOut) nvme::release_slot(q, ticket);
-  }
+  read_blocks(*c, *v, q, mask, mask, byte >> nvme::kLbaShift, 1, 0,
+              [&](uint32_t, uint64_t address, bool good) {
+                const uint64_t at = address + (byte & (nvme::kLbaBytes - 1));
+                if (good) value = atomic::raw<4>::load_stream(reinterpret_cast<const char*>(at));
+              });
   return value;
 }
 

@@ -1,11 +1,12 @@
-"""The parts of the graph benchmarks, by name: what `bench/bfs.py` and `bench/cc.py` call."""
+"""The front end of the graph benchmarks, and their parts by name."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 from flashwarp.apps import graphs
 from flashwarp.bench import graph_drives, graph_ways
@@ -14,11 +15,11 @@ from flashwarp.bench.graph_interface import interface
 from flashwarp.bench.graph_solve import Algorithm
 from flashwarp.device import Device, resolve
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, machine_facts
+from flashwarp.probe.report import Report
 
-__all__ = ["PARTS", "run"]
+__all__ = ["benchmark"]
 
-PARTS = "memory,file,by_degree,figure7,figure8,figure9,figure10,figure11,interface"
+_DEFAULT_PARTS = "memory,file,by_degree"
 
 # A few cores are no match for one drive.
 _SLOWER = {"cuda": 1, "cpu": 50}
@@ -29,43 +30,75 @@ _GRAPHS = {
 _ON_GRAPH = {
     "memory": graph_ways.memory,
     "file": graph_ways.file,
-    "figure7": graph_drives.figure7,
-    "figure9": graph_drives.figure9,
-    "figure10": graph_ways.figure10,
-    "figure11": graph_drives.figure11,
+    "drives": graph_drives.drives,
+    "kinds": graph_drives.kinds,
+    "queue_pairs": graph_drives.queue_pairs,
+    "cache_sizes": graph_ways.cache_sizes,
 }
+_PARTS = (*_ON_GRAPH, "by_degree", "reuse", "interface")
+_Parts = Annotated[
+    str, f"What to measure, with commas: {', '.join(_PARTS)}; spmv has only interface."
+]
 
 
-def run(
-    device: str | None,
-    folder: Path,
+def benchmark(
     title: str,
-    make: Callable[[Device, graphs.CsrGraph], Algorithm],
+    make: Callable[[Device, graphs.CsrGraph, int], Algorithm],
     papers: Papers,
-    options: Options,
-    wanted: Mapping[str, str],
-    parts: str,
-) -> Report:
-    """Measure the parts that are named, on the graphs that are wanted or those of the device."""
-    if unknown := set(parts.split(",")) - set(PARTS.split(",")):
-        raise ArgumentError(f"parts are {PARTS}, not {', '.join(sorted(unknown))}")
-    where = resolve(device)
-    options = replace(options, slower=options.slower or _SLOWER[where.kind])
-    names = {name: what or _GRAPHS[where.kind][name] for name, what in wanted.items()}
-    report = Report(
-        title=title,
-        settings={**names, "parts": parts, **asdict(options)},
-        machine=machine_facts(where.describe()),
-    )
-    bench = GraphBench(where, report, make, papers, options)
+    parts: str = _DEFAULT_PARTS,
+) -> Callable[..., Report]:
+    """Return the `run` of a benchmark.
 
+    `make` takes the number of sources. An algorithm with other default `parts` has no kernels for
+    the rest.
+    """
+    known = _PARTS if parts == _DEFAULT_PARTS else tuple(parts.split(","))
+
+    def run(
+        device: str | None,
+        folder: Path,
+        graph: Annotated[str, "kron:SCALE, urand:SCALE or a file; kron:24 on a GPU."] = "",
+        small: Annotated[str, "The graph of `reuse`; kron:20 on a GPU."] = "",
+        uniform: Annotated[str, "The other graph of `interface`; urand:22 on a GPU."] = "",
+        parts: _Parts = parts,
+        line: Annotated[str, "Line of the cache."] = "4 KiB",
+        file_line: Annotated[str, "Line of the cache in front of the file."] = "64 KiB",
+        share: Annotated[float, "Size of the cache in sizes of the lists."] = 0.5,
+        sources: Annotated[int, "Searches of which the mean is taken."] = 2,
+        slower: Annotated[float, "Divides the modelled drives' ceilings; 50 on the CPU."] = 0,
+        runs: Annotated[int, "How often each way has its turn."] = 3,
+    ) -> Report:
+        if unknown := set(parts.split(",")) - set(known):
+            raise ArgumentError(f"parts are {', '.join(known)}, not {', '.join(sorted(unknown))}")
+        where = resolve(device)
+        options = Options(
+            line, file_line, share, slower or _SLOWER[where.kind], sources=sources, runs=runs
+        )
+        given = {"graph": graph, "small": small, "uniform": uniform}
+        names = {name: what or _GRAPHS[where.kind][name] for name, what in given.items()}
+        report = Report(
+            title=title,
+            device=where.describe(),
+            settings={**names, "parts": parts, **asdict(options)},
+            seeds={"graph": 1, "sources": 1, "drives": 1, "values": 1},
+        )
+        bench = GraphBench(
+            where, report, lambda device, graph: make(device, graph, sources), papers, options
+        )
+        _measure(bench, names, parts.split(","), folder)
+        return report
+
+    return run
+
+
+def _measure(bench: GraphBench, names: dict[str, str], parts: list[str], folder: Path) -> None:
     @functools.cache
     def made(name: str) -> graphs.CsrGraph:
         return graphs.load(names[name], folder / name)
 
-    for part in parts.split(","):
-        if part == "figure8":
-            graph_ways.figure8(bench, made("small"))
+    for part in parts:
+        if part == "reuse":
+            graph_ways.reuse(bench, made("small"))
         elif part == "by_degree":
             _ordered(bench, made("graph"), folder / "by_degree")
         elif part == "interface":
@@ -73,7 +106,6 @@ def run(
                 interface(bench, made(name), names[name])
         else:
             _ON_GRAPH[part](bench, made("graph"))
-    return report
 
 
 def _ordered(bench: GraphBench, graph: graphs.CsrGraph, folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Ways to reach the lists of a graph: BaM's Figures 7, 8 and 10.
 
-The lists lie in pinned host memory or in a file; ours stand beside the same kernel reading the
-memory in place, beside a warp a vertex as EMOGI reads it, and, for a file, beside the disk.
+The lists lie in pinned host memory or in a file. Reads through the cache stand beside the same
+kernel that reads the memory in place, beside a warp for each vertex as in EMOGI, and, for a file,
+beside the disk.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from flashwarp.bench.graph_bench import GraphBench, cache_bytes
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache, measure_ceiling
 from flashwarp.probe.report import Row
 
-__all__ = ["figure8", "figure10", "file", "memory"]
+__all__ = ["cache_sizes", "file", "memory", "reuse"]
 
 
 def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
-    """Lists in pinned host memory, read on demand and in place; rows begin with `order`."""
+    """Lists in pinned host memory, read on demand and in place; rows begin with `order`.
+
+    Ways through the cache stand against the best way without one, and a cache that holds all lists
+    against the best way in device memory.
+    """
     held = graph.in_memory()
     with ExitStack() as stack:
         storage = fw.storage.Memory(held, writable=False)
@@ -34,35 +39,72 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
         resident = bench.reader(stack, graph, whole)
         algorithm = bench.algorithm(stack, graph)
         line = array.cache.line_bytes // 4
-        solve = partial(pinned.solve, algorithm)
+        read: dict[str, int] = {}
+
+        def cached(name: str, way: str, fill_from: int) -> float:
+            seconds = pinned.solve(algorithm, way, fill_from=fill_from)
+            read[name] = pinned.bytes_read
+            return seconds
+
+        plain = {
+            "zero-copy, a warp for each vertex (EMOGI)": partial(
+                pinned.solve, algorithm, "by_warp"
+            ),
+            "zero-copy, chunks": partial(pinned.solve, algorithm, "plain"),
+        }
+        ours = {
+            name: partial(cached, name, way, fill_from)
+            for name, way, fill_from in (
+                ("cache for every list", "cached", 0),
+                ("cache, less than an eighth of a line in place", "in_place", line // 8),
+                ("cache, less than half a line in place", "in_place", 0),
+            )
+        }
+        inside_ways = {
+            "chunks": partial(inside.solve, algorithm, "plain"),
+            "a warp for each vertex": partial(inside.solve, algorithm, "by_warp"),
+        }
+        hits = "cache of all lists, filled before"
+        there = "GPU memory" if bench.device.kind == "cuda" else "memory of the CPU device"
         speed, right = bench.turns(
             algorithm,
             {
-                "zero-copy, a warp a vertex (EMOGI)": partial(solve, "by_warp"),
-                "zero-copy, chunks": partial(solve, "plain"),
-                "cached": partial(solve, "cached"),
-                "cached, short lists in place": partial(solve, "in_place", fill_from=line // 8),
-                "cached, half a line in place": partial(solve, "in_place"),
-                "device memory": partial(inside.solve, algorithm, "plain"),
-                "resident": partial(resident.solve, algorithm, "cached", cold=False),
+                **plain,
+                **ours,
+                **inside_ways,
+                hits: partial(resident.solve, algorithm, "cached", cold=False),
             },
         )
-    base = "zero-copy, a warp a vertex (EMOGI)"
-    for name, rate in speed.items():
-        against = "device memory" if name == "resident" else base
-        ours = name.startswith("cached")
+    alternative = max(plain, key=lambda name: speed[name])
+    ceiling = max(inside_ways, key=lambda name: speed[name])
+    for name in plain:
+        bench.add(f"{order}host memory: {name}", speed[name], right[name], held.nbytes)
+    for name in ours:
         bench.add(
-            f"{order}pinned memory: {name}",
-            rate,
+            f"{order}host memory: {name}",
+            speed[name],
             right[name],
-            against if name not in (base, "device memory") else "",
-            speed[against],
-            target=1.0 if ours else 0.0,
+            held.nbytes,
+            alternative,
+            speed[alternative],
+            target=1.0 if name.endswith("half a line in place") else 0.0,
+            note=f"the cache reads {read[name] / (4 * algorithm.entries):.2f} bytes for each byte "
+            f"needed; {speed[name] / speed[ceiling]:.2f} of {there}, {ceiling}",
         )
+    for name in inside_ways:
+        bench.add(f"{order}{there}: {name}", speed[name], right[name], held.nbytes)
+    bench.add(
+        f"{order}{there}: {hits}",
+        speed[hits],
+        right[hits],
+        held.nbytes,
+        f"{there}, {ceiling}",
+        speed[ceiling],
+    )
 
 
 def file(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
-    """Lists in a file that is read past the page cache, with a cache for part and for all."""
+    """Lists in a file, read with O_DIRECT, with a cache for a part of the lists and for all."""
     for share in (bench.options.share, 1.05):
         _file(bench, graph, share, order)
 
@@ -70,13 +112,14 @@ def file(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
 def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float, order: str) -> None:
     path = graph.neighbours_path
     drop_page_cache(path)
+    o_direct = direct_reads_work(path)
     with ExitStack() as stack:
         array = stack.enter_context(
             graph.neighbours(
                 device=bench.device,
                 cache=cache_bytes(4 * graph.entries * share),
                 line=bench.options.file_line,
-                o_direct=direct_reads_work(path),
+                o_direct=o_direct,
             )
         )
         reader = bench.reader(stack, graph, array)
@@ -86,25 +129,35 @@ def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float, order: str) -
         seconds = reader.solve(algorithm, "cached", weigh=True)
         read = array.stats.bytes_read - before
         right = algorithm.right()
-    name = f"{order}file, cache of {share:g} of the lists"
+    kind = "flash" if o_direct else "page cache"
+    name = f"{order}{kind}: cache of {share:g} of the lists"
     disk = (f"disk itself, random reads of {bench.options.file_line}", ceiling.random_gb_per_s)
     needed = 4 * algorithm.entries
     bench.report.add(
         Row(
-            f"{name}: bytes needed",
+            f"{name}, bytes needed",
             needed / seconds / 1e9,
             "GB/s",
             *disk,
             0.9,
             right,
             note=f"read {read / needed:.2f} bytes for each byte needed",
+            footprint=4 * graph.entries,
         )
     )
-    bench.report.add(Row(f"{name}: bytes read", read / seconds / 1e9, "GB/s", *disk))
+    bench.report.add(
+        Row(
+            f"{name}, bytes read",
+            read / seconds / 1e9,
+            "GB/s",
+            *disk,
+            footprint=4 * graph.entries,
+        )
+    )
 
 
-def figure8(bench: GraphBench, graph: graphs.CsrGraph) -> None:
-    """No cache, a naive one, coalescing and reuse."""
+def reuse(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """No cache, a naive one, coalescing and reuse: BaM's Figure 8."""
     held = graph.in_memory()
     with ExitStack() as stack:
         storage = fw.storage.Memory(held)
@@ -115,28 +168,21 @@ def figure8(bench: GraphBench, graph: graphs.CsrGraph) -> None:
         speed, right = bench.turns(
             algorithm, {way: partial(solve, way) for way in ("uncached", "naive", "cached")}
         )
-    place = "figure 8"
-    bench.add(f"{place}: a command for each entry", speed["uncached"], right["uncached"])
-    bench.add(
-        f"{place}: naive cache",
-        speed["naive"],
-        right["naive"],
-        "a command for each entry",
-        speed["uncached"],
-        paper=bench.papers.cached_over_none,
+    steps = (
+        ("uncached", "a command for each entry", ""),
+        ("naive", "naive cache", bench.papers.cached_over_none),
+        ("cached", "coalescing and reuse", bench.papers.reuse_over_naive),
     )
-    bench.add(
-        f"{place}: coalescing and reuse",
-        speed["cached"],
-        right["cached"],
-        "naive cache",
-        speed["naive"],
-        paper=bench.papers.reuse_over_naive,
-    )
+    against, reference = "", 0.0
+    for way, name, paper in steps:
+        bench.add(
+            f"reuse: {name}", speed[way], right[way], held.nbytes, against, reference, paper=paper
+        )
+        against, reference = name, speed[way]
 
 
-def figure10(bench: GraphBench, graph: graphs.CsrGraph) -> None:
-    """Caches of several sizes, in pinned host memory."""
+def cache_sizes(bench: GraphBench, graph: graphs.CsrGraph) -> None:
+    """Caches of several sizes, before pinned host memory: BaM's Figure 10."""
     held = graph.in_memory()
     storage = fw.storage.Memory(held)
     shares = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.05)
@@ -153,9 +199,10 @@ def figure10(bench: GraphBench, graph: graphs.CsrGraph) -> None:
             rates[share], rights[share] = speed["cached"], right["cached"]
     for share in shares:
         bench.add(
-            f"figure 10: cache of {share:.3g} of the lists",
+            f"cache of {share:.3g} of the lists",
             rates[share],
             rights[share],
+            held.nbytes,
             "cache of 0.25",
             rates[1 / 4],
             paper="1.0 from 1 GB to 8 GB of 32 GB (BaM Fig. 10)" if share < 0.25 else "",

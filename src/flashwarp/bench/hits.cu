@@ -6,18 +6,12 @@
 // out. The count is added to with acquire, for the fill that came before, and taken from with
 // release, for the eviction that may come after; where kOrdered is false with neither, which is no
 // cache any more, but shows what the counting alone costs.
-#include "flashwarp/array.cuh"
+#include "bench.cuh"
 
 namespace {
 
 constexpr uint32_t kValid = 1u << 31;
 constexpr uint32_t kUnroll = 8;  // elements that a lane has in flight when it reads in order
-
-FW_DEVICE uint64_t mixed(uint64_t x) {
-  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
-  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ull;
-  return x ^ (x >> 33);
-}
 
 // Every line has a state word and a frame, wherever the line is: what BaM pays by the data. Where
 // kStream is true, the L2 cache gives up elements before it gives up state words.
@@ -96,7 +90,7 @@ FW_DEVICE void sum_random(uint64_t length, uint64_t count, uint64_t seed, uint64
                           Load load) {
   uint64_t total = 0;
   for (uint64_t k = fw::base::thread_index(); k < count; k += fw::base::thread_count()) {
-    total += load(fw::base::multiply_high(mixed(k + seed), length));
+    total += load(fw::base::multiply_high(bench::mix64(k + seed), length));
   }
   fw::atomic::add_relaxed(sum, total);
 }

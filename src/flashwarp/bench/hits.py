@@ -16,7 +16,7 @@ import numpy as np
 import flashwarp as fw
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceArray, resolve
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, in_turns
 
 __all__ = ["run"]
@@ -39,8 +39,9 @@ def run(
     elements = parse_bytes(size) // _WORD // _SPAN * _SPAN
     report = Report(
         title="Hits",
-        settings={"bytes": elements * _WORD, "random_loads": loads, "seed": seed},
-        machine=machine_facts(where.describe()),
+        device=where.describe(),
+        settings={"bytes": elements * _WORD, "random_loads": loads},
+        seeds={"elements": seed, "frames": seed + 1},
     )
     program = fw.compile(Path(__file__).with_suffix(".cu"), where)
     rng = np.random.default_rng(seed)
@@ -104,8 +105,10 @@ def _compare(
             "reused": way("ordered_counted_reused", data.size, *table, _SPAN),
             "plain": way("ordered_plain", data.size, plain, data.size, _SPAN),
         }
-        _report(report, f"random, {line} B lines", random, 1.5 if line == 4096 else 2.0)
-        _report(report, f"in order, {line} B lines", ordered, 1.0)
+        _report(
+            report, f"random, {line} B lines", random, 1.5 if line == 4096 else 2.0, data.nbytes
+        )
+        _report(report, f"in order, {line} B lines", ordered, 1.0, data.nbytes)
         array.synchronize()
         misses = array.stats.misses
         if misses > lines:
@@ -117,6 +120,7 @@ def _report(
     name: str,
     ways: dict[str, Callable[[], tuple[float, int]]],
     target: float,
+    footprint: int,
 ) -> None:
     sums: dict[str, set[int]] = {way: set() for way in ways}
 
@@ -146,6 +150,7 @@ def _report(
                     target if other in ("counted", "reused") else 0.0,
                     checked,
                     paper="BaM section 3.4" if other in ("counted", "reused") else "",
+                    footprint=footprint,
                 )
             )
 

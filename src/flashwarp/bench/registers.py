@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flashwarp._jit.compiler import KernelResources, Source, compile_source
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 
 __all__ = ["KERNELS", "run"]
 
@@ -34,8 +34,9 @@ def run(
     """Compile for every architecture, and compare."""
     report = Report(
         title="Registers per thread",
+        device="none: compiled only",
         settings={"arch": arch, "target": f"at most {_MORE_MAX} more than on plain memory"},
-        machine=machine_facts("none: compiled only"),
+        seeds={},
     )
     for one in arch.split(","):
         least = _least_without_spills(one)

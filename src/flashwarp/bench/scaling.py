@@ -30,7 +30,7 @@ from flashwarp._jit.program import LoadedKernel
 from flashwarp.device import CpuDevice, CudaDevice, Device, resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.nvme import Service
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, median_of
 
 __all__ = ["run"]
@@ -405,6 +405,7 @@ class Scaling:
                 _PAPERS.get((drives.model.name, load.block_bytes, load.drives, load.write), ""),
                 f"{per_s * load.block_bytes / 1e9:.2f} GB/s; {per_s / model:.2f} of the model's "
                 f"{model / 1e6:.3g} M/s, {per_s / link:.2f} of the link's {link / 1e6:.3g} M/s",
+                load.drives * self.drive_bytes // 2,
             )
         )
 
@@ -474,6 +475,7 @@ class Scaling:
                     f"{count} x one drive" if linear <= link else "link",
                     min(linear, link) / 1e6,
                     _LINEAR if count <= 8 and self.on_gpu else 0.0,
+                    footprint=count * self.drive_bytes // 2,
                 )
             )
 
@@ -547,6 +549,7 @@ class Scaling:
                     0.0,
                     right,
                     "1.0 down to 40 pairs [BaM, Figure 11: BFS]" if total > 40 else "",
+                    footprint=count * self.drive_bytes // 2,
                 )
             )
 
@@ -575,6 +578,7 @@ def run(
     where = resolve(device)
     report = Report(
         title="Scaling over modelled drives (models, not measurements of drives)",
+        device=where.describe(),
         settings={
             "model": str(fw.SSDModel.named(profile)),
             "drives": drives,
@@ -584,7 +588,7 @@ def run(
             "milliseconds": milliseconds,
             "host_threads": "one a drive" if where.kind == "cuda" else "the waiting ones",
         },
-        machine=machine_facts(where.describe()),
+        seeds={"blocks": 0, "drives": 1},
     )
     namespaces = Namespaces(drives, drive_mib << 20)
     scaling = Scaling(where, report, milliseconds / 1e3, drive_mib << 20)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp.bench.modelled import modelled
 from flashwarp.device import Device, resolve
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
 from flashwarp.storage import Memory
 
@@ -50,8 +50,9 @@ def run(
     slower = slower or (1 if on_gpu else 50)
     report = Report(
         title="Host-memory tier, and drives",
+        device=where.describe(),
         settings={"data_mib": mib, "rows": rows, "drive": drive, "slower": slower, "skew": _SKEW},
-        machine=machine_facts(where.describe()),
+        seeds={"rows": 1, "drives": 1},
     )
     count = (mib << 20) // _ROW_BYTES
     data = np.arange(count * (_ROW_BYTES // 8), dtype=np.int64).reshape(count, -1)
@@ -125,6 +126,7 @@ def _sweep_tier(
                     "without the tier",
                     speed["without"],
                     checked=all(seen),
+                    footprint=data.nbytes,
                     note=f"the tier answers {stats.tier_hits / max(1, stats.misses):.0%} of misses",
                 )
             )
@@ -166,5 +168,6 @@ def _sweep_drives(
                 f"{drives} times one drive",
                 one * drives,
                 checked=all(seen),
+                footprint=data.nbytes,
             )
         )

@@ -23,7 +23,7 @@ from flashwarp.bench import vectoradd_files
 from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, KERNELS, Ours
 from flashwarp.device import CudaDevice, Device, Stream, resolve
 from flashwarp.errors import ArgumentError
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
 from flashwarp.program.compiling import Program
 
@@ -57,6 +57,7 @@ def run(
     line = line or ("16 KiB" if on_gpu else "4 KiB")
     report = Report(
         title="Vector addition",
+        device=where.describe(),
         settings={
             "vector_gib": gib,
             "cache": cache,
@@ -65,7 +66,7 @@ def run(
             "tiles": tiles,
             "runs": runs,
         },
-        machine=machine_facts(where.describe()),
+        seeds={},
     )
     nbytes = int(gib * 2**30)
     program = fw.compile(KERNELS, where)
@@ -120,7 +121,9 @@ def _in_memory(
     best = min(tiles, key=lambda name: seconds[name])
     for name in (*tiles, *({_IN_PLACE} & set(ways))):
         told = name if name == _IN_PLACE else f"tiled: {name}"
-        report.add(Row(told, gb / seconds[name], "GB/s", checked=right[name]))
+        report.add(
+            Row(told, gb / seconds[name], "GB/s", checked=right[name], footprint=3 * c.nbytes)
+        )
     for name in ("ours", "ours, written back when frames are needed"):
         for against in dict.fromkeys(("5 tiles", best, *({_IN_PLACE} & set(ways)))):
             report.add(
@@ -133,6 +136,7 @@ def _in_memory(
                     1.0 if name == "ours" and against in tiles else 0.0,
                     right[name],
                     paper="0.66 (BaM 5.4)" if against == "5 tiles" else "",
+                    footprint=3 * c.nbytes,
                 )
             )
 

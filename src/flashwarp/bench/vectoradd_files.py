@@ -87,18 +87,19 @@ def measure(
         "paths": {name: f"{one.path}: {one.reason}" for name, one in zip("abc", told, strict=True)},
         "seconds_to_be_durable": {name: way.to_be_durable for name, way in ways.items()},
     }
-    _tell(report, 3 * nbytes / 1e9, ways, seconds, threads, [one.path for one in told])
+    _tell(report, 3 * nbytes, ways, seconds, threads, [one.path for one in told])
 
 
 def _tell(
     report: Report,
-    gb: float,
+    nbytes: int,
     ways: dict[str, _Way],
     seconds: dict[str, float],
     threads: int,
     paths: Sequence[str],
 ) -> None:
     tiled = [name for name in ways if name != "ours"]
+    gb = nbytes / 1e9
     for name in tiled:
         report.add(
             Row(
@@ -107,6 +108,7 @@ def _tell(
                 "GB/s",
                 checked=ways[name].right,
                 note=f"page cache, {threads} threads; {ways[name].ending(seconds[name])}",
+                footprint=nbytes,
             )
         )
     best = min(tiled, key=lambda name: seconds[name])
@@ -122,6 +124,7 @@ def _tell(
             paper="0.66 (BaM 5.4)",
             note=f"page cache; data paths: inputs {paths[0]}, output {paths[2]}; "
             + ways["ours"].ending(seconds["ours"]),
+            footprint=nbytes,
         )
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from flashwarp.probe.report import Report
 
 __all__ = ["bench"]
+
+_FILE_COLUMNS = 200
 
 
 class _Benches(TyperGroup):
@@ -117,7 +120,8 @@ def _option(hint: Any) -> Any:
 
 
 def _finish(report: Report, json: Path | None) -> None:
-    report.show(Console())
+    # A file has no width: lines there are as long as the table.
+    report.show(Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS))
     if json is not None:
         report.save(json)
     if report.wrong:

@@ -104,7 +104,7 @@ def compare(
     from rich.console import Console
 
     from flashwarp.policy import POLICIES
-    from flashwarp.probe.report import machine_facts
+    from flashwarp.probe.report import provenance
     from flashwarp.trace import compare as run
     from flashwarp.trace.compare import plot as draw
     from flashwarp.trace.compare import save
@@ -121,7 +121,7 @@ def compare(
     for each in done:
         Console().print(each.table())
     if json is not None:
-        save(done, json, machine=machine_facts("cpu"))
+        save(done, json, **provenance("cpu"))
     if plot is not None:
         draw(done, plot)
 

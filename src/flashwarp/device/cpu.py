@@ -135,6 +135,8 @@ class CpuDevice(Device):
         # All at once. The wheel has them compiled for the policies that it brings, under plain
         # names; for others g++ compiles all in the time of one or two.
         if not policy.built_in:
+            from flashwarp._jit import compiler  # slow to import, and the wheel's need none
+
             source = compiler.Source.read(compiler.MODULE).behind(policy)
             return self.load_program(source, options=policy.options).by_name()
         native = _native()

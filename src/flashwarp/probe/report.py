@@ -1,11 +1,19 @@
-"""Results of a benchmark: rows with their ceiling and target, as a table and as JSON."""
+"""Results of a benchmark: rows with what they stand against, as a table and as JSON.
+
+This is the one place that says how a figure came about. Each record names its command line, commit,
+versions, machine, settings and seeds, and each row its footprint.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,13 +24,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from flashwarp import config
+from flashwarp._jit import driver
+from flashwarp.errors import FlashwarpError
 
-__all__ = ["Report", "Row", "machine_facts"]
+__all__ = ["Report", "Row", "provenance"]
+
+COMMIT_VARIABLE = "FLASHWARP_COMMIT"
+"""Names the commit that an installed package was built from, which it cannot find out itself."""
+
+_PACKAGES = ("flashwarp", "numpy", "torch", "cuda-bindings", "nvidia-cuda-nvrtc")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement; `reference` is the ceiling or the alternative of the same run."""
+    """One measurement; `reference` is the best alternative, or the ceiling, of the same run."""
 
     name: str
     value: float
@@ -30,13 +46,16 @@ class Row:
     reference_name: str = ""
     reference: float = 0.0
     target: float = 0.0
-    """Least ratio that we ask of ourselves; 0: none."""
+    """The least ratio that this project accepts; 0: none."""
     checked: bool | None = None
-    """Whether the data was what it must be; None where there is none to compare."""
+    """Whether the data was right; None if the row moves no data."""
     paper: str = ""
-    """The figure of the paper that this one stands beside, with its place."""
+    """The figure of a paper that this one stands beside, with its place."""
     note: str = ""
-    """What a reader must know to read the figure right."""
+    """What a reader must know to read the figure."""
+    footprint: int = 0
+    """Bytes of the data that the measurement reaches; 0 if the row is no rate of data. Rates of
+    small blocks over a link fall as the footprint grows."""
 
     @property
     def ratio(self) -> float:
@@ -46,11 +65,14 @@ class Row:
 
 @dataclass
 class Report:
-    """Rows of one run, with the machine they were measured on."""
+    """Rows of one run, with what it takes to run it again."""
 
     title: str
+    device: str
+    """As `Device.describe` has it."""
     settings: dict[str, Any]
-    machine: dict[str, Any]
+    seeds: dict[str, int]
+    """What each seed is of; empty if nothing is drawn."""
     rows: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
@@ -61,7 +83,7 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """Names of the rows whose data was not what it must be."""
+        """Names of the rows whose data was wrong."""
         return [row.name for row in self.rows if row.checked is False]
 
     def show(self, console: Console) -> None:
@@ -89,29 +111,75 @@ class Report:
         content = {
             "title": self.title,
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "machine": self.machine,
+            **provenance(self.device),
             "settings": self.settings,
+            "seeds": self.seeds,
             "rows": [{**asdict(row), "ratio": row.ratio} for row in self.rows],
         }
         path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def machine_facts(device: str) -> dict[str, Any]:
-    """Describe where a benchmark ran, without naming the host."""
+def provenance(device: str) -> dict[str, Any]:
+    """Return the command line, commit, versions and machine of this process.
+
+    The machine is described without the name of its host.
+    """
+    return {
+        "command": shlex.join(["flashwarp", *sys.argv[1:]]),
+        "commit": _commit(),
+        "versions": _versions(),
+        "machine": _machine(device),
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the sources, marked if they differ from it."""
+    here = Path(__file__)
+    # Only if git knows this file: an installed package may lie inside another project.
+    tracked = _git(here.parent, "ls-files", "--error-unmatch", here.name)
+    if tracked:
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return os.environ.get(COMMIT_VARIABLE) or f"unknown: {COMMIT_VARIABLE} is not set"
+
+
+def _git(folder: Path, *words: str) -> str:
+    """Return what git prints; nothing if it fails or is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str | None]:
+    """Return all versions that a figure may depend on; None for what is not installed."""
+    versions: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "kernel": platform.release().split("-")[0],
+        "driver": None,
+        "cuda": None,
+    }
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    if _DRIVER.exists():
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1 ...": the first word with a point.
+        versions["driver"] = next((w for w in _DRIVER.read_text().split() if "." in w), None)
+    with contextlib.suppress(FlashwarpError):  # no GPU
+        versions["cuda"] = "{}.{}".format(*driver.driver_version())
+    return versions
+
+
+def _machine(device: str) -> dict[str, Any]:
     with Path("/proc/cpuinfo").open() as file:
         models = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    packages = {}
-    for name in ("flashwarp", "numpy", "torch", "cuda-bindings", "nvidia-cuda-nvrtc"):
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "device": device,
         "cpu": models[0] if models else platform.machine(),
         "cores": config.cores(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
-        "kernel": platform.release().split("-")[0],
-        "python": platform.python_version(),
-        "packages": packages,
     }

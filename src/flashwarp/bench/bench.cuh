@@ -1,0 +1,55 @@
+// What kernels of several benchmarks share: random numbers, and reads past the cache.
+#pragma once
+
+#include "flashwarp/array.cuh"
+
+namespace bench {
+
+using namespace fw;
+
+FW_HOST_DEVICE uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
+  x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+  return x ^ (x >> 33);
+}
+
+// Reads `blocks` blocks from `lba` on by one command for each lane of `members`, and waits for
+// them. Calls use(batch, address, good) with all lanes of `mask` for each batch that a ring has
+// slots for: where a lane's data lies, and whether it came. If commands move the data themselves,
+// it lies at `target`. False when the storage does not answer; errors are recorded with the volume.
+template <typename Use>
+FW_DEVICE bool read_blocks(cache::line_cache& c, cache::volume& v, nvme::queue_pair& q,
+                           uint32_t mask, uint32_t members, uint64_t lba, uint32_t blocks,
+                           uint64_t target, Use use) {
+  cache::line_finisher finisher{c};
+  for (uint32_t rest = members; rest != 0;) {
+    const uint32_t batch = cache::first_batch(q, rest);
+    const bool mine = (batch >> warp::lane()) & 1;
+    rest &= ~batch;
+    const uint32_t ticket = nvme::take_tickets(q, mask, batch);
+    if (!nvme::wait_for_slots(q, mask, batch, ticket, finisher)) {
+      if (mine) cache::record_error(v, nvme::kTimedOut, nvme::kRead, v.line_begin);
+      return false;
+    }
+    uint64_t address = target;
+    if (q.data.path == nvme::kInPlace) address = q.data.mapped_base + (lba << nvme::kLbaShift);
+    if (q.data.path == nvme::kBounce) address = nvme::buffer_of(q, ticket);
+    if (mine) {
+      nvme::write_entry(q, ticket,
+                        nvme::block_command(nvme::kRead, uint16_t(nvme::entry_of(q, ticket)), lba,
+                                            blocks, address, 0),
+                        0);
+    }
+    warp::sync(mask);
+    nvme::publish(q, mask);
+    const uint32_t status = nvme::wait_for_completions(q, mask, batch, ticket, finisher);
+    if (mine && status != nvme::kSuccess) {
+      cache::record_error(v, status, nvme::kRead, v.line_begin);
+    }
+    use(batch, address, mine && status == nvme::kSuccess);
+    if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+  }
+  return true;
+}
+
+}  // namespace bench
