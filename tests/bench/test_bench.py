@@ -13,7 +13,6 @@ from typing import Annotated, get_type_hints
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import flashwarp as fw
 from flashwarp.bench import BENCHES, first_light
@@ -156,12 +155,10 @@ def test_commit_of_a_record_is_marked_where_the_sources_differ_from_it(tmp_path,
 
 
 def test_report_shows_the_figure_of_the_paper_where_there_is_one(capsys):
-    console = Console(width=200)
-
-    report_of(Row("plain", 1.0, "s")).show(console)
+    report_of(Row("plain", 1.0, "s")).show()
     assert "paper" not in capsys.readouterr().out
 
-    report_of(Row("plain", 1.0, "s"), Row("other", 2.0, "x", paper="1.88 [Fig. 4]")).show(console)
+    report_of(Row("plain", 1.0, "s"), Row("other", 2.0, "x", paper="1.88 [Fig. 4]")).show()
     shown = capsys.readouterr().out
     assert "paper" in shown
     assert "1.88 [Fig. 4]" in shown

@@ -33,6 +33,8 @@ ALL_PARTS = "memory,file,by_degree,drives,kinds,queue_pairs,cache_sizes,reuse"
 SMALL = {
     "asynchronous": {"size": "1 MiB", "cache": "256 KiB", "bytes_each": "64 KiB"},
     "first_light": {"gib": 1 / 64},
+    "calls": {"resident": "1 MiB", "cold": "4 MiB", "runs": 3, "first": True},
+    "latency": {"size": "4 MiB", "steps": 20},
     "defaults": {"sizes": "1 MB", "memory": "", "runs": 1, "seconds": 0.05},
     "hits": {"size": "1 MiB", "loads": 1 << 12},
     "scaling": {"drives": 1, "milliseconds": 0.5, "drive_mib": 1, "queue_pairs": 2},

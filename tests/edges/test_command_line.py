@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,48 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_command(tmp_path: Path) -> None:
     ran = shell(f"{FLASHWARP} --help", tmp_path)
 
-    for command in cli._COMMANDS:
+    for command in cli.COMMANDS:
         assert re.search(rf"^\W*{command} +\w", ran.stdout, re.MULTILINE), command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "COMMAND"),
+        ("nothing", "invalid choice: 'nothing'"),
+        ("--nothing doctor", "unrecognized arguments: --nothing"),
+        ("doctor --nothing", "unrecognized arguments: --nothing"),
+        ("doctor --path absent", "argument --path: absent does not exist"),
+        ("demo --size huge", "argument --size: invalid choice: 'huge'"),
+        ("demo --siz full", "unrecognized arguments: --siz full"),
+        ("bench --gib much", "argument --gib: invalid float value: 'much'"),
+        ("bench hits --loads", "argument --loads: expected one argument"),
+        ("graph", "the following arguments are required: COMMAND"),
+        ("graph make kron:4", "the following arguments are required: folder"),
+        ("trace replay loop --ways x", "argument --ways: invalid int value: 'x'"),
+    ],
+)
+def test_wrong_arguments_are_named_and_end_with_2(
+    tmp_path: Path, arguments: str, said: str
+) -> None:
+    ran = shell(f"{FLASHWARP} {arguments}", tmp_path)
+
+    assert ran.returncode == 2, ran
+    assert said in ran.stderr
+    assert ran.stderr.startswith("usage: flashwarp")
+
+
+@pytest.mark.parametrize("command", ["doctor", "demo", "bench", "bench cc", "graph make", "trace"])
+def test_help_of_a_command_names_its_options(tmp_path: Path, command: str) -> None:
+    ran = shell(f"{FLASHWARP} {command} --help", tmp_path)
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith(f"usage: flashwarp {command}")
+    assert "--" in ran.stdout.split("options:")[1]
+
+
+def test_version_is_the_one_of_the_package(tmp_path: Path) -> None:
+    assert shell(f"{FLASHWARP} --version", tmp_path).stdout == f"flashwarp {version('flashwarp')}\n"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +90,7 @@ def test_help_names_every_command(tmp_path: Path) -> None:
         ("graph info absent 2>/dev/full", 1),
         ("bench --list >/dev/full", 1),
         ("doctor --json >/dev/full 2>&1", 1),
+        ("--help >/dev/full", 1),
         ("bench --list | true", 1),
         ("bench --list | head -c 1", 1),
     ],
@@ -62,6 +104,13 @@ def test_streams_that_take_nothing_end_a_command_without_a_traceback(
     assert ran.returncode in ({0, code} if "|" in command else {code}), ran
     assert "Traceback" not in ran.stderr
     assert "Exception ignored" not in ran.stderr
+
+
+def test_a_terminal_without_unicode_is_no_error(tmp_path: Path) -> None:
+    ran = shell(f"PYTHONIOENCODING=ascii {FLASHWARP} doctor", tmp_path)
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "? native part" in ran.stdout
 
 
 def test_files_opened_under_closed_streams_do_not_get_what_is_printed(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import flashwarp as fw
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, resolve
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns
 
 __all__ = ["run"]
@@ -63,8 +63,8 @@ def run(
     """Time calls of a few rows, one at a time, beside what a program would call without us."""
     where = resolve(device)
     bench = _Calls(where, parse_bytes(row), runs, np.random.default_rng(seed))
-    settings = {"row": row, "resident": resident, "cold": cold, "runs": runs, "seed": seed}
-    bench.report = Report("Calls", settings, machine_facts(where.describe()))
+    settings = {"row": row, "resident": resident, "cold": cold, "runs": runs}
+    bench.report = Report("Calls", where.describe(), settings, {"rows": seed})
     bench.resident(parse_bytes(resident))
     bench.cold(parse_bytes(cold), folder)
     bench.launches()
@@ -115,16 +115,15 @@ class _Calls:
             times = self._in_turns(ways)
             checked = self._is(out, data, index)
             what = f"gather of {_RESIDENT} resident rows"
-            self._add(f"{what}, blocking", times["ours"], name, times["other"], checked)
+            self._add(f"{what}, blocking", times["ours"], name, times["other"], checked, nbytes)
             if self.on_gpu:
-                self._add(f"{what}, on a stream, host", times["stream"], "", 0.0, checked)
+                self._add(f"{what}, on a stream, host", times["stream"], "", 0.0, checked, nbytes)
                 done = times["stream done"]
-                self._add(f"{what}, on a stream, done", done, name, times["other"], checked)
-            for count in _QUEUED:
+                self._add(f"{what}, on a stream, done", done, name, times["other"], checked, nbytes)
+            for count in sorted({min(count, len(data)) for count in _QUEUED}):
                 self._future(array, data, count)
 
     def _future(self, array: fw.Array, data: np.ndarray[Any, Any], count: int) -> None:
-        count = min(count, len(data))
         index, out = self._index(len(data), count), self._out(count)
         made: list[float] = []
         for _ in range(self.runs):
@@ -136,6 +135,7 @@ class _Calls:
             f"gather_async of {count} resident rows, host",
             median(made),
             checked=self._is(out, data, index),
+            footprint=data.nbytes,
         )
 
     def cold(self, nbytes: int, folder: Path) -> None:
@@ -153,7 +153,8 @@ class _Calls:
             cache=max(data.nbytes // 16, 1 << 24), line=self.words * 4,
             o_direct=False if isinstance(source, Path) else None,
         ) as array:  # fmt: skip
-            for count in _COLD:
+            # No row twice, in all runs and the one that warms up.
+            for count in sorted({min(count, len(data) // 4) for count in _COLD}):
                 out = self._out(count)
                 draws = iter(self.rng.permutation(len(data)).astype(np.int64))
                 last: list[Any] = []
@@ -166,7 +167,7 @@ class _Calls:
                     index = self._host_index(len(data), len(out))
                     return self._copied(data, index, out)
 
-                runs = min(self.runs, len(data) // count // 2)
+                runs = min(self.runs, len(data) // count - 1)
                 times = self._in_turns({"other": other, "ours": ours}, runs)
                 self._add(
                     f"gather of {count} cold rows of {where}, {array.explain().path}",
@@ -176,6 +177,7 @@ class _Calls:
                     else "numpy.take of the memory map",
                     times["other"],
                     self._is(out, data, last[0]),
+                    data.nbytes,
                 )
 
     def _copied(self, data: np.ndarray[Any, Any], index: Any, out: Any) -> float:
@@ -301,8 +303,19 @@ class _Calls:
         other_name: str = "",
         other: float = 0.0,
         checked: bool | None = None,
+        footprint: int = 0,
     ) -> None:
-        self.report.add(Row(name, seconds * 1e6, "us", other_name, other * 1e6, checked=checked))
+        self.report.add(
+            Row(
+                name,
+                seconds * 1e6,
+                "us",
+                other_name,
+                other * 1e6,
+                checked=checked,
+                footprint=footprint,
+            )
+        )
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -21,7 +21,7 @@ import flashwarp as fw
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceArray, resolve
 from flashwarp.probe.disk import direct_reads_work, drop_page_cache, fill_page_cache
-from flashwarp.probe.report import Report, Row, machine_facts
+from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds
 
 __all__ = ["run"]
@@ -41,9 +41,10 @@ def run(
     """Time dependent loads that miss, by the way that their data takes, and loads that hit."""
     where = resolve(device)
     bench = _Latency(where, parse_bytes(line), steps, seed)
-    settings = {"size": size, "line": line, "steps": steps, "seed": seed}
-    bench.report = Report("Latency", settings, machine_facts(where.describe()))
+    settings = {"size": size, "line": line, "steps": steps}
+    bench.report = Report("Latency", where.describe(), settings, {"places": seed})
     words = parse_bytes(size) // _WORD
+    bench.footprint = words * _WORD
     data = np.arange(words, dtype=np.uint32)
     bench.memory(data)
     path = folder / "data.bin"
@@ -61,6 +62,7 @@ class _Latency:
     """Chains of loads on one device."""
 
     report: Report
+    footprint: int
 
     def __init__(self, device: Device, line_bytes: int, steps: int, seed: int) -> None:
         self.device = device
@@ -174,7 +176,15 @@ class _Latency:
     ) -> None:
         least = reference[0] if reference else 0.0
         self.report.add(
-            Row(name, found[0], "us", other if reference else "", least, checked=found[1])
+            Row(
+                name,
+                found[0],
+                "us",
+                other if reference else "",
+                least,
+                checked=found[1],
+                footprint=self.footprint,
+            )
         )
 
 

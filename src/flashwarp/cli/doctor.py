@@ -1,12 +1,13 @@
 """`flashwarp doctor`: what works on this machine, what does not, why, and what to do about it.
 
-Each check returns a `Finding` and none raises for what a machine may lack. Measurements are brief
-(ten seconds in all at most) and go through one temporary file that is never left behind: it has
-no name from the moment it exists.
+Each check returns a `Finding`, and none raises for what a machine may lack. The measurements take
+at most ten seconds in all. Their temporary file is never left behind: it has no name from the
+moment it exists.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import mmap
@@ -16,46 +17,42 @@ import resource
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 
 import flashwarp
 from flashwarp import config
 from flashwarp._jit import driver
 from flashwarp._jit.artifact_cache import ArtifactCache
+from flashwarp.cli.parser import existing_path
 from flashwarp.device import CudaDevice, resolve
 from flashwarp.errors import FlashwarpError
-from flashwarp.probe.disk import measure_ceiling, measure_writes
+from flashwarp.probe.disk import measure_ceiling, measure_writes, resident_fraction
 from flashwarp.probe.link import LINK_BYTES, measure_link
+from flashwarp.probe.text import binary
 
-__all__ = ["Finding", "doctor", "examine"]
+if TYPE_CHECKING:
+    from flashwarp.cli.parser import Parser
+
+__all__ = ["Finding", "add_arguments", "examine"]
 
 State = Literal["ok", "limited", "missing", "broken"]
 
-_MARKS = {
-    "ok": "[green]✓[/]",
-    "limited": "[yellow]![/]",
-    "missing": "[dim]-[/]",
-    "broken": "[red]✗[/]",
-}
+_MARKS = {"ok": "✓", "limited": "!", "missing": "-", "broken": "✗"}
 
 # 256 MiB outlast the small write caches of drives, and take 0.1 s at 3 GB/s.
 _FILE_BYTES = 256 << 20
 _FILE_BYTES_MIN = 16 << 20
-# Of a nearly full disk no more than this share of what is free.
+# On a nearly full disk, the file takes at most one part in so many of what is free.
 _FREE_SHARE = 4
 _READ_SECONDS = 1.0
 _REPORT = "please report this with the output of `flashwarp doctor --json`"
@@ -70,13 +67,13 @@ class Finding:
     Attributes
     ----------
     name : str
-        What was looked at.
+        What was checked.
     state : {"ok", "limited", "missing", "broken"}
         `missing` is a choice (no GPU), `broken` keeps flashwarp from working at all.
     detail : str
         What was found.
     advice : str
-        What to do about it; empty where nothing needs doing.
+        What to do about it; empty if nothing needs to be done.
     values : dict
         The figures, for programs.
     """
@@ -88,30 +85,33 @@ class Finding:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def doctor(
-    path: Annotated[
-        Path, typer.Option(help="Directory, or a file, on the file system to look at.", exists=True)
-    ] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
-    """Tell what works on this machine, what does not, and why.
-
-    Measures disk and link for a few seconds through a temporary file under --path, which it
-    removes. Exits with 1 only where flashwarp cannot work at all.
-    """
-    console = Console(stderr=True)
-    spinner = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True
+def add_arguments(parser: Parser, _: Sequence[str]) -> None:
+    """Give `parser` the options of this command."""
+    parser.description = (
+        "Report what works on this machine, what does not, and why. Measures disk and link for a "
+        "few seconds, through a temporary file that it removes. Exits with 1 only if flashwarp "
+        "cannot work at all."
     )
-    with spinner:
-        task = spinner.add_task("looking around")
-        findings = []
-        for name, finding in examine(path):
-            spinner.update(task, description=name)
-            if finding is not None:
-                findings.append(finding)
+    parser.add_argument(
+        "--path",
+        type=existing_path,
+        default=Path(),
+        help="A directory, or a file, on the file system to examine.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    findings = []
+    for name, finding in examine(options.path):
+        if finding is None:
+            _show_progress(f"{name} ...")
+        else:
+            findings.append(finding)
+    _show_progress("")
     works = all(finding.state != "broken" for finding in findings)
-    if as_json:
+    if options.json:
         report = {
             "flashwarp": version("flashwarp"),
             "works": works,
@@ -120,11 +120,17 @@ def doctor(
         print(json.dumps(report, indent=2))
     else:
         _print_table(findings, works)
-    raise typer.Exit(0 if works else 1)
+    sys.exit(0 if works else 1)
+
+
+def _show_progress(text: str) -> None:
+    """Replace the last line of a terminal; write nothing into a pipe."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def examine(path: Path) -> Iterator[tuple[str, Finding | None]]:
-    """Make every check; before each, its name is given alone, for a progress display."""
+    """Make every check. Before each, yield its name alone, for a progress display."""
     directory = path if path.is_dir() else path.parent
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("machine", _check_machine),
@@ -149,7 +155,7 @@ def examine(path: Path) -> Iterator[tuple[str, Finding | None]]:
 
 
 def _caught(name: str, check: Callable[[], Finding]) -> Finding:
-    # A report with one unexpected line in it helps; a traceback in place of a report does not.
+    # A report with one unexpected line helps; a traceback in its place does not.
     try:
         return check()
     except Exception as error:
@@ -157,24 +163,20 @@ def _caught(name: str, check: Callable[[], Finding]) -> Finding:
 
 
 def _print_table(findings: list[Finding], works: bool) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
+    width = max(len(finding.name) for finding in findings)
+    print(f"flashwarp {version('flashwarp')}")
     for finding in findings:
-        text = escape(finding.detail)
+        _print_indented(f"{_MARKS[finding.state]} {finding.name:{width}}  ", finding.detail)
         if finding.advice:
-            text += f"\n[cyan]→ {escape(finding.advice)}[/]"
-        table.add_row(_MARKS[finding.state], finding.name, text)
-    # A report is for reading and for pasting: no terminal means full lines, not 80 columns.
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    if not sys.stdout.isatty():
-        console.width = 200
-    console.print(f"flashwarp {version('flashwarp')}", style="bold")
-    console.print(table)
-    console.print(
-        "[green]flashwarp works here.[/]" if works else "[red]flashwarp does not work here.[/]"
-    )
+            _print_indented(" " * (width + 4), f"→ {finding.advice}")
+    print("flashwarp works here." if works else "flashwarp does not work here.")
+
+
+def _print_indented(indent: str, text: str) -> None:
+    # A pipe gets whole lines, for pasting into a report.
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    width = max(columns, len(indent) + 40)
+    print(textwrap.fill(text, width, initial_indent=indent, subsequent_indent=" " * len(indent)))
 
 
 def _native() -> Any:
@@ -189,7 +191,7 @@ def _check_machine() -> Finding:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     detail = (
         f"Python {platform.python_version()}, Linux {platform.release()} {platform.machine()}, "
-        f"{cores} cores, {_bytes(memory)} memory"
+        f"{cores} cores, {binary(memory)} memory"
     )
     return Finding("machine", "ok", detail, values={"cores": cores, "memory_bytes": memory})
 
@@ -212,7 +214,7 @@ def _check_rows(device: str, directory: Path) -> Finding:
     """Write an array, gather rows of it through the rings and compare each byte."""
     name = "CPU device" if device == "cpu" else "GPU"
     failed: State = "broken" if device == "cpu" else "limited"
-    advice = _REPORT if device == "cpu" else f"{_REPORT}; device='cpu' works meanwhile"
+    advice = _REPORT if device == "cpu" else f"{_REPORT}; until then use device='cpu'"
     try:
         rows = np.random.default_rng(0).integers(0, 1 << 30, (512, 1024), dtype=np.int32)
         wanted = np.random.default_rng(1).permutation(512)
@@ -220,18 +222,18 @@ def _check_rows(device: str, directory: Path) -> Finding:
             file = Path(scratch, "rows.npy")
             np.save(file, rows)
             start = time.perf_counter()
-            # A cache of an eighth of the file, so that most rows come through the rings.
+            # The cache holds an eighth of the file, so that most rows come through the queues.
             with flashwarp.open(file, device=device, cache="256 KiB") as array:
                 got = np.asarray(array.gather(wanted))
             elapsed = time.perf_counter() - start
     except (FlashwarpError, ImportError, OSError) as error:
         return Finding(name, failed, f"reading an array failed: {error}", advice)
     if not np.array_equal(got, rows[wanted]):
-        return Finding(name, failed, "wrong rows came back", advice)
+        return Finding(name, failed, "rows of a file were read wrong", advice)
     return Finding(
         name,
         "ok",
-        f"512 rows of 4 KiB read from a file through NVMe rings, all right ({elapsed:.2f} s)",
+        f"512 rows of 4 KiB read from a file through NVMe queues, all correct ({elapsed:.2f} s)",
         values={"seconds": elapsed},
     )
 
@@ -255,13 +257,15 @@ def _check_gpu(directory: Path) -> Finding:
     try:
         count = driver.device_count()
         if count == 0:
-            return Finding("GPU", "missing", "the driver sees no GPU (CUDA_VISIBLE_DEVICES?)")
+            return Finding(
+                "GPU", "missing", "the driver reports no GPU; is CUDA_VISIBLE_DEVICES set?"
+            )
         major, minor = driver.driver_version()
         with CudaDevice(0) as device:
             memory = device.memory_info()
             detail = (
                 f"{count} x {device.context.model}, {device.arch}, CUDA {major}.{minor} driver, "
-                f"{_bytes(memory.free_bytes)} of {_bytes(memory.total_bytes)} free"
+                f"{binary(memory.free_bytes)} of {binary(memory.total_bytes)} free"
             )
             values = {
                 "count": count,
@@ -273,7 +277,12 @@ def _check_gpu(directory: Path) -> Finding:
                 "registers_read_only": device.context.registers_read_only,
             }
     except FlashwarpError as error:
-        return Finding("GPU", "missing", str(error), "without a GPU everything runs on the CPU")
+        return Finding(
+            "GPU",
+            "missing",
+            str(error),
+            "without a GPU, flashwarp runs on the CPU, for development and tests",
+        )
     rows = _check_rows("cuda:0", directory)
     return Finding("GPU", rows.state, f"{detail}; {rows.detail}", rows.advice, values | rows.values)
 
@@ -284,7 +293,9 @@ def _check_nvrtc() -> Finding:
         major, minor = driver.nvrtc_version()
         architectures = driver.nvrtc_architectures()
     except FlashwarpError as error:
-        return Finding(name, "missing", str(error), "only kernels on a GPU need it")
+        return Finding(
+            name, "missing", str(error), "needed only for a GPU: pip install 'flashwarp[cuda]'"
+        )
     detail = f"NVRTC {major}.{minor}, for sm_{architectures[0]} to sm_{architectures[-1]}"
     return Finding(name, "ok", detail, values={"architectures": list(architectures)})
 
@@ -314,17 +325,17 @@ def _check_pinned_memory() -> Finding:
     try:
         with CudaDevice(0) as device, device.allocate_host(LINK_BYTES) as memory:
             read_only = device.context.registers_read_only
-            detail = f"{_bytes(memory.nbytes)} pinned"
+            detail = f"{binary(memory.nbytes)} pinned"
     except FlashwarpError as error:
-        advice = "raise the container's memory limit, or use a smaller cache"
+        advice = "raise the memory limit of the container, or use a smaller cache"
         return Finding(name, "limited", str(error), advice)
     if read_only:
-        return Finding(name, "ok", f"{detail}; read-only files can be mapped in place")
+        return Finding(name, "ok", f"{detail}; the GPU can read files of the page cache in place")
     return Finding(
         name,
         "limited",
-        f"{detail}; read-only memory cannot be registered on this GPU",
-        "files are read through buffers instead of in place",
+        f"{detail}; this GPU cannot register read-only memory",
+        "flashwarp reads files through buffers, not in place",
     )
 
 
@@ -357,10 +368,10 @@ def _check_locked_memory() -> Finding:
     values = {"limit_bytes": limit}
     if _effective_capabilities() >> _CAP_IPC_LOCK & 1:
         return Finding(name, "ok", "no limit (CAP_IPC_LOCK)", values=values)
-    detail = f"limit of {_bytes(limit)} (RLIMIT_MEMLOCK)"
+    detail = f"at most {binary(limit)} (RLIMIT_MEMLOCK)"
     if limit >= _FILE_BYTES:
         return Finding(name, "ok", detail, values=values)
-    advice = "`ulimit -l unlimited` lets io_uring keep its buffers registered; a few percent faster"
+    advice = "`ulimit -l unlimited` lets io_uring keep its buffers registered: a few percent faster"
     return Finding(name, "limited", detail, advice, values)
 
 
@@ -382,8 +393,8 @@ def _check_io_uring() -> Finding:
         "io_uring",
         "limited",
         reason,
-        "threads do the I/O instead; in a container allow io_uring in the seccomp profile, "
-        "on a host set `sysctl kernel.io_uring_disabled=0`",
+        "threads do the I/O instead. In a container, allow io_uring in the seccomp profile; "
+        "on a host, set `sysctl kernel.io_uring_disabled=0`",
     )
 
 
@@ -391,19 +402,19 @@ def _check_file_system(directory: Path) -> Finding:
     usage = shutil.disk_usage(directory)
     kind, source = _mount_of(directory)
     where = directory.resolve()
-    detail = f"{where}: {kind} on {source}, {_bytes(usage.free)} of {_bytes(usage.total)} free"
+    detail = f"{where}: {kind} on {source}, {binary(usage.free)} of {binary(usage.total)} free"
     values = {"path": str(where), "kind": kind, "source": source, "free_bytes": usage.free}
     if kind == "tmpfs":
-        advice = "this is memory, not a disk: name a directory on a disk with --path"
+        advice = "this is memory, not a disk: choose a directory on a disk with --path"
         return Finding("file system", "limited", detail, advice, values)
     if usage.free < _FILE_BYTES:
-        advice = "too little room to work in: free some, or name another directory with --path"
+        advice = "little room is left: free some, or choose another directory with --path"
         return Finding("file system", "limited", detail, advice, values)
     return Finding("file system", "ok", detail, values=values)
 
 
 def _mount_of(directory: Path) -> tuple[str, str]:
-    """Kind and source of the file system, from /proc/self/mountinfo; "?" where it is not listed."""
+    """Kind and source of the file system, from /proc/self/mountinfo; "?" if it is not listed."""
     here = directory.resolve()
     best, found = -1, ("?", "?")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -428,33 +439,28 @@ def _check_direct_io(path: Path) -> Finding:
     except (ImportError, OSError) as error:
         return Finding(name, "missing", f"not tried: {error}")
     if isinstance(alignment, str):
-        advice = "files are read through the page cache; use another file system for data sets"
+        advice = "files are read through the page cache; keep data sets on another file system"
         return Finding(name, "limited", alignment, advice)
     memory, offset = alignment
-    detail = f"O_DIRECT works, memory aligned to {memory} bytes, offsets to {offset}"
+    detail = f"O_DIRECT works; memory aligned to {memory} bytes, offsets to {offset}"
     return Finding(name, "ok", detail, values={"memory": memory, "offset": offset})
 
 
 def _check_residency(directory: Path) -> Finding:
     name = "page cache view"
+    advice = "flashwarp then reads files through buffers unless you choose otherwise"
     try:
-        with _nameless_file(directory) as (fd, _):
-            os.write(fd, bytes(16 * mmap.PAGESIZE))
-            with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapping:
-                view = np.frombuffer(mapping, np.uint8)
-                try:
-                    part = _native().residency(view.ctypes.data, view.nbytes)
-                finally:
-                    del view  # a mapping with an exported buffer cannot be closed
+        with _nameless_file(directory) as (_, link):
+            link.write_bytes(bytes(16 * mmap.PAGESIZE))
+            part = resident_fraction(link)
     except (ImportError, OSError) as error:
-        return Finding(
-            name, "limited", f"not possible: {error}", "`cache` choices will be cautious"
-        )
+        return Finding(name, "missing", f"not tried: {error}")
+    if part is None:
+        return Finding(name, "limited", "the system refuses to say what is in memory", advice)
     if part < 1:
-        detail = f"mincore tells {part:.0%} of a file just written"
-        advice = "the choice between mapping and reading a file will be cautious"
+        detail = f"the system reports {part:.0%} of a file just written as in memory"
         return Finding(name, "limited", detail, advice)
-    return Finding(name, "ok", "mincore tells which parts of a file are in memory")
+    return Finding(name, "ok", "the system reports which parts of a file are in memory")
 
 
 def _check_disk(directory: Path) -> Finding:
@@ -473,21 +479,22 @@ def _check_disk(directory: Path) -> Finding:
         "random_4k_reads_per_s": ceiling.random_reads_per_s,
         "sequential_read_bytes_per_s": ceiling.sequential_gb_per_s * 1e9,
     }
-    wrote = f"a temporary file of {_bytes(written)} (removed) was written with {_rate(write_rate)}"
+    wrote = f"{_rate(write_rate)} in writes of a temporary file of {binary(written)} (removed)"
     if not ceiling.random_reads_per_s:
         return Finding("disk", "limited", f"reads {ceiling.note}; {wrote}", values=values)
     return Finding(
         "disk",
         "ok",
-        f"4 KiB random {ceiling.random_reads_per_s:,.0f} reads/s, 1 MiB sequential "
-        f"{ceiling.sequential_gb_per_s:.2f} GB/s, past the page cache; {wrote}",
+        f"{ceiling.random_reads_per_s:,.0f} random reads/s of 4 KiB, "
+        f"{ceiling.sequential_gb_per_s:.2f} GB/s in reads of 1 MiB in order, past the page cache; "
+        f"{wrote}",
         values=values,
     )
 
 
 @contextmanager
 def _nameless_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Give a new file without a name, as a descriptor and as a path that opens it again."""
+    """Yield a new file without a name: its descriptor, and a path that opens it again."""
     fd, name = tempfile.mkstemp(dir=_writable(directory), prefix=".flashwarp-")
     try:
         Path(name).unlink()
@@ -497,19 +504,11 @@ def _nameless_file(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _writable(path: Path) -> Path:
-    """Return the directory to write in: a read-only one says so in its own words."""
+    """Return the directory to write in. Raises PermissionError if it is read-only."""
     directory = path if path.is_dir() else path.parent
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"no permission to write in {directory.resolve()}; see --path")
     return directory
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
 
 
 def _rate(bytes_per_s: float) -> str:

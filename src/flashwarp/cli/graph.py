@@ -2,79 +2,81 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import numpy as np
-import typer
+from typing import TYPE_CHECKING
 
 from flashwarp.config import parse_bytes
 
 if TYPE_CHECKING:
     from flashwarp.apps.graphs import CsrGraph
+    from flashwarp.cli.parser import Parser
 
-__all__ = ["graph"]
-
-graph = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Make graphs on disk, and look at them."
-)
+__all__ = ["add_arguments"]
 
 
-@graph.command()
-def make(
-    what: Annotated[
-        str,
-        typer.Argument(
-            help="kron:SCALE, urand:SCALE, a file: .mtx, .npz, or a list of edges; or a folder."
-        ),
-    ],
-    folder: Annotated[Path, typer.Argument(help="Where offsets.npy and neighbours.npy go.")],
-    edge_factor: Annotated[int, typer.Option(help="Edges drawn for each vertex.")] = 16,
-    seed: Annotated[int, typer.Option(help="Of a generated graph.")] = 1,
-    directed: Annotated[
-        bool, typer.Option("--directed", help="Store edges of a file one way only.")
-    ] = False,
-    by_degree: Annotated[
-        bool,
-        typer.Option(
-            "--by-degree", help="Number vertices by falling degree: searches read less of the file."
-        ),
-    ] = False,
-    memory: Annotated[str, typer.Option(help="For edges, before they go to files.")] = "2 GiB",
-) -> None:
-    """Write a graph as sorted lists of neighbours (compressed sparse rows)."""
+def add_arguments(parser: Parser, _: Sequence[str]) -> None:
+    """Give `parser` the subcommands and their options."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    what = "Write a graph as sorted lists of neighbours (compressed sparse rows)."
+    make = commands.add_parser("make", help=what, description=what)
+    make.set_defaults(run=_make)
+    make.add_argument(
+        "what",
+        help="kron:SCALE, urand:SCALE, a file (.mtx, .npz, or a list of edges), or a folder.",
+    )
+    make.add_argument("folder", type=Path, help="Where offsets.npy and neighbours.npy go.")
+    make.add_argument("--edge-factor", type=int, default=16, help="Edges drawn for each vertex.")
+    make.add_argument("--seed", type=int, default=1, help="Of a generated graph.")
+    make.add_argument("--directed", action="store_true", help="Store edges of a file one way only.")
+    make.add_argument(
+        "--by-degree",
+        action="store_true",
+        help="Number vertices by falling degree: searches read less of the file.",
+    )
+    make.add_argument("--memory", default="2 GiB", help="For edges, before they go to files.")
+
+    what = "Check every entry of a graph and report how large it is."
+    info = commands.add_parser("info", help=what, description=what)
+    info.set_defaults(run=_info)
+    info.add_argument("folder", type=Path, help="What `make` wrote.")
+
+
+def _make(options: argparse.Namespace) -> None:
     from flashwarp.apps.graphs import load
 
     made = load(
-        what,
-        folder,
-        edge_factor=edge_factor,
-        seed=seed,
-        symmetric=not directed,
-        by_degree=by_degree,
-        memory_bytes=parse_bytes(memory),
+        options.what,
+        options.folder,
+        edge_factor=options.edge_factor,
+        seed=options.seed,
+        symmetric=not options.directed,
+        by_degree=options.by_degree,
+        memory_bytes=parse_bytes(options.memory),
     )
-    _tell(made)
+    _print_size(made)
 
 
-@graph.command()
-def info(folder: Annotated[Path, typer.Argument(help="What `make` wrote.")]) -> None:
-    """Check every entry of a graph and tell how large it is."""
+def _info(options: argparse.Namespace) -> None:
     from flashwarp.apps.graphs import CsrGraph
 
-    found = CsrGraph.open(folder)
+    found = CsrGraph.open(options.folder)
     found.check()
-    _tell(found)
+    _print_size(found)
 
 
-def _tell(found: CsrGraph) -> None:
+def _print_size(found: CsrGraph) -> None:
+    import numpy as np
+
     degrees = found.degrees
-    typer.echo(f"vertices   {found.vertices:,}, {int((degrees == 0).sum()):,} without neighbours")
-    typer.echo(f"entries    {found.entries:,}{', with weights' if found.weighted else ''}")
-    typer.echo(
+    print(f"vertices   {found.vertices:,}, {int((degrees == 0).sum()):,} without neighbours")
+    print(f"entries    {found.entries:,}{', with weights' if found.weighted else ''}")
+    print(
         f"degree     mean {degrees.mean():.1f}, median {np.median(degrees):.0f}, "
         f"most {degrees.max():,}"
     )
     if found.labels is not None:
-        typer.echo("order      by falling degree; the labels are in labels.npy")
-    typer.echo(f"files      {found.folder}, neighbours {4 * found.entries / 2**20:,.1f} MiB")
+        print("order      by falling degree; the labels are in labels.npy")
+    print(f"files      {found.folder}, neighbours {4 * found.entries / 2**20:,.1f} MiB")

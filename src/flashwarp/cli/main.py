@@ -1,74 +1,60 @@
 """Entry point of the `flashwarp` command.
 
-Subcommands live in a module each and are imported when they are called or listed, so that
-`flashwarp --version` answers at once. An error of the library ends a command with its message and
-exit code 1, without a traceback. So does one of the system's, such as a full disk under the output.
+Each subcommand is a module of this folder with `add_arguments(parser, arguments)`. Only the module
+that is called is imported, so that `flashwarp --help` answers at once. An error of the library ends
+a command with its message and exit code 1, without a traceback. So does an error of the system,
+such as a full disk under the output. A wrong option ends it with exit code 2.
 
-SIGTERM and SIGHUP end a command by way of its `finally` clauses, so that it takes its files along.
+SIGTERM and SIGHUP end a command by way of its `finally` clauses, so that it removes its files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, Any, TextIO
+from typing import TextIO
 
-import typer
-from rich.console import Console
-from rich.markup import escape
-from typer.core import TyperGroup
-
+from flashwarp.cli.parser import Parser
 from flashwarp.errors import FlashwarpError
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "main", "run"]
 
-_COMMANDS = ("doctor", "demo", "bench", "graph", "trace")
-"""Each is the function, or the group of commands, of that name in the module of that name."""
-
-
-class _LazyGroup(TyperGroup):
-    """A group that imports a subcommand when it is asked for."""
-
-    # `Any`: typer brings its own copy of click from some version on, and takes the user's before.
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 (typer's signature)
-        if cmd_name not in _COMMANDS:
-            return None
-        found = getattr(importlib.import_module(f"flashwarp.cli.{cmd_name}"), cmd_name)
-        if isinstance(found, typer.Typer):
-            group = typer.main.get_command(found)
-            group.name = cmd_name
-            return group
-        single = typer.Typer(add_completion=False)
-        single.command(cmd_name)(found)
-        return typer.main.get_command(single)
+COMMANDS = {
+    "doctor": "Report what works on this machine, what does not, and why.",
+    "demo": "Gather rows, search a graph and query a table, and check every answer.",
+    "bench": "Measure this machine, beside its ceilings and the alternatives.",
+    "graph": "Make graphs on disk, and look at them.",
+    "trace": "Record which lines are used, and compare replacement policies on them.",
+}
+"""What each subcommand does; it is the module of that name."""
 
 
-app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, add_completion=False)
+def run(arguments: Sequence[str]) -> None:
+    """Run the command line `arguments`, without the name of the program.
 
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"flashwarp {version('flashwarp')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _flashwarp(
-    show_version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    """GPU memory that extends into flash."""
+    Raises SystemExit for wrong options and for help, and what the command raises.
+    """
+    top = Parser(prog="flashwarp", description="GPU memory that extends into flash.")
+    top.add_argument("--version", action="version", version=f"flashwarp {version('flashwarp')}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    # Of the program itself no option takes a value.
+    name = next((each for each in arguments if not each.startswith("-")), None)
+    for each, what in COMMANDS.items():
+        parser = commands.add_parser(each, help=what, description=what)
+        if each == name:
+            rest = arguments[arguments.index(each) + 1 :]
+            importlib.import_module(f"flashwarp.cli.{each}").add_arguments(parser, rest)
+    if not arguments:
+        top.print_help(sys.stderr)
+        sys.exit(2)
+    options = top.parse_args(arguments)
+    options.run(options)
 
 
 def main() -> None:
@@ -79,7 +65,7 @@ def main() -> None:
             signal.signal(number, _end)
     try:
         try:
-            app()
+            run(sys.argv[1:])
         finally:
             sys.stdout.flush()
     except (FlashwarpError, OSError) as error:
@@ -88,11 +74,12 @@ def main() -> None:
         if not isinstance(error, BrokenPipeError):
             _complain(error)
         sys.exit(1)
+    sys.exit(0)
 
 
 def _complain(error: Exception) -> None:
     try:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}")
+        print(f"error: {error}", file=sys.stderr, flush=True)
     except OSError:
         _silence(sys.stderr)
 
@@ -115,6 +102,10 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+        # A terminal without Unicode shows a question mark where we print a check mark.
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="replace")
 
 
 def _end(number: int, frame: object) -> None:  # noqa: ARG001 (a handler's signature)

@@ -2,38 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flashwarp.cli.parser import Parser
     from flashwarp.trace import Trace
 
-__all__ = ["trace"]
-
-trace = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    help="Record which lines are used, and see which of them each replacement policy keeps.",
-)
+__all__ = ["add_arguments"]
 
 _SOURCE = "A file of `record`, or what can be made: zipf, scan+zipf, loop, bfs."
-_ACCESSES = "Length of a trace that is made."
 
 
-@trace.command()
-def record(
-    indices: Annotated[Path, typer.Argument(help="Row indices: a .npy file of integers.")],
-    output: Annotated[Path, typer.Argument(help="Where the trace goes, a .npz file.")],
-    rows_of: Annotated[
-        Path | None, typer.Option(help="The .npy file whose rows they are; tells their size.")
-    ] = None,
-    row_bytes: Annotated[str, typer.Option(help="Size of a row, where there is no file.")] = "",
-    line: Annotated[str, typer.Option(help="Size of a line of the cache.")] = "4 KiB",
-) -> None:
-    """Make a trace from the indices of a gather. Programs record with `flashwarp.trace.record`."""
+def add_arguments(parser: Parser, _: Sequence[str]) -> None:
+    """Give `parser` the subcommands and their options."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    what = "Make a trace from the indices of a gather."
+    record = commands.add_parser(
+        "record", help=what, description=f"{what} Programs record with `flashwarp.trace.record`."
+    )
+    record.set_defaults(run=_record)
+    record.add_argument("indices", type=Path, help="Row indices: a .npy file of integers.")
+    record.add_argument("output", type=Path, help="Where the trace goes, a .npz file.")
+    record.add_argument(
+        "--rows-of", type=Path, help="The .npy file whose rows they are; it says how large one is."
+    )
+    record.add_argument("--row-bytes", default="", help="Size of a row, if there is no file.")
+    record.add_argument("--line", default="4 KiB", help="Size of a line of the cache.")
+
+    what = "Run a trace through the cache on the CPU device, and count its hits."
+    replay = commands.add_parser("replay", help=what, description=what)
+    replay.set_defaults(run=_replay)
+    replay.add_argument("source", help=_SOURCE)
+    replay.add_argument(
+        "--policy", default="clock", help="clock, lru, fifo, sieve, s3_fifo or random."
+    )
+    replay.add_argument(
+        "--lines", type=int, help="Lines of the cache; default a tenth of those used."
+    )
+
+    what = "Show hit rates of all policies and of Belady's optimum, over sizes of the cache."
+    compare = commands.add_parser("compare", help=what, description=what)
+    compare.set_defaults(run=_compare)
+    compare.add_argument("sources", nargs="+", metavar="source", help=_SOURCE)
+    compare.add_argument(
+        "--sizes", default="", help="Lines of the cache, as 100,1000; default shares of those used."
+    )
+    compare.add_argument("--policies", default="", help="As lru,sieve; default all.")
+    compare.add_argument("--json", type=Path, help="Also write the results here.")
+    compare.add_argument("--plot", type=Path, help="Draw them: .png, .svg or .pdf.")
+
+    for each in (replay, compare):
+        each.add_argument("--ways", type=int, default=8, help="Frames of a set: 4, 8 or 16.")
+        each.add_argument(
+            "--accesses", type=int, default=200_000, help="Length of a trace that is made."
+        )
+
+
+def _record(options: argparse.Namespace) -> None:
     import math
 
     import numpy as np
@@ -43,10 +72,11 @@ def record(
     from flashwarp.storage import npy
     from flashwarp.trace import trace_of_indices
 
-    if (rows_of is None) == (not row_bytes):
-        raise ArgumentError("say the size of a row, with either --rows-of or --row-bytes")
+    rows_of, indices = options.rows_of, options.indices
+    if (rows_of is None) == (not options.row_bytes):
+        raise ArgumentError("give the size of a row: either --rows-of or --row-bytes")
     if rows_of is None:
-        size, length = parse_bytes(row_bytes), None
+        size, length = parse_bytes(options.row_bytes), None
     else:
         layout = npy.read_layout(str(rows_of))
         size, length = math.prod(layout.shape[1:]) * layout.dtype.itemsize, layout.shape[0]
@@ -55,75 +85,48 @@ def record(
     except FileNotFoundError as error:
         raise MissingFileError(f"{indices} does not exist") from error
     except (ValueError, OSError, EOFError) as error:
-        raise FileFormatError(f"{indices} is no .npy file: {error}") from error
+        raise FileFormatError(f"{indices} is not a .npy file: {error}") from error
     if length is not None and chosen.size and chosen.max() >= length:
         raise ArgumentError(f"index {chosen.max()} is beyond the {length} rows of {rows_of}")
-    made = trace_of_indices(chosen, size, line_bytes=parse_bytes(line), name=indices.stem)
-    made.save(output)
-    typer.echo(f"{len(made):,} accesses to {made.footprint:,} lines in {output}")
+    made = trace_of_indices(chosen, size, line_bytes=parse_bytes(options.line), name=indices.stem)
+    made.save(options.output)
+    print(f"{len(made):,} accesses to {made.footprint:,} lines in {options.output}")
 
 
-@trace.command()
-def replay(
-    source: Annotated[str, typer.Argument(help=_SOURCE)],
-    policy: Annotated[str, typer.Option(help="clock, lru, fifo, sieve, s3_fifo, random.")] = (
-        "clock"
-    ),
-    lines: Annotated[
-        int, typer.Option(help="Lines of the cache; default a tenth of those used.")
-    ] = 0,
-    ways: Annotated[int, typer.Option(help="Frames of a set: 4, 8 or 16.")] = 8,
-    accesses: Annotated[int, typer.Option(help=_ACCESSES)] = 200_000,
-) -> None:
-    """Run a trace through the page cache on the CPU device, and count its hits."""
+def _replay(options: argparse.Namespace) -> None:
     from flashwarp.trace import replay as run
 
-    chosen = _load(source, accesses)
-    capacity = lines or max(ways, chosen.footprint // 10)
-    done = run(chosen, policy, capacity_lines=capacity, ways=ways)
-    typer.echo(
-        f"{done.policy}, {done.capacity_lines:,} lines in sets of {ways}: "
+    chosen = _load(options.source, options.accesses)
+    capacity = options.lines or max(options.ways, chosen.footprint // 10)
+    done = run(chosen, options.policy, capacity_lines=capacity, ways=options.ways)
+    print(
+        f"{done.policy}, {done.capacity_lines:,} lines in sets of {options.ways}: "
         f"{done.hits:,} of {len(chosen):,} accesses hit ({done.hit_rate:.2%}), "
         f"{done.evictions:,} evictions"
     )
 
 
-@trace.command()
-def compare(
-    sources: Annotated[list[str], typer.Argument(help=f"Any number of traces. {_SOURCE}")],
-    sizes: Annotated[
-        str, typer.Option(help="Lines of the cache, as 100,1000; default shares of those used.")
-    ] = "",
-    policies: Annotated[str, typer.Option(help="As lru,sieve; default all.")] = "",
-    ways: Annotated[int, typer.Option(help="Frames of a set: 4, 8 or 16.")] = 8,
-    accesses: Annotated[int, typer.Option(help=_ACCESSES)] = 200_000,
-    json: Annotated[Path | None, typer.Option(help="Also write the results here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them: .png, .svg or .pdf.")] = None,
-) -> None:
-    """Show hit rates of all policies and of Belady's optimum, over sizes of the cache."""
-    from rich.console import Console
-
+def _compare(options: argparse.Namespace) -> None:
     from flashwarp.policy import POLICIES
     from flashwarp.probe.report import provenance
     from flashwarp.trace import compare as run
-    from flashwarp.trace.compare import plot as draw
-    from flashwarp.trace.compare import save
+    from flashwarp.trace.compare import plot, save
 
     done = [
         run(
-            _load(source, accesses),
-            capacities=tuple(_numbers("--sizes", sizes)),
-            policies=tuple(filter(None, policies.split(","))) or tuple(POLICIES),
-            ways=ways,
+            _load(source, options.accesses),
+            capacities=tuple(_numbers("--sizes", options.sizes)),
+            policies=tuple(filter(None, options.policies.split(","))) or tuple(POLICIES),
+            ways=options.ways,
         )
-        for source in sources
+        for source in options.sources
     ]
     for each in done:
-        Console().print(each.table())
-    if json is not None:
-        save(done, json, **provenance("cpu"))
-    if plot is not None:
-        draw(done, plot)
+        print(each.table())
+    if options.json is not None:
+        save(done, options.json, **provenance("cpu"))
+    if options.plot is not None:
+        plot(done, options.plot)
 
 
 def _load(source: str, accesses: int) -> Trace:
@@ -139,4 +142,4 @@ def _numbers(option: str, text: str) -> Iterator[int]:
         try:
             yield int(part)
         except ValueError:
-            raise ArgumentError(f"{option} {text}: {part!r} is no number of lines") from None
+            raise ArgumentError(f"{option} {text}: {part!r} is not a number of lines") from None

@@ -19,13 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from flashwarp import config
 from flashwarp._jit import driver
 from flashwarp.errors import FlashwarpError
+from flashwarp.probe.text import aligned
 
 __all__ = ["Report", "Row", "provenance"]
 
@@ -86,25 +83,27 @@ class Report:
         """Names of the rows whose data was wrong."""
         return [row.name for row in self.rows if row.checked is False]
 
-    def show(self, console: Console) -> None:
-        """Print all rows as a table."""
-        table = Table(title=self.title)
-        optional = [name for name in ("paper", "note") if any(getattr(r, name) for r in self.rows)]
-        for heading in ("measurement", "value", "against", "ratio", "target", "checked"):
-            table.add_column(heading, justify="left" if heading == "measurement" else "right")
-        for heading in optional:
-            table.add_column(heading)
+    def show(self) -> None:
+        """Print all rows as a table, and their notes below it."""
+        headings = ["measurement", "value", "against", "ratio", "target", "checked"]
+        papers = any(row.paper for row in self.rows)
+        cells = [headings + ["paper"] * papers]
         for row in self.rows:
-            table.add_row(
-                escape(row.name),
-                f"{row.value:.4g} {row.unit}",
-                escape(f"{row.reference_name} {row.reference:.4g}") if row.reference else "",
-                f"{row.ratio:.2f}" if row.reference else "",
-                f"{row.target:g}" if row.target else "",
-                {None: "", True: "yes", False: "WRONG"}[row.checked],
-                *(escape(getattr(row, name)) for name in optional),
+            cells.append(
+                [
+                    row.name,
+                    f"{row.value:.4g} {row.unit}",
+                    f"{row.reference_name} {row.reference:.4g}" if row.reference else "",
+                    f"{row.ratio:.2f}" if row.reference else "",
+                    f"{row.target:g}" if row.target else "",
+                    {None: "", True: "yes", False: "WRONG"}[row.checked],
+                    *[row.paper] * papers,
+                ]
             )
-        console.print(table)
+        print(f"\n{self.title}\n{aligned(cells)}")
+        for row in self.rows:
+            if row.note:
+                print(f"{row.name}: {row.note}")
 
     def save(self, path: Path) -> None:
         """Write everything as JSON."""

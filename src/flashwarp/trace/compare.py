@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from flashwarp.errors import ArgumentError, MissingFileError
 from flashwarp.policy import POLICIES, Policy
+from flashwarp.probe.text import aligned
 from flashwarp.trace.belady import min_misses, min_misses_in_sets
 from flashwarp.trace.format import Trace
 from flashwarp.trace.replay import replay
@@ -65,18 +64,14 @@ class Comparison:
             "hit_rates": {name: list(rates) for name, rates in self.hit_rates.items()},
         }
 
-    def table(self) -> Table:
+    def table(self) -> str:
         """Return it for people."""
-        table = Table(
-            title=f"{self.trace}: hit rates of {self.accesses:,} accesses to {self.footprint:,} "
-            f"lines, {self.ways} ways"
+        rows = [("cache, lines", *(f"{capacity:,}" for capacity in self.capacities))]
+        rows += [(name, *(f"{r:.1%}" for r in rates)) for name, rates in self.hit_rates.items()]
+        return (
+            f"{self.trace}: hit rates of {self.accesses:,} accesses to {self.footprint:,} lines, "
+            f"{self.ways} ways\n{aligned(rows)}"
         )
-        table.add_column("cache, lines")
-        for capacity in self.capacities:
-            table.add_column(f"{capacity:,}", justify="right")
-        for name, rates in self.hit_rates.items():
-            table.add_row(name, *(f"{rate:.1%}" for rate in rates))
-        return table
 
 
 def compare(
