@@ -43,6 +43,7 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.nvme import software as controller
+from flashwarp.nvme.group import ControllerGroup
 
 LANE = 0x257  # the first stream after the library's own, and the one beside the calls
 
@@ -89,13 +90,12 @@ def check_controllers_of_an_array_share_the_cores() -> None:
             plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
             members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
             with fw.open(
-                members,
+                fw.storage.Striped(members),
                 "r+",
                 "i8",
                 device=device,
                 cache="64 KiB",
-                layout="stripe",
-                controller=plans,
+                controller=ControllerGroup(plans),
             ) as x:
                 services = x.controller.services  # type: ignore[attr-defined]
                 threads[count] = {service.threads for service in services}

@@ -24,7 +24,7 @@ from flashwarp.array.operands import Operands
 from flashwarp.cache.cache import Cache
 from flashwarp.device import Device, stream_handle
 from flashwarp.errors import DeviceError, DeviceTimeout, FlashwarpError, StorageError
-from flashwarp.nvme import Controller
+from flashwarp.nvme import Controller, Destination
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
 
@@ -88,9 +88,10 @@ class Attachment(endings.NotCopied):
         with contextlib.ExitStack() as made:
             self._end_of_service = serve(storage, writable)
             made.callback(self._end_of_service)
-            service = controller.attach(
-                storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
+            destination = Destination(
+                cache.device, cache.line_bytes, cache.frames, owners=cache.owners
             )
+            service = controller.attach(storage, destination)
             self.controller = service
             made.callback(service.stop)
             self.volume = cache.attach(storage.nbytes, service.queues)
