@@ -45,16 +45,6 @@ uint64_t replicated_nbytes(const StorageList& members) {
   return members.front()->nbytes();
 }
 
-std::unique_ptr<IoEngine> decorate_by_all(const StorageList& members,
-                                          std::unique_ptr<IoEngine> engine) {
-  for (const auto& member : members) engine = member->decorate(std::move(engine));
-  return engine;
-}
-
-void describe_members(const StorageList& members, Description& description) {
-  for (const auto& member : members) description.children.push_back(member->describe());
-}
-
 std::byte* at(void* data, uint64_t offset) { return static_cast<std::byte*>(data) + offset; }
 const std::byte* at(const void* data, uint64_t offset) {
   return static_cast<const std::byte*>(data) + offset;
@@ -62,9 +52,52 @@ const std::byte* at(const void* data, uint64_t offset) {
 
 }  // namespace
 
+CompositeStorage::CompositeStorage(StorageList members, uint64_t nbytes)
+    : Storage(nbytes, all_writable(members)), members_(std::move(members)) {}
+
+template <typename Act>
+int CompositeStorage::on_all(IoFailure* failure, Act act) const {
+  int first_error = 0;
+  for (const auto& member : members_) {
+    const int status = act(*member, first_error == 0 ? failure : nullptr);
+    if (first_error == 0) first_error = status;
+  }
+  return first_error;
+}
+
+bool CompositeStorage::writes_inline() const {
+  return std::all_of(members_.begin(), members_.end(), [](auto& m) { return m->writes_inline(); });
+}
+
+bool CompositeStorage::resolve_flush(PieceList& pieces) {
+  return std::all_of(members_.begin(), members_.end(),
+                     [&](auto& member) { return member->resolve_flush(pieces); });
+}
+
+int CompositeStorage::flush(IoFailure* failure) {
+  return on_all(failure, [](Storage& member, IoFailure* first) { return member.flush(first); });
+}
+
+void CompositeStorage::collect_files(std::vector<int>& files) const {
+  for (const auto& member : members_) member->collect_files(files);
+}
+
+std::unique_ptr<IoEngine> CompositeStorage::decorate(std::unique_ptr<IoEngine> engine) {
+  for (const auto& member : members_) engine = member->decorate(std::move(engine));
+  return engine;
+}
+
+Description CompositeStorage::describe_as(const std::string& kind) const {
+  Description description;
+  description.add("kind", kind);
+  description.add("nbytes", nbytes());
+  description.add("writable", writable());
+  for (const auto& member : members_) description.children.push_back(member->describe());
+  return description;
+}
+
 StripedStorage::StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes)
-    : Storage(striped_nbytes(members, stripe_bytes, nbytes), all_writable(members)),
-      members_(std::move(members)),
+    : CompositeStorage(members, striped_nbytes(members, stripe_bytes, nbytes)),
       stripe_bytes_(stripe_bytes) {}
 
 template <typename Visit>
@@ -103,10 +136,6 @@ int StripedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure
   });
 }
 
-bool StripedStorage::writes_inline() const {
-  return std::all_of(members_.begin(), members_.end(), [](auto& m) { return m->writes_inline(); });
-}
-
 bool StripedStorage::resolve(const Request& request, PieceList& pieces) {
   const auto add = [&](Storage& member, uint64_t from, uint64_t step, uint64_t done) {
     Request part = request;
@@ -118,24 +147,10 @@ bool StripedStorage::resolve(const Request& request, PieceList& pieces) {
   return for_each_part(request.offset, request.nbytes, add) == 0;
 }
 
-bool StripedStorage::resolve_flush(PieceList& pieces) {
-  return std::all_of(members_.begin(), members_.end(),
-                     [&](auto& member) { return member->resolve_flush(pieces); });
-}
-
 uint32_t StripedStorage::replica_count() const {
   uint32_t count = 1;
   for (const auto& member : members_) count = std::max(count, member->replica_count());
   return count;
-}
-
-int StripedStorage::flush(IoFailure* failure) {
-  int first_error = 0;
-  for (const auto& member : members_) {
-    const int status = member->flush(first_error == 0 ? failure : nullptr);
-    if (first_error == 0) first_error = status;
-  }
-  return first_error;
 }
 
 int StripedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
@@ -152,36 +167,14 @@ int StripedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure
   });
 }
 
-void StripedStorage::collect_files(std::vector<int>& files) const {
-  for (const auto& member : members_) member->collect_files(files);
-}
-
-std::unique_ptr<IoEngine> StripedStorage::decorate(std::unique_ptr<IoEngine> engine) {
-  return decorate_by_all(members_, std::move(engine));
-}
-
 Description StripedStorage::describe() const {
-  Description description;
-  description.add("kind", std::string("striped"));
-  description.add("nbytes", nbytes());
-  description.add("writable", writable());
+  Description description = describe_as("striped");
   description.add("stripe_bytes", uint64_t(stripe_bytes_));
-  describe_members(members_, description);
   return description;
 }
 
 ReplicatedStorage::ReplicatedStorage(StorageList members)
-    : Storage(replicated_nbytes(members), all_writable(members)), members_(std::move(members)) {}
-
-template <typename Act>
-int ReplicatedStorage::on_all(Act act) const {
-  int first_error = 0;
-  for (const auto& member : members_) {
-    const int status = act(*member, first_error == 0);
-    if (first_error == 0) first_error = status;
-  }
-  return first_error;
-}
+    : CompositeStorage(members, replicated_nbytes(members)) {}
 
 int ReplicatedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
   if (int status = check_range(offset, n)) return status;
@@ -204,13 +197,9 @@ int ReplicatedStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFail
 
 int ReplicatedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
-  return on_all([&](Storage& member, bool report) {
-    return member.write(offset, data, n, report ? failure : nullptr);
+  return on_all(failure, [&](Storage& member, IoFailure* first) {
+    return member.write(offset, data, n, first);
   });
-}
-
-bool ReplicatedStorage::writes_inline() const {
-  return std::all_of(members_.begin(), members_.end(), [](auto& m) { return m->writes_inline(); });
 }
 
 bool ReplicatedStorage::resolve(const Request& request, PieceList& pieces) {
@@ -223,45 +212,19 @@ bool ReplicatedStorage::resolve(const Request& request, PieceList& pieces) {
   return members_[(request.turn + request.attempt) % members_.size()]->resolve(one, pieces);
 }
 
-bool ReplicatedStorage::resolve_flush(PieceList& pieces) {
-  return std::all_of(members_.begin(), members_.end(),
-                     [&](auto& member) { return member->resolve_flush(pieces); });
-}
-
-int ReplicatedStorage::flush(IoFailure* failure) {
-  return on_all(
-      [&](Storage& member, bool report) { return member.flush(report ? failure : nullptr); });
-}
-
 int ReplicatedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
-  return on_all([&](Storage& member, bool report) {
-    return member.discard(offset, n, report ? failure : nullptr);
-  });
+  return on_all(
+      failure, [&](Storage& member, IoFailure* first) { return member.discard(offset, n, first); });
 }
 
 int ReplicatedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
-  return on_all([&](Storage& member, bool report) {
-    return member.write_zeroes(offset, n, report ? failure : nullptr);
+  return on_all(failure, [&](Storage& member, IoFailure* first) {
+    return member.write_zeroes(offset, n, first);
   });
 }
 
-void ReplicatedStorage::collect_files(std::vector<int>& files) const {
-  for (const auto& member : members_) member->collect_files(files);
-}
-
-std::unique_ptr<IoEngine> ReplicatedStorage::decorate(std::unique_ptr<IoEngine> engine) {
-  return decorate_by_all(members_, std::move(engine));
-}
-
-Description ReplicatedStorage::describe() const {
-  Description description;
-  description.add("kind", std::string("replicated"));
-  description.add("nbytes", nbytes());
-  description.add("writable", writable());
-  describe_members(members_, description);
-  return description;
-}
+Description ReplicatedStorage::describe() const { return describe_as("replicated"); }
 
 }  // namespace fw::native

@@ -1,11 +1,12 @@
 // Storages made of storages: striped over several, or copied to several.
 //
-// They own no bytes. Offsets are translated and handed on, so every promise of storage.h that the
-// members keep is kept here too.
+// They own no bytes. They translate offsets and call their members, so every guarantee of storage.h
+// that the members give holds here too.
 #pragma once
 
 #include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "storage/storage.h"
@@ -14,8 +15,28 @@ namespace fw::native {
 
 using StorageList = std::vector<std::shared_ptr<Storage>>;
 
+class CompositeStorage : public Storage {
+ public:
+  bool writes_inline() const override;
+  bool resolve_flush(PieceList& pieces) override;
+  int flush(IoFailure* failure) override;
+  void collect_files(std::vector<int>& files) const override;
+  std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
+
+ protected:
+  CompositeStorage(StorageList members, uint64_t nbytes);
+
+  // Calls act(member, failure) on every member; returns the first error after all have been tried,
+  // which is the one that `failure` describes.
+  template <typename Act>
+  int on_all(IoFailure* failure, Act act) const;
+  Description describe_as(const std::string& kind) const;
+
+  const StorageList members_;
+};
+
 // Stripe k of the namespace is stripe k / members of member k mod members.
-class StripedStorage final : public Storage {
+class StripedStorage final : public CompositeStorage {
  public:
   // `nbytes` 0 means all whole stripes that every member can hold.
   StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes);
@@ -23,15 +44,10 @@ class StripedStorage final : public Storage {
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
   int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
-  bool writes_inline() const override;
   bool resolve(const Request& request, PieceList& pieces) override;
-  bool resolve_flush(PieceList& pieces) override;
   uint32_t replica_count() const override;
-  int flush(IoFailure* failure) override;
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
-  void collect_files(std::vector<int>& files) const override;
-  std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
   Description describe() const override;
 
  private:
@@ -39,36 +55,25 @@ class StripedStorage final : public Storage {
   template <typename Visit>
   int for_each_part(uint64_t offset, uint64_t n, Visit visit) const;
 
-  const StorageList members_;
   const uint32_t stripe_bytes_;
 };
 
 // Every member holds the whole namespace. Reads take turns and try the next member after an error;
 // writes go to all, and one that fails anywhere is reported as failed.
-class ReplicatedStorage final : public Storage {
+class ReplicatedStorage final : public CompositeStorage {
  public:
   explicit ReplicatedStorage(StorageList members);
 
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
   int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
-  bool writes_inline() const override;
   bool resolve(const Request& request, PieceList& pieces) override;
-  bool resolve_flush(PieceList& pieces) override;
   uint32_t replica_count() const override { return uint32_t(members_.size()); }
-  int flush(IoFailure* failure) override;
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
-  void collect_files(std::vector<int>& files) const override;
-  std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
   Description describe() const override;
 
  private:
-  // Calls act(member) on every member; returns the first error after all have been tried.
-  template <typename Act>
-  int on_all(Act act) const;
-
-  const StorageList members_;
   std::atomic<uint32_t> turn_{0};
 };
 

@@ -194,13 +194,23 @@ def _replicated(folder: Path, data: Reference) -> Storage:
     return Replicated(members)
 
 
+class ForAll(fw.SoftwareController):
+    """Serves a striped or replicated storage as a whole: the host splits its commands."""
+
+    serves_members = False
+
+
+@pytest.mark.parametrize("controller", [None, ForAll()], ids=["each", "for all"])
 @pytest.mark.parametrize("make", [_memory, _file, _striped, _replicated])
-def test_storages_of_every_kind(tmp_path: Path, make: Callable[[Path, Reference], Storage]) -> None:
+def test_storages_of_every_kind(
+    tmp_path: Path, make: Callable[[Path, Reference], Storage], controller: ForAll | None
+) -> None:
     reference = random_array((333, 33), np.uint16)
     storage = make(tmp_path, reference)
-    with fw.open(storage, "r+", np.uint16, (333, 33), device="cpu", line=1024, cache=4096) as x:
+    options: dict[str, Any] = {"device": "cpu", "controller": controller}
+    with fw.open(storage, "r+", np.uint16, (333, 33), line=1024, cache=4096, **options) as x:
         churn(x, reference)
-    with fw.open(storage, "r+", np.uint16, (333, 33), device="cpu") as x:
+    with fw.open(storage, "r+", np.uint16, (333, 33), **options) as x:
         np.testing.assert_array_equal(x[...], reference)
     if make is _replicated:
         assert (tmp_path / "copy0").read_bytes() == (tmp_path / "copy1").read_bytes()

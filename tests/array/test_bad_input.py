@@ -162,7 +162,7 @@ def test_raw_file_with_a_rest(tmp_path: Path) -> None:
         fw.open(tmp_path / "raw", dtype="f8", device="cpu")
     with pytest.raises(FileFormatError, match=r"needs 1008 bytes.*has 1001"):
         fw.open(tmp_path / "raw", dtype="f8", shape=126, device="cpu")
-    with pytest.raises(ArgumentError, match="say its dtype"):
+    with pytest.raises(ArgumentError, match="give its dtype"):
         fw.open(tmp_path / "raw", device="cpu")
 
 
@@ -323,17 +323,12 @@ def test_mapped_path_of_a_file_on_the_cpu_without_a_lease(path: Path) -> None:
         fw.open(path, device="cpu", controller=fw.SoftwareController(data_path="in_place"))
 
 
-def test_controller_serves_no_other_storage_than_its_own(path: Path) -> None:
-    storage, other = Memory(4096), Memory(4096)
-    controller = fw.SoftwareController(storage)
-
-    with pytest.raises(ArgumentError, match="open that storage"):
-        fw.open(path, device="cpu", controller=controller)
-    with pytest.raises(ArgumentError, match="a storage of its own"):
-        fw.open(other, "r+", "i8", device="cpu", controller=controller)
-
-    fw.open(storage, "r+", "i8", device="cpu", controller=controller).close()
-    fw.open(other, "r+", "i8", device="cpu").close()
+def test_controller_has_settings_and_no_storage(path: Path) -> None:
+    for storage in (Memory(4096), File(path), Striped([path])):
+        with pytest.raises(ArgumentError, match=r"give .* to flashwarp\.open"):
+            fw.SoftwareController(storage)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="storage"):
+        fw.SoftwareController(storage=Memory(4096))  # type: ignore[call-arg]
 
 
 def test_members_that_do_not_fit(path: Path) -> None:

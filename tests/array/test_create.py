@@ -31,6 +31,7 @@ from flashwarp.errors import (
     PathError,
     StorageError,
 )
+from flashwarp.storage import Memory, Striped
 
 OLD = np.arange(4096.0)
 
@@ -119,12 +120,7 @@ BAD_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((), {"strict": "fast"}),
     ((), {"strict": "bounce"}),
     ((), {"line": 512, "cache": lambda: fw.Cache("1 MiB")}),
-    ((), {"controller": lambda: fw.SoftwareController(fw.storage.Memory(4096))}),
     ((), {"controller": lambda: [fw.SoftwareController()]}),
-    ((), {"mode": "r"}),
-    ((), {"offset": 4096}),
-    ((), {"layout": "stripe"}),
-    ((), {"chache": 4096}),
     ((), {"overwrite": "yes"}),
     ((), {"lock": None}),
 ]
@@ -145,6 +141,22 @@ def test_call_that_fails_leaves_everything_as_it_was(
     with pytest.raises(FlashwarpError):
         create(old, *args, **{"overwrite": True, **made})
 
+    assert contents(old.parent) == before
+
+
+@pytest.mark.parametrize("name", ["mode", "offset", "immutable", "chache"])
+def test_create_takes_no_other_options(old: Path, name: str) -> None:
+    before = contents(old.parent)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        create(old, overwrite=True, **{name: None})
+    assert contents(old.parent) == before
+
+
+def test_create_makes_one_file(old: Path) -> None:
+    before = contents(old.parent)
+    for several in (Memory(4096), Striped([old]), [old, old]):
+        with pytest.raises(ArgumentError, match="is not a path"):
+            create(several, overwrite=True)  # type: ignore[arg-type]
     assert contents(old.parent) == before
 
 

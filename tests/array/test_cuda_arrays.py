@@ -34,6 +34,7 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.nvme import software as controller
+from flashwarp.nvme.group import ControllerGroup
 from support import fake_cuda
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
@@ -89,13 +90,12 @@ def check_controllers_of_an_array_share_the_cores() -> None:
             plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
             members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
             with fw.open(
-                members,
+                fw.storage.Striped(members),
                 "r+",
                 "i8",
                 device=device,
                 cache="64 KiB",
-                layout="stripe",
-                controller=plans,
+                controller=ControllerGroup(plans),
             ) as x:
                 services = x.controller.services  # type: ignore[attr-defined]
                 threads[count] = {service.threads for service in services}

@@ -446,11 +446,9 @@ def test_failure_names_the_storage_of_several(tmp_path: Path) -> None:
         members.append(Faulty(File(tmp_path / name)))
     members[1].inject("read eio bytes=1024-1536")
     with fw.open(
-        members,
+        fw.storage.Striped(members, 4096),
         "r",
         "i8",
-        layout="stripe",
-        stripe_bytes=4096,
         device="cpu",
         line=512,
         cache="16 KiB",

@@ -271,7 +271,7 @@ def test_a_storage_that_takes_no_writes_is_refused_for_writing() -> None:
 
 
 def test_a_storage_needs_a_dtype() -> None:
-    with pytest.raises(ArgumentError, match="say its dtype"):
+    with pytest.raises(ArgumentError, match="give its dtype"):
         fw.open(Memory(4096), device="cpu")
 
 

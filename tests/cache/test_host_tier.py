@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import flashwarp as fw
 from flashwarp.cache.cache import TierShape
 from flashwarp.errors import ArgumentError, CacheError, ControllerTimeout, StorageError
-from flashwarp.storage import File, Memory, Storage
+from flashwarp.storage import File, Memory, Replicated, Storage
 from flashwarp.testing import Faulty
 
 LINE = 512
@@ -239,8 +239,8 @@ def test_any_operations_through_any_tier(data: st.DataObject) -> None:
         cache = stack.enter_context(
             fw.Cache(capacity, line=LINE, device="cpu", host_capacity=host_capacity)
         )
-        drives = [[Memory(c.copy()) for _ in range(replicas)] for c in content[:count]]
-        options: dict[str, Any] = {"cache": cache, "layout": "replicate", "controller": plan(path)}
+        drives = [Replicated([Memory(c.copy()) for _ in range(replicas)]) for c in content[:count]]
+        options: dict[str, Any] = {"cache": cache, "controller": plan(path)}
         arrays = [stack.enter_context(fw.open(d, "r+", "u1", **options)) for d in drives]
         held = [c.copy() for c in content]
         for _ in range(data.draw(st.integers(1, 25))):
@@ -269,7 +269,7 @@ def test_any_operations_through_any_tier(data: st.DataObject) -> None:
         for x, model in zip(arrays, held, strict=False):
             np.testing.assert_array_equal(x[:], model)
     for d, model in zip(drives, held, strict=False):
-        assert {drive.read(0, len(model)) for drive in d} == {model.tobytes()}
+        assert {drive.read(0, len(model)) for drive in d.members} == {model.tobytes()}
 
 
 @pytest.mark.parametrize("policy", ["clock", "lru", "fifo", "sieve", "s3_fifo", "random"])

@@ -210,14 +210,14 @@ class Sequence:
         options: dict[str, Any] = {"device": self.device(), "line": 512, "cache": "16 KiB"}
         path: Any = table.paths[0]
         if table.layout is not None:
-            path = table.paths
-            options["layout"] = table.layout
+            path = fw.storage.Replicated(table.paths)
         if table.layout == "stripe":
-            options |= {"dtype": table.rows.dtype, "shape": table.rows.shape, "stripe_bytes": 4096}
+            path = fw.storage.Striped(table.paths, 4096)
+            options |= {"dtype": table.rows.dtype, "shape": table.rows.shape}
         if self.odds(0.4) and self.caches:
             options["cache"] = self.pick(self.caches)
             del options["line"], options["device"]
-        if self.odds(0.2) and self.controllers and table.layout is None:
+        if self.odds(0.2) and self.controllers:
             options["controller"] = self.pick(self.controllers)
         if self.odds(0.2):
             options["o_direct"] = self.pick([True, False])
@@ -242,8 +242,6 @@ class Sequence:
                 "controller",
                 "strict",
                 "o_direct",
-                "layout",
-                "stripe_bytes",
             ]
         )
         options[name] = self.nasty()
@@ -375,8 +373,7 @@ class Sequence:
     def make_controller(self) -> None:
         options = {"threads": self.pick([None, 1, 2]), "depth": self.pick([None, 4, 64])}
         options["queue_pairs"] = self.pick([None, 1, 3])
-        storage, _ = self.pick(self.storages) if self.odds(0.2) and self.storages else (None, None)
-        self.controllers.append(fw.SoftwareController(storage, **options))
+        self.controllers.append(fw.SoftwareController(**options))
 
     def make_storage(self) -> None:
         table = self.pick(t for t in self.tables if t.layout is None)

@@ -172,14 +172,7 @@ SIZES: dict[str, Callable[[Path, Any], Any]] = {
     "host_capacity": lambda _, value: fw.Cache("1 MiB", host_capacity=value, device="cpu"),
     "cache": lambda path, value: opened(path, cache=value),
     "line of open": lambda path, value: opened(path, line=value),
-    "stripe_bytes": lambda _, value: fw.open(
-        [Memory("1 MiB"), Memory("1 MiB")],
-        "r+",
-        "u1",
-        layout="stripe",
-        stripe_bytes=value,
-        device="cpu",
-    ),
+    "stripe of paths": lambda path, value: Striped([path], value),
     "stripe": lambda _, value: Striped([Memory("1 MiB")], value),
 }
 
@@ -274,7 +267,7 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
         lambda: fw.open(path, value, **here),
         lambda: fw.open(value, "r+", "i8", **here),
         lambda: fw.open(Memory(4096), "r+", "i8", controller=given, **here),
-        lambda: fw.SoftwareController(given),
+        lambda: fw.SoftwareController(model=given),
         lambda: fw.ShareTable(value),
         lambda: fw.SSDModel.named(value),
         lambda: Striped(value),
@@ -286,7 +279,7 @@ def test_what_is_no_path_no_storage_and_no_choice(path: Path, tmp_path: Path, va
         lambda: fw.Cache("1 MiB", policy=given, **here),
         lambda: fw.Cache("1 MiB", host_capacity=given, **here),
     ]
-    for name in ("strict", "layout", "stripe_bytes", "line", "cache"):
+    for name in ("strict", "line", "cache"):
         tries.append(lambda name=name: opened(path, **{name: given}))
     if not isinstance(value, str | bytes) or value == "a\0b":  # others are names
         tries += [

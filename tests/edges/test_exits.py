@@ -74,8 +74,8 @@ def start():
 """,
     "striped": """
 def start():
-    x = fw.open(["stripe0", "stripe1"], "r+", dtype="i4", shape=(256, 16), layout="stripe",
-                stripe_bytes=4096, device="cpu", cache="16 KiB", line=512)
+    x = fw.open(fw.storage.Striped(["stripe0", "stripe1"], 4096), "r+", "i4", (256, 16),
+                device="cpu", cache="16 KiB", line=512)
     x[:64] = 7
     return x
 """,

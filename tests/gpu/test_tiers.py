@@ -10,6 +10,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.errors import StorageError
+from flashwarp.nvme.group import ControllerGroup
 from flashwarp.storage import File, Memory, Replicated, Striped
 from flashwarp.testing import Faulty
 
@@ -38,13 +39,11 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
 ) -> None:
     drives = [Memory(1 << 20) for _ in range(count)]
     settings = fw.SoftwareController(queue_pairs=4, depth=16, data_path=path)
-    with fw.open(
-        drives, "r+", "<i8", layout=layout, device="cuda:0", cache="256 KiB", controller=settings
-    ) as x:
+    whole = Striped(drives) if layout == "stripe" else Replicated(drives)
+    with fw.open(whole, "r+", "<i8", device="cuda:0", cache="256 KiB", controller=settings) as x:
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 5, count)
         x.flush()
-        whole = Striped(drives) if layout == "stripe" else Replicated(drives)
         assert whole.read(0, held.nbytes) == held.tobytes()
         for served in x.controller.stats()["controllers"]:
             assert served["commands"]["read"] > 0
@@ -58,10 +57,9 @@ def test_a_read_that_fails_on_one_replica_is_answered_by_another() -> None:
     good = Memory(content.copy())
     settings = fw.SoftwareController(data_path="bounce")
     with fw.open(
-        [drives[0], good, drives[1]],
+        Replicated([drives[0], good, drives[1]]),
         "r+",
         "<i8",
-        layout="replicate",
         device="cuda:0",
         cache="256 KiB",
         controller=settings,
@@ -77,9 +75,7 @@ def test_a_stripe_that_fails_is_named(tmp_path: Path) -> None:
         (tmp_path / f"{n}.raw").write_bytes(bytes(1 << 20))
     files: list[Any] = [File(tmp_path / f"{n}.raw", writable=True) for n in range(3)]
     files[1] = Faulty(files[1], "read eio")
-    with fw.open(
-        files, "r+", "u1", layout="stripe", stripe_bytes=LINE, device="cuda:0", cache="256 KiB"
-    ) as x:
+    with fw.open(Striped(files, LINE), "r+", "u1", device="cuda:0", cache="256 KiB") as x:
         with pytest.raises(StorageError) as error:
             x.gather(np.arange(0, 3 << 20, LINE))
         assert error.value.filename == str(tmp_path / "1.raw")
@@ -94,14 +90,12 @@ def test_more_misses_of_a_warp_than_any_ring_has_slots() -> None:
         for depth in (2, 4, 8, 2)
     ]
     with fw.open(
-        drives,
+        Striped(drives, LINE),
         "r+",
         "<i8",
-        layout="stripe",
-        stripe_bytes=LINE,
         device="cuda:0",
         cache="1 MiB",
-        controller=controllers,
+        controller=ControllerGroup(controllers),
     ) as x:
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 3, 7)

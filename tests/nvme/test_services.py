@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, LockedError
-from flashwarp.nvme import Controller, Queues, Service
+from flashwarp.nvme import Controller, Destination, Queues, Service
 from flashwarp.nvme.group import ControllerGroup
 from flashwarp.storage import File, Memory, Namespace, Replicated, Storage, Striped
 from flashwarp.testing import Faulty, ServiceContract
@@ -75,7 +74,7 @@ class TestGroup(Served):
         return Striped(members, 4096, len(content))
 
     def controller(self) -> Controller:
-        return ControllerGroup(super().controller(), 2)
+        return ControllerGroup([super().controller()] * 2)
 
     def fail(self, namespace: Namespace) -> int | None:
         assert isinstance(namespace, Striped)
@@ -105,24 +104,10 @@ class Warehouse(Controller):
     def __init__(self) -> None:
         self.shelves: dict[str, Storage] = {}
 
-    def attach(
-        self,
-        storage: Namespace,
-        device: Device,
-        line_bytes: int,
-        frames: tuple[int, int],
-        *,
-        owners: Sequence[object] = (),
-        together: int = 1,
-    ) -> Service:
+    def attach(self, storage: Namespace, destination: Destination) -> Service:
         assert storage.path is not None
         inner = fw.SoftwareController(data_path="bounce", threads=1).attach(
-            self.shelves[storage.path],
-            device,
-            line_bytes,
-            frames,
-            owners=owners,
-            together=together,
+            self.shelves[storage.path], destination
         )
         return Errand(inner)
 
@@ -219,10 +204,10 @@ def test_two_arrays_do_not_store_to_one_namespace() -> None:
 class Forgetful(fw.SoftwareController):
     """Serves what the namespace held when this was made, which is not what was stored since."""
 
-    def attach(self, storage: Namespace, *place: Any, **rest: Any) -> Any:
+    def attach(self, storage: Namespace, destination: Destination) -> Any:
         assert isinstance(storage, Storage)
         copy = Memory(bytearray(storage.read(0, storage.nbytes)))
-        return super().attach(copy, *place, **rest)
+        return super().attach(copy, destination)
 
 
 class Shared(fw.SoftwareController):
@@ -230,8 +215,8 @@ class Shared(fw.SoftwareController):
 
     service: Any = None
 
-    def attach(self, *place: Any, **rest: Any) -> Any:
-        self.service = self.service or super().attach(*place, **rest)
+    def attach(self, storage: Namespace, destination: Destination) -> Any:
+        self.service = self.service or super().attach(storage, destination)
         return self.service
 
 
@@ -262,9 +247,10 @@ def test_group_needs_queue_pairs_that_a_table_takes_in() -> None:
             return object()
 
     class Odd(Warehouse):
-        def attach(self, *place: Any, **rest: Any) -> Service:
-            return Queueless(fw.SoftwareController().attach(*place, **rest))
+        def attach(self, storage: Namespace, destination: Destination) -> Service:
+            return Queueless(fw.SoftwareController().attach(storage, destination))
 
     drives = [Memory(np.zeros(8192, np.uint8)) for _ in range(2)]
+    odd = ControllerGroup([Odd(), Odd()])
     with pytest.raises(ArgumentError, match="queues of type object"):
-        fw.open(drives, "r+", "u1", layout="replicate", device="cpu", controller=[Odd(), Odd()])
+        fw.open(Replicated(drives), "r+", "u1", device="cpu", controller=odd)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,17 @@ from flashwarp.errors import (
     ArgumentError,
     ClosedError,
     ControllerTimeout,
+    CopyError,
     FileFormatError,
+    FlashwarpError,
+    LockedError,
     MissingFileError,
+    PathError,
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.nvme.group import NAMESPACES_MAX
-from flashwarp.storage import File, Memory, Replicated, Striped
+from flashwarp.nvme.group import NAMESPACES_MAX, ControllerGroup, GroupService
+from flashwarp.storage import File, Memory, Namespace, Replicated, Storage, Striped
 from flashwarp.testing import Faulty
 
 PATHS = ("in_place", "bounce", "direct")
@@ -60,30 +66,15 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
     path: str, layout: Any, count: int
 ) -> None:
     drives = [Memory(40_960) for _ in range(count)]
-    with (
-        fw.open(
-            drives,
-            "r+",
-            "<i8",
-            layout=layout,
-            device="cpu",
-            cache="8 KiB",
-            line=512,
-            controller=plan(path),
-        )
-        if layout == "replicate"
-        else fw.open(
-            drives,
-            "r+",
-            "<i8",
-            layout=layout,
-            stripe_bytes=4096,
-            device="cpu",
-            cache="8 KiB",
-            line=512,
-            controller=plan(path),
-        ) as x
-    ):
+    with fw.open(
+        combined(drives, layout, 4096),
+        "r+",
+        "<i8",
+        device="cpu",
+        cache="8 KiB",
+        line=512,
+        controller=plan(path),
+    ) as x:
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 12, count)
         x.flush()
@@ -101,7 +92,7 @@ def test_replicas_share_the_reads_of_any_stride() -> None:
     drives = [Memory(np.zeros(1 << 20, np.uint8)) for _ in range(4)]
     for stride in (1, 2, 4, 8, 16):
         with fw.open(
-            drives, "r+", "u1", layout="replicate", device="cpu", line=512, controller=plan()
+            Replicated(drives), "r+", "u1", device="cpu", line=512, controller=plan()
         ) as x:
             x.gather(np.arange(0, 1 << 20, 512 * stride))
             reads = [c["commands"]["read"] for c in x.controller.stats()["controllers"]]
@@ -113,9 +104,7 @@ def test_replicas_share_the_reads_of_any_stride() -> None:
 
 def test_a_partial_last_line_of_replicas_is_written_in_full() -> None:
     drives = [Memory(1000) for _ in range(2)]
-    with fw.open(
-        drives, "r+", "u1", layout="replicate", device="cpu", line=512, controller=plan()
-    ) as x:
+    with fw.open(Replicated(drives), "r+", "u1", device="cpu", line=512, controller=plan()) as x:
         x[...] = 7
     for drive in drives:
         assert drive.read(0, 1000) == bytes([7]) * 1000
@@ -130,15 +119,13 @@ def test_each_controller_has_settings_of_its_own() -> None:
         for p, d, t in every
     ]
     with fw.open(
-        drives,
+        Striped(drives, 4096),
         "r+",
         "<i8",
-        layout="stripe",
-        stripe_bytes=4096,
         device="cpu",
         cache="8 KiB",
         line=512,
-        controller=controllers,
+        controller=ControllerGroup(controllers),
     ) as x:
         held = np.zeros(x.shape, np.int64)
         churn(x, held, 10, 3)
@@ -153,27 +140,23 @@ def test_each_controller_has_settings_of_its_own() -> None:
 def test_one_plan_serves_all_and_stays_a_plan() -> None:
     settings_ = plan(queue_pairs=3)
     with fw.open(
-        [Memory(8192), Memory(8192)],
+        Replicated([Memory(8192), Memory(8192)]),
         "r+",
         "i4",
-        layout="replicate",
         device="cpu",
         controller=settings_,
     ) as x:
         served = x.controller.stats()["controllers"]
         assert len(served) == 2
         assert x.controller.queues.count == 6
-    assert settings_.storage is None
 
 
 def test_arrays_over_several_storages_share_a_cache() -> None:
     with fw.Cache("8 KiB", line=512, device="cpu") as cache:
         striped = [Memory(1 << 14) for _ in range(2)]
         copied = [Memory(1 << 14) for _ in range(3)]
-        x = fw.open(
-            striped, "r+", "<i8", layout="stripe", stripe_bytes=4096, cache=cache, controller=plan()
-        )
-        y = fw.open(copied, "r+", "<i8", layout="replicate", cache=cache, controller=plan())
+        x = fw.open(Striped(striped, 4096), "r+", "<i8", cache=cache, controller=plan())
+        y = fw.open(Replicated(copied), "r+", "<i8", cache=cache, controller=plan())
         z = fw.open(Memory(1 << 14), "r+", "<i8", cache=cache, controller=plan())
         held = [np.zeros(a.shape, np.int64) for a in (x, y, z)]
         for turn in range(6):
@@ -201,17 +184,14 @@ def test_any_operations_in_any_layout(data: st.DataObject) -> None:
     controllers = [
         plan(path, data.draw(st.integers(1, 3)), 1 << data.draw(st.integers(1, 3))) for _ in drives
     ]
-    options: dict[str, Any] = {"stripe_bytes": stripe} if layout == "stripe" else {}
     with fw.open(
-        drives,
+        combined(drives, layout, stripe),
         "r+",
         "u1",
-        layout=layout,
         device="cpu",
         cache=4 * line,
         line=line,
-        controller=controllers,
-        **options,
+        controller=ControllerGroup(controllers),
     ) as x:
         held = np.zeros(x.shape, np.uint8)
         for _ in range(data.draw(st.integers(1, 12))):
@@ -243,12 +223,10 @@ def test_raw_files_open_in_stripes(tmp_path: Path) -> None:
         content.reshape(2, 3, 8192)[:, n].tofile(tmp_path / f"{n}.raw")
     paths = [tmp_path / f"{n}.raw" for n in range(3)]
 
-    with fw.open(paths, dtype="u1", layout="stripe", stripe_bytes=8192, device="cpu") as x:
+    with fw.open(Striped(paths, 8192), dtype="u1", device="cpu") as x:
         np.testing.assert_array_equal(x[:], content)
         assert not x.writable
-    with fw.open(
-        paths, "r+", dtype="<u4", shape=(10, 7), layout="stripe", stripe_bytes=8192, device="cpu"
-    ) as y:
+    with fw.open(Striped(paths, 8192), "r+", dtype="<u4", shape=(10, 7), device="cpu") as y:
         y[3] = 5
     assert (np.fromfile(paths[0], "<u4")[21:28] == 5).all()
 
@@ -259,7 +237,7 @@ def test_copies_of_a_npy_file_open_as_replicas(tmp_path: Path) -> None:
     for path in paths:
         np.save(path, content)
 
-    with fw.open(paths, "r+", layout="replicate", device="cpu", cache="32 KiB") as x:
+    with fw.open(Replicated(paths), "r+", device="cpu", cache="32 KiB") as x:
         np.testing.assert_array_equal(x[:], content)
         x[5] = 1
     content[5] = 1
@@ -271,11 +249,11 @@ def test_files_that_are_no_replicas_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros(3))
     np.save(tmp_path / "b.npy", np.zeros(4))
     with pytest.raises(FileFormatError, match="no replicas"):
-        fw.open([tmp_path / "a.npy", tmp_path / "b.npy"], layout="replicate", device="cpu")
+        fw.open(Replicated([tmp_path / "a.npy", tmp_path / "b.npy"]), device="cpu")
     with pytest.raises(MissingFileError):
-        fw.open([tmp_path / "a.npy", tmp_path / "c.npy"], layout="replicate", device="cpu")
+        fw.open(Replicated([tmp_path / "a.npy", tmp_path / "c.npy"]), device="cpu")
     with pytest.raises(ArgumentError, match="dtype"):
-        fw.open([tmp_path / "a.npy", tmp_path / "b.npy"], layout="stripe", device="cpu")
+        fw.open(Striped([tmp_path / "a.npy", tmp_path / "b.npy"]), device="cpu")
 
 
 # Faults.
@@ -287,11 +265,9 @@ def test_a_stripe_that_fails_is_named_with_its_own_offset(tmp_path: Path) -> Non
     files = [File(tmp_path / f"{n}.raw", writable=True) for n in range(3)]
     bad = Faulty(files[1], "read eio bytes=8192-12288")
     with fw.open(
-        [files[0], bad, files[2]],
+        Striped([files[0], bad, files[2]], 4096),
         "r+",
         "u1",
-        layout="stripe",
-        stripe_bytes=4096,
         line=4096,
         device="cpu",
     ) as x:
@@ -315,10 +291,9 @@ def test_a_read_that_fails_on_one_replica_is_answered_by_another(path: str) -> N
     drives = [Faulty(Memory(content.copy()), "read eio p=0.5; any delay=20us p=0.1") for _ in "ab"]
     good = Memory(content.copy())
     with fw.open(
-        [drives[0], good, drives[1]],
+        Replicated([drives[0], good, drives[1]]),
         "r+",
         "u1",
-        layout="replicate",
         device="cpu",
         cache="8 KiB",
         line=512,
@@ -333,9 +308,7 @@ def test_a_read_that_fails_on_one_replica_is_answered_by_another(path: str) -> N
 
 def test_a_read_that_fails_on_all_replicas_raises_and_can_be_tried_again() -> None:
     drives = [Faulty(Memory(8192), "read eio") for _ in range(3)]
-    with fw.open(
-        drives, "r+", "u1", layout="replicate", device="cpu", line=512, controller=plan()
-    ) as x:
+    with fw.open(Replicated(drives), "r+", "u1", device="cpu", line=512, controller=plan()) as x:
         with pytest.raises(StorageError) as error:
             x[700]
         assert error.value.errno == errno.EIO
@@ -349,10 +322,9 @@ def test_a_write_that_fails_on_one_replica_stays_dirty_until_all_have_it() -> No
     inner = [Memory(8192) for _ in range(3)]
     bad = Faulty(inner[1], "write enospc n=1,2")
     with fw.open(
-        [inner[0], bad, inner[2]],
+        Replicated([inner[0], bad, inner[2]]),
         "r+",
         "u1",
-        layout="replicate",
         device="cpu",
         line=512,
         controller=plan(),
@@ -376,10 +348,9 @@ def test_detached_write_backs_to_replicas_end_after_the_last() -> None:
     held = np.zeros(1 << 15, np.uint8)
     random = np.random.default_rng(4)
     with fw.open(
-        drives,
+        Replicated(drives),
         "r+",
         "u1",
-        layout="replicate",
         device="cpu",
         cache="4 KiB",
         line=512,
@@ -409,7 +380,7 @@ def test_a_flush_reaches_every_storage_and_names_the_one_that_failed(tmp_path: P
     for n in range(3):
         (tmp_path / f"{n}.raw").write_bytes(bytes(8192))
     files = [Faulty(File(tmp_path / f"{n}.raw", writable=True)) for n in range(3)]
-    x = fw.open(files, "r+", "u1", layout="stripe", stripe_bytes=4096, line=512, device="cpu")
+    x = fw.open(Striped(files, 4096), "r+", "u1", line=512, device="cpu")
     x.flush()
     assert [file.operations()["flush"] for file in files] == [1, 1, 1]
     files[2].inject("flush eio")
@@ -436,11 +407,9 @@ def test_a_stripe_that_does_not_answer_is_named(
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "0.3")
     files = hanging(tmp_path, 3, 1)
     x = fw.open(
-        files,
+        Striped(files, 4096),
         "r",
         "u1",
-        layout="stripe",
-        stripe_bytes=4096,
         line=4096,
         device="cpu",
         controller=plan(queue_pairs=1),
@@ -463,10 +432,9 @@ def test_a_replica_that_does_not_answer_is_left_out(
         (tmp_path / f"{n}.raw").write_bytes(bytes(range(256)) * 256)
     files = [File(tmp_path / "0.raw"), Faulty(File(tmp_path / "1.raw"), "read hang")]
     x = fw.open(
-        files,
+        Replicated(files),
         "r",
         "u1",
-        layout="replicate",
         line=512,
         device=fw.CpuDevice(1),
         controller=plan(queue_pairs=1),
@@ -488,12 +456,10 @@ def test_a_replica_that_does_not_answer_is_left_out(
 def test_controllers_stop_with_the_array_and_serve_the_next() -> None:
     drives = [Memory(8192), Memory(8192)]
     others = [Memory(8192), Memory(8192)]
-    controllers = [plan(), plan()]
+    group = ControllerGroup([plan(), plan()])
     for _ in range(2):
-        x = fw.open(drives, "r+", "i4", layout="replicate", device="cpu", controller=controllers)
-        with fw.open(
-            others, "r+", "i4", layout="replicate", device="cpu", controller=controllers
-        ) as y:
+        x = fw.open(Replicated(drives), "r+", "i4", device="cpu", controller=group)
+        with fw.open(Replicated(others), "r+", "i4", device="cpu", controller=group) as y:
             y[3] = 5
         assert y.controller.stats() == {"controllers": [{}, {}]}
         x[3] = 4
@@ -510,62 +476,212 @@ def test_controllers_stop_with_the_array_and_serve_the_next() -> None:
 def test_one_read_only_member_makes_the_array_read_only() -> None:
     drives = [Memory(8192), Memory(np.zeros(8192, np.uint8), writable=False)]
     with (
-        fw.open(drives, "r", "i4", layout="replicate", device="cpu") as x,
+        fw.open(Replicated(drives), "r", "i4", device="cpu") as x,
         pytest.raises(ReadOnlyError),
     ):
         x[0] = 1
 
 
 @pytest.mark.parametrize(
+    ("stripe", "words"),
+    [
+        (4000, "stripe=4000 is not a multiple of 4096"),
+        (512, "not a multiple of 4096"),
+        ("0 KiB", "not a multiple of 4096"),
+        (-4096, "negative"),
+        (None, "stripe=None is not a size"),
+    ],
+)
+def test_stripes_that_cannot_be_are_refused(stripe: Any, words: str) -> None:
+    for member in (Memory(1 << 18), "a path"):
+        with pytest.raises(ArgumentError, match=words):
+            Striped([member], stripe)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "layout=None"),
-        ({"layout": "mirror"}, "layout='mirror'"),
-        ({"layout": "stripe", "stripe_bytes": 4000}, "multiple"),
-        ({"layout": "stripe", "stripe_bytes": 2048, "line": 4096}, "multiple of a line"),
-        ({"layout": "stripe", "stripe_bytes": 512, "line": 512}, "4096"),
-        ({"layout": "stripe", "stripe_bytes": "0 KiB"}, "multiple"),
-        ({"layout": "stripe", "stripe_bytes": -4096}, "negative"),
-        ({"layout": "replicate", "stripe_bytes": 4096}, "stripe_bytes"),
-        ({"layout": "stripe", "controller": [plan()]}, "1 controllers for 2"),
-        ({"layout": "stripe", "controller": [plan()] * 3}, "3 controllers for 2"),
-        ({"layout": "stripe", "controller": [plan()] * 2}, "named twice"),
-        (
-            {"layout": "stripe", "controller": fw.SoftwareController(Memory(4096))},
-            "storage of its own",
-        ),
-        (
-            {"layout": "stripe", "controller": [plan(), fw.SoftwareController(Memory(4096))]},
-            "another storage",
-        ),
-        ({"layout": "stripe", "controller": [plan("direct"), plan("in_place")]}, "different ways"),
-        ({"layout": "stripe", "shape": 1 << 40}, "needs"),
-        ({"layout": "stripe", "strict": "fast"}, "strict"),
+        ({"controller": ControllerGroup([plan()])}, "group of 1 controllers.* of 2 members"),
+        ({"controller": ControllerGroup([plan()] * 3)}, "group of 3 controllers.* of 2 members"),
+        ({"controller": ControllerGroup([plan("direct"), plan("in_place")])}, "different ways"),
+        ({"controller": [plan(), plan()]}, "no Controller"),
+        ({"controller": ControllerGroup([plan()] * 2), "line": "256 KiB"}, "multiple of a line"),
+        ({"shape": 1 << 40}, "needs"),
+        ({"strict": "fast"}, "strict"),
+        ({"o_direct": True}, "o_direct= is for paths"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
     drives = [Memory(1 << 18), Memory(1 << 18)]
     with pytest.raises(ArgumentError, match=words):
-        fw.open(drives, "r+", "i4", device="cpu", **options)
+        fw.open(Striped(drives), "r+", "i4", device="cpu", **options)
     # Nothing is left behind that would keep a storage or a controller.
-    fw.open(drives, "r+", "i4", layout="stripe", device="cpu").close()
+    fw.open(Striped(drives), "r+", "i4", device="cpu").close()
+
+
+def test_settings_may_be_the_same_object_for_two_members() -> None:
+    group = ControllerGroup([plan()] * 2)
+    with fw.open(Striped([Memory(1 << 18)] + [Memory(1 << 18)]), "r+", "i4", device="cpu",
+                 controller=group) as x:  # fmt: skip
+        x[...] = 3
+        assert len(x.controller.stats()["controllers"]) == 2
 
 
 def test_numbers_and_kinds_of_storages_are_checked() -> None:
     drive = Memory(1 << 18)
-    with pytest.raises(ArgumentError, match="no storage"):
-        fw.open([], "r+", "i4", layout="stripe", device="cpu")
-    with pytest.raises(ArgumentError, match="1 to 16"):
-        fw.open([Memory(4096) for _ in range(17)], "r+", "i4", layout="replicate", device="cpu")
-    with pytest.raises(ArgumentError, match="twice"):
-        fw.open([drive, drive], "r+", "i4", layout="stripe", device="cpu")
+    for kind in (Striped, Replicated):
+        with pytest.raises(ArgumentError, match="members is empty"):
+            kind([])
+        with pytest.raises(ArgumentError, match="twice"):
+            kind([drive, drive])
+        with pytest.raises(ArgumentError, match="not a sequence"):
+            kind(drive)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="without its bytes"):
+            kind([drive, Namespace(1 << 18)])  # type: ignore[list-item]
+        with pytest.raises(ArgumentError, match="paths as members"):
+            kind([drive, kind(["a path"])])
     with pytest.raises(ArgumentError, match="differ in size"):
-        fw.open([drive, Memory(4096)], "r+", "i4", layout="replicate", device="cpu")
-    with pytest.raises(ArgumentError, match="several storages"):
-        fw.open(drive, "r+", "i4", layout="stripe", device="cpu")
-    with pytest.raises(ArgumentError, match="several storages"):
-        fw.open(drive, "r+", "i4", controller=[plan()], device="cpu")
+        Replicated([drive, Memory(4096)])
+    with pytest.raises(ArgumentError, match="for a Striped or Replicated storage"):
+        fw.open(drive, "r+", "i4", controller=ControllerGroup([plan()]), device="cpu")
+    with pytest.raises(ArgumentError, match=r"storage\.Striped"):
+        fw.open([drive, Memory(4096)], "r+", "i4", device="cpu")  # type: ignore[arg-type]
+    for wrong in ([], [drive], plan()):
+        with pytest.raises(ArgumentError, match="not a sequence of controllers"):
+            ControllerGroup(wrong)  # type: ignore[arg-type]
     closed = Memory(4096)
     closed.close()
     with pytest.raises(ClosedError):
-        fw.open([Memory(4096), closed], "r+", "i4", layout="replicate", device="cpu")
+        Replicated([Memory(4096), closed])
+
+
+# One controller for each, or one for all.
+
+
+class ForAll(fw.SoftwareController):
+    """Serves a striped or replicated storage as a whole."""
+
+    serves_members = False
+
+
+def memories(count: int) -> list[Storage]:
+    return [Memory(1 << 18) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("storage", "options", "words"),
+    [
+        (lambda _: Replicated(memories(17)), {}, "at most 16 controllers"),
+        (lambda _: Striped(memories(2), 4096), {"line": 8192}, "no multiple of a line, 8192"),
+        (lambda _: Striped(memories(2)), {"controller": ForAll()}, "serves a storage as a whole"),
+        (
+            lambda _: Replicated([Striped(memories(2), 4096), Memory(1 << 19)]),
+            {},
+            "a member is itself striped",
+        ),
+        (
+            lambda folder: Striped([Memory(1 << 18), File(folder / "f", writable=True)]),
+            {},
+            "different ways, direct and in_place",
+        ),
+    ],
+)
+def test_one_controller_serves_what_members_cannot_have_each(
+    tmp_path: Path, storage: Any, options: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "f").write_bytes(bytes(1 << 18))
+    whole = storage(tmp_path)
+    with fw.open(whole, "r+", "<i8", device="cpu", cache="64 KiB", **options) as x:
+        count = len(whole.members)
+        assert f"one controller for all {count} members: " in x.explain().reason
+        assert words in x.explain().reason
+        assert not isinstance(x.controller, GroupService)
+        held = np.zeros(x.shape, np.int64)
+        churn(x, held, 4, 1)
+    assert whole.read(0, held.nbytes) == held.tobytes()
+
+
+def test_array_explains_that_members_have_a_controller_each() -> None:
+    with fw.open(Striped(memories(3)), "r+", "i8", device="cpu") as x:
+        assert "a controller for each of 3 members" in x.explain().reason
+        assert len(x.explain().controller["controllers"]) == 3
+
+
+# Paths as members.
+
+
+def test_files_and_storages_make_one_array(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).integers(0, 255, 4 * 8192, dtype=np.uint8)
+    stripes = content.reshape(2, 2, 8192)
+    stripes[:, 0].tofile(tmp_path / "f")
+    memory = Memory(np.ascontiguousarray(stripes[:, 1]))
+    striped = Striped([tmp_path / "f", memory], 8192)
+
+    with fw.open(striped, "r+", "u1", device="cpu", o_direct=False) as x:
+        np.testing.assert_array_equal(x[:], content)
+        with pytest.raises(LockedError):
+            fw.open(memory, "r", "u1", device="cpu")
+        x[8192 - 2 : 8192 + 2] = 7
+    assert memory.read(0, 3) == bytes([7, 7, stripes[0, 1, 2]])
+    assert (tmp_path / "f").read_bytes()[8189:8192] == bytes([stripes[0, 0, 8189], 7, 7])
+    memory.write(0, b"the caller's still")
+
+
+def test_paths_are_opened_by_open_alone(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.npy", tmp_path / "b.npy"]
+    for path in paths:
+        np.save(path, np.arange(5))
+    replicas = Replicated(paths)
+    assert repr(replicas) == f"Replicated({list(map(str, paths))})"
+    for use in (
+        lambda: replicas.nbytes,
+        lambda: replicas.writable,
+        lambda: replicas.read(0, 1),
+        lambda: replicas.write(0, b"1"),
+        lambda: replicas.flush(),
+        lambda: replicas.describe(),
+        lambda: replicas.check_unchanged(),
+        lambda: Faulty(replicas),
+    ):
+        with pytest.raises(ArgumentError, match="which only flashwarp"):
+            use()
+
+    for mode in ("r", "r+"):  # as often as one likes, in any mode
+        with fw.open(replicas, mode, device="cpu") as x:  # type: ignore[arg-type]
+            assert x[:].tolist() == [0, 1, 2, 3, 4]
+    replicas.close()
+
+
+def test_array_over_paths_is_pickled_and_one_over_storages_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = np.arange(2 * 4096 // 8)
+    for n, part in enumerate(content.reshape(2, -1)):
+        part.tofile(f"{n}")
+    with fw.open(Striped(["0", "1"], 4096), dtype="i8", device="cpu") as x:
+        data = pickle.dumps(x)
+    monkeypatch.chdir("/")
+    with pickle.loads(data) as again:
+        np.testing.assert_array_equal(again[:], content)
+
+    with (
+        fw.open(Striped([File(tmp_path / "0")], 4096), dtype="i8", device="cpu") as x,
+        pytest.raises(CopyError),
+    ):
+        pickle.dumps(x)
+
+
+def test_open_that_fails_closes_the_files_of_all_members(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(1 << 18))
+    before = len(os.listdir("/proc/self/fd"))
+    striped = Striped([tmp_path / "a", tmp_path / "b"])
+    for wrong in ({"shape": 1 << 40}, {"cache": 1}, {"strict": "bounce"}):
+        with pytest.raises(FlashwarpError):
+            fw.open(striped, "r+", "i4", device="cpu", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(PathError):
+        fw.open(Striped([tmp_path / "a", tmp_path]), "r+", "i4", device="cpu")
+
+    assert len(os.listdir("/proc/self/fd")) == before
+    fw.open(striped, "r+", "i4", device="cpu").close()

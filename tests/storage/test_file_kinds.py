@@ -31,9 +31,8 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.apps import graphs
-from flashwarp.array import opening
 from flashwarp.errors import ArgumentError, FileFormatError, FlashwarpError, PathError
-from flashwarp.storage import File, files
+from flashwarp.storage import File, Replicated, Striped, file_access, files
 from flashwarp.storage.npy import read_layout
 
 NUMBERS = np.random.default_rng(5).standard_normal((64, 16))
@@ -105,8 +104,8 @@ WAYS: list[Callable[[Any], Any]] = [
     lambda path: fw.open(path, dtype="u1", device="cpu"),
     lambda path: fw.open(path, dtype="u1", offset=0, device="cpu"),
     lambda path: fw.open(path, device="cpu"),
-    lambda path: fw.open([path], dtype="u1", layout="stripe", device="cpu"),
-    lambda path: fw.open([path, path], dtype="u1", layout="replicate", device="cpu"),
+    lambda path: fw.open(Striped([path]), dtype="u1", device="cpu"),
+    lambda path: fw.open(Replicated([path, path]), dtype="u1", device="cpu"),
     lambda path: File(path),
     lambda path: _native.FileStorage(str(path)),
     lambda path: read_layout(str(path)),
@@ -321,7 +320,7 @@ def test_container_is_refused_with_a_recipe(
     write(path)
     before = path.read_bytes()
     if words.startswith("text") and dtype is None:
-        words = "say its dtype"
+        words = "give its dtype"
 
     with pytest.raises((FileFormatError, ArgumentError), match=words) as caught:
         fw.open(path, mode, dtype=dtype, shape=(8,), device="cpu")
@@ -345,7 +344,7 @@ def test_stripes_are_raw_files(tmp_path: Path, write: Callable[[Path], Any]) -> 
     write(tmp_path / "a")
     (tmp_path / "b").write_bytes(bytes(1 << 17))
     with pytest.raises(FileFormatError, match=r"npz|npy file"):
-        open_raw([tmp_path / "a", tmp_path / "b"], layout="stripe")
+        open_raw(Striped([tmp_path / "a", tmp_path / "b"]))
 
 
 @pytest.mark.parametrize("dtype", ["u1", "S8", "V16", "?"])
@@ -417,7 +416,7 @@ def test_offset_without_a_shape_goes_to_the_end(tmp_path: Path) -> None:
         ({"offset": 2**70}, "not an integer"),
         ({"offset": 4}, "no multiple of the 8 .*"),
         ({"offset": 4096, "shape": (513,)}, "needs 4104 bytes, .* has 4096 from byte 4096 on"),
-        ({"offset": 0, "dtype": None}, "say its dtype"),
+        ({"offset": 0, "dtype": None}, "give its dtype"),
         ({"lock": "no"}, "neither True nor False"),
     ],
     ids=str,
@@ -434,14 +433,14 @@ def test_only_aligned_data_is_read_in_place(
 ) -> None:
     """Loads of a GPU fault at any other address."""
     NUMBERS.tofile(tmp_path / "f")
-    reach = opening.file_storage
+    reach = file_access.file_storage
     asked: list[bool] = []
 
     def note(*args: Any, **options: Any) -> Any:
         asked.append(options["in_place"])
         return reach(*args, **options)
 
-    monkeypatch.setattr(opening, "file_storage", note)
+    monkeypatch.setattr(file_access, "file_storage", note)
     open_raw(tmp_path / "f", shape=4, offset=offset).close()
     assert asked == [aligned]
 
@@ -456,7 +455,7 @@ def test_offset_of_a_npy_file_is_raw(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["stripe", "replicate"])
-def test_offset_in_each_of_several_files(tmp_path: Path, layout: Any) -> None:
+def test_offset_in_each_of_several_files(tmp_path: Path, layout: str) -> None:
     rows = np.arange(1 << 16, dtype="<i8")
     parts = [rows.tobytes()] * 2
     if layout == "stripe":
@@ -466,8 +465,8 @@ def test_offset_in_each_of_several_files(tmp_path: Path, layout: Any) -> None:
     for n, part in enumerate(parts):
         names.append(tmp_path / f"{n}")
         names[-1].write_bytes(b"head\n" + part)
-    options = {"stripe_bytes": 4096} if layout == "stripe" else {}
-    with open_raw(names, "<i8", layout=layout, offset=5, **options) as x:
+    several = Striped(names, 4096) if layout == "stripe" else Replicated(names)
+    with open_raw(several, "<i8", offset=5) as x:
         np.testing.assert_array_equal(x[...], rows)
 
 
@@ -498,17 +497,17 @@ def test_tensor_of_a_safetensors_file(tmp_path: Path) -> None:
         (1.5, "not a path"),
         ("", "empty"),
         ("a\0b", "null byte"),
-        ([], "list is empty"),
+        ([], "members is empty"),
         ([io.BytesIO()], "Memory"),
         ([None], "not a path"),
-        (bytearray(b"ab"), "file descriptor"),
+        (bytearray(b"ab"), "not a path: give a str, bytes"),
         ("\udcff", "UTF-8"),
     ],
     ids=lambda value: repr(value).partition(" at 0x")[0],
 )
 def test_what_names_no_file(path: Any, words: str) -> None:
     with pytest.raises(FlashwarpError, match=words):
-        open_raw(path, **({"layout": "stripe"} if path else {}) if isinstance(path, list) else {})
+        open_raw(Striped(path) if isinstance(path, list) else path)
     if not isinstance(path, list | bytearray):
         with pytest.raises(FlashwarpError, match=words):
             File(path)
@@ -567,13 +566,13 @@ def test_file_that_is_replaced_while_it_is_opened(
     """The header of one file with the data of another would be garbage."""
     path = tmp_path / "x.npy"
     np.save(path, NUMBERS)
-    reach = opening.file_storage
+    reach = file_access.file_storage
 
     def late(*args: Any, **options: Any) -> Any:
         np.save(tmp_path / "new.npy", NUMBERS.astype("f4").repeat(4))
         (tmp_path / "new.npy").replace(path)
         return reach(*args, **options)
 
-    monkeypatch.setattr(opening, "file_storage", late)
+    monkeypatch.setattr(file_access, "file_storage", late)
     with pytest.raises(PathError, match="replaced while it was opened"):
         fw.open(path, device="cpu")

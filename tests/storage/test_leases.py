@@ -195,7 +195,7 @@ def test_stripes_in_place_leave_only_the_file_that_is_written(tmp_path: Path, pa
     plan = fw.SoftwareController(data_path="in_place")
 
     with fw.open(
-        names, dtype="int64", layout="stripe", stripe_bytes=4096, device="cpu", controller=plan
+        fw.storage.Striped(names, 4096), dtype="int64", device="cpu", controller=plan
     ) as x:
         assert x.explain().path == "in_place"
         np.testing.assert_array_equal(x[:], whole)

@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def open_array(path: Path | list[Path], mode: Any = "r", **options: Any) -> fw.Array:
+def open_array(path: Path | Storage, mode: Any = "r", **options: Any) -> fw.Array:
     return fw.open(path, mode, device="cpu", **{"cache": 65536, **options})
 
 
@@ -149,10 +149,9 @@ def test_storage_keeps_its_lock_as_long_as_an_array_uses_it(path: Path) -> None:
     open_array(path, "r+").close()
 
 
-def on_storage(storage: Storage | list[Storage], **options: Any) -> fw.Array:
-    parts = storage if isinstance(storage, list) else [storage]
-    mode: Any = "r+" if all(part.writable for part in parts) else "r"
-    return fw.open(storage, mode, "i8", device="cpu", cache=65536, **options)
+def on_storage(storage: Storage) -> fw.Array:
+    mode: Any = "r+" if storage.writable else "r"
+    return fw.open(storage, mode, "i8", device="cpu", cache=65536)
 
 
 def test_storage_that_takes_writes_serves_one_array(path: Path) -> None:
@@ -167,7 +166,7 @@ def test_storage_that_takes_writes_serves_one_array(path: Path) -> None:
                     on_storage(other)
                 assert caught.value.holder == os.getpid()
             with pytest.raises(LockedError):
-                on_storage([storage], layout="stripe")
+                on_storage(Striped([storage]))
             x[0] = 1
 
         on_storage(storage).close()
@@ -175,7 +174,7 @@ def test_storage_that_takes_writes_serves_one_array(path: Path) -> None:
             with pytest.raises(LockedError):
                 on_storage(storage)
             with pytest.raises(LockedError):
-                on_storage([storage], layout="stripe")
+                on_storage(Striped([storage]))
 
 
 def test_storage_of_readers_and_storage_without_lock_serve_any_number(path: Path) -> None:
@@ -219,25 +218,27 @@ def test_array_goes_on_after_its_storage_was_closed(path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("layout", ["stripe", "replicate"])
-def test_each_of_several_files_is_locked(tmp_path: Path, layout: Any) -> None:
+@pytest.mark.parametrize("kind", [Striped, Replicated])
+def test_each_of_several_files_is_locked(
+    tmp_path: Path, kind: type[Striped] | type[Replicated]
+) -> None:
     names = [tmp_path / f"{n}.raw" for n in range(3)]
     for name in names:
         name.write_bytes(bytes(1 << 18))
-    options = {"layout": layout, "dtype": "i8"}
-    with open_array(names, "r+", **options) as x:
+    options = {"dtype": "i8"}
+    with open_array(kind(names), "r+", **options) as x:
         for name in names:
             with pytest.raises(LockedError):
                 File(name)
         assert [m["lock"] for m in x.explain().storage["members"]] == ["held"] * 3
-    with open_array(names, "r+", **options):
+    with open_array(kind(names), "r+", **options):
         pass
     with pytest.raises(LockedError):
-        open_array([names[0], names[1], names[0]], "r+", **options)
-    open_array([names[0], names[1], names[0]], "r", **options).close()
-    for wrong in ({"cache": 1}, {"strict": "bounce"}, {"stripe_bytes": 3}):
+        open_array(kind([names[0], names[1], names[0]]), "r+", **options)
+    open_array(kind([names[0], names[1], names[0]]), "r", **options).close()
+    for wrong in ({"cache": 1}, {"strict": "bounce"}, {"line": 3}):
         with pytest.raises(fw.errors.FlashwarpError):
-            open_array(names, "r+", **options, **wrong)
+            open_array(kind(names), "r+", **options, **wrong)
     with Striped([File(name, writable=True) for name in names]), pytest.raises(LockedError):
         Replicated([File(name) for name in names])
 
@@ -372,7 +373,7 @@ def test_refresh_looks_at_every_file(tmp_path: Path) -> None:
     names = [tmp_path / f"{n}.raw" for n in range(3)]
     for name in names:
         name.write_bytes(bytes(1 << 18))
-    with open_array(names, layout="stripe", dtype="i8") as x:
+    with open_array(Striped(names), dtype="i8") as x:
         x.refresh()
         names[1].unlink()
         with pytest.raises(StorageError, match="removed"):

@@ -17,6 +17,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.errors import StorageError
+from flashwarp.storage import Replicated, Striped
 from flashwarp.testing.rings import AlignedMemory as Memory
 
 
@@ -329,15 +330,14 @@ def test_array_keeps_what_it_cannot_write_and_says_so(
     names = [tmp_path / f"{n}" for n in range(1 if layout == "one" else 2)]
     for name in names:
         name.write_bytes(rows.tobytes())
-    options: dict[str, Any] = {} if layout == "one" else {"layout": layout}
+    kinds: dict[str, Any] = {"stripe": Striped, "replicate": Replicated}
     x = fw.open(
-        names[0] if layout == "one" else names,
+        names[0] if layout == "one" else kinds[layout](names),
         "r+",
         dtype="<i8",
         device="cpu",
         cache="2 MiB",
         o_direct=o_direct and direct_works(tmp_path),
-        **options,
     )
     stored = np.arange(x.size, dtype="<i8") * -1
     x[...] = stored

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -34,9 +34,9 @@ def blocking(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "calls")
 
 
-def open_array(storage: Faulty | Replicated) -> fw.Array:
+def open_array(storage: Faulty | Replicated, **options: Any) -> fw.Array:
     mode: Literal["r", "r+"] = "r+" if storage.writable else "r"
-    return fw.open(storage, mode, "i8", device="cpu", line=512, cache=2048)
+    return fw.open(storage, mode, "i8", device="cpu", line=512, cache=2048, **options)
 
 
 # Plans.
@@ -236,10 +236,20 @@ def test_same_seed_fails_the_same_way(tmp_path: Path) -> None:
     assert failures(1) != failures(2)
 
 
-def test_replica_answers_for_a_faulty_one(file: Path, tmp_path: Path) -> None:
+class ForAll(fw.SoftwareController):
+    """Serves replicas as a whole: the host, not device code, tries the next."""
+
+    serves_members = False
+
+
+@pytest.mark.parametrize("controller", [None, ForAll()], ids=["each", "for all"])
+def test_replica_answers_for_a_faulty_one(
+    file: Path, tmp_path: Path, controller: ForAll | None
+) -> None:
     (tmp_path / "g").write_bytes(file.read_bytes())
     bad = Faulty(File(file), "read eio")
-    with open_array(Replicated([bad, File(tmp_path / "g")])) as x:
+    replicas = Replicated([bad, File(tmp_path / "g")])
+    with open_array(replicas, controller=controller) as x:
         assert (x[...] == np.arange(ROWS)).all()
         assert x.stats.errors == 0
     assert bad.hits()[0] > 0

@@ -24,7 +24,7 @@ from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import Cache
 from flashwarp.device import stream_handle
 from flashwarp.errors import DeviceError, DeviceTimeout, FlashwarpError, StorageError
-from flashwarp.nvme import Controller
+from flashwarp.nvme import Controller, Destination
 from flashwarp.stats import Stats
 from flashwarp.storage import Namespace
 from flashwarp.storage.composite import serve
@@ -92,9 +92,10 @@ class Attachment(endings.NotCopied):
             opening.callback(cache._opened)
             self._end_of_service = serve(storage, writable)
             made.callback(self._end_of_service)
-            service = controller.attach(
-                storage, cache.device, cache.line_bytes, cache.frames, owners=cache.owners
+            destination = Destination(
+                cache.device, cache.line_bytes, cache.frames, owners=cache.owners
             )
+            service = controller.attach(storage, destination)
             made.callback(service.stop)
             volume = cache.attach(storage.nbytes, service.queues)
             # In the order of `_end`: kernels of other arrays see the volume from now on.

@@ -20,6 +20,7 @@ from flashwarp.apps import graphs
 from flashwarp.bench.graph_bench import GraphBench, cache_bytes
 from flashwarp.bench.modelled import modelled
 from flashwarp.config import parse_bytes
+from flashwarp.nvme.group import ControllerGroup
 
 __all__ = ["drives", "kinds", "most_queue_pairs", "open_drives", "queue_pairs"]
 
@@ -157,20 +158,20 @@ def open_drives(
         for n in range(count)
     ]
     return fw.open(
-        members,
+        fw.storage.Striped(members, line),
         "r",
         data.dtype,
         len(data),
-        layout="stripe",
-        stripe_bytes=line,
         device=bench.device,
         cache=cache if isinstance(cache, fw.Cache) else cache_bytes(cache),
         line=line,
-        controller=[
-            fw.SoftwareController(
-                queue_pairs=queue_pairs // count,
-                model=modelled(kind, bench.options.slower, seed=n + 1),
-            )
-            for n in range(count)
-        ],
+        controller=ControllerGroup(
+            [
+                fw.SoftwareController(
+                    queue_pairs=queue_pairs // count,
+                    model=modelled(kind, bench.options.slower, seed=n + 1),
+                )
+                for n in range(count)
+            ]
+        ),
     )

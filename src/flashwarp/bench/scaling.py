@@ -29,7 +29,7 @@ from flashwarp._jit.compiler import Source
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.device import CpuDevice, CudaDevice, Device, resolve
 from flashwarp.errors import ArgumentError
-from flashwarp.nvme import Service
+from flashwarp.nvme import Destination, Service
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, median_of
 
@@ -216,7 +216,7 @@ class Drives:
             data_path="in_place",
             model=fw.SSDModel.named(profile, seed=number + 1),
         )
-        service = controller.attach(storage, self.device, _LBA, (0, 0))
+        service = controller.attach(storage, Destination(self.device, _LBA, (0, 0)))
         stack.callback(service.stop)
         self.controllers.append(service)
 

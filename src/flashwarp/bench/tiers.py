@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 import flashwarp as fw
 from flashwarp.bench.modelled import modelled
 from flashwarp.device import Device, resolve
+from flashwarp.nvme.group import ControllerGroup
+from flashwarp.nvme.queue_pair import DataPath
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import in_turns, wall_seconds
-from flashwarp.storage import Memory
+from flashwarp.storage import Memory, Striped
 
 __all__ = ["run"]
 
@@ -63,7 +65,7 @@ def run(
 
 
 def _controller(device: Device, model: fw.SSDModel, number: int = 0) -> fw.SoftwareController:
-    path = "bounce" if device.kind == "cuda" else "direct"
+    path: DataPath = "bounce" if device.kind == "cuda" else "direct"
     return fw.SoftwareController(data_path=path, model=replace(model, seed=number + 1))
 
 
@@ -146,15 +148,13 @@ def _sweep_drives(
         parts = data.reshape(-1, drives, data.shape[1])
         members = [Memory(np.ascontiguousarray(parts[:, n]), writable=False) for n in range(drives)]
         with fw.open(
-            members,
+            Striped(members, _ROW_BYTES),
             "r",
             np.int64,
             data.shape,
-            layout="stripe",
-            stripe_bytes=_ROW_BYTES,
             device=device,
             cache=data.nbytes // _CACHE_SHARES[0],
-            controller=[_controller(device, model, n) for n in range(drives)],
+            controller=ControllerGroup([_controller(device, model, n) for n in range(drives)]),
         ) as x:
             seen: list[bool] = []
             gather = _Gather(device, index)

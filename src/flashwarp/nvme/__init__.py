@@ -1,5 +1,5 @@
 """NVMe controllers: the contract that arrays and caches rely on."""
 
-from flashwarp.nvme.controller import Controller, Queues, Service
+from flashwarp.nvme.controller import Controller, Destination, Queues, Service
 
-__all__ = ["Controller", "Queues", "Service"]
+__all__ = ["Controller", "Destination", "Queues", "Service"]

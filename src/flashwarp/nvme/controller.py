@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flashwarp.device import Device
@@ -17,7 +18,32 @@ from flashwarp.errors import StorageError
 from flashwarp.nvme.queue_pair import QueueCounters
 from flashwarp.storage import Namespace
 
-__all__ = ["Controller", "Queues", "Service"]
+__all__ = ["Controller", "Destination", "Queues", "Service"]
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a controller's data goes: the cache of an array in device memory.
+
+    Attributes
+    ----------
+    device : Device
+        Whose kernels submit commands.
+    line_bytes : int
+        The most bytes that a command transfers.
+    frames : tuple of int
+        Address and size of the cache's frames. By the direct path data goes there.
+    owners : tuple
+        What holds the frames. A service keeps it until it has stopped.
+    controllers : int
+        How many controllers serve the array, and share the cores.
+    """
+
+    device: Device
+    line_bytes: int
+    frames: tuple[int, int]
+    owners: tuple[object, ...] = ()
+    controllers: int = 1
 
 
 class Queues(Protocol):
@@ -153,38 +179,19 @@ class Controller(ABC):
     Settings, without a state of their own: one object may serve any number of arrays.
     """
 
-    storage: Namespace | None = None
-    """The only namespace that it serves; None: whichever an array has."""
-
     asked_path: str | None = None
     """The only data path that it may choose; None: any."""
 
-    @abstractmethod
-    def attach(
-        self,
-        storage: Namespace,
-        device: Device,
-        line_bytes: int,
-        frames: tuple[int, int],
-        *,
-        owners: Sequence[object] = (),
-        together: int = 1,
-    ) -> Service:
-        """Make queue pairs for kernels of `device`, and start to serve `storage` through them.
+    serves_members: bool = False
+    """Whether an array on a striped or replicated storage attaches it to each member in turn.
 
-        Parameters
-        ----------
-        storage : Namespace
-        device : Device
-        line_bytes : int
-            Most bytes that a command transfers.
-        frames : tuple of int
-            Address and size of the cache's frames in device memory, where data goes by the direct
-            path.
-        owners : sequence of object
-            What holds the frames: kept until the service has stopped.
-        together : int
-            How many controllers serve the array, and share the cores.
+    Device code then chooses among the members. Such services have `QueuePairs` as `queues`. False:
+    it is attached once, to the whole storage.
+    """
+
+    @abstractmethod
+    def attach(self, storage: Namespace, destination: Destination) -> Service:
+        """Make queue pairs for kernels, and start to serve `storage` through them.
 
         Raises
         ------

@@ -1,112 +1,118 @@
-"""Several controllers under one array: stripes or replicas that device code itself chooses among.
+"""A controller for each member of a striped or replicated storage; device code chooses among them.
 
-Mirrors `cache/spread.cuh`. Each storage is a namespace with a controller and queue pairs of its
-own; the pairs of all lie in one table, in the order of the namespaces.
+Mirrors `cache/spread.cuh`. Each member is a namespace with a controller and queue pairs of its own;
+the pairs of all lie in one table, in the order of the members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 from flashwarp.device import Device, DeviceMemory
 from flashwarp.errors import ArgumentError, ClosedError, StorageError
-from flashwarp.nvme import Controller, Service
+from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import QueuePairs, QueueTable
-from flashwarp.nvme.software import SoftwareController
-from flashwarp.storage import Namespace, Replicated, Storage, Striped
+from flashwarp.nvme.software import SoftwareController, choose_path
+from flashwarp.storage import Namespace, Striped
+from flashwarp.storage.composite import Composite
 
-__all__ = ["NAMESPACES_MAX", "ControllerGroup", "GroupService", "Spread", "spread_storage"]
+__all__ = ["NAMESPACES_MAX", "ControllerGroup", "GroupService", "choose_controllers"]
 
 NAMESPACES_MAX = 16
-"""Most storages under one array; `kNamespacesMax` of the headers."""
+"""Most namespaces of an array; `kNamespacesMax` of the headers."""
 
-Spread: TypeAlias = Literal["stripe", "replicate"]
-
-_SPREADS = {"stripe": 1, "replicate": 2}
+# `cache::spread` of the headers.
+_STRIPED, _REPLICATED = 1, 2
 _LBA_BYTES = 512
 
 
-def spread_storage(
-    members: Sequence[Storage], layout: str | None, stripe_bytes: int | None, line_bytes: int
-) -> Striped | Replicated:
-    """Return the storages as one, as the host sees them.
+def choose_controllers(
+    controller: Controller, storage: Namespace, device: Device, line_bytes: int
+) -> tuple[Controller, str]:
+    """Choose between one controller for a storage and one for each of its members.
+
+    Returns
+    -------
+    controller : Controller
+        To be attached to the storage.
+    why : str
+        For people; empty if there is no choice.
 
     Raises
     ------
     ArgumentError
-        For a layout, a number of storages or a size of stripes that cannot be.
+        For a `ControllerGroup` that does not fit the storage.
     """
-    if layout not in _SPREADS:
-        raise ArgumentError(f"layout={layout!r}: several storages are 'stripe' or 'replicate'")
-    if not 1 <= len(members) <= NAMESPACES_MAX:
-        raise ArgumentError(f"{len(members)} storages: an array has 1 to {NAMESPACES_MAX}")
-    if len({id(member) for member in members}) != len(members):
-        raise ArgumentError("a storage is named twice")
-    if layout == "replicate":
-        if stripe_bytes is not None:
-            raise ArgumentError("stripe_bytes is for layout='stripe'")
-        return Replicated(members)
-    stripe = max(128 << 10, line_bytes) if stripe_bytes is None else stripe_bytes
-    if stripe < line_bytes or stripe % line_bytes:
-        raise ArgumentError(f"stripes of {stripe} bytes are no multiple of a line, {line_bytes}")
-    return Striped(members, stripe)
+    if not isinstance(storage, Composite):
+        if isinstance(controller, ControllerGroup):
+            raise ArgumentError(f"{controller!r} is for a Striped or Replicated storage")
+        return controller, ""
+    count = len(storage.members)
+    obstacle = _obstacle(controller, storage, device, line_bytes)
+    if isinstance(controller, ControllerGroup):
+        if obstacle:
+            raise ArgumentError(f"the storage cannot have a controller for each member: {obstacle}")
+        if len(controller.controllers) != count:
+            raise ArgumentError(f"{controller!r} is for a storage of {count} members")
+        return controller, f"a controller for each of {count} members, as asked for"
+    if obstacle:
+        return controller, f"one controller for all {count} members: {obstacle}"
+    return ControllerGroup(
+        [controller] * count
+    ), f"a controller for each of {count} members, which device code chooses among"
+
+
+def _obstacle(controller: Controller, storage: Composite, device: Device, line_bytes: int) -> str:
+    """Return why the members cannot have a controller each; empty if they can."""
+    members = storage.members
+    if len(members) > NAMESPACES_MAX:
+        return f"an array has at most {NAMESPACES_MAX} controllers"
+    if any(isinstance(member, Composite) for member in members):
+        return "a member is itself striped or replicated"
+    if isinstance(storage, Striped) and storage.stripe_bytes % line_bytes:
+        return f"stripes of {storage.stripe_bytes} bytes are no multiple of a line, {line_bytes}"
+    if isinstance(controller, ControllerGroup):
+        return ""
+    if not controller.serves_members:
+        return f"{controller!r} serves a storage as a whole"
+    if isinstance(controller, SoftwareController) and controller.asked_path is None:
+        paths = {choose_path(member, device, None)[0] for member in members}
+        if len(paths) > 1:
+            return f"their data would go different ways, {' and '.join(sorted(paths))}"
+    return ""
 
 
 class ControllerGroup(Controller):
-    """A controller for each storage of an array.
+    """A controller for each member of a striped or replicated storage, each with its own settings.
 
-    Stands where an array of one storage has its `Controller`.
+    An array needs it only if the settings differ: any other `Controller` that serves members is
+    attached to each of them.
 
     Parameters
     ----------
-    settings : Controller or sequence of Controller, optional
-        One for each storage, or one for all of them.
-    count : int
-        How many storages there are.
+    controllers : sequence of Controller
+        In the order of the members. Their services must take one data path.
     """
 
-    def __init__(self, settings: Controller | Sequence[Controller] | None, count: int) -> None:
-        if settings is None or isinstance(settings, Controller):
-            plan = settings or SoftwareController()
-            if plan.storage is not None:
-                raise ArgumentError("the controller has a storage of its own: give settings only")
-            self.controllers = [plan] * count
-        else:
-            self.controllers = list(settings)
-            if len(self.controllers) != count:
-                raise ArgumentError(f"{len(self.controllers)} controllers for {count} storages")
-            if len({id(c) for c in self.controllers}) != count:
-                raise ArgumentError("a controller is named twice: each serves one storage")
+    serves_members = True
+
+    def __init__(self, controllers: Sequence[Controller]) -> None:
+        given = tuple(controllers) if isinstance(controllers, Sequence) else ()
+        if not given or not all(isinstance(each, Controller) for each in given):
+            raise ArgumentError(f"controllers={controllers!r} is not a sequence of controllers")
+        self.controllers = given
         self.asked_path = self.controllers[0].asked_path
 
-    def attach(
-        self,
-        storage: Namespace,
-        device: Device,
-        line_bytes: int,
-        frames: tuple[int, int],
-        *,
-        owners: Sequence[object] = (),
-        together: int = 1,
-    ) -> GroupService:
+    def attach(self, storage: Namespace, destination: Destination) -> GroupService:
         """Start one controller for each member of `storage`; see `Controller.attach`."""
-        if not isinstance(storage, Striped | Replicated):
-            raise ArgumentError("several controllers need storages in stripes or replicas")
-        for n, (controller, member) in enumerate(
-            zip(self.controllers, storage.members, strict=True)
-        ):
-            if controller.storage is not None and controller.storage is not member:
-                raise ArgumentError(f"controller {n} has another storage than storage {n}")
-        return GroupService(
-            self.controllers,
-            storage,
-            device,
-            line_bytes,
-            frames,
-            owners=owners,
-            together=together * len(self.controllers),
-        )
+        if not isinstance(storage, Composite):
+            raise ArgumentError(f"{self!r} is for a Striped or Replicated storage")
+        return GroupService(self.controllers, storage, destination)
+
+    def __repr__(self) -> str:
+        return f"<a group of {len(self.controllers)} controllers>"
 
 
 class GroupService(Service):
@@ -116,8 +122,8 @@ class GroupService(Service):
     ----------
     controllers : sequence of Controller
         In the order of the storages.
-    storage, device, line_bytes, frames, owners, together
-        As `Controller.attach` has them.
+    storage : Striped or Replicated
+    destination : Destination
 
     Attributes
     ----------
@@ -128,40 +134,30 @@ class GroupService(Service):
     def __init__(
         self,
         controllers: Sequence[Controller],
-        storage: Striped | Replicated,
-        device: Device,
-        line_bytes: int,
-        frames: tuple[int, int],
-        *,
-        owners: Sequence[object],
-        together: int,
+        storage: Composite,
+        destination: Destination,
     ) -> None:
         self.services: list[Service] = []
         self._storage = storage
         self._table: QueueTable | None = None
         self._counts: DeviceMemory | None = None
         try:
+            shared = replace(destination, controllers=destination.controllers * len(controllers))
             for controller, member in zip(controllers, storage.members, strict=True):
-                self.services.append(
-                    controller.attach(
-                        member,
-                        device,
-                        line_bytes,
-                        frames,
-                        owners=owners,
-                        together=together,
-                    )
-                )
-            members = [_pairs_of(service) for service in self.services]
+                self.services.append(controller.attach(member, shared))
+            pairs = [_pairs_of(service) for service in self.services]
             self._check_paths()
-            fields: dict[str, Any] = {"spread": _SPREADS["replicate"]}
+            device, lines = destination.device, destination.frames[1] // destination.line_bytes
+            fields = {"spread": _REPLICATED}
             if isinstance(storage, Striped):
-                fields["spread"] = _SPREADS["stripe"]
-                fields["stripe_lines"] = storage.stripe_bytes // line_bytes
+                fields = {
+                    "spread": _STRIPED,
+                    "stripe_lines": storage.stripe_bytes // destination.line_bytes,
+                }
             elif storage.writable:
-                self._counts = device.allocate(frames[1] // line_bytes * 4)
+                self._counts = device.allocate(lines * 4)
                 fields["replica_writes"] = self._counts.address
-            self._table = QueueTable(device, members, fields)
+            self._table = QueueTable(device, pairs, fields)
         except BaseException:
             self.stop()
             raise
@@ -170,7 +166,7 @@ class GroupService(Service):
         paths = [service.path for service in self.services]
         if len(set(paths)) != 1:
             raise ArgumentError(
-                f"the storages' data would go different ways ({', '.join(paths)}): give their "
+                f"the members' data would go different ways ({', '.join(paths)}): give their "
                 "controllers the same data_path"
             )
 

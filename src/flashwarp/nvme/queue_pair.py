@@ -9,15 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from flashwarp import _native
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 
-__all__ = ["DATA_PATHS", "QueueCounters", "QueuePairs", "QueueTable"]
+__all__ = ["DATA_PATHS", "DataPath", "QueueCounters", "QueuePairs", "QueueTable"]
 
-DATA_PATHS = ("in_place", "bounce", "direct")
+DataPath = Literal["in_place", "bounce", "direct"]
+DATA_PATHS: tuple[DataPath, ...] = get_args(DataPath)
 """Names of `nvme::data_path`, by value."""
 
 _SQE_BYTES = 64

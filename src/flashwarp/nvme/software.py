@@ -7,6 +7,7 @@ array, and stops with it. Data reaches the device by one of three paths, chosen 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
@@ -18,18 +19,17 @@ from flashwarp.errors import (
     ArgumentError,
     ClosedError,
     ControllerError,
-    CopyError,
     StorageError,
 )
-from flashwarp.nvme import Controller, Service
-from flashwarp.nvme.queue_pair import DATA_PATHS, QueuePairs
+from flashwarp.nvme import Controller, Destination, Service
+from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, QueuePairs
 from flashwarp.storage import File, Memory, Namespace, Storage
 from flashwarp.storage.lease import Lease
 
 if TYPE_CHECKING:
     from flashwarp.nvme.drive_model import SSDModel
 
-__all__ = ["PAGE_BYTES", "SoftwareController", "SoftwareService"]
+__all__ = ["PAGE_BYTES", "SoftwareController", "SoftwareService", "choose_path"]
 
 PAGE_BYTES = 2 << 20
 """Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
@@ -45,14 +45,22 @@ _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
 _WAITS_COUNT_FROM = 1024
 
 
+@dataclass(frozen=True)
+class _Settings:
+    """What a `SoftwareController` asks for; None: chosen when an array is opened."""
+
+    queue_pairs: int | None
+    depth: int | None
+    threads: int | None
+    data_path: DataPath | None
+    model: SSDModel | None
+
+
 class SoftwareController(NotCopied, Controller):
-    """Serve a storage as an NVMe namespace, from threads of this process.
+    """Settings of the threads of this process that serve an array's storage.
 
     Parameters
     ----------
-    storage : Storage, optional
-        What to serve: an array on another storage is refused. Default: whatever array it is given
-        to.
     queue_pairs, depth : int, optional
         Rings and their entries; `depth` is a power of two. Default by device and path.
     threads : int, optional
@@ -61,29 +69,33 @@ class SoftwareController(NotCopied, Controller):
         How data moves. "in_place": the device reads the namespace's own memory; of a file only
         under a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
-        storage and device allow, as `Array.explain` tells.
+        storage and device allow; `Array.explain` says which, and why.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
 
     Notes
     -----
-    Settings: each array that is given them gets queue pairs and threads of its own, which stop with
-    the array. `Array.controller` is what serves an array.
+    Each array that gets these settings has queue pairs and threads of its own, which stop with the
+    array. `Array.controller` is what serves an array. Each member of a striped or replicated
+    storage has a controller with these settings; docs/backends.md lists the exceptions.
     """
+
+    serves_members = True
 
     def __init__(
         self,
-        storage: Storage | None = None,
         queue_pairs: int | None = None,
         depth: int | None = None,
         threads: int | None = None,
         *,
-        data_path: str | None = None,
+        data_path: DataPath | None = None,
         model: SSDModel | str | None = None,
     ) -> None:
-        if storage is not None and not isinstance(storage, Storage):
-            raise ArgumentError(f"storage={storage!r} is not a Storage: see flashwarp.storage")
+        if isinstance(queue_pairs, Namespace):
+            raise ArgumentError(
+                f"a controller has settings, and no storage: give {queue_pairs!r} to flashwarp.open"
+            )
         if queue_pairs is not None:
             queue_pairs = integer("queue_pairs", queue_pairs, 1, 1024)
         if depth is not None:
@@ -94,72 +106,74 @@ class SoftwareController(NotCopied, Controller):
             threads = integer("threads", threads, 1, 256)
         if data_path is not None:
             choice("data_path", data_path, DATA_PATHS)
-        self.storage = storage
         if model is not None:
             from flashwarp.nvme.drive_model import SSDModel  # slow to import, and seldom needed
 
             model = SSDModel.named(model) if isinstance(model, str) else model
             if not isinstance(model, SSDModel):
                 raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
-        self.model = model
-        self._wanted = (queue_pairs, depth, threads, data_path)
+        self._settings = _Settings(queue_pairs, depth, threads, data_path, model)
         self.asked_path = data_path
+        self.model = model
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.storage is not None:
-            raise CopyError(
-                f"{self!r} cannot be pickled with its storage: only settings can be sent"
-            )
-        return _from_settings, (*self._wanted, self.model)
+        return _from_settings, (self._settings,)
 
-    def attach(
-        self,
-        storage: Namespace,
-        device: Device,
-        line_bytes: int,
-        frames: tuple[int, int],
-        *,
-        owners: Sequence[object] = (),
-        together: int = 1,
-    ) -> SoftwareService:
+    def attach(self, storage: Namespace, destination: Destination) -> SoftwareService:
         """Allocate queue pairs, choose the data path and start threads that serve `storage`.
 
         See `Controller.attach`.
         """
-        if self.storage is not None and self.storage is not storage:
-            raise ArgumentError(
-                f"the controller has a storage of its own, {self.storage}, and the array another, "
-                f"{storage}: open that one, or make a controller without storage"
-            )
         if not isinstance(storage, Storage):
             raise ArgumentError(
                 f"{storage!r} describes a namespace without its bytes: the software controller "
                 "needs a storage that holds them, see flashwarp.storage"
             )
-        return SoftwareService(
-            storage,
-            device,
-            line_bytes,
-            frames,
-            owners=owners,
-            settings=self._wanted,
-            model=self.model,
-            together=together,
-        )
+        return SoftwareService(storage, destination, self._settings)
 
     def __repr__(self) -> str:
-        of = "" if self.storage is None else f" of {self.storage}"
-        return f"<settings of a flashwarp.SoftwareController{of}>"
+        return "<settings of a flashwarp.SoftwareController>"
 
 
-def _from_settings(
-    queue_pairs: int | None,
-    depth: int | None,
-    threads: int | None,
-    data_path: str | None,
-    model: SSDModel | None,
-) -> SoftwareController:
-    return SoftwareController(None, queue_pairs, depth, threads, data_path=data_path, model=model)
+def _from_settings(s: _Settings) -> SoftwareController:
+    return SoftwareController(
+        s.queue_pairs, s.depth, s.threads, data_path=s.data_path, model=s.model
+    )
+
+
+def choose_path(storage: Storage, device: Device, wanted: str | None) -> tuple[str, str]:
+    """Choose how the data of a storage moves; return the path, and why.
+
+    Raises ArgumentError if `wanted` is a path that it cannot take.
+    """
+    mappable = _can_map(storage, device)
+    if wanted == "in_place" and not mappable:
+        refusal = storage.lease_refusal if isinstance(storage, File) else ""
+        raise ArgumentError(
+            "data_path='in_place' needs a namespace in memory that the device can read: "
+            "storage.Memory, or a read-only file opened for a GPU with o_direct=False, or "
+            f"under a lease{refusal and f': {refusal}'}"
+        )
+    if wanted == "direct" and device.kind != "cpu":
+        raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
+    if wanted is not None:
+        return wanted, "asked for"
+    if mappable:
+        return "in_place", "the namespace is memory that the device reads itself"
+    if device.kind == "cpu":
+        return "direct", "the device's memory is host memory: the controller fills the frames"
+    return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
+
+
+def _can_map(storage: Storage, device: Device) -> bool:
+    if not int(storage.native.mapped_base):
+        return False
+    # If a file is cut, a CPU thread that touches its mapped pages dies of SIGBUS; a GPU's
+    # registration pins them. So on the CPU files are mapped only under a lease. Otherwise the
+    # storage copies from its own mapping, where a fault is an error of the read.
+    if isinstance(storage, Memory) or device.kind == "cuda":
+        return True
+    return isinstance(storage, File) and storage.lease is not None
 
 
 class SoftwareService(Service):
@@ -167,11 +181,10 @@ class SoftwareService(Service):
 
     Parameters
     ----------
-    storage, device, line_bytes, frames, owners, together
-        As `Controller.attach` has them.
-    settings : tuple
-        Queue pairs, depth, threads and data path; None where they are chosen here.
-    model : SSDModel, optional
+    storage : Storage
+    destination : Destination
+    settings : _Settings
+        Of the `SoftwareController`.
 
     Attributes
     ----------
@@ -188,20 +201,10 @@ class SoftwareService(Service):
     reason = ""
     changes = 0
 
-    def __init__(
-        self,
-        storage: Storage,
-        device: Device,
-        line_bytes: int,
-        frames: tuple[int, int],
-        *,
-        owners: Sequence[object],
-        settings: tuple[int | None, int | None, int | None, str | None],
-        model: SSDModel | None,
-        together: int,
-    ) -> None:
-        self.model = model
-        self._wanted = settings
+    def __init__(self, storage: Storage, destination: Destination, settings: _Settings) -> None:
+        device = destination.device
+        self.model = settings.model
+        self._settings = settings
         self._served: Storage | None = storage
         self._queues: QueuePairs | None = None
         self._native: _native.SoftwareController | None = None
@@ -210,7 +213,7 @@ class SoftwareService(Service):
         self._side: OwnedStream | None = None
         self._stale: StorageError | None = None
         defaults = config.current()
-        path, self.reason = self._choose_path(storage, device)
+        path, self.reason = choose_path(storage, device, settings.data_path)
         if self.model is not None:
             self.reason += f"; {self.model}"
         lease = storage.lease if isinstance(storage, File) else None
@@ -220,12 +223,10 @@ class SoftwareService(Service):
             lease = None
         # A file that is read in place under a lease may have to go through buffers later.
         buffered = path == "bounce" or lease is not None
-        count, depth, threads = self._geometry(
-            path, buffered, device, line_bytes, defaults, together
-        )
+        count, depth, threads = self._geometry(path, buffered, destination, defaults)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. Threads that somebody asked for work all the same.
-        asked = self._wanted[2] is not None or defaults.controller_threads != 0
+        asked = settings.threads is not None or defaults.controller_threads != 0
         yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
         self.threads = threads
         self._progress = (0, 0)
@@ -241,14 +242,14 @@ class SoftwareService(Service):
                 depth,
                 path,
                 mapped_base=self._mapped_base,
-                buffer_bytes=line_bytes if buffered else 0,
+                buffer_bytes=destination.line_bytes if buffered else 0,
                 leased=lease is not None,
                 timeout_s=defaults.timeout_s,
             )
             buffers = self._queues.buffer_region
             regions = [] if buffers is None else [buffers]
             if path == "direct":
-                regions = [frames]
+                regions = [destination.frames]
             self._native = _native.SoftwareController(
                 storage.native,
                 self._queues.native,
@@ -259,7 +260,7 @@ class SoftwareService(Service):
                 _SPIN_NS[device.kind],
                 yields,
                 None if self.model is None else self.model.native_parameters(),
-                (*owners, *self._queues.owners),
+                (*destination.owners, *self._queues.owners),
             )
             self._start(self._native)
             self.path = path
@@ -280,54 +281,20 @@ class SoftwareService(Service):
                 "limit of processes (ulimit -u), or ask for fewer threads"
             ) from error
 
-    @staticmethod
-    def _can_map(storage: Storage, device: Device) -> bool:
-        if not int(storage.native.mapped_base):
-            return False
-        # A kernel thread of the CPU that touches a mapped file's page after a truncation dies of
-        # SIGBUS; the GPU's registration pins the pages. So on the CPU files are mapped only under a
-        # lease. Else the storage copies from a mapping of its own, where a fault is an error of the
-        # read.
-        if isinstance(storage, Memory) or device.kind == "cuda":
-            return True
-        return isinstance(storage, File) and storage.lease is not None
-
-    def _choose_path(self, storage: Storage, device: Device) -> tuple[str, str]:
-        wanted = self._wanted[3]
-        mappable = self._can_map(storage, device)
-        if wanted == "in_place" and not mappable:
-            raise ArgumentError(
-                "data_path='in_place' needs a namespace in memory that the device can read: "
-                "storage.Memory, or a read-only file opened for a GPU with o_direct=False, or "
-                f"under a lease{_refused(storage)}"
-            )
-        if wanted == "direct" and device.kind != "cpu":
-            raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
-        if wanted is not None:
-            return wanted, "asked for"
-        if mappable:
-            return "in_place", "the namespace is memory that the device reads itself"
-        if device.kind == "cpu":
-            return "direct", "the device's memory is host memory: the controller fills the frames"
-        return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
-
     def _geometry(
-        self,
-        path: str,
-        buffered: bool,
-        device: Device,
-        line_bytes: int,
-        defaults: config.Config,
-        together: int,
+        self, path: str, buffered: bool, destination: Destination, defaults: config.Config
     ) -> tuple[int, int, int]:
-        count, depth, threads, _ = self._wanted
+        """Return how many queue pairs, entries of each, and threads."""
+        count, depth = self._settings.queue_pairs, self._settings.depth
+        threads, device = self._settings.threads, destination.device
+        slot_bytes = destination.line_bytes
         cores = config.cores()
         if count is None:
             count = defaults.queue_pairs if device.kind == "cuda" else 2 * cores
         if depth is None:
             fixed = path == "in_place" and not buffered
             depth = defaults.depth if fixed else defaults.bounce_depth
-            while buffered and depth > 2 and count * depth * line_bytes > defaults.bounce_bytes:
+            while buffered and depth > 2 and count * depth * slot_bytes > defaults.bounce_bytes:
                 depth //= 2
         if threads is None:
             threads = defaults.controller_threads
@@ -335,7 +302,7 @@ class SoftwareService(Service):
             # On the CPU device the waiting threads serve too; in place nothing is moved.
             few = path == "in_place" or device.kind == "cpu"
             # They poll: more of them than cores would wait for each other.
-            threads = 1 if few else max(1, min(8, cores // 2) // together)
+            threads = 1 if few else max(1, min(8, cores // 2) // destination.controllers)
         return count, depth, threads
 
     def _register(self, storage: Storage, device: Device) -> None:
@@ -358,9 +325,10 @@ class SoftwareService(Service):
         try:
             self.queues.leave_in_place(self._side)
             storage = self._served
-            if isinstance(storage, File) and self.queues.device.kind == "cpu":
+            mapping = storage.mapping if isinstance(storage, File) else None
+            if mapping is not None and self.queues.device.kind == "cpu":
                 # A GPU's registration keeps the pages that it has pinned.
-                storage.mapping.leave()
+                mapping.leave()
         except BaseException:
             # Kernels may read in place still: let their misses fail, rather than pass for current.
             if self._native is not None:
@@ -481,8 +449,3 @@ class SoftwareService(Service):
     def __repr__(self) -> str:
         of = "stopped" if self._served is None else f"of {self._served}"
         return f"<flashwarp software controller {of}>"
-
-
-def _refused(storage: Storage) -> str:
-    why = storage.lease_refusal if isinstance(storage, File) else ""
-    return f": {why}" if why else ""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+from flashwarp import _native
 from flashwarp.config import SIZE_MAX, flag, integer
 from flashwarp.endings import Closing
 from flashwarp.errors import (
@@ -138,25 +139,25 @@ class Storage(Namespace):
     b'\x00\x00flash\x00\x00'
     """
 
-    def __init__(self, native: Any) -> None:
-        super().__init__(int(native.nbytes), bool(native.writable))
-        self._native = native
+    def __init__(self, native: _native.Storage) -> None:
+        super().__init__(native.nbytes, native.writable)
+        self._native: Any = native
 
     @property
-    def native(self) -> Any:
+    def native(self) -> _native.Storage:
         """The C++ storage, for the controller; ClosedError after `close`."""
         self._check_open()
-        return self._native
+        return cast("_native.Storage", self._native)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: kind, path, engine, alignment, reasons."""
-        return dict(self.native.describe())
+        return self.native.describe()
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return a copy of bytes [offset, offset + nbytes): never fewer, never zeros for lost."""
         self._check_range(offset, nbytes)
         with typed_errors("read"):
-            return bytes(self.native.read(offset, nbytes))
+            return self.native.read(offset, nbytes)
 
     def write(self, offset: int, data: Any) -> None:
         """Store a contiguous buffer from byte `offset` on; `flush` makes it durable."""

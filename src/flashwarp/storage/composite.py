@@ -1,101 +1,215 @@
-"""Several storages as one, and which arrays a storage serves."""
+"""Striped and replicated storages, and which arrays a storage serves."""
 
 from __future__ import annotations
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeAlias, cast
 
 from flashwarp import _native
 from flashwarp.config import SIZE_MAX, integer, parse_bytes
-from flashwarp.errors import (
-    ArgumentError,
-    LockedError,
-)
+from flashwarp.errors import ArgumentError, LockedError
+from flashwarp.storage import files
 from flashwarp.storage.base import Namespace, Storage
 
+__all__ = ["Composite", "Member", "Replicated", "Striped", "members_of", "serve"]
 
-def _storages(members: Sequence[Storage]) -> tuple[Storage, ...]:
-    if not isinstance(members, Sequence) or not all(isinstance(m, Storage) for m in members):
-        raise ArgumentError(f"members={members!r} is not a sequence of storages")
-    parts = [part for member in members for part in members_of(member)]
-    if len(set(map(id, parts))) != len(parts):
-        raise ArgumentError("a storage is named twice: its bytes would be in two places")
-    return tuple(members)
+Member: TypeAlias = files.PathLike | Storage
+
+# A shorter stripe would split blocks of O_DIRECT; the native storage checks the same.
+_STRIPE_BYTES_MIN = 4096
 
 
-class _Composite(Storage):
-    """Several storages as one."""
+class Composite(Storage, ABC):
+    """Several storages as one.
 
-    members: tuple[Storage, ...]
+    Members may be paths. `flashwarp.open` opens these as it opens a path, each time that it is
+    given the composite. Until then the composite has no bytes and no size.
+
+    Attributes
+    ----------
+    parts : tuple of str or Storage
+        The members as they were given.
+    paths : tuple of str
+        Those that are paths.
+    """
+
+    _options: tuple[Any, ...] = ()
+    """What `__init__` takes besides the members."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.parts = _checked(members)
+        self.paths = tuple(part for part in self.parts if isinstance(part, str))
+        if self.paths:
+            Namespace.__init__(self, 0, path=", ".join(self.paths))
+            return
+        natives = [member.native for member in self.members]
+        try:
+            native = self._combine(natives)
+        except ValueError as error:
+            raise ArgumentError(str(error)) from error
+        super().__init__(native)
+
+    @abstractmethod
+    def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
+        """Make the native storage."""
+
+    def of(self, members: Sequence[Member]) -> Self:
+        """Return the same composite of other members."""
+        return type(self)(members, *self._options)
+
+    @property
+    def members(self) -> tuple[Storage, ...]:
+        """The storages, in order; ArgumentError while some of them are paths."""
+        self._need_storages()
+        return cast("tuple[Storage, ...]", self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the namespace in bytes."""
+        self._need_storages()
+        return super().nbytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether all members take writes."""
+        self._need_storages()
+        return super().writable
+
+    @property
+    def native(self) -> _native.Storage:
+        """The C++ storage, for the controller; ClosedError after `close`."""
+        self._need_storages()
+        return super().native
 
     def check_unchanged(self) -> None:
         """Raise StorageError for the first member whose file was changed."""
         for member in self.members:
             member.check_unchanged()
 
+    def _need_storages(self) -> None:
+        if self.paths:
+            raise ArgumentError(
+                f"{self!r} has paths as members, which only flashwarp.open opens: give it a "
+                "storage.File for each"
+            )
 
-class Striped(_Composite):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if len(self.paths) == len(self.parts):
+            return type(self), (self.parts, *self._options)
+        return super().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        if not self.paths:
+            return super().__repr__()
+        return f"{type(self).__name__}({list(self.parts)!r})"
+
+
+class Striped(Composite):
     """Several storages as one, in stripes dealt round robin.
+
+    Stripe k is stripe k // n of member k % n of n members.
 
     Parameters
     ----------
-    members : sequence of Storage
-        At least one; no storage twice.
+    members : sequence of path-like or Storage
+        At least one; no storage twice. Paths are for `flashwarp.open`: files of raw data.
     stripe : int or str
-        Bytes of a stripe, a multiple of 4096.
+        Bytes of a stripe, a multiple of 4096. If it is also a multiple of an array's lines, each
+        member can have a controller of its own (docs/backends.md).
     nbytes : int, optional
         Size to use; default: as many whole stripes as all members hold.
+
+    Raises
+    ------
+    ArgumentError
+        For other members, a storage named twice, or a size that cannot be.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> drives = [fw.storage.Memory("1 MiB") for _ in range(4)]
+    >>> striped = fw.storage.Striped(drives, stripe="64 KiB")
+    >>> with fw.open(striped, "r+", "int64", device="cpu") as x:
+    ...     x[:3] = [7, 8, 9]
+    ...     x.gather(np.array([2, 0])).tolist(), len(x.explain().controller["controllers"])
+    ([9, 7], 4)
     """
 
     def __init__(
-        self, members: Sequence[Storage], stripe: int | str = "128 KiB", nbytes: int | None = None
+        self, members: Sequence[Member], stripe: int | str = "128 KiB", nbytes: int | None = None
     ) -> None:
-        self.members = _storages(members)
         self.stripe_bytes = parse_bytes(stripe, "stripe")
+        if self.stripe_bytes == 0 or self.stripe_bytes % _STRIPE_BYTES_MIN:
+            raise ArgumentError(f"stripe={stripe!r} is not a multiple of {_STRIPE_BYTES_MIN} bytes")
         if nbytes is not None:
             nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
-        natives = [member.native for member in self.members]
-        try:
-            native = _native.StripedStorage(natives, self.stripe_bytes, nbytes or 0)
-        except ValueError as error:
-            raise ArgumentError(str(error)) from error
-        super().__init__(native)
+        self._options = (self.stripe_bytes, nbytes)
+        super().__init__(members)
+
+    def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
+        stripe_bytes, nbytes = self._options
+        return _native.StripedStorage(natives, stripe_bytes, nbytes or 0)
 
 
-class Replicated(_Composite):
+class Replicated(Composite):
     """Several storages with the same bytes: reads go round robin, writes to all.
 
-    If a read fails on one member, the next is tried. Members must have equal sizes, and no storage
-    may be named twice.
+    If a read fails on one member, the next is tried. A write that fails on one has failed.
+
+    Parameters
+    ----------
+    members : sequence of path-like or Storage
+        At least one, of equal sizes; no storage twice. Paths are for `flashwarp.open`: ``.npy``
+        files of equal dtype and shape, or files of raw data.
+
+    Raises
+    ------
+    ArgumentError
+        For other members, a storage named twice, or unequal sizes.
     """
 
-    def __init__(self, members: Sequence[Storage]) -> None:
-        self.members = _storages(members)
-        natives = [member.native for member in self.members]
-        try:
-            native = _native.ReplicatedStorage(natives)
-        except ValueError as error:
-            raise ArgumentError(str(error)) from error
-        super().__init__(native)
+    def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
+        return _native.ReplicatedStorage(natives)
+
+
+def _checked(members: Sequence[Member]) -> tuple[str | Storage, ...]:
+    if isinstance(members, str | bytes) or not isinstance(members, Sequence):
+        raise ArgumentError(f"members={members!r} is not a sequence of storages and paths")
+    if not members:
+        raise ArgumentError("members is empty: give one storage or path at least")
+    parts = tuple(each if isinstance(each, Storage) else _path(each) for each in members)
+    storages = [part for part in parts if isinstance(part, Storage)]
+    leaves = [leaf for storage in storages for leaf in members_of(storage)]
+    if len(set(map(id, leaves))) != len(leaves):
+        raise ArgumentError("a storage is named twice: its bytes would be in two places")
+    return parts
+
+
+def _path(member: object) -> str:
+    if isinstance(member, Namespace):
+        raise ArgumentError(f"{member!r} describes a namespace without its bytes: give a Storage")
+    return files.check_name(member)
 
 
 def members_of(storage: Namespace) -> tuple[Namespace, ...]:
-    """Return the storages that hold the bytes of one: it, or those that it is made of."""
-    if not isinstance(storage, Striped | Replicated):
+    """Return the storages that hold the bytes of one: itself, or those of a composite."""
+    if not isinstance(storage, Composite):
         return (storage,)
     return tuple(inner for member in storage.members for inner in members_of(member))
 
 
 def serve(storage: Namespace, stores: bool) -> Callable[[], None]:
-    """Note that an array begins to serve a storage; return what notes its end.
+    """Note that an array begins to use a storage; return the function that notes its end.
 
     `stores` says whether the array may store to it.
 
     Raises
     ------
     LockedError
-        When another array serves it or a part of it, and one of the two may store.
+        If another array uses it or a part of it, and one of the two may store.
     ClosedError
     """
     storage._check_open()

@@ -7,7 +7,7 @@ import mmap
 import os
 import stat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Review(Protocol):
 
     changes: list[str]
 
-    def look(self, file: Any) -> None:
+    def look(self, file: _native.FileStorage) -> None:
         """Look, and change the way of the native file if there is a reason."""
 
 
@@ -68,7 +68,7 @@ class File(Storage):
         o_direct: bool = False,
         lock: bool = True,
         _map_address: int = 0,
-        _mapping: Any = None,
+        _mapping: Mapping | None = None,
         _name: str = "",
         _may_change: bool = False,
         _lease: Lease | None = None,
@@ -125,9 +125,14 @@ class File(Storage):
         super().__init__(native)
 
     @property
-    def path(self) -> str | None:
+    def path(self) -> str:
         """The file as it was named."""
         return self._path
+
+    @property
+    def native(self) -> _native.FileStorage:
+        """The C++ storage, for the controller; ClosedError after `close`."""
+        return cast("_native.FileStorage", super().native)
 
     def check_unchanged(self) -> None:
         """Raise StorageError when the file was cut short, replaced or removed."""

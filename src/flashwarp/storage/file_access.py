@@ -7,32 +7,38 @@ time that so many bytes have been read, and `reconsider` decides. Both rules are
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from flashwarp import _native, config
 from flashwarp.device import Device, host_memory
+from flashwarp.errors import PathError
 from flashwarp.storage import npy
-from flashwarp.storage.base import Storage
+from flashwarp.storage.base import Namespace, Storage
 from flashwarp.storage.file import File, Mapping
 from flashwarp.storage.lease import Lease
 from flashwarp.storage.memory import Memory
+from flashwarp.storage.source import FilePart, Source
 
 __all__ = [
+    "Access",
     "FileFacts",
+    "Reached",
     "ReadFigures",
     "Way",
     "WayReview",
     "choose_way",
     "file_storage",
+    "reach",
     "reconsider",
 ]
 
@@ -217,7 +223,7 @@ class WayReview:
         self._lock = threading.Lock()
         self.changes: list[str] = []
 
-    def look(self, file: Any) -> None:
+    def look(self, file: _native.FileStorage) -> None:
         """Look whether it is time, and change the way of the native file if there is a reason."""
         if file.nbytes_noted < self._next or not self._lock.acquire(blocking=False):
             return
@@ -231,7 +237,7 @@ class WayReview:
         available = host_memory.available_bytes()
         return room_for_pages(available, self._reserved, config.current())
 
-    def _look(self, file: Any) -> None:
+    def _look(self, file: _native.FileStorage) -> None:
         seen = ReadFigures(*file.read_figures())
         o_direct = bool(file.o_direct)
         if seen.in_order:
@@ -254,13 +260,9 @@ class WayReview:
 # Collecting the facts.
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Access:
-    """How a file may be reached."""
+    """How files may be opened."""
 
     writable: bool
     o_direct: bool | None
@@ -269,6 +271,94 @@ class Access:
     asks_in_place: bool = False
     """Whether a controller's settings ask for the file to be read in place."""
     immutable: bool = False
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The storage of an array, how its files were opened and why, and how to let go of them."""
+
+    storage: Namespace
+    why: str
+    release: Callable[[], None]
+
+
+# The longest load of a GPU thread, and so the strictest alignment.
+_LOAD_BYTES_MAX = 16
+
+
+def reach(source: Source, access: Access, host_bytes: Callable[[int], int]) -> Reached:
+    """Open the files of a source: all of them to be read in place, or none.
+
+    Parameters
+    ----------
+    source : Source
+        Its storages stay the caller's.
+    access : Access
+    host_bytes : callable
+        Host memory that the array's cache will take, for so many bytes in files.
+
+    Raises
+    ------
+    LockedError, MissingFileError, PathError
+    """
+    files = [part for part in source.parts if isinstance(part, FilePart)]
+    nbytes = sum(file.layout.nbytes for file in files)
+    # All files together must fit the memory, so each reserves what the others take.
+    reserved = host_bytes(nbytes) + nbytes if files else 0
+    in_place = all(isinstance(part, FilePart | Memory) for part in source.parts)
+    with contextlib.ExitStack() as opened:
+        storages, reasons = _open_parts(source.parts, access, reserved, in_place, opened)
+        mapped = {
+            isinstance(storage, File) and storage.mapping is not None
+            for storage, part in zip(storages, source.parts, strict=True)
+            if isinstance(part, FilePart)
+        }
+        if len(mapped) > 1:
+            opened.close()
+            storages, reasons = _open_parts(source.parts, access, reserved, False, opened)
+        storage = storages[0]
+        if source.composite is not None:
+            storage = source.composite.of([s for s in storages if isinstance(s, Storage)])
+            opened.callback(storage.close)
+        return Reached(storage, "; ".join(reasons), opened.pop_all().close)
+
+
+def _open_parts(
+    parts: Sequence[FilePart | Namespace],
+    access: Access,
+    reserved_bytes: int,
+    in_place: bool,
+    opened: contextlib.ExitStack,
+) -> tuple[list[Namespace], list[str]]:
+    """Return a storage for each part, and the reasons of those that are opened here."""
+    storages: list[Namespace] = []
+    reasons = []
+    for part in parts:
+        if not isinstance(part, FilePart):
+            storages.append(part)
+            continue
+        # Elements that device code reads where they are must lie as loads need them.
+        storage, why, undo = file_storage(
+            part.path,
+            part.layout,
+            access,
+            in_place=in_place and part.layout.offset % _LOAD_BYTES_MAX == 0,
+            reserved_bytes=reserved_bytes - part.layout.nbytes,
+            shown=part.shown,
+        )
+        opened.callback(undo)
+        opened.callback(storage.close)
+        if isinstance(storage, File) and part.layout.identity not in (None, storage.identity):
+            raise PathError(
+                errno.ESTALE, "was replaced while it was opened: open it again", part.path
+            )
+        storages.append(storage)
+        reasons.append(why if len(parts) == 1 else f"{part.path}: {why}")
+    return storages, reasons
+
+
+def _nothing() -> None:
+    pass
 
 
 def file_storage(
@@ -376,7 +466,8 @@ def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Acce
 def _leave(storage: File) -> None:
     if storage.lease is not None:
         storage.lease.close()
-    storage.mapping.close()
+    if storage.mapping is not None:
+        storage.mapping.close()
 
 
 # Looking at more pages than this costs more than the answer is worth.

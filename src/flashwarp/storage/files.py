@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import BinaryIO, Self, TypeAlias, TypeVar
 
 from flashwarp import _native
 from flashwarp.errors import (
@@ -28,6 +28,7 @@ from flashwarp.errors import (
 
 __all__ = [
     "Draft",
+    "PathLike",
     "check",
     "check_name",
     "check_new",
@@ -39,12 +40,15 @@ __all__ = [
 
 T = TypeVar("T")
 
+PathLike: TypeAlias = str | bytes | os.PathLike[str]
+"""What names a file."""
+
 # The kernel takes a lease back after /proc/sys/fs/lease-break-time, 45 s by default.
 _LEASE_WAIT_S = 60.0
 _LEASE_POLL_S = 0.005
 
 
-def check_name(path: Any) -> str:
+def check_name(path: object) -> str:
     """Return the name of a file as text, or raise ArgumentError for what names none."""
     if not isinstance(path, str | bytes | os.PathLike):
         raise ArgumentError(f"{path!r} is not a path: {_instead(path)}")
@@ -65,7 +69,7 @@ def check_name(path: Any) -> str:
     return name
 
 
-def _instead(path: Any) -> str:
+def _instead(path: object) -> str:
     if isinstance(path, int):
         return f"for a file descriptor give '/proc/self/fd/{path}'"
     if hasattr(path, "getbuffer"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from flashwarp import _native
 from flashwarp.errors import ArgumentError
@@ -244,6 +244,11 @@ class Faulty(Storage):
         """The file behind it, when there is one."""
         return self.inner.path
 
+    @property
+    def native(self) -> _native.FaultyStorage:
+        """The C++ storage, for the controller; ClosedError after `close`."""
+        return cast("_native.FaultyStorage", super().native)
+
     def inject(self, plan: FaultPlan | str) -> None:
         """Follow another plan from now on; operations are counted from 1 again."""
         self.plan = _plan_of(plan)
@@ -259,8 +264,7 @@ class Faulty(Storage):
 
     def operations(self) -> dict[str, int]:
         """How many operations of each kind there were since the plan was given."""
-        counts: dict[str, Any] = self.native.operations()
-        return {name: int(count) for name, count in counts.items()}
+        return self.native.operations()
 
 
 def _plan_of(plan: FaultPlan | str) -> FaultPlan:

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from flashwarp import _native
 from flashwarp.config import parse_bytes
@@ -101,6 +102,11 @@ class Recording(Storage):
     def path(self) -> str | None:
         """The file behind it, when there is one."""
         return self.inner.path
+
+    @property
+    def native(self) -> _native.RecordingStorage:
+        """The C++ storage, for the controller; ClosedError after `close`."""
+        return cast("_native.RecordingStorage", super().native)
 
     @property
     def initial(self) -> bytes:

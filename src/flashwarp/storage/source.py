@@ -1,0 +1,230 @@
+"""Sources: which bytes of which files or storages an array takes, as which elements.
+
+`look` reads the headers of files and opens nothing for the array; `file_access.reach` does that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp.dtypes import check_dtype, check_shape
+from flashwarp.errors import ArgumentError, FileFormatError
+from flashwarp.storage import containers, files, npy
+from flashwarp.storage.base import Namespace
+from flashwarp.storage.composite import Composite, Replicated
+
+__all__ = ["FilePart", "Shape", "Source", "look", "names_files"]
+
+Shape = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """The bytes of a file that an array takes."""
+
+    path: str
+    layout: npy.Layout
+    shown: str = ""
+    """What messages call the file; its path by default."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What an array is opened on."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] | None
+    """None: one axis over all of the storage."""
+    parts: tuple[FilePart | Namespace, ...]
+    composite: Composite | None = None
+    """How several parts are one storage; None: there is one part."""
+
+    def shape_on(self, storage: Namespace) -> tuple[int, ...]:
+        """Return the shape of the array, which must fit the storage."""
+        if self.shape is None:
+            return (storage.nbytes // self.dtype.itemsize,)
+        nbytes = npy.Layout(self.dtype, self.shape, 0).nbytes
+        if storage.nbytes < nbytes:
+            raise ArgumentError(
+                f"shape {self.shape} of {self.dtype} needs {nbytes} bytes, the storage has "
+                f"{storage.nbytes}"
+            )
+        return self.shape
+
+
+def names_files(given: object) -> bool:
+    """Whether a path, or a composite with paths among its members, was given."""
+    return bool(given.paths) if isinstance(given, Composite) else not isinstance(given, Namespace)
+
+
+def look(
+    given: object,
+    dtype: npt.DTypeLike | None,
+    shape: Shape | None,
+    offset: int | None,
+    writable: bool,
+) -> Source:
+    """Find the bytes of an array; arguments as those of `flashwarp.open`.
+
+    Raises
+    ------
+    ArgumentError
+        For what is neither a path nor a storage, and for a dtype, shape or offset that is missing
+        or cannot be.
+    FileFormatError
+        If contents, dtype and shape do not fit together.
+    MissingFileError, PathError
+    """
+    kind = None if dtype is None else check_dtype(dtype)
+    if isinstance(given, Composite) and given.paths:
+        for path in given.paths:
+            files.check(path, writable)
+        look_at = _look_at_replicas if isinstance(given, Replicated) else _look_at_stripes
+        return look_at(given, kind, shape, offset)
+    if isinstance(given, Namespace):
+        if kind is None:
+            raise ArgumentError("a storage holds raw data: give its dtype")
+        return Source(kind, None if shape is None else _shape(shape, kind), (given,))
+    if isinstance(given, list | tuple):
+        raise ArgumentError(
+            "several files or storages make one array as storage.Striped([...]) or "
+            "storage.Replicated([...]): give one of these"
+        )
+    path = files.check_name(given)
+    files.check(path, writable)
+    layout = _layout_of(path, kind, shape, offset)
+    return Source(layout.dtype, layout.shape, (FilePart(path, layout),))
+
+
+def _look_at_stripes(
+    given: Composite, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
+) -> Source:
+    if kind is None:
+        raise ArgumentError("stripes are raw data: give the dtype of the array")
+    parts = tuple(
+        FilePart(part, _stripes_of(part, kind, offset)) if isinstance(part, str) else part
+        for part in given.parts
+    )
+    return Source(kind, None if shape is None else _shape(shape, kind), parts, given)
+
+
+def _look_at_replicas(
+    given: Composite, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
+) -> Source:
+    parts = tuple(
+        FilePart(part, _layout_of(part, kind, shape, offset)) if isinstance(part, str) else part
+        for part in given.parts
+    )
+    found = [part for part in parts if isinstance(part, FilePart)]
+    first = found[0].layout
+    for other in found:
+        if (other.layout.dtype, other.layout.shape) != (first.dtype, first.shape):
+            raise FileFormatError(
+                f"{other.path} holds {other.layout.shape} of {other.layout.dtype}, "
+                f"{found[0].path} {first.shape} of {first.dtype}: they are no replicas"
+            )
+    if first.nbytes == 0:
+        raise ArgumentError("an empty array has nothing to replicate: open one of its files")
+    return Source(first.dtype, first.shape, parts, given)
+
+
+def _shape(shape: Shape, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    return check_shape(shape, dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What the beginning of a file shows."""
+
+    path: str
+    head: bytes
+    nbytes: int
+    identity: tuple[int, int]
+
+    @classmethod
+    def of(cls, path: str) -> _Head:
+        with files.open_for_reading(path) as file:
+            status = os.fstat(file.fileno())
+            head = file.read(containers.HEAD_BYTES)
+            return cls(path, head, file.seek(0, os.SEEK_END), (status.st_dev, status.st_ino))
+
+    @property
+    def is_npy(self) -> bool:
+        return self.head.startswith(npy.MAGIC)
+
+    def refuse_container(self, kind: np.dtype[Any] | None) -> None:
+        containers.refuse_container(self.path, self.head, self.nbytes, kind)
+
+    def rest(self, start: int) -> int:
+        """Return how many bytes begin at `start`."""
+        if start > self.nbytes:
+            raise ArgumentError(
+                f"offset={start} is beyond the end of {self.path}, which has {self.nbytes} bytes"
+            )
+        return self.nbytes - start
+
+
+def _layout_of(
+    path: str, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
+) -> npy.Layout:
+    if offset is not None:
+        if kind is None:
+            raise ArgumentError("offset= is where raw data begins: give its dtype")
+        return _raw_layout(_Head.of(path), kind, shape, offset)
+    found = _Head.of(path)
+    if not found.is_npy:
+        found.refuse_container(kind)
+    if found.is_npy or (path.endswith(".npy") and kind is None):
+        return _npy_layout(path, kind, shape)
+    if kind is None:
+        raise ArgumentError(f"{path} is a raw file: give its dtype")
+    return _raw_layout(found, kind, shape, 0)
+
+
+def _raw_layout(found: _Head, kind: np.dtype[Any], shape: Shape | None, start: int) -> npy.Layout:
+    room = found.rest(start)
+    origin = f" from byte {start} on" if start else ""
+    if shape is None:
+        if room % kind.itemsize:
+            raise FileFormatError(
+                f"{found.path} has {room} bytes{origin}, no multiple of the {kind.itemsize} of "
+                f"{kind}: give a shape, or another dtype"
+            )
+        return npy.Layout(kind, (room // kind.itemsize,), start, found.identity)
+    layout = npy.Layout(kind, _shape(shape, kind), start, found.identity)
+    if layout.nbytes > room:
+        raise FileFormatError(
+            f"shape {layout.shape} of {kind} needs {layout.nbytes} bytes, {found.path} has {room}"
+            f"{origin}"
+        )
+    return layout
+
+
+def _npy_layout(path: str, kind: np.dtype[Any] | None, shape: Shape | None) -> npy.Layout:
+    """Read the layout of a .npy file, which must be what the caller says."""
+    layout = npy.read_layout(path)
+    if kind is not None and kind != layout.dtype:
+        raise FileFormatError(f"{path} holds {layout.dtype}, not {kind}")
+    if shape is not None and _shape(shape, layout.dtype) != layout.shape:
+        raise FileFormatError(f"{path} has shape {layout.shape}, not {shape}")
+    return layout
+
+
+def _stripes_of(path: str, kind: np.dtype[Any], offset: int | None) -> npy.Layout:
+    """All bytes of a file of stripes, from `offset` on."""
+    found = _Head.of(path)
+    if offset is None:
+        found.refuse_container(kind)
+        if found.is_npy:
+            raise FileFormatError(
+                f"{path} is a .npy file, and stripes are raw files, in which its header would be "
+                "data: say where the data begins in each file, as offset=128"
+            )
+    start = offset or 0
+    return npy.Layout(np.dtype(np.uint8), (found.rest(start),), start, found.identity)
