@@ -25,7 +25,7 @@ __all__ = ["GraphBench", "Options", "Papers", "cache_bytes"]
 
 @dataclass(frozen=True)
 class Papers:
-    """What the papers measured, to stand beside ours."""
+    """Figures of the papers, for comparison."""
 
     cached_over_none: str = ""
     reuse_over_naive: str = ""

@@ -1,4 +1,4 @@
-"""`flashwarp graph`: make a graph on disk from what there is, and tell what a folder holds."""
+"""`flashwarp graph`: make a graph on disk, and describe a folder."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make(
 
 @graph.command()
 def info(folder: Annotated[Path, typer.Argument(help="What `make` wrote.")]) -> None:
-    """Check every entry of a graph and tell how large it is."""
+    """Check every entry of a graph and print its size."""
     from flashwarp.apps.graphs import CsrGraph
 
     found = CsrGraph.open(folder)
