@@ -147,9 +147,9 @@ def test_vectors_of_whole_lines_and_of_others(tmp_path, gib):
     assert [name for name in rows if name.startswith("files")] == [
         "files: tiled, 16 MiB",
         "files: tiled, 100 KiB",
-        "files: ours",
+        "files: flashwarp",
     ]
-    assert rows["files: ours"].reference == max(
+    assert rows["files: flashwarp"].reference == max(
         row.value for name, row in rows.items() if name.startswith("files: tiled")
     )
     assert set(report.settings["files"]["paths"]) == {"a", "b", "c"}

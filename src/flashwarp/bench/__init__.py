@@ -1,9 +1,9 @@
 """Benchmarks that run from the installed package; each prints its ceiling and its alternatives.
 
-One file each: a benchmark is a module here with `run(...) -> Report`, and its line in `BENCHES`.
-`run` takes `device` (text or None) and `folder` (a Path for its files) if it needs them; its other
-parameters have defaults and become options of `flashwarp bench NAME`, with the text in their
-`Annotated` as help.
+A benchmark is a module here with `run(...) -> Report`, and a line in `BENCHES`. `run` takes
+`device` (text or None) and `folder` (a Path for its files) if it needs them. Its other parameters
+have defaults and become options of `flashwarp bench NAME`, with the text in their `Annotated` as
+help.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BENCHES = {
     "first_light": "Rows, elements and files against the ceilings of this machine.",
     "calls": "One small gather, future or launch, beside what it replaces.",
     "latency": "One miss that a thread or a warp waits for, beside the least that it can cost.",
-    "defaults": "Page cache or O_DIRECT as chosen without being told, against both ways.",
+    "defaults": "Page cache or O_DIRECT: the default choice against both.",
     "hits": "Loads of resident elements against reference counts and plain memory.",
     "scaling": "Random blocks by raw queues over 1 to 16 modelled drives.",
     "bfs": "Breadth-first search on a graph larger than the cache (BaM figures 7 to 11).",

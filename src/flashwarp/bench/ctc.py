@@ -1,9 +1,9 @@
 """Computation against communication: AGILE's section 4.2, loads that are waited for or run ahead.
 
-Each thread loads blocks of its own and computes with them for as long as a share of the time that
-loading takes. The drive is a model, so that loading takes what a drive needs; see
-docs/ssd_model.md. One block of 1024 threads, as in AGILE, whose threads load together and compute
-together: where warps go on alone, some load while others compute, and there is nothing to gain.
+Each thread loads its own blocks and computes with them for a given share of the time that loading
+takes. The drive is a model, so loading takes as long as a drive would need; see docs/ssd_model.md.
+As in AGILE, the threads of one block of 1024 load together and compute together. If warps ran
+independently, some would load while others compute, and reading ahead would gain nothing.
 """
 
 from __future__ import annotations

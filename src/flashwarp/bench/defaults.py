@@ -66,7 +66,7 @@ _USES = (
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the measuring process is told."""
+    """Settings of the measuring process."""
 
     device: str
     folder: str
@@ -311,7 +311,7 @@ class _Turn:
         self._stored[part] += 1
 
     def _check_file(self) -> None:
-        """Look at a sample of what has come to the file."""
+        """Check a sample of the file."""
         sample = np.random.default_rng(9).integers(0, self._rows, _ROWS_CHECKED)
         mapped = np.load(self._path, mmap_mode="r")
         self._good &= bool((mapped[sample] == (sample + self._stored[sample])[:, None]).all())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,64 +41,35 @@ _TURNS = 3
 _GRIDS = (128, 256, 512, 1024, 4096)
 _BATCH_ROWS = 65536
 
-# Each row: its name, its unit, what it stands against, and the least ratio for lines of 4 KiB and
-# of 512 bytes, or for the row.
+
+class _Figure(NamedTuple):
+    """What a row is called, what it stands against, and the least ratio, by the bytes of a line."""
+
+    name: str
+    unit: str
+    against: str
+    target: float = 0.0
+    target_512: float = 0.0
+
+
 _PULL = "UVA gather, {line} B"
-_ROWS: dict[str, tuple[str, str, str, tuple[float, ...]]] = {
-    "queues": ("host memory: raw queues, {line} B reads", "GB/s", _PULL, (0.98, 0.95)),
-    "commands": (
-        "no data: raw queues, commands, default launch",
-        "M/s",
-        "best of all launches",
-        (0.9,),
-    ),
-    "gather": ("host memory: Array.gather, cold {line} B rows", "GB/s", _PULL, (0.92, 0.80)),
-    "resident": (
-        "GPU cache: Array.gather, {line} B rows",
-        "GB/s",
-        "torch.index_select",
-        (0.90, 0.0),
-    ),
-    "random": ("GPU cache: random 4 B elements, {line} B lines", "G/s", "plain loads", (0.5, 0.0)),
-    "consecutive": (
-        "GPU cache: consecutive 4 B elements, {line} B lines",
-        "G/s",
-        "plain loads",
-        (0.7, 0.0),
-    ),
-    "mapped": ("page cache: Array.gather in place, cold 4 KiB rows", "GB/s", _PULL, (0.92,)),
-    "batch": (
-        f"page cache: {_BATCH_ROWS:,} cold 4 KiB rows",
-        "GB/s",
-        "torch.index_select to pinned memory, then a copy",
-        (1.8,),
-    ),
-    "batch numpy": (
-        f"page cache: {_BATCH_ROWS:,} cold 4 KiB rows",
-        "GB/s",
-        "torch.from_numpy(memmap[idx]).cuda()",
-        (12.0,),
-    ),
-    "bounce": (
-        "page cache: writable file, bounce buffers, 8 threads, cold 4 KiB rows",
-        "GB/s",
-        _PULL,
-        (0.2,),
-    ),
-    "new": ("page cache: 4 KiB rows", "GB/s", "memmap[idx]", (1.0,)),
-    "given": ("page cache: 4 KiB rows into out=", "GB/s", "np.take(out=)", (0.0,)),
-    "o_direct": (
-        "flash: random 4 KiB rows, O_DIRECT",
-        "k/s",
-        "asynchronous I/O, depth 256",
-        (0.95,),
-    ),
-    "o_direct wide": (
-        "flash: rows in order, 1 MiB lines, O_DIRECT",
-        "GB/s",
-        "asynchronous I/O, 8 reads of 1 MiB",
-        (0.95,),
-    ),
+_PLAIN = "plain loads"
+_BATCH = f"page cache: {_BATCH_ROWS:,} cold 4 KiB rows"
+_FIGURES = {
+    "queues": _Figure("host memory: raw queues, {line} B reads", "GB/s", _PULL, 0.98, 0.95),
+    "commands": _Figure("no data: raw queues, default launch", "M/s", "best of all launches", 0.9),
+    "gather": _Figure("host memory: gather cold {line} B rows", "GB/s", _PULL, 0.92, 0.80),
+    "resident": _Figure("GPU cache: gather {line} B rows", "GB/s", "torch.index_select", 0.9),
+    "random": _Figure("GPU cache: random 4 B elements, {line} B lines", "G/s", _PLAIN, 0.5),
+    "ordered": _Figure("GPU cache: consecutive 4 B elements, {line} B lines", "G/s", _PLAIN, 0.7),
+    "mapped": _Figure("page cache: gather cold 4 KiB rows in place", "GB/s", _PULL, 0.92),
+    "bounce": _Figure("page cache: the same by buffers, 8 host threads", "GB/s", _PULL, 0.2),
+    "torch": _Figure(_BATCH, "GB/s", "torch.index_select to pinned memory, then a copy", 1.8),
+    "numpy": _Figure(_BATCH, "GB/s", "torch.from_numpy(memmap[idx]).cuda()", 12.0),
+    "new": _Figure("page cache: 4 KiB rows", "GB/s", "memmap[idx]", 1.0),
+    "given": _Figure("page cache: 4 KiB rows into out=", "GB/s", "np.take(out=)"),
+    "direct": _Figure("flash: random 4 KiB rows", "k/s", "asynchronous I/O, depth 256", 0.95),
+    "wide": _Figure("flash: rows in order, 1 MiB lines", "GB/s", "asynchronous I/O, 8 reads", 0.95),
 }
 
 
@@ -202,18 +173,11 @@ class _Measurement:
         line: int = 4096,
     ) -> None:
         """Report a row of the table."""
-        name, unit, against, targets = _ROWS[row]
+        figure = _FIGURES[row]
+        name, against = (each.format(line=line) for each in (figure.name, figure.against))
+        target = figure.target if line == 4096 else figure.target_512
         self.report.add(
-            Row(
-                name.format(line=line),
-                value,
-                unit,
-                against.format(line=line),
-                reference,
-                targets[_LINES.index(line) if len(targets) > 1 else 0],
-                checked,
-                footprint=footprint,
-            )
+            Row(name, value, figure.unit, against, reference, target, checked, footprint=footprint)
         )
 
     def measure(self, path: Path, rows: int) -> None:
@@ -293,8 +257,8 @@ class _Measurement:
             print(f"the disk itself: {notes}", flush=True)
         reads = median([each.random_reads_per_s for each in ceilings] or [0.0])
         plain = median([each.sequential_gb_per_s for each in ceilings] or [0.0])
-        self.add("o_direct", median(random), reads / 1e3, rows * _ROW_BYTES, checked)
-        self.add("o_direct wide", median(ordered), plain, wide_rows << 20, checked_wide)
+        self.add("direct", median(random), reads / 1e3, rows * _ROW_BYTES, checked)
+        self.add("wide", median(ordered), plain, wide_rows << 20, checked_wide)
 
 
 class _Gpu(_Measurement):
@@ -355,13 +319,7 @@ class _Gpu(_Measurement):
         words, blocks = line // 4, nbytes // line
         count = min(blocks // 2, 1 << 20 if line == 4096 else 1 << 22)
         with fw.open(
-            memory,
-            "r",
-            "uint32",
-            (blocks, words),
-            device=self.device,
-            cache=nbytes // 4,
-            line=line,
+            memory, "r", "uint32", (blocks, words), device=self.device, cache=nbytes // 4, line=line
         ) as x:
             out = self.empty(count, words)
             params = QueueParams(
@@ -438,7 +396,7 @@ class _Gpu(_Measurement):
     def elements(self, x: fw.Array, plain: Any, line: int) -> None:
         """Single words in a kernel: `data[i]` against a plain pointer."""
         total = self.torch.zeros(1, dtype=self.torch.int64, device="cuda")
-        for random, row in ((1, "random"), (0, "consecutive")):
+        for random, row in ((1, "random"), (0, "ordered")):
             params = ReduceParams(
                 array=x.kernel_handle,
                 plain=plain.data_ptr(),
@@ -488,8 +446,8 @@ class _Gpu(_Measurement):
 
         ways: dict[str, Callable[[], object]] = {
             "ours": lambda: x.gather(there, out=out),
-            "batch": selecting,
-            "batch numpy": lambda: torch.from_numpy(plain[batch].view(np.int32)).cuda(),
+            "torch": selecting,
+            "numpy": lambda: torch.from_numpy(plain[batch].view(np.int32)).cuda(),
         }
 
         def whole(way: Callable[[], object]) -> None:
@@ -503,7 +461,7 @@ class _Gpu(_Measurement):
 
         speed = in_turns({name: partial(cold, way) for name, way in ways.items()})
         right = self.right(out, there)
-        for name in ("batch", "batch numpy"):
+        for name in ("torch", "numpy"):
             self.add(name, speed["ours"], speed[name], x.nbytes, right)
 
     def bounced(self, path: Path, rows: int) -> None:

@@ -25,7 +25,7 @@ __all__ = ["GraphBench", "Options", "Papers", "cache_bytes"]
 
 @dataclass(frozen=True)
 class Papers:
-    """What the papers measured, to stand beside ours."""
+    """Figures of the papers, for comparison."""
 
     cached_over_none: str = ""
     reuse_over_naive: str = ""
@@ -96,19 +96,10 @@ class GraphBench:
         note: str = "",
     ) -> None:
         """Add a rate; without `against` it stands alone."""
+        reference = reference if against else 0.0
+        unit = "G entries/s"
         self.report.add(
-            Row(
-                name,
-                rate,
-                "G entries/s",
-                against,
-                reference if against else 0.0,
-                target,
-                right,
-                paper,
-                note,
-                footprint,
-            )
+            Row(name, rate, unit, against, reference, target, right, paper, note, footprint)
         )
 
     def algorithm(self, stack: ExitStack, graph: graphs.CsrGraph) -> Algorithm:

@@ -21,7 +21,7 @@ __all__ = ["benchmark"]
 
 _DEFAULT_PARTS = "memory,file,by_degree"
 
-# A few cores are no match for one drive.
+# A few cores cannot keep up with a drive.
 _SLOWER = {"cuda": 1, "cpu": 50}
 _GRAPHS = {
     "cuda": {"graph": "kron:24", "small": "kron:20", "uniform": "urand:22"},

@@ -341,7 +341,7 @@ class Reader:
                 rows.backwards ^= 1
 
         before = self._read()
-        seconds = algorithm.solve(launch, self._program, self._drop if each else _nothing)
+        seconds = algorithm.solve(launch, self._program, self._drop if each else lambda: None)
         self.bytes_read = self._read() - before
         return seconds
 
@@ -354,7 +354,3 @@ class Reader:
 
     def close(self) -> None:
         self._rows.close()
-
-
-def _nothing() -> None:
-    pass

@@ -38,69 +38,67 @@ def memory(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
         whole = stack.enter_context(bench.open_memory(again, held.nbytes * 1.05))
         resident = bench.reader(stack, graph, whole)
         algorithm = bench.algorithm(stack, graph)
-        line = array.cache.line_bytes // 4
+        eighth = array.cache.line_bytes // 4 // 8
+        there = "GPU memory" if bench.device.kind == "cuda" else "memory of the CPU device"
         read: dict[str, int] = {}
 
-        def cached(name: str, way: str, fill_from: int) -> float:
+        def cached(name: str, way: str, fill_from: int = 0) -> float:
             seconds = pinned.solve(algorithm, way, fill_from=fill_from)
             read[name] = pinned.bytes_read
             return seconds
 
-        plain = {
-            "zero-copy, a warp for each vertex (EMOGI)": partial(
-                pinned.solve, algorithm, "by_warp"
-            ),
-            "zero-copy, chunks": partial(pinned.solve, algorithm, "plain"),
-        }
-        ours = {
-            name: partial(cached, name, way, fill_from)
-            for name, way, fill_from in (
-                ("cache for every list", "cached", 0),
-                ("cache, less than an eighth of a line in place", "in_place", line // 8),
-                ("cache, less than half a line in place", "in_place", 0),
+        every, most, best = (
+            f"host memory: cache{what}"
+            for what in (
+                " for every list",
+                ", less than an eighth of a line in place",
+                ", less than half a line in place",
             )
+        )
+        filled = f"{there}: cache of all lists, filled before"
+        ways = {
+            "host memory: zero-copy, a warp for each vertex (EMOGI)": ("by_warp", pinned),
+            "host memory: zero-copy, chunks": ("plain", pinned),
+            f"{there}: chunks": ("plain", inside),
+            f"{there}: a warp for each vertex": ("by_warp", inside),
         }
-        inside_ways = {
-            "chunks": partial(inside.solve, algorithm, "plain"),
-            "a warp for each vertex": partial(inside.solve, algorithm, "by_warp"),
-        }
-        hits = "cache of all lists, filled before"
-        there = "GPU memory" if bench.device.kind == "cuda" else "memory of the CPU device"
         speed, right = bench.turns(
             algorithm,
             {
-                **plain,
-                **ours,
-                **inside_ways,
-                hits: partial(resident.solve, algorithm, "cached", cold=False),
+                **{
+                    name: partial(from_.solve, algorithm, way)
+                    for name, (way, from_) in ways.items()
+                },
+                every: partial(cached, every, "cached"),
+                most: partial(cached, most, "in_place", eighth),
+                best: partial(cached, best, "in_place"),
+                filled: partial(resident.solve, algorithm, "cached", cold=False),
             },
         )
-    alternative = max(plain, key=lambda name: speed[name])
-    ceiling = max(inside_ways, key=lambda name: speed[name])
-    for name in plain:
-        bench.add(f"{order}host memory: {name}", speed[name], right[name], held.nbytes)
-    for name in ours:
+    alternative, ceiling = (
+        max((name for name in ways if name.startswith(place)), key=lambda name: speed[name])
+        for place in ("host memory", there)
+    )
+    for name, rate in speed.items():
+        against, note = "", ""
+        if name in read:
+            against = alternative
+            note = (
+                f"the cache reads {read[name] / (4 * algorithm.entries):.2f} bytes for each byte "
+                f"needed; {rate / speed[ceiling]:.2f} of {ceiling}"
+            )
+        elif name == filled:
+            against = ceiling
         bench.add(
-            f"{order}host memory: {name}",
-            speed[name],
+            f"{order}{name}",
+            rate,
             right[name],
             held.nbytes,
-            alternative,
-            speed[alternative],
-            target=1.0 if name.endswith("half a line in place") else 0.0,
-            note=f"the cache reads {read[name] / (4 * algorithm.entries):.2f} bytes for each byte "
-            f"needed; {speed[name] / speed[ceiling]:.2f} of {there}, {ceiling}",
+            against,
+            speed.get(against, 0.0),
+            target=1.0 if name == best else 0.0,
+            note=note,
         )
-    for name in inside_ways:
-        bench.add(f"{order}{there}: {name}", speed[name], right[name], held.nbytes)
-    bench.add(
-        f"{order}{there}: {hits}",
-        speed[hits],
-        right[hits],
-        held.nbytes,
-        f"{there}, {ceiling}",
-        speed[ceiling],
-    )
 
 
 def file(bench: GraphBench, graph: graphs.CsrGraph, order: str = "") -> None:
@@ -146,13 +144,7 @@ def _file(bench: GraphBench, graph: graphs.CsrGraph, share: float, order: str) -
         )
     )
     bench.report.add(
-        Row(
-            f"{name}, bytes read",
-            read / seconds / 1e9,
-            "GB/s",
-            *disk,
-            footprint=4 * graph.entries,
-        )
+        Row(f"{name}, bytes read", read / seconds / 1e9, "GB/s", *disk, footprint=4 * graph.entries)
     )
 
 

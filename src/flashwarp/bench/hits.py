@@ -134,7 +134,7 @@ def _report(
     others = {
         "counted": "reference counts, lanes find each other",
         "reused": "reference counts, each thread keeps its line",
-        "streamed": "reference counts, elements first out of the L2 cache, as ours",
+        "streamed": "reference counts, elements first out of the L2 cache",
         "unordered": "reference counts without an order, which is no cache",
         "plain": "plain loads",
     }

@@ -1,4 +1,4 @@
-"""Modelled drives, made slower where a few cores are no match for one."""
+"""Modelled drives, made slower for machines with a few cores, which cannot keep up with one."""
 
 from __future__ import annotations
 

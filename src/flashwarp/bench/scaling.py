@@ -2,10 +2,10 @@
 
 BaM's Figure 4 (512-byte random reads and writes, one to ten drives, by the number of threads),
 AGILE's Figures 5 and 6 (4 KiB, one to three drives, by the number of requests), and in the manner
-of BaM's Figures 9 and 11 other kinds of drives and fewer queue pairs. Each drive is a controller of
-its own with a host thread and rings; what it models is latency and ceilings (docs/ssd_model.md),
-while commands, completions and data are real. Each figure stands beside the ceiling of the drives
-or of the link, whichever is lower; curves are in the settings. All data is checked by samples.
+of BaM's Figures 9 and 11 other kinds of drives and fewer queue pairs. Each drive has its own
+controller, host thread and rings. Latency and ceilings are modelled (docs/ssd_model.md); commands,
+completions and data are real. Each figure stands beside the ceiling of the drives or of the link,
+whichever is lower; curves are in the settings. All data is checked by samples.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Drives:
     # Launches.
 
     def seconds(self, load: Load, commands: int, kernel: str = "drive_blocks") -> float:
-        """Time of one launch of `commands` of each drive; a failure is for `right` to tell."""
+        """Time of one launch of `commands` of each drive; `right` reports failures."""
         self._seed += 0x1234567
         params = self._params(load, commands)
         width = 1 if isinstance(self.device, CpuDevice) else 32

@@ -1,8 +1,8 @@
 """The tiers below the frames: a host-memory tier under caches of several sizes, and more drives.
 
-Rows are gathered at random from modelled drives. For the host tier the choice of rows is skewed, as
-it is wherever a cache helps, and each figure stands beside the same cache without a tier. For the
-drives the choice is even, and the figure stands beside as many times what one drive gave.
+Rows are gathered at random from modelled drives. For the host tier, the choice of rows is skewed,
+since a cache helps only then, and each figure stands beside the same cache without a tier. For the
+drives, the choice is even, and each figure stands beside the rate of one drive times their number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(
     on_gpu = where.kind == "cuda"
     mib = mib or (4096 if on_gpu else 64)
     rows = rows or (262_144 if on_gpu else 8192)
-    # A few cores are no match for one drive; drives that are slower show whether they add up.
+    # A few cores cannot keep up with a drive; slower drives show whether their rates add up.
     slower = slower or (1 if on_gpu else 50)
     report = Report(
         title="Host-memory tier, and drives",

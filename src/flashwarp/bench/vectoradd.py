@@ -1,10 +1,10 @@
 """Adding two vectors larger than memory: BaM's section 5.4, where every byte moves once.
 
-Ours reads and writes on demand; the baseline moves tiles with the copy engines, in turn, so that
-the results of one leave while the next one comes. Both work on the same pinned host memory, and end
-when the sums are there; beside them stand warps that add in that memory without a cache: what warps
-move by themselves. Then both work on the same files, and end when the sums are durable. On the CPU
-device the baseline adds with numpy, tile by tile.
+flashwarp reads and writes on demand. The baseline moves tiles with the copy engines, so that the
+sums of one tile leave while the next one arrives. A third way, warps that add in place without a
+cache, shows what warps alone can move. All work on the same pinned host memory and end when the
+sums are there. Then the first two work on the same files, and end when the sums are durable. On the
+CPU device, the baseline adds with numpy, tile by tile.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ __all__ = ["KERNELS", "run"]
 _PAPER_TILES = 5
 _TURNS_OF_TILES = 2
 _IN_PLACE = "warps in place, without a cache"
+_OURS = "flashwarp"
+_LATER = "flashwarp, written back when frames are needed"
 _STORAGES = {"memory": ("memory",), "file": ("file",), "both": ("memory", "file")}
 
 
@@ -107,8 +109,8 @@ def _in_memory(
             tiled = partial(_numpy_tiles, vectors)
         tiles = {"5 tiles": -(-n // _PAPER_TILES), "tiles of 64 MiB": (64 << 20) // ELEMENT_BYTES}
         ways: dict[str, Callable[[], Any]] = {
-            "ours": partial(_add_and_flush, ours, eager=True),
-            "ours, written back when frames are needed": partial(_add_and_flush, ours, eager=False),
+            _OURS: partial(_add_and_flush, ours, eager=True),
+            _LATER: partial(_add_and_flush, ours, eager=False),
             **{name: partial(tiled, size) for name, size in tiles.items()},
         }
         if isinstance(device, CudaDevice):
@@ -120,20 +122,20 @@ def _in_memory(
     gb = 3 * c.nbytes / 1e9
     best = min(tiles, key=lambda name: seconds[name])
     for name in (*tiles, *({_IN_PLACE} & set(ways))):
-        told = name if name == _IN_PLACE else f"tiled: {name}"
+        told = f"host memory: {'' if name == _IN_PLACE else 'tiled: '}{name}"
         report.add(
             Row(told, gb / seconds[name], "GB/s", checked=right[name], footprint=3 * c.nbytes)
         )
-    for name in ("ours", "ours, written back when frames are needed"):
+    for name in (_OURS, _LATER):
         for against in dict.fromkeys(("5 tiles", best, *({_IN_PLACE} & set(ways)))):
             report.add(
                 Row(
-                    name,
+                    f"host memory: {name}",
                     gb / seconds[name],
                     "GB/s",
                     against,
                     gb / seconds[against],
-                    1.0 if name == "ours" and against in tiles else 0.0,
+                    1.0 if name == _OURS and against in tiles else 0.0,
                     right[name],
                     paper="0.66 (BaM 5.4)" if against == "5 tiles" else "",
                     footprint=3 * c.nbytes,
@@ -164,7 +166,7 @@ def _add_and_flush(ours: Ours, eager: bool) -> None:
 
 
 def _add_in_place(device: Device, program: Program, vectors: Vectors) -> None:
-    """Add in pinned memory by warps, which is what ours could be at best."""
+    """Add in pinned memory by warps, without a cache."""
     kernel, n = program["add_in_place"], len(vectors[0])
     addresses = [vector.ctypes.data for vector in vectors]
     # Vectors are a whole number of pairs, but for a last element.

@@ -114,7 +114,7 @@ def _tell(
     best = min(tiled, key=lambda name: seconds[name])
     report.add(
         Row(
-            "files: ours",
+            "files: flashwarp",
             gb / seconds["ours"],
             "GB/s",
             f"tiled, {best}",

@@ -1,4 +1,4 @@
-"""`flashwarp graph`: make a graph on disk from what there is, and tell what a folder holds."""
+"""`flashwarp graph`: make a graph on disk, and describe a folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What is needed from the disk itself: honest cold starts, and a ceiling to compare with.
+"""The disk itself: cold starts, and a ceiling to compare with.
 
-The ceiling is the same block size as the contenders use, read with O_DIRECT at a deep queue by the
-kernel's own asynchronous I/O, so no part of flashwarp takes part in the number it is measured
-against.
+The ceiling is measured with the contenders' block size, O_DIRECT and the asynchronous I/O of Linux
+at a deep queue. No part of flashwarp takes part in it.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ def create_npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 def drop_page_cache(path: Path) -> None:
     """Write the file back and drop its clean pages, so that the next reader starts cold.
 
-    Pages that some process has mapped stay: close every mapping of the file first. All stay where a
-    sandbox refuses the call; `resident_fraction` tells.
+    Pages that a process has mapped stay: close every mapping of the file first. If a sandbox
+    refuses the call, all stay; `resident_fraction` reports how many.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -122,7 +121,7 @@ def fill_page_cache(path: Path) -> None:
 
 
 def resident_fraction(path: Path) -> float | None:
-    """The part of the file that is in the page cache now; None where nobody may know."""
+    """The part of the file that is in the page cache now; None if a sandbox hides it."""
     mapping = Mapping(path, path.stat().st_size)
     try:
         return mapping.residency()

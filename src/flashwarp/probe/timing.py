@@ -40,8 +40,7 @@ def median_of(measure: Callable[[], float], runs: int = 5) -> float:
 def in_turns(ways: Mapping[Way, Callable[[], float]], runs: int = 5) -> dict[Way, float]:
     """Return the median of what each way returns, when all take turns.
 
-    What slows the machine down for a while then meets all of them. The first round is for warming
-    up.
+    A machine that is slow for a while then slows all of them. The first round does not count.
     """
     seen: dict[Way, list[float]] = {name: [] for name in ways}
     for turn in range(runs + 1):
