@@ -154,7 +154,7 @@ def test_strict_array_refuses_what_does_not_come_in_place_any_more(path: Path) -
         x.gather(np.arange(10))
         rewrite(path)
 
-        with pytest.raises(DataPathError, match="opened for writing"):
+        with pytest.raises(DataPathError, match="a writer has opened"):
             x.gather(np.arange(10))
 
 
