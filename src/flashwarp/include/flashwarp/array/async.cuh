@@ -279,28 +279,6 @@ FW_DEVICE token array<T, 1>::write_back(uint64_t i, uint64_t n) const {
   return token::start(*this, detail::task::kWriteBack, span_of(i, n, nullptr));
 }
 
-// The ends of a transfer that are not the thread's own memory.
-struct to_cache {};
-struct to_storage {};
-
-// Starts a transfer from `from` to `to`; AGILE, section 3.1.
-template <typename T>
-FW_DEVICE token async_issue(const part<T>& from, typename array<T>::value_type* to) {
-  return from.whole.read_async(from.i, from.n, to);
-}
-template <typename T>
-FW_DEVICE token async_issue(const typename array<T>::value_type* from, const part<T>& to) {
-  return to.whole.write_async(to.i, to.n, from);
-}
-template <typename T>
-FW_DEVICE token async_issue(const part<T>& from, to_cache) {
-  return from.whole.prefetch(from.i, from.n);
-}
-template <typename T>
-FW_DEVICE token async_issue(const part<T>& from, to_storage) {
-  return from.whole.write_back(from.i, from.n);
-}
-
 namespace warp {
 
 // As the methods, by all lanes that are active together, with the same arguments; so is `wait`.

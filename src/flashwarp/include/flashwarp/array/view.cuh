@@ -20,13 +20,6 @@ struct array;
 
 class token;
 
-// The elements i .. i + n - 1 of an array.
-template <typename T>
-struct part {
-  const array<T>& whole;
-  uint64_t i, n;
-};
-
 namespace detail {
 
 template <typename T>
@@ -415,9 +408,6 @@ struct array<T, 1> {
   FW_DEVICE token write_async(uint64_t i, uint64_t n, const value_type* from) const;
   FW_DEVICE token write_back(uint64_t i, uint64_t n) const;
 
-  // Elements of the array as one end of an asynchronous transfer: async_issue().
-  FW_DEVICE part<T> elements(uint64_t i, uint64_t n) const { return {*this, i, n}; }
-
   // The bytes of the elements i .. i + n - 1, and a buffer for them.
   FW_DEVICE detail::span span_of(uint64_t i, uint64_t n, const void* buffer) const {
     return {i * sizeof(T), (i + n) * sizeof(T), reinterpret_cast<uint64_t>(buffer)};
@@ -527,12 +517,5 @@ struct array : array<T, 1> {
   }
 };
 static_assert(sizeof(array<float, 2>) == 88);
-
-// As the method; for those who know CUDA's.
-template <typename T, uint32_t kRank>
-FW_DEVICE typename array<T>::value_type atomic_add(const array<T, kRank>& a, uint64_t i,
-                                                   typename array<T>::value_type value) {
-  return a.atomic_add(i, value);
-}
 
 }  // namespace fw

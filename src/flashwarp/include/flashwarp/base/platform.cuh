@@ -49,7 +49,6 @@ typedef unsigned long long uintptr_t;
 // For blocks of up to 1024 threads, which share FW_SHARED memory and meet at block::sync().
 #define FW_KERNEL_WIDE FW_KERNEL_LINKAGE __global__ void __launch_bounds__(1024, 1)
 #define FW_GRID_CONSTANT __grid_constant__
-#define FW_RESTRICT __restrict__
 // Memory of a block, as an uninitialised variable of a kernel. A block of the CPU is one thread.
 #define FW_SHARED __shared__
 #define FW_UNROLL _Pragma("unroll")
@@ -63,7 +62,6 @@ typedef unsigned long long uintptr_t;
 #define FW_KERNEL_WIDE FW_KERNEL_LINKAGE void
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE void
 #define FW_GRID_CONSTANT
-#define FW_RESTRICT __restrict__
 #define FW_SHARED static thread_local
 #define FW_UNROLL
 #endif

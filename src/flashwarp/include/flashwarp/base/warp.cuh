@@ -76,7 +76,6 @@ inline constexpr uint32_t kFullMask = 1u;
 
 #if !defined(FW_SIMULATOR)
 FW_DEVICE bool any(uint32_t mask, bool predicate) { return ballot(mask, predicate) != 0; }
-FW_DEVICE bool all(uint32_t mask, bool predicate) { return ballot(mask, predicate) == mask; }
 #endif
 
 // The items of a loop that a warp takes: begin, begin + stride and so on, below end.
