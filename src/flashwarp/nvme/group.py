@@ -1,6 +1,6 @@
 """Several controllers under one array: stripes or replicas that device code itself chooses among.
 
-Mirrors `cache/spread.cuh`. Each storage is a namespace with a controller and queue pairs of its
+Mirrors `cache/placement.cuh`. Each storage is a namespace with a controller and queue pairs of its
 own; the pairs of all lie in one table, in the order of the namespaces.
 """
 
