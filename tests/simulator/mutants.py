@@ -456,7 +456,7 @@ MUTANTS = {
         Mutant(
             "share-uncount-unfenced",
             _SHARE,
-            "  // The same for who finds that nothing lies behind a bucket any more.\n"
+            "  // The same for threads that find a bucket's count at 0 and so look no further.\n"
             "  atomic::fence();\n",
             "",
             "a reader whose look ends at a bucket has not seen what was behind it written back",
@@ -466,7 +466,7 @@ MUTANTS = {
         Mutant(
             "share-users-unsynchronised",
             _VIEW,
-            "  // All lanes' loads and stores before the one that lets go for them.\n"
+            "  // The loads and stores of all lanes come before the release by one lane for all.\n"
             "  warp::sync(mask);\n",
             "",
             "a lane lets go of a copy for lanes whose stores are still on their way",
@@ -513,7 +513,7 @@ MUTANTS = {
         Mutant(
             "enter-without-fence",
             _TIER,
-            "  // Acquire: whoever used the place before has ended its copies.\n  atomic::fence();\n",
+            "  // Acquire: the last copy into or out of the place has ended.\n  atomic::fence();\n",
             "",
             "lanes fill a place in the tier that only their neighbour knows to be free again",
             "tier",
@@ -699,8 +699,8 @@ MUTANTS = {
         Mutant(
             "doorbell-before-loads",
             _COMPLETE,
-            "    warp::sync(mask);\n    // The controller's data before",
-            "    // The controller's data before",
+            "    warp::sync(mask);\n    // The controller's data comes before",
+            "    // The controller's data comes before",
             "the controller may overwrite a completion that a lane beside the leader still loads",
             "queue",
             "weak",

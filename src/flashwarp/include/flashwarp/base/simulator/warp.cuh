@@ -1,4 +1,4 @@
-// Warp collectives as the simulator runs them: every lane is a fibre, and they meet here.
+// Warp collectives of the simulator, where each lane is a fibre.
 #pragma once
 
 #include "flashwarp/base/simulator/hooks.cuh"
