@@ -22,6 +22,7 @@
 #include "flashwarp/nvme/command.cuh"
 #include "nvme/software/software_controller.h"
 #include "storage/file_storage.h"
+#include "storage/memory_storage.h"
 
 using namespace fw::native;
 namespace nvme = fw::nvme;

@@ -17,7 +17,7 @@
 #include "base/host_memory.h"
 #include "flashwarp/array.cuh"
 #include "nvme/software/software_controller.h"
-#include "storage/storage.h"
+#include "storage/memory_storage.h"
 
 namespace fw::stress {
 

@@ -26,6 +26,7 @@
 #include "nvme/software/software_controller.h"
 #include "storage/composite_storage.h"
 #include "storage/file_storage.h"
+#include "storage/memory_storage.h"
 #include "testing/fault_plan.h"
 #include "testing/faulty_storage.h"
 
