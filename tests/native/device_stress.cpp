@@ -1,4 +1,4 @@
-// Device threads on one small page cache, for the sanitizers: loads, stores, prefetches, cursors.
+// Device threads on one small cache, for the sanitizers: loads, stores, prefetches, cursors.
 //
 // Two arrays share a cache of a few frames and rings of a few entries, so that nearly every access
 // evicts, writes back or waits. Each element has one thread that stores to it, and its value names
