@@ -14,14 +14,14 @@
 namespace fw::native {
 namespace {
 
-// The copy that a thread is in: where its source lies, and where to go on after a fault.
+// A thread's current copy: its source, and where to resume after a fault.
 struct Guard {
   sigjmp_buf resume;
   uintptr_t begin;
   uintptr_t end;
 };
 
-// Initial-exec: the handler may run in a thread that never copied, and must not allocate there.
+// Initial-exec, because the handler must not allocate in a thread that has never copied.
 thread_local Guard* active __attribute__((tls_model("initial-exec"))) = nullptr;
 
 struct sigaction previous;
@@ -30,15 +30,15 @@ bool is_page_fault(const siginfo_t& info) {
   return info.si_code == BUS_ADRERR || info.si_code == BUS_OBJERR || info.si_code == BUS_MCEERR_AR;
 }
 
-// Hands a signal that is not ours to whoever had it before.
+// Passes a signal of other code to the handler that was installed before.
 void pass_on(int signal, siginfo_t* info, void* context) {
   if ((previous.sa_flags & SA_SIGINFO) != 0) return previous.sa_sigaction(signal, info, context);
   if (previous.sa_handler == SIG_IGN && !is_page_fault(*info)) return;
   if (previous.sa_handler != SIG_IGN && previous.sa_handler != SIG_DFL) {
     return previous.sa_handler(signal);
   }
-  // The default: after our return the instruction faults again, and the process ends there with
-  // the address in its core. A signal that was sent has no such instruction.
+  // The default action: after the return the instruction faults again, and the process ends there,
+  // with the address in its core. A signal that was sent has no instruction, so raise it again.
   struct sigaction end = {};
   end.sa_handler = SIG_DFL;
   sigaction(signal, &end, nullptr);
@@ -63,7 +63,7 @@ bool install() {
   struct sigaction ours = {};
   ours.sa_sigaction = &on_bus_error;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  // `previous` first: a foreign fault may come at once.
+  // Read `previous` first, because another thread's fault may come at once.
   return sigaction(SIGBUS, nullptr, &previous) == 0 && sigaction(SIGBUS, &ours, nullptr) == 0;
 }
 
@@ -74,8 +74,8 @@ bool mask_blocks_signal() {
 
 }  // namespace
 
-// The kernel ends a process that faults while it blocks SIGBUS, whatever the handler. To ask takes
-// about as long as a copy.
+// Whether SIGBUS reaches the handler in this thread: the kernel ends a process whose thread faults
+// while it blocks SIGBUS. To ask the kernel takes about as long as a copy.
 bool signal_reaches_thread() {
   using Mask = GuardedVisit::Mask;
   if (GuardedVisit::mask == Mask::kOutside) return !mask_blocks_signal();
@@ -102,22 +102,22 @@ CopyResult guarded_copy(void* target, const void* source, size_t n) {
   Guard guard;
   guard.begin = reinterpret_cast<uintptr_t>(source);
   guard.end = guard.begin + n;
-  // Without the signal mask, which would be a system call: the handler restores what it changed.
+  // Without saving the signal mask, which is a system call: the handler unblocks the signal itself.
   if (sigsetjmp(guard.resume, 0) != 0) {
     active = nullptr;
     return CopyResult::kFailed;
   }
   active = &guard;
-  // Between the compiler and the handler, which runs in this thread.
+  // Orders these stores against the handler, which runs in this thread.
   std::atomic_signal_fence(std::memory_order_seq_cst);
   if constexpr (FW_TSAN != 0) {
-    // Frames are read while they are filled, which only atomic accesses may do in that build.
+    // Frames may be read while they are filled; in that build only atomic accesses may race.
     warp::copy<warp::source::kStream>(warp::kFullMask, reinterpret_cast<uint64_t>(target),
                                       guard.begin, n);
   } else {
     std::memcpy(target, source, n);
   }
-  // Acquire: the look at the last byte comes after the loads of the copy.
+  // Acquire: the second load of the last byte comes after the loads of the copy.
   std::atomic_thread_fence(std::memory_order_acquire);
   const char last = *static_cast<const volatile char*>(from + n - 1);
   std::atomic_signal_fence(std::memory_order_seq_cst);

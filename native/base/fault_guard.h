@@ -1,10 +1,10 @@
-// Copies from mapped files, where a page that is gone is a failed copy and not the end of the
-// process.
+// Copies from mapped files: if a page is gone, the copy fails, and the process goes on.
 //
-// Touching a mapping beyond the end of its file, or a page that cannot be read, raises SIGBUS. One
-// handler for the process ends the copy of the thread that met it; whatever else raises SIGBUS
-// goes to the handler that was there before. Handlers that the program installs later displace
-// ours: ask `fault_guard_holds` now and then. A thread that blocks the signal copies nothing here.
+// An access to a mapping beyond the end of its file, or to a page that cannot be read, raises
+// SIGBUS. One handler for the process ends the copy of that thread. It passes any other SIGBUS to
+// the handler that was installed before. A handler that the program installs later replaces this
+// one, so callers check `fault_guard_holds` now and then. If a thread blocks the signal, its copies
+// fail.
 #pragma once
 
 #include <cstddef>
@@ -12,16 +12,16 @@
 
 namespace fw::native {
 
-// Puts the handler in place, once. It stays: another library may have saved it as its predecessor.
-// False when the system refuses.
+// Installs the handler, once. It is never removed, because another library may have saved it as its
+// predecessor. Returns false if the system refuses.
 bool install_fault_guard();
 
 // Whether SIGBUS reaches our handler now. One system call.
 bool fault_guard_holds();
 
-// A stretch of a thread's time in which only our code runs in it, so that nobody changes the
-// thread's signal mask: the life of a thread of ours, a launch, a turn at serving. Copies look at
-// the mask once in the outermost visit; outside of visits, each time.
+// A period in which a thread runs only the library's code, so that its signal mask does not change:
+// the life of one of the library's threads, a launch, or a call of `serve`. Copies look at the mask
+// once in the outermost visit; outside of visits, each time.
 class GuardedVisit {
  public:
   GuardedVisit() : outermost_(mask == Mask::kOutside) {
@@ -36,19 +36,19 @@ class GuardedVisit {
  private:
   friend bool signal_reaches_thread();
   enum class Mask : uint8_t { kOutside, kUnknown, kOpen, kBlocked };
-  // Initial-exec: a call of the C library for each access would cost a tenth of a copy.
+  // Initial-exec, because a call of the C library for each access would cost a tenth of a copy.
   static inline thread_local Mask mask __attribute__((tls_model("initial-exec"))) = Mask::kOutside;
   const bool outermost_;
 };
 
 enum class CopyResult {
   kCopied,
-  kEndsWithZero,  // copied; the last byte is zero, as after the end of a file in its last page
-  kFailed,        // part of the source could not be read; the target holds anything
+  kEndsWithZero,  // copied; the last byte is zero, as behind the end of a file in its last page
+  kFailed,        // a part of the source could not be read; the target is undefined
 };
 
-// Copies `n` > 0 bytes from a mapping; needs the handler in place. The last byte is looked at again
-// after all others were read: when it is not zero, the file was not cut short before.
+// Copies `n` > 0 bytes from a mapping. The handler must be installed. Reads the last byte again at
+// the end: if it is not zero, the file was not truncated before.
 CopyResult guarded_copy(void* target, const void* source, size_t n);
 
 }  // namespace fw::native

@@ -10,7 +10,7 @@ namespace {
 
 std::atomic<uint32_t> generation{0};
 
-// Relaxed: the child has one thread when the handler runs, nobody races with it.
+// Relaxed: when the handler runs, the child has one thread.
 void count_fork() { generation.fetch_add(1, std::memory_order_relaxed); }
 
 }  // namespace

@@ -1,15 +1,15 @@
-// Tells a process apart from a child that was forked from it.
+// Distinguishes a process from a child that was forked from it.
 //
-// Threads and io_uring contexts do not survive fork(), so an object that owns them must refuse to
-// work in the child instead of waiting for a thread that is not there. Comparing a counter costs
-// one relaxed load; getpid() would cost a system call on every request.
+// Threads and io_urings do not survive fork(). So an object that owns them must refuse to work in
+// the child, where it would wait for a thread that does not exist. A counter costs one relaxed load
+// for each request; getpid() would be a system call.
 #pragma once
 
 #include <cstdint>
 
 namespace fw::native {
 
-// Number of fork() calls between the first process that loaded the library and this one.
+// The number of fork() calls between the process that loaded the library and this one.
 uint32_t fork_generation();
 
 // Remembers the process in which it was built.

@@ -11,21 +11,19 @@
 #include <stdexcept>
 #include <vector>
 
+#include "base/alignment.h"
+
 namespace fw::native {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t(2) << 20;
 
-// mincore() reports a byte a page; this many pages at a time.
+// mincore() reports one byte for each page; it is called for this many pages at a time.
 constexpr size_t kMincorePages = 64 * 1024;
 
 size_t page_bytes() {
   static const size_t bytes = size_t(sysconf(_SC_PAGESIZE));
   return bytes;
-}
-
-uintptr_t round_up(uintptr_t value, size_t alignment) {
-  return (value + alignment - 1) & ~(uintptr_t(alignment) - 1);
 }
 
 }  // namespace
@@ -37,7 +35,7 @@ HostMemory::HostMemory(size_t nbytes, size_t alignment) : nbytes_(nbytes) {
   alignment = std::max(alignment, page_bytes());
   if (nbytes > SIZE_MAX / 2 || alignment > SIZE_MAX / 4) throw std::bad_alloc();
   mapped_nbytes_ = round_up(std::max<size_t>(nbytes, 1), page_bytes());
-  // More than is needed, then the ends that alignment leaves over go back.
+  // Map more than is needed, then unmap the ends that alignment leaves over.
   const size_t all = mapped_nbytes_ + alignment - page_bytes();
   void* memory = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -48,14 +46,14 @@ HostMemory::HostMemory(size_t nbytes, size_t alignment) : nbytes_(nbytes) {
   if (head != 0) munmap(memory, head);
   if (tail != 0) munmap(reinterpret_cast<void*>(aligned + mapped_nbytes_), tail);
   address_ = reinterpret_cast<void*>(aligned);
-  // Random lines of a large cache miss the TLB on almost every access with 4 KiB pages.
+  // With 4 KiB pages, nearly every access to random lines of a large cache would miss the TLB.
   if (mapped_nbytes_ >= kHugePageBytes) madvise(address_, mapped_nbytes_, MADV_HUGEPAGE);
 }
 
 HostMemory::~HostMemory() { munmap(address_, mapped_nbytes_); }
 
 double residency(uint64_t address, uint64_t nbytes) {
-  const uint64_t start = address & ~uint64_t(page_bytes() - 1);
+  const uint64_t start = round_down(address, page_bytes());
   const uint64_t pages = (address + nbytes - start + page_bytes() - 1) / page_bytes();
   if (nbytes == 0) return 1.0;
   std::vector<unsigned char> flags(std::min<uint64_t>(pages, kMincorePages));

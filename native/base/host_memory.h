@@ -1,4 +1,4 @@
-// Aligned, zero-filled host memory, and what is resident of a mapping.
+// Aligned, zero-filled host memory; residency and replacement of mappings.
 #pragma once
 
 #include <cstddef>
@@ -6,9 +6,9 @@
 
 namespace fw::native {
 
-// Zero-filled memory at a multiple of `alignment` (a power of two), given back with the object.
-// Whoever uses the memory holds the object, so no order of endings takes it away under running
-// code. Pages come when they are touched; large blocks ask for huge pages.
+// Zero-filled memory at a multiple of `alignment` (a power of two), freed with the object. Users of
+// the memory hold the object, so in any order of endings it outlives running code. Pages are
+// allocated at their first access, and large blocks ask for huge pages.
 class HostMemory {
  public:
   // Throws std::bad_alloc, or invalid_argument for an alignment that is no power of two.
@@ -26,12 +26,11 @@ class HostMemory {
   size_t mapped_nbytes_;
 };
 
-// The part of the pages of [address, address + nbytes) that are in memory, 0 to 1; -errno on
-// failure.
+// The fraction of the pages of [address, address + nbytes) in memory; -errno on failure.
 double residency(uint64_t address, uint64_t nbytes);
 
-// Puts zero pages, which are only read, in the place of the mapping at [address, address + nbytes):
-// at once for every thread that reads there. 0, or an errno value.
+// Replaces the mapping at [address, address + nbytes) by read-only zero pages, in one step for all
+// threads that read there. Returns 0 or an errno value.
 int replace_mapping(uint64_t address, uint64_t nbytes);
 
 }  // namespace fw::native

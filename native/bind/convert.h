@@ -1,4 +1,4 @@
-// What several bindings need: facts as a dict, and what a forked child is told.
+// Used by several bindings: descriptions as a dict, and the message for a forked child.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,11 +1,11 @@
-// What Python cannot do for itself: calls that no signal handler interrupts.
+// Calls that no signal handler interrupts, which Python cannot make by itself.
 //
-// A handler that raises may do so between any two lines of Python on the main thread, those of a
-// `finally` included. Here nothing can come between a lock and its release, or between the steps of
-// what must be done as a whole.
+// A handler that raises may do so between any two lines of Python on the main thread, even in a
+// `finally`. In these functions no handler can run between taking a lock and releasing it, or
+// between steps that must be done together.
 //
-// Plain functions of the C API, without objects that have destructors: when the interpreter is
-// taken down, it ends daemon threads inside of the Python code that these functions call, by
+// They are plain functions of the C API, without objects that have destructors. When the
+// interpreter exits, it ends daemon threads inside the Python code that these functions call, by
 // unwinding their stacks without the GIL.
 #include <nanobind/nanobind.h>
 
@@ -21,7 +21,7 @@ void bind_endings(nb::module_& m);
 
 namespace {
 
-// What a call gave, to be returned by another thread than the one that makes it.
+// The result of a call. Another thread than the one that made the call returns it.
 struct Outcome {
   PyObject* result;
   PyObject *type, *value, *trace;
@@ -37,7 +37,7 @@ PyObject* give(const Outcome& outcome) {
   return outcome.result;
 }
 
-// False when the system has no thread to give. Python runs signal handlers in the main thread only.
+// Python runs signal handlers in the main thread only. Returns false if no thread can be started.
 bool call_in_thread(PyObject* act, Outcome& outcome) {
   try {
     std::thread thread([act, &outcome] {

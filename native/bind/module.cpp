@@ -9,8 +9,8 @@
 
 #include "bind/unlocked.h"
 #include "cpu/cpu_device.h"
-#include "cpu/cpu_kernels.h"
 #include "cpu/cpu_program.h"
+#include "cpu/struct_layouts.h"
 #include "nvme/controller.h"
 
 namespace nb = nanobind;
@@ -26,8 +26,8 @@ void bind_testing(nb::module_& m);
 
 namespace {
 
-// What a launch uses: controllers, whose work waiting threads do, and memory. The caller's argument
-// keeps all of it alive until the launch has ended, whoever closes it meanwhile.
+// What a launch uses: memory, and controllers, which waiting threads serve. The caller's argument
+// keeps all of it alive until the launch has ended, even if it is closed meanwhile.
 using Uses = std::vector<nb::object>;
 
 std::vector<Controller*> controllers_of(const Uses& uses) {
@@ -73,7 +73,7 @@ void cpu_launch_program(CpuPool& pool, const CpuProgram& program, uint32_t index
   }());
 }
 
-// For each kernel its mangled name, and for each parameter its size and that of its elements.
+// Each kernel's mangled name, and the sizes of each parameter and of its elements.
 nb::list program_kernels(const CpuProgram& program) {
   nb::list kernels;
   for (uint32_t i = 0; i < program.kernel_count(); i++) {

@@ -21,9 +21,9 @@
 #include "storage/composite_storage.h"
 #include "storage/file_lock.h"
 #include "storage/file_storage.h"
+#include "storage/memory_storage.h"
 #include "storage/open_file.h"
 #include "storage/read_census.h"
-#include "storage/storage.h"
 
 namespace nb = nanobind;
 using namespace fw::native;

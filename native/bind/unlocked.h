@@ -1,8 +1,8 @@
-// The GIL, released for the duration of a scope.
+// Releases the GIL for the duration of a scope.
 //
-// A thread that wants the GIL back while the interpreter is taken down is ended by CPython through
-// pthread_exit, which unwinds the stack; in our frames that would end the process ("terminate
-// called"). Such a thread sleeps here instead, until the process is gone.
+// If a thread takes the GIL back while the interpreter exits, CPython ends the thread through
+// pthread_exit, which unwinds the stack. In C++ frames that would end the process ("terminate
+// called"). Such a thread sleeps here instead, until the process ends.
 #pragma once
 
 #include <Python.h>

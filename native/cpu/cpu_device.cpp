@@ -40,7 +40,7 @@ struct CpuPool::Workers {
   explicit Workers(uint32_t count) : count(count) {
     try {
       for (uint32_t i = 1; i < count; i++) threads.emplace_back([this, i] { work(i); });
-    } catch (...) {  // the system has no more threads to give
+    } catch (...) {  // the system refuses another thread
       join();
       throw;
     }
@@ -51,9 +51,9 @@ struct CpuPool::Workers {
   void wait();
   static void run(const Job& job, uint32_t index);
 
-  const uint32_t count;    // with the launching thread
-  std::shared_mutex open;  // shared by launches, so that `close` waits for them
-  std::mutex launching;    // one launch of the workers at a time
+  const uint32_t count;    // including the launching thread
+  std::shared_mutex open;  // launches share it, so that `close` waits for them
+  std::mutex launching;    // held by the one launch that uses the workers
   std::mutex mutex;        // guards what follows
   std::condition_variable start;
   std::condition_variable done;
@@ -67,8 +67,8 @@ struct CpuPool::Workers {
 void CpuPool::Workers::run(const Job& job, uint32_t index) {
   if (index >= job.count) return;
   const GuardedVisit visit;
-  // Its own queue pair first, the one that `queue_of` in spread.cuh chooses: serving another
-  // thread's would take the lock, and the data's core, from the thread that waits for them.
+  // Serve the thread's own queue pair first, which `queue_of` in placement.cuh chooses. To serve
+  // another thread's would take the lock, and the data's core, from the thread that waits for them.
   ServeList list{job.controllers, index, 2 * index};
   base::this_thread = {index, job.count, job.controllers->empty() ? nullptr : &serve_next, &list};
   job.task.run(job.task.data);
@@ -120,7 +120,7 @@ CpuPool::CpuPool(uint32_t threads)
 
 CpuPool::~CpuPool() {
   close();
-  // Destroying what threads of the parent wait on would wait for them.
+  // To destroy what threads of the parent wait on would wait for them.
   if (fork_guard_.in_child()) (void)workers_.release();
 }
 
@@ -130,7 +130,7 @@ bool CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<Controll
   std::shared_lock open(workers_->open);
   std::unique_lock one_launch(workers_->launching, std::defer_lock);
   if (count > 1) one_launch.lock();
-  // Set under `open` alone, which we share.
+  // `close` sets it while it holds `open` alone, and this thread shares `open`.
   if (workers_->closing) return false;
   const Workers::Job job{task, count, &controllers};
   for (Controller* controller : controllers) controller->launch_begins();

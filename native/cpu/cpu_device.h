@@ -1,10 +1,9 @@
 // The CPU device: a pool of threads that run kernels compiled by the host compiler.
 //
-// The launching thread works along, so a launch of one thread runs beside others; of those with
-// more there is one at a time. Each thread is a warp of one lane. While a thread waits for I/O it
-// serves the controllers that it was given, so that a wait turns into work instead of a
-// context switch. A child of fork() has none of the threads: there the pool refuses to launch, and
-// leaves what its threads wait on alone.
+// The launching thread takes part. So launches of one thread run beside others; of larger launches
+// one runs at a time. Each thread is a warp of one lane. While a thread waits for I/O it serves the
+// launch's controllers, which saves context switches. A child of fork() has none of the threads:
+// there the pool refuses to launch, and does not touch what its threads wait on.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +15,7 @@
 
 namespace fw::native {
 
-// What every thread of a launch runs; base::this_thread says which thread it is.
+// The function that every thread of a launch runs; base::this_thread has the thread's index.
 struct CpuTask {
   void (*run)(const void* data);
   const void* data;
@@ -29,10 +28,10 @@ class CpuPool {
   CpuPool(const CpuPool&) = delete;
   CpuPool& operator=(const CpuPool&) = delete;
 
-  // Runs `task` on up to `threads` threads (0: all) and returns when all are done. False, with
-  // nothing run, once the pool is closed or in a forked child.
+  // Runs `task` on up to `threads` threads (0: all) and returns when all are done. Returns false,
+  // and runs nothing, if the pool is closed or in a forked child.
   bool launch(const CpuTask& task, uint32_t threads, std::vector<Controller*> controllers);
-  // Waits for launches and joins the threads. Idempotent; nothing to do in a forked child.
+  // Waits for launches and joins the threads. Idempotent; does nothing in a forked child.
   void close();
   uint32_t threads() const { return thread_count_; }
 

@@ -61,9 +61,9 @@ CpuProgram::CpuProgram(std::string path, int file) : path_(std::move(path)), fil
 CpuProgram::~CpuProgram() {
   dlclose(library_);
   if (file_ < 0) return;
-  // The loader knows libraries by their path, here the descriptor's number. Code that it could not
-  // unload, such as one with thread-local destructors, keeps the number: a later program that got
-  // it would be taken for this one.
+  // The loader identifies libraries by path, which contains the descriptor's number. If it could
+  // not unload the code (because of thread-local destructors, for example), keep the number in use:
+  // the loader would take a later program with the same number for this one.
   void* still = dlopen(path_.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
   if (still == nullptr) close(file_);
 }

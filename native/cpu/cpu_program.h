@@ -1,7 +1,7 @@
-// A program for the CPU device, compiled apart from it: loaded from memory, run by the pool.
+// A compiled program for the CPU device, which the pool runs.
 //
-// Compiled code is handed over as bytes, so what was verified is what is loaded. It stays loaded as
-// long as the object lives; nobody may destroy it while one of its kernels runs.
+// The caller passes compiled code as bytes, so what it has verified is what is loaded. The code
+// stays loaded as long as the object lives, which must not end while one of its kernels runs.
 #pragma once
 
 #include <memory>
@@ -16,8 +16,8 @@ namespace fw::native {
 
 class CpuProgram {
  public:
-  // Both throw std::runtime_error with the loader's words. A library that was installed with the
-  // extension is loaded from its file: that needs no memory file, and costs a fifth.
+  // Both throw std::runtime_error with the loader's message. A library that is installed with the
+  // extension is loaded from its file, which takes a fifth of the time.
   explicit CpuProgram(std::string_view code);
   static std::unique_ptr<CpuProgram> installed(std::string path);
   ~CpuProgram();
@@ -31,18 +31,18 @@ class CpuProgram {
   CpuProgram(std::string path, int file);
 
   std::string path_;
-  int file_;  // -1: the library has a file of its own
+  int file_;  // the memory file; -1: the library is installed
   void* library_ = nullptr;
   const entry_table* table_ = nullptr;
 };
 
-// Runs a kernel on up to `threads` threads of the pool (0: all) and returns when all are done;
-// false as CpuPool::launch has it. `arguments` points to one argument for each parameter, of the
-// size that the entry says.
+// Runs a kernel on up to `threads` threads of the pool (0: all) and returns when all are done.
+// Returns false if CpuPool::launch does. `arguments` has the address of one argument for each
+// parameter, of the size in the entry.
 bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
                     uint32_t threads, std::vector<Controller*> controllers);
 
-// The C++ spelling of a mangled name; empty when it is none.
+// The C++ spelling of a mangled name; empty if `name` is not mangled.
 std::string demangle(const std::string& name);
 
 }  // namespace fw::native

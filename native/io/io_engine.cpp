@@ -22,19 +22,19 @@
 namespace fw::native {
 namespace {
 
-// The kernel's own bound of a registered buffer, shared by all rings: pinning costs time and is
-// charged against the memory lock limit.
+// The kernel's bound of a registered buffer, here for all rings together, because pinning takes
+// time and counts against the memory lock limit.
 constexpr uint64_t kRegisteredBytesMax = uint64_t(1) << 30;
 
-// Enough to keep a virtual disk busy (130 k reads/s at 120 us each is 16 in flight).
+// Enough to keep a virtual disk busy: 130 k reads/s at 120 us each are 16 in flight.
 constexpr uint32_t kPoolThreads = 16;
 
-// The kernel's bound of a ring.
+// The kernel's bound of a ring's entries.
 constexpr uint32_t kRingEntriesMax = 32768;
 
 constexpr uint64_t kCancelToken = ~uint64_t(0);
 
-// pwritev2 alone can write durably in one call; where it is refused, two calls do it.
+// Only pwritev2 can write durably in one call. If it is not available, make two calls.
 long write_once(const IoOperation& operation) {
   const iovec source = {operation.memory, operation.nbytes};
   const long written = syscall(SYS_pwritev2, operation.fd, &source, 1, operation.offset, 0,
@@ -90,11 +90,12 @@ class UringEngine final : public IoEngine {
     if (ring_.unsubmitted() == 0) return;
     ++kernel_enters_;
     const int error = ring_.submit();
-    // EAGAIN and EBUSY mean that the kernel is short of memory or we of reaping: the entries stay
-    // prepared and the next kick offers them again.
+    // EAGAIN and EBUSY mean that the kernel is short of memory, or that results wait to be reaped.
+    // The entries stay prepared, and the next kick submits them again.
     if (error == 0 || error == EAGAIN || error == EBUSY) return;
-    // A filter of system calls that came after the ring, or somebody closed its descriptor: the
-    // server of the queue does itself what the kernel has not taken. What it has taken comes back.
+    // A filter of system calls was installed after the ring was made, or its descriptor was closed.
+    // The queue's server then moves itself what the kernel has not taken. Operations that it has
+    // taken still give results.
     broken_ = true;
     refusal_->store(error, std::memory_order_relaxed);
     ring_.withdraw([this](uint64_t token) {
@@ -135,8 +136,8 @@ class UringEngine final : public IoEngine {
     }
   }
 
-  // Registered memory saves the kernel a page walk a transfer; without it all still works, so a
-  // refusal (memory lock limit, device memory) is no error.
+  // Registered memory saves the kernel a page walk for each transfer. It is optional, so a refusal
+  // (memory lock limit, device memory) is no error.
   void register_memory(const IoEngineFactory::Options& options) {
     uint64_t total = 0;
     for (const auto& [address, nbytes] : options.memory) total += nbytes;
@@ -180,7 +181,7 @@ class UringEngine final : public IoEngine {
     entry->rw_flags = operation.durable ? RWF_DSYNC : 0;
   }
 
-  // The kernel takes no more entries: the command learns it as an ordinary, retryable result.
+  // The kernel takes no more entries: gives the operation a result that can be retried.
   void refuse(uint64_t token) { refused_.push_back({token, -EAGAIN}); }
 
   IoUring ring_;
@@ -219,7 +220,7 @@ IoThreadPool::IoThreadPool(uint32_t threads) : state_(std::make_unique<State>())
   try {
     for (uint32_t i = 0; i < threads; ++i) state_->threads.emplace_back([this] { run(); });
   } catch (const std::system_error&) {
-    // Fewer threads than wanted serve too, only later; none serve nobody.
+    // Fewer threads than asked for are enough, but slower. None at all is an error.
     if (!state_->threads.empty()) return;
     throw;
   }

@@ -1,7 +1,7 @@
-// Runs file transfers without waiting for them: io_uring where the kernel allows it, else threads.
+// Asynchronous file transfers: by io_uring if the kernel allows it, otherwise by threads.
 //
-// One engine belongs to one queue pair and is used by one thread at a time; different threads may
-// take turns. It owns no data: memory named by an operation stays valid until its result is reaped.
+// An engine belongs to one queue pair. One thread at a time uses it; threads may take turns. It
+// owns no data: the memory of an operation must stay valid until its result is reaped.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ struct IoOperation {
   uint32_t nbytes = 0;
   uint64_t offset = 0;
   void* memory = nullptr;
-  uint64_t token = 0;  // comes back in the result
+  uint64_t token = 0;  // returned with the result
 };
 
 struct IoResult {
@@ -40,14 +40,15 @@ class IoEngine {
   uint32_t in_flight() const { return in_flight_; }
   uint64_t kernel_enters() const { return kernel_enters_; }
 
-  // Queues an operation; the caller has seen a free slot. Starts at the next `kick` at the latest.
+  // Queues an operation, for which there must be a free slot. It starts at the next `kick` at the
+  // latest.
   virtual void submit(const IoOperation& operation) = 0;
   virtual void kick() = 0;
 
-  // Copies at most `limit` results out; returns their number. Never waits.
+  // Stores at most `limit` results. Returns their number. Never waits.
   virtual uint32_t reap(IoResult* results, uint32_t limit) = 0;
 
-  // Asks that operations in flight end soon. They still give a result, -ECANCELED or their own.
+  // Asks to end operations in flight soon. Each still has a result: -ECANCELED or its own.
   virtual void cancel_all() = 0;
 
  protected:
@@ -67,7 +68,7 @@ class IoThreadPool {
   struct Job;
   struct Inbox;  // results of one engine
   void push(const IoOperation& operation, std::shared_ptr<Inbox> inbox);
-  // Takes back jobs of `inbox` that have not started; they get -ECANCELED.
+  // Ends jobs of `inbox` that have not started, with -ECANCELED.
   void cancel(const std::shared_ptr<Inbox>& inbox);
 
  private:
@@ -77,7 +78,7 @@ class IoThreadPool {
   ForkGuard fork_guard_;
 };
 
-// Chooses the kind of engine once for a controller, then makes one for each queue pair. One thread.
+// Chooses the kind of engine for a controller and makes one for each queue pair. One thread.
 class IoEngineFactory {
  public:
   struct Options {
@@ -88,12 +89,13 @@ class IoEngineFactory {
   explicit IoEngineFactory(Options options);
   ~IoEngineFactory();
 
-  // Where the kernel refuses one more ring, this and the description fall back to threads; where it
-  // refuses threads too, to none, and the caller's transfers block.
+  // If the kernel refuses another ring, returns an engine of threads. If it refuses threads too,
+  // returns null, and the caller's transfers block. The description says so.
   std::unique_ptr<IoEngine> make(uint32_t capacity);
 
-  // "io_uring", or "thread-pool: " or "blocking calls: " and why; complete once all engines are
-  // made. An engine whose ring the kernel refuses later adds that. Any thread may ask then.
+  // "io_uring", or "thread-pool: " or "blocking calls: " and the reason. If the kernel refuses an
+  // engine's commands later, the description adds that. Any thread may call it once all engines are
+  // made.
   std::string description() const;
 
  private:

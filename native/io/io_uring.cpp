@@ -81,13 +81,13 @@ int IoUring::register_buffers(const std::vector<std::pair<uint64_t, uint64_t>>& 
 
 io_uring_sqe* IoUring::prepare() {
   const uint32_t tail = *sq_tail_;
-  // Acquire: the kernel has read the entry that lies a lap behind before it moved the head.
+  // Acquire: the kernel read the entry of the last lap before it moved the head.
   if (tail - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE) == sq_entries_) return nullptr;
   const uint32_t index = tail & sq_mask_;
   sq_array_[index] = index;
   io_uring_sqe* entry = &sqes_[index];
   std::memset(entry, 0, sizeof *entry);
-  // Release is not needed: the kernel looks at the tail inside `submit`, a call of this thread.
+  // Relaxed: the kernel reads the tail in `submit`, which is a system call of this thread.
   __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELAXED);
   ++prepared_;
   return entry;
@@ -109,7 +109,7 @@ int IoUring::try_out() {
   if (entry == nullptr) return EIO;
   entry->opcode = IORING_OP_NOP;
   if (int error = submit()) return error;
-  // The kernel completes this one before the call that submits it returns.
+  // The kernel completes this command before the call that submits it returns.
   return reap(1, [](uint64_t, int32_t) {}) == 1 ? 0 : EIO;
 }
 
@@ -118,7 +118,7 @@ void IoUring::poke() { syscall(SYS_io_uring_enter, fd_, 0, 0, IORING_ENTER_GETEV
 IoUringProbe probe_io_uring() {
   IoUring ring;
   if (int error = ring.open(8)) return {false, describe_io_uring_refusal("io_uring_setup", error)};
-  // A sandbox may allow one call and refuse the other, which nothing but a call reveals.
+  // A sandbox may allow one call and refuse the other, so try both.
   if (int error = ring.try_out()) {
     return {false, describe_io_uring_refusal("io_uring_enter", error)};
   }

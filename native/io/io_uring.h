@@ -1,7 +1,7 @@
-// One io_uring through raw system calls: no liburing, no development package needed at build time.
+// One io_uring by raw system calls, so that the build needs no liburing.
 //
-// Not thread-safe: the owner serialises calls. Different threads may take turns. Entries that were
-// prepared reach the kernel with `submit`; completions are read from shared memory without a call.
+// Not thread-safe: the owner serialises calls, and threads may take turns. `submit` passes prepared
+// entries to the kernel. Completions are read from shared memory, without a system call.
 #pragma once
 
 #include <linux/io_uring.h>
@@ -19,51 +19,52 @@ class IoUring {
   IoUring& operator=(const IoUring&) = delete;
   ~IoUring();
 
-  // 0, or the errno with which the kernel refused.
+  // Returns 0, or the errno value of the kernel's refusal.
   int open(uint32_t entries);
 
-  // 0 or an errno; both only make transfers cheaper.
+  // Return 0 or an errno value. Both are optional, and make transfers cheaper.
   int register_files(const std::vector<int>& files);
   int register_buffers(const std::vector<std::pair<uint64_t, uint64_t>>& address_nbytes);
 
-  // A cleared entry to fill in, or null when `submit` must come first.
+  // Returns a cleared entry to fill in, or null if `submit` must come first.
   io_uring_sqe* prepare();
 
-  // Hands prepared entries to the kernel; returns 0 or errno. EAGAIN, EBUSY: they stay prepared.
+  // Passes prepared entries to the kernel. Returns 0 or an errno value. After EAGAIN or EBUSY the
+  // entries stay prepared.
   int submit();
   uint32_t unsubmitted() const { return prepared_; }
 
-  // Takes prepared entries back, for a kernel that refuses them; calls visit(user_data) for each.
+  // Removes prepared entries, which the kernel refuses. Calls visit(user_data) for each.
   template <typename Visit>
   void withdraw(Visit visit) {
     for (; prepared_ != 0; --prepared_) {
       const uint32_t tail = *sq_tail_ - 1;
       visit(sqes_[tail & sq_mask_].user_data);
-      // Release is not needed: see `prepare`.
+      // Relaxed: see `prepare`.
       __atomic_store_n(sq_tail_, tail, __ATOMIC_RELAXED);
     }
   }
 
-  // Sends one command that does nothing through a new ring; 0, or the errno of what failed.
+  // Runs a command without effect through a new ring. Returns 0 or the errno value of a failure.
   int try_out();
 
-  // Calls visit(user_data, result) for at most `limit` completions; returns their number.
+  // Calls visit(user_data, result) for at most `limit` completions. Returns their number.
   template <typename Visit>
   uint32_t reap(uint32_t limit, Visit visit) {
     uint32_t head = *cq_head_;
-    // Acquire: the entries were written by the kernel before it moved the tail.
+    // Acquire: the kernel wrote the entries before it moved the tail.
     const uint32_t tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
     uint32_t count = 0;
     for (; head != tail && count < limit; ++head, ++count) {
       const io_uring_cqe completion = cqes_[head & cq_mask_];
       visit(completion.user_data, completion.res);
     }
-    // Release: the kernel may reuse the entries once it sees the new head.
+    // Release: the kernel reuses the entries once it sees the new head.
     if (count != 0) __atomic_store_n(cq_head_, head, __ATOMIC_RELEASE);
     return count;
   }
 
-  // Lets the kernel post completions that wait for a system call of ours.
+  // Makes the system call that the kernel may need to post completions.
   void poke();
 
  private:
@@ -87,10 +88,10 @@ class IoUring {
   size_t cq_ring_nbytes_ = 0;
 };
 
-// What the failure of one of io_uring's system calls means, for people.
+// The text of a failed system call of io_uring, for people.
 std::string describe_io_uring_refusal(const char* call, int error);
 
-// Whether this process may use io_uring, and if not what the kernel said.
+// Whether this process may use io_uring; if not, the reason.
 struct IoUringProbe {
   bool available = false;
   std::string reason;

@@ -1,9 +1,9 @@
 // The contract of NVMe controllers: what arrays and launches need of one, and nothing else.
 //
-// A controller serves queue pairs that kernels submit to and consume from without its help. The
-// software controller (software/) is one; a driver of real drives is another, and neither an array
-// nor a cache nor a launch can tell them apart. Every rung command gets exactly one completion, and
-// its data is in place before that completion can be seen.
+// A controller serves queue pairs to which kernels submit, and from which they consume, by
+// themselves. The software controller (software/) is one, and a driver of real drives would be
+// another: arrays, caches and launches use nothing but this contract. Every rung command gets
+// exactly one completion, and its data is in place before that completion can be seen.
 //
 // Any thread may call anything at any time. In a child of fork() a controller has no threads: there
 // it serves nothing, and `stop` only forgets.
@@ -30,7 +30,7 @@ struct QueuePairAddresses {
   uint64_t heartbeat = 0;  // a word that the controller advances while the process runs; 0: none
 };
 
-// How much was done since the start, so that a caller can tell whether commands wait.
+// How much was done since the start, so that a caller knows whether commands wait.
 struct ControllerProgress {
   uint64_t commands = 0;
   uint64_t waited = 0;  // of them, those that could not complete at once
@@ -59,14 +59,14 @@ class Controller {
   // microseconds. A drive needs no wake-up.
   virtual void wake() {}
 
-  // A launch begins, or has ended, whose threads call `serve_some` whenever they wait. What nobody
-  // waited for when the last one ends is the controller's own business again.
+  // A launch begins, or has ended, whose threads call `serve_some` whenever they wait. When the
+  // last one has ended, the controller serves alone what is still in flight.
   virtual void launch_begins() {}
   virtual void launch_ends() {}
 
-  // Lends it the calling thread, from a queue pair on, for as long as there is something to move at
-  // once; never waits. Returns how many commands moved, 0 when there was nothing (always, of a
-  // drive), -1 when it does not serve any more.
+  // Serves in the calling thread, from queue pair `first_queue` on, until one of them has moved
+  // commands; never waits. Returns how many commands moved: 0 if there were none (a drive always
+  // returns 0), -1 if the controller has stopped.
   virtual int serve_some(uint32_t first_queue) = 0;
 
   virtual ControllerProgress progress() const = 0;

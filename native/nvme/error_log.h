@@ -1,4 +1,4 @@
-// A bounded list of failed commands, for the host to turn into exceptions.
+// A bounded list of failed commands, which the host raises as exceptions.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct ErrorRecord {
   double unix_time = 0;
 };
 
-// Keeps the first records: the cause comes before its consequences.
+// Keeps the first records, because the cause comes before its consequences.
 class ErrorLog {
  public:
   static constexpr size_t kRecordsMax = 64;
@@ -44,7 +44,7 @@ class ErrorLog {
     return std::exchange(records_, {});
   }
 
-  // How many records did not fit, since the log exists.
+  // How many records did not fit since the log was made.
   uint64_t dropped() const {
     const std::lock_guard guard(lock_);
     return dropped_;

@@ -26,11 +26,11 @@ struct FileLock::Table {
   std::map<Key, Users> users;
 };
 
-// Never freed: storages may be closed while the process is torn down.
+// Never freed, because storages may be closed while the process exits.
 FileLock::Table& FileLock::table() {
   static Table* const held = [] {
     auto* made = new Table;
-    // A child must not inherit the mutex from a thread that it does not have.
+    // A child must not inherit a mutex that a thread of its parent holds.
     pthread_atfork([] { table().mutex.lock(); }, [] { table().mutex.unlock(); },
                    [] { table().mutex.unlock(); });
     return made;
@@ -39,7 +39,7 @@ FileLock::Table& FileLock::table() {
 }
 
 int lock_for_writing(int fd) {
-  // An io_uring of a process that is gone keeps its files for some milliseconds more.
+  // The io_uring of a dead process keeps its files open for some milliseconds.
   const auto end = std::chrono::steady_clock::now() + kReleaseWait;
   while (flock(fd, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EINTR) continue;
@@ -76,9 +76,9 @@ std::unique_ptr<FileLock> FileLock::take(int fd, const struct stat& information,
 }
 
 FileLock::~FileLock() {
-  // A child shares the lock of its parent, which goes on to write.
+  // A child shares the lock of its parent, which may go on writing.
   if (fork_guard_.in_child()) return;
-  // By hand, not by close(2): a child may still hold the descriptor.
+  // Unlock explicitly: close(2) does not if a child has the descriptor too.
   if (locked_) flock(fd_, LOCK_UN);
   if (!entered_) return;
   const std::lock_guard guard(table().mutex);

@@ -1,8 +1,8 @@
-// Who may use a file: one writer, over all processes; and within this process, whose caches do not
-// know of each other, no reader beside a writer.
+// Locks a file: one writer in all processes and, within this process, no reader beside a writer,
+// because caches in one process do not see each other's stores.
 //
-// The writer holds flock(2) on the descriptor of the data: no other file is made, and the kernel
-// takes the lock back from a process that died. Readers of other processes go on.
+// The writer holds flock(2) on the data file's descriptor. So there is no lock file, and the kernel
+// releases the lock of a process that dies. Other processes may read meanwhile.
 #pragma once
 
 #include <sys/stat.h>
@@ -15,27 +15,27 @@
 
 namespace fw::native {
 
-// Takes flock(2) on a descriptor for one writer; returns 0 or an errno value. Waits half a
-// second at most, for the kernel to close the files of a process that was killed just now.
+// Takes flock(2) on a descriptor for one writer. Returns 0 or an errno value. Waits half a second
+// at most, because the kernel takes a moment to close the files of a process that was killed.
 int lock_for_writing(int fd);
 
 class FileLock {
  public:
-  // Throws OpenError: EDEADLK when this process has the file open in a way that excludes this one,
-  // EWOULDBLOCK when another process writes it. `fd` must outlive the lock.
+  // Throws OpenError: EDEADLK if this process has the file open in a way that excludes this use,
+  // EWOULDBLOCK if another process writes it. `fd` must outlive the lock.
   static std::unique_ptr<FileLock> take(int fd, const struct stat& information, bool writable,
                                         const std::string& path);
   ~FileLock();
   FileLock(const FileLock&) = delete;
   FileLock& operator=(const FileLock&) = delete;
 
-  // "held"; or why the file system has no lock.
+  // "held", or why the file system has no lock.
   const std::string& state() const { return state_; }
 
  private:
   struct Key {
     uint64_t device, inode;
-    uint32_t generation;  // of forks: what a parent has open is not open in its child
+    uint32_t generation;  // of forks: files that a parent has open are not open in its child
     auto operator<=>(const Key&) const = default;
   };
   struct Users {

@@ -1,7 +1,7 @@
 // Files and block devices; see file_storage.h.
 //
-// Transfers use raw system calls: the C library's wrappers are intercepted by the thread sanitizer,
-// which would report the kernel's writes into cache frames that atomics already order.
+// Transfers are raw system calls. ThreadSanitizer intercepts the C library's wrappers, and would
+// report the kernel's writes to cache frames as races, although atomics order them.
 #include "storage/file_storage.h"
 
 #include <fcntl.h>
@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/alignment.h"
 #include "storage/file_lock.h"
 #include "storage/open_file.h"
 #include "storage/page_cache_window.h"
@@ -27,7 +28,7 @@ namespace {
 constexpr uint32_t kPageBytes = 4096;
 constexpr int64_t kRefreshNs = 1'000'000;
 
-// Unaligned blocking reads pass through this much aligned scratch a thread.
+// The aligned scratch of a thread, through which unaligned blocking reads pass.
 constexpr size_t kScratchBytes = 1 << 20;
 
 // statx(2) with STATX_DIOALIGN (Linux 6.1); older C libraries do not declare the two fields.
@@ -42,12 +43,6 @@ struct RawStatx {
 static_assert(sizeof(RawStatx) == 256);
 static_assert(offsetof(RawStatx, dio_memory_align) == 0x98);
 
-uint64_t round_down(uint64_t value, uint64_t alignment) { return value & ~(alignment - 1); }
-uint64_t round_up(uint64_t value, uint64_t alignment) {
-  return round_down(value + alignment - 1, alignment);
-}
-bool is_aligned(uint64_t value, uint64_t alignment) { return (value & (alignment - 1)) == 0; }
-
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };
@@ -59,7 +54,7 @@ std::byte* thread_scratch() {
   return memory.get();
 }
 
-// One read at most; -errno on failure.
+// One read, repeated only when interrupted. Returns -errno on failure.
 ssize_t read_once(int fd, void* data, size_t n, uint64_t offset) {
   while (true) {
     const long result = syscall(SYS_pread64, fd, data, n, offset);
@@ -69,7 +64,7 @@ ssize_t read_once(int fd, void* data, size_t n, uint64_t offset) {
 }
 
 bool direct_read_works(int fd, uint32_t alignment) {
-  // One alignment beyond a page start, so that a coarser requirement shows.
+  // One alignment past the start of a page, so that it fails if the file needs a coarser one.
   std::byte* scratch = thread_scratch();
   if (scratch == nullptr) return false;
   return read_once(fd, scratch + alignment, alignment, alignment) >= 0;
@@ -97,10 +92,10 @@ bool is_same_file(int one, int other) {
          first.st_ino == second.st_ino;
 }
 
-// Whether a system call does not exist here: for this file, in this kernel or in this sandbox.
+// Whether a system call is not available for this file, in this kernel or in this sandbox.
 bool is_unavailable(int error) { return error == EOPNOTSUPP || error == ENOSYS || error == EPERM; }
 
-// Page-cache reads of these never wait, and some refuse RWF_NOWAIT.
+// Reads from these file systems never wait, and some refuse RWF_NOWAIT.
 bool is_memory_file_system(int fd) {
   constexpr long kTmpfsMagic = 0x01021994;
   constexpr long kRamfsMagic = 0x858458f6;
@@ -261,17 +256,16 @@ FileStorage::~FileStorage() {
 }
 
 void FileStorage::refresh_backing(int64_t now_ns) {
-  // What nobody maps and nobody writes is found out by the reads.
+  // If the file is neither mapped nor written here, reads find out by themselves.
   if (mapped_base_ == nullptr && (!writable() || block_device_)) return;
-  // Acquire: whoever sees the time of a look sees what it found. Two threads that both look do no
-  // harm.
+  // Acquire: a thread that sees the time of a look sees its result. Two threads may look at once.
   if (now_ns - refreshed_ns_.load(std::memory_order_acquire) < kRefreshNs) return;
   look_at_size();
-  // Release: after the look, else others would rely on what the one before had found.
+  // Release: after the look, so that other threads do not rely on an older result.
   refreshed_ns_.store(now_ns, std::memory_order_release);
 }
 
-// How many bytes of the namespace the file has now.
+// Returns how many bytes of the namespace the file has now.
 uint64_t FileStorage::look_at_size() {
   struct stat information;
   const uint64_t size = fstat(fd_, &information) == 0 ? size_of(fd_, information) : 0;
@@ -280,29 +274,30 @@ uint64_t FileStorage::look_at_size() {
   return backed;
 }
 
-// kTruncated when a write of [offset, offset + n) would make a file longer that others cut short:
-// what they cut would read as zeros. A look costs half of a small write, so one serves the writes
-// of a millisecond. A write that makes the file longer in this time leaves it too short still,
-// which `flush` finds; only the write of the last byte would not, and so it always looks.
+// Returns kTruncated if a write of [offset, offset + n) would extend a file that another process
+// has truncated: the bytes in between would read as zeros. A look at the size costs half of a small
+// write, so one look serves all writes of a millisecond. If one of these extends the file, the file
+// is still too short, and `flush` finds that. Only a write of the last byte could make it long
+// enough, so such a write always looks.
 int FileStorage::check_extent(uint64_t offset, uint64_t n) {
   if (block_device_) return 0;
   const bool reaches_end = offset + n == nbytes();
   if (!reaches_end) refresh_backing(monotonic_ns());
   const bool fits = !reaches_end && offset + n <= backed_nbytes();
   if (!fits && offset + n > look_at_size()) return kTruncated;
-  // Relaxed: whoever flushes has waited for the writes that it is about.
+  // Relaxed: a flush comes after the writes that it is about.
   if (!written_.load(std::memory_order_relaxed)) written_.store(true, std::memory_order_relaxed);
   return 0;
 }
 
-// What a flush must report although the medium has all that was written: kTruncated when a write
-// may have made a file longer that had been cut, kReplaced when the file ends with its descriptor.
+// The errors that a flush reports although the medium has all that was written: kTruncated if a
+// write may have extended a truncated file, kReplaced if another file has taken its name.
 int FileStorage::check_kept() {
   if (!written_.load(std::memory_order_relaxed)) return 0;
   if (look_at_size() < nbytes()) return kTruncated;
   struct stat mine, named;
   if (fstat(fd_, &mine) != 0) return errno;
-  // A file that was only removed is scratch, and meant to end so.
+  // A file that was removed and not replaced is scratch, which is no error.
   return mine.st_nlink == 0 && stat(path_.c_str(), &named) == 0 ? kReplaced : 0;
 }
 
@@ -449,8 +444,8 @@ int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (n == 0) return 0;
   const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
   if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
-  // Deallocation is a hint (NVM command set, Dataset Management): a medium without it has
-  // succeeded.
+  // Deallocation is a hint (NVM command set, Dataset Management), so it succeeds on a medium that
+  // does not have it.
   return is_unavailable(errno) ? 0 : fail(errno, offset, n, failure);
 }
 
@@ -460,7 +455,7 @@ int FileStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);
   const int mode = FALLOC_FL_ZERO_RANGE | FALLOC_FL_KEEP_SIZE;
   if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
-  // Block devices answer EINVAL to a range that their sectors do not divide.
+  // Block devices return EINVAL for a range that is no multiple of their sectors.
   if (is_unavailable(errno) || errno == EINVAL) return zero_by_writing(offset, n, failure);
   return fail(errno, offset, n, failure);
 }

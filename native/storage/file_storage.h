@@ -1,15 +1,15 @@
 // A byte range of a file or block device as a namespace.
 //
-// Direct mode reads and writes past the page cache and hides its alignment rules: reads are
-// widened, pages that a write covers only in part go through the page cache instead. A page is
-// therefore never written in part by one path while the other holds it dirty. A read-only file may
-// name an existing mapping of itself, which then is the namespace's memory. A file that others cut
-// short is not made longer again: writes beyond its end fail.
+// With O_DIRECT, transfers bypass the page cache without alignment rules for the caller: reads are
+// widened, and the parts of pages at the ends of a write go through the page cache. So no page is
+// written in part by one path while the other has it dirty. For a read-only file, the caller may
+// pass an existing mapping, which then is the namespace's memory. If another process truncates the
+// file, writes beyond its end fail; they do not extend it again.
 //
-// A read-only file may be opened for both ways and change between them at any time: a transfer
-// keeps the way that it began with, and a direct read first writes back what others hold dirty. A
-// file that is written keeps its way. A page that a direct write has under way could else be
-// brought into the page cache as it was before, and stay.
+// A read-only file may be opened for both paths and switch between them at any time. A transfer
+// stays on the path on which it began. Before a direct read, the kernel writes dirty pages back. A
+// writable file never switches: the page cache could otherwise load a page while a direct write to
+// it is under way, and keep the old bytes.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@ class FileLock;
 class PageCacheWindow;
 class ReadCensus;
 
-// Alignment that direct I/O on a file needs, or why it is not possible.
+// The alignment that direct I/O on a file needs, or why it is not possible.
 struct DirectAlignment {
   uint32_t memory = 0;
   uint32_t offset = 0;
@@ -39,15 +39,15 @@ struct FileOptions {
   bool direct = false;
   uint64_t map_address = 0;   // of byte 0 of the file, or 0
   bool copies_cached = true;  // read what is in the page cache without system calls
-  bool lock = false;          // exclude others, as FileLock has it
-  std::string name = {};      // what messages call it; empty: its path
-  bool may_change = false;    // open both ways, so that `choose_direct` can change it
+  bool lock = false;          // exclude other users by a FileLock
+  std::string name = {};      // for messages; empty: the path
+  bool may_change = false;    // open for both paths, so that `choose_direct` can switch
 };
 
 class FileStorage final : public Storage {
  public:
-  // Throws OpenError when the file cannot serve the options or its lock is taken,
-  // invalid_argument when they conflict.
+  // Throws OpenError if the file cannot serve the options or its lock is taken, and
+  // invalid_argument if the options conflict.
   static std::shared_ptr<FileStorage> open(const std::string& path, const FileOptions& options);
   ~FileStorage() override;
 
@@ -67,11 +67,11 @@ class FileStorage final : public Storage {
   void collect_files(std::vector<int>& files) const override;
   Description describe() const override;
 
-  // Relaxed: either way reads the same bytes.
+  // Relaxed: both paths read the same bytes.
   bool direct() const { return direct_.load(std::memory_order_relaxed); }
-  // Figures of the reads, or null for a file that keeps its way.
+  // Statistics of the reads; null for a file that cannot switch.
   ReadCensus* census() const { return census_.get(); }
-  // Sends later reads past the page cache or through it. False: this file keeps its way.
+  // Makes later reads bypass the page cache, or use it. Returns false if this file cannot switch.
   bool choose_direct(bool direct);
   const std::string& path() const { return path_; }
   int fd() const { return fd_; }
@@ -96,7 +96,7 @@ class FileStorage final : public Storage {
   const int fd_;
   const int direct_fd_;
   const uint32_t alignment_;        // of direct reads
-  const uint32_t write_alignment_;  // of direct writes: at least a page, see the file's promise
+  const uint32_t write_alignment_;  // of direct writes: at least a page, see the top of this file
   const uint64_t file_offset_;
   const bool block_device_;
   const bool memory_file_system_;
@@ -104,14 +104,14 @@ class FileStorage final : public Storage {
   std::atomic<bool> direct_;
   std::unique_ptr<ReadCensus> census_;
   std::unique_ptr<PageCacheWindow> window_;  // null: every read is a system call
-  std::string window_refusal_;               // why there is none
-  std::unique_ptr<FileLock> lock_;           // null: nobody asked for it
+  std::string window_refusal_;               // why there is no window
+  std::unique_ptr<FileLock> lock_;           // null: not asked for
   std::atomic<bool> nowait_refused_{false};
   std::atomic<int64_t> refreshed_ns_{0};
   std::atomic<bool> written_{false};
 };
 
-// Blocking, complete transfers on a descriptor. Reads return ENODATA at the end of the file.
+// Blocking transfers of all bytes on a descriptor. Reads return ENODATA at the end of the file.
 int read_fully(int fd, void* data, size_t n, uint64_t offset);
 int write_fully(int fd, const void* data, size_t n, uint64_t offset);
 

@@ -22,14 +22,14 @@ namespace {
 
 static_assert(kLeased == EINPROGRESS);
 
-// File systems whose files are made when they are read.
+// File systems whose files are generated when they are read.
 constexpr std::array<long, 12> kPseudoFileSystems = {
     PROC_SUPER_MAGIC, SYSFS_MAGIC,    DEBUGFS_MAGIC,      TRACEFS_MAGIC,
     SECURITYFS_MAGIC, SELINUX_MAGIC,  CGROUP_SUPER_MAGIC, CGROUP2_SUPER_MAGIC,
     BPF_FS_MAGIC,     EFIVARFS_MAGIC, PSTOREFS_MAGIC,     0x62656570,  // configfs
 };
 
-// Null for what can be opened.
+// Why files of this mode are refused; null if they are not.
 const char* refusal_of(mode_t mode) {
   if (S_ISREG(mode) || S_ISBLK(mode)) return nullptr;
   if (S_ISDIR(mode)) return "is a directory, not a file";
@@ -48,14 +48,14 @@ class Opening {
 
   int open(int flags) {
     struct stat information;
-    // By name first: to open a device can have effects.
+    // By name first, because opening a device can have effects.
     if (stat(path_.c_str(), &information) != 0) refuse(errno);
     check_kind(information);
     fd_ = open_without_blocking(flags);
     if (fstat(fd_, &information) != 0) refuse(errno);
     check_kind(information);
     if (S_ISREG(information.st_mode)) check_contents(information);
-    // io_uring would answer EAGAIN for ever to a descriptor that does not block.
+    // With O_NONBLOCK set, io_uring would return EAGAIN again and again.
     const int kept = fcntl(fd_, F_GETFL);
     if (kept < 0 || fcntl(fd_, F_SETFL, kept & ~O_NONBLOCK) != 0) refuse(errno);
     return std::exchange(fd_, -1);
@@ -73,8 +73,9 @@ class Opening {
     }
   }
 
-  // A file that became a FIFO since we looked must not block us. A lease that another process
-  // holds on a file answers the same flag with EWOULDBLOCK, and is being taken back from then on.
+  // O_NONBLOCK, because the file may have become a FIFO since the look. With this flag, open(2)
+  // returns EWOULDBLOCK if another process has a lease on the file, which the kernel then begins to
+  // take back.
   int open_without_blocking(int flags) {
     int fd;
     do {
@@ -99,7 +100,7 @@ class Opening {
     }
   }
 
-  // Not one that somebody else has just begun to fill.
+  // False if another process has begun to write it since.
   bool is_still_empty() {
     struct stat information;
     return fstat(fd_, &information) == 0 && information.st_size == 0;

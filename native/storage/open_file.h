@@ -1,7 +1,7 @@
 // Opens regular files and block devices, and nothing else.
 //
-// A FIFO would block, a character device never ends, and a file of /proc has no size: each is
-// refused by name before it is opened, and again on the descriptor, which nobody can exchange.
+// A FIFO would block, a character device has no end, and a file of /proc has no size. Each is
+// refused by its name before it is opened, and again by its descriptor, which cannot be replaced.
 #pragma once
 
 #include <sys/stat.h>
@@ -12,7 +12,8 @@
 namespace fw::native {
 
 // Returns a descriptor that the caller closes; `flags` are added to those of open(2). Throws
-// OpenError. kLeased: a lease on the file is being taken back from another process; try again.
+// OpenError. Its error is kLeased while the kernel takes a lease on the file back from another
+// process: try again.
 inline constexpr int kLeased = 115;  // EINPROGRESS, which open(2) never gives
 int open_file(const std::string& path, bool writable, int flags = 0);
 

@@ -14,24 +14,26 @@
 #include <cstring>
 #include <ctime>
 
+#include "base/alignment.h"
 #include "base/fault_guard.h"
 
 namespace fw::native {
 namespace {
 
-// The least page of any machine, and so the most flags of a chunk.
+// The smallest page of any machine, which gives the most flags of a chunk.
 constexpr uint64_t kPageBytesMin = 4096;
 
-// Residency is looked up for this much at a time: 2 us of kernel time, 1 ms a GiB.
+// Residency is looked up for this much at a time. It costs 2 us of kernel time, or 1 ms for a GiB.
 constexpr uint64_t kChunkBytes = 2 << 20;
 
-// Memory pressure takes seconds to empty a page cache in use. A page that has gone since the look
-// is read by a fault: correct, but nobody else serves the queue pair meanwhile.
+// How long a look is valid. Memory pressure takes seconds to empty a page cache in use. A page that
+// was evicted since the look is read by a fault, which is correct, but the thread cannot serve the
+// queue pair meanwhile.
 constexpr int64_t kLookValidNs = 1'000'000'000;
 
 constexpr int64_t kGuardCheckNs = 1'000'000;
 
-// cachestat(2), Linux 6.5; older headers do not have it.
+// cachestat(2), since Linux 6.5; older headers do not declare it.
 constexpr long kCachestat = 451;
 struct CachestatRange {
   uint64_t offset, nbytes;
@@ -40,9 +42,9 @@ struct Cachestat {
   uint64_t cached, dirty, writeback, evicted, recently_evicted;
 };
 
-// File systems whose mappings and reads are the same pages and always up to date. Others, such as
-// those on a network, look for news from elsewhere when they are read, but not when a page that
-// is mapped is touched.
+// File systems on which mappings and reads use the same pages, which are always up to date. Network
+// file systems, for example, check for changes by other machines at a read, but not at an access to
+// a mapped page.
 constexpr std::array<long, 7> kLocalFileSystems = {
     0xEF53,      // ext2, ext3, ext4
     0x58465342,  // XFS
@@ -61,10 +63,7 @@ bool is_local(int fd) {
          kLocalFileSystems.end();
 }
 
-uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
-uint64_t round_up(uint64_t value, uint64_t unit) { return round_down(value + unit - 1, unit); }
-
-// Coarse: good to a few milliseconds, for a fifth of the price.
+// Accurate to a few milliseconds, for a fifth of the cost of the exact clock.
 int64_t coarse_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
@@ -126,13 +125,13 @@ bool PageCacheWindow::read(uint64_t offset, void* target, size_t n) {
   const uint64_t end = begin + n;
   if (!guard_holds(now) || !is_resident(begin, end, now)) return false;
   const CopyResult result = guarded_copy(target, map_ + (begin - map_offset_), n);
-  // Bytes past the end of a file that was cut short read as zeros as far as its last page goes.
+  // Behind the end of a truncated file, the rest of its last page reads as zeros.
   return result == CopyResult::kCopied ||
          (result == CopyResult::kEndsWithZero && has_size(fd_, end));
 }
 
 bool PageCacheWindow::guard_holds(int64_t now_ns) {
-  // Relaxed: two threads that both look do no harm.
+  // Relaxed: two threads may look at once.
   if (now_ns - guard_checked_ns_.load(std::memory_order_relaxed) >= kGuardCheckNs) {
     guard_checked_ns_.store(now_ns, std::memory_order_relaxed);
     guard_holds_.store(fault_guard_holds(), std::memory_order_relaxed);
@@ -146,7 +145,7 @@ bool PageCacheWindow::is_resident(uint64_t begin, uint64_t end, int64_t now_ns) 
     const uint64_t chunk = round_down(begin, kChunkBytes);
     const uint64_t chunk_end = chunk + kChunkBytes;
     const uint64_t stop = std::min(end, chunk_end);
-    // Relaxed: the mark says nothing about other memory.
+    // Relaxed: the mark orders no other memory.
     Seen& seen = seen_[(chunk - map_offset_) / kChunkBytes];
     if (seen.load(std::memory_order_relaxed) != second) {
       if (look(chunk, std::min(file_end_, chunk_end))) {

@@ -1,8 +1,9 @@
-// A file's bytes in the page cache, copied from a mapping instead of by system calls.
+// Reads bytes of a file that are in the page cache, from a mapping instead of by system calls.
 //
-// A read of 4 KiB by system call costs two to three times its copy. The window copies what is in
-// the page cache now, and says no to anything else: bytes that must be read from the disk, that the
-// file no longer has, or that fail. The caller then asks by system call, which waits or knows why.
+// A system call that reads 4 KiB takes two to three times as long as the copy. The window copies
+// only what is in the page cache. It refuses bytes that must be read from the disk, that the file
+// no longer has, or that fail. The caller then makes the system call, which waits or returns the
+// error.
 #pragma once
 
 #include <atomic>
@@ -15,15 +16,16 @@ namespace fw::native {
 
 class PageCacheWindow {
  public:
-  // Over [offset, offset + nbytes) of an open file; `fd` must outlive the window. Null when this
-  // cannot be done here, and `why` says why.
+  // A window on [offset, offset + nbytes) of an open file; `fd` must outlive it. Returns null and
+  // sets `why` if that is not possible.
   static std::unique_ptr<PageCacheWindow> open(int fd, uint64_t offset, uint64_t nbytes,
                                                std::string& why);
   ~PageCacheWindow();
   PageCacheWindow(const PageCacheWindow&) = delete;
   PageCacheWindow& operator=(const PageCacheWindow&) = delete;
 
-  // Copies `n` bytes at `offset` of the window. False: ask by system call; `target` holds anything.
+  // Copies `n` bytes at `offset` of the window. If it returns false, `target` is undefined, and the
+  // caller has to read by system call.
   bool read(uint64_t offset, void* target, size_t n);
 
  private:
@@ -44,8 +46,8 @@ class PageCacheWindow {
   const uint64_t file_end_;
   std::byte* const map_;
   const uint64_t map_offset_;  // of the map's first byte in the file
-  // Second, counted from 1, in which a chunk was last found whole in the page cache; 0: never.
-  // Allocated with calloc: of a very large file only the part in use costs memory.
+  // For each chunk the second, counted from 1, in which it was last found whole in the page cache;
+  // 0: never. From calloc, so for a very large file only the part in use costs memory.
   std::unique_ptr<Seen[], Free> seen_;
   std::atomic<int64_t> guard_checked_ns_{0};
   std::atomic<bool> guard_holds_{true};

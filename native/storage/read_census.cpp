@@ -9,21 +9,21 @@
 namespace fw::native {
 namespace {
 
-// Lines of the default size; a file of shorter ones fills the marks more, which costs precision.
+// The default size of a line. A file of shorter lines sets more marks, which costs precision.
 constexpr uint64_t kReadBytes = 4096;
 
-// Of short reads a sixteenth is noted, of longer ones a quarter: threads contend for the counters,
-// and a read of a cached line takes less time than that. Reads in order still leave several notes
-// in each chunk. Which reads is chosen by their place, so that one read again is noted again.
+// One short read of 16 is counted, and one longer read of four, because threads contend for the
+// counters for longer than a read of a cached line takes. Reads in order still count several times
+// in each chunk. The offset chooses the sample, so a repeated read is counted each time.
 constexpr uint32_t kShortSampleBits = 4;
 constexpr uint32_t kLongerSampleBits = 2;
 constexpr uint64_t kLongerBytes = 16 << 10;
 
-// Reads in one chunk, or from one into the next, are a stream. Twice what the kernel reads ahead by
-// default: threads that share a range take pieces of it in any order.
+// Reads in one chunk, or in a chunk and then the next, are a stream. A chunk is twice what the
+// kernel reads ahead by default, because threads that share a range read its parts in any order.
 constexpr uint32_t kChunkShift = 18;
 
-// A pause that is longer is the caller's.
+// A longer pause between reads is the caller's and does not count.
 constexpr int64_t kPauseNs = 1'000'000;
 
 uint32_t mark_bits_for(uint64_t file_nbytes, uint64_t marks) {
@@ -45,10 +45,10 @@ bool begins_with_zeros(uint64_t hash, uint32_t bits) {
 
 ReadCensus::ReadCensus(uint64_t file_nbytes) : mark_bits_(mark_bits_for(file_nbytes, kMarks)) {}
 
-// Everything is relaxed: the figures say nothing about other memory.
+// All accesses are relaxed: the figures order no other memory.
 void ReadCensus::note(uint64_t offset, uint64_t n, bool waited) {
   constexpr auto relaxed = std::memory_order_relaxed;
-  // Fibonacci hashing: the upper bits are mixed best.
+  // Fibonacci hashing, of which the upper bits are used.
   const uint64_t hash = (offset >> 9) * 0x9E3779B97F4A7C15;
   const uint32_t bits = sample_bits_for(n);
   if (!begins_with_zeros(hash, bits)) return;
@@ -120,8 +120,8 @@ ReadCensus::Figures ReadCensus::figures() const {
     found.busy_ns += shard.busy_ns.load(relaxed);
   }
   if (found.reads == 0) return found;
-  // Linear counting: of m marks, n different reads leave m * exp(-n / m) unset. One is left over
-  // when all are set, and the result is too small then.
+  // Linear counting: n different reads leave m * exp(-n / m) of m marks unset. If all are set,
+  // count one as unset; the result is then too small.
   const double unset = double(kMarks - std::min<uint64_t>(marked_.load(relaxed), kMarks - 1));
   const double different = -double(kMarks) * std::log(unset / kMarks) * std::exp2(mark_bits_);
   const double touched = different * double(found.nbytes) / double(found.reads);

@@ -1,8 +1,8 @@
-// What the reads of a file were like: how many bytes, how many of them again, how close together.
+// Statistics of the reads of a file: how many bytes, how many of them repeatedly, how close by.
 //
-// Whoever chooses between the page cache and O_DIRECT judges by these figures. Any thread notes
-// reads, and none waits for another. Most only look whether they belong to the sample, so the
-// figures are estimates: good to a few percent where many different places are read.
+// They decide between the page cache and O_DIRECT. Any thread notes reads, without waiting. Only a
+// sample of the reads is counted, so the figures are estimates, accurate to a few percent if many
+// different places are read.
 #pragma once
 
 #include <atomic>
@@ -15,10 +15,10 @@ class ReadCensus {
   struct Figures {
     uint64_t reads = 0;
     uint64_t nbytes = 0;
-    uint64_t waited_nbytes = 0;   // of them, those that were not in the page cache
+    uint64_t waited_nbytes = 0;   // those of them that were not in the page cache
     uint64_t near_reads = 0;      // reads close behind an earlier one
-    uint64_t touched_nbytes = 0;  // different bytes among those read
-    uint64_t busy_ns = 0;         // time in which reads came, without the pauses, of all threads
+    uint64_t touched_nbytes = 0;  // different bytes among them
+    uint64_t busy_ns = 0;         // time between reads of one shard, without pauses, summed
   };
 
   explicit ReadCensus(uint64_t file_nbytes);
@@ -33,7 +33,7 @@ class ReadCensus {
   static constexpr uint32_t kRecent = 8;
   static constexpr uint32_t kShards = 8;
 
-  // Of some threads, so that others seldom wait for its cache lines.
+  // The counters of some threads, so that threads seldom contend for a cache line.
   struct alignas(64) Shard {
     Counter reads{0};
     Counter nbytes{0};
@@ -42,7 +42,7 @@ class ReadCensus {
     Counter busy_ns{0};
     std::atomic<int64_t> last_ns{0};
     std::atomic<uint32_t> turn{0};
-    Counter recent[kRecent] = {};  // chunks that reads came to last, from 1
+    Counter recent[kRecent] = {};  // the chunks of the last reads, counted from 1
   };
 
   static Shard& own(Shard (&shards)[kShards]);
@@ -50,7 +50,7 @@ class ReadCensus {
   static void spend(Shard& shard, int64_t now_ns);
   void mark(uint64_t hash);
 
-  // Reads are marked whose hash begins with so many zero bits: a sample, smaller of a long file.
+  // Reads are marked whose hash begins with so many zero bits. A long file has a smaller sample.
   const uint32_t mark_bits_;
   Shard shards_[kShards];
   alignas(64) Counter marked_{0};

@@ -1,9 +1,9 @@
-// What holds a namespace's bytes: host memory, a file, a block device, or several of these.
+// Storages, which hold the bytes of a namespace: host memory, a file, a block device, or several.
 //
-// A storage is opened once, shared by any number of threads, and never throws on the I/O path:
-// calls return 0 or an errno value. `read` and `write` are blocking and complete. `resolve`
-// describes the same transfer as file pieces for an engine that submits them itself. A read of
-// bytes that the file no longer has returns ENODATA ("truncated"), never zeros.
+// Any number of threads share a storage. Calls on the I/O path never throw; they return 0 or an
+// errno value. `read` and `write` block and move all bytes. `resolve` describes the same transfer
+// as pieces of files, for an engine that submits them. A read of bytes that the file no longer has
+// returns ENODATA ("truncated"), never zeros.
 #pragma once
 
 #include <atomic>
@@ -22,16 +22,16 @@ namespace fw::native {
 
 class IoEngine;
 
-// Status of a read beyond the present end of a file that was longer when it was opened.
+// Status of a read beyond the end of a file that was longer when it was opened.
 inline constexpr int kTruncated = 61;  // ENODATA
 
-// Status of a flush of a file whose name another file has taken: what was written has none.
+// Status of a flush of a file that another file has replaced: what was written has no name.
 inline constexpr int kReplaced = 116;  // ESTALE
 
-// A status for people.
+// The text of a status, for people.
 std::string error_text(int error);
 
-// Status of a request outside of the storage: the caller's mistake, nothing was touched.
+// Status of a request outside of the storage. Nothing was read or written.
 inline constexpr int kOutOfRange = 34;  // ERANGE
 
 // Status of any use in a forked child, where the library's threads do not exist.
@@ -56,17 +56,17 @@ class OpenError : public std::runtime_error {
 // One contiguous part of a transfer in one file, or in host memory when `fd` is -1.
 struct Piece {
   int fd = -1;
-  int buffered_fd = -1;    // the same file through the page cache: finishes short direct transfers
+  int buffered_fd = -1;    // the same file through the page cache, for the rest of short transfers
   uint32_t alignment = 1;  // of memory, offset and length; 1 through the page cache
   uint32_t nbytes = 0;
-  uint32_t request_offset = 0;  // of this part inside the caller's buffer
+  uint32_t request_offset = 0;  // of this part in the caller's buffer
   uint64_t file_offset = 0;
   std::byte* memory = nullptr;
   const std::string* path = nullptr;
 };
 
-// The parts of one transfer. The bound keeps an in-flight command small and free of allocation: it
-// covers 2 MiB over 128 KiB stripes; a transfer with more parts takes the blocking calls.
+// The parts of one transfer. The bound keeps commands in flight small and free of allocation. It
+// allows 2 MiB over stripes of 128 KiB; blocking calls move a transfer of more parts.
 class PieceList {
  public:
   static constexpr uint32_t kCountMax = 16;
@@ -89,12 +89,12 @@ struct Request {
   uint64_t offset = 0;
   uint32_t nbytes = 0;
   bool is_write = false;
-  uint32_t turn = 0;            // spreads reads over replicas
-  uint32_t attempt = 0;         // 0, then 1.. after each failure of a replica
-  uint32_t request_offset = 0;  // added to every piece's own
+  uint32_t turn = 0;            // distributes reads over replicas
+  uint32_t attempt = 0;         // counts replicas that have failed
+  uint32_t request_offset = 0;  // added to that of every piece
 };
 
-// Facts about a storage for people, in order. Nested storages follow as children.
+// Facts for people, in order. `children` describes nested storages.
 struct Description {
   using Value = std::variant<std::string, uint64_t, bool>;
   std::vector<std::pair<std::string, Value>> facts;
@@ -115,40 +115,41 @@ class Storage {
   // Contiguous host memory that is the namespace, or null.
   virtual std::byte* mapped_base() const { return nullptr; }
 
-  // Bytes of the mapping that are known to be backed. Shrinks when a mapped file is truncated.
-  // Relaxed: a check that is up to a millisecond old is all that a mapping can promise.
+  // Bytes of the mapping that the file backs, at the last look. A mapping cannot give more than
+  // such a look, up to a millisecond old, so relaxed is enough.
   uint64_t backed_nbytes() const { return backed_nbytes_.load(std::memory_order_relaxed); }
 
-  // Whether the mapping belongs to a file that others may truncate.
+  // Whether other processes may truncate the mapped file.
   virtual bool mapping_can_shrink() const { return false; }
 
   // Looks again at the size of a mapped file, at most once a millisecond of `now_ns`.
   virtual void refresh_backing(int64_t now_ns) { (void)now_ns; }
 
-  // 0, or ENODATA when [offset, offset + n) of the mapping is not backed any more.
+  // Returns 0, or ENODATA if [offset, offset + n) of the mapping is not backed any more.
   virtual int validate(uint64_t offset, uint64_t n, IoFailure* failure = nullptr);
 
   virtual int read(uint64_t offset, void* data, size_t n, IoFailure* failure = nullptr) = 0;
   virtual int write(uint64_t offset, const void* data, size_t n, IoFailure* failure = nullptr) = 0;
 
-  // As `read` when no wait is needed; EAGAIN when the bytes are not in memory.
+  // As `read`, but returns EAGAIN instead of waiting for bytes that are not in memory.
   virtual int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure = nullptr) = 0;
 
-  // True when `write` only copies into memory or the page cache.
+  // Whether `write` only copies into memory or the page cache.
   virtual bool writes_inline() const = 0;
 
-  // Appends the parts of a transfer; false when there are more than a list can hold.
+  // Appends the parts of a transfer. Returns false if blocking calls have to move it, because it
+  // has too many parts or would fail.
   virtual bool resolve(const Request& request, PieceList& pieces) = 0;
 
-  // Appends one piece for each file that `flush` must synchronise.
+  // Appends one piece for each file that `flush` has to synchronise.
   virtual bool resolve_flush(PieceList& pieces) = 0;
 
-  // How many copies a read can be tried on.
+  // How many replicas can serve a read.
   virtual uint32_t replica_count() const { return 1; }
 
   virtual int flush(IoFailure* failure = nullptr) = 0;
 
-  // Makes completed writes of [offset, offset + n) durable, and perhaps others (FUA).
+  // Makes completed writes of [offset, offset + n) durable (FUA), and possibly other writes too.
   virtual int flush_range(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) {
     (void)offset;
     (void)n;
@@ -161,7 +162,7 @@ class Storage {
   // Appends every descriptor that `resolve` may name.
   virtual void collect_files(std::vector<int>& files) const { (void)files; }
 
-  // May wrap the engine of a queue pair before it is used, to see what goes to its files.
+  // May wrap the engine of a queue pair before its first use, to see operations on its files.
   virtual std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine);
 
   virtual Description describe() const = 0;
@@ -170,7 +171,7 @@ class Storage {
   Storage(uint64_t nbytes, bool writable)
       : nbytes_(nbytes), writable_(writable), backed_nbytes_(nbytes) {}
 
-  // 0, or the status of a request that must not reach the medium.
+  // Return 0, or the status of a request that must not reach the medium.
   int check_range(uint64_t offset, uint64_t n) const;
   int check_write(uint64_t offset, uint64_t n) const;
 
@@ -183,27 +184,8 @@ class Storage {
   ForkGuard fork_guard_;
 };
 
-// Host memory. The caller keeps [address, address + nbytes) alive for as long as the storage.
-class MemoryStorage final : public Storage {
- public:
-  MemoryStorage(void* address, uint64_t nbytes, bool writable);
-
-  std::byte* mapped_base() const override { return base_; }
-  int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
-  int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
-  int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
-  bool writes_inline() const override { return true; }
-  bool resolve(const Request& request, PieceList& pieces) override;
-  bool resolve_flush(PieceList&) override { return true; }
-  int flush(IoFailure*) override { return in_forked_child() ? kForked : 0; }
-  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
-  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
-  Description describe() const override;
-
- private:
-  std::byte* const base_;
-  const std::string name_ = "host memory";
-};
+// The storage; throws invalid_argument for null.
+std::shared_ptr<Storage> require_storage(std::shared_ptr<Storage> storage);
 
 // Monotonic time in nanoseconds.
 int64_t monotonic_ns();

@@ -17,8 +17,8 @@ uint64_t mix(uint64_t value) {
 
 double to_unit_interval(uint64_t bits) { return double(bits >> 11) * 0x1p-53; }
 
-bool meets(const FaultRule& rule, FaultOperation operation, uint64_t number, uint64_t offset,
-           uint64_t nbytes) {
+bool applies(const FaultRule& rule, FaultOperation operation, uint64_t number, uint64_t offset,
+             uint64_t nbytes) {
   if (rule.operation != FaultOperation::kAny && rule.operation != operation) return false;
   if (!rule.numbers.empty() &&
       std::find(rule.numbers.begin(), rule.numbers.end(), number) == rule.numbers.end()) {
@@ -50,7 +50,7 @@ Fault FaultPlan::next(FaultOperation operation, uint64_t offset, uint64_t nbytes
     const FaultRule& rule = rules_[i];
     const uint64_t number =
         rule.operation == FaultOperation::kAny ? total : counts_[size_t(operation)];
-    if (!meets(rule, operation, number, offset, nbytes)) continue;
+    if (!applies(rule, operation, number, offset, nbytes)) continue;
     const uint64_t draw = mix(mix(mix(seed_) ^ i) ^ number);
     if (to_unit_interval(draw) >= rule.probability) continue;
     ++hits_[i];

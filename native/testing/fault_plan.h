@@ -1,8 +1,8 @@
-// Decides which operations of a storage fail, and how: rules, a seed and counters.
+// Decides which operations of a storage fail, and how, by rules, a seed and counters. For tests.
 //
-// For tests of what lies above a storage. Whether operation number k meets a rule depends on the
-// seed, the rule and k alone, so a run in which operations come in the same order fails in the same
-// way. Any thread may ask; one lock guards the counters.
+// Whether a rule applies to operation number k depends only on the seed, the rule and k. So runs
+// with the same order of operations fail in the same way. Any thread may call; one lock guards the
+// counters.
 #pragma once
 
 #include <array>
@@ -18,12 +18,12 @@ inline constexpr size_t kFaultOperations = size_t(FaultOperation::kAny);
 
 enum class FaultKind : uint8_t {
   kNone,
-  kError,  // nothing is transferred, `error` is returned
-  kTorn,   // a part of a write lands, then EIO
-  kShort,  // the kernel transfers a part and says so; whoever asked goes on
-  kDelay,  // it takes `delay_us` longer
-  kFlip,   // a bit of what is read is wrong
-  kHang,   // no answer until the controller stops
+  kError,  // transfers nothing and returns `error`
+  kTorn,   // writes a part, then returns EIO
+  kShort,  // the kernel transfers a part and returns its length; the caller continues
+  kDelay,  // takes `delay_us` longer
+  kFlip,   // changes a bit of what is read
+  kHang,   // gives no result until the controller stops
 };
 
 struct FaultRule {
@@ -32,12 +32,12 @@ struct FaultRule {
   int error = 0;
   uint64_t delay_us = 0;
   double probability = 1;
-  std::vector<uint64_t> numbers;  // from 1 on, counted per operation; empty: all
-  uint64_t first = 0;             // operations that touch [first, last) of the namespace
+  std::vector<uint64_t> numbers;  // from 1, counted for each kind of operation; empty: all
+  uint64_t first = 0;             // operations on bytes of [first, last) of the namespace
   uint64_t last = ~uint64_t(0);
 };
 
-// What shall happen to one operation. `draw` are random bits for what is left to choose.
+// The fault of one operation. `draw` has random bits, for example for the length of a part.
 struct Fault {
   FaultKind kind = FaultKind::kNone;
   int error = 0;
@@ -49,17 +49,17 @@ class FaultPlan {
  public:
   FaultPlan(uint64_t seed, std::vector<FaultRule> rules);
 
-  // Takes the place of seed and rules; counting starts again.
+  // Replaces seed and rules, and starts to count again.
   void replace(uint64_t seed, std::vector<FaultRule> rules);
 
-  // Counts an operation on [offset, offset + nbytes) and says what the first rule that it meets
-  // wants.
+  // Counts an operation on [offset, offset + nbytes). Returns the fault of the first rule that
+  // applies.
   Fault next(FaultOperation operation, uint64_t offset, uint64_t nbytes);
 
-  // How many operations each rule has hit, in the order of the rules, since `replace`.
+  // How often each rule has applied since `replace`, in the order of the rules.
   std::vector<uint64_t> hits() const;
 
-  // How many operations of each kind were counted since `replace`.
+  // How many operations of each kind there were since `replace`.
   std::array<uint64_t, kFaultOperations> operations() const;
 
  private:
@@ -70,7 +70,7 @@ class FaultPlan {
   std::array<uint64_t, kFaultOperations> counts_ = {};
 };
 
-// Whether the kernel answers so for reasons of its own and the operation shall be tried again.
+// Whether an operation with this error must be tried again.
 bool is_transient(int error);
 
 // How many of `nbytes` a torn or short transfer moves: whole units, fewer than all.

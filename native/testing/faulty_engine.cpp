@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
-// Parts that a buffered transfer may stop at, and one that bypasses the page cache.
+// A buffered transfer may stop between sectors; one that bypasses the page cache, between pages.
 constexpr uint64_t kSectorBytes = 512;
 constexpr uint64_t kPageBytes = 4096;
 
@@ -39,7 +39,7 @@ Fault FaultyEngine::next_fault(const IoOperation& operation) {
   if (operation.kind == IoOperation::Kind::kSync) {
     return plan_->next(FaultOperation::kFlush, 0, file_->nbytes());
   }
-  // A widened direct read may begin before the namespace does.
+  // A widened direct read may begin before the namespace.
   const uint64_t base = file_->file_offset();
   const uint64_t offset = operation.offset > base ? operation.offset - base : 0;
   return plan_->next(operation_of(operation.kind), offset, operation.nbytes);

@@ -1,7 +1,7 @@
-// An I/O engine whose operations on one file fail, stop short, hang or come late as a plan says.
+// An I/O engine that makes operations on one file fail, stop short, hang or come late, by a plan.
 //
-// Wraps the engine of a queue pair; operations on other files pass. Like every engine it is used by
-// one thread at a time.
+// It wraps the engine of a queue pair. Operations on other files pass unchanged. One thread at a
+// time, as for every engine.
 #pragma once
 
 #include <memory>
@@ -25,7 +25,7 @@ class FaultyEngine final : public IoEngine {
   void cancel_all() override;
 
  private:
-  // What is done to the result of an operation that the inner engine runs.
+  // How to change the result of an operation that the inner engine runs.
   struct Change {
     Fault fault;
     IoOperation operation;

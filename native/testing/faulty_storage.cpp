@@ -10,13 +10,8 @@
 namespace fw::native {
 namespace {
 
-// What a torn write leaves whole: a sector of a drive.
+// A torn write is torn between sectors of a drive.
 constexpr uint64_t kSectorBytes = 512;
-
-std::shared_ptr<Storage> require_storage(std::shared_ptr<Storage> storage) {
-  if (storage == nullptr) throw std::invalid_argument("the storage is None");
-  return storage;
-}
 
 void flip_bit(void* data, uint64_t draw, size_t n) {
   if (n == 0) return;
@@ -50,7 +45,7 @@ int FaultyStorage::with_fault(FaultOperation operation, uint64_t offset, uint64_
   const Fault fault = plan_->next(operation, offset, n);
   switch (fault.kind) {
     case FaultKind::kError:
-      // A storage goes on by itself where it was interrupted: its callers never see that.
+      // A storage retries after a transient error: its callers never see one.
       return is_transient(fault.error) ? act(fault) : fail(fault.error, offset, n, failure);
     case FaultKind::kHang:
       return fail(ETIMEDOUT, offset, n, failure);

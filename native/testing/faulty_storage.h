@@ -1,8 +1,8 @@
-// A storage that fails as a plan says, around one that does not. For tests.
+// A storage for tests that wraps another one and adds the faults of a plan.
 //
-// It hands everything on, and has no mapping, so that nothing passes it by. Around a file it lets
-// the controller use its I/O engine, and the faults happen there (FaultyEngine); around anything
-// else, or when told so, every transfer is a blocking call and the faults happen here.
+// It has no mapping, so all accesses pass through it. Around a file, the controller uses its I/O
+// engine, and a FaultyEngine adds the faults. Around other storages, or if `blocking`, every
+// transfer is a blocking call, and this class adds the faults.
 #pragma once
 
 #include <cerrno>
@@ -25,7 +25,7 @@ class FaultyStorage final : public Storage {
   int validate(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
-  // Always "not in memory": an operation that is tried twice would be counted twice.
+  // Always "not in memory", because an operation that is tried twice would be counted twice.
   int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
   bool writes_inline() const override { return false; }
   bool resolve(const Request& request, PieceList& pieces) override;
@@ -38,7 +38,7 @@ class FaultyStorage final : public Storage {
   Description describe() const override;
 
  private:
-  // Runs act(), or does what the plan wants in its place.
+  // Runs act(fault), or fails in its place, as the plan says.
   template <typename Act>
   int with_fault(FaultOperation operation, uint64_t offset, uint64_t n, IoFailure* failure,
                  Act act);

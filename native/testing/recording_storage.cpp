@@ -5,14 +5,6 @@
 #include <cerrno>
 
 namespace fw::native {
-namespace {
-
-std::shared_ptr<Storage> require_storage(std::shared_ptr<Storage> storage) {
-  if (storage == nullptr) throw std::invalid_argument("the storage is None");
-  return storage;
-}
-
-}  // namespace
 
 RecordingStorage::RecordingStorage(std::shared_ptr<Storage> inner, uint64_t data_nbytes_max)
     : Storage(require_storage(inner)->nbytes(), inner->writable()),
@@ -31,14 +23,12 @@ void RecordingStorage::clear() {
 }
 
 void RecordingStorage::mark(uint64_t label) {
-  Event event{Kind::kMark};
-  event.offset = label;
-  record(std::move(event), [] { return 0; });
+  record({.kind = Kind::kMark, .offset = label}, [] { return 0; });
 }
 
 template <typename Act>
 int RecordingStorage::record(Event event, Act act) {
-  // Before the lock: a flush that had to wait for a write was not asked for after it.
+  // Before the lock: a flush that waits for a write here began before the write ended.
   event.begin = clock_.fetch_add(1, std::memory_order_seq_cst);
   const std::lock_guard guard(lock_);
   const int status = act();
@@ -68,42 +58,34 @@ int RecordingStorage::write(uint64_t offset, const void* data, size_t n, IoFailu
     }
   }
   const auto* bytes = static_cast<const std::byte*>(data);
-  Event event{Kind::kWrite};
-  event.offset = offset;
-  event.nbytes = n;
+  Event event{.kind = Kind::kWrite, .offset = offset, .nbytes = n};
   event.data.assign(bytes, bytes + n);
-  // From the copy: the other side may change its buffer while it is read.
+  // From the copy, because the caller's buffer may change meanwhile.
   const std::byte* copy = event.data.data();
   return record(std::move(event), [=, this] { return inner_->write(offset, copy, n, failure); });
 }
 
 int RecordingStorage::flush(IoFailure* failure) {
   if (in_forked_child()) return kForked;
-  return record(Event{Kind::kFlush}, [&] { return inner_->flush(failure); });
+  return record({.kind = Kind::kFlush}, [&] { return inner_->flush(failure); });
 }
 
 int RecordingStorage::flush_range(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_range(offset, n)) return status;
-  Event event{Kind::kFlushRange};
-  event.offset = offset;
-  event.nbytes = n;
-  return record(std::move(event), [&] { return inner_->flush_range(offset, n, failure); });
+  return record({.kind = Kind::kFlushRange, .offset = offset, .nbytes = n},
+                [&] { return inner_->flush_range(offset, n, failure); });
 }
 
 int RecordingStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
-  Event event{Kind::kDiscard};
-  event.offset = offset;
-  event.nbytes = n;
-  return record(std::move(event), [&] { return inner_->discard(offset, n, failure); });
+  return record({.kind = Kind::kDiscard, .offset = offset, .nbytes = n},
+                [&] { return inner_->discard(offset, n, failure); });
 }
 
 int RecordingStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
-  Event event{Kind::kWriteZeroes};
-  event.offset = offset;
-  event.nbytes = n;
-  return record(std::move(event), [&] { return inner_->write_zeroes(offset, n, failure); });
+  return record({.kind = Kind::kWriteZeroes, .offset = offset, .nbytes = n},
+                [&] { return inner_->write_zeroes(offset, n, failure); });
 }
 
 Description RecordingStorage::describe() const {

@@ -1,9 +1,8 @@
-// A storage that keeps every change with its bytes and its order, around one that is changed.
+// A storage that wraps another one and records every change, with its bytes and its order.
 //
-// For tests of what a power cut leaves behind. Every transfer is a blocking call, and changes are
-// made one at a time, so the order in the record is the order in which they reached the medium.
-// `begin` and `end` are ticks of one clock: what ended before a flush began is what that flush made
-// durable.
+// For tests of what a power cut may leave. Every transfer is a blocking call, and changes are made
+// one at a time, so the record has the order in which they reached the medium. `begin` and `end`
+// are ticks of one clock: a flush makes durable what ended before it began.
 #pragma once
 
 #include <atomic>
@@ -32,11 +31,11 @@ class RecordingStorage final : public Storage {
   // Holds at most `data_nbytes_max` bytes of writes; further ones fail with ENOMEM.
   RecordingStorage(std::shared_ptr<Storage> inner, uint64_t data_nbytes_max);
 
-  // A copy of what happened since the storage was made or `clear` was called.
+  // A copy of the events since the storage was made or `clear` was called.
   std::vector<Event> events() const;
   void clear();
 
-  // Puts a label between the events, such as "version 3 is committed".
+  // Adds a label to the events, such as "version 3 is committed".
   void mark(uint64_t label);
 
   int validate(uint64_t offset, uint64_t n, IoFailure* failure) override;
@@ -53,7 +52,7 @@ class RecordingStorage final : public Storage {
   Description describe() const override;
 
  private:
-  // Runs act() alone and appends `event` with its times and its outcome.
+  // Runs act(), one at a time, and appends `event` with its times and its result.
   template <typename Act>
   int record(Event event, Act act);
 

@@ -117,7 +117,7 @@ FW_KERNEL sum_by_blocks(fw::array<const uint32_t> data, uint64_t* sum) {
 template <typename T>
 FW_DEVICE void count_into(const fw::array<T>& bins, const uint32_t* which, uint64_t n) {
   for (uint64_t k = thread_index(); k < n; k += thread_count()) {
-    fw::atomic_add(bins, which[k], T(1));
+    bins.atomic_add(which[k], T(1));
   }
 }
 FW_KERNEL count_int(fw::array<int32_t> bins, const uint32_t* which, uint64_t n) {
@@ -136,7 +136,7 @@ FW_KERNEL count_double(fw::array<double> bins, const uint32_t* which, uint64_t n
 FW_KERNEL read_blocks(fw::array<const uint32_t> data, const uint64_t* starts, uint64_t n,
                       uint64_t length, uint32_t* out, uint32_t* failures) {
   for (uint64_t k = thread_index(); k < n; k += thread_count()) {
-    fw::token t = fw::async_issue(data.elements(starts[k], length), out + k * length);
+    fw::token t = data.read_async(starts[k], length, out + k * length);
     while (k % 2 == 0 && !t.done()) fw::base::pause(100);
     if (t.wait() != fw::nvme::kSuccess || t.wait() != t.status()) fw::atomic::add(failures, 1u);
   }
@@ -144,9 +144,9 @@ FW_KERNEL read_blocks(fw::array<const uint32_t> data, const uint64_t* starts, ui
 FW_KERNEL write_blocks(fw::array<uint32_t> data, const uint64_t* starts, uint64_t n,
                        uint64_t length, const uint32_t* in, uint32_t* failures) {
   for (uint64_t k = thread_index(); k < n; k += thread_count()) {
-    fw::token t = fw::async_issue(in + k * length, data.elements(starts[k], length));
+    fw::token t = data.write_async(starts[k], length, in + k * length);
     if (t.wait() != fw::nvme::kSuccess) fw::atomic::add(failures, 1u);
-    t = fw::async_issue(data.elements(starts[k], length), fw::to_storage());
+    t = data.write_back(starts[k], length);
     if (k % 3 == 0 && t.wait() != fw::nvme::kSuccess) fw::atomic::add(failures, 1u);
   }
 }

@@ -1,12 +1,12 @@
-// What one command without data costs the controller's thread.
+// The cost of one command without data for the controller's thread.
 //
-// `alone`: one thread rings whole queues and then serves them, so caches are warm and nobody
-// disturbs: the cost of the instructions. `fed`: a second thread plays the device, as fast as it
-// can; every ring line then crosses between cores, as it does when a GPU writes them over PCIe.
+// `alone`: one thread rings whole queues and then serves them with warm caches, which measures the
+// instructions. `fed`: a second thread acts as the device, as fast as it can. Every line of the
+// rings then crosses between cores, as if a GPU wrote it over PCIe.
 // `modelled`: alone, with completions held for a modelled drive of 64 units.
 // `cached`: 4 KiB reads of a file in the page cache, against the same reads by plain pread().
 // Expected: 5 ns alone, 11 ns fed (90 M commands/s), 30 ns modelled, a pread and 5 % cached. Prints
-// all; fails when alone, fed or modelled take ten times that.
+// all; fails if alone, fed or modelled take ten times that.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -22,6 +22,7 @@
 #include "flashwarp/nvme/command.cuh"
 #include "nvme/software/software_controller.h"
 #include "storage/file_storage.h"
+#include "storage/memory_storage.h"
 
 using namespace fw::native;
 namespace nvme = fw::nvme;

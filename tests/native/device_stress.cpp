@@ -1,11 +1,11 @@
-// Device threads on one small page cache, for the sanitizers: loads, stores, prefetches, cursors.
+// For the sanitizers: device threads on one small cache load, store, prefetch and use cursors.
 //
-// Two arrays share a cache of a few frames and rings of a few entries, so that nearly every access
+// Two arrays share a cache of a few frames and rings of a few entries, so nearly every access
 // evicts, writes back or waits. Each element has one thread that stores to it, and its value names
-// the element and a version: a reader checks that the value belongs there, is no older than what
-// its writer had finished before, and never goes backwards. Each round ends with a flush, after
-// which the storage must hold every last value. FLASHWARP_STRESS_SECONDS is the budget (default 5);
-// prints the seed, and the first argument replays one.
+// the element and a version. A reader checks that the value belongs to the element, is no older
+// than the last store that had finished, and never goes backwards. Each round ends with a flush,
+// after which the storage must have every last value. FLASHWARP_STRESS_SECONDS is the budget
+// (default 5). Prints the seed; the first argument replays one.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -75,8 +75,8 @@ uint64_t value_of(uint32_t array, uint64_t element, uint32_t version) {
   return uint64_t(array + 1) << 56 | element << 32 | version;
 }
 
-// Accesses of one element that give others time to take the frame away meanwhile: a real access is
-// over in nanoseconds, which few machines ever interrupt.
+// Accesses of one element that are slow, so that other threads can evict the line meanwhile: a real
+// access takes nanoseconds, in which a thread is seldom interrupted.
 struct SlowLoad {
   static constexpr bool kStores = false;
   uint64_t offset;
@@ -130,7 +130,8 @@ class Rig {
 
   Controllers& controllers() { return controllers_; }
 
-  // One thread's part of a round. `seen` holds what this thread has met of each element.
+  // One thread's part of a round. `seen` has the latest version that this thread saw of each
+  // element.
   void use(uint32_t thread, uint32_t operations, uint32_t seed) {
     std::mt19937 random(seed * kThreads + thread);
     std::vector<uint32_t> seen[kArrays];

@@ -17,7 +17,7 @@
 #include "base/host_memory.h"
 #include "flashwarp/array.cuh"
 #include "nvme/software/software_controller.h"
-#include "storage/storage.h"
+#include "storage/memory_storage.h"
 
 namespace fw::stress {
 
@@ -44,8 +44,8 @@ class Arena {
   std::deque<native::HostMemory> blocks_;
 };
 
-// Makes `q` a queue pair over `data`, and returns what its controller is told of it. Bounce buffers
-// are added to `regions`.
+// Makes `q` a queue pair over `data`, and returns its addresses for the controller. Adds bounce
+// buffers to `regions`.
 inline native::QueuePairAddresses make_queue_pair(Arena& arena, nvme::queue_pair& q, uint16_t id,
                                                   uint32_t depth_log2, const void* data,
                                                   uint32_t line_bytes, uint32_t path,

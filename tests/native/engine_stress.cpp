@@ -1,11 +1,10 @@
-// Submitters, controller threads and helping waiters on the same queue pairs, for the sanitizers.
+// For the sanitizers: submitters, controller threads and helping waiters on the same queue pairs.
 //
-// Each submitter owns some rings and a part of the namespace, writes patterns that carry their
+// Each submitter owns some rings and a part of the namespace, writes patterns that contain their
 // place and version, reads them back and checks every byte. While it waits it serves the
 // controller, as waiting device threads do. Every kind of storage, both I/O engines and modelled
-// drives get a turn; the controller is stopped and started again in between.
-// FLASHWARP_STRESS_SECONDS is shared out among them. Prints the seed; the first argument replays
-// one.
+// drives are tested in turn, and the controller stops and starts again in between.
+// FLASHWARP_STRESS_SECONDS is divided among them. Prints the seed; the first argument replays one.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -26,6 +25,7 @@
 #include "nvme/software/software_controller.h"
 #include "storage/composite_storage.h"
 #include "storage/file_storage.h"
+#include "storage/memory_storage.h"
 #include "testing/fault_plan.h"
 #include "testing/faulty_storage.h"
 

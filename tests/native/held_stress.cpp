@@ -1,8 +1,8 @@
 // The wheel of held completions against a sorted list, over random times and steps of the clock.
 //
-// Each entry comes out once, with what it was given, never before its time, and at the first look a
-// tick (256 ns) after it at the latest; the next time that the wheel names is never past an entry's
-// time to come out. Prints the seed; the first argument replays one.
+// Each entry is released once, unchanged, never before its time, and at the latest at the first
+// look one tick (256 ns) after it. The wheel's next time is never past an entry's release. Prints
+// the seed; the first argument replays one.
 #include <cstdio>
 #include <cstdlib>
 #include <map>

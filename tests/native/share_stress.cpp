@@ -1,10 +1,10 @@
-// Threads that keep lines in buffers of their own, for the sanitizers: owners, users, and readers
-// and writers who hold nothing, on a share table of a few entries over a cache of a few frames.
+// For the sanitizers: threads keep lines in their own buffers. Owners, users, and readers and
+// writers that hold no line, on a share table of a few entries over a cache of a few frames.
 //
-// Each element has one thread that stores to it, and its value names the element and a version: a
-// reader checks that the value belongs there, is no older than what its writer had finished before,
-// and never goes backwards. In between, plain loads of the same lines bring them into the cache and
-// push them out. At the end the table is empty and the storage holds every last value.
+// Each element has one thread that stores to it, and its value names the element and a version. A
+// reader checks that the value belongs to the element, is no older than the last store that had
+// finished, and never goes backwards. Meanwhile, plain loads fill and evict the same lines. At the
+// end the table is empty and the storage has every last value.
 // FLASHWARP_STRESS_SECONDS is the budget (default 5); the first argument replays a seed.
 #include <algorithm>
 #include <atomic>

@@ -1,9 +1,9 @@
-// Threads read a page-cached file in place while it is cut short, for the sanitizers. Where the
-// file system has O_DIRECT, the way of the reads changes meanwhile.
+// For the sanitizers: threads read a file in the page cache in place while it is truncated. If the
+// file system has O_DIRECT, the reads switch between the page cache and O_DIRECT meanwhile.
 //
-// No byte of the file is zero, so a read that succeeds must bring no zero; a read of bytes that are
-// still there must not fail for good. FLASHWARP_STRESS_SECONDS bounds the time; the seed is
-// printed, and the first argument replays one.
+// No byte of the file is zero, so a read that succeeds must return no zero, and a read of bytes
+// that are still there must succeed in the end. FLASHWARP_STRESS_SECONDS bounds the time. Prints
+// the seed; the first argument replays one.
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// Stacks, and switching between them: what a fibre is to the processor.
+// Stacks and switches between them, of which fibres are made.
 //
 // A stack has a page without access below it, so that an overflow is a fault and not a puzzle.
 // On x86-64 a switch saves the six registers that a call preserves; elsewhere ucontext does it.

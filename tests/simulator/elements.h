@@ -1,4 +1,4 @@
-// The elements of a machine's volume, with a history that says what each load may have seen.
+// The elements of a machine's volume, with a history that checks each load.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ class Elements {
   const fw::array<T>& array() const { return array_; }
   uint32_t length() const { return uint32_t(array_.length); }
 
-  // An element of any line, at one of three places in it, so that threads meet.
+  // An element of any line, at one of three places in it, so that threads use the same elements.
   uint32_t pick(Random& random) const {
     constexpr uint32_t kPerLine = kLineBytes / sizeof(T);
     const uint32_t line = random.below(machine_.shape().lines);
@@ -54,7 +54,7 @@ class Elements {
     note(verb, i);
     const uint32_t operation = history_.begin(i, false, 0, first_value(i));
     const T value = read(i);
-    // A failed transfer yields T(), which is nobody's value.
+    // A failed transfer yields T(), which no store has.
     if (value == T() && !machine_.faulty()) scheduler.fail("a load failed without a fault");
     history_.end(operation, value, value != T());
     check_owner(i, value);
@@ -108,7 +108,7 @@ class Elements {
   // After each launch, before anything else.
   void check() { history_.check(); }
 
-  // Between launches, at rest and with no line of ours cached: somebody else changes the storage.
+  // Changes the storage, as another program would. Between launches, while no line is cached.
   void restart() {
     history_.restart();
     for (uint32_t i = 0; i < length(); ++i) {
@@ -148,7 +148,7 @@ class Elements {
   const fw::array<T> array_;
   History history_;
   std::vector<uint32_t> versions_;
-  std::vector<uint32_t> initial_;  // versions that were in the storage before anybody stored
+  std::vector<uint32_t> initial_;  // versions in the storage before the first store
 };
 
 }  // namespace fw::simulator

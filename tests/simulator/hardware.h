@@ -1,5 +1,5 @@
-// What a machine is made of: a page cache in shared memory, its volumes, their queues, controllers
-// and disks. Real structures and queue servers, laid out as `Shape` says; nothing runs here.
+// The parts of a machine: a cache in shared memory, its volumes, their queues, controllers and
+// disks. They are the real structures and queue servers, laid out by a `Shape`. Nothing runs here.
 #pragma once
 
 #include <memory>
@@ -114,9 +114,9 @@ class Hardware {
   }
   // Whether accesses may fail in this run.
   bool faulty() const { return !spared_ && (run_.faults.errors != 0 || may_time_out()); }
-  // Whether what waits are for may never come.
+  // Whether waits may have no end but their time limit.
   bool may_time_out() const { return run_.faults.stop_after != 0 || run_.faults.loses_host(); }
-  // What fails are commands that another replica answers: no access may.
+  // Whether only commands fail that another replica answers, so that no access may fail.
   void spare_accesses() { spared_ = true; }
   // Whether a controller was given up: nothing on its queues can be expected any more. Or a wait
   // for a line of replicas, which is marked apart: flushes of the volume do not wait any more.
@@ -228,9 +228,9 @@ class Hardware {
     return line_begin + shape_.lines;
   }
 
-  // A read that was given up is done late, beside a write of the same block that was read from
-  // another replica meanwhile. Nobody looks at what it finds. A write that was given up keeps its
-  // line from being written again, so two writes are never beside each other.
+  // A read that was given up may run late, beside a write of the same block, which was read from
+  // another replica meanwhile. Its data is not used. A write that was given up keeps its line from
+  // being written again, so two writes never run beside each other.
   static bool has_given_up(const void* entry) {
     const auto& v = *static_cast<const cache::volume*>(entry);
     for (uint32_t q = 0; q < v.queue_count; ++q) {

@@ -38,7 +38,7 @@ void History::end(uint32_t operation, uint64_t value, bool happened) {
   o.end = scheduler.accesses();
   if (memory.weak()) {
     o.time_end = memory.own_time(o.fibre);
-    // What comes after is not covered by what others learn of this.
+    // Later operations do not happen before what other fibres learn from this one.
     memory.snapshot(o.fibre);
   }
   if (!o.is_store) o.value = value;

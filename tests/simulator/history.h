@@ -1,10 +1,9 @@
-// What loads and stores of array elements returned, and whether that is possible.
+// The history of loads and stores of array elements, and whether it is possible.
 //
-// Each store has a value of its own. In `sc` mode an element is a register, and its history must be
+// Each store has a unique value. In `sc` mode an element is a register, and its history must be
 // linearizable over the steps at which operations began and ended (Gibbons and Korach's zones). In
-// `weak` mode a load must not return a value that it knows to be overwritten: a store that the
-// value's own store happened before, and that happened before the load. Then there are no values
-// from elsewhere, and none that nobody stored.
+// `weak` mode a load must not return the value of a store if another store happened after that
+// store and before the load. In both modes every loaded value was stored to that element.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +17,20 @@ class History {
  public:
   explicit History(std::string name) : name_(std::move(name)) {}
 
-  // Around the operation, on its fibre. Returns its number. `initial` is what the element holds
-  // before its first operation. A `loose` one was done by several threads together: it knows
-  // nothing of what others did before, nor they of it.
+  // Call begin and end around the operation, on its fibre. Returns its number. `initial` is the
+  // element's value before its first operation. A `loose` operation is the work of several threads
+  // together: nothing happens before it or after it.
   uint32_t begin(uint32_t element, bool is_store, uint64_t value, uint64_t initial,
                  bool loose = false);
-  // `happened` is false for what failed: a load without a value, a store that may or may not be.
+  // `happened` is false if it failed: a load without a value, or a store that may or may not be
+  // done.
   void end(uint32_t operation, uint64_t value, bool happened);
 
   // Right after a launch: throws Failure.
   void check();
-  // After a flush: `value` is what the storage holds, and where the next launch begins.
+  // After a flush: `value` is the storage's, with which the next launch begins.
   void settle(uint32_t element, uint64_t value);
-  // Forgets all elements: what follows begins with other values.
+  // Forgets all elements, because their values change without operations.
   void restart() { registers_.clear(); }
   std::vector<uint32_t> touched() const;
   uint64_t operations() const { return count_; }

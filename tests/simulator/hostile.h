@@ -1,8 +1,8 @@
-// A replacement policy that breaks every rule it can: what a user's mistake may do at worst.
+// A replacement policy that breaks every rule that a user's policy could break.
 //
-// It names ways that are pinned, busy, dirty, empty or not there, leaves rubbish in its words and
-// in the set's control word, and wants lines cleaned that may not be. The cache must stay as it
-// was.
+// It chooses ways that are pinned, busy, dirty, empty or do not exist, stores garbage in its words
+// and in the set's control word, and asks to clean lines that must not be cleaned. The cache must
+// stay intact.
 #pragma once
 
 #include "flashwarp/cache/policy.cuh"
@@ -28,7 +28,7 @@ struct hostile_policy {
     s.clear_mark(s.ways() + s.line_at(kFar));
   }
   static uint32_t choose_victim(cache::set_view& s) {
-    // Its state is what it is given, so that a seed gives the same run again.
+    // It keeps no state of its own, so that a seed repeats its run.
     const uint32_t dice = uint32_t((s.hand + s.line) * 0x9E3779B1u);
     s.hand = 0x80000000u | dice;
     s.next = dice >> 27;

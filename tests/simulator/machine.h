@@ -1,8 +1,8 @@
-// A device with a page cache, its volumes, their controllers and disks, inside the simulator.
+// A device with a cache, its volumes, their controllers and disks, inside the simulator.
 //
-// Built by a scenario for each run, with the real structures, headers and queue servers. `launch`
-// runs device threads beside the controllers; then the machine flushes and checks what must hold
-// at rest. What must hold at all times is checked at every change of a tag or a slot.
+// A scenario builds one for each run, with the real structures, headers and queue servers. `launch`
+// runs device threads beside the controllers. Then the machine flushes and checks the invariants at
+// rest (rest.h). Invariants that always hold are checked at every change of a tag or a slot.
 #pragma once
 
 #include <functional>
@@ -33,8 +33,8 @@ class Machine : public Hardware {
  public:
   using Hardware::Hardware;
 
-  // Runs `work` on all device threads of the shape, or of `warps` warps; and `host`, where there is
-  // one, on a thread of the host beside the controllers.
+  // Runs `work` on all device threads of the shape, or of `warps` warps. If `host` is set, runs it
+  // on a host thread beside the controllers.
   void launch(const std::function<void(Thread&)>& work, uint32_t warps = 0,
               const std::function<void()>& host = nullptr) {
     ++launches_;
@@ -110,8 +110,8 @@ class Machine : public Hardware {
     scheduler.calm(false);
   }
 
-  // The end of a volume, of which no line is left: as `Cache.withdraw`, the controller and the
-  // host's memory do it. By one thread of a launch, while others use the other volumes.
+  // Ends a volume without lines, as `Cache.withdraw`, the controller and the host's memory do. One
+  // thread of a launch calls it while other threads use the other volumes.
   void close(uint32_t v) {
     Volume& closing = volumes_[v];
     atomic::store_relaxed(&closing.entry->attached, 0u);
@@ -190,8 +190,8 @@ class Machine : public Hardware {
     return faults.loses_host() || scheduler.clock_ns() < suspended_until_ns_;
   }
 
-  // After a sweep: who has seen a beat has given the controller its turn. Not at each, since every
-  // store is news to those who nap.
+  // After a sweep, so that a thread that sees a beat has let the controller run. Not after each
+  // sweep, because every store wakes fibres that nap.
   void beat() {
     if (heartbeat_ == nullptr || scheduler.clock_ns() < next_beat_ns_) return;
     next_beat_ns_ = scheduler.clock_ns() + timeout_ns() / 16;

@@ -242,7 +242,7 @@ int run_program(int count, char** arguments) {
 }  // namespace fw::simulator
 
 int main(int count, char** arguments) {
-  // Who has started it and is killed wants no more schedules.
+  // End with the process that started this one.
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   try {
     return fw::simulator::run_program(count, arguments);

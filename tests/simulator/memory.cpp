@@ -196,7 +196,7 @@ uint32_t Memory::visible(uint32_t fibre, Cell& cell) {
   return random_.chance(stale_percent_) ? random_.below(oldest + 1) : 0;
 }
 
-// Whoever knows of this load must not see anything older.
+// Fibres that know of this load must not see an older message.
 void Memory::see(uint32_t fibre, Cell& cell, uint32_t index) {
   if (index + 1 >= cell.count) return;
   Message& m = cell.messages[index];
@@ -303,7 +303,7 @@ void Memory::check_store(uint32_t fibre, Cell& cell, const Region& region, bool 
   }
 }
 
-// Real memory, the invariants of its region, and whoever waits for a change.
+// Updates real memory, checks the region's invariants, and wakes fibres that wait for a change.
 void Memory::write(void* p, uint64_t value, uint32_t bytes) {
   const uint64_t old = peek(p, bytes);
   if (old == low_bits(value, bytes)) return;
@@ -460,7 +460,7 @@ void Memory::report_race(const void* p, const char* what, uint32_t other, site a
   scheduler.fail(text);
 }
 
-// The hooks. Outside of a launch there is nobody to be scheduled.
+// The hooks. Outside of a launch there are no fibres to schedule.
 
 namespace {
 

@@ -1,28 +1,27 @@
-// The memory that fibres share: an arena of named regions, and what each fibre may see of it.
+// The memory that fibres share: an arena of named regions, and the values that loads may return.
 //
-// Real memory always holds the newest value of everything. In `sc` mode that is what loads return.
-// In `weak` mode an operational model decides (C11 release/acquire and relaxed atomics, scopes and
-// fences as PTX has them, without load buffering):
+// Real memory always has the newest value of each cell, and in `sc` mode loads return it. In `weak`
+// mode an operational model decides (C11 release/acquire and relaxed atomics, with PTX's scopes and
+// fences, without load buffering):
 //   - A cell (8 bytes, or 4 in regions of 32-bit words) keeps its last messages: value, writer, the
 //     writer's time. A store adds one at the end of the cell's modification order.
-//   - A fibre has a vector clock: of each fibre, the time up to which its stores are known here. A
-//     load may return any kept message unless it knows a newer one, or knows of a load of one.
+//   - A fibre has a vector clock: the time up to which it knows each fibre's stores. A load may
+//     return any kept message, unless its fibre knows a newer one, or a load of one.
 //   - A release attaches the clock to the message, an acquire joins it. Fences do so for the
 //     relaxed accesses after (release) and before (acquire) them. A read-modify-write reads the
 //     newest message and continues its release sequence. Sequential fences join one global clock.
 //   - A device-scope release or acquire means nothing between a device thread and a controller.
-//   - What a controller moves into a frame carries what the controller knew when it began: data
-//   does
-//     not overtake the command that asked for it. So it is with transfers over PCIe, and with
-//     stores of every processor whose stores reach all others at once, as x86 and ARMv8 are.
-//   - A plain load of racy memory is ordered by a later fence as a relaxed one is: what copies it
-//     stores what it has loaded.
+//   - Data that a controller moves into a frame carries the controller's clock at the begin of the
+//     move: it does not overtake its command. PCIe transfers behave so, and stores of processors
+//     that become visible to all others at once (x86, ARMv8).
+//   - A later fence orders a plain load of racy memory as it orders a relaxed one, because copies
+//     store what they have loaded.
 //   - warp::sync joins the clocks of its lanes; no other collective orders memory.
 //   - A plain access that is not ordered after a conflicting one is reported as a data race, in
 //     regions that are declared `kChecked`.
-// Not covered: load buffering (a load sees no store that is scheduled after it); a store is never
-// inserted before one that has been scheduled; accesses of different sizes meet by whole cells; a
-// message is forgotten once four newer ones exist, or superseded for `window` accesses.
+// Not covered: load buffering (a load sees no store that is scheduled after it); stores that come
+// before a store that was scheduled earlier. Accesses of different sizes work on whole cells. A
+// message is forgotten once there are four newer ones, or `window` accesses after a newer one.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +49,7 @@ struct Region {
   uint32_t element_bytes = 8;
   uint32_t cell_bytes = 8;
   Sharing sharing = Sharing::kAtomic;
-  int volume = -1;  // for reports: whose it is, or nobody's
+  int volume = -1;  // for reports: the volume that it belongs to; -1: none
   // For reports; may be null. Gets the element's index, and its value where it is one word.
   std::string (*describe)(uint64_t value) = nullptr;
   // Called at every change of a cell, with its index: invariants that hold at all times.
@@ -73,9 +72,9 @@ class Memory {
   void begin(MemoryMode mode, uint64_t seed);
   // Zero-filled memory for a region, 128-byte aligned. Throws std::bad_alloc beyond the arena.
   char* allocate(const Region& region);
-  // Unmaps what belongs to a volume: whoever touches it from now on fails.
+  // Unmaps the regions of a volume: every later access to them fails.
   void unmap(int volume);
-  // Starts a launch: everything written so far is known to everyone.
+  // Starts a launch: all fibres know everything written so far.
   void begin_launch(uint32_t fibres);
 
   bool contains(const void* p) const {
@@ -90,17 +89,17 @@ class Memory {
 
   uint64_t load(const void* p, uint32_t bytes, order o, scope s, site at);
   void store(void* p, uint64_t value, uint32_t bytes, order o, scope s, site at);
-  // Returns the value before; `desired` gets what replaces it, or nothing changes when it is false.
+  // Returns the old value. change(old, new) sets the new one, or returns false to keep the old.
   template <typename Change>
   uint64_t modify(void* p, uint32_t bytes, order o, site at, Change change);
   void fence(fence_kind kind);
   void synchronize(uint32_t first_fibre, uint32_t lanes);
-  // What has been stored by now becomes visible everywhere: stores take a finite time.
+  // Makes all stores so far visible to all fibres, because stores take a finite time.
   void settle_stores();
   // A controller begins to move data.
   void begin_transfer();
-  // The running fibre tells a controller, by a relaxed store, that it may overwrite these bytes:
-  // every load of them so far must be before that, by a fence that the store carries. Weak mode.
+  // The running fibre allows a controller, by a relaxed store, to overwrite these bytes. A fence
+  // before that store must order every load of them so far. Weak mode.
   void check_handed_over(const void* p, uint64_t bytes);
 
   // Happens-before between fibres, for oracles. Weak mode only.
@@ -176,7 +175,7 @@ class Memory {
 
   uint32_t fibres_ = 0;
   std::vector<uint32_t> clocks_;          // fibres_ for each fibre
-  std::vector<uint32_t> pending_device_;  // what an acquire fence will join
+  std::vector<uint32_t> pending_device_;  // joined by the next acquire fence
   std::vector<uint32_t> pending_system_;
   std::vector<uint32_t> fence_device_;  // snapshot that relaxed stores carry
   std::vector<uint32_t> fence_system_;

@@ -46,8 +46,10 @@ _CURSOR = "flashwarp/array/cursor.cuh"
 _COPY = "flashwarp/base/copy.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
-_MOVE = "flashwarp/cache/transfer.cuh"
+_PLACE = "flashwarp/cache/placement.cuh"
+_COMMAND = "flashwarp/cache/line_command.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
+_MOVE = "flashwarp/cache/transfer.cuh"
 _VISITS = "flashwarp/cache/visits.cuh"
 _WRITE = "flashwarp/cache/write_back.cuh"
 _TIER = "flashwarp/cache/host_tier.cuh"
@@ -61,15 +63,15 @@ _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 
 _LAND = """\
-    if (opcode == nvme::kRead) {
-      const uint32_t arrived = warp::ballot(mask, mine && got == nvme::kSuccess);
-      const uint32_t ended = warp::ballot(mask, mine && got != nvme::kTimedOut);
-      members |= land_reads(c, v, q, mask, ended, arrived, t, address);
-    }
+  if (opcode == nvme::kRead) {
+    const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
+    const uint32_t ended = warp::ballot(mask, mine && status != nvme::kTimedOut);
+    again = land_reads(c, v, q, mask, ended, arrived, t, address);
+  }
 """
 _RELEASE = """\
-    // A slot whose command never came back stays taken: the drive may still write its buffer.
-    if (mine && got != nvme::kTimedOut) nvme::release_slot(q, ticket);
+  // The slot of a command that never came back stays taken: the drive may still write its buffer.
+  if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
 """
 
 _NOTE = """\
@@ -249,7 +251,7 @@ MUTANTS = {
         ),
         Mutant(
             "slot-freed-early",
-            _MOVE,
+            _COMMAND,
             _LAND + _RELEASE,
             _RELEASE + _LAND,
             "the next command's data replaces ours in the slot's buffer before we have read it",
@@ -266,7 +268,7 @@ MUTANTS = {
         ),
         Mutant(
             "rings-freed-together",
-            _MOVE,
+            _SPREAD,
             "if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {",
             "if (warp::any(mask, f.on != done)) {",
             "warps hold slots of one ring while they wait for another, and these for the first",
@@ -275,7 +277,7 @@ MUTANTS = {
         ),
         Mutant(
             "rings-in-any-order",
-            _MOVE,
+            _SPREAD,
             "  for (uint32_t n = 0; n < v.namespace_count; n++) {\n    const uint32_t members =",
             "  for (uint32_t k = 0; k < v.namespace_count; k++) {\n"
             "    const uint32_t n = (k + warp::index()) % v.namespace_count;\n"
@@ -285,7 +287,7 @@ MUTANTS = {
         ),
         Mutant(
             "first-replica-ends",
-            _MOVE,
+            _COMMAND,
             "    if (count != nullptr && !finish_replica(count, status)) return;\n",
             "    (void)count;\n",
             "a line counts as written when the first replica has it",
@@ -293,7 +295,7 @@ MUTANTS = {
         ),
         Mutant(
             "replica-failure-forgotten",
-            _SPREAD,
+            _PLACE,
             "const uint32_t all = worse_of(seen >> 16, status);",
             "const uint32_t all = status;",
             "a write-back that failed on one replica leaves the line clean",
@@ -343,7 +345,7 @@ MUTANTS = {
         ),
         Mutant(
             "detached-noted-late",
-            _MOVE,
+            _COMMAND,
             _NOTE + "    }\n" + _MARK.replace("FLAGS", "detached ? nvme::slot::kDetached : 0"),
             _MARK.replace("FLAGS", "nvme::slot::kDetached")
             + _NOTE
@@ -454,7 +456,7 @@ MUTANTS = {
         Mutant(
             "share-uncount-unfenced",
             _SHARE,
-            "  // The same for who finds that nothing lies behind a bucket any more.\n"
+            "  // The same for threads that find a bucket's count at 0 and so look no further.\n"
             "  atomic::fence();\n",
             "",
             "a reader whose look ends at a bucket has not seen what was behind it written back",
@@ -464,7 +466,7 @@ MUTANTS = {
         Mutant(
             "share-users-unsynchronised",
             _VIEW,
-            "  // All lanes' loads and stores before the one that lets go for them.\n"
+            "  // The loads and stores of all lanes come before the release by one lane for all.\n"
             "  warp::sync(mask);\n",
             "",
             "a lane lets go of a copy for lanes whose stores are still on their way",
@@ -511,8 +513,7 @@ MUTANTS = {
         Mutant(
             "enter-without-fence",
             _TIER,
-            "  // Acquire: whoever used the place before has ended its copies.\n"
-            "  atomic::fence();\n",
+            "  // Acquire: the last copy into or out of the place has ended.\n  atomic::fence();\n",
             "",
             "lanes fill a place in the tier that only their neighbour knows to be free again",
             "tier",
@@ -549,7 +550,7 @@ MUTANTS = {
         ),
         Mutant(
             "own-volume-only",
-            _MOVE,
+            _VISITS,
             "  if ((step & 3) != 3) return v;\n",
             "  return v;\n",
             "a frame that another array's queue fills is waited for in vain",
@@ -557,7 +558,7 @@ MUTANTS = {
         ),
         Mutant(
             "visit-unannounced",
-            _MOVE,
+            _VISITS,
             "    if (ours || begin_visit(target)) {\n      if (!ours) visited = &target;\n",
             "    if (ours || atomic::load_acquire(&target.attached) != 0) {\n",
             "a neighbour frees its rings while a warp that waits helps them",
@@ -624,7 +625,7 @@ MUTANTS = {
         ),
         Mutant(
             "landing-unsynchronised",
-            _MOVE,
+            _COMMAND,
             "    // Each lane has acquired its own completion; now all lanes read all of the"
             " data.\n    warp::sync(mask);\n",
             "",
@@ -635,7 +636,7 @@ MUTANTS = {
         ),
         Mutant(
             "staging-unsynchronised",
-            _MOVE,
+            _COMMAND,
             "  // Each lane has acquired its own line and slot; now all lanes read and write all of"
             " them.\n  warp::sync(mask);\n",
             "",
@@ -667,7 +668,7 @@ MUTANTS = {
         ),
         Mutant(
             "queue-asked-again",
-            _MOVE,
+            _SPREAD,
             "    const nvme::queue_pair& q = queue_on(v, f.seat, n);\n",
             "    const nvme::queue_pair& q =\n"
             "        queue_on(v, warp::index() + base::spread_index(), n);\n",
@@ -676,7 +677,7 @@ MUTANTS = {
         ),
         Mutant(
             "seat-by-lane",
-            _SPREAD,
+            _PLACE,
             "  return warp::broadcast(mask, warp::index() + base::spread_index(), "
             "base::lowest_bit(mask));\n",
             "  return (void)mask, warp::index() + base::spread_index();\n",
@@ -687,7 +688,7 @@ MUTANTS = {
         ),
         Mutant(
             "help-by-lane",
-            _MOVE,
+            _VISITS,
             "  queue = warp::broadcast(mask, queue, leader);\n",
             "  queue = reinterpret_cast<uint64_t>(&queue_to_help(v, step));\n",
             "lanes that have asked at different times help different rings as one",
@@ -698,8 +699,8 @@ MUTANTS = {
         Mutant(
             "doorbell-before-loads",
             _COMPLETE,
-            "    warp::sync(mask);\n    // The controller's data before",
-            "    // The controller's data before",
+            "    warp::sync(mask);\n    // The controller's data comes before",
+            "    // The controller's data comes before",
             "the controller may overwrite a completion that a lane beside the leader still loads",
             "queue",
             "weak",
@@ -759,7 +760,7 @@ MUTANTS = {
         ),
         Mutant(
             "prefetch-dies-silently",
-            _MOVE,
+            _COMMAND,
             "  if (opcode == nvme::kWrite || v.spread != kReplicated) {\n",
             "  if (opcode == nvme::kWrite) {\n",
             "a queue pair dies under a prefetch, and nobody is told",
@@ -776,14 +777,14 @@ MUTANTS = {
         Mutant(
             "pages-left-unseen",
             _MOVE,
-            "      members |= land_reads(c, v, q, mask, ended, arrived, t, address);\n",
-            "      land_reads(c, v, q, mask, ended, arrived, t, address);\n",
+            "    members |= end_lines(c, v, q, mask, batch, opcode, t, ticket, address, got);\n",
+            "    end_lines(c, v, q, mask, batch, opcode, t, ticket, address, got);\n",
             "a fill that was read in place after the lease had ended passes for current",
             "leases",
         ),
         Mutant(
             "pages-left-unseen-ahead",
-            _MOVE,
+            _COMMAND,
             "    return read && !nvme::is_current(q, what.source) ? uint32_t(nvme::kCommandAborted)"
             " : status;\n",
             "    return status;\n",
@@ -792,17 +793,16 @@ MUTANTS = {
         ),
         Mutant(
             "pages-left-unseen-spread",
-            _MOVE,
-            "    again = (outdated >> warp::lane()) & 1;\n",
-            "    again = false && outdated != 0;\n",
+            _SPREAD,
+            "  again = (outdated >> warp::lane()) & 1;\n",
+            "  again = false && outdated != 0;\n",
             "so does a fill of one of several namespaces",
             "leases_spread",
         ),
         Mutant(
             "pages-left-unfenced",
-            _MOVE,
-            "  // Acquire, of whatever they have seen: see `nvme::is_current`.\n"
-            "  atomic::fence_system();\n",
+            _COMMAND,
+            "  // Acquire what the loads saw: see `nvme::is_current`.\n  atomic::fence_system();\n",
             "",
             "the second look at the path is served before the data that it is about",
             "leases",
@@ -810,7 +810,7 @@ MUTANTS = {
         ),
         Mutant(
             "pages-left-unsynchronised",
-            _MOVE,
+            _COMMAND,
             "  atomic::fence_system();\n  warp::sync(mask);\n}\n",
             "  atomic::fence_system();\n}\n",
             "a lane looks at the path before its neighbours have copied their part of its line",

@@ -1,4 +1,4 @@
-// What must hold at rest: nothing moves, and the storage has what the cache holds.
+// Invariants at rest: nothing moves, and the storage has the bytes of every clean line.
 #pragma once
 
 #include <cstring>
@@ -20,7 +20,7 @@ inline void require(bool condition, const std::string& what) {
 // After a controller was given up, nothing else can be expected.
 inline void check_timeouts(const Hardware& hardware) {
   require(hardware.may_time_out(), "a wait ran out of time while the host was stopped");
-  // Another replica may have had what one did not answer.
+  // Another replica may have answered.
   bool recorded = hardware.replicas() > 1;
   for (uint32_t v = 0; v < hardware.shape().volumes; ++v) {
     const cache::volume& volume = hardware.volume(v);

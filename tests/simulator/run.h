@@ -1,4 +1,4 @@
-// One run: what the command line and the seed have decided, for the scenario to use.
+// One run: the decisions of the command line and the seed, for the scenario.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace fw::simulator {
 
-// What goes wrong in the storage and the controller. Chances are in percent.
+// Faults of the storage and the controller. Probabilities are in percent.
 struct Faults {
   uint32_t errors = 0;         // commands that fail in the storage
   uint32_t torn = 0;           // engine transfers that move only a part

@@ -207,8 +207,8 @@ Fibre* Scheduler::pick(bool must_leave, const void* address) {
     case Strategy::kRival:
       return pick_rival(must_leave, address);
     case Strategy::kExhaustive: {
-      // Who gives way in a wait loop does so to the next in turn: fair, and not a choice, or the
-      // loops of two waiting fibres would have no end.
+      // In a wait loop the next fibre in turn runs: no choice, so that the loops of two waiting
+      // fibres end.
       if (must_leave) {
         const bool waits =
             current_->state <= State::kConverging || current_->state == State::kNapping;
@@ -286,7 +286,7 @@ void Scheduler::leave() {
 void Scheduler::resume(Fibre* next) {
   while (next->state == State::kConverging) {
     if (release_convergent(*next)) break;
-    // Wait for the others of the warp to get there.
+    // Wait until the other lanes of the warp get there.
     Fibre* other = fibres_[runnable_[random_.below(uint32_t(runnable_.size()))]].get();
     next = other;
   }
@@ -330,7 +330,7 @@ uint32_t Scheduler::converge(uintptr_t key, site at) {
   return uint32_t(f.result);
 }
 
-// The group of those who wait with this mask, checked, or a new one.
+// The group of lanes that wait with this mask, after a check; or a new one.
 Scheduler::Group& Scheduler::join_group(Warp& warp, Meeting kind, uint32_t mask, site at) {
   for (uint32_t g = 0; g < warp.group_count; ++g) {
     Group& group = warp.groups[g];
@@ -380,7 +380,7 @@ uint64_t Scheduler::meet(Meeting kind, uint32_t mask, uint64_t value, uint32_t s
   }
   remove_runnable(f);
   f.state = State::kAtCollective;
-  // Lanes that nap in a wait loop are wanted here.
+  // Wake lanes that nap in a wait loop: this collective needs them.
   for (uint32_t lane = 0; lane < warp.width; ++lane) {
     Fibre& other = *fibres_[warp.first + lane];
     if (((mask >> lane) & 1) != 0 && other.state == State::kNapping) {

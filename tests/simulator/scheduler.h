@@ -1,9 +1,10 @@
-// Who runs next: fibres, the strategies that choose among them, collectives, and time.
+// The scheduler: fibres, strategies that choose the next one, collectives, and time.
 //
-// One launch at a time: device threads, one fibre a lane, and host fibres (controllers). A fibre
-// runs until it calls a hook (base/simulator/hooks.cuh); there the strategy may go on with another.
-// Every decision comes from the seed, so the same seed gives the same schedule, which `hash`
-// witnesses. A launch ends when all threads have; a failure ends it by an exception in the caller.
+// It runs one launch at a time: device threads, one fibre for each lane, and host fibres
+// (controllers). A fibre runs until it calls a hook (base/simulator/hooks.cuh), where the strategy
+// may switch to another. Every decision comes from the seed, so the same seed gives the same
+// schedule; `hash` proves it. A launch ends when all threads have ended. A failure ends it by an
+// exception in the caller.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 namespace fw::simulator {
 
-// What a schedule did wrong, in full.
+// The failure of a schedule, in full.
 class Failure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -105,7 +106,7 @@ class Scheduler {
   void let_time_pass(bool on) { plan_.time_passes = on; }
 
   // From inside a fibre.
-  // It is about to wait for nothing but time: that is no deadlock, however long all others wait.
+  // The fibre is about to wait for time only: that is no deadlock, however long other fibres wait.
   void dawdle() { fruitless_ = 0; }
   Fibre* current() { return current_; }
   bool stopping() const { return stopping_; }
@@ -125,8 +126,8 @@ class Scheduler {
     if (!current_->is_host) ++warps_[current_->warp].changes;
     if (napping_ != 0) wake_all();
   }
-  void pause(uint32_t ns);  // nothing to do for now: others first
-  void yield();             // others first, but without waiting for a change
+  void pause(uint32_t ns);  // lets other fibres run, because this one has nothing to do now
+  void yield();             // lets other fibres run, without waiting for a change
 
   uint32_t converge(uintptr_t key, site at);
   // Waits for all lanes of `mask`; their values are then in `values()`, by lane, until another
@@ -151,7 +152,7 @@ class Scheduler {
   void fold(uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001B3u; }
 
  private:
-  struct Group {  // lanes that meet
+  struct Group {  // lanes at a collective
     Meeting kind;
     uint32_t mask;
     uint32_t arrived;
@@ -161,8 +162,8 @@ class Scheduler {
     uint32_t first = 0;  // fibre of lane 0
     uint32_t width = 0;
     uint64_t changes = 0;
-    // Those that somebody waits in. A lane of one mask may wait for others that meet in a part of
-    // it first.
+    // The groups in which a lane waits. A lane of one mask may wait for lanes that synchronise in a
+    // part of it first.
     uint32_t group_count = 0;
     Group groups[32];
     uint64_t values[32];
@@ -227,7 +228,7 @@ class Scheduler {
   uint64_t hash_ = 0;
   uint32_t quantum_left_ = 0;
   uint32_t preemptions_left_ = 0;
-  bool reconsider_ = false;  // PCT: somebody became runnable
+  bool reconsider_ = false;  // PCT: a fibre became runnable
   int64_t lowest_priority_ = 0;
   std::vector<uint64_t> drops_;  // PCT: points where the running fibre drops, last first
   uint32_t toucher_[256];        // by place in the arena: the last fibre there, plus one

@@ -1,5 +1,4 @@
-// What a machine is built as, and what goes wrong on it: drawn for each run, or chosen by a
-// scenario.
+// The sizes of a machine and its faults: drawn for each run, or chosen by a scenario.
 #pragma once
 
 #include "flashwarp/array.cuh"
@@ -48,8 +47,8 @@ struct Shape {
   }
 };
 
-// Faults that a waiting reader can still expect an answer from, or a controller that stops, for a
-// while or for good. What it moves when it goes on again must not meet anybody else's line.
+// Faults after which a reader still gets an answer; or a controller that stops, for a while or for
+// good. When it resumes, its late transfers must not hit frames of other lines.
 inline Faults draw_faults(Run& run) {
   if (run.faults_given) return run.faults;
   Random& random = run.random;

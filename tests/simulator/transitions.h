@@ -1,5 +1,5 @@
-// Words that threads change at the same time (tags, places of the tier, slots): as text, and what
-// each of them may become. The memory asks at every change.
+// Words that threads change concurrently (tags, places of the tier, slots): their text, and the
+// changes that are allowed. The memory checks every change.
 #pragma once
 
 #include <string>

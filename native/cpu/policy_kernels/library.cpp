@@ -1,5 +1,5 @@
-// The built-in kernels with the replacement policy that FW_POLICY names, as a program for the CPU
-// device: a library for each policy lies beside the extension. This is their only list.
+// The built-in kernels, compiled for the CPU device with the replacement policy FW_POLICY: one
+// library for each policy. This is the only list of the kernels.
 #include "flashwarp/entry.cuh"
 #include "flashwarp/kernels/module.cuh"
 

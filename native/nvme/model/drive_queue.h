@@ -1,7 +1,7 @@
-// A queue pair's share of the modelled drive: which completions the drive still owes it.
+// One queue pair's commands on the modelled drive, and their held completions.
 //
-// A command that the drive carries out is admitted, which says when it is due; its completion is
-// posted, or held until a visit after that time. One thread at a time.
+// `admit` passes a command to the drive, which computes when it is due. Its completion is held
+// until a visit after that time. One thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -20,29 +20,29 @@ class DriveQueue {
 
   uint32_t held() const { return held_.size(); }
 
-  // No held completion is due before this; HeldCompletions::kNever when none is held.
+  // No held completion is due before this; HeldCompletions::kNever if none is held.
   int64_t next_ns() const { return held_.next_ns(); }
 
-  // When the command at hand is due. 0: at once, as what the drive does not carry out is.
+  // When the current command is due. 0: at once, because the drive does not execute it.
   int64_t due_ns() const { return due_ns_; }
   void set_due_ns(int64_t due_ns) { due_ns_ = due_ns; }
 
-  // Begins a visit: reads the clock and lets out what is due by post(cid, status). Returns how many
-  // these were.
+  // Begins a visit: reads the clock and calls post(cid, status) for completions that are due.
+  // Returns their number.
   template <typename Post>
   uint32_t begin_visit(Post post) {
     now_ns_ = monotonic_ns();
     return held_.release_until(now_ns_, post);
   }
 
-  // Leaves a plain read to `admit_arrivals`, which takes the drive's lock once for many.
+  // Queues a plain read for `admit_arrivals`, which takes the drive's lock once for many.
   void arrive(uint16_t cid, uint32_t blocks) {
     arrivals_.push_back({blocks, false});
     arrival_cids_.push_back(cid);
   }
 
-  // Holds the reads that have arrived, or posts those that are due already by post(cid, status).
-  // Returns how many are held.
+  // Admits the queued reads and holds their completions; calls post(cid, status) for those that are
+  // due already. Returns how many it holds.
   template <typename Post>
   uint32_t admit_arrivals(Post post) {
     if (arrivals_.empty()) return 0;
@@ -60,17 +60,17 @@ class DriveQueue {
     return held_.size() - before;
   }
 
-  // The command at hand is one that the drive carries out. Flush and its like move no blocks.
+  // Admits the current command. Commands without data, such as Flush, have 0 blocks.
   void admit(bool is_write, uint32_t blocks);
 
-  // False when the command at hand is due already: then nothing is held.
+  // Holds the current command's completion. Returns false, and holds nothing, if it is due already.
   bool hold(uint16_t cid, uint16_t status) {
     if (due_ns_ <= now_ns_) return false;
     held_.hold(due_ns_, cid, status);
     return true;
   }
 
-  // A drive that is taken away owes nobody its latency: until the next visit everything is due.
+  // Makes everything due until the next visit, for a controller that stops.
   void take_away() { now_ns_ = HeldCompletions::kNever; }
   template <typename Post>
   void release_all(Post post) {
@@ -82,7 +82,7 @@ class DriveQueue {
   HeldCompletions held_;
   int64_t now_ns_ = 0;
   int64_t due_ns_ = 0;
-  // Plain reads of this visit that the drive has not taken in yet.
+  // Plain reads of this visit that are not admitted yet.
   std::vector<ModelledDrive::Arrival> arrivals_;
   std::vector<uint16_t> arrival_cids_;
   std::vector<int64_t> arrival_dues_;

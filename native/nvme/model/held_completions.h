@@ -1,10 +1,10 @@
-// Completions that are known but not due: a hierarchical timer wheel of one queue pair.
+// Holds completions that are not due yet: a hierarchical timer wheel for one queue pair.
 //
-// Level 0 has a slot for each 256 ns, level 1 for each 64 of those, and so on. An entry lies at the
-// level of the highest digit in which its time differs from the wheel's, so every occupied slot is
-// ahead of the wheel and the lowest occupied level comes first: finding it is two bit scans.
-// Hold and release take constant time however many are held. An entry comes out up to 256 ns late
-// and never early. One thread at a time.
+// Level 0 has a slot for each 256 ns, level 1 for each 64 of those, and so on. An entry is at the
+// level of the highest digit in which its time differs from the wheel's. So every occupied slot is
+// ahead of the wheel, and two bit scans find the first: the lowest occupied level has it. Hold and
+// release take constant time. An entry is released up to 256 ns late and never early. One thread at
+// a time.
 #pragma once
 
 #include <bit>
@@ -30,7 +30,7 @@ class HeldCompletions {
 
   uint32_t size() const { return size_; }
 
-  // No entry comes out before this; kNever when none is held.
+  // No entry is released before this; kNever if none is held.
   int64_t next_ns() const { return size_ == 0 ? kNever : int64_t(next_tick() << kTickBits); }
 
   void hold(int64_t due_ns, uint16_t cid, uint16_t status) {
@@ -38,7 +38,7 @@ class HeldCompletions {
     const uint32_t index = free_;
     Node& node = nodes_[index];
     free_ = node.next;
-    // Rounded up: at the tick's beginning the time has come.
+    // Rounded up, so that no entry is released early.
     node.tick = (uint64_t(due_ns) + kTickNs - 1) >> kTickBits;
     if (node.tick < tick_) node.tick = tick_;
     node.cid = cid;
@@ -47,7 +47,7 @@ class HeldCompletions {
     ++size_;
   }
 
-  // Calls post(cid, status) for each entry whose time has come; returns their number.
+  // Calls post(cid, status) for each entry that is due. Returns their number.
   template <typename Post>
   uint32_t release_until(int64_t now_ns, Post post) {
     const uint64_t now = uint64_t(now_ns) >> kTickBits;
@@ -69,12 +69,12 @@ class HeldCompletions {
         index = next;
       }
     }
-    // Nothing lies between, so every entry keeps its slot.
+    // No entry is in between, so all keep their slots.
     if (now > tick_) tick_ = now;
     return before - size_;
   }
 
-  // Lets all entries out, whatever their time, and leaves the wheel where it stands.
+  // Releases all entries, whatever their time, and leaves the wheel where it stands.
   template <typename Post>
   void release_all(Post post) {
     while (size_ != 0) {

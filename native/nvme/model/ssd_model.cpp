@@ -11,13 +11,13 @@
 namespace fw::native {
 namespace {
 
-// Ticks of the pipe: a command of the fastest drive takes 50 ns, so whole nanoseconds would be off
-// by 1 %.
+// Ticks of the pipe. On the fastest drive a command takes 50 ns, so whole nanoseconds would be
+// wrong by 1 %.
 constexpr uint32_t kTickBits = 20;
 constexpr double kTicksPerNs = double(1 << kTickBits);
 constexpr double kTicksPerSecond = 1e9 * kTicksPerNs;
 
-// A command may take this long at the most, in either stage: half an hour.
+// The most that a command may take in either stage: half an hour.
 constexpr double kStageMaxNs = 1.8e12;
 constexpr double kServiceMaxNs = 4e9;  // fits 32 bits
 constexpr uint32_t kUnitsMax = 1 << 16;
@@ -91,7 +91,7 @@ uint64_t SsdModel::Direction::pipe_ticks(uint32_t blocks) const {
   return uint64_t(std::max(command_ticks, blocks * block_ticks));
 }
 
-// The quantile that 64 random bits name, linear between those that are given.
+// The service time at a random quantile, linear between the given ones.
 uint32_t SsdModel::Direction::service_ns(uint64_t chance) const {
   const auto place = static_cast<unsigned __int128>(chance) * (quantiles_ns.size() - 1);
   const size_t below = size_t(place >> 64);
@@ -112,7 +112,7 @@ int64_t SsdModel::admit(int64_t now_ns, bool is_write, uint32_t blocks) {
   return occupy_unit(ready_ns, direction.service_ns(scramble(seed_ ^ number_++)));
 }
 
-// When the command leaves the pipe.
+// Returns when the command leaves the pipe.
 int64_t SsdModel::pass_pipe(int64_t now_ns, uint64_t ticks) {
   if (now_ns > pipe_ns_) {
     pipe_ns_ = now_ns;
@@ -124,8 +124,8 @@ int64_t SsdModel::pass_pipe(int64_t now_ns, uint64_t ticks) {
   return pipe_ns_;
 }
 
-// The first unit to be free takes the command. Its new time goes down the heap from the root; a
-// child's choice by arithmetic, because no branch predictor knows it.
+// The first unit to be free takes the command. Its new time moves down the heap from the root. The
+// child is chosen by arithmetic, because the branch would be unpredictable.
 int64_t SsdModel::occupy_unit(int64_t ready_ns, uint32_t service_ns) {
   const int64_t due_ns = std::max(ready_ns, units_[0]) + service_ns;
   const size_t count = units_.size();

@@ -1,4 +1,4 @@
-// The memory of the command at hand: what its PRP entries name, and the moves to and from it.
+// The memory that the current command's PRP entries name, and copies to and from it.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace fw::native {
 
-// Bytes of the namespace that a command names. `total` counts a partial last LBA in full.
+// The bytes of the namespace that a command names. `total` counts a partial last LBA as whole.
 struct ByteRange {
   uint64_t offset = 0;
   uint32_t take = 0;
@@ -22,11 +22,11 @@ class CommandMemory {
  public:
   explicit CommandMemory(const ControllerContext& context);
 
-  // Finds the memory of a command that moves so many bytes. Its status: kSuccess, or what is wrong
-  // with the PRP entries; then there is no memory.
+  // Finds the memory of a command that moves `nbytes`. Returns kSuccess, or the status for wrong
+  // PRP entries; then there is no memory.
   uint16_t walk(const nvme::command& entry, uint64_t nbytes);
 
-  // The memory where it lies in one piece, or null.
+  // The memory if it is contiguous, else null.
   std::byte* contiguous() const {
     return segments_.size() == 1 ? segments_.front().address : nullptr;
   }
@@ -37,8 +37,8 @@ class CommandMemory {
   // Clears the bytes of a partial last LBA that lie past the end of the namespace.
   void zero_tail(const ByteRange& range);
 
-  // Moves the bytes of the storage here, waiting or not; 0 or an errno, EAGAIN when it would have
-  // to wait.
+  // Copy between the storage and the memory. Return 0 or an errno value. A read that may not wait
+  // returns EAGAIN if it would have to.
   int read(const ByteRange& range, bool may_wait, IoFailure& failure);
   int write(const ByteRange& range, bool durable, IoFailure& failure);
 

@@ -32,7 +32,7 @@ Commands::Commands(const ControllerContext& context, uint16_t queue, CommandMemo
       drive_(drive),
       in_flight_(in_flight) {}
 
-// The command at hand is one that a modelled drive carries out.
+// Passes the current command to the modelled drive, if there is one.
 void Commands::admit(bool is_write, uint32_t blocks) {
   if (drive_ != nullptr) drive_->admit(is_write, blocks);
 }
@@ -96,6 +96,10 @@ uint16_t Commands::block_range(const nvme::command& entry, bool moves_data,
   return nvme::kSuccess;
 }
 
+void Commands::reject_read_only(const nvme::command& entry) {
+  completions_.reject(entry, nvme::kNamespaceWriteProtected, "the namespace is read-only");
+}
+
 void Commands::reject_range(const nvme::command& entry, uint16_t status) {
   completions_.reject(
       entry, status,
@@ -132,9 +136,7 @@ void Commands::execute_read(const nvme::command& entry) {
 void Commands::execute_write(const nvme::command& entry) {
   ByteRange range;
   if (uint16_t status = block_range(entry, true, range)) return reject_range(entry, status);
-  if (!storage_.writable()) {
-    return completions_.reject(entry, nvme::kNamespaceWriteProtected, "the namespace is read-only");
-  }
+  if (!storage_.writable()) return reject_read_only(entry);
   admit(true, lba_count(entry));
   IoFailure failure;
   if (is_identity(entry, range.offset))
@@ -149,9 +151,7 @@ void Commands::execute_write(const nvme::command& entry) {
 void Commands::execute_write_zeroes(const nvme::command& entry) {
   ByteRange range;
   if (uint16_t status = block_range(entry, false, range)) return reject_range(entry, status);
-  if (!storage_.writable()) {
-    return completions_.reject(entry, nvme::kNamespaceWriteProtected, "the namespace is read-only");
-  }
+  if (!storage_.writable()) return reject_read_only(entry);
   admit(true, 0);
   IoFailure failure;
   const int error = storage_.write_zeroes(range.offset, range.take, &failure);
@@ -167,9 +167,7 @@ void Commands::execute_dataset_management(const nvme::command& entry) {
   memory_.copy_from(0, ranges.data(), count * sizeof(nvme::dataset_range));
   if ((entry.cdw11 & nvme::kAttributeDeallocate) == 0)
     return completions_.finish(entry, nvme::kSuccess);
-  if (!storage_.writable()) {
-    return completions_.reject(entry, nvme::kNamespaceWriteProtected, "the namespace is read-only");
-  }
+  if (!storage_.writable()) return reject_read_only(entry);
   for (size_t i = 0; i < count; ++i) {
     if (ranges[i].lba > lbas_ || ranges[i].lba_count > lbas_ - ranges[i].lba) {
       return reject_range(entry, nvme::kLbaOutOfRange);

@@ -1,7 +1,7 @@
-// The commands of the NVMe specification, carried out on a storage.
+// Executes NVMe commands on a storage.
 //
-// Those that move no data, or only memory and page-cache data, complete at once; the others are
-// left to the commands in flight. One thread at a time.
+// Commands that move no data, or only data in memory or the page cache, complete at once. The rest
+// goes to `InFlight`. One thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ namespace fw::native {
 
 class Commands {
  public:
-  // `drive` and `in_flight` may be null: without the latter, transfers that have to wait block the
+  // `drive` and `in_flight` may be null. Without `in_flight`, transfers that have to wait block the
   // serving thread.
   Commands(const ControllerContext& context, uint16_t queue, CommandMemory& memory,
            Completions& completions, DriveQueue* drive, InFlight* in_flight);
@@ -37,6 +37,7 @@ class Commands {
   void admit(bool is_write, uint32_t blocks);
 
   void reject_namespace(const nvme::command& entry);
+  void reject_read_only(const nvme::command& entry);
   void reject_range(const nvme::command& entry, uint16_t status);
   void reject_prp(const nvme::command& entry, uint16_t status);
 

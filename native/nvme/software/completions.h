@@ -1,4 +1,4 @@
-// How the command at hand ends: counted, recorded when it failed, and posted or held.
+// Ends the current command: counts it, records a failure, and posts or holds its completion.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace fw::native {
 
-// Of CDW12: the number of blocks, less one.
+// The bits of CDW12 with the number of blocks, less one.
 inline constexpr uint32_t kNlbMask = 0xFFFF;
 
 inline uint8_t opcode_of(const nvme::command& entry) { return uint8_t(entry.opcode_cid); }
@@ -25,11 +25,11 @@ uint16_t status_of_error(int error, bool is_write);
 
 class Completions {
  public:
-  // `drive` may be null: then completions are posted when they are known.
+  // Without a modelled drive (null), completions are posted as soon as they are known.
   Completions(Rings& rings, ErrorLog& errors, QueueCounters& counters, DriveQueue* drive)
       : rings_(rings), errors_(errors), counters_(counters), drive_(drive) {}
 
-  // When the command at hand is due, for commands that leave it for a while.
+  // When the current command is due. Commands in flight keep the value meanwhile.
   int64_t due_ns() const { return drive_ == nullptr ? 0 : drive_->due_ns(); }
   void set_due_ns(int64_t due_ns) {
     if (drive_ != nullptr) drive_->set_due_ns(due_ns);
@@ -48,7 +48,7 @@ class Completions {
                  const IoFailure& failure);
   void reject(const nvme::command& entry, uint16_t status, const char* reason);
 
-  // `recovered`: another replica serves the command after all.
+  // Records a failure. `recovered` says that another replica serves the command.
   void record(const nvme::command& entry, uint16_t status, int error, const IoFailure& failure,
               const char* reason, bool recovered);
 

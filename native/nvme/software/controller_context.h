@@ -11,15 +11,14 @@
 
 namespace fw::native {
 
-// Read-only but for the log and the modelled drive.
+// Read-only, except for the log and the modelled drive.
 struct ControllerContext {
   std::shared_ptr<Storage> storage;
   DmaRegions regions;
   uint64_t page_bytes;
   uint64_t max_transfer_bytes;
   ErrorLog errors;
-  std::unique_ptr<ModelledDrive> drive =
-      nullptr;  // null: completions are posted when they are known
+  std::unique_ptr<ModelledDrive> drive = nullptr;  // null: no drive is modelled
 };
 
 }  // namespace fw::native

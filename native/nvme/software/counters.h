@@ -1,4 +1,4 @@
-// What a queue pair has served, by kind of command.
+// Counts what a queue pair has served, by kind of command.
 #pragma once
 
 #include <array>
@@ -10,7 +10,6 @@
 
 namespace fw::native {
 
-// What a command asked for.
 enum class CommandKind : uint8_t {
   kFlush,
   kWrite,
@@ -25,10 +24,11 @@ inline constexpr size_t kCommandKinds = size_t(CommandKind::kCount);
 
 const char* command_name(CommandKind kind);
 
-// Queue 0 is the admin queue, whose opcodes mean something else.
+// Queue 0 is the admin queue, whose opcodes have other meanings.
 CommandKind kind_of(uint16_t queue, const nvme::command& entry);
 
-// Written by whoever holds the serve lock, read by anyone: relaxed, and never a locked instruction.
+// Only the holder of the serve lock writes it, and any thread reads it. So relaxed accesses are
+// enough, without locked instructions.
 class Counter {
  public:
   void add(uint64_t n) {

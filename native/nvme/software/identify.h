@@ -1,4 +1,4 @@
-// The Identify data structures that describe the software controller and its one namespace.
+// The Identify data of the software controller and its one namespace.
 #pragma once
 
 #include <array>

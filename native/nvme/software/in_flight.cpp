@@ -9,28 +9,25 @@
 #include <memory>
 #include <thread>
 
+#include "base/alignment.h"
 #include "storage/file_storage.h"
 
 namespace fw::native {
 namespace {
 
-// Scratch areas start at pages, which satisfies every direct I/O alignment up to this.
+// Scratch areas start at a page, which satisfies direct I/O alignments up to this.
 constexpr uint64_t kScratchAlignment = 4096;
 
-// Results taken from the engine at a time.
+// The most results taken from the engine at a time.
 constexpr uint32_t kReapMax = 64;
 
-// How long a stopping queue waits for I/O in flight before and after it asks to cancel it.
+// How long `drain` waits before and after it cancels what is in flight.
 constexpr int64_t kDrainNs = 2'000'000'000;
 constexpr int64_t kCancelNs = 3'000'000'000;
 
-// Bits of an operation's token that name the piece.
+// The bits of an operation's token that have the piece's index.
 constexpr uint32_t kPieceBits = 8;
 static_assert(PieceList::kCountMax <= 1u << kPieceBits);
-
-uint64_t round_up(uint64_t value, uint64_t alignment) {
-  return (value + alignment - 1) & ~(alignment - 1);
-}
 
 }  // namespace
 
@@ -39,7 +36,7 @@ struct InFlight::Command {
   ByteRange range;
   uint32_t index = 0;
   uint32_t turn = 0;
-  int64_t due_ns = 0;  // when the modelled drive has it
+  int64_t due_ns = 0;  // when the modelled drive completes it
   uint32_t attempt = 0;
   uint32_t remaining = 0;  // pieces without a result
   int error = 0;
@@ -68,7 +65,7 @@ InFlight::InFlight(const ControllerContext& context, uint32_t depth,
   contexts_ =
       std::make_unique_for_overwrite<std::byte[]>(commands * sizeof(Command) + alignof(Command));
   for (uint32_t i = commands; i-- > 0;) free_contexts_.push_back(i);
-  // Room for the transfer and for the pages that widening and alignment add to each piece.
+  // Room for the transfer, and for the pages that widening and alignment add to each piece.
   scratch_stride_ = round_up(context.max_transfer_bytes, kScratchAlignment) +
                     2 * kScratchAlignment * PieceList::kCountMax;
   scratch_nbytes_ = scratch_stride_ * commands;
@@ -79,7 +76,7 @@ InFlight::InFlight(const ControllerContext& context, uint32_t depth,
 }
 
 InFlight::~InFlight() {
-  // The engine first: the kernel may still write into scratch.
+  // The engine ends first, because the operating system may still write into scratch.
   engine_.reset();
   if (scratch_ != nullptr) munmap(scratch_, scratch_nbytes_);
 }
@@ -136,7 +133,7 @@ void InFlight::start_flush(const nvme::command& entry) {
   }
 }
 
-// Finds the pieces of a transfer and the memory that they use. False: it has to run blocking.
+// Finds the pieces of a transfer and their memory. Returns false if blocking calls have to move it.
 bool InFlight::prepare(Command& command) {
   Request request;
   request.offset = command.range.offset;
@@ -152,7 +149,7 @@ bool InFlight::prepare(Command& command) {
     const Piece& piece = command.pieces[i];
     const uint64_t address = reinterpret_cast<uint64_t>(command.memory) + piece.request_offset;
     const uint64_t bits = address | piece.file_offset | piece.nbytes;
-    if ((bits & (piece.alignment - 1)) != 0) command.memory = nullptr;
+    if (!is_aligned(bits, piece.alignment)) command.memory = nullptr;
     command.lead[i] = 0;
     command.io_bytes[i] = piece.nbytes;
   }
@@ -180,7 +177,7 @@ bool InFlight::lay_out_scratch(Command& command) {
   return true;
 }
 
-// Where the data of a piece is, without what widening put before it.
+// The address of a piece's data, after the bytes that widening put before it.
 std::byte* InFlight::memory_of(Command& command, uint32_t index) const {
   if (command.memory != nullptr) return command.memory + command.pieces[index].request_offset;
   return scratch_ + command.index * scratch_stride_ + command.scratch_offset[index] +
@@ -188,8 +185,8 @@ std::byte* InFlight::memory_of(Command& command, uint32_t index) const {
 }
 
 void InFlight::submit(Command& command) {
-  // One more than there are pieces, so that the command cannot be done while pieces remain to be
-  // submitted: pieces in host memory are done at once.
+  // One more than the pieces, so that the command does not end before all are submitted: pieces in
+  // host memory are done at once.
   const uint32_t count = command.pieces.size();
   command.remaining = count + 1;
   for (uint32_t i = 0; i < count; ++i) submit_piece(command, i);
@@ -199,7 +196,7 @@ void InFlight::submit(Command& command) {
 void InFlight::submit_piece(Command& command, uint32_t index) {
   Piece& piece = command.pieces[index];
   if (piece.fd < 0 || engine_->free_slots() == 0) {
-    // Host memory, or a second attempt that found the engine full.
+    // Host memory; or a retry, when the engine is full.
     const int error = finish_piece(command, index, 0);
     return piece_done(command, index, error == 0 ? int32_t(command.io_bytes[index]) : -error);
   }
@@ -246,9 +243,9 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   if (error == ECANCELED && draining_) {
     command.cancelled = true;
   } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT) {
-    // The kernel gave up for reasons of its own. A thread that submitted and then ended takes its
-    // work with it (ECANCELED), or its address space (EFAULT, from a page-cache read). Doing it
-    // here needs nobody; memory that is really bad fails again.
+    // The operating system gave the piece up without an error of the file. A thread that ends takes
+    // the work that it submitted with it (ECANCELED), or its address space (EFAULT, from a read of
+    // the page cache). So this thread moves the piece itself. Bad memory fails again.
     counters_.engine_fallbacks.add(1);
     error = finish_piece(command, index, 0);
   } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {
@@ -260,7 +257,7 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   command.failure = {*piece.path, piece.file_offset, piece.nbytes};
 }
 
-// Does the rest of a piece, from `done` on, blocking and through the page cache.
+// Moves the rest of a piece, from `done` on, by blocking calls through the page cache.
 int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
   const Piece& piece = command.pieces[index];
   if (command.is_flush) return storage_.flush();
@@ -277,7 +274,7 @@ int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
   return command.durable && fdatasync(piece.buffered_fd) != 0 ? errno : 0;
 }
 
-// True when the command is completed, false when it goes on with another replica.
+// Returns true if the command is completed, false if it continues on another replica.
 bool InFlight::command_done(Command& command) {
   if (command.error != 0 && retry_on_replica(command)) return false;
   if (command.error == 0 && !command.is_write) deliver(command);
@@ -299,7 +296,7 @@ bool InFlight::retry_on_replica(Command& command) {
                       std::strerror(command.error), true);
   ++command.attempt;
   command.error = 0;
-  // The memory is found again; the PRP entries were valid when the command was fetched.
+  // Find the memory again. The PRP entries were valid when the command was fetched.
   if (memory_.walk(command.entry, command.range.total) != nvme::kSuccess || !prepare(command)) {
     command.error = EIO;
     return false;
@@ -308,7 +305,7 @@ bool InFlight::retry_on_replica(Command& command) {
   return true;
 }
 
-// A transfer that pieces cannot describe: the storage does it.
+// Runs a command that pieces cannot describe, by the storage's blocking calls.
 void InFlight::run_blocking(Command& command) {
   const nvme::command entry = command.entry;
   const ByteRange range = command.range;
@@ -327,7 +324,7 @@ void InFlight::run_blocking(Command& command) {
   completions_.finish_io(entry, range, is_write, error, failure);
 }
 
-// Brings a finished read from scratch to the command's memory and clears what lies past the end.
+// Copies a finished read from scratch to the command's memory, and clears what is past the end.
 void InFlight::deliver(Command& command) {
   const bool whole = command.range.take == command.range.total;
   if (command.memory != nullptr && whole) return;

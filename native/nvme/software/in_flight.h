@@ -1,8 +1,8 @@
-// Commands of a queue pair that wait for an IoEngine: from pieces to one completion.
+// The commands of a queue pair that wait for an IoEngine, each divided into pieces.
 //
-// A command's memory is used directly when it is contiguous and aligned as its files want it;
-// otherwise its pieces pass through an aligned scratch area, widened where direct I/O needs it. A
-// context is built when it is first used, and the most recently used one is reused first, so
+// If a command's memory is contiguous and aligned for its files, the engine uses it directly.
+// Otherwise the pieces pass through an aligned scratch area, and direct reads are widened. A
+// context is constructed when a command needs it, and the one used last is reused first, so
 // contexts and scratch that a load does not need cost no memory. One thread at a time.
 #pragma once
 
@@ -22,7 +22,7 @@ namespace fw::native {
 
 class InFlight {
  public:
-  // `count` says to threads that look on how many commands are in flight.
+  // Stores the number of commands in flight in `count`, for threads without the serve lock.
   InFlight(const ControllerContext& context, uint32_t depth, std::unique_ptr<IoEngine> engine,
            CommandMemory& memory, Completions& completions, QueueCounters& counters,
            std::atomic<uint32_t>& count);
@@ -35,17 +35,17 @@ class InFlight {
     return !free_contexts_.empty() && engine_->free_slots() >= PieceList::kCountMax;
   }
 
-  // Takes over the command at hand, whose memory was found by a walk.
+  // Takes over the current command, after CommandMemory::walk.
   void start(const nvme::command& entry, const ByteRange& range, bool is_write, bool durable);
   void start_flush(const nvme::command& entry);
 
-  // Hands over to the kernel what was started.
+  // Submits to the operating system what was started.
   void kick();
 
-  // Completes what the engine has done; returns how many commands that were.
+  // Completes the commands that the engine has done. Returns their number.
   uint32_t reap();
 
-  // Waits for everything in flight, and cancels what takes long. Bounded by a few seconds.
+  // Waits for all commands in flight, at most a few seconds. Cancels those that take long.
   void drain();
 
  private:

@@ -22,10 +22,9 @@ uint16_t append(uint64_t address, uint64_t nbytes, const DmaRegions& regions,
   return nvme::kSuccess;
 }
 
-// The entries of a list from `list` to the end of its page; the last one points to the next list
-// when more pages remain. Terminates: each entry but the link consumes a page of the transfer, and
-// a page holds at least two entries unless the list starts at its last one, which only a first list
-// may.
+// Walks a list from `list` to the end of its page. If more pages remain, its last entry points to
+// the next list. This ends, because each entry except that link takes a page of the transfer, and
+// each list but the first begins at a page and so has more than the link.
 uint16_t walk_list(uint64_t list, uint64_t remaining, uint64_t page_bytes,
                    const DmaRegions& regions, std::vector<Segment>& segments) {
   if ((list & kListMask) != 0) return nvme::kPrpOffsetInvalid;

@@ -1,7 +1,7 @@
-// From a command's PRP entries to host memory: bounds, alignment and list traversal.
+// Finds the host memory that a command's PRP entries name, and checks bounds and alignment.
 //
-// Nothing that the other side wrote is trusted: every page, and every list that names pages, must
-// lie inside memory that was registered for transfers.
+// The submitter is not trusted: every page, and every list of pages, must be inside memory that was
+// registered for transfers.
 #pragma once
 
 #include <cstddef>
@@ -32,14 +32,14 @@ class DmaRegions {
   std::vector<std::pair<uint64_t, uint64_t>> regions_;
 };
 
-// One run of contiguous host memory of a transfer.
+// Contiguous host memory of a transfer.
 struct Segment {
   std::byte* address;
   uint64_t nbytes;
 };
 
-// Replaces `segments` by the memory of an `nbytes` transfer; neighbours are joined. Returns an NVMe
-// status. `segments` does not grow beyond nbytes / page_bytes + 2.
+// Sets `segments` to the memory of a transfer of `nbytes`, adjacent pages joined: at most
+// nbytes / page_bytes + 2. Returns an NVMe status.
 uint16_t walk_prps(const nvme::command& entry, uint64_t nbytes, uint64_t page_bytes,
                    const DmaRegions& regions, std::vector<Segment>& segments);
 

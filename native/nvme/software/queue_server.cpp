@@ -26,7 +26,7 @@ QueueServer::QueueServer(const QueuePairAddresses& addresses, ControllerContext&
                                          completions_, counters_, in_flight_count_)),
       commands_(context, addresses.id, memory_, completions_, drive_.get(), in_flight_.get()) {}
 
-// Acquire and release: the ring state of the last server is seen.
+// Acquire and release: a server sees the ring state of the last one.
 bool QueueServer::try_lock() { return atomic::try_lock(&lock_); }
 
 void QueueServer::lock() {
@@ -41,8 +41,7 @@ uint32_t QueueServer::serve() {
   uint32_t moved = 0;
   if (open_.load(std::memory_order_relaxed)) {
     if (drive_ != nullptr) {
-      moved +=
-          drive_->begin_visit([this](uint16_t cid, uint16_t status) { rings_.post(cid, status); });
+      moved += drive_->begin_visit(poster());
     }
     if (has_in_flight()) moved += in_flight_->reap();
     moved += fetch();
@@ -56,20 +55,20 @@ uint32_t QueueServer::serve() {
 uint32_t QueueServer::fetch() {
   const uint32_t count = rings_.fetchable(promised());
   if (count == 0) return 0;
-  // Others may truncate the file; how many of the mapped blocks are there is looked up per batch.
+  // Other processes may truncate the file, so look once for each batch at how much is backed.
   if (refreshes_backing_) storage_.refresh_backing(monotonic_ns());
   const uint32_t fetched = execute_batch(count);
   published_head_.store(rings_.head(), std::memory_order_relaxed);
   return fetched;
 }
 
-// Completions that have a place in the CQ already.
+// Completions for which a place in the CQ is reserved.
 uint32_t QueueServer::promised() const {
   const uint32_t held = drive_ == nullptr ? 0 : drive_->held();
   return held + in_flight_count_.load(std::memory_order_relaxed);
 }
 
-// The time of a command without data is the time of this loop: no atomics, calls or divisions.
+// This loop is nearly all that a read in place costs: no atomics, calls or divisions in it.
 uint32_t QueueServer::execute_batch(uint32_t count) {
   constexpr uint32_t kPlainRead = nvme::kRead;  // CDW0 bits 15:0 with FUSE and PSDT zero
   const uint64_t base = reinterpret_cast<uint64_t>(mapped_base_);
@@ -102,7 +101,7 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
       continue;
     }
     if (in_flight_ != nullptr && !in_flight_->can_start()) break;
-    // A copy: the other side may rewrite the ring while we look at it.
+    // A copy, because the submitter may overwrite the entry meanwhile.
     const nvme::command copy = atomic::load_plain(&entry);
     rings_.advance();
     admit_arrivals();
@@ -117,11 +116,10 @@ uint32_t QueueServer::execute_batch(uint32_t count) {
 
 void QueueServer::admit_arrivals() {
   if (drive_ == nullptr) return;
-  counters_.held.add(
-      drive_->admit_arrivals([this](uint16_t cid, uint16_t status) { rings_.post(cid, status); }));
+  counters_.held.add(drive_->admit_arrivals(poster()));
 }
 
-// LBAs that the mapping backs completely, or with the namespace's partial last one.
+// The LBAs that the mapping backs; a partial last LBA of the namespace counts as whole.
 uint64_t QueueServer::whole_backed_lbas() const {
   const uint64_t backed = storage_.backed_nbytes();
   return backed == storage_.nbytes() ? lbas_ : backed / nvme::kLbaBytes;
@@ -132,7 +130,7 @@ void QueueServer::close() {
   if (drive_ != nullptr) drive_->take_away();
   if (in_flight_ != nullptr) in_flight_->drain();
   if (drive_ != nullptr) {
-    drive_->release_all([this](uint16_t cid, uint16_t status) { rings_.post(cid, status); });
+    drive_->release_all(poster());
     next_due_ns_.store(HeldCompletions::kNever, std::memory_order_relaxed);
   }
   abort_rung();
@@ -142,10 +140,10 @@ void QueueServer::close() {
 
 void QueueServer::reopen() { open_.store(true, std::memory_order_relaxed); }
 
-// Completes what was rung but not fetched, so that nobody waits for a controller that is gone.
+// Completes commands that were rung but not fetched, so that no thread waits for them.
 void QueueServer::abort_rung() {
   if (rings_.failed()) return;
-  // Read once: this ends, whoever goes on to ring.
+  // Read once, so that this ends even if a submitter goes on to ring.
   const uint32_t tail = rings_.tail();
   if (tail >= rings_.depth()) return;
   while (rings_.head() != tail && rings_.fetchable_until(tail, promised()) != 0) {

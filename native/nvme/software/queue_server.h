@@ -1,10 +1,9 @@
-// The controller's side of one queue pair: a visit fetches commands, executes them and posts
+// The controller's side of one queue pair: `serve` fetches commands, executes them and posts
 // completions.
 //
-// Any thread may call `serve`; a try-lock lets one in at a time and nobody waits for it. Every
-// fetched command is completed exactly once. Where the controller models a drive, a completion that
-// is known before the drive would have it is held, and posted by whoever serves when its time has
-// come.
+// Any thread may call `serve`. A try-lock admits one thread at a time, and no thread waits for it.
+// Every fetched command completes exactly once. If the controller models a drive, a completion that
+// is known before its modelled time is held, and a later `serve` posts it.
 #pragma once
 
 #include <atomic>
@@ -27,31 +26,31 @@ namespace fw::native {
 
 class alignas(128) QueueServer {
  public:
-  // `engine` may be null: then transfers that have to wait block the serving thread.
+  // Without an engine (null), transfers that have to wait block the serving thread.
   QueueServer(const QueuePairAddresses& addresses, ControllerContext& context,
               std::unique_ptr<IoEngine> engine);
   QueueServer(const QueueServer&) = delete;
   QueueServer& operator=(const QueueServer&) = delete;
 
-  // Cheap and lock-free: whether `serve` could move something. The time matters only to held
+  // Whether `serve` could move something. Cheap and lock-free. `now_ns` matters only to held
   // completions.
   bool has_work(int64_t now_ns) const {
-    // Relaxed: serve() looks again under the lock. A stale answer costs one more look.
+    // Relaxed: serve() looks again under the lock, so a stale answer only costs one more look.
     if (!open_.load(std::memory_order_relaxed)) return false;
     return rings_.rung_tail() != published_head_.load(std::memory_order_relaxed) ||
            has_in_flight() || next_due_ns() <= now_ns;
   }
   bool has_in_flight() const { return in_flight_count_.load(std::memory_order_relaxed) != 0; }
 
-  // No held completion is due before this; HeldCompletions::kNever when none is held.
+  // No held completion is due before this; HeldCompletions::kNever if none is held.
   int64_t next_due_ns() const { return next_due_ns_.load(std::memory_order_relaxed); }
 
-  // Moves what can be moved now; returns how many commands were fetched or completed.
+  // Moves what can be moved now. Returns how many commands it fetched or completed.
   uint32_t serve();
 
-  // Ends service: no new command is executed, those in flight finish or are cancelled, held
-  // completions are posted ahead of their time, rung but unfetched ones complete as aborted where
-  // the CQ has room. Bounded by a few seconds.
+  // Ends service within a few seconds. No new command is executed; commands in flight finish or are
+  // cancelled; held completions are posted early; commands that were rung but not fetched complete
+  // as aborted if the CQ has room.
   void close();
 
   // Serves again after `close`, from where the rings stand.
@@ -65,6 +64,9 @@ class alignas(128) QueueServer {
   void lock();
   void unlock();
 
+  auto poster() {
+    return [this](uint16_t cid, uint16_t status) { rings_.post(cid, status); };
+  }
   uint32_t fetch();
   uint32_t promised() const;
   uint32_t execute_batch(uint32_t count);
@@ -86,7 +88,7 @@ class alignas(128) QueueServer {
   const std::unique_ptr<InFlight> in_flight_;  // null: nothing has to wait
   Commands commands_;
 
-  // Looked at by threads that do not hold the lock: on a line of their own.
+  // Read by threads without the lock, so on a cache line of their own.
   alignas(128) uint32_t lock_ = 0;
   std::atomic<bool> open_{true};
   std::atomic<uint32_t> in_flight_count_{0};

@@ -34,7 +34,7 @@ uint32_t Rings::fetchable_until(uint32_t tail, uint32_t promised) {
 }
 
 bool Rings::read_cq_doorbell() {
-  // Acquire: the consumer has read the entries that we are about to overwrite.
+  // Acquire: the consumer has read the entries that `post` overwrites next.
   const uint32_t value = atomic::load_acquire(cq_doorbell_);
   const auto distance = [&](uint32_t to) {
     return to >= cq_head_seen_ ? to - cq_head_seen_ : to + depth_ - cq_head_seen_;

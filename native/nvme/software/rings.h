@@ -1,7 +1,7 @@
-// The two rings of a queue pair, as their controller sees them: SQ head, CQ tail and phase.
+// The controller's side of a queue pair's two rings: SQ head, CQ tail and phase.
 //
-// A command is fetched only when its completion has a reserved place in the CQ, so unconsumed
-// entries are never overwritten. One thread at a time.
+// A command is fetched only if a place in the CQ is reserved for its completion, so entries that
+// were not consumed are never overwritten. One thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace fw::native {
 
 class Rings {
  public:
-  // Commands a visit: long enough to spread the cost of the doorbell's cache miss, short enough
-  // that other queues are not kept waiting.
+  // The most commands of one `serve`: enough to spread the cost of the doorbell's cache miss, and
+  // few enough that other queues do not wait long.
   static constexpr uint32_t kBatchMax = 256;
 
   Rings(const QueuePairAddresses& addresses, ErrorLog& errors, QueueCounters& counters);
@@ -26,14 +26,14 @@ class Rings {
   uint32_t depth() const { return depth_; }
   uint32_t head() const { return head_; }
 
-  // A doorbell was invalid: nothing is fetched from these rings any more.
+  // Whether a doorbell was invalid. Nothing is fetched from these rings any more.
   bool failed() const { return failed_; }
 
-  // Any thread. Relaxed: whoever goes on to fetch looks again.
+  // Any thread. Relaxed: `fetchable` looks again.
   uint32_t rung_tail() const { return atomic::load_relaxed(sq_doorbell_); }
 
-  // How many commands may be fetched now: rung, no more than a batch, and with room in the CQ
-  // beside the completions that were promised before.
+  // How many rung commands may be fetched now: at most a batch, and no more than the CQ has room
+  // for beside `promised` completions.
   uint32_t fetchable(uint32_t promised) {
     if (failed_) return 0;
     const uint32_t tail = this->tail();
@@ -42,7 +42,7 @@ class Rings {
     return fetchable_until(tail, promised);
   }
 
-  // The same, where the doorbell was read before; it is not at the head.
+  // As `fetchable`, for a doorbell value that the caller has read and that is not the head.
   uint32_t fetchable_until(uint32_t tail, uint32_t promised);
 
   // Acquire: the submitter wrote the entries before it rang.
@@ -60,8 +60,7 @@ class Rings {
     auto* entry = reinterpret_cast<uint64_t*>(&cq_[cq_tail_]);
     const uint64_t upper = uint64_t(head_) | uint64_t(id_) << 16 | uint64_t(cid) << 32 |
                            uint64_t(uint16_t(status << 1 | phase_)) << 48;
-    // Relaxed, then release: whoever sees the phase tag sees the whole entry and the data before
-    // it.
+    // Relaxed, then release: a consumer that sees the phase tag sees the whole entry, and the data.
     atomic::store_relaxed(&entry[0], uint64_t(0));
     atomic::store_release(&entry[1], upper);
     if (++cq_tail_ == depth_) {
@@ -71,7 +70,7 @@ class Rings {
   }
 
  private:
-  // How far ahead entries are prefetched: the other side wrote them, so each one is a cache miss of
+  // How far ahead entries are prefetched. The submitter wrote them, so each is a cache miss of
   // about 100 ns, and a command takes about 5 ns.
   static constexpr uint32_t kPrefetchEntries = 16;
 

@@ -17,19 +17,19 @@
 namespace fw::native {
 namespace {
 
-// The clock is read once in this many idle sweeps.
+// A thread reads the clock once in this many idle sweeps.
 constexpr uint32_t kSweepsPerClock = 16;
 
-// The sentinel's look at the doorbells: while only I/O is in flight (half of what a fast drive
-// takes for a block), while idle, and after a long idle time. One look costs a timer interrupt, up
-// to 16 us in a virtual machine: 1.6 % of a core each 1 ms, 0.4 % each 4 ms.
+// How long the sentinel sleeps between looks at the doorbells: while only I/O is in flight (half of
+// what a fast drive takes for a block), while idle, and after a long idle time. A look costs a
+// timer interrupt, up to 16 us in a virtual machine: 1.6 % of a core each 1 ms, 0.4 % each 4 ms.
 constexpr int64_t kInFlightNs = 50'000;
 constexpr int64_t kSleepMinNs = 1'000;
 constexpr int64_t kSentinelNs = 1'000'000;
 constexpr int64_t kLongIdleNs = 100'000'000;
 constexpr int64_t kLongIdleSentinelNs = 4'000'000;
 
-// A sweep that moved this much is worth a second thread.
+// A thread that moves this many commands in a sweep wakes the others.
 constexpr uint32_t kWakeOthersCommands = 64;
 
 constexpr int64_t kSpinMaxNs = 1'000'000'000;
@@ -111,8 +111,8 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
   context_.storage->collect_files(engine_options.files);
   engine_options.memory = context_.regions.list();
   engine_options.engines = uint32_t(queue_pairs().size());
-  // A namespace in memory never waits, so it needs no engine: unless it is a file whose commands
-  // may name other memory, too.
+  // A namespace in memory needs no engine, because it never waits; unless it is a mapped file whose
+  // commands may name other memory too.
   const bool in_memory = context_.storage->mapped_base() != nullptr;
   const bool needs_engine =
       !engine_options.files.empty() && (!in_memory || !engine_options.memory.empty());
@@ -141,8 +141,7 @@ void SoftwareController::start() {
 
 void SoftwareController::stop() {
   if (in_forked_child()) {
-    // The threads exist in the parent only. What stands for them here can be neither joined nor
-    // destroyed.
+    // The threads exist in the parent only. Their objects here can be neither joined nor destroyed.
     (void)new std::vector<std::thread>(std::move(threads_));
     serving_.store(false, std::memory_order_release);
     return;
@@ -150,7 +149,7 @@ void SoftwareController::stop() {
   const std::lock_guard guard(life_);
   if (!serving()) return;
   stopping_.store(true, std::memory_order_release);
-  // The heart sleeps on `stopped_`, which only this changes.
+  // Wakes `beat`.
   stopped_.fetch_add(1, std::memory_order_release);
   futex_wake_all(stopped_);
   wake();
@@ -162,7 +161,7 @@ void SoftwareController::stop() {
 
 void SoftwareController::wake() {
   wakes_.fetch_add(1, std::memory_order_relaxed);
-  // Sequential: either the sleeper sees the new epoch and does not wait, or we see the sleeper.
+  // Sequential: either the sleeper sees the new epoch and does not wait, or this sees the sleeper.
   epoch_.fetch_add(1, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(epoch_);
 }
@@ -188,8 +187,8 @@ int SoftwareController::serve_some(uint32_t first_queue) {
   return 0;
 }
 
-// A thread's own queue pairs are those that its number leaves as remainder. While others sleep it
-// serves theirs too.
+// A thread serves the queue pairs whose number modulo the threads is its own. While other threads
+// sleep, it serves all.
 uint32_t SoftwareController::sweep(uint32_t thread) {
   const bool alone = thread_count_ == 1 || sleepers_.load(std::memory_order_relaxed) != 0;
   const size_t step = alone ? 1 : thread_count_;
@@ -223,21 +222,21 @@ void SoftwareController::run(uint32_t thread) {
     const int64_t now = monotonic_ns();
     if (idle_since == 0) idle_since = now;
     if (now - idle_since < spin_ns_ || next_due_ns() - now < kInFlightNs) continue;
-    // After a sleep that nobody ended, one fruitless sweep is enough to sleep again.
+    // After a sleep that ended by time, one idle sweep is enough to sleep again.
     const bool woken = sleep(thread, now - idle_since);
     if (woken) idle_since = 0;
     idle_sweeps = woken ? 0 : kSweepsPerClock - 1;
   }
 }
 
-// The heart: tells waiting device code that the process runs, whatever becomes of the threads that
-// serve. A storage that hangs takes one of these with it; a stopped process stops this one too.
+// Advances the heartbeat, by which device code knows that the process runs. It has a thread of its
+// own: a hanging storage blocks serving threads but not this one; a stopped process stops it too.
 void SoftwareController::beat() {
   std::atomic_ref<uint32_t> word(*heartbeat_);
   uint32_t beats = 0;
   const uint32_t seen = stopped_.load(std::memory_order_acquire);
   while (!stopping_.load(std::memory_order_acquire)) {
-    // 0 stands for a heart that nobody has.
+    // 0 means that there is no heartbeat.
     if (++beats == 0) beats = 1;
     // Relaxed: it orders nothing.
     word.store(beats, std::memory_order_relaxed);
@@ -254,7 +253,7 @@ bool SoftwareController::has_unfinished() const {
   return false;
 }
 
-// When the first held completion is due; HeldCompletions::kNever where none is.
+// When the first held completion is due; HeldCompletions::kNever if none is held.
 int64_t SoftwareController::next_due_ns() const {
   int64_t first = HeldCompletions::kNever;
   if (context_.drive == nullptr) return first;
@@ -262,7 +261,7 @@ int64_t SoftwareController::next_due_ns() const {
   return first;
 }
 
-// Only held completions ask for the time, so that without a model no sweep reads the clock.
+// Only held completions need the time, so without a model no sweep reads the clock.
 int64_t SoftwareController::time_of_sweep() const {
   return context_.drive == nullptr ? 0 : monotonic_ns();
 }
@@ -274,16 +273,16 @@ bool SoftwareController::has_in_flight() const {
   return false;
 }
 
-// Thread 0 is the sentinel: it looks at the doorbells itself. The others wait until they are woken.
-// True when somebody called wake().
+// Sleeps until wake(). Thread 0 is the sentinel: it also wakes by itself to look at the doorbells.
+// Returns whether wake() was called.
 bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
   const uint32_t seen = epoch_.load(std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  // Relaxed doorbells: one that is missed here is seen by the sentinel at its next look.
+  // No look at the doorbells here: the sentinel sees one that was rung meanwhile at its next look.
   int64_t limit_ns = idle_ns < kLongIdleNs ? kSentinelNs : kLongIdleSentinelNs;
   if (!leaves_it_to_launches()) {
     if (has_in_flight()) limit_ns = kInFlightNs;
-    // The clock is read where something is held only. Up early, because a sleep ends late.
+    // Wakes early for a held completion, because sleeps end late.
     const int64_t due_ns = next_due_ns();
     if (due_ns != HeldCompletions::kNever) {
       limit_ns = std::clamp(due_ns - monotonic_ns() - kInFlightNs, kSleepMinNs, limit_ns);

@@ -1,9 +1,9 @@
 // An NVMe controller in software: host threads that poll doorbells and serve one namespace.
 //
-// It owns its threads and the servers of its queue pairs; the rings and the memory that commands
-// name belong to the caller and must outlive it. Threads that wait for completions may serve as
-// well (`serve_some`), so that a wait turns into work. Idle threads sleep; one of them looks at the
-// doorbells each millisecond, and `wake` is immediate.
+// It owns its threads and the servers of its queue pairs. The rings and the memory that commands
+// name belong to the caller and must outlive it. Threads that wait for completions may serve too
+// (`serve_some`). Idle threads sleep; one of them looks at the doorbells each millisecond, and
+// `wake` wakes all at once.
 #pragma once
 
 #include <atomic>
@@ -25,10 +25,9 @@ struct ControllerOptions {
   uint32_t threads = 1;                   // 0: only callers of serve_some serve
   uint64_t page_bytes = 2 << 20;          // CC.MPS: a power of two, 4 KiB at least
   uint64_t max_transfer_bytes = 2 << 20;  // MDTS: a power of two, page-sized at least
-  int64_t spin_ns = 100'000;  // how long a thread without work looks on before it sleeps
-  bool yields = false;        // threads sleep while launches serve: they would take their cores
-  std::optional<SsdParameters> model =
-      {};  // a drive whose latency and ceilings completions keep to
+  int64_t spin_ns = 100'000;              // how long a thread without work polls before it sleeps
+  bool yields = false;  // threads sleep while launches serve, and leave them their cores
+  std::optional<SsdParameters> model = {};  // completions come when this drive would send them
 };
 
 struct ControllerCounters {
@@ -41,7 +40,7 @@ struct ControllerCounters {
 
 class SoftwareController final : public Controller {
  public:
-  // Throws invalid_argument when a size or address cannot be.
+  // Throws invalid_argument for a size or address that is not possible.
   SoftwareController(std::shared_ptr<Storage> storage, std::vector<QueuePairAddresses> queue_pairs,
                      std::vector<std::pair<uint64_t, uint64_t>> dma_regions,
                      const ControllerOptions& options);
@@ -82,8 +81,8 @@ class SoftwareController final : public Controller {
   int64_t next_due_ns() const;
   int64_t time_of_sweep() const;
   bool sleep(uint32_t thread, int64_t idle_ns);
-  // Relaxed: a thread that is late to see a launch begin serves once more, and one that is late to
-  // see it end looks again within a sentinel's turn.
+  // Relaxed: a thread that sees the begin of a launch late serves once more, and one that sees its
+  // end late looks again within the sentinel's sleep.
   bool leaves_it_to_launches() const {
     return yields_ && launches_.load(std::memory_order_relaxed) != 0;
   }
@@ -99,10 +98,10 @@ class SoftwareController final : public Controller {
   std::vector<std::thread> threads_;
   std::atomic<bool> serving_{true};
   std::atomic<bool> stopping_{false};
-  std::atomic<uint32_t> stopped_{0};  // how often: what the heart sleeps on (a futex)
+  std::atomic<uint32_t> stopped_{0};  // counts stops; `beat` sleeps on it (a futex)
   uint32_t* heartbeat_ = nullptr;     // of the queue pairs; null: none
 
-  // Sleep: threads wait for `epoch_` to change (a futex).
+  // Threads sleep until `epoch_` changes (a futex).
   alignas(128) std::atomic<uint32_t> epoch_{0};
   std::atomic<uint32_t> sleepers_{0};
   std::atomic<uint64_t> sleeps_{0};

@@ -1,4 +1,5 @@
-// What the host does to a cache and its queues: flush, invalidate, quiesce, and single commands.
+// Kernels by which the host maintains a cache and its queues: flush, invalidate, drop, quiesce, and
+// single commands.
 #pragma once
 
 #include "builds.cuh"
@@ -20,8 +21,7 @@ struct maintenance_params {
 };
 static_assert(sizeof(maintenance_params) == 64);
 
-// Which lines `fw_invalidate_lines` gives up besides clean ones. With kDropAll it waits for
-// nothing.
+// The lines that `fw_invalidate_lines` drops besides clean ones. With kDropAll it never waits.
 enum drop_mode : uint32_t { kKeepDirty = 0, kDropDirty = 1, kDropAll = 2 };
 
 }  // namespace fw::kernels
@@ -59,8 +59,8 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
 #endif
 
 #if FW_BUILDS(drop_tier)
-// Drops the volume's lines from the host tier. After fw_invalidate_lines has ended: a frame that
-// still had a line would bring it back.
+// Drops the volume's lines from the host tier. fw_invalidate_lines must have ended, because lines
+// that are still in frames could enter the tier again.
 FW_KERNEL fw_drop_tier(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   fw::cache::line_cache& c = *p.cache;
   const uint64_t places = c.geometry.set_count * c.tier.subsets * c.tier_ways;
@@ -78,14 +78,14 @@ FW_KERNEL fw_drop_tier(const FW_GRID_CONSTANT fw::kernels::maintenance_params p)
 #endif
 
 #if FW_BUILDS(quiesce)
-// Waits until no command of the volume is outstanding: one warp a queue pair.
+// Waits until no command of the volume is outstanding: one warp for each queue pair.
 FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   fw::cache::line_finisher finisher{*p.cache};
   fw::cache::volume& v = *p.volume;
   for (uint32_t i = fw::warp::index(); i < v.queue_count; i += fw::warp::count()) {
     fw::nvme::queue_pair& q = v.queues[i];
     fw::nvme::deadline limit(q.data);
-    // All lanes go on while one sees a command: they must not part at a collective.
+    // All lanes go on while one of them sees a command, so that none leaves before a collective.
     while (fw::warp::any(fw::warp::kFullMask, fw::atomic::load_relaxed(&q.head) !=
                                                   fw::atomic::load_relaxed(&q.ticket))) {
       const bool dead = limit.passed() || fw::atomic::load_relaxed(&q.failed) != 0;
@@ -102,8 +102,8 @@ FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance
 #endif
 
 #if FW_BUILDS(submit_command)
-// Submits one command (Flush, Write Zeroes, Dataset Management, ...) on each namespace and waits: a
-// warp a namespace. What names blocks is for volumes of one namespace.
+// Submits one command (Flush, Write Zeroes, Dataset Management, ...) to each namespace and waits:
+// one warp for each namespace. Commands that name blocks need a volume of one namespace.
 FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
   const uint32_t mask = fw::warp::kFullMask;
   fw::cache::line_finisher finisher{*p.cache};

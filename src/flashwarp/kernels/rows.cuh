@@ -1,10 +1,10 @@
-// Rows in, rows out: gather, scatter, prefetch and contiguous ranges, for rows of any width.
+// Gather, scatter and prefetch of rows of any width, and of contiguous ranges.
 //
-// A row is cut into segments, one for each line it touches. A warp takes up to 32 segments at a
-// time, one a lane: it probes them together, fetches the missing lines with one batch of commands,
-// and copies each segment with all lanes (`*_rows`). Rows of a few elements go one element a lane
-// instead (`*_elements_N`, N the element's bytes). Every kernel takes one struct by value; the host
-// mirrors it.
+// A row is divided into segments, one for each line that it touches. A warp takes up to 32 segments
+// at a time, one for each lane. It probes them together, fetches the missing lines with one batch
+// of commands, and copies each segment with all lanes (`*_rows`). For rows of a few elements, each
+// lane takes one element instead (`*_elements_N`, N the element's bytes). Every kernel takes one
+// struct by value, which the host mirrors.
 #pragma once
 
 #include "builds.cuh"
@@ -16,20 +16,20 @@ struct row_params {
   cache::geometry geometry;  // the cache's
   cache::line_cache* cache;
   cache::volume* volume;
-  const void* indices;   // int64 or int32, negative counts from the end; null: a contiguous range
+  const void* indices;   // int64 or int32, negative from the end; null: a contiguous range
   uint64_t index_count;  // rows asked for; or bytes of the range
   char* rows;            // the caller's buffer: rows back to back
   uint64_t row_bytes;    // of one row; for a range: byte offset of its start in the array
   uint64_t row_count;    // rows of the array
-  uint64_t look_ahead;   // items that a warp prefetches ahead of the one it reads; 0: none
+  uint64_t look_ahead;   // items that a warp prefetches ahead; 0: none
   uint32_t index_bytes;  // 4 or 8
-  uint32_t segments;     // most lines that one row touches
-  uint32_t batch;        // segments that a warp takes at a time, 1..32: one, when lines are long
+  uint32_t segments;     // the most lines that one row touches
+  uint32_t batch;        // segments that a warp takes at a time, 1 to 32; one if lines are long
   uint32_t reserved;
 };
 static_assert(sizeof(row_params) == 120);
 
-// Index `k` of the caller, counted from the front; row_count or more when it is out of bounds.
+// The caller's index `k`, counted from the front; row_count or more if it is out of bounds.
 FW_DEVICE uint64_t row_of(const row_params& p, uint64_t k) {
   int64_t i = p.index_bytes == 4 ? int64_t(static_cast<const int32_t*>(p.indices)[k])
                                  : static_cast<const int64_t*>(p.indices)[k];
@@ -37,7 +37,7 @@ FW_DEVICE uint64_t row_of(const row_params& p, uint64_t k) {
   return uint64_t(i);
 }
 
-// A piece of a row that lies in one line.
+// The piece of a row in one line.
 struct segment {
   uint64_t line;    // global
   uint64_t offset;  // in the line
@@ -70,7 +70,7 @@ FW_DEVICE segment segment_at(const row_params& p, uint64_t item) {
   if (p.indices == nullptr) return cut(p, p.row_bytes, p.index_count, item, buffer);
   const uint64_t k = p.segments == 1 ? item : item / p.segments;
   const uint64_t row = row_of(p, k);
-  // The host has checked the indices; one that changed since must still not leave the array.
+  // The host has checked the indices. One that has changed since must not leave the array either.
   if (row >= p.row_count) return {0, 0, 0, 0};
   return cut(p, row * p.row_bytes, p.row_bytes, item - k * p.segments, buffer + k * p.row_bytes);
 }
@@ -81,8 +81,9 @@ struct copy_segments {
   static constexpr bool kStores = kToFrame;
   segment piece;
 
-  // Rows of up to one word a lane, several in flight: each lane loads its word of eight rows before
-  // it stores the first. True when all members' pieces are such rows.
+  // Copies rows of up to one word for each lane. Each lane loads its word of eight rows before it
+  // stores the first, so several rows are in flight. Returns false, and copies nothing, if not all
+  // members' pieces are such rows.
   FW_DEVICE bool copy_short(uint32_t mask, uint32_t members, uint64_t inside) {
     constexpr uint64_t kWordBytes = 16;
     constexpr uint32_t kRows = 8;
@@ -97,7 +98,7 @@ struct copy_segments {
       uint64_t targets[kRows];
       FW_UNROLL
       for (uint32_t r = 0; r < kRows; r++) {
-        // Past the last row the last one is copied again: cheaper than a condition on each load.
+        // Past the last row, copy the last one again: cheaper than a condition on each load.
         const uint32_t source = base::lowest_bit(rest);
         if ((rest & (rest - 1)) != 0)
           rest &= rest - 1;
@@ -130,17 +131,9 @@ struct copy_segments {
     if constexpr (!kToFrame && warp::kWarpWidth > 1) {
       if (copy_short(mask, members, inside)) return;
     }
-    for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
-      const uint32_t source = base::lowest_bit(rest);
-      const uint64_t there = warp::broadcast(mask, inside, source);
-      const uint64_t here = warp::broadcast(mask, piece.buffer, source);
-      const uint64_t bytes = warp::broadcast(mask, piece.bytes, source);
-      if constexpr (kToFrame) {
-        warp::copy<warp::source::kStream>(mask, there, here, bytes);
-      } else {
-        warp::copy<warp::source::kFrame>(mask, here, there, bytes);
-      }
-    }
+    constexpr warp::source kSource = kToFrame ? warp::source::kStream : warp::source::kFrame;
+    warp::copy_each<kSource>(mask, members, kToFrame ? inside : piece.buffer,
+                             kToFrame ? piece.buffer : inside, piece.bytes);
   }
 };
 
@@ -178,7 +171,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
       if (wants) tally.bytes_used += piece.bytes;
     }
   }
-  // Bytes differ by lane; events are the warp's.
+  // Each lane has its own bytes; events are counted by warp.
   if (tally.bytes_used != 0) {
     atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
     tally.bytes_used = 0;
@@ -187,7 +180,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
   tally.add_to(v, mask);
 }
 
-// One element of each lane, for rows of `element_bytes` times a small number.
+// Moves rows of a few elements: each lane takes one element at a time.
 template <uint32_t kBytes, bool kStores>
 FW_DEVICE void for_each_element(const row_params& p) {
   using word = atomic::raw<kBytes>;
@@ -304,7 +297,7 @@ FW_KERNEL_RESIDENT(4) fw_scatter_elements_16(const FW_GRID_CONSTANT fw::kernels:
 #endif
 
 #if FW_BUILDS(check_indices)
-// Looks for indices that are out of bounds and notes where they are in the volume's error record.
+// Looks for indices that are out of bounds, and records their places in the volume's error record.
 FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::cache::volume& v = *p.volume;
   for (uint64_t k = fw::base::thread_index(); k < p.index_count; k += fw::base::thread_count()) {

@@ -1,7 +1,7 @@
 """A controller for each member of a striped or replicated storage; device code chooses among them.
 
-Mirrors `cache/spread.cuh`. Each member is a namespace with a controller and queue pairs of its own;
-the pairs of all lie in one table, in the order of the members.
+Mirrors `cache/placement.cuh`. Each member is a namespace with a controller and queue pairs of its
+own; the pairs of all lie in one table, in the order of the members.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// More asynchronous requests than the rings have entries, before any thread waits for one of its
-// own: what stops threads for good where an entry is its issuer's until the issuer waits.
+// Threads start more asynchronous requests than the rings have entries before any of them waits. If
+// entries stayed with their issuer until it waits, the threads would block each other for ever.
 #include "flashwarp/array.cuh"
 #include "simulator/elements.h"
 
@@ -12,7 +12,7 @@ using Words = Elements<uint64_t>;
 constexpr uint32_t kLineWords = kLineBytes / sizeof(uint64_t);
 constexpr uint32_t kRequestsMax = 6;
 
-// One transfer that a thread has started, and what the oracle knows of it.
+// One transfer that a thread has started, with the oracle's record of it.
 class Request {
  public:
   // Starts anything, on any line.
@@ -94,7 +94,7 @@ void start_more_than_fit(Run& run, const Shape& shape) {
   machine.launch([&](Thread& t) {
     Request mine[kRequestsMax];
     for (uint32_t n = 0; n < requests; ++n) mine[n].start(data, t.random);
-    // In any order; some are waited for by nobody.
+    // In any order, and without waiting for some of them.
     const uint32_t first = t.random.below(requests);
     const uint32_t waited = t.random.chance(80) ? requests : t.random.below(requests);
     for (uint32_t n = 0; n < waited; ++n) {

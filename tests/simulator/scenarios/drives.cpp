@@ -1,5 +1,5 @@
-// Raw blocks of two drives by warps that keep several batches outstanding, through rings that hold
-// fewer: who waits for a slot must not hold one.
+// Warps read raw blocks of two drives and keep more batches outstanding than the rings hold: a warp
+// that waits for a slot must not hold one.
 #include "flashwarp/bench/drives.cuh"
 #include "simulator/machine.h"
 

@@ -1,11 +1,11 @@
-// Single elements of arrays: what every thread may do at any time, in divergent code too.
+// Single elements of arrays, by any thread at any time, in divergent code too.
 #include "simulator/elements.h"
 
 using namespace fw::simulator;
 
 namespace {
 
-// A load that others overtake: what a slow operation may meet between its two looks at the tag.
+// A slow load: other fibres run between its two looks at the tag.
 struct SlowLoad {
   static constexpr bool kStores = false;
   uint64_t offset;
@@ -36,7 +36,7 @@ void use_elements(Run& run, const Shape& shape, uint32_t operations) {
   for (uint32_t v = 0; v < shape.volumes; ++v) {
     volumes.push_back(std::make_unique<Elements<>>(machine, v));
   }
-  // Threads tell each other what they know: happens-before beyond the library's own.
+  // Threads synchronise with each other, which adds happens-before to the library's own.
   auto* flag = machine.allocate<uint32_t>(1, "flag", Sharing::kAtomic);
   const uint32_t rounds = 1 + run.random.below(2);
   const uint32_t stores = run.random.below(60);

@@ -7,11 +7,11 @@ using namespace fw::simulator;
 
 namespace {
 
-// What a writer leaves in pages that nobody may take for current any more: no element's value.
+// The byte that a writer leaves in pages after the lease has ended: it is in no element's value.
 constexpr uint64_t kRubbish = ~uint64_t(0);
 
-// As the keeper of a lease does it: first the path, of every queue pair; then the lease, behind
-// which the pages may hold anything. The storage keeps what it had.
+// Gives a lease up as its keeper does: first changes the path of every queue pair, then gives up
+// the lease, after which the pages may have any contents. The storage's bytes do not change.
 void leave_pages(Machine& machine) {
   const Shape& shape = machine.shape();
   for (uint32_t v = 0; v < shape.volumes; ++v) {

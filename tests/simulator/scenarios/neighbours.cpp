@@ -1,4 +1,4 @@
-// Arrays that share a cache, one of which ends while the others' kernels go on.
+// Arrays that share a cache: one ends while the kernels of the other arrays go on.
 #include "simulator/elements.h"
 
 using namespace fw::simulator;

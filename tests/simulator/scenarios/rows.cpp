@@ -123,7 +123,7 @@ FW_SCENARIO(flush, "a warp flushes what it has stored, while others go on") {
       }
       return;
     }
-    // Elements that nobody else stores to, between those that the others pick.
+    // Elements to which no other warp stores, between those that the other warps pick.
     const uint32_t mine = t.random.below(shape.lines - 1) * 64 + 2 + t.lane;
     const uint64_t value = data.store(mine);
     become(t.lane, kWidth);

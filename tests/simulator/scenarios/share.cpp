@@ -1,4 +1,4 @@
-// The share table: lines in threads' own buffers, found before the cache by everybody.
+// The share table: lines in threads' buffers, which all threads find before the cache.
 #include "flashwarp/array/shared.cuh"
 #include "simulator/elements.h"
 
@@ -148,8 +148,9 @@ class Session {
     }
     return false;
   }
-  // Lets go, whatever it takes: what is stored to a copy is lost if its owner goes away. False when
-  // time has run out: the line is still held, and its buffer the table's.
+  // Releases, however often it has to try: stores to a copy are lost if its owner goes away.
+  // Returns false after the time limit; the line is then still held, and its buffer still the
+  // table's.
   bool release(bool polls = false) {
     note("release", 0);
     while (true) {
@@ -199,9 +200,9 @@ class Session {
   View view_;
 };
 
-// Two lines at a time, in any order; those that are not ours go first. In another block's memory a
-// copy cannot be joined: who may wait for one goes in ascending order. False when a line is still
-// held.
+// Two lines at a time, in any order; a copy of another owner is released first. A copy in another
+// block's memory cannot be joined, so threads that may wait for one take lines in ascending order.
+// Returns false if a line is still held.
 bool use_two_lines(Machine& machine, Words& data, Table& table, Thread& t, uint32_t stores) {
   const uint32_t a = data.pick(t.random);
   const uint32_t b = data.pick(t.random);

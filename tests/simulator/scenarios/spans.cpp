@@ -1,4 +1,4 @@
-// Records, spans and asynchronous transfers: what moves more than one element, now or later.
+// Records, spans and asynchronous transfers, which move several elements.
 #include "flashwarp/array.cuh"
 #include "simulator/elements.h"
 

@@ -1,4 +1,4 @@
-// The host-memory tier: lines that leave a few frames for a few places, and come back.
+// The host tier: lines move from a few frames to a few places, and back.
 #include "simulator/elements.h"
 
 using namespace fw::simulator;

@@ -1,8 +1,8 @@
-// Arrays in kernels that other compilers make: functions of C linkage, linked as LTO-IR.
+// Arrays for kernels of other compilers: functions with C linkage, linked as LTO-IR.
 //
-// An array is named by the address of its struct, wherever the other compiler keeps it; elements go
-// to and from memory as bytes, so one function serves all types of a size. Optimization across the
-// link leaves of a load what `fw::array` makes of it: no call, no memory for the struct.
+// The other compiler passes the address of an array's struct. Elements are loaded to and stored
+// from memory as bytes, so one function serves all types of a size. Link-time optimization makes a
+// load as fast as with `fw::array`: no call remains, and no memory for the struct.
 #pragma once
 
 #include "flashwarp/array.cuh"
@@ -40,9 +40,9 @@ FW_DEVICE const array<T>& array_at(const void* address) {
   return *static_cast<const array<T>*>(address);
 }
 
-// Where a token's later state is: its own copies are values that nobody can change. Of the tokens
-// that one place of a kernel starts, the last `kTracked` are known here; an older one is waited for
-// when it is asked about, and where it is asked twice, twice.
+// The states of the last `kTracked` tokens that one call site of a kernel has started. The other
+// compiler copies tokens as values, so their states are kept here. To ask about an older token
+// waits for it, each time.
 inline constexpr uint32_t kTracked = 8;
 
 struct token_site {
@@ -54,7 +54,7 @@ struct token_site {
 };
 
 struct started_token {
-  token first;  // as it was started
+  token first;  // its state at the start
   token_site* site;
   uint64_t number;
 };
@@ -68,7 +68,8 @@ FW_DEVICE void start(started_token* to, token_site* site, const token& t) {
   *to = {t, site, number};
 }
 
-// Calls `what` with the token's state, kept where it is still known.
+// Calls what(state, known) with the token's state. If the token is too old, `state` is its state at
+// the start, and `known` is false.
 template <typename What>
 FW_DEVICE auto with(const started_token* t, What what) {
   auto& last = t->site->last[t->number % kTracked];
@@ -137,7 +138,7 @@ FW_ATOMIC_FUNCTION(float64, double)
 FW_DEVICE_C bool fw_token_done(const void* t) {
   return fw::c_abi::with(static_cast<const fw::c_abi::started_token*>(t),
                          [](fw::token& state, bool known) {
-                           // Nobody would remember how often it was asked.
+                           // `done` counts its calls in the state, which is not kept here.
                            if (!known) state.wait();
                            return state.done();
                          });

@@ -1,8 +1,8 @@
-// How the CPU device enters the kernels of a program that was compiled apart from it.
+// How the CPU device calls the kernels of a separately compiled program.
 //
-// The program exports a table, `fw_entries`, with an entry a kernel: the mangled name, the sizes of
-// the parameters, and a function that any thread of the device calls with pointers to the
-// arguments. The program has a `base::this_thread` of its own, so each call brings the caller's.
+// The program exports a table, `fw_entries`, with one entry for each kernel: its mangled name, the
+// sizes of its parameters, and a function that a thread of the device calls with pointers to the
+// arguments. The program has its own `base::this_thread`, so each call passes the caller's.
 #pragma once
 
 #include "flashwarp/array.cuh"
@@ -11,7 +11,7 @@ namespace fw {
 
 struct entry_param {
   uint32_t bytes;          // of the parameter
-  uint32_t element_bytes;  // of what an array or a pointer leads to; 0 where nobody knows
+  uint32_t element_bytes;  // of the elements of an array or pointer; 0: not known
 };
 
 struct entry {
@@ -19,7 +19,7 @@ struct entry {
   void (*run)(const void* const* arguments, const base::thread_context* here);
   const entry_param* params;
   uint32_t param_count;
-  uint32_t context_bytes;  // of `base::thread_context`, as the program knows it
+  uint32_t context_bytes;  // the program's sizeof(base::thread_context)
 };
 
 struct entry_table {
@@ -32,7 +32,7 @@ namespace detail {
 template <typename T>
 concept complete = requires { sizeof(T); };
 
-// What a parameter leads to.
+// The size of the elements of an array or pointer parameter.
 template <typename T>
 inline constexpr uint32_t kElementBytes = 0;
 template <complete T>

@@ -1,20 +1,20 @@
-// Lists of a graph whose entries do not fit in memory: compressed sparse rows in an fw::array.
+// Neighbour lists of a graph larger than memory: compressed sparse rows in an fw::array.
 //
 //   fw::graph::cached neighbours(array);
 //   fw::graph::for_each(rows, neighbours, [&](uint64_t v) { return level_of[v] == level; },
 //                       [&](uint64_t v, uint64_t i, uint32_t neighbour) { .. });
 //
-// Work is dealt by entries, not by vertices: a warp takes a chunk of the array, which is never
-// longer than a line, and finds the lists in it. So a hub's list is the work of many warps, short
-// lists that share a line are the work of one, and each line is asked for by one warp only. All
-// lanes of a warp call `for_each` together; `visit` may diverge.
+// Work is divided by entries, not by vertices: a warp takes a chunk of the array, at most one line,
+// and finds the lists in it. So many warps share the list of a hub, one warp handles the short
+// lists of a line, and only one warp asks for each line. All lanes of a warp call `for_each`
+// together; `visit` may diverge.
 #pragma once
 
 #include "flashwarp/array.cuh"
 
 namespace fw::graph {
 
-// Where the lists are, as the host sends it. Memory of the device but for the entries themselves.
+// Where the lists are; the host fills this in. All but the entries themselves is in device memory.
 struct rows {
   const uint64_t* offsets;  // vertices + 1: the list of v is [offsets[v], offsets[v + 1])
   const uint32_t* first;    // chunks + 1: the vertex whose list has the first entry of each chunk
@@ -22,11 +22,11 @@ struct rows {
   uint64_t entries;
   uint64_t chunks;
   uint32_t chunk_log2;  // entries of a chunk
-  uint32_t ahead;       // chunks that a thread of the CPU device asks for before it needs them
-  uint32_t backwards;   // from the last chunk to the first: after a pass the other way, what that
-                        // one left in the cache comes first
+  uint32_t ahead;       // chunks that a thread of the CPU device prefetches
+  uint32_t backwards;   // visit the last chunk first: after a forward pass, the lines that it left
+                        // in the cache come first
   uint32_t reserved;
-  const uint32_t* in_place;  // the entries where the device may read them past the cache, or null
+  const uint32_t* in_place;  // the entries, if the device may read them past the cache; else null
 };
 static_assert(sizeof(rows) == 64);
 FW_CHECK_OFFSET(rows, chunk_log2, 40);
@@ -34,20 +34,19 @@ FW_CHECK_OFFSET(rows, chunk_log2, 40);
 // The distance of a vertex to which there is no path.
 inline constexpr uint32_t kUnreached = 0xffffffffu;
 
-// Entries that a lane has in flight on a list that is long enough.
+// Entries that a lane loads together, from lists that are long enough.
 inline constexpr uint32_t kUnroll = 4;
 
-// Sources of entries: how the array is read. `begin_chunk` is called by all lanes before they look
-// at the first list of a chunk, with how much is wanted of it, if the source asks for that
-// (`counts`).
+// Sources of entries. All lanes call `begin_chunk` before the first list of a chunk. If the source
+// `counts`, they pass how many entries of the chunk are wanted.
 
-// Through the cache, line by line.
+// Reads through the cache, line by line.
 class cached {
  public:
   FW_DEVICE explicit cached(const array<const uint32_t>& a) : array_(a), cursor_(a) {}
 
   FW_DEVICE bool counts() const { return false; }
-  // Brings the line in with all lanes; a short list is read by a few, which would copy it alone.
+  // All lanes read, so that all of them copy the line. A short list is read by a few lanes only.
   FW_DEVICE void begin_chunk(uint64_t first, uint64_t) { cursor_[first]; }
   FW_DEVICE uint32_t load(uint64_t i) { return cursor_[i]; }
   FW_DEVICE void load_several(uint64_t i, uint32_t (&values)[kUnroll]) {
@@ -60,7 +59,7 @@ class cached {
   cursor<const uint32_t> cursor_;
 };
 
-// From memory that the device reads in place: its own, or pinned memory of the host.
+// Reads memory in place: the device's own, or pinned memory of the host.
 class plain {
  public:
   FW_DEVICE explicit plain(const uint32_t* entries) : entries_(entries) {}
@@ -78,17 +77,17 @@ class plain {
   const uint32_t* entries_;
 };
 
-// Through the cache where the line is there or much of it is wanted, else straight from the storage
-// in host memory. A whole line for a short list costs the link more than it gives, and evicts what
-// others come back for. Where the storage cannot be read in place, as `cached`.
+// Reads through the cache if the line is there or much of it is wanted, and otherwise directly from
+// the storage in host memory: for a short list, a whole line costs the link more than it saves, and
+// evicts a line that may be used again. If the storage cannot be read in place, this is `cached`.
 class cached_or_in_place {
  public:
-  // `entries` is the storage of an array that nobody writes, on the in-place path.
+  // `entries` is the storage of an array on the in-place path that no thread writes.
   FW_DEVICE cached_or_in_place(const array<const uint32_t>& a, const uint32_t* entries,
                                uint64_t fill_from)
       : cached_(a), in_place_(entries), array_(a), fill_from_(fill_from) {}
 
-  // A chunk of which half is wanted is worth a line: what `rows` has as `in_place` is used.
+  // Reads `r.in_place` past the cache unless half of a chunk is wanted.
   FW_DEVICE cached_or_in_place(const array<const uint32_t>& a, const rows& r)
       : cached_or_in_place(a, r.in_place,
                            r.in_place == nullptr ? 0 : uint64_t(1) << r.chunk_log2 >> 1) {}
@@ -114,11 +113,11 @@ class cached_or_in_place {
   cached cached_;
   plain in_place_;
   const array<const uint32_t>& array_;
-  uint64_t fill_from_;  // entries wanted of a chunk from which on its line is worth a frame; 0: all
+  uint64_t fill_from_;  // fill the line if this many entries of the chunk are wanted; 0: always
   bool through_ = true;
 };
 
-// The sum over all lanes of a warp, which call together and all get it.
+// The sum over all lanes of a warp. All lanes call together, and all get it.
 template <typename T>
 FW_DEVICE T sum_of_lanes(T value) {
   for (uint32_t step = warp::kWarpWidth / 2; step > 0; step /= 2) {
@@ -152,7 +151,7 @@ FW_DEVICE uint64_t end_of(const rows& r, uint64_t chunk) {
   return end < r.entries ? end : r.entries;
 }
 
-// How many entries of a chunk are wanted; all lanes get the sum.
+// How many entries of a chunk are wanted. All lanes get the sum.
 template <typename Wants>
 FW_DEVICE uint64_t count_wanted(const rows& r, uint64_t chunk, Wants& wants) {
   const uint64_t last = r.first[chunk + 1];
@@ -164,10 +163,10 @@ FW_DEVICE uint64_t count_wanted(const rows& r, uint64_t chunk, Wants& wants) {
   return sum_of_lanes(count);
 }
 
-// Shows a piece of the list of `v` to `visit`, with all lanes.
+// Calls `visit` for the entries of a piece of the list of `v`, by all lanes.
 template <typename Source, typename Visit>
 FW_DEVICE void visit_piece(Source& source, uint64_t v, piece p, Visit& visit) {
-  // From a multiple of the warp's width on: lanes that read side by side share sectors.
+  // Begin at a multiple of the warp's width, so that lanes that read side by side share sectors.
   uint64_t i = p.begin / warp::kWarpWidth * warp::kWarpWidth + warp::lane();
   if (i < p.end && i >= p.begin) visit(v, i, source.load(i));
   i += warp::kWarpWidth;
@@ -213,16 +212,16 @@ FW_DEVICE void visit_chunk(const rows& r, uint64_t chunk, Source& source, Wants&
 
 }  // namespace detail
 
-// Calls visit(v, i, entry) for each entry i of the list of each vertex v that wants(v), from all
-// lanes of all warps of the launch, once for each entry. If `visit` has finish(v), all lanes of a
-// warp call it together when they have seen a piece of the list of v. What wants(v) says must not
-// change from true to false meanwhile.
+// Calls visit(v, i, entry) once for each entry i of the list of each vertex v for which wants(v) is
+// true. All warps of the launch call it together and divide the entries. If `visit` has finish(v),
+// all lanes of a warp call that after a piece of the list of v. wants(v) must not change from true
+// to false meanwhile.
 template <typename Source, typename Wants, typename Visit>
 FW_DEVICE void for_each(const rows& r, Source& source, Wants wants, Visit&& visit) {
   const uint64_t stride = warp::count();
   uint64_t asked = warp::index();  // the next place to look at for reading ahead
   for (uint64_t place = warp::index(); place < r.chunks; place += stride) {
-    // Where a warp is one thread, there are too few of them to keep a disk busy by waiting.
+    // On the CPU device there are too few threads to keep a disk busy without prefetches.
     if constexpr (warp::kWarpWidth == 1) {
       if (asked <= place) asked = place + stride;
       for (; r.ahead != 0 && asked < r.chunks && asked <= place + r.ahead * stride;
@@ -236,8 +235,8 @@ FW_DEVICE void for_each(const rows& r, Source& source, Wants wants, Visit&& visi
   }
 }
 
-// Breadth-first search: one level, for `for_each`. `found` is set when a vertex joins the next one.
-// In `distances` every vertex has its level, or kUnreached.
+// One level of a breadth-first search, for `for_each`. `distances` has each vertex's level, or
+// kUnreached. `found` is set if the next level has a vertex.
 struct search_level {
   uint32_t* distances;
   uint32_t* found;
@@ -245,8 +244,8 @@ struct search_level {
   uint64_t level;
 
   FW_DEVICE bool wants(uint64_t v) const { return atomic::load_relaxed(&distances[v]) == level; }
-  // Several warps may reach a vertex at once: all store the same level. A neighbour that is no
-  // vertex comes from a damaged file and is passed over.
+  // Several warps may reach a vertex at once: all store the same level. A neighbour that is not a
+  // vertex comes from a damaged file, and is skipped.
   FW_DEVICE void visit(uint64_t, uint32_t neighbour, bool& reached) const {
     if (neighbour >= vertices || atomic::load_relaxed(&distances[neighbour]) != kUnreached) return;
     atomic::store_relaxed(&distances[neighbour], uint32_t(level) + 1);
@@ -258,7 +257,7 @@ struct search_level {
 };
 static_assert(sizeof(search_level) == 32);
 
-// Expands all vertices of one level, by all warps of the launch.
+// Expands all vertices of one level. All warps of the launch call it.
 template <typename Source>
 FW_DEVICE void search(const rows& r, Source& source, const search_level& s) {
   bool reached = false;

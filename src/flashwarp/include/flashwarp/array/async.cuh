@@ -1,18 +1,19 @@
-// Transfers that a thread starts now and waits for later: between storage and the cache's lines,
-// and between an array and memory of the thread's own.
+// Transfers that a thread starts now and waits for later: between storage and the cache, and
+// between an array and the thread's buffer.
 //
 //   fw::token t = data.read_async(i, n, buffer);   // commands are on their way
 //   compute();
 //   t.wait();                                      // `buffer` holds the elements
 //
-// A token is a value of 64 bytes: a thread may hold any number of them, drop them, wait twice,
-// or end without waiting, and nothing is held meanwhile, no lock, pin, buffer or slot.
-// What a token stands for in the array is only lines on their way; whoever drains their
-// completions puts them into the cache. `wait` moves the elements between there and the buffer, so
-// it is the thread's own until then, and a read returns what a load at the time of `wait` would.
-// What bounds the commands in flight is the entries of the array's queue pairs (`queue_pairs` times
-// `depth` of its controller): a thread that finds them taken drains completions until some are
-// free, so threads that start more before they wait for any cannot stop each other.
+// A token is a value of 64 bytes. A thread may hold any number of tokens, drop them, wait twice, or
+// end without waiting: a token holds no lock, pin, buffer or slot. Starting a transfer starts fills
+// of lines, and the warps that drain their completions put the lines into the cache. `wait` copies
+// between the cache and the buffer. So the buffer is unused until then, and a read returns what a
+// load at the time of `wait` would.
+//
+// The entries of the array's queue pairs (`queue_pairs` times `depth` of its controller) bound the
+// commands in flight. A thread that finds no free entry drains completions until one is free, so
+// threads that start many transfers before they wait cannot block each other.
 //
 // Lanes that call together share the work. Every wait has the time limit of the array's queues.
 #pragma once
@@ -28,7 +29,7 @@ namespace detail {
 
 enum class task : uint32_t { kNone, kFetch, kRead, kWrite, kWriteBack };
 
-// Makes a line resident and does nothing with it.
+// An operation without effect: the access only makes the line resident.
 struct touch_line {
   static constexpr bool kStores = false;
   FW_DEVICE void visit(uint32_t, uint32_t, uint64_t) {}
@@ -63,14 +64,14 @@ FW_DEVICE_NOINLINE uint32_t touch_span(cache::line_cache* c, cache::volume* v, c
   return status;
 }
 
-// Moves the lines of each lane's span that `which` means.
+// Moves those lines of each lane's span that are in `which`.
 template <bool kToFrame>
 FW_DEVICE_NOINLINE uint32_t move_part(cache::line_cache* c, cache::volume* v, const span& s,
                                       lines which) {
   return move_span<kToFrame>(c, v, active_on(v), s, which);
 }
 
-// Starts write-backs of each lane's dirty lines.
+// Starts write-backs of the dirty lines in each lane's span.
 FW_DEVICE_NOINLINE void clean_span(cache::line_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
   for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
@@ -84,7 +85,7 @@ FW_DEVICE_NOINLINE void clean_span(cache::line_cache* c, cache::volume* v, const
   warp::sync(mask);
 }
 
-// Waits until no line of each lane's span is dirty or being written. Returns its first failure.
+// Waits until no line of each lane's span is dirty or WRITING. Returns the lane's first failure.
 FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
   uint32_t step = 0;
@@ -97,7 +98,8 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, c
       cache::place where = {0, 0, false};
       if (pending) where = cache::probe(c->geometry, line);
       const bool in_flight = where.found && (where.word & cache::tag::kWriting) != 0;
-      // Stored to since, or a write-back that failed: once more, and then it is over either way.
+      // Dirty again: a store came later, or the write-back failed. Write it back once more, and
+      // wait no longer whatever comes of it.
       const bool taken = where.found && !in_flight && (where.word & cache::tag::kDirty) != 0 &&
                          cache::begin_write(&c->geometry.tags[where.way], line);
       const uint32_t members = warp::ballot(mask, taken);
@@ -120,7 +122,8 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, c
   return status;
 }
 
-// Whether each lane's lines are where its token wants them. Helps once, `step` times so far.
+// Whether each lane's lines are in the cache or, for a write-back, clean. Does one step of helping;
+// `step` numbers the steps.
 FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, const span& s,
                                     task what, uint32_t step) {
   const uint32_t mask = active_on(v);
@@ -139,28 +142,29 @@ FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, cons
 
 }  // namespace detail
 
-// A transfer on its way. Copies of a token stand for the same transfer, each with its own status.
+// A transfer that has started. Copies of a token are of the same transfer, each with its own
+// status.
 class token {
  public:
-  // Of a transfer of nothing: done, with success.
+  // A token of no transfer: done, with success.
   token() = default;
 
-  // Whether `wait` would return at once; does not wait for data. A transfer that fails again and
-  // again is over too: its status tells.
+  // Whether the transfer is over; then `status` has its result. Waits for I/O only if a line was
+  // evicted since it came, or has not come after very many calls.
   FW_DEVICE bool done() {
     detail::call_for(warp::active(), status_ == kPending, [&] { look(); });
     return status_ != kPending;
   }
 
-  // Blocks until the transfer is over, draining completions meanwhile. Returns the NVMe status:
-  // kSuccess, or the first failure, which the host raises after the launch too. May be called
+  // Waits until the transfer is over, and drains completions meanwhile. Returns the NVMe status:
+  // kSuccess, or the first failure, which the host also raises after the launch. May be called
   // again.
   FW_DEVICE uint32_t wait() {
     detail::call_for(warp::active(), status_ == kPending, [&] { status_ = finish(); });
     return status_;
   }
 
-  // The status now, without looking: kPending until `done` or `wait` has seen the end.
+  // The status that `done` or `wait` has seen last: kPending until one of them saw the end.
   FW_DEVICE uint32_t status() const { return status_; }
 
   template <typename T>
@@ -172,7 +176,7 @@ class token {
     t.task_ = what;
     t.status_ = kPending;
     t.ask();
-    // Lines that are covered need no reading: their elements are in the cache from now on.
+    // Lines that are overwritten whole need no reading: store their elements now.
     if (what == detail::task::kWrite) {
       t.early_ =
           base::opaque(&detail::move_part<true>)(t.cache_, t.volume_, s, detail::lines::kWhole);
@@ -188,8 +192,8 @@ class token {
   }
 
  private:
-  // A fill that was skipped for want of a frame is asked for again at each 64th look; one that does
-  // not come after 64 of these is waited for.
+  // A fill is skipped if no frame is free. Each 64th look asks for the lines again, and after 64
+  // such requests `look` waits for them.
   static constexpr uint32_t kPollsPerAsk = 64;
   static constexpr uint32_t kAsksMax = 64 * kPollsPerAsk;
 
@@ -245,8 +249,8 @@ class token {
 
 static_assert(sizeof(token) == 64);
 
-// Starts bringing in the lines of the elements i .. i + n - 1. What lies past the end is left out.
-// `wait` returns when each of them has been in the cache.
+// Starts the fills of the lines of the elements i .. i + n - 1, as far as these exist. `wait`
+// returns when each line has been in the cache.
 template <typename T>
 FW_DEVICE token array<T, 1>::prefetch(uint64_t i, uint64_t n) const {
   if (i >= length) return {};
@@ -254,15 +258,15 @@ FW_DEVICE token array<T, 1>::prefetch(uint64_t i, uint64_t n) const {
                       span_of(i, n < length - i ? n : length - i, nullptr));
 }
 
-// Starts copying the elements i .. i + n - 1 to `to`.
+// Starts to copy the elements i .. i + n - 1 to `to`.
 template <typename T>
 FW_DEVICE token array<T, 1>::read_async(uint64_t i, uint64_t n, value_type* to) const {
   if (!holds(i, n)) return token::refused(*this);
   return token::start(*this, detail::task::kRead, span_of(i, n, to));
 }
 
-// Starts storing `from` to the elements i .. i + n - 1. Lines that are covered take their elements
-// at once and are not read; the others when they have come.
+// Starts to store `from` to the elements i .. i + n - 1. Lines that it overwrites whole are stored
+// now and not read; the rest is stored by `wait`.
 template <typename T>
 FW_DEVICE token array<T, 1>::write_async(uint64_t i, uint64_t n, const value_type* from) const {
   static_assert(!kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
@@ -270,8 +274,8 @@ FW_DEVICE token array<T, 1>::write_async(uint64_t i, uint64_t n, const value_typ
   return token::start(*this, detail::task::kWrite, span_of(i, n, from));
 }
 
-// Starts writing the lines of the elements i .. i + n - 1 to the storage, where they are dirty.
-// `wait` returns when they are written; the host's `flush` makes them durable.
+// Starts to write back the dirty lines of the elements i .. i + n - 1. `wait` returns when they are
+// written. The host's `flush` makes them durable.
 template <typename T>
 FW_DEVICE token array<T, 1>::write_back(uint64_t i, uint64_t n) const {
   static_assert(!kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
@@ -279,31 +283,10 @@ FW_DEVICE token array<T, 1>::write_back(uint64_t i, uint64_t n) const {
   return token::start(*this, detail::task::kWriteBack, span_of(i, n, nullptr));
 }
 
-// The ends of a transfer that are not the thread's own memory.
-struct to_cache {};
-struct to_storage {};
-
-// Starts a transfer from `from` to `to`; AGILE, section 3.1.
-template <typename T>
-FW_DEVICE token async_issue(const part<T>& from, typename array<T>::value_type* to) {
-  return from.whole.read_async(from.i, from.n, to);
-}
-template <typename T>
-FW_DEVICE token async_issue(const typename array<T>::value_type* from, const part<T>& to) {
-  return to.whole.write_async(to.i, to.n, from);
-}
-template <typename T>
-FW_DEVICE token async_issue(const part<T>& from, to_cache) {
-  return from.whole.prefetch(from.i, from.n);
-}
-template <typename T>
-FW_DEVICE token async_issue(const part<T>& from, to_storage) {
-  return from.whole.write_back(from.i, from.n);
-}
-
 namespace warp {
 
-// As the methods, by all lanes that are active together, with the same arguments; so is `wait`.
+// As the methods. All lanes that are active together call with the same arguments, and wait
+// together.
 template <typename T>
 FW_DEVICE token read_async(const array<T>& a, uint64_t i, uint64_t n,
                            typename array<T>::value_type* to) {

@@ -1,13 +1,13 @@
-// Loads from an array that stay on a line: `cursor` remembers the line of the last load, `range`
-// goes through elements in order with the lines ahead on their way. Neither holds a pin, so both
-// may be kept as long as one likes. One per thread.
+// Loads in line order: `cursor` remembers the line of its last load; `range` visits elements in
+// order and prefetches the lines ahead. Neither holds a pin, so a thread may keep them as long as
+// it likes. Each belongs to one thread.
 #pragma once
 
 #include "flashwarp/array/view.cuh"
 
 namespace fw {
 
-// A reference to the line of the last load: a load on the same line costs one tag load.
+// Remembers the line of its last load: another load from that line looks at its tag once.
 template <typename T>
 class cursor {
  public:
@@ -22,7 +22,7 @@ class cursor {
       word value = {};
       bool hit = false;
       if (i < array_.length && hold(array_.line_of(i))) {
-        // Acquire: our load before the second look at the tag.
+        // Acquire: the load comes before the second look at the tag.
         value = atomic::raw<kAccessBytes>::load_acquire(frame() + array_.offset_of(i));
         hit = still_held();
       }
@@ -33,14 +33,14 @@ class cursor {
       });
       return result;
     } else {
-      // A record takes its own two looks: they are few beside its words.
+      // A record has several words, so its two looks cost little.
       return array_[i];
     }
   }
 
-  // Loads the elements i, i + stride, .. of `values`. They travel together, and those that share a
-  // line share one look at its tag before and one after: the way to read at the speed of plain
-  // loads. Lanes of a warp that read side by side pass the warp's width as `stride`.
+  // Loads the elements i, i + stride, .. into `values`. All loads are in flight together, and
+  // elements of one line share one look at its tag before and one after, so this reads at the speed
+  // of plain loads. Lanes of a warp that read side by side pass the warp's width as `stride`.
   template <uint32_t kCount>
   FW_DEVICE void load(uint64_t i, uint64_t stride, value_type (&values)[kCount]) {
     static_assert(array<T>::kWord, "several elements at a time are words of 1, 2, 4, 8, 16 bytes");
@@ -48,7 +48,7 @@ class cursor {
     const uint64_t span = (kCount - 1) * stride;
     detail::several<kAccessBytes, kCount> loaded;
     bool hit = false;
-    // The first and the last exist, and what lies between them does not go round all numbers.
+    // The first and the last element exist, and no index in between wraps around.
     constexpr uint64_t kStrideMax = (~uint64_t(0) >> 1) / kCount;
     const bool in_order = stride + kStrideMax <= 2 * kStrideMax;
     if (in_order && i < array_.length && i + span < array_.length) {
@@ -70,7 +70,7 @@ class cursor {
   static constexpr uint32_t kAccessBytes = array<T>::kAccessBytes;
   using word = typename array<T>::word;
 
-  // Finds `line`, unless it is the one that we found last. False when it is not readable now.
+  // Holds `line`; probes for it unless it is held already. Returns false if it is not readable now.
   FW_DEVICE bool hold(uint64_t line) {
     if (cache::tag::holds(word_, line)) return true;
     forget();
@@ -82,7 +82,7 @@ class cursor {
     return true;
   }
 
-  // Holds nothing. Before all that takes long or needs registers, so that ours are free meanwhile.
+  // Holds nothing any more. Called before slow paths, which need the registers.
   FW_DEVICE void forget() {
     word_ = 0;
     way_ = 0;
@@ -90,10 +90,10 @@ class cursor {
 
   FW_DEVICE const char* frame() const { return cache::frame_of(array_.geometry, way_); }
 
-  // The second look at the tag: unchanged since the probe, so the frame was too.
+  // The second look at the tag: if it is unchanged since the probe, so is the frame's line.
   FW_DEVICE bool still_held() const { return cache::still_holds(array_.geometry, way_, word_); }
 
-  // Loads elements that all lie on one line. False when it is not readable, or was lost meanwhile.
+  // Loads elements of one line. Returns false if the line was not readable all the time.
   template <uint32_t kCount>
   FW_DEVICE bool load_line(uint64_t i, uint64_t stride, word (&words)[kCount]) {
     if (!hold(array_.line_of(i))) return false;
@@ -102,24 +102,24 @@ class cursor {
     for (uint32_t k = 0; k < kCount; k++) {
       words[k] = atomic::raw<kAccessBytes>::load(from + k * stride * sizeof(T));
     }
-    // One fence for all in place of an acquire load each: our loads before the second look.
+    // The loads come before the second look. One fence costs less than acquire loads.
     atomic::fence();
     return still_held();
   }
 
-  // The same for elements on several lines: those of a line together, with a second look at it
-  // before the next is held.
+  // Loads elements of several lines: those of one line together, then the second look at its tag,
+  // then those of the next line.
   template <uint32_t kCount>
   FW_DEVICE bool load_lines(uint64_t i, uint64_t stride, word (&words)[kCount]) {
     const uint64_t step = stride * sizeof(T);
-    // Each turn loads one at least.
+    // Each turn loads at least one element.
     for (uint32_t next = 0; next < kCount;) {
       const uint32_t begin = next;
       const uint64_t first = i + begin * stride;
       if (!hold(array_.line_of(first))) return false;
       const uint64_t rest = array_.rest_of(first);
-      // Where the first of all would be if it were on this line too: what is added to it is
-      // constant. Opaque, or each load would make an address of its own.
+      // The address that element 0 would have on this line, so that all offsets are constant.
+      // Opaque, or the compiler computes an address for each load.
       const uint64_t back = begin * step;
       const char* from = base::opaque(frame() + array_.offset_of(first) - back);
       FW_UNROLL
@@ -128,7 +128,7 @@ class cursor {
         words[k] = atomic::raw<kAccessBytes>::load(from + k * step);
         next = k + 1;
       }
-      // Our loads before the second look, here as above.
+      // The loads come before the second look, as above.
       atomic::fence();
       if (!still_held()) return false;
     }
@@ -136,21 +136,21 @@ class cursor {
   }
 
   array<T> array_;
-  // The tag word of the line that we found last, which says what line it is, and where. Three
-  // registers, for all that a kernel needs of them: the rest is made of constants.
-  uint64_t word_ = 0;  // 0, which is no readable line's: nothing is held
+  // The held line: its tag word, which has its number, and its way. The rest follows from constants
+  // of the array, so a cursor costs three registers.
+  uint64_t word_ = 0;  // 0: nothing is held (no readable line has this word)
   uint32_t way_ = 0;
 };
 
-// Lines that a range keeps on their way ahead of the one that it reads: eight 4 KiB lines hide a
-// disk's 100 us behind 8192 words.
+// Lines that a range prefetches ahead of the one that it reads. Eight lines of 4 KiB are 8192
+// words, and visiting these takes longer than a disk's 100 us.
 inline constexpr uint32_t kRangeLinesAhead = 8;
 // Elements that `range::each` loads together.
 inline constexpr uint32_t kRangeBatch = 8;
 
-// The elements begin, begin + stride, .. below `end`, in order, for a range-based `for`. The lanes
-// of a warp that read side by side begin at their lane and pass the warp's width as `stride`; a
-// prefetch of a line on its way is a look at its tag.
+// The elements begin, begin + stride, .. below `end`, in order, for a range-based `for`. Lanes of a
+// warp that read side by side begin at their lane and pass the warp's width as `stride`. To
+// prefetch a line that another lane has prefetched costs one look at its tag.
 template <typename T>
 class range {
  public:
@@ -166,7 +166,7 @@ class range {
       return *this;
     }
     FW_DEVICE bool operator!=(sentinel) const { return i_ < range_.end_; }
-    // The index of the element that it stands on.
+    // The index of the current element.
     FW_DEVICE uint64_t index() const { return i_; }
 
    private:
@@ -183,8 +183,8 @@ class range {
   FW_DEVICE iterator begin() { return iterator(*this); }
   FW_DEVICE sentinel end() const { return {}; }
 
-  // Calls visit(index, value) for each element in order: kRangeBatch of them travel together, which
-  // a `for` that stops anywhere cannot ask for. Several times as fast where lines are resident.
+  // Calls visit(index, value) for each element in order. Loads kRangeBatch elements together, which
+  // a `for` that may stop anywhere cannot do: several times as fast if the lines are resident.
   template <typename Visit>
   FW_DEVICE void each(Visit visit) {
     uint64_t i = begin_;
@@ -206,7 +206,7 @@ class range {
     return cursor_[i];
   }
 
-  // One more line for each that we leave behind; at first, all of them.
+  // Prefetches kRangeLinesAhead lines at first, then one more for each line left behind.
   FW_DEVICE void look_ahead(uint64_t i) {
     while (ahead_ < end_ && ahead_ < i + kRangeLinesAhead * line_elements_) {
       array_.prefetch(ahead_);
@@ -218,7 +218,7 @@ class range {
   cursor<T> cursor_;
   uint64_t begin_, end_, stride_;
   uint64_t line_elements_;
-  uint64_t ahead_;  // the next element whose line to ask for
+  uint64_t ahead_;  // the next element whose line to prefetch
 };
 
 }  // namespace fw

@@ -1,28 +1,30 @@
-// fw::shared<T>: an array of which threads keep lines in buffers of their own, coherently.
+// fw::shared<T>: an array whose lines threads keep in their own buffers, coherently.
 //
 //   fw::shared<float> s(data, table);
-//   if (s.acquire(i, buffer) == fw::nvme::kSuccess) {   // `buffer`: one line, of this thread's
-//     s.store(i, s.load(j) + 1);                        // i and j on that line: in the buffer
+//   if (s.acquire(i, buffer) == fw::nvme::kSuccess) {   // `buffer`: one line, this thread's
+//     s.store(i, s.load(j) + 1);                        // i and j are on that line: in the buffer
 //     s.release();
 //   }
 //
-// Who acquires a line first is its owner: its buffer is filled and becomes the line. Who comes
-// later uses the owner's buffer, and its own stays as it is. An owner that releases waits until the
-// others have, writes the buffer back to the cache if anybody stored to it (whole, so nothing is
-// read), and the line is the cache's again. What is coherent with what:
-//   - all accesses through views of one table, whether their thread has acquired the line or not:
-//     `load` and `store` of any element look into the table first, then into the cache;
-//   - plain accesses to the array see a copy's stores once its owner's release has returned. Plain
-//     stores to a line that has a copy are not seen there, and are lost if the copy is written
-//     back. Plain readers who must not wait for that construct a view and load through it.
-// A view belongs to one thread, any thread may have any number of them, and lanes may call in
-// divergent code. A view holds one line at most. Who acquires a line, or loads or stores elements
-// of one that it does not hold, may have to wait until an owner has its copy back from others: so a
-// thread does so while it holds no other line, or all threads go through lines in ascending order;
-// `try_acquire` does not wait. Of several views, release those that are not owners first. Every
-// wait drains completions and has the time limit of the array.
+// The first thread that acquires a line owns its copy: the thread's buffer is filled and stands for
+// the line. Threads that acquire the line later use the owner's buffer, and not their own. When the
+// owner releases, it waits until the other users have released. If any thread stored to the buffer,
+// the owner writes it back to the cache, whole, so the line is not read first.
 //
-// Where FW_SHARE_TABLE is 0, or kOn is false, the same source is plain accesses to the array.
+// Accesses through views of one table are coherent with each other, whether or not their thread has
+// acquired the line: `load` and `store` look in the table first, then in the cache. Plain accesses
+// to the array see a copy's stores after the owner's `release` has returned. A plain store to a
+// line with a copy is not seen there, and is lost if the copy is written back. To read the newest
+// bytes meanwhile, construct a view and load through it.
+//
+// A view belongs to one thread and holds at most one line. A thread may have any number of views,
+// and lanes may call in divergent code. To acquire a line, or to access a line that it does not
+// hold, a thread may have to wait until an owner has released it. To avoid deadlock, a thread does
+// so while it holds no other line, or all threads take lines in ascending order. `try_acquire` does
+// not wait. A thread with several views releases those that are not owners first. Every wait drains
+// completions and has the time limit of the array.
+//
+// If FW_SHARE_TABLE is 0 or kOn is false, the same source compiles to plain accesses.
 #pragma once
 
 #include "flashwarp/array/view.cuh"
@@ -37,31 +39,31 @@ namespace fw {
 using share_table = cache::share_table;
 
 // Statuses of shared<T>, besides those of NVMe. Vendor specific, never on the wire.
-inline constexpr uint32_t kShareLater = 0x7FD;        // try_*: others come first; try again
+inline constexpr uint32_t kShareLater = 0x7FD;        // try_*: it would have to wait; try again
 inline constexpr uint32_t kShareFull = 0x7FC;         // every entry of the table is taken
 inline constexpr uint32_t kShareMisaligned = 0x7FB;   // the buffer is not at kShareAlignment
-inline constexpr uint32_t kShareUnreachable = 0x7FA;  // it is memory of the thread's alone
-inline constexpr uint32_t kShareTimedOut = 0x7F9;     // others did not let go of the line in time
+inline constexpr uint32_t kShareUnreachable = 0x7FA;  // the buffer is on the thread's stack
+inline constexpr uint32_t kShareTimedOut = 0x7F9;     // other users did not release in time
 
-// Looks at a copy that its owner wants back, before a thread that needs it joins its other users
-// instead: about as long as a transfer takes, and more than the others are likely to need.
+// How often a thread looks at a closing copy before it joins the copy's users all the same. This
+// takes about as long as a transfer, and longer than users are likely to need.
 inline constexpr uint32_t kSharePatience = 64;
 
-// Of a buffer, in bytes: what a lane copies at a time.
+// The alignment of buffers in bytes: a lane copies this much at a time.
 inline constexpr uint32_t kShareAlignment = 16;
 
 namespace detail {
 
-// A line in somebody's buffer, as one of its users holds it.
+// A line that a view holds.
 struct held_line {
   uint64_t line;    // global
   uint64_t buffer;  // the owner's
   uint32_t entry;   // of the table; kShareNowhere: nothing is held
   bool owner;
-  bool stored;  // by this user
+  bool stored;  // this view has stored to the line
 };
 
-// The lanes that are here together and mean the same array and table.
+// The active lanes that use the same array and table.
 FW_DEVICE uint32_t active_on(const cache::volume* v, const cache::share_table& t) {
   return warp::match(active_on(v), reinterpret_cast<uint64_t>(t.words));
 }
@@ -83,13 +85,13 @@ FW_DEVICE cache::share_outcome join_or_claim(const cache::share_table& t, uint64
   }
   const uint32_t scope = atomic::load_plain(&t.copies[at.entry]).scope;
   if (scope == 0 || scope == base::own_scope()) return {share_result::kJoined, at.entry};
-  // In another block's shared memory: the cache will have it when that block is done.
+  // In another block's shared memory: wait until that block has released it.
   cache::share_drop(t, at.entry, count, false);
   return {share_result::kWait, at.entry};
 }
 
-// One try of each lane for its line; never waits for other users, but fills what it claims. Lanes
-// that want one line count as one. Returns kShareLater where another try is due.
+// Tries once to acquire each lane's line. Never waits for other users, but fills what it claims.
+// Lanes that want the same line claim it once. Returns kShareLater if the lane has to try again.
 FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_cache* c,
                                              cache::volume* v, uint64_t line, uint64_t buffer,
                                              bool patient, held_line& held) {
@@ -111,7 +113,7 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_c
       cache::share_open(t, mine.entry, line, base::popcount(group) - 1,
                         base::scope_of(buffer) != 0);
     } else if (claimed) {
-      // Others that wait for the line will try themselves, and meet the error themselves.
+      // Threads that wait for the line then try to fill it, and get the error too.
       cache::share_end(t, mine.entry, line);
     }
   }
@@ -128,13 +130,12 @@ FW_DEVICE_NOINLINE uint32_t try_acquire_line(cache::share_table t, cache::line_c
   return status;
 }
 
-// Lets go of each lane's line, or tries to: an owner whose copy has other users is told
-// kShareLater. What a copy's users stored goes to the cache, unless the owner does not want it
-// kept.
+// Tries once to release each lane's line. Returns kShareLater to an owner whose copy has users.
+// Writes a modified copy to the cache if the owner wants to `keep` it.
 FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::line_cache* c,
                                              cache::volume* v, held_line held, bool keep) {
   const uint32_t mask = active_on(v, t);
-  // All lanes' loads and stores before the one that lets go for them.
+  // The loads and stores of all lanes come before the release by one lane for all.
   warp::sync(mask);
   const uint32_t users = warp::ballot(mask, !held.owner);
   const uint32_t stored = warp::ballot(mask, held.stored);
@@ -160,13 +161,13 @@ FW_DEVICE_NOINLINE uint32_t try_release_line(cache::share_table t, cache::line_c
   if (status == nvme::kSuccess) {
     cache::share_end(t, held.entry, held.line);
   } else {
-    // Still the only one with these bytes: it stays the line's copy.
+    // Only this buffer has the newest bytes: it stays the copy.
     cache::share_reopen(t, held.entry, true);
   }
   return status;
 }
 
-// One try of each lane to load from a copy that it has seen but does not hold.
+// Tries once to load from a copy that the lane has found but does not hold.
 template <uint32_t kBytes>
 FW_DEVICE_NOINLINE uint32_t try_load_copy(cache::share_table t, uint32_t entry, uint64_t line,
                                           uint64_t offset, bool patient,
@@ -181,8 +182,8 @@ FW_DEVICE_NOINLINE uint32_t try_load_copy(cache::share_table t, uint32_t entry, 
   return reachable ? uint32_t(nvme::kSuccess) : kShareLater;
 }
 
-// One try of each lane to store to a line that it does not hold: to the copy, or to the cache while
-// an entry keeps others from bringing the line to a buffer.
+// Tries once to store to a line that the lane does not hold: to its copy, or to the cache while an
+// entry keeps other threads from making a copy.
 template <uint32_t kBytes>
 FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::line_cache* c,
                                            cache::volume* v, uint64_t line, bool patient,
@@ -211,21 +212,21 @@ FW_DEVICE_NOINLINE uint32_t try_store_copy(cache::share_table t, cache::line_cac
   return status;
 }
 
-// One step of a wait for other users of a table.
+// Does one step of a wait for other users of a table.
 FW_DEVICE_NOINLINE void help_share(cache::line_cache* c, cache::volume* v, uint32_t step) {
   cache::help_any(*c, *v, active_on(v), step);
 }
 
-// A wait of one thread for other users of a table.
+// The wait of one thread for other users of a table.
 class share_wait {
  public:
   FW_DEVICE share_wait(cache::line_cache* c, cache::volume* v)
       : cache_(c), volume_(v), limit_(v->queues[0].data) {}
 
-  // Whether to leave a copy to the owner that wants it back.
+  // Whether the thread still leaves a closing copy to its owner.
   FW_DEVICE bool patient() const { return looks_ < kSharePatience; }
 
-  // False when time has run out, which the host will raise for `line`.
+  // Does one step. Returns false after the time limit, which it records for `line`.
   FW_DEVICE bool again(uint64_t line, uint32_t opcode) {
     if (limit_.passed()) {
       cache::record_error(*volume_, kShareTimedOut, opcode, line);
@@ -254,25 +255,27 @@ class shared {
 
   FW_DEVICE shared(const array<T>& a, const share_table& t) : array_(a), table_(t) {}
 
-  // Brings the line of element `i` to `own`, or finds it in another thread's buffer. `own` has the
-  // bytes of a line, in global memory or the block's shared memory, at kShareAlignment, and is the
-  // table's until `release`. Releases the line held before, if it is another; fails as that does.
-  // Returns kSuccess, the status of a failed transfer, or one of kShareFull, kShareMisaligned and
-  // kShareUnreachable; the line is not held then, and `load` and `store` go to where it is.
+  // Acquires the line of element `i`: reads it into `own`, or uses the owner's buffer if the line
+  // has a copy. `own` has the bytes of a line, in global memory or the block's shared memory, at
+  // kShareAlignment, and belongs to the table until `release`. First releases another line that the
+  // view holds; if that fails, so does this. Returns kSuccess, or the status of a failed transfer,
+  // or kShareFull, kShareMisaligned or kShareUnreachable. After a failure the view does not hold
+  // the line, and `load` and `store` access it wherever it is.
   FW_DEVICE uint32_t acquire(uint64_t i, value_type* own) { return acquire(i, own, true); }
-  // The same, but kShareLater where it would wait for what others do with the line.
+  // As `acquire`, but returns kShareLater instead of waiting for other threads.
   FW_DEVICE uint32_t try_acquire(uint64_t i, value_type* own) { return acquire(i, own, false); }
 
-  // Lets go of the line. An owner waits for the others, and then writes back what was stored.
-  // Returns kSuccess; or why not, and then the line is still held, with everything stored to it,
-  // and `release` may be called again. Without a line it does nothing.
+  // Releases the line. An owner waits for the other users, and writes back what any of them stored.
+  // Returns kSuccess or the failure. After a failure the view still holds the line with all stores
+  // to it, and `release` may be called again. Without a line it does nothing.
   FW_DEVICE uint32_t release() { return release(true, true); }
-  // The same, but kShareLater where it would wait for other users: fewer and fewer join them.
+  // As `release`, but returns kShareLater instead of waiting for other users. Patient threads do
+  // not join the copy meanwhile.
   FW_DEVICE uint32_t try_release() { return release(true, false); }
-  // As `release`, but an owner gives up what was stored: the cache has the line as it was before.
+  // As `release`, but an owner drops what was stored: the cache has the line as it was before.
   FW_DEVICE uint32_t discard() { return release(false, true); }
 
-  // Loads element `i`, whoever has its line.
+  // Loads element `i`, from its line's copy or from the cache.
   FW_DEVICE value_type load(uint64_t i) const {
     if (i >= array_.length) return array_.refuse(i);
     if (holds(array_.line_of(i))) {
@@ -283,8 +286,8 @@ class shared {
   }
   FW_DEVICE value_type operator[](uint64_t i) const { return load(i); }
 
-  // Stores element `i`, whoever has its line. Returns kSuccess, or why nothing was stored, which
-  // the host raises too.
+  // Stores element `i`, to its line's copy or to the cache. Returns kSuccess, or why nothing was
+  // stored, which the host raises too.
   FW_DEVICE uint32_t store(uint64_t i, value_type value) {
     static_assert(!array<T>::kReadOnly, "fw::shared<const T> is read-only: take an fw::shared<T>");
     if (i >= array_.length) {
@@ -300,7 +303,7 @@ class shared {
     return store_elsewhere(i, bits);
   }
 
-  // What is held. `buffer` has the elements `first` .. of the line; others store to it meanwhile.
+  // What the view holds. Other users may store to `buffer`, which has the elements of the line.
   FW_DEVICE bool holds_line() const { return held_.entry != cache::kShareNowhere; }
   FW_DEVICE bool owns_line() const { return held_.owner; }
   FW_DEVICE const value_type* buffer() const {
@@ -329,7 +332,7 @@ class shared {
     if (released != nvme::kSuccess) return released;
     detail::share_wait wait(array_.cache, array_.volume);
     while (true) {
-      // A copy, whose address may be taken, so that `held_` stays in registers.
+      // Pass the address of a copy, so that `held_` stays in registers.
       detail::held_line found = kNothing;
       const uint32_t got = base::opaque(&detail::try_acquire_line)(
           table_, array_.cache, array_.volume, line, buffer, waits && wait.patient(), found);
@@ -361,7 +364,7 @@ class shared {
     detail::share_wait wait(array_.cache, array_.volume);
     while (true) {
       const cache::share_place at = cache::share_find(table_, line);
-      // Nobody has stored to a copy that is not filled.
+      // No thread has stored to a copy that is FILLING: the cache has the newest bytes.
       if (at.entry == cache::kShareNowhere ||
           cache::share::state_of(at.word) == cache::share::kFilling) {
         return array_[i];
@@ -391,8 +394,8 @@ class shared {
   detail::held_line held_ = kNothing;
 };
 
-// Without a table: what the array does, and nothing else. What only a copy can do is missing:
-// `discard`, `buffer`, `holds_line` and `owns_line`.
+// Without a table: plain accesses to the array. Has no `discard`, `buffer`, `holds_line` and
+// `owns_line`, which need a copy.
 template <typename T>
 class shared<T, false> {
  public:
@@ -405,7 +408,7 @@ class shared<T, false> {
   FW_DEVICE uint32_t try_release() { return nvme::kSuccess; }
   FW_DEVICE value_type load(uint64_t i) const { return array_[i]; }
   FW_DEVICE value_type operator[](uint64_t i) const { return array_[i]; }
-  // Failures are the host's to raise, as those of array::store are.
+  // The host raises failures, as it does for array::store.
   FW_DEVICE uint32_t store(uint64_t i, value_type value) {
     array_.store(i, value);
     return nvme::kSuccess;
@@ -417,8 +420,8 @@ class shared<T, false> {
 
 namespace warp {
 
-// As the methods, by all lanes of the warp together, with one view each, and with the same
-// arguments. The lanes use one line; when `release` returns, to any lane, `own` is free again.
+// As the methods. All lanes of the warp call together, each with its own view and with the same
+// arguments, and use one line. When `release` has returned to any lane, `own` is free again.
 template <typename T, bool kOn>
 FW_DEVICE uint32_t acquire(fw::shared<T, kOn>& s, uint64_t i, typename array<T>::value_type* own) {
   const uint32_t status = s.acquire(i, own);
@@ -429,7 +432,7 @@ template <typename T, bool kOn>
 FW_DEVICE uint32_t release(fw::shared<T, kOn>& s) {
   uint32_t status = 0;
   if constexpr (kOn) {
-    // Each lane's uses of the line before any lane lets go of it.
+    // Each lane's uses of the line come before any lane's release.
     sync(kFullMask);
     status = s.release();
     sync(kFullMask);

@@ -1,10 +1,10 @@
-// Many elements at once, between an array and the caller's memory: by the lanes of a warp
-// (`fw::warp::`), or by all threads of a block (`fw::block::`), together.
+// Copies many elements between an array and a buffer, by the lanes of a warp (`fw::warp::`) or by
+// all threads of a block (`fw::block::`) together.
 //
-// The lines of the span are dealt to the lanes, fetched with one batch of commands, and each is
-// copied by all lanes. The buffer lies in global or shared memory; it is the callers' until they
-// return, and complete for all of them then. Returns the NVMe status: kSuccess, or the first
-// failure of this lane's lines, which the host raises after the launch.
+// Each lane gets some of the lines. One batch of commands fetches them, and all lanes copy each
+// line. The buffer is in global or shared memory. When the call returns, all callers see the whole
+// copy. It returns the NVMe status: kSuccess, or the first failure, which the host raises after the
+// launch.
 #pragma once
 
 #include "flashwarp/array/view.cuh"
@@ -14,8 +14,7 @@ namespace fw {
 
 namespace detail {
 
-// The part of a span that falls to this lane of the `rank`-th of `ranks` groups, each of which
-// deals its lines to its lanes.
+// This lane's share of a span that `ranks` groups of lanes divide. The lane is in group `rank`.
 FW_DEVICE span dealt(const cache::volume* v, span s, uint32_t rank, uint32_t ranks) {
   const uint32_t mask = active_on(v);
   const uint32_t lanes = base::popcount(mask);
@@ -24,7 +23,7 @@ FW_DEVICE span dealt(const cache::volume* v, span s, uint32_t rank, uint32_t ran
   return s;
 }
 
-// Moves a span that the lanes which are here share. Returns the first failure of any of them.
+// Moves a span that the active lanes share. Returns the first failure of any of them.
 template <bool kToFrame>
 FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, const span& s) {
   const uint32_t mask = active_on(v);
@@ -34,7 +33,7 @@ FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, 
   return failed == 0 ? 0 : warp::broadcast(mask, status, base::lowest_bit(failed));
 }
 
-// What warp:: and block:: have in common.
+// The common part of warp:: and block::.
 template <bool kToFrame, typename T>
 FW_DEVICE uint32_t move_together(const array<T>& a, uint64_t i, uint64_t n, const void* buffer,
                                  uint32_t rank, uint32_t ranks) {
@@ -55,7 +54,7 @@ FW_DEVICE uint32_t read(const array<T>& a, uint64_t i, uint64_t n,
   return detail::move_together<false>(a, i, n, to, 0, 1);
 }
 
-// Stores `from` to the elements i .. i + n - 1. Lines that it covers are not read first.
+// Stores `from` to the elements i .. i + n - 1. Lines that it overwrites whole are not read first.
 template <typename T>
 FW_DEVICE uint32_t write(const array<T>& a, uint64_t i, uint64_t n,
                          const typename array<T>::value_type* from) {
@@ -67,8 +66,8 @@ FW_DEVICE uint32_t write(const array<T>& a, uint64_t i, uint64_t n,
 
 namespace block {
 
-// As in fw::warp, by all threads of the block, with a barrier of the block before and after. Each
-// warp returns the status of its own lines.
+// As fw::warp::read and write, by all threads of the block, with a barrier of the block before and
+// after. Each warp returns the status of its own lines.
 template <typename T>
 FW_DEVICE uint32_t read(const array<T>& a, uint64_t i, uint64_t n,
                         typename array<T>::value_type* to) {

@@ -1,12 +1,14 @@
 // fw::array<T>: an array larger than memory, as a kernel holds it.
 //
-// A view of 72 bytes, passed by value: as part of a kernel's `__grid_constant__` parameters it lies
+// A view of 72 bytes, passed by value. As part of a kernel's `__grid_constant__` parameters it is
 // in constant memory. Any thread may call any method at any time, in divergent code too: lanes that
-// are active together share one probe, one fill, one command a line. A load that hits looks at the
-// tag, loads the element and looks again; no atomic, no fence. Reads see the last store to the
-// element that finished before them, as with global memory; a failed transfer yields T() and is
-// raised by the host after the launch. So is an index out of bounds, which reads T() and stores
-// nothing; where FW_DEBUG is defined it traps.
+// are active together share one probe, one fill and one command for each line. A load that hits
+// looks at the tag, loads the element and looks at the tag again, without atomics or fences.
+//
+// As in global memory, a load sees the last store to its element that finished before it. If a
+// transfer fails, the load returns T(), and the host raises the error after the launch. An index
+// out of bounds loads T() and stores nothing, and the host raises that too; with FW_DEBUG defined,
+// the kernel traps.
 #pragma once
 
 #include "flashwarp/cache/access.cuh"
@@ -19,13 +21,6 @@ template <typename T, uint32_t kRank = 1>
 struct array;
 
 class token;
-
-// The elements i .. i + n - 1 of an array.
-template <typename T>
-struct part {
-  const array<T>& whole;
-  uint64_t i, n;
-};
 
 namespace detail {
 
@@ -40,7 +35,7 @@ struct without_const<const T> {
   static constexpr bool kConst = true;
 };
 
-// The widest access that elements of this size are aligned for, wherever they lie in the array.
+// The widest access for which every element of this size is aligned.
 FW_HOST_DEVICE constexpr uint32_t access_bytes(uint64_t size) {
   const uint64_t lowest = size & (~size + 1);
   return lowest < 16 ? uint32_t(lowest) : 16;
@@ -74,7 +69,7 @@ struct store_element {
   }
 };
 
-// Adds to one element of each lane, and keeps what was there. The line is pinned meanwhile.
+// Adds to one element of each lane, and keeps the old value. The line is pinned meanwhile.
 template <typename T>
 struct add_to_element {
   static constexpr bool kStores = true;
@@ -88,16 +83,16 @@ struct add_to_element {
   }
 };
 
-// The lanes that are here together and mean the same array: each array has queues of its own.
+// The active lanes that use the same array. Only these cooperate, because each array has queues of
+// its own.
 FW_DEVICE uint32_t active_on(const cache::volume* v) {
   return warp::match(warp::active(), reinterpret_cast<uint64_t>(v));
 }
 
-// Calls `slow` for those of the lanes `here` that need it; all of them call, and go on together.
-// `here` is who was there before any of them looked at the cache: lanes that part at such a call do
-// not always meet again where the compiler would have them, because the callee saves the registers
-// that say who is waited for. Each would go on alone, and what a kernel computes with what it has
-// loaded would take as many times as long.
+// Runs `slow` in the lanes that need it. All lanes of `here` call, and go on together; the caller
+// takes `here` before any lane looks at the cache. The compiler may not reconverge lanes after such
+// a call, because the callee saves the registers that say which lanes are waited for. Without the
+// sync, the rest of the kernel would run once for each lane.
 template <typename Slow>
 FW_DEVICE void call_for(uint32_t here, bool needed, Slow slow) {
   if (!warp::any(here, needed)) return;
@@ -105,8 +100,8 @@ FW_DEVICE void call_for(uint32_t here, bool needed, Slow slow) {
   warp::sync(here);
 }
 
-// The slow half of an element access: a miss, or a line in motion. Returns the status. Like those
-// below it is called through base::opaque: a kernel pays its registers only when it gets here.
+// The slow path of an element access: the line is absent or being filled. Returns the status. Slow
+// paths are called through base::opaque, so that kernels do not keep registers for them.
 template <typename Op>
 FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, uint64_t line,
                                         Op& op) {
@@ -119,15 +114,14 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, 
   return status;
 }
 
-// Notes an index out of bounds for the host, which names the array.
+// Records an index out of bounds, for the host to raise.
 FW_DEVICE_NOINLINE void refuse_index(cache::volume* v, uint64_t i) {
   cache::note_failure(v->indices, v->errors->indices, i, 0, 0);
   base::trap_in_debug();
 }
 
-// The slow half of a load: of a miss, of a line in motion, of an index out of bounds. The element
-// comes back by value: for a place in memory, a kernel would keep an address of its stack in
-// registers.
+// The slow path of a load: the line is absent or being filled, or the index is out of bounds. It
+// returns the element by value, because an address on the stack would take the kernel's registers.
 template <uint32_t kBytes>
 FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::line_cache* c,
                                                                 cache::volume* v,
@@ -140,7 +134,7 @@ FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::line_cach
   const uint64_t byte = i * kBytes;
   load_element<kBytes> op = {byte & (cache::line_bytes(c->geometry) - 1), {}};
   const uint32_t status = access_slow(c, v, line_begin + (byte >> c->geometry.line_shift), op);
-  // A try that lost its race may have left another line's bytes before the transfer failed.
+  // If the transfer failed, `op` may hold another line's bytes, from a try that lost its race.
   if (status != nvme::kSuccess) return {};
   return op.value;
 }
@@ -151,7 +145,8 @@ struct several {
   typename atomic::raw<kBytes>::type words[kCount];
 };
 
-// The same for the elements i, i + stride, .., one by one: for all of them or none.
+// The slow path of `cursor::load`: loads the elements i, i + stride, .. one by one. If one of them
+// is out of bounds, it loads none.
 template <uint32_t kBytes, uint32_t kCount>
 FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::line_cache* c, cache::volume* v,
                                                              uint64_t line_begin, uint64_t length,
@@ -176,16 +171,16 @@ FW_DEVICE_NOINLINE void prefetch_slow(cache::line_cache* c, cache::volume* v, ui
   warp::sync(mask);
 }
 
-// Bytes of an array that a thread moves, and where they go to or come from.
+// Bytes of an array that a lane moves to or from a buffer.
 struct span {
   uint64_t begin;       // byte offset in the array
-  uint64_t end;         // past the last one
-  uint64_t buffer;      // address of the bytes outside, in any memory
-  uint32_t first = 0;   // of the lines that it touches, the first that is this lane's
-  uint32_t stride = 1;  // from one line of this lane's to the next: more where lanes share a span
+  uint64_t end;         // past the last byte
+  uint64_t buffer;      // address of the buffer, in any memory
+  uint32_t first = 0;   // the lane's first line, counted from the span's first
+  uint32_t stride = 1;  // lines from one of the lane's to its next: more if lanes share the span
 };
 
-// Which of its lines a span means.
+// The lines of a span that an operation is about.
 enum class lines : uint32_t { kAll, kWhole, kPartial };
 
 // A lane's walk over the lines of its span.
@@ -201,8 +196,8 @@ struct walk {
   FW_DEVICE bool more() const { return line < end; }
 };
 
-// Copies each lane's piece between its frame and its buffer: with all lanes, but for buffers in a
-// lane's own registers or stack, which only the lane itself can reach.
+// Copies each lane's piece between its frame and its buffer. All lanes copy together, except for
+// buffers on a lane's stack, which only the lane itself can reach.
 template <bool kToFrame>
 struct copy_piece {
   static constexpr bool kStores = kToFrame;
@@ -211,33 +206,23 @@ struct copy_piece {
   uint64_t buffer;
 
   FW_DEVICE void visit(uint32_t mask, uint32_t members, uint64_t frame) {
+    constexpr warp::source kSource = kToFrame ? warp::source::kOwn : warp::source::kFrame;
     const uint64_t inside = frame + offset;
+    const uint64_t to = kToFrame ? inside : buffer;
+    const uint64_t from = kToFrame ? buffer : inside;
     const uint32_t alone = members & warp::ballot(mask, base::is_private(buffer));
     // Each lane has acquired its own line; now all lanes copy all of them.
     warp::sync(mask);
-    for (uint32_t rest = members & ~alone; rest != 0; rest &= rest - 1) {
-      const uint32_t source = base::lowest_bit(rest);
-      copy(mask, warp::broadcast(mask, buffer, source), warp::broadcast(mask, inside, source),
-           warp::broadcast(mask, bytes, source));
-    }
-    if ((alone >> warp::lane()) & 1) copy(1u << warp::lane(), buffer, inside, bytes);
+    warp::copy_each<kSource>(mask, members & ~alone, to, from, bytes);
+    if ((alone >> warp::lane()) & 1) warp::copy<kSource>(1u << warp::lane(), to, from, bytes);
     warp::sync(mask);
-  }
-
- private:
-  FW_DEVICE static void copy(uint32_t mask, uint64_t own, uint64_t frame, uint64_t bytes) {
-    if constexpr (kToFrame) {
-      warp::copy<warp::source::kOwn>(mask, frame, own, bytes);
-    } else {
-      warp::copy<warp::source::kFrame>(mask, own, frame, bytes);
-    }
   }
 };
 
-// Lines that a lane alone, or few lanes, keep on their way while they copy others.
+// Lines of a span that the lanes prefetch ahead of the one that they copy, all lanes together.
 inline constexpr uint32_t kSpanLinesAhead = 8;
 
-// Whether the lane's line is one of those that `which` means, as part of the span.
+// Whether the lane's line of the span is one of `which`.
 FW_DEVICE bool is_meant(const cache::line_cache& c, const cache::volume& v, const span& s,
                         uint64_t line, lines which) {
   if (which == lines::kAll) return true;
@@ -259,9 +244,9 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, ui
   walk at(g, s);
   walk ahead(g, s);
   ahead.line += s.stride;
-  uint32_t asked = 1;  // lines that were met or asked for
+  uint32_t asked = 1;  // lines copied or prefetched so far
   for (uint32_t k = 0; warp::any(mask, at.more()); k++) {
-    // At first as many as we keep ahead, then one more for each that we leave behind.
+    // Prefetch `lead` lines at first, then one more for each line copied.
     for (; lead != 0 && asked <= k + lead && warp::any(mask, ahead.more()); asked++) {
       cache::prefetch<policy>(*c, *v, mask, ahead.more(), v->line_begin + ahead.line, count);
       ahead.line += s.stride;
@@ -284,7 +269,7 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, ui
   return status;
 }
 
-// A thread's own span: for elements that straddle lines, or are no power of two.
+// Moves one thread's span: an element that straddles lines, or whose size is no power of two.
 template <bool kToFrame>
 FW_DEVICE_NOINLINE uint32_t move_own(cache::line_cache* c, cache::volume* v, const span& s) {
   return move_span<kToFrame>(c, v, active_on(v), s, lines::kAll);
@@ -318,7 +303,7 @@ template <typename T>
 struct array<T, 1> {
   using value_type = typename detail::without_const<T>::type;
   static constexpr bool kReadOnly = detail::without_const<T>::kConst;
-  // Whether elements are words of one access, which never straddle lines.
+  // Whether an element is one access of the machine. Such elements never straddle lines.
   static constexpr bool kWord = sizeof(T) <= 16 && (sizeof(T) & (sizeof(T) - 1)) == 0;
   static constexpr uint32_t kAccessBytes = detail::access_bytes(sizeof(T));
   using word = typename atomic::raw<kAccessBytes>::type;
@@ -331,19 +316,19 @@ struct array<T, 1> {
   uint64_t length;      // elements
 
   FW_DEVICE uint64_t size() const { return length; }
-  // A parameter may promise more than it needs.
+  // A kernel that only reads takes fw::array<const T>.
   FW_DEVICE operator array<const value_type>() const
     requires(!kReadOnly)
   {
     return {geometry, cache, volume, line_begin, length};
   }
 
-  // The line of element `i` and its byte offset there.
+  // The line of element `i`, and the element's byte offset in it.
   FW_DEVICE uint64_t line_of(uint64_t i) const {
     return line_begin + ((i * sizeof(T)) >> geometry.line_shift);
   }
   FW_DEVICE uint64_t offset_of(uint64_t i) const { return uint32_t(i * sizeof(T)) & line_mask(); }
-  // The bytes of its line that lie behind its first one.
+  // The bytes of the line that follow the element's first byte.
   FW_DEVICE uint64_t rest_of(uint64_t i) const { return ~uint32_t(i * sizeof(T)) & line_mask(); }
 
   // Loads element `i`.
@@ -357,8 +342,8 @@ struct array<T, 1> {
   }
   FW_DEVICE value_type load(uint64_t i) const { return (*this)[i]; }
 
-  // As operator[], for a caller who has seen that the element is no plain hit, and that it exists;
-  // of words, a cursor asks for others too, which are refused here.
+  // The slow path of operator[]. The index of a word may be out of bounds (a cursor does not look);
+  // other elements must exist.
   FW_DEVICE value_type load_slow(uint64_t i) const {
     if constexpr (kWord) {
       return detail::bit_cast<value_type>(
@@ -371,7 +356,7 @@ struct array<T, 1> {
     }
   }
 
-  // Stores element `i`. The line is read first when it is absent, and written back later.
+  // Stores element `i`. An absent line is read first. The line is written back later.
   FW_DEVICE void store(uint64_t i, value_type value) const {
     static_assert(!kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
     if (i >= length) {
@@ -388,8 +373,8 @@ struct array<T, 1> {
     }
   }
 
-  // Adds to element `i` in one step, whoever else adds meanwhile; returns what was there. For
-  // 32-bit and 64-bit integers, float and double. Not ordered against accesses to other elements.
+  // Adds to element `i` atomically. Returns the old value. For 32-bit and 64-bit integers, float
+  // and double. Not ordered against accesses to other elements.
   FW_DEVICE value_type atomic_add(uint64_t i, value_type value) const {
     static_assert(!kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
     if (i >= length) return refuse(i);
@@ -400,7 +385,7 @@ struct array<T, 1> {
     return status == nvme::kSuccess ? op.value : value_type();
   }
 
-  // Starts bringing in the line of element `i`; does not wait for it. Past the end it does nothing.
+  // Starts the fill of element `i`'s line and does not wait for it. Past the end it does nothing.
   FW_DEVICE void prefetch(uint64_t i) const {
     const uint32_t here = warp::active();
     const uint64_t line = line_of(i);
@@ -408,34 +393,30 @@ struct array<T, 1> {
     detail::call_for(here, absent,
                      [&] { base::opaque (&detail::prefetch_slow)(cache, volume, line); });
   }
-  // The same for the elements i .. i + n - 1, and for what else asynchronous calls offer:
-  // async.cuh.
+  // Asynchronous calls on the elements i .. i + n - 1: see async.cuh.
   FW_DEVICE token prefetch(uint64_t i, uint64_t n) const;
   FW_DEVICE token read_async(uint64_t i, uint64_t n, value_type* to) const;
   FW_DEVICE token write_async(uint64_t i, uint64_t n, const value_type* from) const;
   FW_DEVICE token write_back(uint64_t i, uint64_t n) const;
 
-  // Elements of the array as one end of an asynchronous transfer: async_issue().
-  FW_DEVICE part<T> elements(uint64_t i, uint64_t n) const { return {*this, i, n}; }
-
   // The bytes of the elements i .. i + n - 1, and a buffer for them.
   FW_DEVICE detail::span span_of(uint64_t i, uint64_t n, const void* buffer) const {
     return {i * sizeof(T), (i + n) * sizeof(T), reinterpret_cast<uint64_t>(buffer)};
   }
-  // Whether the elements i .. i + n - 1 exist; notes the first that does not.
+  // Whether the elements i .. i + n - 1 exist. Records the first that does not.
   FW_DEVICE bool holds(uint64_t i, uint64_t n) const {
     if (i <= length && n <= length - i) return true;
     refuse(i < length ? length : i);
     return false;
   }
-  // Notes an index out of bounds.
+  // Records an index out of bounds.
   FW_DEVICE value_type refuse(uint64_t i) const {
     base::opaque (&detail::refuse_index)(volume, i);
     return value_type();
   }
 
  private:
-  // Lines are of 2 MiB at most.
+  // Fits 32 bits: a line has at most 2 MiB.
   FW_DEVICE uint32_t line_mask() const { return (1u << geometry.line_shift) - 1; }
 
   FW_DEVICE value_type load_word(uint64_t i) const {
@@ -446,8 +427,8 @@ struct array<T, 1> {
     bool hit = false;
     if (at.found) {
       const char* frame = fw::cache::frame_of(geometry, at.way);
-      // Acquire: our load before the second look at the tag. Elements give way in the L2 cache:
-      // tags, which every load looks at twice, are worth more there.
+      // Acquire: the load comes before the second look at the tag. The L2 cache evicts elements
+      // first, because every load looks at a tag twice.
       value = atomic::raw<kAccessBytes>::load_acquire_stream(frame + offset_of(i));
       hit = fw::cache::still_holds(geometry, at.way, at.word);
       if (hit) policy::on_hit(geometry, at.way, at.word);
@@ -457,7 +438,7 @@ struct array<T, 1> {
     return result;
   }
 
-  // A record in one line travels in the widest words that it is aligned for.
+  // Loads a record of one line by the widest words for which it is aligned.
   FW_DEVICE value_type load_record(uint64_t i) const {
     constexpr uint32_t kWords = sizeof(T) / kAccessBytes;
     const uint32_t here = warp::active();
@@ -476,7 +457,7 @@ struct array<T, 1> {
         for (uint32_t k = 0; k < kWords; k++) {
           both.words[k] = atomic::raw<kAccessBytes>::load(from + k * kAccessBytes);
         }
-        // Our loads before the second look at the tag.
+        // The loads come before the second look at the tag.
         atomic::fence();
         hit = fw::cache::still_holds(geometry, at.way, at.word);
         if (hit) policy::on_hit(geometry, at.way, at.word);
@@ -488,7 +469,7 @@ struct array<T, 1> {
 };
 static_assert(sizeof(array<float>) == 72);
 
-// An array of several axes, the last one contiguous. As a flat array it is an array<T>.
+// An array of several axes, of which the last is contiguous. It is also a flat array<T>.
 template <typename T, uint32_t kRank>
 struct array : array<T, 1> {
   static_assert(kRank >= 2);
@@ -500,7 +481,7 @@ struct array : array<T, 1> {
   // The length of an axis.
   FW_DEVICE uint64_t extent(uint32_t axis) const { return extents[axis]; }
 
-  // The flat index of an element, or `length` where an index leaves its axis.
+  // The flat index of an element, or `length` if an index is out of its axis' bounds.
   template <typename... Index>
   FW_DEVICE uint64_t index(Index... indices) const {
     static_assert(sizeof...(Index) == kRank, "one index for each axis");
@@ -520,19 +501,12 @@ struct array : array<T, 1> {
   FW_DEVICE value_type operator()(Index... indices) const {
     return (*this)[index(indices...)];
   }
-  // Stores an element: `grid.at(row, column, value)` reads badly, so the value comes first.
+  // Stores an element. The value comes first, because the number of indices varies.
   template <typename... Index>
   FW_DEVICE void store_at(value_type value, Index... indices) const {
     flat::store(index(indices...), value);
   }
 };
 static_assert(sizeof(array<float, 2>) == 88);
-
-// As the method; for those who know CUDA's.
-template <typename T, uint32_t kRank>
-FW_DEVICE typename array<T>::value_type atomic_add(const array<T, kRank>& a, uint64_t i,
-                                                   typename array<T>::value_type value) {
-  return a.atomic_add(i, value);
-}
 
 }  // namespace fw

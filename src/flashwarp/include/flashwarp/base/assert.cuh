@@ -1,5 +1,5 @@
-// Internal invariants, checked in debug builds (FW_DEBUG) and in the simulator; what users can
-// cause is never asserted.
+// Asserts internal invariants, in debug builds (FW_DEBUG) and in the simulator. What users can
+// cause is an error and never an assertion.
 #pragma once
 
 #include "flashwarp/base/platform.cuh"

@@ -1,9 +1,9 @@
 // Atomic loads, stores, read-modify-writes and fences, named by order and scope.
 //
-// The only file with memory-order spelling: inline PTX for the GPU, compiler builtins for the CPU;
-// base/simulator/atomic.cuh has the simulator's.
-// Without a suffix the scope is the device (`.gpu`); `_system` reaches the host and its controller.
-// Supported types are 32-bit and 64-bit unsigned integers, and `word16` where named.
+// The only file that spells memory orders: inline PTX for the GPU, compiler builtins for the CPU;
+// base/simulator/atomic.cuh has the simulator's version. The scope is the device (`.gpu`); with the
+// suffix `_system` it includes the host and its controller. The types are 32-bit and 64-bit
+// unsigned integers, and `word16` where the name says 16.
 #pragma once
 
 #include "flashwarp/base/platform.cuh"
@@ -15,89 +15,55 @@ struct alignas(16) word16 {
   uint32_t x, y, z, w;
 };
 
-// Two adjacent 64-bit words, each loaded atomically (the pair is not).
+// Two adjacent 64-bit words. Each is loaded atomically; the pair is not.
 struct pair64 {
   uint64_t first, second;
 };
 
 #if FW_ON_GPU
 
-#define FW_DEFINE_ATOMICS(TYPE, PTX, REG)                                                     \
-  FW_DEVICE TYPE load_relaxed(const TYPE* p) {                                                \
-    TYPE v;                                                                                   \
-    asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
-    return v;                                                                                 \
-  }                                                                                           \
-  FW_DEVICE TYPE load_acquire(const TYPE* p) {                                                \
-    TYPE v;                                                                                   \
-    asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
-    return v;                                                                                 \
-  }                                                                                           \
-  FW_DEVICE void store_relaxed(TYPE* p, TYPE v) {                                             \
-    asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
-  }                                                                                           \
-  FW_DEVICE void store_release(TYPE* p, TYPE v) {                                             \
-    asm volatile("st.release.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
-  }                                                                                           \
-  FW_DEVICE void store_relaxed_system(TYPE* p, TYPE v) {                                      \
-    asm volatile("st.relaxed.sys.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");      \
-  }                                                                                           \
-  FW_DEVICE TYPE add_relaxed(TYPE* p, TYPE v) {                                               \
-    TYPE old;                                                                                 \
-    asm volatile("atom.relaxed.gpu.global.add." PTX " %0, [%1], %2;"                          \
-                 : "=" REG(old)                                                               \
-                 : "l"(p), REG(v)                                                             \
-                 : "memory");                                                                 \
-    return old;                                                                               \
-  }                                                                                           \
-  FW_DEVICE TYPE add_acquire(TYPE* p, TYPE v) {                                               \
-    TYPE old;                                                                                 \
-    asm volatile("atom.acquire.gpu.global.add." PTX " %0, [%1], %2;"                          \
-                 : "=" REG(old)                                                               \
-                 : "l"(p), REG(v)                                                             \
-                 : "memory");                                                                 \
-    return old;                                                                               \
-  }                                                                                           \
-  FW_DEVICE TYPE add_release(TYPE* p, TYPE v) {                                               \
-    TYPE old;                                                                                 \
-    asm volatile("atom.release.gpu.global.add." PTX " %0, [%1], %2;"                          \
-                 : "=" REG(old)                                                               \
-                 : "l"(p), REG(v)                                                             \
-                 : "memory");                                                                 \
-    return old;                                                                               \
-  }                                                                                           \
-  FW_DEVICE bool cas_acq_rel(TYPE* p, TYPE expected, TYPE desired) {                          \
-    TYPE old;                                                                                 \
-    asm volatile("atom.acq_rel.gpu.global.cas.b" FW_BITS_##TYPE " %0, [%1], %2, %3;"          \
-                 : "=" REG(old)                                                               \
-                 : "l"(p), REG(expected), REG(desired)                                        \
-                 : "memory");                                                                 \
-    return old == expected;                                                                   \
+// Each defines one function: its markers, name and types, its PTX instruction and register.
+#define FW_DEFINE_LOAD(MARKS, NAME, TYPE, POINTER, PTX, REG)         \
+  MARKS TYPE NAME(POINTER p) {                                       \
+    TYPE v;                                                          \
+    asm volatile(PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory"); \
+    return v;                                                        \
   }
-#define FW_BITS_uint32_t "32"
-#define FW_BITS_uint64_t "64"
-FW_DEFINE_ATOMICS(uint32_t, "u32", "r")
-FW_DEFINE_ATOMICS(uint64_t, "u64", "l")
-#undef FW_BITS_uint32_t
-#undef FW_BITS_uint64_t
-#undef FW_DEFINE_ATOMICS
+#define FW_DEFINE_STORE(MARKS, NAME, TYPE, POINTER, PTX, REG) \
+  MARKS void NAME(POINTER p, TYPE v) { asm volatile(PTX " [%0], %1;" ::"l"(p), REG(v) : "memory"); }
+#define FW_DEFINE_ADD(NAME, TYPE, PTX, REG)                                        \
+  FW_DEVICE TYPE NAME(TYPE* p, TYPE v) {                                           \
+    TYPE old;                                                                      \
+    asm volatile(PTX " %0, [%1], %2;" : "=" REG(old) : "l"(p), REG(v) : "memory"); \
+    return old;                                                                    \
+  }
 
-FW_DEVICE float add_relaxed(float* p, float v) {
-  float old;
-  asm volatile("atom.relaxed.gpu.global.add.f32 %0, [%1], %2;"
-               : "=f"(old)
-               : "l"(p), "f"(v)
-               : "memory");
-  return old;
-}
-FW_DEVICE double add_relaxed(double* p, double v) {
-  double old;
-  asm volatile("atom.relaxed.gpu.global.add.f64 %0, [%1], %2;"
-               : "=d"(old)
-               : "l"(p), "d"(v)
-               : "memory");
-  return old;
-}
+#define FW_DEFINE_ATOMICS(TYPE, BITS, REG)                                                        \
+  FW_DEFINE_LOAD(FW_DEVICE, load_relaxed, TYPE, const TYPE*, "ld.relaxed.gpu.global.u" BITS, REG) \
+  FW_DEFINE_LOAD(FW_DEVICE, load_acquire, TYPE, const TYPE*, "ld.acquire.gpu.global.u" BITS, REG) \
+  FW_DEFINE_STORE(FW_DEVICE, store_relaxed, TYPE, TYPE*, "st.relaxed.gpu.global.u" BITS, REG)     \
+  FW_DEFINE_STORE(FW_DEVICE, store_release, TYPE, TYPE*, "st.release.gpu.global.u" BITS, REG)     \
+  FW_DEFINE_STORE(FW_DEVICE, store_relaxed_system, TYPE, TYPE*, "st.relaxed.sys.global.u" BITS,   \
+                  REG)                                                                            \
+  FW_DEFINE_ADD(add_relaxed, TYPE, "atom.relaxed.gpu.global.add.u" BITS, REG)                     \
+  FW_DEFINE_ADD(add_acquire, TYPE, "atom.acquire.gpu.global.add.u" BITS, REG)                     \
+  FW_DEFINE_ADD(add_release, TYPE, "atom.release.gpu.global.add.u" BITS, REG)                     \
+  FW_DEVICE bool cas_acq_rel(TYPE* p, TYPE expected, TYPE desired) {                              \
+    TYPE old;                                                                                     \
+    asm volatile("atom.acq_rel.gpu.global.cas.b" BITS " %0, [%1], %2, %3;"                        \
+                 : "=" REG(old)                                                                   \
+                 : "l"(p), REG(expected), REG(desired)                                            \
+                 : "memory");                                                                     \
+    return old == expected;                                                                       \
+  }
+FW_DEFINE_ATOMICS(uint32_t, "32", "r")
+FW_DEFINE_ATOMICS(uint64_t, "64", "l")
+#undef FW_DEFINE_ATOMICS
+FW_DEFINE_ADD(add_relaxed, float, "atom.relaxed.gpu.global.add.f32", "f")
+FW_DEFINE_ADD(add_relaxed, double, "atom.relaxed.gpu.global.add.f64", "d")
+#undef FW_DEFINE_ADD
+FW_DEFINE_LOAD(FW_DEVICE, load_relaxed_system, uint32_t, const uint32_t*,
+               "ld.relaxed.sys.global.u32", "r")
 FW_DEVICE pair64 load_acquire_pair(const uint64_t* p) {
   pair64 v;
   asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];"
@@ -106,12 +72,8 @@ FW_DEVICE pair64 load_acquire_pair(const uint64_t* p) {
                : "memory");
   return v;
 }
-FW_DEVICE uint32_t load_relaxed_system(const uint32_t* p) {
-  uint32_t v;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-// Each half is atomic, as its writer stores it; the elements of a vector load are so one by one.
+// Each half is loaded atomically, as its writer stores it: PTX treats the elements of a vector load
+// as separate accesses.
 FW_DEVICE word16 load16_relaxed_system(const word16* p) {
   uint64_t low, high;
   asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
@@ -120,24 +82,22 @@ FW_DEVICE word16 load16_relaxed_system(const word16* p) {
                : "memory");
   return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
-// A store to a register of a device: done once, as it is, and never merged with another (PTX ISA
-// 8.2). For memory it would only be slower.
-FW_DEVICE void store_mmio(uint32_t* p, uint32_t v) {
-  asm volatile("st.mmio.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
+// A store to a device's register: performed once and never merged with another (PTX ISA 8.2). For
+// memory it would only be slower.
+FW_DEFINE_STORE(FW_DEVICE, store_mmio, uint32_t, uint32_t*, "st.mmio.relaxed.sys.global.u32", "r")
 FW_DEVICE void or_relaxed(uint64_t* p, uint64_t bits) {
   asm volatile("red.relaxed.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
 }
 
-// Orders everything before against everything after, for all threads of the device.
+// Acquire-release fence for all threads of the device.
 FW_DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// As fence(), and store-load order too: what Dekker-style "announce, then look" needs.
+// As fence(), and orders stores before later loads too, as Dekker's pattern needs.
 FW_DEVICE void fence_sequential() { asm volatile("fence.sc.gpu;" ::: "memory"); }
-// As fence(), reaching the host as well.
+// As fence(), for the host and its controller too.
 FW_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Accesses that need no order of their own, because what stands around them gives it: a lock, or a
-// release that follows. Named, so that the simulator can check just that.
+// Accesses that a lock, or a later release, orders. They have names so that the simulator can check
+// that.
 template <typename T>
 FW_DEVICE T load_plain(const T* p) {
   return *p;
@@ -147,7 +107,7 @@ FW_DEVICE void store_plain(T* p, T v) {
   *p = v;
 }
 
-// What the L2 cache should do with what is loaded: hints that Turing does not know.
+// A hint that the L2 cache may evict what is loaded first. Turing does not have it.
 inline constexpr bool kHasEvictFirst = __CUDA_ARCH__ >= 800;
 FW_DEVICE uint64_t evict_first() {
   uint64_t policy;
@@ -155,27 +115,26 @@ FW_DEVICE uint64_t evict_first() {
   return policy;
 }
 
-// Frame contents are read while another warp may refill the frame, so these accesses are relaxed
-// atomics of the width of the element; the tag's generation tells whether the value counts. The
-// `_plain` ones are for memory that nobody else uses meanwhile, of any kind: global, shared, local.
-// The `_any` ones are relaxed too, for buffers that threads share: global or shared memory.
-// `load_acquire_stream` lets the L2 cache give the memory up first.
+// Accesses to frames by the width of an element. They are relaxed atomics, because another warp may
+// refill the frame meanwhile; the tag's generation decides whether the value counts. `_plain` is
+// for memory of any kind that no other thread uses meanwhile. `_any` is relaxed, for buffers in
+// global or shared memory that threads share. `load_stream` and `load_acquire_stream` let the L2
+// cache evict the memory first.
 template <uint32_t kBytes>
 struct raw;
 #define FW_DEFINE_RAW(BYTES, TYPE, MEMORY, PTX, REG)                                             \
   template <>                                                                                    \
   struct raw<BYTES> {                                                                            \
     using type = TYPE;                                                                           \
-    FW_DEVICE static TYPE load(const void* p) {                                                  \
-      TYPE v;                                                                                    \
-      asm volatile("ld.relaxed.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");  \
-      return v;                                                                                  \
-    }                                                                                            \
-    FW_DEVICE static TYPE load_acquire(const void* p) {                                          \
-      TYPE v;                                                                                    \
-      asm volatile("ld.acquire.gpu.global." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");  \
-      return v;                                                                                  \
-    }                                                                                            \
+    FW_DEFINE_LOAD(FW_DEVICE static, load, TYPE, const void*, "ld.relaxed.gpu.global." PTX, REG) \
+    FW_DEFINE_LOAD(FW_DEVICE static, load_acquire, TYPE, const void*,                            \
+                   "ld.acquire.gpu.global." PTX, REG)                                            \
+    FW_DEFINE_LOAD(FW_DEVICE static, load_any, TYPE, const void*, "ld.relaxed.gpu." PTX, REG)    \
+    FW_DEFINE_LOAD(FW_DEVICE static, load_stream, TYPE, const void*, "ld.global.cs." PTX, REG)   \
+    FW_DEFINE_STORE(FW_DEVICE static, store, TYPE, void*, "st.relaxed.gpu.global." PTX, REG)     \
+    FW_DEFINE_STORE(FW_DEVICE static, store_any, TYPE, void*, "st.relaxed.gpu." PTX, REG)        \
+    FW_DEVICE static TYPE load_plain(const void* p) { return *static_cast<const MEMORY*>(p); }   \
+    FW_DEVICE static void store_plain(void* p, TYPE v) { *static_cast<MEMORY*>(p) = MEMORY(v); } \
     FW_DEVICE static TYPE load_acquire_stream(const void* p) {                                   \
       if constexpr (!kHasEvictFirst) {                                                           \
         return load_acquire(p);                                                                  \
@@ -188,49 +147,41 @@ struct raw;
         return v;                                                                                \
       }                                                                                          \
     }                                                                                            \
-    FW_DEVICE static void store(void* p, TYPE v) {                                               \
-      asm volatile("st.relaxed.gpu.global." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");       \
-    }                                                                                            \
-    FW_DEVICE static TYPE load_any(const void* p) {                                              \
-      TYPE v;                                                                                    \
-      asm volatile("ld.relaxed.gpu." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");         \
-      return v;                                                                                  \
-    }                                                                                            \
-    FW_DEVICE static void store_any(void* p, TYPE v) {                                           \
-      asm volatile("st.relaxed.gpu." PTX " [%0], %1;" ::"l"(p), REG(v) : "memory");              \
-    }                                                                                            \
-    FW_DEVICE static TYPE load_plain(const void* p) { return *static_cast<const MEMORY*>(p); }   \
-    FW_DEVICE static void store_plain(void* p, TYPE v) { *static_cast<MEMORY*>(p) = MEMORY(v); } \
-    FW_DEVICE static TYPE load_stream(const void* p) {                                           \
-      TYPE v;                                                                                    \
-      asm volatile("ld.global.cs." PTX " %0, [%1];" : "=" REG(v) : "l"(p) : "memory");           \
-      return v;                                                                                  \
-    }                                                                                            \
   };
 FW_DEFINE_RAW(1, uint16_t, uint8_t, "u8", "h")
 FW_DEFINE_RAW(2, uint16_t, uint16_t, "u16", "h")
 FW_DEFINE_RAW(4, uint32_t, uint32_t, "u32", "r")
 FW_DEFINE_RAW(8, uint64_t, uint64_t, "u64", "l")
 #undef FW_DEFINE_RAW
+#undef FW_DEFINE_LOAD
+#undef FW_DEFINE_STORE
+
+#define FW_DEFINE_LOAD(NAME, PTX)                             \
+  FW_DEVICE static word16 NAME(const void* p) {               \
+    word16 v;                                                 \
+    asm volatile(PTX ".v4.u32 {%0, %1, %2, %3}, [%4];"        \
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) \
+                 : "l"(p)                                     \
+                 : "memory");                                 \
+    return v;                                                 \
+  }
+#define FW_DEFINE_STORE(NAME, PTX)                                                             \
+  FW_DEVICE static void NAME(void* p, word16 v) {                                              \
+    asm volatile(PTX ".v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), \
+                 "r"(v.w)                                                                      \
+                 : "memory");                                                                  \
+  }
 template <>
 struct raw<16> {
   using type = word16;
-  FW_DEVICE static word16 load(const void* p) {
-    word16 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-  }
-  FW_DEVICE static word16 load_acquire(const void* p) {
-    word16 v;
-    asm volatile("ld.acquire.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-  }
+  FW_DEFINE_LOAD(load, "ld.relaxed.gpu.global")
+  FW_DEFINE_LOAD(load_acquire, "ld.acquire.gpu.global")
+  FW_DEFINE_LOAD(load_any, "ld.relaxed.gpu")
+  FW_DEFINE_LOAD(load_stream, "ld.global.cs")
+  FW_DEFINE_STORE(store, "st.relaxed.gpu.global")
+  FW_DEFINE_STORE(store_any, "st.relaxed.gpu")
+  FW_DEVICE static word16 load_plain(const void* p) { return *static_cast<const word16*>(p); }
+  FW_DEVICE static void store_plain(void* p, word16 v) { *static_cast<word16*>(p) = v; }
   FW_DEVICE static word16 load_acquire_stream(const void* p) {
     if constexpr (!kHasEvictFirst) {
       return load_acquire(p);
@@ -243,36 +194,9 @@ struct raw<16> {
       return v;
     }
   }
-  FW_DEVICE static void store(void* p, word16 v) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x),
-                 "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-  }
-  FW_DEVICE static word16 load_any(const void* p) {
-    word16 v;
-    asm volatile("ld.relaxed.gpu.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-  }
-  FW_DEVICE static void store_any(void* p, word16 v) {
-    asm volatile("st.relaxed.gpu.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y),
-                 "r"(v.z), "r"(v.w)
-                 : "memory");
-  }
-  FW_DEVICE static word16 load_plain(const void* p) { return *static_cast<const word16*>(p); }
-  FW_DEVICE static void store_plain(void* p, word16 v) { *static_cast<word16*>(p) = v; }
-  // Evict-first: host memory is read once.
-  FW_DEVICE static word16 load_stream(const void* p) {
-    word16 v;
-    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-  }
 };
+#undef FW_DEFINE_LOAD
+#undef FW_DEFINE_STORE
 
 #elif !defined(FW_SIMULATOR)
 
@@ -292,7 +216,7 @@ template <typename T>
 inline void store_release(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
-// Release rather than relaxed: ThreadSanitizer does not model the fence that precedes a doorbell.
+// Release, because ThreadSanitizer has no model of the fence that precedes a doorbell.
 template <typename T>
 inline void store_relaxed_system(T* p, T v) {
   __atomic_store_n(p, v, __ATOMIC_RELEASE);
@@ -320,7 +244,7 @@ inline pair64 load_acquire_pair(const uint64_t* p) {
 inline uint32_t load_relaxed_system(const uint32_t* p) {
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-// The second half is loaded with acquire: the controller stores it last, with release.
+// Acquires the second half, which the controller stores last, with release.
 inline word16 load16_relaxed_system(const word16* p) {
   const uint64_t* q = reinterpret_cast<const uint64_t*>(p);
   uint64_t high = load_acquire(q + 1);
@@ -337,7 +261,7 @@ template <typename T>
 inline void store_plain(T* p, T v) {
   *p = v;
 }
-// What the controller moves. Host code only.
+// Copies by the software controller. Host code only.
 inline void copy_plain(void* to, const void* from, uint64_t bytes) { std::memcpy(to, from, bytes); }
 inline void fill_plain(void* to, uint8_t value, uint64_t bytes) { std::memset(to, value, bytes); }
 
@@ -437,14 +361,14 @@ namespace fw::atomic {
 
 // One test-and-set lock word for short metadata changes; never held across an I/O wait.
 FW_DEVICE bool try_lock(uint32_t* lock) {
-  // Look first: a failed read-modify-write would still take the cache line from its holder.
+  // Look first: a failed compare-and-swap would take the cache line from the lock's holder.
   return load_relaxed(lock) == 0 && cas_acq_rel(lock, uint32_t(0), uint32_t(1));
 }
 FW_DEVICE void unlock(uint32_t* lock) { store_release(lock, uint32_t(0)); }
 
 #if !FW_ON_GPU
-// Hosts add floating-point numbers by compare-and-swap. Bounded by the other adders: one of them
-// succeeds in each round.
+// Hosts add floating-point numbers by compare-and-swap. In each round one of the adding threads
+// succeeds.
 template <typename Number, typename Bits>
 inline Number add_number(Number* p, Number v) {
   static_assert(sizeof(Number) == sizeof(Bits));
@@ -460,7 +384,7 @@ inline float add_relaxed(float* p, float v) { return add_number<float, uint32_t>
 inline double add_relaxed(double* p, double v) { return add_number<double, uint64_t>(p, v); }
 #endif
 
-// Adds to a number of a kernel author's type. Returns what was there.
+// Adds to a number of a kernel author's type. Returns the old value.
 template <typename T>
 FW_DEVICE T add(T* p, T v) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "atomic additions are of 32 or 64 bits");

@@ -1,5 +1,4 @@
-// The threads of a block: who we are among them, and their barrier. On the CPU and in the simulator
-// a block is one warp.
+// The warps of a block and their barrier. On the CPU and in the simulator a block is one warp.
 #pragma once
 
 #include "flashwarp/base/warp.cuh"

@@ -1,7 +1,7 @@
 // Warp-cooperative copies between storage memory, cache frames and user buffers.
 //
-// The lanes in `mask` split one copy among them, at the widest access that the three of source,
-// destination and length allow. Frames are read and written with relaxed atomics (see atomic.cuh).
+// The lanes of `mask` divide one copy, by the widest accesses that source, target and length allow.
+// Frames are read and written with relaxed atomics (see atomic.cuh).
 #pragma once
 
 #include "flashwarp/base/atomic.cuh"
@@ -9,11 +9,11 @@
 
 namespace fw::warp {
 
-// How the source may be read: `kFrame` can change under us; `kStream` is global memory that is read
-// once and stays put; `kOwn` is memory of the caller's, of any kind.
+// The kind of source. `kFrame` is a frame, which may change during the copy. `kStream` is global
+// memory that is read once and does not change. `kOwn` is any memory of the caller.
 enum class source { kFrame, kStream, kOwn };
 
-// Independent accesses that one lane keeps in flight.
+// How many accesses each lane keeps in flight.
 inline constexpr uint32_t kCopyUnroll = 8;
 
 template <uint32_t kBytes, source kSource>
@@ -24,7 +24,8 @@ FW_DEVICE typename atomic::raw<kBytes>::type load_word(const char* from) {
   if constexpr (kSource == source::kOwn) return word::load_plain(from);
 }
 
-// What comes from a frame ends in the caller's memory; all else in a frame that others may read.
+// A copy from a frame goes to memory of the caller. Every other copy goes to a frame, which other
+// warps may read.
 template <uint32_t kBytes, source kSource>
 FW_DEVICE void store_word(char* to, typename atomic::raw<kBytes>::type value) {
   using word = atomic::raw<kBytes>;
@@ -37,7 +38,7 @@ FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint6
   const uint32_t lanes = base::popcount(mask);
   const uint64_t step = uint64_t(lanes) * kBytes;
   uint64_t w = rank_in(mask);
-  // Whole rounds without a condition: one inside would make each load wait for the one before.
+  // Whole rounds have no condition inside, which would make each load wait for the one before.
   for (; w - rank_in(mask) + uint64_t(lanes) * kCopyUnroll <= words;
        w += uint64_t(lanes) * kCopyUnroll) {
     typename atomic::raw<kBytes>::type values[kCopyUnroll];
@@ -56,10 +57,9 @@ FW_DEVICE void copy_words(uint32_t mask, char* target, const char* origin, uint6
   }
 }
 
-// The widths that aligned rows never need, out of the way of the code that they share a kernel
-// with. As wide as all three allow: an element of up to 8 bytes that is aligned to its size, on
-// both sides, goes in one access, so that a copy beside a store has it before or after, never
-// parts.
+// Copies by 8, 4, 2 or 1 bytes. Not inlined, because aligned rows never need it. It takes the
+// widest access that source, target and length allow. So it copies an element of up to 8 bytes that
+// is aligned on both sides in one access, and never takes parts of it from two stores.
 template <source kSource>
 FW_DEVICE_NOINLINE void copy_narrow(uint32_t mask, char* to, const char* from, uint64_t bytes) {
   const uint64_t all = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | bytes;
@@ -85,6 +85,18 @@ FW_DEVICE void copy(uint32_t mask, uint64_t target, uint64_t origin, uint64_t by
     copy_words<16, kSource>(mask, to, from, done);
   }
   if (done != bytes) copy_narrow<kSource>(mask, to + done, from + done, bytes - done);
+}
+
+// Copies for each lane of `members` its own `bytes` from `origin` to `target`. All lanes of `mask`
+// copy together, for one member after the other.
+template <source kSource>
+FW_DEVICE void copy_each(uint32_t mask, uint32_t members, uint64_t target, uint64_t origin,
+                         uint64_t bytes) {
+  for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
+    const uint32_t member = base::lowest_bit(rest);
+    copy<kSource>(mask, broadcast(mask, target, member), broadcast(mask, origin, member),
+                  broadcast(mask, bytes, member));
+  }
 }
 
 }  // namespace fw::warp

@@ -1,9 +1,9 @@
-// What differs between NVRTC and a host compiler: integer types, function markers, back-off, clock.
+// The differences between NVRTC and a host compiler: integer types, function markers, pause, clock.
 //
-// Everything above this file is the same text for the GPU, the CPU device and the simulator. On the
-// GPU a warp has 32 lanes; on the CPU it has one, and a waiting thread lends its time to the
-// software controller (`thread_context::serve`) before it yields or sleeps. In the simulator
-// (FW_SIMULATOR) it has FW_WARP_WIDTH, and a seed decides who runs: see base/simulator/hooks.cuh.
+// All other headers are the same text for the GPU, the CPU device and the simulator. On the GPU a
+// warp has 32 lanes. On the CPU it has one, and a waiting thread serves the software controller
+// (`thread_context::serve`) before it yields or sleeps. In the simulator (FW_SIMULATOR) a warp has
+// FW_WARP_WIDTH lanes, and a seed decides which of them runs: see base/simulator/hooks.cuh.
 #pragma once
 
 #if defined(__CUDACC_RTC__)
@@ -41,16 +41,16 @@ typedef unsigned long long uintptr_t;
 #define FW_DEVICE_NOINLINE __device__ __noinline__
 #define FW_DEVICE_C extern "C" __device__
 #define FW_HOST_DEVICE __host__ __device__ __forceinline__
-// Kernels run in blocks of at most 256 threads. FW_KERNEL_RESIDENT(n) asks that n blocks fit on a
-// multiprocessor: it caps registers at 65536 / 256 / n. What waits for memory lives by many warps,
-// and the miss path, which needs the most registers, is called seldom: so 64 of them by default.
+// Kernels run in blocks of at most 256 threads. FW_KERNEL_RESIDENT(n) lets n blocks fit on a
+// multiprocessor: it limits registers to 65536 / 256 / n. The default is 64 registers, because
+// kernels that wait for memory need many warps, and the miss path, which needs the most registers,
+// runs seldom.
 #define FW_KERNEL FW_KERNEL_RESIDENT(4)
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE __global__ void __launch_bounds__(256, n)
-// For blocks of up to 1024 threads, which share FW_SHARED memory and meet at block::sync().
+// For blocks of up to 1024 threads, which share FW_SHARED memory and synchronise by block::sync().
 #define FW_KERNEL_WIDE FW_KERNEL_LINKAGE __global__ void __launch_bounds__(1024, 1)
 #define FW_GRID_CONSTANT __grid_constant__
-#define FW_RESTRICT __restrict__
-// Memory of a block, as an uninitialised variable of a kernel. A block of the CPU is one thread.
+// An uninitialised variable in a block's shared memory. On the CPU a block is one thread.
 #define FW_SHARED __shared__
 #define FW_UNROLL _Pragma("unroll")
 #else
@@ -63,14 +63,13 @@ typedef unsigned long long uintptr_t;
 #define FW_KERNEL_WIDE FW_KERNEL_LINKAGE void
 #define FW_KERNEL_RESIDENT(n) FW_KERNEL_LINKAGE void
 #define FW_GRID_CONSTANT
-#define FW_RESTRICT __restrict__
 #define FW_SHARED static thread_local
 #define FW_UNROLL
 #endif
 
-// In a program that a device compiles (FW_PROGRAM) a kernel's name is mangled, so that it tells the
-// types of its parameters. On the CPU a section of their own sets kernels apart
-// from what else the program defines.
+// In a program that a device compiles (FW_PROGRAM) a kernel's name is mangled, so that it contains
+// the types of the parameters. On the CPU kernels are in a section of their own, by which they are
+// found among the program's functions.
 #if FW_ON_GPU && defined(FW_PROGRAM)
 #define FW_KERNEL_LINKAGE
 #elif FW_ON_GPU
@@ -81,8 +80,8 @@ typedef unsigned long long uintptr_t;
 #define FW_KERNEL_LINKAGE inline
 #endif
 
-// Checks a member's place in a structure that host and device share. NVRTC has no offsetof; it sees
-// the same text as the host compiler, with the same layout rules, and checks the sizes.
+// Asserts a member's offset in a structure that host and device share. NVRTC has no offsetof, but
+// the same layout rules as the host compiler, and it checks the sizes.
 #if defined(__CUDACC_RTC__)
 #define FW_CHECK_OFFSET(type, member, bytes) static_assert(sizeof(type) > (bytes))
 #else
@@ -127,27 +126,28 @@ FW_DEVICE uint64_t clock_ns() {
   return t;
 }
 
-// Gives the core to others for about `ns` nanoseconds: the body of every wait loop. Returns whether
-// it has moved commands meanwhile, which only threads of a CPU do.
+// Pauses the thread for about `ns` nanoseconds. Every wait loop calls it. Returns whether it has
+// moved commands meanwhile, which only threads of the CPU device do.
 FW_DEVICE bool pause(uint32_t ns) {
   __nanosleep(ns);
   return false;
 }
 
-// A function pointer that the compiler cannot see through. A call through it keeps to the calling
-// convention, by which the callee preserves registers; after a direct call to a function that needs
-// more registers than the kernel may use, all that the caller's hot loop holds lives in memory.
+// Hides the value of a pointer from the compiler. A call through a hidden pointer follows the
+// calling convention, so the callee saves the registers that it uses. With a direct call to a
+// function that needs more registers than the kernel has, the caller would keep the values of its
+// hot loop in memory.
 template <typename Function>
 FW_DEVICE Function* opaque(Function* function) {
   asm volatile("" : "+l"(function));
   return function;
 }
 
-// Whether only the thread itself can reach an address: its stack, to which others have no way.
+// Whether an address is on the thread's stack, which other threads cannot reach.
 FW_DEVICE bool is_private(uint64_t address) { return __isLocal(reinterpret_cast<void*>(address)); }
 
-// Which threads an address means the same memory to: 0 for all of them, or one block's number plus
-// one. A block's shared memory lies at the same addresses as every other's.
+// The threads for which an address is the same memory: 0 means all threads; otherwise a block's
+// number plus one. The shared memory of each block has the same addresses.
 FW_DEVICE uint32_t scope_of(uint64_t address) {
   return __isShared(reinterpret_cast<void*>(address)) ? blockIdx.x + 1 : 0;
 }
@@ -169,9 +169,9 @@ FW_DEVICE uint32_t lowest_bit(uint32_t bits) { return __ffs(bits) - 1; }
 FW_DEVICE uint32_t thread_index() { return blockIdx.x * blockDim.x + threadIdx.x; }
 FW_DEVICE uint32_t thread_count() { return gridDim.x * blockDim.x; }
 
-// A number that differs between neighbours on the chip, to spread work over queues and counters. It
-// may be another at the next call: a warp that was preempted can go on elsewhere. What must stay is
-// asked for once, by one lane for all.
+// The multiprocessor's number, to spread work over queues and counters. It may differ at the next
+// call, because a preempted warp can resume elsewhere. If the number must stay the same, one lane
+// asks once for all.
 FW_DEVICE uint32_t spread_index() {
   uint32_t sm;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
@@ -181,7 +181,7 @@ FW_DEVICE uint32_t spread_index() {
 #else
 
 inline bool is_private(uint64_t) { return false; }
-// A process is not ours to end: on the CPU the host raises what kernels met, as ever.
+// Never traps on the CPU, where it would end the process: the host raises the error.
 inline void trap_in_debug() {}
 
 inline uint64_t multiply_high(uint64_t a, uint64_t b) {
@@ -197,13 +197,14 @@ inline Function* opaque(Function* function) {
 
 #if defined(FW_SIMULATOR)
 
-// A block is a warp there. Never a symbol of its own, as for the width below.
+// In the simulator a block is a warp. Always inlined, because programs of several widths are linked
+// together.
 FW_DEVICE uint32_t own_scope() { return simulator::here->index / FW_WARP_WIDTH + 1; }
 FW_DEVICE uint32_t scope_of(uint64_t address) {
   return simulator::is_of_block(reinterpret_cast<const void*>(address)) ? own_scope() : 0;
 }
 
-// Not inline: controller and device code of one program may differ in it.
+// Not `inline`, because files of one program may be compiled with different widths.
 constexpr uint32_t kWarpWidth = FW_WARP_WIDTH;
 
 inline uint64_t clock_ns() { return simulator::clock_ns(); }
@@ -217,13 +218,13 @@ inline uint32_t spread_index() { return simulator::spread_index(); }
 
 #else
 
-// Threads of a process share all of its memory.
+// The threads of a process share all memory.
 inline uint32_t scope_of(uint64_t) { return 0; }
 inline uint32_t own_scope() { return 0; }
 
 inline constexpr uint32_t kWarpWidth = 1;
 
-// The place of a CPU device thread in its launch, and what it does while it waits.
+// A thread's place in its launch on the CPU device, and its work while it waits.
 struct thread_context {
   uint32_t index = 0;
   uint32_t count = 1;
@@ -240,13 +241,13 @@ inline uint64_t clock_ns() {
                       .count());
 }
 
-// How often a waiting thread yields before it sleeps, about the time of a drive's transfer. Threads
-// that only yield keep each other in the front of the kernel's queue: on two cores, five of them
-// held up the kernel's own threads, which finish the very transfers, for up to half a minute.
+// How often a waiting thread yields before it sleeps: about as long as a drive's transfer takes.
+// Threads that only yielded would starve the operating system's threads that finish the transfers:
+// five of them on two cores did so for up to half a minute.
 constexpr uint32_t kYieldsMax = 256;
 constexpr auto kSleep = std::chrono::microseconds(20);
 
-// A waiting CPU thread does the controller's work; only when there is none does it let others run.
+// Serves the controllers. If they have no work, yields or sleeps.
 inline bool pause(uint32_t) {
   if (this_thread.serve != nullptr && this_thread.serve(this_thread.serve_argument) > 0) {
     this_thread.yields = 0;

@@ -1,7 +1,7 @@
-// Warp collectives over the lanes named by a mask; a warp is 32 lanes on the GPU and one on the
-// CPU; base/simulator/warp.cuh has the simulator's.
+// Warp collectives over the lanes in a mask. A warp has 32 lanes on the GPU and one on the CPU;
+// base/simulator/warp.cuh has the simulator's version.
 //
-// Every function that takes `mask` must be called by exactly the lanes in it, together.
+// Exactly the lanes in `mask` call a function that takes one, together.
 #pragma once
 
 #include "flashwarp/base/platform.cuh"
@@ -21,10 +21,9 @@ FW_DEVICE uint32_t lane() {
   asm("mov.u32 %0, %%laneid;" : "=r"(l));
   return l;
 }
-// `mask`, which holds the lane's own bit, as a value of the lane. The assembler takes what came
-// from a vote for the same in all lanes that run together. But groups of lanes that hold different
-// masks meet at times and run together for a while; a collective with one mask for both would mix
-// them.
+// Makes `mask`, which has the lane's own bit, a value of each lane. The assembler assumes that the
+// result of a vote is the same in all lanes that run together. But groups of lanes with different
+// masks may run together for a while, and one mask for both would mix them in a collective.
 FW_DEVICE uint32_t own(uint32_t mask) {
   uint32_t bit;
   asm("mov.u32 %0, %%lanemask_eq;" : "=r"(bit));
@@ -76,7 +75,6 @@ inline constexpr uint32_t kFullMask = 1u;
 
 #if !defined(FW_SIMULATOR)
 FW_DEVICE bool any(uint32_t mask, bool predicate) { return ballot(mask, predicate) != 0; }
-FW_DEVICE bool all(uint32_t mask, bool predicate) { return ballot(mask, predicate) == mask; }
 #endif
 
 // The items of a loop that a warp takes: begin, begin + stride and so on, below end.
@@ -84,9 +82,9 @@ struct share {
   uint64_t begin, end, stride;
 };
 
-// What this warp takes of `items`, `batch` at a time. Wide warps pass over them side by side. A
-// thread that is a warp of its own has a part of its own, so that no two store to one page of the
-// caller's buffer: both would fault on a new page, and the kernel would clear it twice.
+// This warp's share of `items`, `batch` at a time. On the GPU the warps interleave. On the CPU each
+// thread has one contiguous part, so that no two threads store to one page of the caller's buffer:
+// both would fault on a new page, and the operating system would clear it twice.
 FW_DEVICE share share_of(uint64_t items, uint32_t batch) {
   if constexpr (kWarpWidth > 1) {
     return {uint64_t(index()) * batch, items, uint64_t(count()) * batch};

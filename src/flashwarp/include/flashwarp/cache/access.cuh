@@ -1,19 +1,22 @@
-// One access by a warp: each lane names a line, and gets its operation done on the line's frame.
+// One access by a warp: each lane names a line, and `access` runs its operation on the line's
+// frame.
 //
-// The loop of the whole system: probe; serve the hits; claim frames for the misses; fill; serve;
-// publish. A lane that meets another warp's fill comes back later, helping meanwhile. The operation
-// `Op` is written once and runs on resident frames and on frames that this warp has just filled:
+// The steps: probe; serve the hits; claim frames for the misses; fill them; serve; publish. If
+// another warp fills the lane's line, the lane tries again later and helps meanwhile. The same
+// operation `Op` runs on resident frames and on frames that this warp has just filled:
 //   static constexpr bool kStores;   whether it writes the frame
-//   void visit(mask, members, frame) all lanes call; does the work of the lanes in `members`, whose
-//                                    own frame address is `frame`. May run again after a lost race.
+//   void visit(mask, members, frame) does the work of the lanes in `members`; `frame` is the
+//                                    address of the lane's own frame. All lanes call it. It may run
+//                                    again after a lost race.
 #pragma once
 
+#include "flashwarp/cache/tally.cuh"
 #include "flashwarp/cache/tier_moves.cuh"
 #include "flashwarp/cache/write_back.cuh"
 
 namespace fw::cache {
 
-// Serves the lanes whose line is resident. Returns the lane mask served.
+// Serves the lanes whose line is resident. Returns the lanes that it served.
 template <typename Policy, typename Op>
 FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at, Op& op) {
   uint64_t* word = &g.tags[at.way];
@@ -30,8 +33,8 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
     }
     return hits;
   } else {
-    // Our loads of the frame, and those that other lanes did for us, before the second look at the
-    // tag.
+    // The loads of the frame, by this lane and by other lanes for it, come before the second look
+    // at the tag.
     atomic::fence();
     warp::sync(mask);
     const bool served = usable && still_holds(g, at.way, at.word);
@@ -43,12 +46,12 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
 // What became of a lane's miss.
 struct miss_outcome {
   bool served;
-  bool moved;  // something progressed: do not back off
+  bool moved;  // there was progress: do not back off
   uint32_t status;
 };
 
-// Handles the lanes of `missing`: one leader a line claims a frame and fills it; the lanes that
-// share its line are served from it before it is published.
+// Handles the lanes of `missing`. One leader for each line claims a frame and fills it. The lanes
+// that want this line are served from it before it is published.
 template <typename Policy, typename Op>
 FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t mask,
                                              uint32_t missing, uint64_t line, bool whole, Op& op,
@@ -57,7 +60,7 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   const bool misses = (missing >> lane) & 1;
   const uint32_t group = misses ? warp::match(missing, line) : 0;
   const uint32_t leader = misses ? base::lowest_bit(group) : lane;
-  // The line may be overwritten whole, without reading it, only when all of the group do so.
+  // The line need not be read only if all lanes of the group overwrite it whole.
   const uint32_t wholes = warp::ballot(mask, misses && whole);
   const bool overwrite = Op::kStores && (wholes & group) == group;
   uint32_t kept;
@@ -76,14 +79,14 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
     const uint32_t got = move_lines(c, v, mask, fills, nvme::kRead, {line, mine.way});
     if ((fills >> lane) & 1) status = got;
   }
-  // Tags went BUSY, by any of our lanes, before the operation's stores to frames that no fill has
-  // ordered.
+  // The lanes' tags went BUSY before the operation's stores to frames. A fill orders this by
+  // itself; frames without a fill need the fence.
   if (Op::kStores && fills != claims) {
     warp::sync(mask);
     atomic::fence();
   }
 
-  // Each lane learns its leader's frame and fate.
+  // Each lane gets its leader's frame and status.
   const bool led = misses && ((claims >> leader) & 1) != 0;
   const uint64_t way = warp::take(mask, mine.way, leader);
   const uint32_t outcome = warp::take(mask, status, leader);
@@ -94,23 +97,23 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
     if (status == nvme::kSuccess) {
       publish_fill(c, mine.way, mine.word, Op::kStores);
     } else {
-      // On the direct path a command that has not come back may still write the frame: it stays
-      // BUSY.
+      // On the direct path a command that has not come back may still write the frame, so the frame
+      // stays BUSY.
       const bool outstanding = status == nvme::kTimedOut && v.path == nvme::kDirect;
       if (!outstanding) abandon_fill(c, mine.way, mine.word);
       record_error(v, status, nvme::kRead, line);
     }
   }
 
-  // A dirty victim that we were given: clean it, then come back for the frame.
+  // The claim gave a dirty victim: clean it, and claim the frame at the next try.
   const bool cleans = misses && leader == lane && mine.result == claim_result::kDirty;
   const uint32_t dirty = warp::ballot(mask, cleans);
   uint32_t failure = 0;
   if (dirty != 0) {
     failure = write_back(c, v, mask, dirty, {tag::line_of(mine.word), mine.way}, false);
     failure = cleans ? failure : 0;
-    // The victim's volume knows already. Where ours is another, or a copy of it with a record of
-    // its own, it must know too: our access fails for it.
+    // The error is in the record of the victim's volume. If `v` has another record, it needs the
+    // error too, because this access fails.
     if (failure != nvme::kSuccess && &volume_of(c, tag::line_of(mine.word)) != &v) {
       record_error(v, failure, nvme::kWrite, line);
     }
@@ -127,9 +130,9 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   return {led || error != 0, (claims | dirty) != 0 || found, error};
 }
 
-// Does `op` on `line` for each lane that `wants`. All lanes of `mask` call together. `g` is the
-// cache's geometry, from constant memory where the caller has it there. Returns the lane's NVMe
-// status: kSuccess, or the error that is also in the volume's error record.
+// Runs `op` on the frame of `line` for each lane that `wants`. All lanes of `mask` call together.
+// `g` is the cache's geometry; callers that have it in constant memory pass that copy. Returns the
+// lane's NVMe status: kSuccess, or the error that is also in the volume's error record.
 template <typename Policy, typename Op>
 FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
                           uint64_t line, bool whole, Op& op, tally& count) {
@@ -144,11 +147,11 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
     const uint32_t hits = serve_hits<Policy>(g, mask, at, op);
     count.hits += base::popcount(hits);
     if ((hits >> warp::lane()) & 1) pending = false;
-    // A line on its way is waited for: a claim would find no more, and take the set's lock for it.
+    // Make no claim for a line that is being filled: it would lock the set and find it BUSY again.
     const uint32_t missing = warp::ballot(mask, pending && !at.found && !busy);
     bool moved = hits != 0;
     if (missing != 0) {
-      // A copy, whose address may be taken, so that `op` itself stays in registers.
+      // Pass the address of a copy, so that `op` itself stays in registers.
       Op cold = op;
       tally events;
       const miss_outcome out =
@@ -160,7 +163,7 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
       moved = moved || out.moved;
     }
     if (moved || !warp::any(mask, pending)) continue;
-    // One wait that ran out is enough: later ones on the same volume do not wait again.
+    // After one wait of a volume ran out of time, its later waits end at once.
     if (warp::any(mask, limit.passed() || has_failed(v))) {
       atomic::store_relaxed(&failure_mark(v), 1u);
       if (!pending) return status;
@@ -173,13 +176,13 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
 }
 
 // Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the
-// lane's claim met the lock of its set, or a fill of its line that had begun meanwhile.
+// lane's claim found its set locked, or its line being filled.
 template <typename Policy>
 FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, uint64_t line,
                            tally& count) {
   uint32_t kept;
   const claim mine = claim_lines<Policy>(c, mask, asks, line, true, true, kept);
-  // A dirty victim is cleaned now; the line itself waits for a later call.
+  // Start cleaning a dirty victim. A later call fills the line.
   const bool victim = mine.result == claim_result::kDirty;
   const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
   if (dirty != 0) {
@@ -190,7 +193,7 @@ FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, u
   const uint32_t claims = warp::ballot(mask, mine.result == claim_result::kClaimed);
   const uint32_t fills = claims & ~kept;
   if (fills != 0) {
-    // Tags BUSY before anybody's stores to the frames.
+    // The tags go BUSY before any stores to the frames.
     atomic::fence();
     move_lines_detached(c, v, mask, fills, nvme::kRead, {line, mine.way});
   }
@@ -202,12 +205,12 @@ FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, u
   return asks && mine.result == claim_result::kBusy;
 }
 
-// How often a prefetch asks for a frame whose set is locked. The lock is held for some loads; a
-// line that is given up here costs its reader the whole way to the drive.
+// How often a prefetch asks for a frame whose set is locked. The lock is held for a few loads only,
+// and a line that is not prefetched costs its reader a whole transfer.
 inline constexpr uint32_t kPrefetchTries = 4;
 
-// Starts the fill of each lane's line, if it is absent and a frame is free; waits for ring space
-// only. All lanes of `mask` call together.
+// Starts the fill of each lane's line, if the line is absent and a frame is free. Waits for ring
+// space only. All lanes of `mask` call together.
 template <typename Policy>
 FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
                                  tally& count) {

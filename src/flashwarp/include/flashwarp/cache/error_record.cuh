@@ -1,10 +1,10 @@
-// What went wrong, as sequences that are never reset: kernels append, the host reads on.
+// Failures as sequences that are never reset: kernels append, and the host reads on.
 //
-// A volume has two of them, failed commands and indices out of bounds. Each has a ring of entries
-// in host-visible memory, and a log in device memory. A failure takes a free entry, or is counted:
-// one of the two, and never both. The host owns one word, how many entries it has read, which frees
-// them. So whatever a kernel notes, at any moment, is in what the host reads now or in what it
-// reads next; and the first failures after each read are those that are kept in full.
+// A volume has two sequences, failed commands and indices out of bounds. Each has a ring of entries
+// in host-visible memory and a log in device memory. A failure either takes a free entry or is only
+// counted. The host stores to one word, the number of entries that it has read, which frees them.
+// So the host reads every failure once, now or at its next read, whenever a kernel appends it. The
+// entries describe the first failures after each read.
 #pragma once
 
 #include "flashwarp/base/atomic.cuh"
@@ -33,20 +33,20 @@ static_assert(sizeof(error_record) == 512);
 struct failure_log {
   uint32_t noted;   // entries taken so far
   uint32_t read;    // the host's: entries that it has read
-  uint32_t untold;  // failures that found no free entry
+  uint32_t untold;  // failures that found no free entry, and were only counted
   uint32_t reserved;
 };
 static_assert(sizeof(failure_log) == 16);
 
-// Appends one failure. Any thread; waits for nothing. The host need not look at `untold` before it
-// has seen kFailuresKept entries: as many were taken before the first one is counted there.
+// Appends one failure. Any thread; never waits. Until the host has read kFailuresKept entries,
+// `untold` is 0: failures are counted there only once all entries are taken.
 FW_DEVICE void note_failure(failure_log& log, failure* entries, uint64_t where, uint32_t status,
                             uint32_t opcode) {
   uint32_t at;
   do {
     const uint32_t read = atomic::load_relaxed_system(&log.read);
     at = atomic::load_relaxed(&log.noted);
-    // `noted` may be the older of the two: then the exchange fails.
+    // If `noted` is older than `read`, the compare-and-swap below fails.
     if (int32_t(at - read) >= int32_t(kFailuresKept)) {
       atomic::add_relaxed(&log.untold, 1u);
       return;

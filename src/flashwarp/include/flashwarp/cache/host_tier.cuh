@@ -1,10 +1,10 @@
 // The host-memory tier: a victim cache in pinned host memory, below the frames in device memory.
 //
-// A clean line that makes room goes there; a miss looks there first and takes the line back out, so
-// a line is in the frames or in the tier, never in both. Each set of the cache has a part of the
-// tier of its own, in subsets of a few ways, so the set's lock covers both: a line is put into the
-// tier in the very moment in which it leaves its frame, and no fill of it can come in between.
-// Dirty lines never enter. Its tags lie in device memory. A cache without a tier has no ways here.
+// A clean victim enters the tier. A miss looks there first and takes the line out again, so a line
+// is in a frame or in the tier, never in both. Dirty lines never enter. Each set of the cache has
+// its own subsets of the tier, a few ways each, and the set's lock covers them. So a line enters
+// the tier in the same step in which it leaves its frame, and no fill of it can come in between.
+// The tier's tags are in device memory. A cache without a tier has no ways here.
 #pragma once
 
 #include "flashwarp/cache/line_state.cuh"
@@ -19,18 +19,18 @@ struct host_tier {
 };
 static_assert(sizeof(host_tier) == 24);
 
-// Volumes whose storage is memory already have line numbers from here on: they do not enter.
+// Lines with numbers from here on do not enter: their storage is memory already.
 inline constexpr uint64_t kTierLines = uint64_t(1) << (tag::kLineBits - 1);
 
 inline constexpr uint32_t kNoTierWay = ~uint32_t(0);
 
-// The word of a place in the tier, which only a holder of the set's lock takes:
+// The word of a place in the tier. Only a holder of the set's lock takes a place.
 //
 //   63:62 state   61:38 stamp: order of arrival   37:0 line
 //
 // EMPTY -> ENTERING (its data is being copied in) -> HELD -> LEAVING (being copied out) -> EMPTY,
-// or HELD -> ENTERING with another line: one that takes the place of what came first, or changes
-// places with what leaves. Who is copying ends the state by itself, without the lock.
+// or HELD -> ENTERING with another line, which replaces the oldest line or swaps with a line that
+// leaves. The warp that copies ends ENTERING and LEAVING without the lock.
 namespace tier {
 
 inline constexpr uint64_t kEmpty = 0;
@@ -51,7 +51,8 @@ FW_HOST_DEVICE uint32_t stamp_of(uint64_t word) {
 FW_HOST_DEVICE uint64_t entering(uint64_t line, uint32_t stamp) {
   return kEntering | (stamp & kStampMask) << tag::kLineBits | line;
 }
-// How long before `now` a stamp was given. Wrong once in 2^24 arrivals, which costs a line.
+// The arrivals between a stamp and `now`. Wrong after 2^24 arrivals, which only costs a line its
+// place.
 FW_HOST_DEVICE uint32_t age(uint32_t now, uint32_t stamp) {
   return uint32_t((now - stamp) & kStampMask);
 }
@@ -62,8 +63,8 @@ FW_HOST_DEVICE uint64_t first_of(const host_tier& t, uint32_t ways, uint64_t set
   return (set * t.subsets + subset) * ways;
 }
 
-// Where `line` is in its subset: kHeld with its place, kEntering while it is on its way in, kEmpty
-// where it is not to be had. One lane, with the set's lock.
+// Looks for `line` in its subset. Returns kHeld and sets `place`; kEntering while the line is being
+// copied in; kEmpty if the tier does not have it. One lane, with the set's lock.
 FW_DEVICE uint64_t find(const host_tier& t, uint32_t ways, uint64_t first, uint64_t line,
                         uint32_t& place) {
   for (uint32_t way = 0; way < ways; way++) {
@@ -93,14 +94,14 @@ FW_DEVICE uint32_t newest_of(const host_tier& t, uint32_t ways, uint64_t first) 
   return newest;
 }
 
-// Makes `place`, which is empty or ours, that of `line`, which is leaving its frame.
+// Gives `place`, which is empty or ours, to `line`, which leaves its frame.
 FW_DEVICE void enter_at(const host_tier& t, uint32_t ways, uint64_t first, uint64_t line,
                         uint32_t place) {
   atomic::store_relaxed(&t.tags[place], entering(line, newest_of(t, ways, first) + 1));
 }
 
-// Takes a place for `line`: an empty one, or that of the line which came first. kNoTierWay where
-// all are being copied. One lane, with the set's lock.
+// Takes a place for `line`: an empty one, or that of the oldest line. Returns kNoTierWay if all are
+// being copied. One lane, with the set's lock.
 FW_DEVICE uint32_t enter(const host_tier& t, uint32_t ways, uint64_t first, uint64_t line) {
   const uint32_t newest = newest_of(t, ways, first);
   uint32_t chosen = kNoTierWay;
@@ -115,7 +116,7 @@ FW_DEVICE uint32_t enter(const host_tier& t, uint32_t ways, uint64_t first, uint
     oldest = worth;
   }
   if (chosen == kNoTierWay) return chosen;
-  // Acquire: whoever used the place before has ended its copies.
+  // Acquire: the last copy into or out of the place has ended.
   atomic::fence();
   atomic::store_relaxed(&t.tags[chosen], entering(line, newest + 1));
   return chosen;
@@ -123,7 +124,7 @@ FW_DEVICE uint32_t enter(const host_tier& t, uint32_t ways, uint64_t first, uint
 
 FW_DEVICE void change(const host_tier& t, uint32_t place, uint64_t state) {
   const uint64_t word = atomic::load_relaxed(&t.tags[place]);
-  // Release: our copies, by lanes that we have synchronised with, come before.
+  // Release: the copies, by lanes that this lane has synchronised with, come first.
   atomic::store_release(&t.tags[place],
                         state == kEmpty ? uint64_t(kEmpty) : with_state(word, state));
 }

@@ -1,14 +1,14 @@
-// The tag word: everything about one cached line, in 64 bits that change by compare-and-swap.
+// The tag word: the whole state of one cached line in 64 bits, changed by compare-and-swap.
 //
 //   63:62 state   61 writing   60 dirty   59 referenced   58:53 pins   52:38 generation   37:0 line
 //
 // state      INVALID -> BUSY (a fill owns the frame) -> VALID -> BUSY (refilled) ...
 // writing    a write-back of this line is in flight; the line stays readable and writable
-// dirty      the frame holds stores that no write-back has taken yet
-// referenced set by a hit, cleared by the policy; in a BUSY word: whether the line begins so
-// pins       users of the frame that outlive a load; a pinned line is never evicted
-// generation counts fills of the frame: a reader that finds line and generation unchanged after its
-//            loads knows that the frame was not refilled under it
+// dirty      the frame holds stores that no write-back has copied yet
+// referenced set by a hit, cleared by the policy; in a BUSY word: whether the line begins with it
+// pins       threads that use the frame beyond one load; a pinned line is never evicted
+// generation counts the fills of the frame: if a reader finds line and generation unchanged after
+//            its loads, the frame was not refilled meanwhile
 #pragma once
 
 #include "flashwarp/base/atomic.cuh"
@@ -33,18 +33,18 @@ inline constexpr uint64_t kValid = uint64_t(2) << 62;
 static_assert((kLineMask | kGenerationMask | kPinMask | kReferenced | kDirty | kWriting |
                kStateMask) == ~uint64_t(0));
 
-// What an optimistic reader compares: pins, dirtiness and references may change under it.
+// What an optimistic reader compares. Pins, dirty, writing and referenced may change under it.
 inline constexpr uint64_t kIdentityMask = kStateMask | kGenerationMask | kLineMask;
 
 FW_HOST_DEVICE uint64_t line_of(uint64_t word) { return word & kLineMask; }
 FW_HOST_DEVICE uint64_t state_of(uint64_t word) { return word & kStateMask; }
 FW_HOST_DEVICE uint64_t identity_of(uint64_t word) { return word & kIdentityMask; }
 
-// Whether `word` is `line`, readable now.
+// Whether `word` is of `line` and VALID.
 FW_HOST_DEVICE bool holds(uint64_t word, uint64_t line) {
   return (word & (kStateMask | kLineMask)) == (kValid | line);
 }
-// Whether `word` is `line`, on its way.
+// Whether `word` is of `line` and BUSY.
 FW_HOST_DEVICE bool awaits(uint64_t word, uint64_t line) {
   return (word & (kStateMask | kLineMask)) == (kBusy | line);
 }
@@ -58,7 +58,7 @@ FW_HOST_DEVICE bool is_cleanable(uint64_t word) {
   return (word & (kStateMask | kPinMask | kDirty | kWriting)) == (kValid | kDirty);
 }
 
-// The word of a frame that a fill of `line` takes over from `previous`.
+// The word with which a fill of `line` claims a frame whose word is `previous`.
 FW_HOST_DEVICE uint64_t busy(uint64_t previous, uint64_t line) {
   return kBusy | ((previous + kGenerationOne) & kGenerationMask) | line;
 }
@@ -71,8 +71,8 @@ FW_HOST_DEVICE uint64_t emptied(uint64_t busy_word) { return busy_word & kGenera
 
 }  // namespace tag
 
-// Applies `change` to `*word` while `applies(word)` holds. Returns the word it replaced, or 0 when
-// it did not apply. 0 is an INVALID word, to which no change of ours applies.
+// Replaces `*word` by `change(word)` if `applies(word)`. Returns the word that it replaced, or 0 if
+// the change did not apply. (0 is an INVALID word, to which no change applies.)
 template <typename Applies, typename Change>
 FW_DEVICE uint64_t update(uint64_t* word, Applies applies, Change change) {
   uint64_t seen = atomic::load_relaxed(word);
@@ -83,7 +83,7 @@ FW_DEVICE uint64_t update(uint64_t* word, Applies applies, Change change) {
   return 0;
 }
 
-// Pins the line if it is still `identity`, and can take one more pin.
+// Pins the line if its identity is still `identity` and there is room for one more pin.
 FW_DEVICE bool try_pin(uint64_t* word, uint64_t identity) {
   return update(
              word,
@@ -93,14 +93,14 @@ FW_DEVICE bool try_pin(uint64_t* word, uint64_t identity) {
              [](uint64_t w) { return w + tag::kPinOne; }) != 0;
 }
 
-// Lets go of a pin; `dirty` says that the frame was stored to. Release: the stores come before.
+// Removes a pin; `dirty` says that its holder stored to the frame. Release: the stores come first.
 FW_DEVICE void unpin(uint64_t* word, bool dirty) {
   update(
       word, [](uint64_t) { return true; },
       [=](uint64_t w) { return (w - tag::kPinOne) | (dirty ? tag::kDirty : 0); });
 }
 
-// Takes a dirty line for write-back: dirty becomes writing, so that later stores are not lost.
+// Begins a write-back: dirty becomes writing, so that later stores make the line dirty again.
 FW_DEVICE bool begin_write(uint64_t* word, uint64_t line) {
   return update(
              word,
@@ -110,7 +110,7 @@ FW_DEVICE bool begin_write(uint64_t* word, uint64_t line) {
              [](uint64_t w) { return (w & ~tag::kDirty) | tag::kWriting; }) != 0;
 }
 
-// Ends a write-back. After a failure the line is dirty again: a store is never dropped.
+// Ends a write-back. If it failed, the line becomes dirty again: no store is lost.
 FW_DEVICE void end_write(uint64_t* word, bool succeeded) {
   update(
       word, [](uint64_t) { return true; },

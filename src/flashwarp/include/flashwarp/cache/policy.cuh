@@ -1,22 +1,24 @@
-// Replacement: which line of a set makes room for the next fill. Six policies, or your own.
+// Replacement policies: which line of a set makes room for the next fill. Six, or your own.
 //
-// A policy is a struct of static functions, chosen at compile time (FW_POLICY):
-//   void on_hit(const geometry&, uint64_t way, uint64_t seen)   a line was used; `way` counts in
-//   the
-//        whole cache and `seen` is its tag word. No lock is held: any number of threads at a time.
-//   void on_fill(set_view&, uint32_t way)          a fill has taken `way` of the set
-//   uint32_t choose_victim(set_view&)              one of `candidates`, which are never none
-// and two constants, each false when it is left out: `kKeepsWords`, whether it uses the word a line
-// that `policy_word` finds; `kBornReferenced`, whether a line is filled with its mark set.
+// A policy is a struct of static functions, chosen at compile time (FW_POLICY).
+//   void on_hit(const geometry&, uint64_t way, uint64_t seen)
+//        A line was used. `way` counts in the whole cache; `seen` is the tag word. No lock is held,
+//        so any number of threads may call it at a time.
+//   void on_fill(set_view&, uint32_t way)
+//        A fill has taken `way` of the set.
+//   uint32_t choose_victim(set_view&)
+//        Returns one of `candidates`, of which there is at least one.
+// A policy may also have two constants, which are false by default: `kKeepsWords`, if it uses the
+// word of each line that `policy_word` finds, and `kBornReferenced`, if fills set a line's mark.
 //
-// The set's lock is held during `on_fill` and `choose_victim`; neither may wait. Nothing that a
-// policy answers can break the cache: the fill takes a way only if it is a candidate, by a
-// compare-and-swap that looks again. Any other answer is refused, counted, and replaced by the
-// lowest candidate. Whatever a policy keeps is a hint: concurrent hits may overwrite each other.
+// The set's lock is held during `on_fill` and `choose_victim`, which must not wait. No answer of a
+// policy can break the cache: a fill takes a way only if it is a candidate, by compare-and-swap.
+// Any other answer is refused and counted, and the lowest candidate takes its place. What a policy
+// stores is a hint: concurrent hits may overwrite each other.
 //
-// A policy of the user's own reaches memory by `set_view` and `hit_view`, which check each way in
-// every build: a way that is not there reads as 0, is not stored to, and is counted. Our own
-// policies skip the check in hits, where the way is the one that the probe has found.
+// A user's policy accesses memory through `set_view` and `hit_view`, which check each way in every
+// build. A way that does not exist reads as 0, is not stored to, and is counted. The policies in
+// this file skip the check in hits, for the way that the probe has found.
 #pragma once
 
 #include "flashwarp/cache/geometry.cuh"
@@ -26,19 +28,19 @@ namespace fw::cache {
 
 inline constexpr uint32_t kNoWay = ~uint32_t(0);
 
-// The bits of a set that are the policy's own.
+// The bits of a set's control word that belong to the policy.
 inline constexpr uint32_t kHandBits = ~(1u << 31);
 
-// The most rounds that all loops of a policy written in Python make in one call. Loops over all
-// ways, three deep, make 4368 in a set of 16.
+// The most iterations of all loops in one call of a policy written in Python. Three nested loops
+// over the ways of a set of 16 make 4368.
 inline constexpr uint32_t kPolicySteps = 1u << 14;
 
-// Counts a request of a policy for what is not there. Any thread.
+// Counts a policy's request for a way or word that does not exist. Any thread.
 FW_DEVICE void refuse(const geometry& g) { atomic::add_relaxed(policy_refusals(g), uint64_t(1)); }
 
 namespace detail {
 
-// What the two views below do to way `i` of the cache, which is there.
+// What both views do to way `i` of the cache, after their checks.
 FW_DEVICE uint32_t load_word(const geometry& g, uint64_t i) {
   return atomic::load_relaxed(policy_word(g, i));
 }
@@ -50,7 +52,7 @@ FW_DEVICE bool change_word(const geometry& g, uint64_t i, uint32_t mask, uint32_
 
 }  // namespace detail
 
-// The cache as `on_hit` of a user's policy sees it. Ways count in the whole cache.
+// The cache, for `on_hit` of a user's policy. Ways count in the whole cache.
 struct hit_view {
   const cache::geometry& geometry;
 
@@ -58,7 +60,7 @@ struct hit_view {
   FW_DEVICE uint32_t word(uint64_t way) const {
     return has_word(way) ? detail::load_word(geometry, way) : 0;
   }
-  // One try: when it fails, another hit has stored.
+  // Tries once: if that fails, another hit has stored.
   FW_DEVICE void set_word(uint64_t way, uint32_t mask, uint32_t bits) const {
     if (has_word(way)) detail::change_word(geometry, way, mask, bits);
   }
@@ -78,20 +80,20 @@ struct hit_view {
   }
 };
 
-// A set as its policy sees it while a fill holds its lock. Bit w of a mask stands for way w.
+// A set, for its policy, while a fill holds its lock. Bit w of a mask stands for way w.
 struct set_view {
   const cache::geometry& geometry;
   const uint64_t first;  // index of the set's first way in the cache
-  const uint64_t line;   // that the fill brings
-  uint32_t resident;     // ways that hold a line, or get one
-  uint32_t candidates;   // ways that may be chosen: clean lines, or else dirty ones to be cleaned
+  const uint64_t line;   // the line of the fill
+  uint32_t resident;     // ways that hold a line, or that a fill has taken
+  uint32_t candidates;   // ways that may be chosen: clean ones; if none is clean, dirty ones
   uint32_t referenced;   // ways whose mark is set
-  uint32_t dirty;        // ways that could be chosen after a write-back
-  uint32_t hand;         // 31 bits of the set that are the policy's own; 0 at first
-  // choose_victim may name the way that it expects to choose after this one. If that is dirty, its
-  // write-back starts now, so that the next fill need not wait for it.
+  uint32_t dirty;        // ways that may be chosen after a write-back
+  uint32_t hand;         // 31 bits of the set that belong to the policy; 0 at first
+  // choose_victim may set this to the way that it expects to choose next. If that way is dirty, its
+  // write-back starts now, so that the next fill does not wait for it.
   uint32_t next;
-  const bool prefetched;  // the fill is ahead of its use: the first hit is that use
+  const bool prefetched;  // the fill is a prefetch: the line's first hit is its use
 
   FW_DEVICE uint32_t ways() const { return geometry.ways; }
   FW_DEVICE static bool has(uint32_t mask, uint64_t way) {
@@ -101,7 +103,7 @@ struct set_view {
   FW_DEVICE uint32_t word(uint64_t way) const {
     return has_word(way) ? detail::load_word(geometry, first + way) : 0;
   }
-  // Replaces the bits of `mask`. Hits may change other bits meanwhile: each failure is one of them.
+  // Replaces the bits of `mask`. Repeats while hits change other bits: each failure is a hit.
   FW_DEVICE void set_word(uint64_t way, uint32_t mask, uint32_t bits) const {
     if (!has_word(way)) return;
     while (!detail::change_word(geometry, first + way, mask, bits)) {
@@ -110,7 +112,7 @@ struct set_view {
   FW_DEVICE uint64_t line_at(uint64_t way) const {
     return has_way(way) ? tag::line_of(atomic::load_relaxed(&geometry.tags[first + way])) : 0;
   }
-  // Takes the mark of a hit away, as the clock hand does when it passes.
+  // Clears the mark that a hit has set.
   FW_DEVICE void clear_mark(uint64_t way) {
     if (!has_way(way)) return;
     referenced &= ~(1u << way);
@@ -130,15 +132,16 @@ struct set_view {
   }
 };
 
-// Lines in the order of time, by a number in the low kBits of each one's policy word: the higher,
-// the later. Before the numbers run out they are given anew, from 1 on, in the same order.
+// Keeps the lines of a set in order, by a number in the low kBits of each line's policy word: later
+// lines have higher numbers. Before the numbers run out, all lines get new ones, from 1 on, in the
+// same order.
 template <uint32_t kBits>
 struct sequence {
   static constexpr uint32_t kMask = uint32_t((uint64_t(1) << kBits) - 1);
 
   FW_DEVICE static uint32_t of(const set_view& s, uint32_t way) { return s.word(way) & kMask; }
 
-  // The first of the ways in `among` whose number is at least `from`; kNoWay when there is none.
+  // The first way of `among` whose number is at least `from`; kNoWay if there is none.
   FW_DEVICE static uint32_t first_of(const set_view& s, uint32_t among, uint32_t from = 0) {
     uint32_t best = kNoWay;
     uint32_t best_number = 0;
@@ -152,7 +155,7 @@ struct sequence {
     return best;
   }
 
-  // Makes `way` the last. `position` is a number that the caller keeps, to be given anew too.
+  // Makes `way` the last. `position` is a number that the caller keeps; renumbering adapts it.
   FW_DEVICE static void put_last(const set_view& s, uint32_t way, uint32_t* position = nullptr) {
     const uint32_t others = s.resident & ~(1u << way);
     uint32_t last = 0;
@@ -165,7 +168,7 @@ struct sequence {
   }
 
  private:
-  // Returns the highest number given, the count of the ways.
+  // Returns the highest new number, which is the count of the ways.
   FW_DEVICE static uint32_t renumber(const set_view& s, uint32_t ways, uint32_t* position) {
     uint32_t before = 0;
     uint32_t from = 0;
@@ -182,7 +185,7 @@ struct sequence {
   }
 };
 
-// A first use that a prefetch was for counts as no hit: the fill has paid for it.
+// The first use of a prefetched line counts as no hit: the fill was made for it.
 inline constexpr uint32_t kUnusedBit = 14;
 inline constexpr uint32_t kUnused = 1u << kUnusedBit;
 FW_DEVICE bool is_first_use(uint32_t* word, uint32_t seen) {
@@ -191,9 +194,9 @@ FW_DEVICE bool is_first_use(uint32_t* word, uint32_t seen) {
   return true;
 }
 
-// The clock (Corbato 1968; second chance): the hand passes marked lines once, clearing their marks,
-// and takes the first unmarked one. Two rounds see every line unmarked. A hit costs nothing when
-// the mark is set, which it is until the hand passes.
+// The clock (Corbato 1968; second chance): the hand clears the marks of the lines that it passes
+// and takes the first unmarked one. After two rounds every line is unmarked. A hit stores nothing
+// while the mark is set, which it is until the hand passes.
 struct clock_policy {
   static constexpr bool kBornReferenced = true;
 
@@ -240,9 +243,9 @@ struct fifo_policy {
   }
 };
 
-// Least recently used, exactly within each set while hits come one at a time: hits that meet may
-// share a number. A hit loads the words of its set (16 bytes for 4 ways), and stores one unless the
-// line was the last used already: a price that the other policies do not ask.
+// Least recently used within each set, exact if hits come one at a time; concurrent hits may get
+// the same number. A hit loads the words of its set (16 bytes for 4 ways) and stores one, unless
+// the line was the last used already. The other policies do not have this cost.
 template <uint32_t kBits>
 struct basic_lru_policy {
   static constexpr bool kKeepsWords = true;
@@ -261,7 +264,7 @@ struct basic_lru_policy {
         last = number;
       }
     }
-    // Numbers have run out: hits leave no trace until a fill, which holds the lock, gives new ones.
+    // If the numbers have run out, hits store nothing until a fill, which has the lock, renumbers.
     if (mine > last || last == order::kMask) return;
     atomic::store_relaxed(policy_word(g, way), last + 1);
   }
@@ -276,8 +279,8 @@ struct basic_lru_policy {
 };
 using lru_policy = basic_lru_policy<32>;
 
-// Any line with equal chance, from a number that each set draws on. Repeatable; no words, and hits
-// cost nothing.
+// Any line with equal probability, from a pseudo-random sequence of each set, so it is repeatable.
+// Keeps no words, and hits cost nothing.
 struct random_policy {
   FW_DEVICE static void on_hit(const geometry&, uint64_t, uint64_t) {}
 
@@ -285,7 +288,7 @@ struct random_policy {
 
   FW_DEVICE static uint32_t choose_victim(set_view& s) {
     // A linear congruential step (Knuth's 1664525), then the finaliser of MurmurHash3 with the
-    // set's number, so that sets do not go in step.
+    // set's number, so that sets differ.
     s.hand = (s.hand * 1664525u + 1013904223u) & 0x7FFFFFFFu;
     uint32_t mixed = s.hand ^ uint32_t((s.first / s.ways()) * 0x9E3779B9u);
     mixed = (mixed ^ (mixed >> 16)) * 0x85EBCA6Bu;
@@ -299,11 +302,11 @@ struct random_policy {
   }
 };
 
-// SIEVE (Zhang et al., NSDI 2024), exactly, within each set: lines stay in the order of their
-// fills; the hand goes from the oldest to the newest, clears the marks (`visited`) that it meets,
-// and takes the first line without one; new lines come behind the newest, unmarked. So a line that
-// nobody asks for again goes at the hand's next visit, and one that is asked for is never moved. A
-// hit costs what it costs the clock.
+// SIEVE (Zhang et al., NSDI 2024) within each set, exact. Lines stay in the order of their fills.
+// The hand goes from the oldest to the newest, clears marks (the paper's `visited`), and takes the
+// first unmarked line. New lines are the newest, and unmarked. So a line that is not used again
+// leaves when the hand next reaches it, and a used line is never moved. A hit costs as much as with
+// the clock.
 struct sieve_policy {
   static constexpr bool kKeepsWords = true;
   using order = sequence<12>;
@@ -321,8 +324,8 @@ struct sieve_policy {
   }
 
   FW_DEVICE static uint32_t choose_victim(set_view& s) {
-    // The hand is the number from which on it looks. Each step clears a mark, wraps, or is the
-    // last.
+    // The hand is the lowest number that the search considers. Each step clears a mark, wraps, or
+    // is the last.
     for (uint32_t step = 0; step < 2 * s.ways(); step++) {
       const uint32_t way = order::first_of(s, s.candidates, s.hand);
       s.hand = way == kNoWay ? 0 : order::of(s, way) + 1;
@@ -339,16 +342,15 @@ struct sieve_policy {
   }
 };
 
-// S3-FIFO (Yang et al., SOSP 2023) within each set. New lines wait in a small queue, a tenth of the
-// ways (of a set: at least one); those used again on the way to its end go to the main queue, the
-// others leave, and are remembered as ghosts; a line whose ghost is there goes to the main queue at
-// once. The main queue gives lines as many more rounds as they had uses, up to three.
+// S3-FIFO (Yang et al., SOSP 2023) within each set. New lines enter a small queue. If a line is
+// used again before it reaches the end, it moves to the main queue; otherwise it leaves, and the
+// set remembers it as a ghost. A line with a ghost enters the main queue at once. In the main queue
+// a line stays for as many more rounds as it had uses, up to three.
 //
-// What the set changes: the small queue has one line of 4 or 8, two of 16, so a line is there for
-// few fills of its set, and one use on the way is enough to move it. (The paper asks for two, in a
-// queue of thousands; here that costs up to a hundredth of the hits, and gains none.) Ghosts are 16
-// bits of a hash of the line number, as many as ways: one line in 65536 / ways is taken for
-// another.
+// Sets need two changes. The small queue has one line of 4 or 8, or two of 16, so a line is there
+// for few fills only, and one use is enough to move it. (The paper requires two uses in a queue of
+// thousands; in sets that loses up to one hit in a hundred.) There are as many ghosts as ways, and
+// a ghost is a 16-bit hash of the line number, so one line in 65536 / ways is taken for another.
 struct s3_fifo_policy {
   static constexpr bool kKeepsWords = true;
   // 31:16 a ghost of the set, 0 for none; 15 main queue; 14 unused; 13:12 frequency; 11:0 order
@@ -363,7 +365,7 @@ struct s3_fifo_policy {
     uint32_t* word = policy_word(g, way);
     const uint32_t seen = atomic::load_relaxed(word);
     if ((seen & kFrequency) == kFrequency || is_first_use(word, seen)) return;
-    // One try: when it fails, another hit has counted.
+    // Tries once: if that fails, another hit has counted.
     atomic::cas_acq_rel(word, seen, seen + kFrequencyOne);
   }
 
@@ -376,7 +378,7 @@ struct s3_fifo_policy {
 
   FW_DEVICE static uint32_t choose_victim(set_view& s) {
     const uint32_t small_max = s.ways() < 16 ? 1 : s.ways() / 8;
-    // Each step moves a line to the main queue, takes a use from one there, or is the last.
+    // Each step moves a line to the main queue, takes one use from a line there, or is the last.
     for (uint32_t steps_left = 5 * s.ways();; steps_left--) {
       const uint32_t main = in_main(s);
       const uint32_t small = s.resident & ~main;
@@ -385,9 +387,9 @@ struct s3_fifo_policy {
                               (base::popcount(small) >= small_max || (s.candidates & main) == 0);
       const uint32_t way = order::first_of(s, from_small ? small_candidates : s.candidates & main);
       const uint32_t frequency = s.word(way) & kFrequency;
-      // Hits go on meanwhile; without them there are never so many steps.
+      // Only concurrent hits can make more steps than this bound.
       if (frequency == 0 || steps_left == 0) {
-        // A line that is only cleaned now leaves later.
+        // A dirty line only gets cleaned now, and leaves later.
         if (from_small && !set_view::has(s.dirty, way)) put_ghost(s, ghost_of(s.line_at(way)));
         const uint32_t rest = (s.candidates | s.dirty) & ~(1u << way);
         s.next = order::first_of(s, (rest & small) != 0 ? rest & small : rest);
@@ -408,7 +410,7 @@ struct s3_fifo_policy {
     return main;
   }
 
-  // Never 0. Fibonacci hashing: lines of one set differ by multiples of the number of sets.
+  // Never 0. Fibonacci hashing, because lines of one set differ by multiples of the set count.
   FW_DEVICE static uint32_t ghost_of(uint64_t line) {
     const uint32_t hash = uint32_t((line * 0x9E3779B97F4A7C15u) >> 48);
     return (hash == 0 ? 1 : hash) << kGhostShift;
@@ -421,7 +423,7 @@ struct s3_fifo_policy {
     }
     return false;
   }
-  // The ghosts are a ring; the hand is the place of the oldest.
+  // The ghosts are a ring; the hand is the place of the oldest one.
   FW_DEVICE static void put_ghost(set_view& s, uint32_t ghost) {
     const uint32_t place = s.hand % s.ways();
     s.set_word(place, kGhost, ghost);
@@ -429,7 +431,7 @@ struct s3_fifo_policy {
   }
 };
 
-// Constants that a policy may leave out.
+// The values of constants that a policy may leave out.
 template <typename Policy>
 FW_HOST_DEVICE constexpr bool keeps_words() {
   if constexpr (requires { Policy::kKeepsWords; }) return Policy::kKeepsWords;

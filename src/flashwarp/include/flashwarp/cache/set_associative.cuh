@@ -1,9 +1,10 @@
-// The page cache: sets of ways, one tag word and one frame each, shared by the volumes on it.
+// The cache: sets of ways, each with one tag word and one frame, shared by several volumes.
 //
-// Metadata grows with the cache, never with the data. A line number is global to the cache: each
-// volume (one open array) owns a range of them. Sets are indexed by line modulo the number of sets,
-// so that a data set no larger than the cache never conflicts with itself. Readers use no atomics:
-// they compare the tag word before and after their loads. Set locks cover metadata changes only.
+// A volume is one open array. Line numbers are global to the cache, and each volume owns a range of
+// them. The set of a line is its number modulo the number of sets, so a data set no larger than the
+// cache never conflicts with itself. Metadata grows with the cache, not with the data. Readers use
+// no atomics: they compare the tag word before and after their loads. A set's lock covers changes
+// of metadata only.
 #pragma once
 
 #include "flashwarp/base/assert.cuh"
@@ -16,7 +17,8 @@
 
 namespace fw::cache {
 
-// Events of one volume. Device memory; spread over shards so that warps seldom share a word.
+// Events of one volume, in device memory. There are several shards, so that warps seldom share a
+// word.
 struct alignas(64) counters {
   uint64_t hits;
   uint64_t misses;
@@ -27,9 +29,9 @@ struct alignas(64) counters {
   uint64_t bytes_used;     // by the callers
   uint64_t errors;
   uint64_t tier_hits;   // misses that the host tier answered
-  uint64_t tier_lines;  // lines that went there
-  // Of `misses` and `bytes_read`, those of kernels that use the array by elements: a load that hits
-  // counts nothing, so these have no hits and no bytes used to be set against.
+  uint64_t tier_lines;  // lines that went to the host tier
+  // The misses and bytes read, among those above, of users' kernels. Loads that hit count nothing,
+  // so there are no hits or bytes used that these could be compared with.
   uint64_t kernel_misses;
   uint64_t kernel_bytes_read;
   uint64_t reserved[4];
@@ -46,7 +48,7 @@ enum spread : uint32_t {
 
 inline constexpr uint32_t kNamespacesMax = 16;
 
-// The queue pairs of one namespace, among those of its volume.
+// The queue pairs of one namespace, in its volume's table.
 struct queue_span {
   uint32_t first;
   uint32_t count;
@@ -64,18 +66,18 @@ struct alignas(64) volume {
   uint32_t path;         // nvme::data_path
   uint32_t reserved;
   uint32_t spread;
-  // Looked at seldom: after errors, and where there are several namespaces.
+  // Used seldom: after errors, and by volumes of several namespaces.
   uint64_t stripe_lines;
-  uint32_t* replica_writes;  // kReplicated: one word a frame, see finish_replica
+  uint32_t* replica_writes;  // kReplicated: one word for each frame, see finish_replica
   uint32_t namespace_count;
   uint32_t failed;  // kReplicated: see failure_mark
   uint32_t reserved2;
   uint32_t attached;  // 0: gone, or not there yet; see visits.cuh
   queue_span spans[kNamespacesMax];
-  failure_log commands;  // how far the sequences of `errors` have got
+  failure_log commands;  // the state of the two sequences in `errors`
   failure_log indices;
-  // Warps of other arrays that use the queues. Stays through attach and detach: who comes too late
-  // counts itself, and leaves.
+  // Warps of other arrays that use the queues. Survives attach and detach, because a warp that
+  // comes after a detach still counts itself before it leaves.
   alignas(64) uint32_t visitors;
 };
 static_assert(sizeof(volume) == 320);
@@ -94,7 +96,7 @@ struct alignas(64) line_cache {
   uint32_t page_bytes;    // CC.MPS of the controllers, for PRP entries
   uint32_t tier_ways;     // of each subset of the host tier; 0: there is none
   host_tier tier;
-  uint32_t refusals;    // victims that a policy chose and could not have
+  uint32_t refusals;    // how often a policy chose a way that was no candidate
   uint32_t volume_end;  // entries of `volumes` from here on are free
 };
 static_assert(sizeof(line_cache) == 128);
@@ -105,29 +107,29 @@ FW_CHECK_OFFSET(line_cache, volume_end, 92);
 
 inline constexpr uint32_t kSetLocked = 1u << 31;
 
-// Bytes of the namespace that `line` covers: all but the last line are whole.
+// Bytes of the namespace that `line` covers. All lines but the last are whole.
 FW_HOST_DEVICE uint64_t bytes_of_line(const line_cache& c, const volume& v, uint64_t line) {
   const uint64_t begin = (line - v.line_begin) << c.geometry.line_shift;
   const uint64_t rest = v.bytes - begin;
   return rest < line_bytes(c.geometry) ? rest : line_bytes(c.geometry);
 }
 
-// A line found in its set: the index of its way in the cache, and the tag word that was seen.
+// A line in its set: the index of its way in the cache, and the tag word that the probe saw.
 struct place {
   uint64_t way;
   uint64_t word;
   bool found;
 };
 
-// Looks for a readable copy of `line`. One or two 32-byte sectors; no atomics. `busy` tells whether
-// somebody is filling it.
+// Looks for a readable copy of `line`. Reads one or two 32-byte sectors; uses no atomics. `busy`
+// says whether a warp is filling the line.
 FW_DEVICE place probe(const geometry& g, uint64_t line, bool& busy) {
   busy = false;
   const home at = home_of(g, line);
   const uint64_t first = at.set * g.ways;
   for (uint32_t k = 0; k < g.ways; k += 2) {
     const uint64_t way = first + ((at.likely + k) & (g.ways - 1));
-    // Acquire: pairs with the release that published the fill, behind which the data lies.
+    // Acquire: pairs with the release that published the fill, after its data.
     const atomic::pair64 words = atomic::load_acquire_pair(&g.tags[way]);
     if (tag::holds(words.first, line)) return {way, words.first, true};
     if (tag::holds(words.second, line)) return {way + 1, words.second, true};
@@ -140,18 +142,18 @@ FW_DEVICE place probe(const geometry& g, uint64_t line) {
   return probe(g, line, busy);
 }
 
-// Whether what was read from the frame since `seen` was probed is the line's data. The data loads
-// must be acquire loads, or have a fence() between them and this.
+// The second look: whether the loads since the probe saw the line's data. They must be acquire
+// loads, or a fence() must come between them and this.
 FW_DEVICE bool still_holds(const geometry& g, uint64_t way, uint64_t seen) {
   return tag::identity_of(atomic::load_relaxed(&g.tags[way])) == tag::identity_of(seen);
 }
 
-// What a miss found when it asked for a frame.
+// The result of a miss that asked for a frame.
 enum class claim_result : uint32_t {
-  kHit,      // somebody filled the line meanwhile: probe again
-  kBusy,     // somebody is filling it, or holds the set's lock: try again later
-  kClaimed,  // the frame is ours, tag BUSY: fill it, then publish or give up
-  kDirty,    // only dirty lines: `way` is ours to write back (tag WRITING)
+  kHit,      // another warp has filled the line: probe again
+  kBusy,     // another warp fills the line or holds the set's lock: try again later
+  kClaimed,  // the frame is ours, tag BUSY: fill it, then publish or abandon the fill
+  kDirty,    // all candidates are dirty: write back the line in `way` (tag WRITING)
   kBlocked,  // every frame is pinned or in flight: try again later
 };
 
@@ -159,17 +161,18 @@ struct claim {
   claim_result result = claim_result::kBusy;
   uint64_t way = 0;
   uint64_t word = 0;       // kClaimed: the BUSY word. kDirty: the victim's word before
-  bool evicted = false;    // a valid line made room
-  bool has_dirty = false;  // kClaimed: the line that goes next is dirty, and ours to clean ahead
+  bool evicted = false;    // the frame held a line, `victim`
+  bool has_dirty = false;  // kClaimed: the next victim is dirty; this warp writes it back ahead
   uint64_t dirty_way = 0;
   uint64_t dirty_word = 0;
-  uint64_t victim = 0;  // kClaimed and evicted: the line that made room
-  // kClaimed, places in the host tier: where the line is, and where the victim goes.
+  uint64_t victim = 0;
+  // kClaimed: the place in the host tier that the line leaves, and the one that the victim takes.
   uint32_t tier_from = kNoTierWay;
   uint32_t tier_to = kNoTierWay;
 };
 
-// Looks at all ways of the set whose lock we hold. Tells whether one of them has `s.line`.
+// Looks at all ways of the set, whose lock we hold. Returns kHit or kBusy if one of them has
+// `s.line`, else kBlocked.
 FW_DEVICE claim_result look_at_set(const geometry& g, set_view& s) {
   claim_result result = claim_result::kBlocked;
   s.resident = s.candidates = s.referenced = s.dirty = 0;
@@ -188,8 +191,8 @@ FW_DEVICE claim_result look_at_set(const geometry& g, set_view& s) {
   return result;
 }
 
-// Asks the policy for one of the candidates. What it may not have is refused and counted, and the
-// lowest candidate goes in its place.
+// Asks the policy for one of the candidates. Any other answer is refused and counted, and the
+// lowest candidate takes its place.
 template <typename Policy>
 FW_DEVICE uint32_t choose_way(line_cache& c, set_view& s) {
   const uint32_t allowed = s.candidates;
@@ -214,8 +217,8 @@ FW_DEVICE void clean_ahead(line_cache& c, const set_view& s, claim& out) {
 // Takes an empty way, or the victim that the policy chose, in the set whose lock we hold.
 template <typename Policy>
 FW_DEVICE void claim_victim(line_cache& c, set_view& s, claim& out) {
-  // A pin or a store can beat us to the victim; then look and choose again. One try a way is
-  // plenty: the caller comes back.
+  // Another thread may pin the victim or store to it first: then look and choose again. One try for
+  // each way is enough, because the caller repeats the claim.
   for (uint32_t attempt = 0; attempt < c.geometry.ways; attempt++) {
     if (attempt != 0) look_at_set(c.geometry, s);
     const uint32_t empty = ((1u << c.geometry.ways) - 1) & ~s.resident;
@@ -254,21 +257,21 @@ FW_DEVICE void claim_victim(line_cache& c, set_view& s, claim& out) {
   out.result = claim_result::kBlocked;
 }
 
-// The part of the host tier that `line`, of set `set`, belongs to.
+// The first place of the subset of the host tier that `line`, of set `set`, belongs to.
 FW_DEVICE uint64_t tier_first(const line_cache& c, uint64_t set, uint64_t line) {
   const geometry& g = c.geometry;
   const uint64_t round = g.set_count == 1 ? line : base::multiply_high(line, g.set_reciprocal);
   return tier::first_of(c.tier, c.tier_ways, set, round);
 }
 
-// As claim_victim, where there is a host tier: takes the line's copy out of it, and a place for the
-// victim. The data moves later, by the whole warp: claim_lines.
+// As claim_victim, for a cache with a host tier: also takes the line's place in the tier, and a
+// place for the victim. The whole warp moves the data later (claim_lines).
 template <typename Policy>
 FW_DEVICE_NOINLINE void claim_with_tier(line_cache& c, uint64_t set, set_view& s, claim& out) {
   uint32_t place = kNoTierWay;
   const uint64_t line = s.line;
   const uint64_t found = tier::find(c.tier, c.tier_ways, tier_first(c, set, line), line, place);
-  // On its way in: whoever copies it waits for nothing, so it is there soon.
+  // A warp is copying the line into the tier. It waits for nothing, so the caller can try again.
   if (found == tier::kEntering) return;
   claim_victim<Policy>(c, s, out);
   if (out.result != claim_result::kClaimed) return;
@@ -276,7 +279,7 @@ FW_DEVICE_NOINLINE void claim_with_tier(line_cache& c, uint64_t set, set_view& s
   const uint64_t there = tier_first(c, set, out.victim);
   if (found == tier::kHeld) {
     out.tier_from = place;
-    // Of one subset: the two change places, so that a full tier loses neither.
+    // In one subset line and victim swap, so that a full tier loses neither.
     if (enters && place - there < c.tier_ways) {
       out.tier_to = place;
       tier::enter_at(c.tier, c.tier_ways, there, out.victim, place);
@@ -284,12 +287,12 @@ FW_DEVICE_NOINLINE void claim_with_tier(line_cache& c, uint64_t set, set_view& s
     }
     tier::change(c.tier, place, tier::kLeaving);
   }
-  // The victim is of this set, whose lock we hold: nobody can fill it before it is in the tier.
+  // The victim is of this set, whose lock we hold: no warp can fill it before it is in the tier.
   if (enters) out.tier_to = tier::enter(c.tier, c.tier_ways, there, out.victim);
 }
 
-// Asks for a frame for `line`. One lane; never waits. Called by claim_lines, which moves what the
-// claim gives to the host tier. `prefetched` tells that its use comes later.
+// Asks for a frame for `line`. One lane; never waits. claim_lines calls it, and then moves lines to
+// and from the host tier. `prefetched` says that the line is used later.
 template <typename Policy>
 FW_DEVICE_NOINLINE claim claim_frame(line_cache& c, uint64_t line, bool prefetched) {
   claim out;
@@ -313,7 +316,7 @@ FW_DEVICE_NOINLINE claim claim_frame(line_cache& c, uint64_t line, bool prefetch
   return out;
 }
 
-// Ends a fill. The data, stored by lanes that this one has synchronised with, comes before.
+// End a fill. Release: the data, stored by lanes that this lane has synchronised with, comes first.
 FW_DEVICE void publish_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool dirty) {
   atomic::store_release(&c.geometry.tags[way], tag::filled(busy_word, dirty));
 }
@@ -321,10 +324,10 @@ FW_DEVICE void abandon_fill(line_cache& c, uint64_t way, uint64_t busy_word) {
   atomic::store_release(&c.geometry.tags[way], tag::emptied(busy_word));
 }
 
-// The volume that owns a global line number. Only write-back of another array's line asks.
+// The volume that owns a global line number.
 FW_DEVICE volume& volume_of(const line_cache& c, uint64_t line) {
   for (uint32_t i = 0; i < kVolumesMax; i++) {
-    // Acquire: an array that is attached meanwhile has its first line before it has any.
+    // Acquire: an array that is being attached stores `line_begin` before `line_count`.
     const uint64_t count = atomic::load_acquire(&c.volumes[i].line_count);
     if (line - c.volumes[i].line_begin < count) return c.volumes[i];
   }
@@ -332,8 +335,9 @@ FW_DEVICE volume& volume_of(const line_cache& c, uint64_t line) {
   return c.volumes[0];
 }
 
-// Set when a wait for a line of the volume ran out of time: later ones do not wait again. A replica
-// that does not answer leaves the others usable, so replicated volumes have a word of their own.
+// Set once a wait for a line of the volume ran out of time, so that later waits end at once.
+// Replicated volumes have a word of their own, because other replicas can still answer when a queue
+// pair has failed.
 FW_DEVICE uint32_t& failure_mark(volume& v) {
   return v.spread == kReplicated ? v.failed : v.queues[0].failed;
 }
@@ -342,7 +346,7 @@ FW_DEVICE counters& shard_of(const volume& v) {
   return v.events[(base::spread_index() + warp::index()) % kCounterShards];
 }
 
-// Notes a failed command for the host to raise.
+// Records a failed command, for the host to raise.
 FW_DEVICE_NOINLINE void record_error(volume& v, uint32_t status, uint32_t opcode, uint64_t line) {
   atomic::add_relaxed(&shard_of(v).errors, uint64_t(1));
   note_failure(v.commands, v.errors->commands, line - v.line_begin, status, opcode);

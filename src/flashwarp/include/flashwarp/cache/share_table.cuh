@@ -1,27 +1,28 @@
-// The share table: lines whose newest bytes lie in a thread's own buffer, and who uses them.
+// The share table: lines whose newest bytes are in a thread's buffer, and the users of these.
 //
-// A thread that brings a line to a buffer of its own registers it here and is the copy's owner.
-// Threads that look for the line later find the owner's buffer, not the cache's older bytes. One
-// word an entry says everything and changes by compare-and-swap:
+// A thread that reads a line into its buffer registers the buffer here as the line's copy, and owns
+// the copy. Threads that look for the line later find the copy, not the cache's older bytes. Each
+// entry is one word, which changes by compare-and-swap:
 //
 //   63:62 state   61 modified   60 of block   59:38 references   37:0 line
 //
-// state       FREE -> FILLING (one thread decides what the line holds) -> SHARED (the copy is the
-//             line) -> CLOSING (its owner wants it back) -> FREE, or SHARED again
+// state       FREE -> FILLING (one thread alone uses the line) -> SHARED (the copy is the line) ->
+//             CLOSING (the owner waits until it has no users) -> FREE, or SHARED again
 // modified    a user that has left stored to the copy
-// of block    it lies in the shared memory of one block, and threads of others cannot use it
-// references  users beside the owner; the copy lasts until they are gone
+// of block    the copy is in one block's shared memory, so threads of other blocks cannot use it
+// references  users beside the owner; the copy stays until they have left
 //
-// A line has one entry: it is claimed under the lock of its bucket, which is held over nothing but
-// a look at the table, and only tried. An entry that finds its bucket full lies in a later one;
-// each bucket that it passed counts it, so a look ends at the first bucket that nothing has passed.
+// A line has at most one entry, because a thread claims it under the lock of the line's bucket. The
+// lock is only tried, and held for one look at the table. If a bucket is full, the entry goes to a
+// later bucket, and each bucket on the way counts it. So a look ends at the first bucket that
+// counts none.
 #pragma once
 
 #include "flashwarp/cache/line_state.cuh"
 
 namespace fw::cache {
 
-// Where a copy is, and who can reach it. Written by its owner while FILLING.
+// Where a copy is, and which threads can reach it. Its owner writes this while FILLING.
 struct share_copy {
   uint64_t buffer;
   uint32_t scope;  // base::scope_of(buffer)
@@ -33,17 +34,17 @@ static_assert(sizeof(share_copy) == 16);
 struct share_table {
   uint64_t* words;      // kShareWays << bucket_bits
   share_copy* copies;   // one for each word
-  uint32_t* locks;      // one a bucket
-  uint32_t* overflows;  // one a bucket: entries that lie behind it for want of room in it
+  uint32_t* locks;      // one for each bucket
+  uint32_t* overflows;  // one for each bucket: entries that passed it because it was full
   uint32_t bucket_bits;
   uint32_t reserved;
 };
 static_assert(sizeof(share_table) == 40);
 FW_CHECK_OFFSET(share_table, bucket_bits, 32);
 
-// Entries of a bucket: one 32-byte sector of words.
+// Entries of a bucket: their words fill one 32-byte sector.
 inline constexpr uint32_t kShareWays = 4;
-// Entries of a table, at most: one for each thread that can be on a device.
+// The most entries of a table: one for each thread that can be on a device.
 inline constexpr uint32_t kShareEntriesMax = 1u << 20;
 
 namespace share {
@@ -71,7 +72,7 @@ FW_HOST_DEVICE bool is_of(uint64_t word, uint64_t line) {
 
 }  // namespace share
 
-// An entry of the table, and its word as it was seen. kShareNowhere: the line has none.
+// An entry of the table, and the word that was seen there. kShareNowhere: the line has none.
 struct share_place {
   uint32_t entry;
   uint64_t word;
@@ -81,19 +82,20 @@ inline constexpr uint32_t kShareNowhere = ~0u;
 FW_DEVICE uint32_t share_bucket_after(const share_table& t, uint32_t bucket) {
   return (bucket + 1) & ((1u << t.bucket_bits) - 1);
 }
-// Fibonacci hashing: neighbouring lines, and lines any stride apart, fall far from each other.
+// Fibonacci hashing puts neighbouring lines, and lines at any stride, into buckets far apart.
 FW_DEVICE uint32_t share_bucket_of(const share_table& t, uint64_t line) {
   if (t.bucket_bits == 0) return 0;
   return uint32_t((line * 0x9E3779B97F4A7C15u) >> (64 - t.bucket_bits));
 }
 
-// Looks for the entry of `line`. No locks; one sector and one word where nothing has overflowed.
+// Looks for the entry of `line`, without locks. Reads one sector and one word if its bucket has not
+// overflowed.
 FW_DEVICE share_place share_find(const share_table& t, uint64_t line) {
   uint32_t bucket = share_bucket_of(t, line);
   for (uint32_t n = 0; n < 1u << t.bucket_bits; n++) {
     const uint32_t first = bucket * kShareWays;
-    // Acquire, here and of the count below: who finds that a copy is gone has all that its owner
-    // wrote back.
+    // Acquire, here and of the count below: a thread that finds no copy sees all that the last
+    // owner wrote back.
     const atomic::pair64 a = atomic::load_acquire_pair(&t.words[first]);
     const atomic::pair64 b = atomic::load_acquire_pair(&t.words[first + 2]);
     if (share::is_of(a.first, line)) return {first, a.first};
@@ -106,7 +108,7 @@ FW_DEVICE share_place share_find(const share_table& t, uint64_t line) {
   return {kShareNowhere, 0};
 }
 
-// Takes back what an entry in `last` counts in the buckets from its line's own on.
+// Subtracts an entry in bucket `last` from the counts of the buckets that it passed.
 FW_DEVICE void share_uncount(const share_table& t, uint64_t line, uint32_t last) {
   for (uint32_t b = share_bucket_of(t, line); b != last; b = share_bucket_after(t, b)) {
     atomic::add_relaxed(&t.overflows[b], ~0u);
@@ -120,12 +122,12 @@ FW_DEVICE uint32_t share_take(const share_table& t, uint64_t line) {
   do {
     for (uint32_t way = 0; way < kShareWays; way++) {
       const uint32_t entry = bucket * kShareWays + way;
-      // A line of another bucket may be faster, so by compare-and-swap. Acquire: the last owner's
-      // use of the entry is over.
+      // Compare-and-swap, because a line of another bucket may take the entry first. Acquire: the
+      // last owner's use of the entry is over.
       if (atomic::load_relaxed(&t.words[entry]) != share::kFree) continue;
       if (atomic::cas_acq_rel(&t.words[entry], share::kFree, share::kFilling | line)) return entry;
     }
-    // Counted before the entry is there: nobody who knows of it stops short of it.
+    // Count the entry before it is there: a thread that knows of the entry then finds it.
     atomic::add_relaxed(&t.overflows[bucket], 1u);
     bucket = share_bucket_after(t, bucket);
   } while (bucket != home);
@@ -135,9 +137,9 @@ FW_DEVICE uint32_t share_take(const share_table& t, uint64_t line) {
 }
 
 enum class share_result : uint32_t {
-  kJoined,   // the references are counted
-  kClaimed,  // the entry is ours, FILLING
-  kWait,     // it is being filled or closed, or somebody holds the lock: look again later
+  kJoined,   // the caller is counted as a user
+  kClaimed,  // the entry is the caller's, FILLING
+  kWait,     // the copy is being filled or closed, or the lock is held: try again later
   kFull,     // every entry of the table is taken
 };
 struct share_outcome {
@@ -145,12 +147,12 @@ struct share_outcome {
   uint32_t entry;
 };
 
-// Asks for an entry for `line`, which had none. One lane; never waits.
+// Claims an entry for `line`, for which none was found. One lane; never waits.
 FW_DEVICE_NOINLINE share_outcome share_claim(const share_table t, uint64_t line) {
   uint32_t* lock = &t.locks[share_bucket_of(t, line)];
   if (!atomic::try_lock(lock)) return {share_result::kWait, kShareNowhere};
   share_outcome out = {share_result::kWait, kShareNowhere};
-  // Somebody may have come first.
+  // Look again: another thread may have claimed one since.
   if (share_find(t, line).entry == kShareNowhere) {
     out.entry = share_take(t, line);
     out.result = out.entry == kShareNowhere ? share_result::kFull : share_result::kClaimed;
@@ -159,9 +161,10 @@ FW_DEVICE_NOINLINE share_outcome share_claim(const share_table t, uint64_t line)
   return out;
 }
 
-// Whether a copy takes new users. While its owner wants it back, the patient wait, so that it gets
-// it; the others join as long as there are users anyway, so that no thread that holds a line ever
-// waits for those who hold another. Without users it is the owner's alone.
+// Whether a copy accepts a new user. A SHARED copy does. A CLOSING copy rejects patient callers, so
+// that its users become fewer and its owner gets it back. It accepts impatient callers while it has
+// users, because a caller that waited for these users, and they for a line that the caller holds,
+// would never end. Without users a CLOSING copy belongs to its owner.
 FW_HOST_DEVICE bool share_takes(uint64_t word, bool patient) {
   const uint64_t state = share::state_of(word);
   if (state == share::kShared) return true;
@@ -169,8 +172,8 @@ FW_HOST_DEVICE bool share_takes(uint64_t word, bool patient) {
          (word & share::kOfBlock) == 0;
 }
 
-// Counts `count` more users of a copy of `line`. False when it takes none, or is none any more.
-// Acquire: the buffer's address and its bytes come before.
+// Adds `count` users to a copy of `line`. Returns false if the copy accepts none or has ended.
+// Acquire: the buffer's address and bytes were stored before.
 FW_DEVICE bool share_join(const share_table& t, uint32_t entry, uint64_t line, uint32_t count,
                           bool patient) {
   return update(
@@ -182,8 +185,8 @@ FW_DEVICE bool share_join(const share_table& t, uint32_t entry, uint64_t line, u
              [=](uint64_t w) { return w + count * share::kReferenceOne; }) != 0;
 }
 
-// Lets go of `count` users; `stored` says that one of them stored to the copy. Release: their loads
-// and stores come before the owner takes the copy back.
+// Removes `count` users; `stored` says that one of them stored to the copy. Release: their loads
+// and stores come before the owner's next use.
 FW_DEVICE void share_drop(const share_table& t, uint32_t entry, uint32_t count, bool stored) {
   update(
       &t.words[entry], [](uint64_t) { return true; },
@@ -192,8 +195,8 @@ FW_DEVICE void share_drop(const share_table& t, uint32_t entry, uint32_t count, 
       });
 }
 
-// Makes the owner's filled buffer the line, with `users` beside the owner. Release: its bytes, and
-// where it is.
+// Makes the owner's filled buffer the copy, with `users` beside the owner. Release: its bytes and
+// its address.
 FW_DEVICE void share_open(const share_table& t, uint32_t entry, uint64_t line, uint32_t users,
                           bool of_block) {
   const uint64_t scope = of_block ? share::kOfBlock : 0;
@@ -201,16 +204,16 @@ FW_DEVICE void share_open(const share_table& t, uint32_t entry, uint64_t line, u
                         share::kShared | scope | line | users * share::kReferenceOne);
 }
 
-// The owner wants the copy back. Returns the word as it is then.
+// Closes the copy for its owner, who may take it back once it has no users. Returns its word.
 FW_DEVICE uint64_t share_close(const share_table& t, uint32_t entry) {
   update(
       &t.words[entry], [](uint64_t w) { return share::state_of(w) == share::kShared; },
       [](uint64_t w) { return w | share::kClosing; });
-  // Acquire: what users that have left did with the copy.
+  // Acquire: the stores of users that have left.
   return atomic::load_acquire(&t.words[entry]);
 }
 
-// The owner keeps the copy: it could not be written back, or its users did not leave in time.
+// Opens a closing copy again: it could not be written back, or its users did not leave in time.
 FW_DEVICE void share_reopen(const share_table& t, uint32_t entry, bool modified) {
   update(
       &t.words[entry], [](uint64_t w) { return share::state_of(w) == share::kClosing; },
@@ -219,10 +222,10 @@ FW_DEVICE void share_reopen(const share_table& t, uint32_t entry, bool modified)
       });
 }
 
-// Ends the entry of `line`: from here on the cache has it. Release: what we wrote to the cache.
+// Ends the entry of `line`: from now on the line is in the cache. Release: what was written there.
 FW_DEVICE void share_end(const share_table& t, uint32_t entry, uint64_t line) {
   atomic::store_release(&t.words[entry], share::kFree);
-  // The same for who finds that nothing lies behind a bucket any more.
+  // The same for threads that find a bucket's count at 0 and so look no further.
   atomic::fence();
   share_uncount(t, line, entry / kShareWays);
 }

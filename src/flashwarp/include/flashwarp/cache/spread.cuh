@@ -1,60 +1,22 @@
-// Where the lines of a volume lie when it has several namespaces, each behind a controller of its
-// own: in stripes over all of them, or whole on every one.
+// Transfers of a volume of several namespaces: a warp submits to all of them before it waits.
 //
-// Owns the arithmetic, the choice of a replica, and the count of a replicated write-back. All queue
-// pairs of a volume are one table, so whoever helps or quiesces need not know. A warp with slots of
-// one ring may wait for slots of another: only of a later one in that table, and it frees the slots
-// of each ring as soon as its commands on it are done. So the warps that wait for slots of the last
-// ring wait for warps that wait for completions, those of the last but one for these, and so on:
-// no circle closes.
+// So the warp may hold slots of one ring while it waits for slots of another. No cycle of such
+// waits can close, because of two rules. The warp takes slots in the order of the volume's table of
+// queue pairs. Once it waits for completions, it frees the slots of each ring as soon as its
+// commands on that ring are done. Hence warps that wait for slots of the last ring wait for warps
+// that wait for completions only; those of the ring before wait for these; and so on.
 #pragma once
 
-#include "flashwarp/cache/set_associative.cuh"
+#include "flashwarp/cache/line_command.cuh"
 
 namespace fw::cache {
 
-// Which of a volume's queue pairs a warp uses. Taken once for a command, by one lane for all of
-// `mask`, and kept until the command has ended: asked again, the warp may be elsewhere, and its
-// ticket would be looked up in another ring.
-FW_DEVICE uint32_t take_seat(uint32_t mask) {
-  return warp::broadcast(mask, warp::index() + base::spread_index(), base::lowest_bit(mask));
-}
-
-// The queue pair of a seat, where the volume has one namespace.
-FW_DEVICE nvme::queue_pair& queue_of(const volume& v, uint32_t seat) {
-  return v.queues[seat % v.queue_count];
-}
-
-// The same on namespace `n` of several.
-FW_DEVICE nvme::queue_pair& queue_on(const volume& v, uint32_t seat, uint32_t n) {
-  const queue_span span = v.spans[n];
-  return v.queues[span.first + seat % span.count];
-}
-
-// A line's place in stripes: out of line, since a division is a long piece of code.
-struct stripe_place {
-  uint32_t on;    // the namespace
-  uint64_t line;  // counted from its start
-};
-FW_DEVICE_NOINLINE stripe_place striped(const volume& v, uint64_t index) {
-  const uint64_t stripe = index / v.stripe_lines;
-  const uint64_t row = stripe / v.namespace_count;
-  return {uint32_t(stripe - row * v.namespace_count),
-          row * v.stripe_lines + (index - stripe * v.stripe_lines)};
-}
-
-// The number of a global line in the namespace that holds it.
-FW_DEVICE uint64_t line_in_namespace(const volume& v, uint64_t line) {
-  const uint64_t index = line - v.line_begin;
-  return v.spread == kStriped ? striped(v, index).line : index;
-}
-
-// The replica that a read of `line` asks, of those not in `tried`; kNamespacesMax when none is
-// left. Each line has a favourite, so that the replicas share the reads and each caches its own
-// part; replicas that have stopped answering come last.
+// The replica that a read of `line` asks, among those not in `tried`; kNamespacesMax if none is
+// left. Each line has a favourite, so that the replicas share the reads and each caches a part of
+// its own. Replicas that have stopped answering come last.
 FW_DEVICE uint32_t choose_replica(const volume& v, uint32_t seat, uint64_t line, uint32_t tried) {
-  // Fibonacci hashing: a stride that the count divides must not end on one replica.
-  // The high bits count: they are what a product of a multiple of a power of two has.
+  // Fibonacci hashing, so that strides which the count divides do not all favour one replica. Take
+  // the high bits: the low bits of the product keep the zeros of a multiple of a power of two.
   const uint64_t hash = (line * 0x9E3779B97F4A7C15ull) >> 32;
   const uint32_t favourite = uint32_t((hash * v.namespace_count) >> 32);
   uint32_t silent = kNamespacesMax;
@@ -67,8 +29,8 @@ FW_DEVICE uint32_t choose_replica(const volume& v, uint32_t seat, uint64_t line,
   return silent;
 }
 
-// The namespaces that a lane's command goes to, as bits. A read that failed on those of `tried`
-// has another replica, or none; a write goes to all.
+// The namespaces that a lane's command goes to, as bits. A write goes to all replicas. A read goes
+// to one that it has not `tried`; there may be none left.
 FW_DEVICE_NOINLINE uint32_t targets_of(const volume& v, uint32_t seat, uint32_t opcode,
                                        uint64_t line, uint32_t tried) {
   if (v.spread == kStriped) return tried != 0 ? 0 : 1u << striped(v, line - v.line_begin).on;
@@ -77,34 +39,165 @@ FW_DEVICE_NOINLINE uint32_t targets_of(const volume& v, uint32_t seat, uint32_t 
   return n == kNamespacesMax ? 0 : 1u << n;
 }
 
-// Of two statuses the one that decides: a command that never came back over one that failed.
-FW_HOST_DEVICE uint32_t worse_of(uint32_t a, uint32_t b) {
-  if (a == nvme::kTimedOut || b == nvme::kTimedOut) return nvme::kTimedOut;
-  return a != nvme::kSuccess ? a : b;
+// What a lane has in flight.
+struct flights {
+  uint32_t seat;    // of all lanes: it chooses the rings
+  uint32_t on;      // namespaces, as bits
+  uint32_t leased;  // those where the lane reads in place under a lease
+  uint32_t tickets[kNamespacesMax];
+};
+
+// Submits the lanes' commands to the namespaces of `targets`, in the order of their rings, and
+// takes out of `targets` what it submitted. Each ring gets at most as many commands as it has
+// slots. Returns the status of commands for which no slot came free.
+FW_DEVICE_NOINLINE uint32_t submit_spread(line_cache& c, volume& v, uint32_t mask,
+                                          uint32_t& targets, uint8_t opcode, const transfer& t,
+                                          flights& f) {
+  uint32_t status = nvme::kSuccess;
+  f.on = 0;
+  f.leased = 0;
+  for (uint32_t n = 0; n < v.namespace_count; n++) {
+    const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
+    if (members == 0) continue;
+    nvme::queue_pair& q = queue_on(v, f.seat, n);
+    const uint32_t batch = first_batch(q, members);
+    const bool mine = (batch >> warp::lane()) & 1;
+    if (mine) targets &= ~(1u << n);
+    uint32_t ticket;
+    uint64_t address;
+    const bool sent = submit_lines(c, v, q, mask, batch, opcode, t, false, ticket, address);
+    f.tickets[n] = ticket;
+    if (mine && sent) f.on |= 1u << n;
+    if (mine && sent && q.data.leased != 0 && address != nvme::buffer_of(q, ticket)) {
+      f.leased |= 1u << n;
+    }
+    if (mine && !sent) status = nvme::kTimedOut;
+  }
+  return status;
 }
 
-// The count of a detached write-back to all replicas: one word a frame, since a line has one
-// write-back at a time. Bits 15:0 commands that are not done, 31:16 the status so far.
-
-// The word of a frame, or 0 where a write-back is one command.
-FW_DEVICE uint64_t replica_count(const volume& v, uint64_t way) {
-  return v.spread == kReplicated ? reinterpret_cast<uint64_t>(&v.replica_writes[way]) : 0;
+// The lane's commands in flight that are done, as bits.
+FW_DEVICE uint32_t done_flights(const volume& v, const flights& f) {
+  uint32_t done = 0;
+  for (uint32_t rest = f.on; rest != 0; rest &= rest - 1) {
+    const uint32_t n = base::lowest_bit(rest);
+    const nvme::queue_pair& q = queue_on(v, f.seat, n);
+    // Acquire: pairs with the drainer's release, which comes after the controller's data.
+    const uint64_t word = atomic::load_acquire(&q.slots[nvme::entry_of(q, f.tickets[n])]);
+    if (nvme::slot::phase_of(word) == nvme::slot::kDone) done |= 1u << n;
+  }
+  return done;
 }
 
-// Before the first command: whoever finishes one has acquired its slot, and this with it.
-FW_DEVICE void begin_replicas(volume& v, uint64_t way) {
-  if (v.spread == kReplicated) atomic::store_relaxed(&v.replica_writes[way], v.namespace_count);
+// Ends the commands of `batch` on one namespace, which are done or given up. Returns the lane's
+// status; `again` says whether the lane must read once more.
+FW_DEVICE_NOINLINE uint32_t end_flight(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+                                       uint32_t batch, uint8_t opcode, const transfer& t,
+                                       uint32_t ticket, bool leased, bool done, bool& again) {
+  const bool mine = (batch >> warp::lane()) & 1;
+  uint32_t status = nvme::kSuccess;
+  uint64_t address = 0;
+  if (mine) {
+    const uint64_t word = atomic::load_relaxed(&q.slots[nvme::entry_of(q, ticket)]);
+    status = done ? nvme::slot::status_of(word) : nvme::kTimedOut;
+    if (opcode == nvme::kRead) {
+      const uint32_t path = leased ? uint32_t(nvme::kInPlace) : nvme::path_of(q);
+      address = data_address(c, v, q, path, ticket, t);
+    }
+  }
+  const uint32_t outdated = end_lines(c, v, q, mask, batch, opcode, t, ticket, address, status);
+  again = (outdated >> warp::lane()) & 1;
+  return status;
 }
 
-// Counts one command as done. True for the last, which then has the status of all.
-FW_DEVICE bool finish_replica(uint32_t* word, uint32_t& status) {
-  while (true) {
-    const uint32_t seen = atomic::load_relaxed(word);
-    const uint32_t all = worse_of(seen >> 16, status);
-    const uint32_t left = (seen & 0xffff) - 1;
-    if (!atomic::cas_acq_rel(word, seen, all << 16 | left)) continue;
-    status = all;
-    return left == 0;
+// Waits for what is in flight, on all namespaces at a time. Frees the slots of each ring as soon as
+// the warp's commands there are done, whatever the other rings do, because another warp may wait
+// for these slots while it holds slots of the other rings. Puts namespaces that the lane must ask
+// once more into `targets`.
+FW_DEVICE_NOINLINE uint32_t wait_for_flights(line_cache& c, volume& v, uint32_t mask,
+                                             uint32_t& targets, uint8_t opcode, const transfer& t,
+                                             flights& f) {
+  line_finisher finisher{c};
+  nvme::deadline limit(v.queues[0].data);
+  uint32_t status = nvme::kSuccess;
+  while (warp::any(mask, f.on != 0)) {
+    const uint32_t done = done_flights(v, f);
+    const bool late = warp::any(mask, limit.passed());
+    bool moved = false;
+    for (uint32_t n = 0; n < v.namespace_count; n++) {
+      const bool mine = (f.on >> n) & 1;
+      const uint32_t batch = warp::ballot(mask, mine);
+      if (batch == 0) continue;
+      nvme::queue_pair& q = queue_on(v, f.seat, n);
+      if (warp::any(mask, mine && ((done >> n) & 1) == 0)) {
+        const bool dead = warp::any(mask, late || atomic::load_relaxed(&q.failed) != 0);
+        if (!dead) {
+          moved = nvme::drain(q, mask, finisher) != 0 || moved;
+          continue;
+        }
+        atomic::store_relaxed(&q.failed, 1u);
+      }
+      bool again;
+      const uint32_t got = end_flight(c, v, q, mask, batch, opcode, t, f.tickets[n],
+                                      ((f.leased >> n) & 1) != 0, ((done >> n) & 1) != 0, again);
+      if (again) {
+        targets |= 1u << n;
+      } else if (mine) {
+        status = worse_of(status, got);
+      }
+      if (mine) f.on &= ~(1u << n);
+      moved = true;
+    }
+    if (!moved) base::pause(nvme::kBackOffNs);
+  }
+  return status;
+}
+
+// Moves the lane's line to or from each namespace in `targets`. Returns the worst status of the
+// lane's commands.
+FW_DEVICE uint32_t move_to(line_cache& c, volume& v, uint32_t seat, uint32_t mask, uint32_t targets,
+                           uint8_t opcode, const transfer& t) {
+  uint32_t status = nvme::kSuccess;
+  while (warp::any(mask, targets != 0)) {
+    flights f;
+    f.seat = seat;
+    status = worse_of(status, submit_spread(c, v, mask, targets, opcode, t, f));
+    status = worse_of(status, wait_for_flights(c, v, mask, targets, opcode, t, f));
+  }
+  return status;
+}
+
+// As `move_lines`. A read that fails on one replica asks the next.
+FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, uint32_t mask,
+                                              uint32_t members, uint8_t opcode, const transfer& t) {
+  const uint32_t seat = take_seat(mask);
+  uint32_t status = nvme::kSuccess;
+  uint32_t tried = 0;
+  while (members != 0) {
+    const bool mine = (members >> warp::lane()) & 1;
+    const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, tried) : 0;
+    const uint32_t got = move_to(c, v, seat, mask, targets, opcode, t);
+    if (mine) status = got;
+    tried |= targets;
+    // On the direct path a command that has not come back may still write the frame.
+    const bool lost = got == nvme::kTimedOut && v.path == nvme::kDirect;
+    const bool again =
+        mine && got != nvme::kSuccess && !lost && targets_of(v, seat, opcode, t.line, tried) != 0;
+    members = warp::ballot(mask, again);
+  }
+  return status;
+}
+
+// As `move_lines_detached`.
+FW_DEVICE_NOINLINE void move_detached_spread(line_cache& c, volume& v, uint32_t mask,
+                                             uint32_t members, uint8_t opcode, const transfer& t) {
+  const bool mine = (members >> warp::lane()) & 1;
+  const uint32_t seat = take_seat(mask);
+  const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, 0) : 0;
+  if (mine && opcode == nvme::kWrite) begin_replicas(v, t.way);
+  for (uint32_t n = 0; n < v.namespace_count; n++) {
+    const uint32_t on = warp::ballot(mask, ((targets >> n) & 1) != 0);
+    if (on != 0) move_detached_on(c, v, queue_on(v, seat, n), mask, on, opcode, t);
   }
 }
 

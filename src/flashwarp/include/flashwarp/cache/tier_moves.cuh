@@ -1,14 +1,14 @@
-// Claiming frames, with what that moves between them and the host tier: victims out, lines back in.
+// Claims frames, and moves lines between them and the host tier: victims out, lines back in.
 //
-// Nothing here waits: a claim that cannot be had now is asked for again. A warp that has put a
-// victim on its way copies at once, since others may be waiting for it.
+// Nothing here waits: the caller repeats a claim that fails. A warp whose claim moves a line copies
+// it at once, because other warps may wait for it.
 #pragma once
 
 #include "flashwarp/cache/set_associative.cuh"
 
 namespace fw::cache {
 
-// The frame and the two places of one lane's claim, as all lanes of the warp see them.
+// The addresses of one lane's frame and of its two places in the tier.
 struct tier_move {
   uint64_t frame;
   uint64_t from;
@@ -25,7 +25,7 @@ FW_DEVICE tier_move move_of(const line_cache& c, uint32_t mask, const claim& min
           reinterpret_cast<uint64_t>(tier::frame_of(c.tier, shift, to))};
 }
 
-// Swaps the bytes of a frame and of a place, which no other warp touches.
+// Swaps the bytes of a frame and of a place. No other warp uses either.
 FW_DEVICE void swap_lines(uint32_t mask, uint64_t frame, uint64_t place, uint64_t bytes) {
   using word = atomic::raw<16>;
   const uint64_t step = uint64_t(base::popcount(mask)) * 16;
@@ -39,9 +39,9 @@ FW_DEVICE void swap_lines(uint32_t mask, uint64_t frame, uint64_t place, uint64_
   }
 }
 
-// Moves what the claims of `mask` give to and take from the host tier. A line that is there comes
-// into its frame if it is `wanted`; one that will be overwritten whole is dropped. The frames stay
-// BUSY. Returns the lanes whose lines have come.
+// Carries out the moves of the lanes' claims. A line in the tier comes into its frame if it is
+// `wanted`, and is dropped otherwise (the lane overwrites it whole). The frames stay BUSY. Returns
+// the lanes whose lines came from the tier.
 FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const claim& mine,
                                             bool wanted) {
   const bool leaves = mine.tier_from != kNoTierWay;
@@ -52,8 +52,7 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const 
   if ((out | in) != 0) {
     // Each lane has acquired its own frame and places; now all lanes copy all of them.
     warp::sync(mask);
-    // The tags went BUSY before stores to frames: a reader that sees a new byte finds its tag
-    // changed.
+    // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
     atomic::fence();
   }
   const uint64_t bytes = line_bytes(c.geometry);
@@ -65,22 +64,22 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const 
       swap_lines(mask, m.frame, m.to, bytes);
       continue;
     }
-    // The victim first: the line takes its frame.
+    // The victim first, because the line takes its frame.
     if ((out & bit) != 0) warp::copy<warp::source::kFrame>(mask, m.to, m.frame, bytes);
     if ((in & out & bit) != 0) warp::sync(mask);
     if ((in & bit) != 0) warp::copy<warp::source::kStream>(mask, m.frame, m.from, bytes);
   }
-  // The copies of all lanes before the places change hands, and before anybody fills the frames.
+  // The copies of all lanes come before other warps use the places, and before the frames' fills.
   if ((out | in) != 0) warp::sync(mask);
-  // A line leaves before it is published: from then on it can be stored to.
+  // A line leaves the tier before it is published, because stores may follow at once.
   if (leaves && mine.tier_from != mine.tier_to) tier::change(c.tier, mine.tier_from, tier::kEmpty);
   if (enters) tier::change(c.tier, mine.tier_to, tier::kHeld);
   return in;
 }
 
 // Asks for a frame for the line of each lane that `asks`; lanes must not ask for the same line. All
-// lanes of `mask` call together. Never waits. `kept` gets the lanes whose claimed frames hold their
-// lines already, from the host tier; those of lanes that do not want theirs are dropped there.
+// lanes of `mask` call together. Never waits. `kept` gets the lanes whose lines came into their
+// claimed frames from the host tier; only lanes with `wanted` get theirs.
 template <typename Policy>
 FW_DEVICE claim claim_lines(line_cache& c, uint32_t mask, bool asks, uint64_t line, bool prefetched,
                             bool wanted, uint32_t& kept) {

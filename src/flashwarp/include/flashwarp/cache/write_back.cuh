@@ -1,15 +1,17 @@
-// Dirty lines on their way to the namespace: cleaning ahead of fills, flush, and giving lines up.
+// Writes dirty lines to the namespace, ahead of fills or for a flush; empties frames.
 //
-// A line enters with its tag WRITING (begin_write) and leaves clean, or dirty again with the error
-// recorded. It stays readable and writable in between.
+// `begin_write` makes a line WRITING before its write-back begins. Afterwards the line is clean or,
+// if the write failed, dirty again with the error recorded. It stays readable and writable all the
+// time.
 #pragma once
 
 #include "flashwarp/cache/transfer.cuh"
+#include "flashwarp/cache/visits.cuh"
 
 namespace fw::cache {
 
-// Gives up a line, taken for write-back, of an array that is gone. Its close has failed: it waits
-// for lines in write-back, and has told what it could not write.
+// Empties a WRITING line of an array that is gone. No store is lost in silence: `close` waits for
+// lines in write-back, so it has failed and has reported what it could not write.
 FW_DEVICE void give_up_line(line_cache& c, const transfer& t) {
   update(
       &c.geometry.tags[t.way],
@@ -17,11 +19,11 @@ FW_DEVICE void give_up_line(line_cache& c, const transfer& t) {
       [](uint64_t w) { return tag::emptied(w); });
 }
 
-// What becomes of a line whose write-back was waited for. Returns its status.
+// Ends a write-back that was waited for. Returns its status.
 FW_DEVICE uint32_t end_write_back(line_cache& c, volume& v, const transfer& t, uint32_t status) {
   if (status != nvme::kSuccess) record_error(v, status, nvme::kWrite, t.line);
-  // A command that has not come back may still read the frame, and write these blocks after a
-  // newer one: the line stays WRITING, so that neither is given away.
+  // A command that has not come back may still read the frame, and may write the line's blocks
+  // after a newer command has: the line stays WRITING, so that it keeps its frame.
   if (status != nvme::kTimedOut) {
     end_write(&c.geometry.tags[t.way], status == nvme::kSuccess);
   } else if (v.spread == kReplicated) {
@@ -30,8 +32,8 @@ FW_DEVICE uint32_t end_write_back(line_cache& c, volume& v, const transfer& t, u
   return status;
 }
 
-// Writes back the line of each lane in `members`, volume by volume: a victim may belong to another
-// array than `self` on the same cache. Detached, or waited for. Returns the lane's status.
+// Writes back the line of each lane in `members`, volume by volume, because a victim may belong to
+// another array than `self`. Waits for the writes unless `detached`. Returns the lane's status.
 FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, uint32_t mask,
                                        uint32_t members, const transfer& t, bool detached) {
   uint32_t status = 0;
@@ -65,11 +67,12 @@ FW_DEVICE_NOINLINE uint32_t write_back(line_cache& c, const volume& self, uint32
   return status;
 }
 
-// Whether a command of the volume ran out of time: what it holds will not come free.
+// Whether a command of the volume ran out of time. Lines and slots that it holds stay taken.
 FW_DEVICE bool has_failed(volume& v) { return atomic::load_relaxed(&failure_mark(v)) != 0; }
 
-// Writes back one way a lane if it holds a dirty line of [line_begin, line_end), and waits until no
-// write of such a line, ours or another's, is in flight. Failures are recorded and end the wait.
+// Writes back each lane's way if it holds a dirty line of [line_begin, line_end). Waits until no
+// write-back of such a line is in flight, whichever warp began it. Records failures, which end the
+// wait.
 FW_DEVICE void flush_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                           uint64_t line_begin, uint64_t line_end) {
   nvme::deadline limit(v.queues[0].data);
@@ -84,7 +87,7 @@ FW_DEVICE void flush_ways(line_cache& c, volume& v, uint32_t mask, bool wants, u
     const bool taken = dirty && begin_write(&c.geometry.tags[way], line);
     const uint32_t members = warp::ballot(mask, taken);
     if (members != 0) write_back(c, v, mask, members, {line, way}, false);
-    // A line that changed under us (dirty, not taken) is looked at again.
+    // A dirty line that was not taken has just changed: look at it again.
     pending = pending && (in_flight || (dirty && !taken));
     if (!warp::any(mask, pending) || members != 0) continue;
     if (warp::any(mask, limit.passed() || has_failed(v))) {
@@ -95,9 +98,9 @@ FW_DEVICE void flush_ways(line_cache& c, volume& v, uint32_t mask, bool wants, u
   }
 }
 
-// Empties one way a lane if it holds a line of the volume: waits for fills and pins, drops the
-// rest. Dirty lines are kept unless `drop_dirty`: after a flush they are what others have stored
-// meanwhile, which is neither lost nor an error.
+// Empties each lane's way if it holds a line of the volume, after its fill, pins and write-back
+// have ended. Keeps a dirty line unless `drop_dirty`: after a flush, it holds what other kernels
+// have stored since.
 FW_DEVICE void invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                                bool drop_dirty) {
   nvme::deadline limit(v.queues[0].data);
@@ -128,9 +131,9 @@ FW_DEVICE void invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wan
   }
 }
 
-// Drops one line a lane of the volume from the host tier, after its frames have been emptied. One
-// that is being copied is waited for: its copier waits for nothing, and then it is in the tier, or
-// in a frame that is not ours.
+// Empties each lane's place in the host tier if it holds a line of the volume. The volume's frames
+// are empty already. Waits while a warp copies the line, which is brief: that warp waits for
+// nothing.
 FW_DEVICE void drop_from_tier(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t place) {
   nvme::deadline limit(v.queues[0].data);
   bool pending = wants;
@@ -139,7 +142,7 @@ FW_DEVICE void drop_from_tier(line_cache& c, volume& v, uint32_t mask, bool want
     const bool ours =
         tier::state_of(word) != tier::kEmpty && tier::line_of(word) - v.line_begin < v.line_count;
     const bool held = tier::state_of(word) == tier::kHeld;
-    // A holder of the set's lock who takes the place meanwhile stores over what we do.
+    // A warp with the set's lock may take the place meanwhile: it then stores over our change.
     if (!ours || (held && atomic::cas_acq_rel(&c.tier.tags[place], word, uint64_t(tier::kEmpty)))) {
       pending = false;
     }
@@ -152,7 +155,7 @@ FW_DEVICE void drop_from_tier(line_cache& c, volume& v, uint32_t mask, bool want
   }
 }
 
-// The same for a volume whose controller is gone; see forget_way.
+// As `drop_from_tier`, for a volume whose controller has stopped; see `forget_way`.
 FW_DEVICE void forget_in_tier(line_cache& c, const volume& v, uint64_t place) {
   const uint64_t word = atomic::load_acquire(&c.tier.tags[place]);
   const bool ours =
@@ -160,10 +163,10 @@ FW_DEVICE void forget_in_tier(line_cache& c, const volume& v, uint64_t place) {
   if (ours) atomic::store_release(&c.tier.tags[place], uint64_t(tier::kEmpty));
 }
 
-// Empties one way a lane if it holds a line of the volume, whatever its state. For a volume whose
-// controller is gone, so that nothing can come back any more; touches neither queues nor records.
+// Empties a way if it holds a line of the volume, whatever its state. For a volume whose controller
+// has stopped, so that no command can come back. Uses neither queues nor records.
 FW_DEVICE void forget_way(line_cache& c, const volume& v, uint64_t way) {
-  // A neighbour's kernel may claim the frame meanwhile; what it made of the tag must not be undone.
+  // Another array's kernel may claim the frame meanwhile; its change of the tag must stay.
   update(
       &c.geometry.tags[way],
       [&](uint64_t w) {

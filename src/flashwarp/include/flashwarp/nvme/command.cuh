@@ -1,9 +1,8 @@
 // NVMe wire structures, opcodes and status codes, exact to the byte.
 //
-// Owns the 64-byte submission queue entry and the 16-byte completion queue entry of the NVM Express
-// Base Specification 2.0 (figures 87 and 95), the opcodes of the NVM command set and the status
-// values that the software controller returns. Device code, the CPU device and the controller all
-// include this file, so the two ends of a ring cannot disagree. Little-endian hosts only.
+// The 64-byte submission queue entry and the 16-byte completion queue entry are those of the NVM
+// Express Base Specification 2.0 (figures 87 and 95). Device code, the CPU device and the software
+// controller all include this file, so both ends of a ring agree. Little-endian hosts only.
 #pragma once
 
 #include "flashwarp/base/platform.cuh"
@@ -84,7 +83,7 @@ enum status : uint16_t {
   kUnrecoveredReadError = 0x281,
 };
 
-// The namespace identifier that every queue of ours addresses.
+// The namespace identifier in every command: each controller has one namespace.
 inline constexpr uint32_t kNamespaceId = 1;
 
 // Logical block size: the smallest NVMe format, so that 512-byte lines are one block.

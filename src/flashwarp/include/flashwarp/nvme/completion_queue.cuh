@@ -1,11 +1,11 @@
-// Completing by helping: whoever waits drains the completion queue for everybody.
+// Completion by helping: every warp that waits drains the completion queue, for all warps.
 //
-// The winner of the drain lock reads one CQE a lane in one coalesced load, marks each command's
-// slot done, moves the head and rings the CQ doorbell once. Commands that nobody waits for are
-// finished by the drainer after it has let go of the lock, through the `Finisher` it was given:
-//   finisher.land(queue_pair&, mask, members, detached_command, status)   all lanes, together;
-//                                                                         returns a lane's status
-//   finisher.end(detached_command, status)                                each lane its own
+// The warp that gets the drain lock reads one CQE for each lane in one coalesced load, marks each
+// command's slot DONE, moves the head and rings the CQ doorbell once. After it has unlocked, it
+// finishes the detached commands among them, through its `Finisher`:
+//   finisher.land(queue_pair&, mask, members, detached_command, status)   all lanes together;
+//                                                                         returns the lane's status
+//   finisher.end(detached_command, status)                                each lane by itself
 #pragma once
 
 #include "flashwarp/nvme/submission_queue.cuh"
@@ -14,13 +14,13 @@ namespace fw::nvme {
 
 // Frees the slot of `ticket` for the next turn. Its buffer must not be touched afterwards.
 FW_DEVICE void release_slot(queue_pair& q, uint32_t ticket) {
-  // Release: our reads of the slot's buffer stay before the next user's writes.
+  // Release: the reads of the slot's buffer come before the next user's writes.
   atomic::store_release(&q.slots[entry_of(q, ticket)],
                         slot::word(next_turn(q, ticket), slot::kFree));
 }
 
-// Finishes the detached commands whose lanes are in `members`: all lanes land what they have read,
-// one command after the other, with nothing to wait for in between; then each lane ends its own.
+// Finishes the detached commands of the lanes in `members`. All lanes land the data of one command
+// after the other, then each lane ends its own command.
 template <typename Finisher>
 FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, uint32_t entry,
                                uint64_t word, Finisher& finisher) {
@@ -31,7 +31,7 @@ FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, u
   // Each lane has acquired its own command; now all lanes land all of them.
   warp::sync(mask);
   const uint32_t status = finisher.land(q, mask, members, what, slot::status_of(word));
-  // All lanes' stores to a frame before its tag says that it is filled.
+  // All lanes' stores to a frame come before its tag says that it is filled.
   warp::sync(mask);
   if (mine) {
     finisher.end(what, status);
@@ -39,22 +39,22 @@ FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, u
   }
 }
 
-// Whether a ticket has been taken whose entry is not published yet. Store-load order between what
-// the caller has stored to `fetched` and the look: whoever takes a ticket that we do not see looks
-// at `fetched` behind the same fence, and finds what we stored.
+// Whether a ticket was taken whose entry is not published yet. The fence orders the caller's store
+// to `fetched` before the look. A submitter whose ticket the caller does not see looks at `fetched`
+// behind the same fence, and sees the store.
 FW_DEVICE bool has_unpublished(const queue_pair& q, uint32_t mask) {
   atomic::fence_sequential();
   const bool any = atomic::load_relaxed(&q.ticket) != atomic::load_relaxed(&q.tail);
   return warp::broadcast(mask, any, base::lowest_bit(mask));
 }
 
-// Drains up to one CQE a lane. Returns how many were drained; 0 when none waits or another warp
-// has the lock. Called by all lanes of `mask` together; never waits.
+// Drains at most one CQE for each lane. Returns how many; 0 if there is none or another warp has
+// the lock. All lanes of `mask` call together; never waits.
 template <typename Finisher>
 FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finisher) {
   const uint32_t leader = base::lowest_bit(mask);
   const bool leads = warp::lane() == leader;
-  // With nothing on its way there is nothing to see, and the ring is a PCIe round trip away.
+  // If nothing is in flight, do not look at the ring: that takes a PCIe round trip.
   const bool got = leads && atomic::load_relaxed(&q.head) != atomic::load_relaxed(&q.tail) &&
                    atomic::try_lock(&q.drain_lock);
   if (!warp::broadcast(mask, got, leader)) return 0;
@@ -64,7 +64,7 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
   uint32_t head = leads ? atomic::load_relaxed(&q.head) : 0;
   head = warp::broadcast(mask, head, leader);
   const uint32_t rank = warp::rank_in(mask);
-  // A batch never laps the ring: the CQ has `depth` entries.
+  // At most `depth` entries: a batch must not lap the ring.
   const bool in_ring = rank < (1u << q.depth_log2);
   const uint32_t position = head + rank;
   const atomic::word16 raw = atomic::load16_relaxed_system(
@@ -80,15 +80,15 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
   uint32_t entry = 0;
   const bool mine = rank < count;
   if (count != 0) {
-    // Each lane has loaded an entry that the leader's doorbell gives back: the votes above order no
-    // memory, so without this a load could still be on its way when the controller overwrites it.
+    // The loads of all lanes come before the leader's doorbell, which lets the controller overwrite
+    // the entries. The votes above order no memory.
     warp::sync(mask);
-    // The controller's data before our consumers' reads of it: they acquire from the slot word. And
-    // all lanes' loads of entries before the doorbell.
+    // The controller's data comes before the consumers' reads, which acquire the slot words, and
+    // the loads of entries come before the doorbell.
     atomic::fence_system();
     if (mine) {
       entry = raw.w & 0xffff;
-      // Acquire: the submitter's detached_command, should we be the one who finishes it.
+      // Acquire: the submitter's detached_command, which this warp may have to read.
       word = slot::done(atomic::load_acquire(&q.slots[entry]), raw.w >> 17);
       atomic::store_release(&q.slots[entry], word);
     }
@@ -108,19 +108,19 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
 
   const uint32_t detached = warp::ballot(mask, mine && slot::is_detached(word));
   finish_detached(q, mask, detached, entry, word, finisher);
-  // The controller has fetched more entries, so the ring has room that a publisher may have missed.
+  // The controller has fetched entries, so the ring has room, which a publisher may not have seen.
   if (has_unpublished(q, mask)) publish(q, mask);
   return count;
 }
 
-// One step of any wait: drain, publish, or else back off. Where that has moved commands, they are
-// most likely this queue's.
+// Does one step of a wait: drains, or else pauses. If the pause has moved commands (on the CPU
+// device), drains again, because they are most likely of this queue.
 template <typename Finisher>
 FW_DEVICE void help(queue_pair& q, uint32_t mask, Finisher& finisher) {
   if (drain(q, mask, finisher) == 0 && base::pause(kBackOffNs)) drain(q, mask, finisher);
 }
 
-// Waits until each lane of `members` can use the slot of its ticket. False when time ran out.
+// Waits until the slot of each lane's ticket is free. Returns false after the time limit.
 template <typename Finisher>
 FW_DEVICE bool wait_for_slots(queue_pair& q, uint32_t mask, uint32_t members, uint32_t ticket,
                               Finisher& finisher) {
@@ -136,8 +136,8 @@ FW_DEVICE bool wait_for_slots(queue_pair& q, uint32_t mask, uint32_t members, ui
   return true;
 }
 
-// Waits until each lane's command is done; returns the lane's status field (0 for lanes that are
-// not members). The slots stay ours, buffers included, until release_slot.
+// Waits until each lane's command is done. Returns the lane's status (0 for lanes that are not
+// members). The lanes keep their slots and buffers until release_slot.
 template <typename Finisher>
 FW_DEVICE uint32_t wait_for_completions(queue_pair& q, uint32_t mask, uint32_t members,
                                         uint32_t ticket, Finisher& finisher) {
@@ -147,7 +147,7 @@ FW_DEVICE uint32_t wait_for_completions(queue_pair& q, uint32_t mask, uint32_t m
   bool pending = mine;
   while (true) {
     if (pending) {
-      // Acquire: pairs with the drainer's release, behind which the controller's data lies.
+      // Acquire: pairs with the drainer's release, which comes after the controller's data.
       const uint64_t word = atomic::load_acquire(&q.slots[entry_of(q, ticket)]);
       if (slot::phase_of(word) == slot::kDone) {
         status = slot::status_of(word);

@@ -1,10 +1,10 @@
-// One NVMe queue pair with any number of submitters, and the slots that its commands live in.
+// One NVMe queue pair for any number of submitters, and the slots of its commands.
 //
-// The rings and doorbells are host-visible memory that the controller shares; everything else is
-// device memory. Command identifier = ring entry = slot. A slot's word goes
+// The rings and doorbells are host-visible memory, shared with the controller. The rest is device
+// memory. Command identifier, ring entry and slot are one number. A slot's word goes
 //   FREE(turn) -> WRITTEN(turn) -> DONE(turn, status) -> FREE(turn + 1)
 // where turn counts the passes over the ring. Invariants: each command completes exactly once, to
-// exactly one consumer; nobody holds a lock of this file while it waits; every wait drains.
+// exactly one consumer; no thread holds a lock of the queue pair while it waits; every wait drains.
 #pragma once
 
 #include "flashwarp/base/assert.cuh"
@@ -16,29 +16,30 @@ namespace fw::nvme {
 
 // How data gets from the namespace to the device; a property of the controller.
 enum data_path : uint32_t {
-  kInPlace = 0,  // the namespace is memory that the device can read: it pulls
-  kBounce = 1,   // the controller fills the slot's pinned buffer: the device pulls that
-  kDirect = 2,   // the controller writes device memory itself
+  kInPlace = 0,  // the device reads the namespace's memory itself
+  kBounce = 1,   // the controller fills the slot's pinned buffer, which the device reads
+  kDirect = 2,   // the controller writes device memory
 };
 
-// What a doorbell is. A controller in software polls words of host memory; a drive's are registers
-// behind its BAR, for which a store has to be one of MMIO.
+// A software controller polls doorbells in host memory. A drive's doorbells are registers in its
+// BAR, which need MMIO stores.
 enum doorbell_kind : uint32_t {
   kDoorbellInMemory = 0,
   kDoorbellRegister = 1,
 };
 
-// What the drainer must know to finish a command that nobody waits for.
+// What the drainer needs to finish a detached command, for which no thread waits.
 struct detached_command {
   uint64_t tag;     // address of the line's tag word
   uint64_t frame;   // address of the line's frame
-  uint64_t source;  // a read's data: in the namespace (kInPlace) or in the slot's buffer (kBounce)
+  uint64_t source;  // a read's data, in the namespace or the slot's buffer; of a write to replicas,
+                    // the address of its count
   uint32_t opcode;
   uint32_t bytes;
 };
 static_assert(sizeof(detached_command) == 32);
 
-// Where a queue pair's commands move their data, and how long they may take.
+// Where the commands of a queue pair move their data, and their time limit.
 struct transport {
   uint64_t mapped_base;    // kInPlace: device address of LBA 0
   uint64_t buffers;        // kBounce, or leased: pinned buffer of slot 0
@@ -46,8 +47,8 @@ struct transport {
   uint64_t timeout_ns;     // the bound of every wait
   uint32_t path;           // data_path; see path_of
   uint32_t leased;         // 1: the host may change `path` from kInPlace to kBounce, once
-  // Host-visible: the host's process advances it while it runs, at least each kBeatNs. 0, or a null
-  // pointer: nobody does.
+  // Host-visible: the host's process advances it at least each kBeatNs while it runs. If it is 0 or
+  // the pointer null, there is no heartbeat.
   const uint32_t* heartbeat;
 };
 static_assert(sizeof(transport) == 48);
@@ -62,15 +63,15 @@ struct alignas(128) queue_pair {
   detached_command* detached;
   transport data;
   uint32_t doorbell_kind;
-  // Submitters: the next ticket. Free-running; entry = ticket mod depth, turn = ticket div depth.
+  // For submitters: the next ticket. Free-running: entry = ticket mod depth, turn = ticket / depth.
   alignas(128) uint32_t ticket;
   uint32_t depth_log2;
   uint32_t id;
   uint32_t failed;  // a wait ran out of time: the pair is dead until it is opened again
-  // The publisher: how far the SQ tail doorbell has moved (free-running).
+  // For the publisher: how far the SQ tail doorbell has moved (free-running).
   alignas(32) uint32_t publish_lock;
   uint32_t tail;
-  // The drainer: consumed CQEs (free-running) and how many SQEs the controller has fetched.
+  // For the drainer: consumed CQEs (free-running), and how many SQEs the controller has fetched.
   alignas(32) uint32_t drain_lock;
   uint32_t head;
   uint32_t fetched;
@@ -88,8 +89,7 @@ FW_CHECK_OFFSET(queue_pair, publish_lock, 160);
 FW_CHECK_OFFSET(queue_pair, drain_lock, 192);
 FW_CHECK_OFFSET(queue_pair, doorbells, 224);
 
-// Nanoseconds that an idle poll backs off: a third of a PCIe round trip, so a completion is seen
-// soon.
+// Nanoseconds between idle polls: a third of a PCIe round trip, so that completions are seen soon.
 inline constexpr uint32_t kBackOffNs = 200;
 
 // Status of a wait that ran out of time: vendor specific status code type, never on the wire.
@@ -124,7 +124,7 @@ FW_HOST_DEVICE uint64_t buffer_of(const queue_pair& q, uint32_t ticket) {
   return q.data.buffers + entry_of(q, ticket) * q.data.buffer_stride;
 }
 
-// Rings a doorbell, by one lane. What it tells of comes before, by a fence of the system.
+// Rings a doorbell, by one lane. The caller has put a system fence behind what it publishes.
 FW_DEVICE void ring(const queue_pair& q, uint32_t* doorbell, uint32_t value) {
   if (q.doorbell_kind == kDoorbellRegister) {
     atomic::store_mmio(doorbell, value);
@@ -133,26 +133,26 @@ FW_DEVICE void ring(const queue_pair& q, uint32_t* doorbell, uint32_t value) {
   }
 }
 
-// How often the host's process advances the heartbeat.
+// The host's process advances the heartbeat this often.
 inline constexpr uint64_t kBeatNs = 25'000'000;
-// How long a wait goes on before it looks at the heartbeat, over the PCIe link.
+// A wait looks at the heartbeat, over the PCIe link, only after this time.
 inline constexpr uint64_t kAskNs = 2 * kBeatNs;
-// The fewest beats that end a wait: a host that was stopped has come round before, however short
+// The fewest beats that end a wait. So a host that was stopped gets time to serve, however short
 // the limit.
 inline constexpr uint32_t kBeatsMin = 8;
-// A host that does not come back: the wait ends after this many of its time limits.
+// If the host does not come back, a wait ends after this many of its time limits.
 inline constexpr uint64_t kLimitsUntilDead = 10;
-// Polls between two looks at the clock, which on a GPU is far slower than a poll. A CPU thread may
-// wait for its core at each of them.
+// Polls between two looks at the clock, which on a GPU is far slower than a poll. On a CPU a poll
+// may take long, because the thread may lose its core.
 inline constexpr uint32_t kPollsPerLook = FW_ON_GPU ? 64 : 8;
 
 FW_DEVICE uint32_t heartbeat_of(const transport& t) {
   return t.heartbeat == nullptr ? 0 : atomic::load_relaxed_system(t.heartbeat);
 }
 
-// Whether a wait is over that has lasted for `waited` nanoseconds, more than its limit, by its own
-// clock. A process that was stopped meanwhile has not let it wait: the host must have lived for as
-// long, by its beats since `first`. Without a heartbeat the clock counts alone.
+// Whether a wait ends that has taken `waited` nanoseconds, more than its limit, by its own clock.
+// Time in which the host's process was stopped does not count: since `first` the heartbeat must
+// have advanced for as long as the limit. Without a heartbeat the clock alone counts.
 FW_DEVICE_NOINLINE bool has_aged(const transport& t, uint64_t waited, uint32_t first) {
   const uint32_t beat = heartbeat_of(t);
   if (first == 0 || beat == 0) return true;
@@ -161,27 +161,25 @@ FW_DEVICE_NOINLINE bool has_aged(const transport& t, uint64_t waited, uint32_t f
   return waited > kLimitsUntilDead * t.timeout_ns;
 }
 
-// The path that a command submitted now takes. A namespace is read in place under a lease for as
-// long as nobody writes it. Before the host gives the lease up it stores kBounce, while kernels
-// run.
+// The path of a command that is submitted now. A namespace is read in place under a lease while no
+// process writes it. The host stores kBounce, while kernels run, before it gives the lease up.
 FW_DEVICE uint32_t path_of(const queue_pair& q) {
   if (q.data.leased == 0) return q.data.path;
-  // Relaxed: whoever has pulled data in place looks again, behind a fence (`is_current`).
+  // Relaxed: a warp that has read data in place looks again, behind a fence (`is_current`).
   return atomic::load_relaxed_system(&q.data.path);
 }
 
-// Whether what was read at a command's address may be used. The address is a slot's buffer, or a
-// place in the namespace, which was current if the host had not left that path by now. The caller
-// has a system fence behind its loads from there. If they saw a byte that was stored after the
-// lease ended, this sees the path that was stored before.
+// Whether the data read at a command's address is current. Data in a slot's buffer is. Data in the
+// namespace is if the host has not changed the path by now. The caller has a system fence behind
+// its loads. So if they saw a byte that was stored after the lease ended, this look sees the path
+// that was stored before the lease ended.
 FW_DEVICE bool is_current(const queue_pair& q, uint64_t address) {
   if (q.data.leased == 0 || path_of(q) == kInPlace) return true;
   return address - q.data.buffers < q.data.buffer_stride << q.depth_log2;
 }
 
-// The bound of one wait loop. Starts its clock at the first look, so that a wait which is over at
-// once reads no clock. Registers only: what a warp polls with in local memory, its fences would
-// wait for.
+// The time limit of one wait loop. Its clock starts at the first look, so a wait that ends at once
+// reads no clock. It must stay in registers: fences would wait for stores to local memory.
 class deadline {
  public:
   FW_DEVICE explicit deadline(const transport& t) : transport_(t) {}
@@ -202,7 +200,7 @@ class deadline {
   const transport& transport_;
   uint64_t start_ = 0;
   uint32_t polls_ = 0;
-  uint32_t beat_ = 0;  // when it was asked for first
+  uint32_t beat_ = 0;  // the heartbeat at the first look
   bool asked_ = false;
 };
 

@@ -1,4 +1,4 @@
-// Atomic operations as the simulator sees them: see base/atomic.cuh for what each of them means.
+// The atomic operations of the simulator; base/atomic.cuh says what each of them means.
 #pragma once
 
 #include "flashwarp/base/simulator/hooks.cuh"
@@ -52,8 +52,7 @@ inline pair64 load_acquire_pair(const uint64_t* p, FW_SITE) {
 inline uint32_t load_relaxed_system(const uint32_t* p, FW_SITE) {
   return uint32_t(simulator::load(p, sizeof(*p), order::kRelaxed, scope::kSystem, at));
 }
-// The halves in an order of no consequence to a relaxed access; the second is what the controller
-// stores last.
+// Loads the half that the controller stores last first. (A relaxed access may take either order.)
 inline word16 load16_relaxed_system(const word16* p, FW_SITE) {
   const uint64_t* q = reinterpret_cast<const uint64_t*>(p);
   const uint64_t high = simulator::load(q + 1, 8, order::kRelaxed, scope::kSystem, at);

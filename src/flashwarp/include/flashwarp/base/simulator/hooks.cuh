@@ -1,13 +1,13 @@
-// What device and controller code calls when it is compiled for the simulator (FW_SIMULATOR).
+// The functions that device and controller code calls in the simulator (FW_SIMULATOR).
 //
-// Declarations only: tests/simulator defines them. Each function is one scheduling
-// point, except the `_data` ones, of which the seed makes some. Without threads of its own, a
-// program calls them from fibres; outside of a launch they are plain accesses.
+// tests/simulator defines them. Each call is a scheduling point; of the `_data` calls the seed
+// chooses some. The simulator runs lanes and controller threads as fibres of one thread. Outside of
+// a launch the functions are plain accesses.
 #pragma once
 
 namespace fw::simulator {
 
-// Where an access stands in the source, for reports.
+// The source line of an access, for reports.
 struct site {
   const char* file;
   uint32_t line;
@@ -25,23 +25,23 @@ uint64_t set_bits(void* p, uint64_t bits, uint32_t bytes, order o, site at);
 bool compare_and_swap(void* p, uint64_t expected, uint64_t desired, uint32_t bytes, site at);
 void fence(fence_kind kind, site at);
 
-// Contents of frames, buffers and queue entries, which come in bulk.
+// Bulk data: contents of frames, buffers and queue entries.
 uint64_t load_data(const void* p, uint32_t bytes, order o, site at);
 void store_data(void* p, uint64_t value, uint32_t bytes, order o, site at);
 void copy_data(void* to, const void* from, uint64_t bytes, site at);
 void fill_data(void* to, uint8_t value, uint64_t bytes, site at);
 
-// Collectives of the lanes in `mask`. `ballot` also serves any and all.
+// Collectives of the lanes in `mask`.
 uint32_t ballot(uint32_t mask, bool predicate, site at);
 uint32_t match(uint32_t mask, uint64_t value, site at);
 uint64_t take(uint32_t mask, uint64_t value, uint32_t source, site at);
 void sync(uint32_t mask, site at);
 uint32_t active(site at);
 
-// Whether an address stands for memory of the caller's block, as a GPU's shared memory does.
+// Whether an address is in the simulated shared memory of the caller's block.
 bool is_of_block(const void* p);
 
-// The multiprocessor of the caller, which may be another at every call.
+// The multiprocessor of the caller, which may change from call to call.
 uint32_t spread_index();
 
 uint64_t clock_ns();

@@ -1,4 +1,4 @@
-// Warp collectives as the simulator runs them: every lane is a fibre, and they meet here.
+// Warp collectives of the simulator, where each lane is a fibre.
 #pragma once
 
 #include "flashwarp/base/simulator/hooks.cuh"
@@ -13,9 +13,6 @@ inline uint32_t ballot(uint32_t mask, bool predicate, FW_SITE) {
 }
 inline bool any(uint32_t mask, bool predicate, FW_SITE) {
   return simulator::ballot(mask, predicate, at) != 0;
-}
-inline bool all(uint32_t mask, bool predicate, FW_SITE) {
-  return simulator::ballot(mask, predicate, at) == mask;
 }
 inline uint32_t match(uint32_t mask, uint64_t value, FW_SITE) {
   return simulator::match(mask, value, at);

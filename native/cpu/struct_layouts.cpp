@@ -1,9 +1,8 @@
-#include "cpu/cpu_kernels.h"
+#include "cpu/struct_layouts.h"
 
 #include "flashwarp/kernels/module.cuh"
 
 namespace fw::native {
-namespace {
 
 using kernels::maintenance_params;
 using kernels::row_params;
@@ -13,8 +12,8 @@ using kernels::row_params;
 #define FW_MEMBER(NAME, TYPE, MEMBER) \
   MemberLayout { NAME, #MEMBER, offsetof(TYPE, MEMBER) }
 
-std::vector<MemberLayout> make_layouts() {
-  return {
+const std::vector<MemberLayout>& structure_layouts() {
+  static const std::vector<MemberLayout> layouts = {
       FW_SIZE("transport", nvme::transport),
       FW_MEMBER("transport", nvme::transport, buffers),
       FW_MEMBER("transport", nvme::transport, timeout_ns),
@@ -86,12 +85,6 @@ std::vector<MemberLayout> make_layouts() {
       FW_MEMBER("maintenance_params", maintenance_params, opcode),
       FW_MEMBER("maintenance_params", maintenance_params, drop),
   };
-}
-
-}  // namespace
-
-const std::vector<MemberLayout>& structure_layouts() {
-  static const std::vector<MemberLayout> layouts = make_layouts();
   return layouts;
 }
 

@@ -1,0 +1,215 @@
+// One NVMe command for one line: submitted, landed, ended.
+//
+// The data path decides what a warp copies. On the direct path the controller reads and writes the
+// frame itself. Otherwise the warp copies the frame to where a write command finds it (stage), or
+// the data of a read command to the frame (land). Each lane has a line of its own; all lanes copy
+// each of them together.
+#pragma once
+
+#include "flashwarp/base/copy.cuh"
+#include "flashwarp/cache/placement.cuh"
+#include "flashwarp/nvme/prp.cuh"
+
+namespace fw::cache {
+
+// The transfer of one lane.
+struct transfer {
+  uint64_t line;  // global line number
+  uint64_t way;   // the frame
+};
+
+// Copies the data of read commands to the frames of `members`.
+FW_DEVICE void fill_frames(uint32_t mask, uint32_t members, uint64_t frame, uint64_t source,
+                           uint64_t bytes) {
+  // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
+  atomic::fence();
+  warp::copy_each<warp::source::kStream>(mask, members, frame, source, bytes);
+}
+
+// Ends a copy out of a namespace in place: the loads of all lanes come before any lane's second
+// look at the path.
+FW_DEVICE void finish_loads(uint32_t mask) {
+  // Acquire what the loads saw: see `nvme::is_current`.
+  atomic::fence_system();
+  warp::sync(mask);
+}
+
+// Finishes detached fills and write-backs, in the warp that drains their completions.
+struct line_finisher {
+  line_cache& cache;
+
+  // Copies the data of the reads among `members` to their frames. Returns the lane's status. A read
+  // fails if the host left the path meanwhile (`nvme::is_current`).
+  FW_DEVICE uint32_t land(nvme::queue_pair& q, uint32_t mask, uint32_t members,
+                          const nvme::detached_command& what, uint32_t status) {
+    if (nvme::path_of(q) == nvme::kDirect) return status;
+    const bool read = what.opcode == nvme::kRead && status == nvme::kSuccess;
+    const uint32_t reads = members & warp::ballot(mask, read);
+    if (reads == 0) return status;
+    fill_frames(mask, reads, what.frame, what.source, what.bytes);
+    if (q.data.leased == 0) return status;
+    finish_loads(mask);
+    return read && !nvme::is_current(q, what.source) ? uint32_t(nvme::kCommandAborted) : status;
+  }
+
+  // Ends one command, after `land`. One lane, synchronised with all lanes that copied.
+  FW_DEVICE void end(const nvme::detached_command& what, uint32_t status) {
+    uint64_t* word = reinterpret_cast<uint64_t*>(what.tag);
+    if (what.opcode == nvme::kRead) {
+      // A failed prefetch leaves the line absent: the read that needs the line gets the error.
+      const uint64_t busy = atomic::load_relaxed(word);
+      atomic::store_release(
+          word, status == nvme::kSuccess ? tag::filled(busy, false) : tag::emptied(busy));
+      return;
+    }
+    // Only the last replica's completion ends the write-back.
+    uint32_t* count = reinterpret_cast<uint32_t*>(what.source);
+    if (count != nullptr && !finish_replica(count, status)) return;
+    const uint64_t line = tag::line_of(atomic::load_relaxed(word));
+    if (status != nvme::kSuccess) record_error(volume_of(cache, line), status, what.opcode, line);
+    end_write(word, status == nvme::kSuccess);
+  }
+};
+
+// Where the device finds (or leaves) the data of a command on `path`: the command's PRP1.
+FW_DEVICE uint64_t data_address(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                                uint32_t path, uint32_t ticket, const transfer& t) {
+  if (path == nvme::kInPlace) {
+    return q.data.mapped_base + (line_in_namespace(v, t.line) << c.geometry.line_shift);
+  }
+  if (path == nvme::kBounce) return nvme::buffer_of(q, ticket);
+  return reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
+}
+
+FW_DEVICE nvme::command line_command(const line_cache& c, const volume& v,
+                                     const nvme::queue_pair& q, uint8_t opcode, uint32_t ticket,
+                                     const transfer& t, uint64_t address) {
+  const uint64_t lba = line_in_namespace(v, t.line) << (c.geometry.line_shift - nvme::kLbaShift);
+  const uint64_t bytes = bytes_of_line(c, v, t.line);
+  const uint32_t blocks = uint32_t((bytes + nvme::kLbaBytes - 1) >> nvme::kLbaShift);
+  const nvme::prp_pair prp = nvme::prp_entries(address, bytes, c.page_bytes, 0);
+  return nvme::block_command(opcode, uint16_t(nvme::entry_of(q, ticket)), lba, blocks, prp.prp1,
+                             prp.prp2);
+}
+
+// Copies frames to where write commands find them, before the commands are written to the ring.
+FW_DEVICE_NOINLINE void stage_writes(const line_cache& c, const volume& v,
+                                     const nvme::queue_pair& q, uint32_t mask, uint32_t members,
+                                     const transfer& t, uint64_t address) {
+  if (nvme::path_of(q) == nvme::kDirect) return;
+  // Each lane has acquired its own line and slot; now all lanes read and write all of them.
+  warp::sync(mask);
+  const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
+  warp::copy_each<warp::source::kFrame>(mask, members, address, frame, bytes_of_line(c, v, t.line));
+  // The copies of all lanes come before any lane's command.
+  warp::sync(mask);
+  atomic::fence_system();
+}
+
+// Copies the data of read commands to the frames of `members`, among the lanes whose commands
+// `ended`. Returns the lanes of `ended` that must read again, because the host left the path.
+FW_DEVICE uint32_t land_reads(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                              uint32_t mask, uint32_t ended, uint32_t members, const transfer& t,
+                              uint64_t address) {
+  if (nvme::path_of(q) != nvme::kDirect) {
+    // Each lane has acquired its own completion; now all lanes read all of the data.
+    warp::sync(mask);
+    fill_frames(mask, members, reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)), address,
+                bytes_of_line(c, v, t.line));
+  }
+  if (q.data.leased == 0) {
+    warp::sync(mask);
+    return 0;
+  }
+  finish_loads(mask);
+  // A lane whose command failed reads again too: the file may have been cut before the path
+  // changed.
+  const bool ours = (ended >> warp::lane()) & 1;
+  return warp::ballot(mask, ours && !nvme::is_current(q, address));
+}
+
+// The lowest lanes of `members`, at most as many as the ring has slots.
+FW_DEVICE uint32_t first_batch(const nvme::queue_pair& q, uint32_t members) {
+  uint32_t batch = 0;
+  for (uint32_t n = 0; members != 0 && n < (1u << q.depth_log2); n++) {
+    batch |= members & (~members + 1);
+    members &= members - 1;
+  }
+  return batch;
+}
+
+// Submits one command for each lane of `members`, at most as many as the ring has slots. Returns
+// false if the slots did not come free in time.
+FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+                                     uint32_t members, uint8_t opcode, const transfer& t,
+                                     bool detached, uint32_t& ticket, uint64_t& address) {
+  line_finisher finisher{c};
+  const bool mine = (members >> warp::lane()) & 1;
+  ticket = nvme::take_tickets(q, mask, members);
+  if (!nvme::wait_for_slots(q, mask, members, ticket, finisher)) return false;
+  address = mine ? data_address(c, v, q, nvme::path_of(q), ticket, t) : 0;
+  if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
+  if (mine) {
+    if (detached) {
+      const nvme::detached_command what = {
+          reinterpret_cast<uint64_t>(&c.geometry.tags[t.way]),
+          reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)),
+          opcode == nvme::kWrite ? replica_count(v, t.way) : address, opcode,
+          uint32_t(bytes_of_line(c, v, t.line))};
+      atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
+    }
+    nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
+                      detached ? nvme::slot::kDetached : 0);
+  }
+  warp::sync(mask);
+  nvme::publish(q, mask);
+  return true;
+}
+
+// Ends the commands of the lanes in `batch`; each lane has its own `status`. Lands the data of
+// reads and frees the slots. Returns the lanes that must read again.
+FW_DEVICE uint32_t end_lines(const line_cache& c, const volume& v, nvme::queue_pair& q,
+                             uint32_t mask, uint32_t batch, uint8_t opcode, const transfer& t,
+                             uint32_t ticket, uint64_t address, uint32_t status) {
+  const bool mine = (batch >> warp::lane()) & 1;
+  uint32_t again = 0;
+  if (opcode == nvme::kRead) {
+    const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
+    const uint32_t ended = warp::ballot(mask, mine && status != nvme::kTimedOut);
+    again = land_reads(c, v, q, mask, ended, arrived, t, address);
+  }
+  // The slot of a command that never came back stays taken: the drive may still write its buffer.
+  if (mine && status != nvme::kTimedOut) nvme::release_slot(q, ticket);
+  return again;
+}
+
+// Ends a detached transfer for which no slot came free. The queue pair is dead then, and this may
+// be the only thread to notice. So a failed prefetch is recorded as well, unless another replica
+// can answer the reads.
+FW_DEVICE void give_up_detached(line_cache& c, volume& v, uint8_t opcode, const transfer& t) {
+  if (opcode == nvme::kWrite || v.spread != kReplicated) {
+    record_error(v, nvme::kTimedOut, opcode, t.line);
+  }
+  if (opcode != nvme::kWrite) {
+    abandon_fill(c, t.way, atomic::load_relaxed(&c.geometry.tags[t.way]));
+    return;
+  }
+  uint32_t status = nvme::kTimedOut;
+  uint32_t* count = reinterpret_cast<uint32_t*>(replica_count(v, t.way));
+  if (count == nullptr || finish_replica(count, status)) end_write(&c.geometry.tags[t.way], false);
+}
+
+// Submits one detached command for each lane of `members`.
+FW_DEVICE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
+                                uint32_t members, uint8_t opcode, const transfer& t) {
+  while (members != 0) {
+    const uint32_t batch = first_batch(q, members);
+    members &= ~batch;
+    uint32_t ticket;
+    uint64_t address;
+    if (submit_lines(c, v, q, mask, batch, opcode, t, true, ticket, address)) continue;
+    if ((batch >> warp::lane()) & 1) give_up_detached(c, v, opcode, t);
+  }
+}
+
+}  // namespace fw::cache
