@@ -234,7 +234,7 @@ def test_two_that_create_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "link", late)
 
-    with pytest.raises(ExistingFileError, match="meanwhile"):
+    with pytest.raises(ExistingFileError, match="in the meantime"):
         create(path)
 
     assert contents(tmp_path).keys() == {"x.npy"}

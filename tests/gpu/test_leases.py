@@ -137,7 +137,7 @@ def test_address_in_place_is_given_while_the_lease_holds(path: Path) -> None:
 def test_file_open_for_writing_is_not_read_in_place(path: Path) -> None:
     with path.open("r+b"), fw.open(path, device="cuda:0") as x:
         assert x.explain().path == "bounce"
-        assert "somebody has the file open for writing" in str(x.explain())
+        assert "a process has the file open for writing" in str(x.explain())
         np.testing.assert_array_equal(x[:], rows())
 
 

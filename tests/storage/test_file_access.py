@@ -58,7 +58,7 @@ LARGE = replace(COLD, nbytes=9 * GIB, allocated_bytes=9 * GIB)
     ("facts", "o_direct", "told"),
     [
         (COLD, False, "fit the"),
-        (replace(COLD, resident=None), False, "unknown of the file"),
+        (replace(COLD, resident=None), False, "an unknown part of the file"),
         (replace(COLD, nbytes=int(7.9 * GIB)), False, "fit the"),
         (replace(COLD, nbytes=int(8.1 * GIB)), True, "exceed the"),
         (replace(COLD, nbytes=9 * GIB, resident=0.95), False, "95% of the file"),

@@ -1,7 +1,7 @@
 """The contract of NVMe controllers: what an array and its cache need of one, and nothing else.
 
-A `Controller` is what a user gives as ``controller=``: settings. For each array, `attach` returns a
-`Service`, which serves the array's namespace until it is stopped. A driver of real drives
+A `Controller` is settings, which a user gives as ``controller=``. For each array, `attach` returns
+a `Service`, which serves the array's namespace until it is stopped. A driver of real drives
 implements these two; arrays, caches and launches do not know which controller serves them.
 """
 
@@ -111,7 +111,7 @@ class Service(NotCopied, ABC):
         """Return and forget the failures since the last call, oldest first; [] after `stop`.
 
         A failure has "op" ("read", "write" or "flush"), "errno", "offset" and "nbytes" (in the file
-        or namespace), "lba" (in the array, in blocks of 512 bytes), "status" (of NVMe), and, where
+        or namespace), "lba" (in the array, in blocks of 512 bytes), "status" (of NVMe), and, if
         they are known, "path" and "reason".
         """
 
@@ -148,7 +148,7 @@ class Service(NotCopied, ABC):
 
     @property
     def changes(self) -> int:
-        """How often others may have changed the namespace: what a cache holds of it may be old."""
+        """How often others may have changed the namespace, so that cached lines may be old."""
         return 0
 
     def take_stale(self) -> StorageError | None:
@@ -160,10 +160,10 @@ class Service(NotCopied, ABC):
         return "the storage"
 
     def wake(self) -> None:
-        """Get ready: commands are about to be submitted. Costs microseconds at most."""
+        """Prepare for commands that are about to be submitted. Costs microseconds at most."""
 
     def worth_looking_ahead(self) -> bool:
-        """Tell whether a CPU thread gains by submitting commands before it needs their data."""
+        """Whether a CPU thread gains by submitting commands before it needs their data."""
         return True
 
     def stats(self) -> dict[str, Any]:
@@ -172,11 +172,11 @@ class Service(NotCopied, ABC):
 
 
 class Controller(ABC):
-    """How the namespace of an array is to be served: what is given as ``controller=``.
+    """Settings of what serves an array's namespace, given as ``controller=``.
 
     Notes
     -----
-    Settings, without a state of their own: one object may serve any number of arrays.
+    It has no state of its own: one object may be given to any number of arrays.
     """
 
     asked_path: str | None = None
@@ -196,7 +196,7 @@ class Controller(ABC):
         Raises
         ------
         ArgumentError
-            When it cannot serve this namespace, or not to this device.
+            If it cannot serve this namespace, or not to this device.
         ControllerError
-            When it cannot start.
+            If it cannot start.
         """

@@ -71,7 +71,7 @@ class SSDModel:
         Ceilings by block size, ascending. Between two sizes the time of a command is interpolated;
         beyond them it is constant.
     read_bytes_per_s, write_bytes_per_s : float
-        Ceilings by bytes: larger commands meet these.
+        Ceilings by bytes, which bound larger commands.
     read_latency_us, write_latency_us : (least, median, 99th percentile)
         Service time of a command in an idle drive, in microseconds, without its time in the pipe.
     units : int
@@ -186,8 +186,8 @@ class SSDModel:
 
     # For the controller.
 
-    def native_parameters(self) -> Any:
-        """Return the parameters of the native controller."""
+    def native_parameters(self) -> _native.SsdParameters:
+        """Return the parameters for the native controller."""
         return _native.SsdParameters(
             _direction(self.read_iops, self.read_bytes_per_s, self.read_latency_us),
             _direction(self.write_iops, self.write_bytes_per_s, self.write_latency_us),
@@ -195,7 +195,7 @@ class SSDModel:
             self.seed,
         )
 
-    def native_model(self) -> Any:
+    def native_model(self) -> _native.SsdModel:
         """Return an unused drive of this kind: ``admit(now_ns, is_write, blocks)``."""
         return _native.SsdModel(self.native_parameters())
 
@@ -244,7 +244,7 @@ def _direction(
     ceilings: tuple[tuple[int, float], ...],
     bytes_per_s: float,
     latency_us: tuple[float, float, float],
-) -> Any:
+) -> _native.SsdDirection:
     service_ns = [1e3 * time for time in _service_us(latency_us)]
     return _native.SsdDirection(list(ceilings), bytes_per_s, service_ns)
 

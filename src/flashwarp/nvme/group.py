@@ -25,7 +25,6 @@ NAMESPACES_MAX = 16
 
 # `cache::spread` of the headers.
 _STRIPED, _REPLICATED = 1, 2
-_LBA_BYTES = 512
 
 
 def choose_controllers(
@@ -172,7 +171,7 @@ class GroupService(Service):
 
     @property
     def path(self) -> str:
-        """The data path of all; "bounce" as soon as one of them has left "in_place" for it."""
+        """The data path of all; "bounce" from the moment at which one has left "in_place"."""
         paths = {service.path for service in self.services}
         return paths.pop() if len(paths) == 1 else "bounce"
 
@@ -187,9 +186,9 @@ class GroupService(Service):
         return sum(service.changes for service in self.services)
 
     def take_stale(self) -> StorageError | None:
-        """Return and forget what went wrong when files' pages were left: the first."""
-        told = [service.take_stale() for service in self.services]
-        return next(filter(None, told), None)
+        """Return and forget what went wrong when files' pages were left: the first error."""
+        errors = [service.take_stale() for service in self.services]
+        return next(filter(None, errors), None)
 
     @property
     def queues(self) -> QueueTable:
@@ -214,15 +213,15 @@ class GroupService(Service):
             service.wake()
 
     def worth_looking_ahead(self) -> bool:
-        """Tell whether a CPU thread gains by submitting ahead of need, on any of them."""
-        # All are asked: each judges by the commands since it was asked last.
-        told = [service.worth_looking_ahead() for service in self.services]
-        return any(told)
+        """Whether a CPU thread gains by submitting ahead of need, on any of them."""
+        # Each judges by the commands since its last call, so all are called.
+        worth = [service.worth_looking_ahead() for service in self.services]
+        return any(worth)
 
     def take_errors(self) -> Sequence[dict[str, Any]]:
-        """Return and forget the failures of all; `lba` counts in the array, `storage` says whose.
+        """Return and forget the failures of all.
 
-        `offset` and `path` stay those of the storage.
+        `lba` counts in the array, `offset` and `path` in the member, whose number is `storage`.
         """
         return [
             {**error, "storage": n, "lba": self._array_lba(n, int(error.get("lba", 0)))}
@@ -233,7 +232,7 @@ class GroupService(Service):
     def _array_lba(self, member: int, lba: int) -> int:
         if not isinstance(self._storage, Striped):
             return lba
-        stripe = self._storage.stripe_bytes // _LBA_BYTES
+        stripe = self._storage.stripe_bytes // Namespace.lba_bytes
         return (lba // stripe * len(self.services) + member) * stripe + lba % stripe
 
     def silent(self) -> str:

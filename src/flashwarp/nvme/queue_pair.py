@@ -124,7 +124,7 @@ class QueuePairs(NotCopied):
             if path == "bounce" or leased
             else None
         )
-        # Behind the doorbells one word more, by which kernels see that the process runs.
+        # Behind the doorbells, one more word shows kernels that the process runs.
         rings = count * (depth * (_SQE_BYTES + _CQE_BYTES) + 2 * _DOORBELL_STRIDE)
         heartbeat_bytes = _DOORBELL_STRIDE
         self._rings = device.allocate_host(rings + heartbeat_bytes)
@@ -169,15 +169,15 @@ class QueuePairs(NotCopied):
         device.upload(self.address, bytes(self._structs))
 
     def move_to(self, address: int) -> None:
-        """Put what kernels see of the pairs elsewhere; before any kernel has seen them."""
+        """Move the structs that kernels use; before any kernel has used them."""
         self.address = address
         self.device.upload(address, bytes(self._structs))
 
     def leave_in_place(self, stream: Any) -> None:
         """Send commands that are submitted from now on through the slots' buffers.
 
-        Kernels may run meanwhile. When this returns, none of them takes data for current that it
-        loads from the namespace's own address later. `stream` is idle, and no kernel's.
+        Kernels may run at the same time. After this call, none of them uses data that it then loads
+        from the namespace's own address. `stream` is idle, and no kernel runs on it.
         """
         path = DATA_PATHS.index("bounce").to_bytes(4, "little")
         place = QueuePairStruct.data.offset + TransportStruct.path.offset
@@ -187,7 +187,7 @@ class QueuePairs(NotCopied):
         self.path = "bounce"
 
     def volume_fields(self) -> dict[str, Any]:
-        """Return what a volume must know beyond `address`, `count` and `path`: nothing."""
+        """Return no fields: one namespace needs none beyond `address`, `count` and `path`."""
         return {}
 
     @property
@@ -197,7 +197,7 @@ class QueuePairs(NotCopied):
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What holds the memory, for those that use it; see `DeviceMemory.owners`."""
+        """What holds the memory; see `DeviceMemory.owners`."""
         parts = (self._rings, self._memory, self._buffers)
         return tuple(owner for part in parts if part is not None for owner in part.owners)
 
@@ -229,16 +229,16 @@ class QueuePairs(NotCopied):
 
 
 class QueueTable:
-    """The queue pairs of several controllers as one table, which is what a volume has.
+    """The queue pairs of several controllers as one table, for one volume.
 
     Parameters
     ----------
     device : Device
         Where the table lies.
     members : sequence of QueuePairs
-        Of each controller, in the order of the namespaces. They stay the controllers'.
+        Of each controller, in the order of the namespaces. Their controllers close them.
     fields : dict
-        What the volume must know of how its lines lie on the namespaces.
+        Fields of the volume that say how its lines lie on the namespaces.
     """
 
     def __init__(

@@ -35,9 +35,9 @@ PAGE_BYTES = 2 << 20
 """Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
 
 
-# How long an idle thread watches the doorbells before it sleeps. A GPU rings no host thread awake:
-# while its warps pull what they fetched no doorbell moves, for up to a millisecond or two, and a
-# thread asleep then answers the next one a timer tick late. CPU threads serve while they wait.
+# How long an idle thread watches the doorbells before it sleeps. A GPU cannot wake a host thread.
+# While warps copy data, no doorbell changes for up to 2 ms; a thread asleep then notices the next
+# one a timer tick late. Threads of the CPU device serve while they wait.
 _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
 
 
@@ -47,7 +47,7 @@ _WAITS_COUNT_FROM = 1024
 
 @dataclass(frozen=True)
 class _Settings:
-    """What a `SoftwareController` asks for; None: chosen when an array is opened."""
+    """Fields of a `SoftwareController`; None is replaced when an array is opened."""
 
     queue_pairs: int | None
     depth: int | None
@@ -218,14 +218,14 @@ class SoftwareService(Service):
             self.reason += f"; {self.model}"
         lease = storage.lease if isinstance(storage, File) else None
         if lease is not None and path != "in_place":
-            # No writer has to wait for what goes through the rings.
+            # Reads through the rings need no lease, so no writer has to wait.
             lease.close()
             lease = None
         # A file that is read in place under a lease may have to go through buffers later.
         buffered = path == "bounce" or lease is not None
         count, depth, threads = self._geometry(path, buffered, destination, defaults)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
-        # take a core from it. Threads that somebody asked for work all the same.
+        # take a core from it. If threads= was given, its threads work nevertheless.
         asked = settings.threads is not None or defaults.controller_threads != 0
         yields = isinstance(device, CpuDevice) and device.threads >= config.cores() and not asked
         self.threads = threads
@@ -319,7 +319,7 @@ class SoftwareService(Service):
     # Leaving a file's own pages.
 
     def _leave_in_place(self) -> bool:
-        """Send what is submitted from now on through the slots' buffers; in the keeper's thread."""
+        """Send later commands through the slots' buffers; called by the lease's keeper."""
         if self.path != "in_place":
             return False
         try:
@@ -330,19 +330,19 @@ class SoftwareService(Service):
                 # A GPU's registration keeps the pages that it has pinned.
                 mapping.leave()
         except BaseException:
-            # Kernels may read in place still: let their misses fail, rather than pass for current.
+            # Kernels may still read in place. Let their misses fail, so that no old data counts.
             if self._native is not None:
                 self._native.stop()
             raise
         finally:
             self.path = "bounce"
             self.reason = (
-                "somebody has opened the file for writing, so it is not read in place any more"
+                "a process has opened the file for writing, so it is not read in place any more"
             )
         return True
 
     def _file_changed(self, stale: StorageError | None) -> None:
-        """Note that cached lines may be old; in the keeper's thread."""
+        """Note that cached lines may be old; called by the lease's keeper."""
         if stale is not None:
             self._stale = stale
         # An array compares it with what it has seen.
@@ -353,7 +353,7 @@ class SoftwareService(Service):
         stale, self._stale = self._stale, None
         return stale
 
-    # What it can tell.
+    # Introspection.
 
     @property
     def queues(self) -> QueuePairs:
@@ -373,8 +373,8 @@ class SoftwareService(Service):
     def in_place(self) -> int:
         """Address at which the device may read the storage past the cache; 0: it may not.
 
-        Only where nobody writes the storage, and no drive is modelled. Of a file, for a GPU only,
-        which has pinned its pages.
+        Only if the storage takes no writes, and no drive is modelled. A file has one only for a
+        GPU, which has pinned its pages.
         """
         if self._queues is None or self._served is None or self.path != "in_place":
             return 0
@@ -385,10 +385,10 @@ class SoftwareService(Service):
         return self._mapped_base
 
     def wake(self) -> None:
-        """Wake the threads now: work is about to be submitted. Costs a microsecond.
+        """Wake the threads: commands are about to be submitted. Costs a microsecond.
 
-        Threads that leave the work to a launch of the CPU device sleep on. The storage may look
-        again how it is reached.
+        Threads that leave the work to a launch of the CPU device sleep on. The storage may change
+        between page cache and O_DIRECT.
         """
         if self._served is not None:
             self._served.look_again()
@@ -396,10 +396,10 @@ class SoftwareService(Service):
             self._native.wake()
 
     def worth_looking_ahead(self) -> bool:
-        """Tell whether a CPU thread gains by submitting commands before it needs them.
+        """Whether a CPU thread gains by submitting commands before it needs their data.
 
-        It does while commands wait for the storage, judged by those since the last call; before
-        there were any; and where threads of the controller are there to serve them meanwhile.
+        It does if commands wait for the storage, judged by those since the last call; if there
+        were none yet; or if threads of the controller serve them in the meantime.
         """
         if not self._yields or self._native is None:
             return True
@@ -428,9 +428,9 @@ class SoftwareService(Service):
         return {} if self._native is None else dict(self._native.stats())
 
     def stop(self) -> None:
-        """Stop the threads, free the rings. Waits for what is in flight; may be called twice."""
+        """Stop the threads and free the rings; waits for commands in flight. See `Service`."""
         if self._lease is not None:
-            # First: no break must find the rings gone.
+            # First, because a break uses the rings.
             self._lease.close()
             self._lease = None
         if self._native is not None:

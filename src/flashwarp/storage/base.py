@@ -28,10 +28,10 @@ from flashwarp.errors import (
 
 
 class Namespace(Closing):
-    """What an array lies on, described: a size in logical blocks, and whether it takes writes.
+    """A description of what an array lies on: its size, and whether it takes writes.
 
-    The bytes are wherever the array's controller finds them. For a controller of your own, that
-    serves what is no file and no memory; the software controller needs a `Storage`.
+    The array's controller finds the bytes. A namespace alone is for your own controller, if the
+    bytes are in no file and no memory. The software controller needs a `Storage`.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class Namespace(Closing):
         return self._name
 
     def look_again(self) -> None:
-        """Choose anew, at a cheap moment, how later transfers are made, if there is a choice."""
+        """Choose again how later transfers are made, if there is a choice. Cheap."""
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people: kind, path, engine, alignment, reasons."""
@@ -87,11 +87,11 @@ class Namespace(Closing):
     def check_unchanged(self) -> None:
         """Raise StorageError when a file behind it was cut short, replaced or removed.
 
-        Such a change is by others: an array on it goes on with what the file was.
+        An array on it continues with the file as it was.
         """
 
     def close(self) -> None:
-        """Let go of what it holds; an array that serves it goes on. May be called twice."""
+        """Release what it holds, after the arrays that use it. May be called twice."""
         self._closed = True
         if not self._served:
             self._let_go()
@@ -124,11 +124,11 @@ class Storage(Namespace):
 
     Notes
     -----
-    Any number of threads may call at the same time. Transfers block, and are whole or raise:
-    `StorageError` with errno, path and the offset in the file; `BoundsError` for bytes outside of
-    the storage, of which nothing is touched; `ReadOnlyError`; `ClosedError`; `DeviceOutOfMemory`
-    when the host has no room for the copy; and `ForkError` in a child of the process that opened
-    it.
+    Any number of threads may call at the same time. A transfer blocks until it is complete. If it
+    is not, it raises `StorageError` with errno, path and the offset in the file; `BoundsError` for
+    bytes outside of the storage, before any is touched; `ReadOnlyError`; `ClosedError`;
+    `DeviceOutOfMemory` if the host has no room for the copy; or `ForkError` in a child of the
+    process that opened it.
 
     Examples
     --------
@@ -154,7 +154,7 @@ class Storage(Namespace):
         return self.native.describe()
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return a copy of bytes [offset, offset + nbytes): never fewer, never zeros for lost."""
+        """Return a copy of bytes [offset, offset + nbytes), all of them, or raise."""
         self._check_range(offset, nbytes)
         with typed_errors("read"):
             return self.native.read(offset, nbytes)
@@ -164,7 +164,7 @@ class Storage(Namespace):
         self._check_writable()
         try:
             view = memoryview(data)
-        except (TypeError, ValueError) as error:  # no buffer, or of a dtype that buffers have not
+        except (TypeError, ValueError) as error:  # no buffer, or one of a dtype without a format
             raise ArgumentError(
                 f"data of type {type(data).__name__}: {error}; an array of any dtype has its "
                 'bytes as data.view("u1")'
@@ -176,7 +176,7 @@ class Storage(Namespace):
             self.native.write(offset, data)
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give bytes up; they read as zeros, or as before where the medium cannot forget."""
+        """Deallocate bytes, which then read as zeros, or as before if the medium cannot do it."""
         self._check_writable()
         self._check_range(offset, nbytes)
         with typed_errors("discard"):

@@ -216,8 +216,8 @@ def serve(storage: Namespace, stores: bool) -> Callable[[], None]:
     parts = members_of(storage)
     array = object()
 
-    # No lock: a lost array may end inside of any line here. Of two that begin at the same time,
-    # each sees at least the other, so that both may be refused, and never both accepted.
+    # No lock: a lost array may end within any line here. If two begin at the same time, at least
+    # one sees the other. So both may be refused, but never both accepted.
     def end() -> None:
         for part in parts:
             part._served.pop(array, None)
@@ -234,8 +234,8 @@ def serve(storage: Namespace, stores: bool) -> Callable[[], None]:
             raise LockedError(
                 errno.EWOULDBLOCK,
                 "another array serves this storage, and their caches do not know of each other: "
-                "use that array; or give each a storage of its own, a File with lock=False, if you "
-                "keep their changes apart",
+                "use that array; or give each its own storage, a File with lock=False, if you keep "
+                "the changes apart yourself",
                 part.path or "memory",
                 os.getpid(),
             )

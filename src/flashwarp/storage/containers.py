@@ -1,7 +1,7 @@
-"""What a file's first bytes say it is: containers whose bytes are not the numbers in them.
+"""Containers, known by their first bytes, whose bytes are not the numbers in them.
 
-Opened as raw numbers they would give garbage, and nothing would tell. Each refusal has a recipe.
-Whoever names an `offset=` knows where the numbers begin, and is not asked.
+Opened as raw numbers they would give garbage without an error. Each refusal says how to get at the
+numbers. A caller that gives `offset=` knows where they begin, so nothing is refused.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SAFETENSORS = (
     "data_offsets[0] of a tensor, with its dtype and shape"
 )
 
-# By the bytes at the beginning. What two or three bytes decide is likely enough by chance, one file
-# in millions, that the message must name the way out: it always does.
+# By the bytes at the beginning. Raw numbers begin with a mark of three bytes by chance, in one of
+# millions of files. So every message names the way out.
 _MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a Parquet file", "read its columns with pyarrow, and save each with numpy.save"),
     (b"ARROW1\0\0", "an Arrow (Feather) file", "read its columns with pyarrow, and save each"),
@@ -85,8 +85,8 @@ def refuse_container(
     nbytes : int
         Its size.
     dtype : dtype, optional
-        What the caller takes it for. Text is refused to numbers of several bytes only: to others it
-        may well be the data.
+        What the caller reads it as. Text is refused only for numbers of several bytes; for other
+        dtypes text may be the data.
     """
     found = _container(head, nbytes)
     if found is None and dtype is not None and _is_text(head, dtype):
@@ -94,8 +94,8 @@ def refuse_container(
     if found is not None:
         what, recipe = found
         raise FileFormatError(
-            f"{path} is {what}, not raw numbers: {recipe}. If its bytes are the data all the same, "
-            "say where they begin, as offset=0"
+            f"{path} is {what}, not raw numbers: {recipe}. If its bytes are the data nevertheless, "
+            "give the byte at which they begin, as offset=0"
         )
 
 
@@ -103,7 +103,7 @@ def _container(head: bytes, nbytes: int) -> tuple[str, str] | None:
     for magic, what, recipe in _MAGIC:
         if head.startswith(magic):
             return what, recipe
-    # Its superblock may come after a block of the user's own, whose size is a power of two.
+    # A user block, whose size is a power of two, may precede the superblock.
     if any(head.startswith(_HDF5_MAGIC, at) for at in (0, 512, 1024, 2048)):
         return "an HDF5 file", _HDF5
     if head.startswith(_ZIP_MAGICS):

@@ -24,12 +24,12 @@ from flashwarp.storage.lease import Lease
 
 
 class Review(Protocol):
-    """Looks at the reads of a file from time to time; see `file_access.WayReview`."""
+    """A review of a file's reads, repeated while it is open; see `file_access.WayReview`."""
 
     changes: list[str]
 
     def look(self, file: _native.FileStorage) -> None:
-        """Look, and change the way of the native file if there is a reason."""
+        """Look at the reads, and change between page cache and O_DIRECT if that pays."""
 
 
 class File(Storage):
@@ -47,15 +47,15 @@ class File(Storage):
         Read and write past the page cache (O_DIRECT), or through it. Any alignment is allowed.
     lock : bool
         Refuse a second writer, in any process, and readers beside a writer in this process. The
-        lock ends when this storage and all arrays on it are closed. If False, the file neither
-        checks for others nor is seen by others, and may serve several arrays that store.
+        lock ends when this storage and all arrays on it are closed. If False, it checks for no
+        other user of the file, no other sees it, and several arrays may store to it.
 
     Raises
     ------
     MissingFileError, PathError
-        When it cannot be opened as asked.
+        If it cannot be opened so.
     LockedError
-        When another open file excludes this one; `holder` says in which process.
+        If another open file excludes this one; `holder` says in which process.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class File(Storage):
         status = os.fstat(native.fd)
         self.identity = status.st_dev, status.st_ino
         """Device and inode of the open file; its path may name another file by now."""
-        # Where it is still after a change of the working directory.
+        # Valid after a change of the working directory.
         self._absolute = Path(self._path).absolute()
         super().__init__(native)
 
@@ -160,7 +160,7 @@ class File(Storage):
             )
 
     def look_again(self) -> None:
-        """Change to the page cache or to O_DIRECT, if you left the choice and the change pays.
+        """Change to the page cache or to O_DIRECT, if `o_direct=` was not given and it pays.
 
         Costs 0.2 us, and 50 us each time that `Config.review_bytes` were read.
         """
@@ -176,7 +176,7 @@ class File(Storage):
 
 
 class BlockDevice(File):
-    """A block device, whole or in part, always past the page cache.
+    """A block device, whole or in part, read and written past the page cache.
 
     Parameters
     ----------
@@ -221,8 +221,8 @@ class Mapping:
     def leave(self) -> None:
         """Replace the file's pages by zeros, so that no thread dies of SIGBUS if the file is cut.
 
-        Only for pages that no device has registered. A thread that reads them meanwhile must check
-        afterwards whether they were replaced.
+        Only for pages that no device has registered. A thread that reads at the same time must
+        check afterwards whether they were replaced.
         """
         _native.replace_mapping(self.address, self.nbytes)
 

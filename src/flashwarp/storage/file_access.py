@@ -1,15 +1,14 @@
-"""Which way a file's bytes take: in place, through the page cache, or past it by O_DIRECT.
+"""How files are opened for arrays: in place, through the page cache, or past it by O_DIRECT.
 
 `choose_way` decides at open, from facts that `file_storage` collects. A file that is only read may
-change between page cache and O_DIRECT later: `WayReview` looks at what its reads were like, each
-time that so many bytes have been read, and `reconsider` decides. Both rules are pure functions.
+change between page cache and O_DIRECT later: each time that a number of bytes were read,
+`WayReview` looks at the reads, and `reconsider` decides. Both rules are pure functions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 import os
 import threading
@@ -74,20 +73,25 @@ class FileFacts:
     direct_refusal: str
     """Why the file cannot be read with O_DIRECT; empty if it can."""
 
+    @property
+    def share(self) -> str:
+        """How much of the file is in the page cache, for people."""
+        found = "an unknown part" if self.resident is None else f"{self.resident:.0%}"
+        return f"{found} of the file is in the page cache"
+
 
 def choose_way(facts: FileFacts, defaults: config.Config) -> Way:
     """Choose between page cache and O_DIRECT.
 
-    A file that fits the memory goes through the page cache, however little of it is there now: the
+    A file that fits the memory goes through the page cache, however little of it is there now. The
     first read costs about the same either way, and every later one a tenth of what the drive takes.
-    A larger one goes past it. A miss of the page cache then costs several times a direct read,
-    since other pages must make room: even where most of the file is cached, no caching is faster.
-    A large file that is yet to be filled goes through it all the same: each direct write into a
-    hole waits for the file system to allocate it, and the kernel writes pages back together.
+    A larger file goes past it: a miss of the page cache would cost several times a direct read,
+    because other pages must make room, so O_DIRECT is faster even if most of the file is cached. A
+    large file that is yet to be filled goes through the page cache nevertheless: each direct write
+    into a hole waits for the file system to allocate it, and the kernel writes pages back together.
     """
     room = room_for_pages(facts.available_bytes, facts.reserved_bytes, defaults)
-    found = "unknown" if facts.resident is None else f"{facts.resident:.0%}"
-    share = f"{found} of the file is in the page cache"
+    share = facts.share
     if facts.direct_refusal:
         return Way(False, f"{share}; through it, O_DIRECT cannot: {facts.direct_refusal}")
     if facts.resident is not None and facts.resident >= defaults.in_place_residency:
@@ -111,7 +115,7 @@ def room_for_pages(available_bytes: int, reserved_bytes: int, defaults: config.C
 
 @dataclass(frozen=True)
 class ReadFigures:
-    """What the reads of a file were like since the last change of its way: `ReadCensus`."""
+    """Sums over the reads of a file since the last change of its way, from `ReadCensus`."""
 
     reads: int
     nbytes: int
@@ -156,11 +160,11 @@ _KEPT_SPEED = 0.9
 def reconsider(
     o_direct: bool, seen: ReadFigures, room: int, rates: dict[bool, float]
 ) -> str | None:
-    """Tell why a file that is only read should change its way now, or None.
+    """Return why a file that is only read should change its way now, or None.
 
     Parameters
     ----------
-    direct : bool
+    o_direct : bool
         Its way.
     seen : ReadFigures
         Since the way was chosen.
@@ -188,7 +192,7 @@ def reconsider(
 
 
 def _reconsider_in_order(o_direct: bool, rates: dict[bool, float]) -> str | None:
-    """Try the kernel's long transfers ahead of the reads, and keep them if they are faster."""
+    """Return why to try the kernel's read-ahead, or to end the trial of a slower way."""
     own, other = rates[o_direct], rates.get(not o_direct)
     if other is None:
         return "reads are in order, and the kernel can read ahead" if o_direct else None
@@ -207,11 +211,11 @@ class WayReview:
         As in `FileFacts`.
     every : int
         Bytes that are read before it looks for the first time. After a change it waits for twice as
-        many as before, so that reads of changing kinds do not make it change for ever.
+        many as before, so that a varying workload does not make it change for ever.
 
     Notes
     -----
-    Thread-safe: whoever finds another thread at it goes on without.
+    Thread-safe. If one thread looks, others do not wait for it.
     """
 
     def __init__(self, reserved_bytes: int, every: int) -> None:
@@ -224,7 +228,7 @@ class WayReview:
         self.changes: list[str] = []
 
     def look(self, file: _native.FileStorage) -> None:
-        """Look whether it is time, and change the way of the native file if there is a reason."""
+        """If it is time, look at the reads, and change the way of the file if that pays."""
         if file.nbytes_noted < self._next or not self._lock.acquire(blocking=False):
             return
         try:
@@ -275,7 +279,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Reached:
-    """The storage of an array, how its files were opened and why, and how to let go of them."""
+    """The storage of an array, why its files were opened so, and what closes them."""
 
     storage: Namespace
     why: str
@@ -337,17 +341,14 @@ def _open_parts(
         if not isinstance(part, FilePart):
             storages.append(part)
             continue
-        # Elements that device code reads where they are must lie as loads need them.
-        storage, why, undo = file_storage(
-            part.path,
-            part.layout,
+        # Device code loads elements from where they lie, so these must be aligned.
+        storage, why = file_storage(
+            part,
             access,
+            opened,
             in_place=in_place and part.layout.offset % _LOAD_BYTES_MAX == 0,
             reserved_bytes=reserved_bytes - part.layout.nbytes,
-            shown=part.shown,
         )
-        opened.callback(undo)
-        opened.callback(storage.close)
         if isinstance(storage, File) and part.layout.identity not in (None, storage.identity):
             raise PathError(
                 errno.ESTALE, "was replaced while it was opened: open it again", part.path
@@ -357,30 +358,24 @@ def _open_parts(
     return storages, reasons
 
 
-def _nothing() -> None:
-    pass
-
-
 def file_storage(
-    path: str,
-    layout: npy.Layout,
+    part: FilePart,
     access: Access,
+    opened: contextlib.ExitStack,
     *,
-    in_place: bool = True,
-    reserved_bytes: int = 0,
-    shown: str = "",
-) -> tuple[Storage, str, Callable[[], None]]:
-    """Choose how the file is reached: in place, through the page cache, or past it.
+    in_place: bool,
+    reserved_bytes: int,
+) -> tuple[Storage, str]:
+    """Open a file: in place, through the page cache, or past it.
 
-    Returns the storage, why it is reached so, and what releases it after the storage's last use.
+    Returns the storage, which `opened` closes, and why it was opened so.
     """
+    path, layout = part.path, part.layout
     if layout.nbytes == 0:
-        # Nothing to reach; one block of memory stands in, so that the rest needs no special case.
-        return Memory(np.zeros(512, np.uint8), access.writable), "the array is empty", _nothing
-    end = layout.offset + layout.nbytes
-    resident, mapping, unknown = _residency(path, end)
+        # There are no bytes. One block of memory stands in, so the rest needs no special case.
+        return Memory(np.zeros(512, np.uint8), access.writable), "the array is empty"
+    resident, mapping, unknown = _residency(path, layout.offset + layout.nbytes)
     defaults = config.current()
-    warm = resident is not None and resident >= defaults.in_place_residency
     facts = FileFacts(
         nbytes=layout.nbytes,
         available_bytes=host_memory.available_bytes(),
@@ -390,33 +385,28 @@ def file_storage(
         allocated_bytes=os.stat(path).st_blocks * 512,
         direct_refusal=_refusal_of_direct(path) if access.o_direct is None else "",
     )
-    asked = access.o_direct is not None
+    why, refusal = "", ""
+    if mapping is not None:
+        opened.callback(mapping.close)
+        if in_place and _wants_in_place(facts, access, defaults):
+            budget = int(facts.available_bytes * defaults.in_place_budget)
+            found: File | str = f"it exceeds the {budget} bytes that may be pinned"
+            if access.device.kind == "cpu" or mapping.nbytes <= budget:
+                found = _read_in_place(path, layout, mapping, access)
+            if isinstance(found, File):
+                if found.lease is not None:
+                    opened.callback(found.lease.close)
+                opened.callback(found.close)
+                held = "immutable=True" if found.lease is None else "a lease holds writers off"
+                return found, f"{facts.share}; {held}"
+            refusal, why = found, f"; it is not read in place, because {found}"
+        mapping.close()
     way = choose_way(facts, defaults)
     if access.o_direct is not None:
         how = "O_DIRECT" if access.o_direct else "through the page cache"
         way = Way(access.o_direct, f"{how}, as asked for")
-    why, refusal = f"{way.why}{unknown}", ""
-    on_gpu = access.device.kind == "cuda"
-    # The CPU device does it only if it is asked to: its rings copy what is in the page cache.
-    wanted = warm if on_gpu else access.asks_in_place
-    # The page cache has the file, whatever would be chosen for reads by rings.
-    may_map = in_place and wanted and not access.writable and not access.o_direct
-    if may_map and mapping is not None:
-        budget = int(facts.available_bytes * defaults.in_place_budget)
-        if end <= budget or not on_gpu:
-            found = _read_in_place(path, layout, mapping, access)
-            if not isinstance(found, str):
-                share = f"{resident:.0%} of the file is in the page cache"
-                pinned = f", and it fits the {budget} bytes that may be pinned" if on_gpu else ""
-                held = "immutable=True" if found.lease is None else "a lease holds writers off"
-                return found, f"{share}{pinned}; {held}", functools.partial(_leave, found)
-            refusal = found
-            why += f"; it is not read in place, because {refusal}"
-        else:
-            why += f"; it exceeds the {budget} bytes that may be pinned"
-    if mapping is not None:
-        mapping.close()
-    reviewed = not (asked or access.writable or facts.direct_refusal) and defaults.review_bytes > 0
+    kept = access.o_direct is not None or access.writable or bool(facts.direct_refusal)
+    reviewed = not kept and defaults.review_bytes > 0
     storage = File(
         path,
         layout.offset,
@@ -424,17 +414,27 @@ def file_storage(
         writable=access.writable,
         o_direct=way.o_direct,
         lock=access.lock,
-        _name=shown,
+        _name=part.shown,
         _may_change=reviewed,
     )
+    opened.callback(storage.close)
     storage.lease_refusal = refusal
     if reviewed:
         storage.review = WayReview(reserved_bytes, defaults.review_bytes)
-    return storage, why, _nothing
+    return storage, f"{way.why}{unknown}{why}"
+
+
+def _wants_in_place(facts: FileFacts, access: Access, defaults: config.Config) -> bool:
+    if access.writable or access.o_direct:
+        return False
+    if access.device.kind == "cpu":
+        # Only on request: its rings copy what is in the page cache.
+        return access.asks_in_place
+    return facts.resident is not None and facts.resident >= defaults.in_place_residency
 
 
 def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Access) -> File | str:
-    """Return the file behind a mapping, under a lease; or why it cannot be had so."""
+    """Return the file behind a mapping, under a lease; or why it cannot be read in place."""
     lease = None
     if not (access.immutable and access.device.kind == "cuda"):
         try:
@@ -463,14 +463,7 @@ def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Acce
     return "its path names another file than a moment ago"
 
 
-def _leave(storage: File) -> None:
-    if storage.lease is not None:
-        storage.lease.close()
-    if storage.mapping is not None:
-        storage.mapping.close()
-
-
-# Looking at more pages than this costs more than the answer is worth.
+# A look at the pages of a larger file costs more than the answer is worth.
 _RESIDENCY_BYTES_MAX = 64 << 30
 
 

@@ -1,7 +1,7 @@
-"""Files by name: what may be opened, and why the rest may not, as errors of ours.
+"""Files by name: which may be opened and made, and typed errors for all others.
 
-Regular files and block devices only. Their kind is checked on the descriptor, so that nobody can
-exchange the file in between; `native/storage/open_file.h` says how.
+Regular files and block devices only. Their kind is checked on the open descriptor, so no process
+can exchange the file in between; `native/storage/open_file.h` says how.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _instead(path: object) -> str:
 
 
 def check(path: str, writable: bool) -> os.stat_result:
-    """Refuse by name what cannot be opened; its descriptor is checked again.
+    """Refuse by name what cannot be opened; the open descriptor is checked again.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def open_for_reading(path: str) -> BinaryIO:
 
 
 def opened(attempt: Callable[[], T], path: str, *, writable: bool) -> T:
-    """Return what `attempt` opens, after it has waited for others to give up a lease.
+    """Return what `attempt` opens, after other processes have ended their leases.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def _missing(path: str) -> MissingFileError:
 
 
 def check_new(name: str, overwrite: bool) -> str:
-    """Return the file that a name stands for, links followed, if it may be made there.
+    """Return the file that may be made under a name, with links followed.
 
     Raises
     ------
@@ -203,15 +203,15 @@ def check_new(name: str, overwrite: bool) -> str:
 
 
 class Draft:
-    """A file that is built beside its place and takes it at once, by `publish`.
+    """A file that is built beside its target and takes its name at once, by `publish`.
 
-    Without that the end of the ``with`` statement removes it. The file that it replaces is locked
-    meanwhile, and gives it owner and permissions.
+    If `publish` was not called, the end of the ``with`` statement removes it. Until then the file
+    that it replaces is locked. The new file gets its owner and permissions.
 
     Parameters
     ----------
     target : str
-        Where it comes to lie; as `check_new` returns it.
+        Its final name, as `check_new` returns it.
     overwrite : bool
         Whether something may lie there.
     lock : bool
@@ -225,7 +225,7 @@ class Draft:
         self._overwrite = overwrite
         self._lock = lock
         self._folder = str(Path(target).parent)
-        # Nobody can guess it, and names of any length have room for it.
+        # No other process can guess it, and it fits beside a target name of any length.
         self.path = str(Path(self._folder) / f".flashwarp-{os.urandom(8).hex()}")
         self._held = contextlib.ExitStack()
 
@@ -249,7 +249,7 @@ class Draft:
         return self
 
     def _old_file(self, held: contextlib.ExitStack) -> os.stat_result | None:
-        """Look at what is replaced, and keep writers from it until the end."""
+        """Return the status of the file to replace, and keep writers from it until the end."""
         if not self._overwrite:
             return None
         try:
@@ -270,7 +270,7 @@ class Draft:
         Raises
         ------
         ExistingFileError
-            When somebody else has made a file there meanwhile.
+            If another process has made a file there in the meantime.
         PathError
         """
         try:
@@ -281,7 +281,7 @@ class Draft:
             self._sync_folder()
         except FileExistsError as error:
             raise ExistingFileError(
-                errno.EEXIST, "was made by somebody else meanwhile", self.target
+                errno.EEXIST, "was made by another process in the meantime", self.target
             ) from error
         except OSError as error:
             raise write_error(error, self.target) from error
@@ -292,13 +292,14 @@ class Draft:
         except FileExistsError:
             raise
         except OSError:
-            # A file system without hard links: who makes the same file in this moment loses it.
+            # A file system without hard links. A file that another process makes between these two
+            # lines is lost.
             if os.path.lexists(self.target):
                 raise FileExistsError(errno.EEXIST, "", self.target) from None
             os.rename(self.path, self.target)
 
     def _open_folder(self, held: contextlib.ExitStack) -> int | None:
-        """Open the folder where that is allowed: later there may be no descriptor to be had."""
+        """Open the folder if that is allowed; later the process may have no descriptor left."""
         try:
             descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except PermissionError:
@@ -307,13 +308,13 @@ class Draft:
         return descriptor
 
     def _sync_folder(self) -> None:
-        """Make the name durable; a new file whose name cannot be is removed again."""
+        """Make the name durable. If that fails, remove a new file again."""
         if self._folder_descriptor is None:
             return
         try:
             os.fsync(self._folder_descriptor)
         except OSError as error:
-            if error.errno == errno.EINVAL:  # a file system that has no such thing
+            if error.errno == errno.EINVAL:  # a file system that cannot sync folders
                 return
             if not self._overwrite:
                 os.unlink(self.target)
@@ -351,7 +352,7 @@ def write_error(error: OSError, path: str) -> PathError:
 
 
 def _locked(number: int, how: str, path: str) -> LockedError:
-    opt_out = "or open it with lock=False if you keep their changes apart"
+    opt_out = "or open it with lock=False if you keep the changes apart yourself"
     if number == errno.EDEADLK:
         use = "use that array" if "writing" in how else "close that first"
         return LockedError(

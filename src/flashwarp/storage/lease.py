@@ -1,10 +1,10 @@
-"""`Lease`: a file that nobody can write or cut before we have stopped reading it in place.
+"""`Lease`: a file that no process can write or cut before we have stopped reading it in place.
 
-The system holds a writer's open, and a truncate, until the lease is given up (fcntl(2), F_SETLEASE;
-at most /proc/sys/fs/lease-break-time, 45 s). One thread of the process, the keeper, looks every
-10 ms whether somebody waits. Then it makes the reader leave the file's pages, and only afterwards
-gives the lease up. When no writer has the file open any more it takes the lease again, which proves
-that what is read from then on is the newest.
+Linux holds a writer's open, and a truncate, until the lease is released (fcntl(2), F_SETLEASE; at
+most /proc/sys/fs/lease-break-time, 45 s). One thread of the process, the keeper, looks every 10 ms
+for a waiting writer. If there is one, it makes the reader leave the file's pages, and then releases
+the lease. When no writer has the file open any more, it takes the lease again. That proves that
+later reads see the newest contents.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["Lease"]
 
 _log = logging.getLogger(__name__)
 
-# How long a writer waits for the keeper to look, and how often that costs a core some microseconds.
+# The longest that a writer waits for the keeper's look, which costs some microseconds of a core.
 _POLL_S = 0.01
-# How long a writer's file is left alone before the lease is asked for again: ten breaks a second
-# are the most that somebody who opens it again and again has to wait for.
+# How long to wait before taking the lease again. So a process that opens the file for writing again
+# and again waits for at most ten breaks a second.
 _RETAKE_S = 0.1
 # Bound of the wait for the keeper when the interpreter ends: a break takes milliseconds.
 _STOP_S = 2.0
 
 _REFUSALS = {
     errno.EACCES: "the file is another user's, and only its owner may take a lease",
-    errno.EAGAIN: "somebody has the file open for writing",
+    errno.EAGAIN: "a process has the file open for writing",
     errno.EINVAL: "its file system, or a file of its kind, has no leases",
     errno.ENOLCK: "its file system has no leases",
     errno.EOPNOTSUPP: "its file system has no leases",
@@ -53,12 +53,12 @@ class Lease:
     Raises
     ------
     OSError
-        When there is none to have; `refusal` says why, for people.
+        If no lease can be taken; `refusal` says why, for people.
 
     Notes
     -----
-    A forked child has no part in it: its copy of the descriptor is closed, and the lease stays the
-    parent's. A break sends no signal to the process.
+    The lease stays the parent's after a fork: the child's copy of the descriptor is closed. A break
+    sends no signal to the process.
     """
 
     def __init__(self, path: str) -> None:
@@ -69,7 +69,7 @@ class Lease:
         self._held = True
         self._retake_at = 0.0
         self._fd = -1
-        # Not blocking: somebody else's lease would make even an open for reading wait.
+        # Not blocking: another process's lease would make even an open for reading wait.
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             self._take()
@@ -87,7 +87,7 @@ class Lease:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Device and inode of the file that is held, whatever its path names meanwhile."""
+        """Device and inode of the file that is held, even if its path names another by now."""
         status = os.fstat(self._fd)
         return status.st_dev, status.st_ino
 
@@ -108,14 +108,14 @@ class Lease:
             breaks. Returns whether there was any. Runs in the keeper's thread, while the writer
             waits.
         changed : callable
-            Told after each break, and when the lease was taken again, that the file may have other
-            contents now. Gets an error when it may have had them while it was read in place.
+            Called after each break, and when the lease was taken again: the file may have other
+            contents now. It gets an error if reads in place may have seen such a change.
         """
         self._leave, self._changed = leave, changed
         _keeper.start()
 
     def close(self) -> None:
-        """Give the lease up; whoever reads in place must have stopped. May be called twice."""
+        """Release the lease; all reading in place must have stopped. May be called twice."""
         with self._turn:
             if self._fd < 0:
                 return
@@ -125,7 +125,7 @@ class Lease:
             self._leave = self._changed = None
 
     def __del__(self) -> None:
-        # With the last descriptor of the description the lease ends, too.
+        # The lease ends with the last descriptor of the open file description.
         if self._fd >= 0:
             os.close(self._fd)
 
@@ -150,7 +150,7 @@ class Lease:
         was_in_place = True
         try:
             was_in_place = leave()
-        except Exception as error:  # the reader's failure; the writer must not wait for it
+        except Exception as error:  # of the reader; the writer must not wait for it
             _log.exception("the pages of %s could not be left", self.path)
             failure = f"its pages could not be left: {error}"
         if not self._unlock() and was_in_place:
@@ -176,14 +176,14 @@ class Lease:
     def _retake(self) -> bool:
         try:
             self._take()
-        except OSError:  # somebody writes it still
+        except OSError:  # a process still writes it
             self._retake_at = time.monotonic() + _RETAKE_S
             return False
         self._held = True
         return True
 
     def _unlock(self) -> bool:
-        """Give the lease up; tell whether it was ours until now."""
+        """Release the lease; return whether it was ours until now."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:
@@ -191,7 +191,7 @@ class Lease:
         return True
 
     def _forget_in_child(self) -> None:
-        """Let go of the description, without ending the parent's lease on it."""
+        """Close the child's descriptor, without ending the parent's lease."""
         self._turn = threading.Lock()
         if self._fd >= 0:
             os.close(self._fd)
@@ -208,7 +208,7 @@ def _lost(path: str, why: str) -> StorageError:
 
 
 class _Keeper:
-    """The thread that looks after all leases of the process, while there are any."""
+    """The thread that attends to all leases of the process, while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -228,8 +228,8 @@ class _Keeper:
     def start(self) -> None:
         with self._lock:
             if self._thread is None and not self._stop.is_set():
-                # A daemon, which `_end` stops before the interpreter is taken down: writers are
-                # answered for as long as any thread of the program goes on.
+                # A daemon, which `_end` stops before the interpreter ends: writers are answered as
+                # long as any thread of the program runs.
                 self._thread = threading.Thread(
                     target=self._run, name="flashwarp leases", daemon=True
                 )
@@ -241,7 +241,7 @@ class _Keeper:
                 return
 
     def _attend_all(self) -> bool:
-        """Look at each lease; False where there is none any more, and the thread is to end."""
+        """Look at each lease; return False if there is none any more, which ends the thread."""
         with self._lock:
             leases = [lease for lease in self._leases if not lease.closed]
             if not leases:

@@ -30,10 +30,10 @@ class Memory(Storage):
 
     Notes
     -----
-    An array knows only of stores that go through it. After you have written to the memory yourself,
-    call the array's `drop_cache`. Until then the array may have the old bytes, or parts of both for
-    a line that it read while you wrote. Stores through another `Memory` on the same bytes count as
-    yours.
+    An array sees only stores that go through it. After you have written to the memory yourself,
+    call the array's `drop_cache`. Until then the array may return the old bytes, or parts of both
+    for a line that it read while you wrote. The same holds for stores through another `Memory` on
+    the same bytes.
     """
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:

@@ -83,8 +83,8 @@ def layout_of(file: BinaryIO, path: str) -> Layout:
         offset = file.tell()
     except OSError:
         raise
-    # numpy parses the header as Python text, and lets pass whatever a tokenizer, a literal or a
-    # dtype of nonsense raises, down to RecursionError.
+    # numpy parses the header as Python text, and does not catch what a tokenizer, a literal or a
+    # malformed dtype raises, down to RecursionError.
     except Exception as error:
         raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
     status = os.fstat(file.fileno())
