@@ -1,4 +1,4 @@
-"""How long a thread has waited: a process that was stopped has not waited meanwhile."""
+"""A clock for waits, which stands still while the process is stopped."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 __all__ = ["STEP_MAX_S", "Waited"]
 
 STEP_MAX_S = 0.1
-"""What the time between two looks counts for at most; whoever waits looks more often."""
+"""The longest time that counts between two looks; callers look more often."""
 
 
 class Waited:
     """A clock of one wait, which starts now.
 
-    The system's clock goes on while a process is stopped (Ctrl-Z, a debugger, a suspended machine).
-    So each step from look to look counts for at most `STEP_MAX_S`, and a limit of seconds is one of
-    seconds in which the process ran.
+    The system's clock runs on while a process is stopped (Ctrl-Z, a debugger, a suspended machine).
+    So each step from look to look counts for at most `STEP_MAX_S`, and a limit in seconds is a
+    limit of the seconds in which the process ran.
     """
 
     def __init__(self) -> None:

@@ -52,7 +52,7 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
     """Return an integer argument; floats, bools and text are refused.
 
     Raises ArgumentError, which names the argument, its value and its limits. If a limit is None,
-    the value has no limits.
+    there are no limits.
     """
     found = _integer(value)
     if low is None or high is None:

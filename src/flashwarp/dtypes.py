@@ -1,4 +1,4 @@
-"""Dtypes and shapes that an array can have: values that are their bytes, and lengths that count."""
+"""Checks of the dtypes and shapes that an array can have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["check_dtype", "check_shape"]
 
 
 def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return a dtype whose values are their bytes, or raise DtypeError."""
+    """Return a dtype whose values consist of their bytes; raises DtypeError for others."""
     if dtype is None:
-        raise DtypeError("no dtype is given; numpy would take float64")
+        raise DtypeError("no dtype is given: name one; numpy's default would be float64")
     try:
         result = np.dtype(dtype)
-    except Exception as error:  # numpy parses texts: ValueError, SyntaxError and others, too
+    except Exception as error:  # numpy parses texts, and raises SyntaxError and others
         raise DtypeError(f"{dtype!r} is not a dtype") from error
     if result.hasobject:
         raise DtypeError(
@@ -41,8 +41,8 @@ def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 def check_shape(shape: int | Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return a shape as a tuple of int, or raise ArgumentError.
 
-    Lengths are integers, and neither floats nor bools nor texts. An array has no more axes than
-    numpy's, and its lengths but for those of 0 make no more bytes than 2^63 - 1.
+    Lengths are integers, not floats, bools or texts. An array has at most as many axes as numpy's.
+    The lengths that are not 0 make at most 2^63 - 1 bytes.
     """
     lengths: Any = shape if np.iterable(shape) else (shape,)
     if isinstance(lengths, str | bytes | bytearray | Mapping | Set):

@@ -1,9 +1,9 @@
-"""How things end: what is open is closed before the interpreter goes, and nothing ends half way.
+"""How things end: open arrays are closed before the interpreter ends, and no step ends half way.
 
-One registry knows every open array. It closes them, which flushes them, when the interpreter ends
-or their device is closed, whoever still holds them. A forked child owns none of it. `uninterrupted`
-and `holding` keep signal handlers that raise, such as that of Ctrl-C, out of what must be done as a
-whole.
+One registry knows every open array. When the interpreter ends, or the array's device is closed, the
+registry flushes and closes it, whichever code still holds it. A forked child owns no array of its
+parent. `uninterrupted` and `holding` keep signal handlers that raise, such as that of Ctrl-C, out
+of steps that must be done as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, SupportsIndex, TypeVar
 
 from flashwarp import _native
 from flashwarp.errors import ClosedError, CopyError
@@ -37,20 +37,20 @@ T = TypeVar("T")
 
 
 def uninterrupted(act: Callable[[], T]) -> T:
-    """Call a function where no signal handler runs; signals wait until it has returned.
+    """Call a function in a thread in which no signal handler runs.
 
-    Python runs handlers in the main thread only. There the call takes a thread of its own, and 50
-    us; elsewhere nothing.
+    Python runs handlers in the main thread only. So a call from the main thread runs in another
+    thread, which takes 50 us, and signals wait until it has returned.
     """
     if threading.get_ident() != threading.main_thread().ident:
         return act()
     return _native.uninterrupted(act)
 
 
-def holding(locks: Sequence[Any], act: Callable[[], T]) -> T:
-    """Call a function while holding locks, which come free however it ends.
+def holding(locks: Sequence[object], act: Callable[[], T]) -> T:
+    """Call a function while holding locks, and release them however it ends.
 
-    A handler that raises between two lines of a ``with`` statement could leave its lock taken.
+    In a ``with`` statement, a signal handler could raise between two lines and leave a lock taken.
     """
     for lock in locks[:0:-1]:
         act = partial(_native.holding, lock, act)
@@ -58,41 +58,41 @@ def holding(locks: Sequence[Any], act: Callable[[], T]) -> T:
 
 
 class Open(Protocol):
-    """What the registry holds."""
+    """An object in the registry."""
 
     @property
     def device(self) -> object:
-        """The device that it is on."""
+        """Its device."""
 
     def close(self) -> BaseException | None:
-        """Flush and release it; return what could not be done. May be called twice."""
+        """Flush and release it; return what failed. May be called twice."""
 
 
 _open: dict[int, Open] = {}  # in the order of opening
-_last: list[Callable[[], None]] = []  # what ends after everything in the registry
+_last: list[Callable[[], None]] = []  # called after everything in the registry is closed
 _in_child: list[Callable[[], None]] = []
 _ended = False
 
 
 def check_not_ended() -> None:
-    """Raise ClosedError once the interpreter ends: what opens now would never be closed."""
+    """Raise ClosedError if the interpreter is ending: nothing would close what opens now."""
     if _ended:
         raise ClosedError("the interpreter is ending: nothing can be opened any more")
 
 
 def remember(thing: Open) -> None:
-    """Hold something until it is closed."""
+    """Enter an object into the registry, which holds it until it is closed."""
     check_not_ended()
     _open[id(thing)] = thing
 
 
 def forget(thing: Open) -> None:
-    """Let go of something that was closed."""
+    """Remove an object that was closed from the registry."""
     _open.pop(id(thing), None)
 
 
 def close_all(device: object = None) -> BaseException | None:
-    """Close what is open, on one device or on all, last opened first; return what failed."""
+    """Close all open objects, or those on one device, last opened first; return what failed."""
     failures: list[BaseException] = []
     for thing in reversed(list(_open.values())):
         if device is None or thing.device is device:
@@ -113,14 +113,14 @@ def first_of(errors: Sequence[BaseException]) -> BaseException | None:
 
 
 def at_exit(close: Callable[[], None]) -> Callable[[], None]:
-    """Call something when the interpreter ends and the registry is empty; a decorator."""
+    """Call a function when the interpreter ends and the registry is empty; a decorator."""
     _last.append(close)
     return close
 
 
 @atexit.register
 def _end() -> None:
-    """Close everything. What fails is printed by the interpreter, as for any exit function."""
+    """Close everything. The interpreter prints failures, as for any exit function."""
     global _ended
     _ended = True
     failure = close_all()
@@ -131,7 +131,7 @@ def _end() -> None:
 
 
 def after_fork(forget: Callable[[], None]) -> None:
-    """Call something in each forked child, which has none of its parent's threads."""
+    """Call a function in each forked child, which has none of its parent's threads."""
     _in_child.append(forget)
 
 
@@ -147,15 +147,15 @@ os.register_at_fork(after_in_child=_forget_all)
 class NotCopied:
     """Base of objects that own something. Copying is refused: a copy would end what it shares."""
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         raise CopyError(f"{self!r} cannot be copied: pass on the object itself")
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Self:
         raise CopyError(f"{self!r} cannot be copied: pass on the object itself")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         raise CopyError(
-            f"{self!r} cannot be pickled: send what it was made from, and make it there"
+            f"{self!r} cannot be pickled: send the arguments that made it, and make it there"
         )
 
 

@@ -1,7 +1,7 @@
 """Every exception that flashwarp raises.
 
-Each is a `FlashwarpError` and also the built-in error a reader would expect, so that
-``except IndexError`` keeps working. Messages name the value, the limit and the way out.
+Each is a `FlashwarpError` and also the built-in error that a reader expects, so that
+``except IndexError`` works. Messages name the value, the limit and the way out.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ArgumentError(FlashwarpError, ValueError):
 
 
 class DtypeError(FlashwarpError, TypeError):
-    """A dtype or index type that flashwarp cannot store or index with."""
+    """flashwarp cannot store this dtype, or index with it."""
 
 
 class BoundsError(FlashwarpError, IndexError):
-    """An index is outside of the array; the message has the index and the length."""
+    """An index is out of bounds; the message has the index and the length."""
 
 
 class DataPathError(FlashwarpError, RuntimeError):
@@ -63,7 +63,7 @@ class ExistingFileError(FlashwarpError, FileExistsError):
 
 
 class IndexDtypeError(DtypeError, IndexError):
-    """An index that is not made of integers."""
+    """An index has elements that are not integers."""
 
 
 class MissingFileError(FlashwarpError, FileNotFoundError):
@@ -75,7 +75,7 @@ class PathError(FlashwarpError, OSError):
 
 
 class LockedError(PathError):
-    """Another writer has the file or storage, or this process reads what you want to write.
+    """Another writer has the file or storage, or this process reads what you open for writing.
 
     Attributes
     ----------
@@ -140,7 +140,7 @@ class CopyError(FlashwarpError, TypeError):
 
 
 class CacheError(FlashwarpError, ValueError):
-    """A cache cannot have this geometry, or is too small for what it must hold."""
+    """A cache cannot have this geometry, or has no room for what it must hold."""
 
 
 class ControllerError(FlashwarpError, RuntimeError):

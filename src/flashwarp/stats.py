@@ -1,4 +1,4 @@
-"""Counters of an array: hits, misses, and what they cost."""
+"""Counters of an array: hits, misses, and the transfers that they caused."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["Stats"]
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of an array's counters. All counts begin when the array is opened.
+    """A snapshot of an array's counters, which start at 0 when the array is opened.
 
     Hits and misses count line accesses of the built-in operations: a row in two lines counts two.
-    A kernel that accesses the array by elements counts its misses but not its hits, because a hit
-    costs two looks at a tag and a counter would double that. `kernel_misses` and
-    `kernel_bytes_read` count these misses apart, and the ratios leave them out.
+    A kernel that accesses the array by elements counts its misses but not its hits: a hit loads a
+    tag twice, and a counter would double its cost. `kernel_misses` and `kernel_bytes_read` count
+    these misses separately, and the ratios leave them out.
     """
 
     hits: int
     """Line accesses that found their line in the cache."""
     misses: int
-    """Line accesses that fetched their line, or waited for one in flight."""
+    """Line accesses that fetched their line, or waited for a fetch in flight."""
     evictions: int
-    """Lines that left their frame to make room for others."""
+    """Lines that were evicted from their frame."""
     write_backs: int
     """Dirty lines written to the storage."""
     bytes_read: int
@@ -30,19 +30,19 @@ class Stats:
     bytes_written: int
     """Bytes to the storage."""
     bytes_used: int
-    """Bytes that callers asked for."""
+    """Bytes that callers requested."""
     commands: int
     """NVMe commands submitted."""
     doorbells: int
-    """Submission doorbells rung; commands / doorbells is the mean batch."""
+    """Submission doorbells rung; ``commands / doorbells`` is the mean batch."""
     helps: int
-    """Times a waiting warp drained completions."""
+    """How often a waiting warp drained completions."""
     errors: int
     """Commands that failed."""
     tier_hits: int = 0
     """Misses that the host-memory tier answered instead of the storage."""
     tier_lines: int = 0
-    """Lines that made room and went to the host-memory tier."""
+    """Evicted lines that went to the host-memory tier."""
     kernel_misses: int = 0
     """Of `misses`, those of kernels that access the array element by element."""
     kernel_bytes_read: int = 0

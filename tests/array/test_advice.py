@@ -212,7 +212,7 @@ def test_rows_read_again_past_the_page_cache_are_advised_to_go_through_it(tmp_pa
 
         advice = x.explain().advice
         assert any("o_direct=False" in sentence for sentence in advice)
-        assert any(f"{x.stats.evictions} lines made room" in sentence for sentence in advice)
+        assert any(f"{x.stats.evictions} lines were evicted" in sentence for sentence in advice)
 
 
 def test_calls_of_a_row_each_are_advised_to_be_fewer(tmp_path: Path) -> None:

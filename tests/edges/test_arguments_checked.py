@@ -17,6 +17,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import config, trace
 from flashwarp.apps import graphs
+from flashwarp.array.share_table import ENTRIES_MAX
 from flashwarp.config import Config, flag, integer, number, parse_bytes
 from flashwarp.errors import (
     ArgumentError,
@@ -202,9 +203,7 @@ def test_a_range_of_no_bytes_is_not_the_whole_file(path: Path) -> None:
         File(path, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "entries", [0, -1, 2.0, True, "8", fw.array.share_table.ENTRIES_MAX + 1], ids=repr
-)
+@pytest.mark.parametrize("entries", [0, -1, 2.0, True, "8", ENTRIES_MAX + 1], ids=repr)
 def test_entries_of_a_share_table(entries: Any) -> None:
     with fw.Cache("1 MiB", device="cpu") as cache, pytest.raises(ArgumentError, match="entries="):
         fw.ShareTable(cache, entries=entries)

@@ -143,7 +143,7 @@ def test_array_where_a_pointer_is_wanted_and_the_other_way_round(
 ) -> None:
     with pytest.raises(ArgumentError, match="has no address"):
         program["count_threads"](floats)
-    with pytest.raises(ArgumentError, match=r"wants a flashwarp\.Array, not ndarray"):
+    with pytest.raises(ArgumentError, match=r"takes a flashwarp\.Array, not ndarray"):
         program["mine::scale"](np.zeros(3, np.float32), 1)
 
 
@@ -153,7 +153,7 @@ def test_array_where_a_pointer_is_wanted_and_the_other_way_round(
 def test_number_of_axes_is_checked(program: fw.Program, tmp_path: Path, device: CpuDevice) -> None:
     with (
         fw.create(tmp_path / "x.npy", "i4", (30,), device=device) as x,
-        pytest.raises(ArgumentError, match="wants 2 axes, the array has shape"),
+        pytest.raises(ArgumentError, match="takes 2 axes, the array has shape"),
     ):
         program["transpose"](x, x)
 

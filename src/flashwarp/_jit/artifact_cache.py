@@ -44,7 +44,7 @@ _STALE_S = 3600.0
 
 @dataclass(frozen=True)
 class Entry:
-    """What one compilation gave: the cubin and the compiler's log."""
+    """The result of one compilation: the code and the compiler's log."""
 
     cubin: bytes
     log: str
@@ -262,7 +262,7 @@ class _Memory:
 
 
 class _Once:
-    """What was said already, in this process."""
+    """Warnings that this process has given already."""
 
     def __init__(self) -> None:
         self._seen: dict[str, object] = {}

@@ -43,11 +43,11 @@ class Source:
     Attributes
     ----------
     name : str
-        What the compiler's messages call it.
+        Its name in the compiler's messages.
     text : bytes
         The code.
     folder : Path or None
-        Where headers that it includes with quotes may lie.
+        A folder in which headers that it includes with quotes may lie.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one kernel uses, without the functions it calls; None where the log does not say.
+    """The resources of one kernel without the functions it calls; None if the log lacks them.
 
     The sizes of the parameters come from the code itself and are always known.
     """
@@ -92,11 +92,11 @@ class Artifact:
     arch : str
         The architecture, such as "sm_90".
     key : str
-        What it is found by: the same for the same inputs.
+        The key under which it is kept: the same for the same inputs.
     cubin : bytes
-        What the driver loads.
+        The code, which the driver loads.
     log : str
-        What the compiler said, with every kernel's resources.
+        The compiler's output, with every kernel's resources.
     kernels : dict
         Resources by kernel name.
     from_cache : bool
@@ -152,7 +152,7 @@ def compile_source(
     Returns
     -------
     Artifact
-        Blocks for one to some seconds when it has to compile.
+        Blocks for one to several seconds if it must compile.
     """
     key, entry, from_cache = _compiled(
         source, include_dirs, (f"--gpu-architecture={arch}", *OPTIONS), options, "CUBIN", cache
@@ -217,7 +217,7 @@ def _compiled(
 def _compile(
     source: Source, headers: Headers, arguments: Sequence[str], form: str
 ) -> tuple[bytes, str]:
-    """Compiles; where the compiler lacks a header whose name a macro makes, hands that too."""
+    """Compiles. If the compiler lacks a header, which a macro names, compiles again with it."""
     while True:
         try:
             return driver.nvrtc_compile(source.text, source.name, headers.contents, arguments, form)
@@ -234,7 +234,7 @@ _MISSING = re.compile(
     r'"(?P<name>[^"]+)"',
     re.MULTILINE,
 )
-# Options that read files, or whose result depends on the time.
+# Options that read files, or make the result depend on the time.
 _READS_MORE = re.compile(r"^--?(?:use-pch|create-pch|pch-dir)|__(?:DATE|TIME|TIMESTAMP)__")
 
 
@@ -281,7 +281,7 @@ def type_sizes(
 ) -> dict[str, int]:
     """Tell the sizes of types that a source defines; 0 for those that it does not complete.
 
-    Kernels that take a parameter one byte longer tell them: compiled code lists its parameters.
+    Compiles kernels with a parameter one byte longer: compiled code lists its parameters' sizes.
     """
     probes = "".join(
         f'extern "C" __global__ void fw_size_{i}(fw_size<{each}>) {{}}\n'
@@ -309,8 +309,8 @@ def _key(source: Source, headers: Headers, how: Iterable[str]) -> str:
 _GAP = rb"(?:[ \t\v\f]|/\*.*?\*/)*+"
 _NAME = rb'(?:"(?P<quoted>[^"\n]+)"|<(?P<angled>[^>\n]+)>)'
 _JOINED = re.compile(rb"\\[ \t]*\r?\n")
-# `%:` is another spelling of `#`. What stands in comments or strings is taken for a directive, too:
-# to hand over a header that nobody includes costs nothing.
+# `%:` is another spelling of `#`. Directives in comments and strings are found too: an unneeded
+# header costs nothing.
 _INCLUDE = re.compile(rb"(?:\#|%%:)%b\binclude(?:_next)?\b%b(?:%b)?" % (_GAP, _GAP, _NAME), re.S)
 _HAS_INCLUDE = re.compile(rb"__has_include(?:_next)?\b(?:%b\(%b%b)?" % (_GAP, _GAP, _NAME), re.S)
 _ASKS_FOR_IT = re.compile(rb"(?:def|defined)[\s(]*\Z")
@@ -326,7 +326,7 @@ class Headers:
     Attributes
     ----------
     contents : dict
-        What is handed to the compiler.
+        The headers for the compiler.
     known : bool
         Whether they are all that the code depends on. Names that a macro makes are not known before
         the compiler asks for them, and may be absolute; neither is the time of day.
@@ -388,7 +388,7 @@ def _read(path: Path) -> bytes:
         raise CompileError(f"device source {path} cannot be read: {error.strerror}") from error
 
 
-# What the assembler says of each kernel.
+# The assembler's lines about each kernel.
 
 # "Compiling entry function 'fw_gather_rows' for 'sm_90'", then lines about it and what it calls.
 _LOG_KERNEL = re.compile(r"Compiling entry function '(\w+)'")

@@ -2,8 +2,8 @@
 
 `Context` owns one GPU's primary context and makes it current around every call, so any thread may
 use it. Every failing driver call raises an exception that names the call, CUDA's error and what to
-do about it. Nothing here waits without a time limit, and nothing synchronizes a whole device: a
-kernel that waits for I/O may be running beside us.
+do about it. No call waits without a time limit, and none synchronizes a whole device, on which a
+kernel that waits for I/O may be running.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flashwarp.errors import (
     ForkError,
 )
 
-# What a user can do about the errors that users meet. Others carry CUDA's own description.
+# Ways out of the errors that users can cause. Other errors carry CUDA's own description.
 _ADVICE = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free memory or choose a smaller cache",
     "CUDA_ERROR_NO_DEVICE": (
@@ -389,7 +389,7 @@ class Context:
     ) -> None:
         """Launch a kernel; `params` are the bytes of its parameters, one by one."""
         copies = [ctypes.create_string_buffer(param, len(param)) for param in params]
-        # The driver wants an array with one pointer per parameter, and copies what they point to
+        # The driver takes an array with one pointer per parameter, and copies what they point to
         # before the call returns; the buffers live until then because these names do.
         pointers = (ctypes.c_void_p * len(copies))(*map(ctypes.addressof, copies))
         with self:
@@ -444,7 +444,7 @@ class Module:
         )
 
     def resident_blocks(self, kernel: Kernel, block_threads: int) -> int:
-        """How many blocks of a kernel one multiprocessor holds at a time."""
+        """Count the blocks of a kernel that one multiprocessor runs at a time."""
         key = (kernel.name, block_threads)
         if key not in self._resident:
             with self._context:
@@ -566,7 +566,7 @@ def nvrtc_compile(
             _nvrtc_call("nvrtcCompileProgram", program, len(options), [o.encode() for o in options])
         except CompileError as error:
             failure = error
-        # NVRTC writes into the bytes objects made here, which nobody else has seen yet.
+        # NVRTC writes into the bytes objects made here, which no other code has seen yet.
         log = bytes(_nvrtc_call("nvrtcGetProgramLogSize", program))
         _nvrtc_call("nvrtcGetProgramLog", program, log)
         text = log.rstrip(b"\0").decode(errors="replace").strip()

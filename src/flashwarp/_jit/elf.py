@@ -1,4 +1,4 @@
-"""What compiled code says about itself: sections and symbols of ELF files, cubins among them."""
+"""Sections and symbols of ELF files, such as cubins."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _KERNEL_SECTION = "fw_kernels"
 # Bumped when a library of the same inputs has to be built again.
 _KEY_VERSION = "2"
 
-# Read by the linker alone; the preprocessed text and the commands tell all other variables.
+# Only the linker reads these; the effect of all others is in the preprocessed text and commands.
 _LINKER_VARIABLES = ("LIBRARY_PATH", "LD_RUN_PATH")
 
 # Options of the preprocessor alone; each takes the next word where none is joined to it.
@@ -83,11 +83,11 @@ class HostArtifact:
     Attributes
     ----------
     key : str
-        What it is found by: the same for the same inputs.
+        The key under which it is kept: the same for the same inputs.
     library : bytes
-        What the loader takes.
+        The shared library, which the loader loads.
     log : str
-        What the compiler said.
+        The compiler's output.
     from_cache : bool
         Whether it was found on disk and not compiled now.
     """
@@ -194,7 +194,7 @@ def _program_identity(word: str) -> str:
 
 
 class _Build:
-    """One compilation, in a folder of its own."""
+    """One compilation, in its own folder."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class _Build:
         return self._without_folder(result.stdout), said
 
     def identity(self) -> bytes:
-        """Name the compiler and what it is told: `-###` shows the command that it would run.
+        """Return the compiler and its full options: `-###` shows the command that it would run.
 
         There the driver has put its defaults, what the environment changes, and the processor that
         -march=native stands for.
@@ -246,7 +246,7 @@ class _Build:
         return "\0".join(parts).encode() + self._without_folder(said)
 
     def run(self, text: bytes, said: str) -> tuple[Entry, bool]:
-        """Compile; returns the library, and whether its assembly reads files of its own."""
+        """Compile; returns the library, and whether its assembly reads files itself."""
         self._write("program.ii", text)
         self._compile("-O0", "-c", "-o", "kernels.o")
         symbols = elf.functions(self._read("kernels.o"), _KERNEL_SECTION)

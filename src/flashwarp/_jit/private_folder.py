@@ -1,7 +1,7 @@
-"""Folders that nobody but this user can have written to, held by descriptor while they are used.
+"""Folders that only this user can write to, held by descriptor while they are used.
 
-What lies in such a folder is loaded and run, so its owner and mode are checked on the descriptor
-by which files are then opened: nobody can exchange the folder between the check and the use.
+Code in such a folder is loaded and run. So its owner and mode are checked on the descriptor through
+which files are opened: no other user can exchange the folder between the check and the use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _UNMAPPED_UID = 65534
 
 BUILD_BYTES = 16 << 20
-"""What a build folder must have room for: preprocessed text, assembly and library of a program."""
+"""Room that a build folder needs for a program's preprocessed text, assembly and library."""
 
 _BUILD_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 

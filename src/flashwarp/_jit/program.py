@@ -1,4 +1,4 @@
-"""What a device makes of a program: its kernels, loaded, and what is known of their parameters."""
+"""Loaded programs: their kernels, and what is known about the kernels' parameters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class LoadedKernel:
     Attributes
     ----------
     symbol : str
-        Its mangled name, which tells the types of its parameters.
+        Its mangled name, which has the types of its parameters.
     param_bytes : tuple of int
         The size of each parameter.
     element_bytes : tuple of int
-        For each parameter the size of what an array or pointer leads to; 0 where nobody knows.
+        For each parameter, the size of an element if it is an array or pointer; 0 if not known.
     resources : KernelResources or None
-        What it uses on a GPU.
+        The resources that it uses on a GPU.
     handle : object
-        The device's own.
+        What the device launches it by.
     """
 
     symbol: str

@@ -37,7 +37,7 @@ _QUALIFIER = re.compile(r" (const|volatile)(?= |\Z)")
 
 @dataclass(frozen=True)
 class Elements:
-    """What an array or a pointer leads to; `rank` is 0 for a pointer."""
+    """The elements of an array or a pointer; `rank` is 0 for a pointer."""
 
     type: str
     constant: bool
@@ -62,7 +62,7 @@ def demangle(symbol: str) -> str:
     text: str = importlib.import_module("flashwarp._native").demangle(symbol)
     if not text:
         raise CompileError(
-            f'kernel {symbol} is extern "C", so its name does not tell its parameters: '
+            f'kernel {symbol} is extern "C", so its name lacks its parameters: '
             f"write FW_KERNEL {symbol}(...)"
         )
     return text

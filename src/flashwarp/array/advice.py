@@ -1,6 +1,6 @@
-"""What an array's counters say that its user could do better, each with the figure and the way out.
+"""Advice from an array's counters. Each sentence has the figure and the way out.
 
-Nothing is said before enough has been read to judge by, and nothing where nothing is wrong.
+There is none before enough data was read to judge, and none if nothing is wrong.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ __all__ = ["Usage", "advise"]
 
 LINE_BYTES_MIN = 512
 
-# Lines beyond this size gain nothing more on the drives that were measured.
+# Longer lines were no faster on the drives that were measured.
 _LINE_BYTES_WORTH = 64 << 10
 
-# From these on, counters say more about what the array is used for than about how it began.
+# Below these, counters say more about how the array began than about its use.
 _BYTES_ENOUGH = 1 << 20
 _CALLS_ENOUGH = 1000
 _MISSES_ENOUGH = 10_000
 
-# Bytes from the storage for each that was asked for, from which on shorter lines are worth naming.
+# Bytes from the storage for each requested byte, from which on shorter lines are advised.
 _AMPLIFICATION = 2.0
 
-# How often the whole array is moved before it counts as moved again and again.
+# How often the whole array must have been moved, before a larger cache is advised.
 _AGAIN = 2.0
 
-# Fewer rows in a call than this, and the launch costs more than they do.
+# With fewer rows in a call, the launch costs more than the rows.
 _ROWS_OF_A_CALL = 8
 
 _TIER_HITS_MIN = 0.01
@@ -35,7 +35,7 @@ _TIER_HITS_MIN = 0.01
 
 @dataclass(frozen=True)
 class Usage:
-    """An array, what it lies on, and what was done with it."""
+    """An array, its storage and memory, and how it was used."""
 
     nbytes: int
     """Bytes of the array."""
@@ -48,15 +48,15 @@ class Usage:
     on_cpu: bool
     """Whether frames are host memory."""
     in_place: bool
-    """Whether the storage is memory that the device reads itself."""
+    """Whether the device reads the storage itself."""
     o_direct: bool
-    """Whether a file is read and written with O_DIRECT, and keeps being so."""
+    """Whether a file uses O_DIRECT, and this choice is not reviewed."""
     alignment: int
-    """Bytes that the storage moves at least."""
+    """Least bytes that the storage moves."""
     device_free_bytes: int
     host_free_bytes: int
     page_room: int
-    """Bytes of the page cache that the file may count on."""
+    """Bytes that the file may take in the page cache."""
     calls: int
     """Calls that moved rows."""
     rows: int
@@ -65,7 +65,7 @@ class Usage:
 
 
 def advise(usage: Usage) -> tuple[str, ...]:
-    """Return a sentence for each thing that costs much and can be changed."""
+    """Return a sentence for each cost that is high and can be reduced."""
     found = (
         _short_rows(usage),
         _long_rows(usage),
@@ -82,8 +82,8 @@ def _short_rows(usage: Usage) -> str:
     measured = usage.stats.io_amplification
     if not row or usage.stats.bytes_read < _BYTES_ENOUGH or measured < _AMPLIFICATION:
         return ""
-    # A row on its own costs at most the lines that it touches. What is beyond was read by kernels
-    # of the user's, whose loads are not counted, or was prefetched.
+    # A single row costs at most the lines that it touches. More was read by the user's own kernels,
+    # whose loads are not counted, or by prefetches.
     if measured > line / row + 1:
         return ""
     fit = max(LINE_BYTES_MIN, usage.alignment, _power_of_two_from(row))
@@ -101,7 +101,7 @@ def _long_rows(usage: Usage) -> str:
     if usage.in_place or stats.bytes_read < _BYTES_ENOUGH or stats.commands < _CALLS_ENOUGH:
         return ""
     fit = min(_LINE_BYTES_WORTH, row & -row)
-    # A cache of few lines evicts rows that are in use.
+    # A cache of few lines would evict rows that are in use.
     if fit <= line or usage.capacity < 256 * fit:
         return ""
     return (
@@ -134,14 +134,14 @@ def _small_cache(usage: Usage) -> str:
         return ""
     return (
         f"Each byte was read {stats.bytes_read / usage.nbytes:.1f} times on average, and "
-        f"{stats.evictions} lines made room: the cache holds {held / usage.nbytes:.0%} of the "
+        f"{stats.evictions} lines were evicted: the cache holds {held / usage.nbytes:.0%} of the "
         f"array; {remedy}."
     )
 
 
 def _larger(usage: Usage) -> str:
-    """Name what memory there is for the lines that made room; empty if there is none."""
-    # Sets are not filled evenly, and rounding down to whole sets must not cut it.
+    """Name memory that would hold the evicted lines; empty if there is none."""
+    # More than the array, because sets do not fill evenly, and their number is rounded down.
     whole = _whole_mib(usage.nbytes + usage.nbytes // 16)
     if whole <= usage.capacity + usage.device_free_bytes // 2:
         return f'cache="{whole >> 20} MiB" holds all of it'

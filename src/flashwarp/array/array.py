@@ -12,7 +12,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -250,7 +250,7 @@ class Array(endings.Closing):
     # Reading.
 
     @_locked
-    def gather(self, idx: object, out: Any = None, stream: object = None) -> Any:
+    def gather(self, idx: object, out: object = None, stream: object = None) -> Any:
         """Copy rows ``self[idx]``, in the order of `idx`.
 
         Parameters
@@ -285,7 +285,7 @@ class Array(endings.Closing):
             self._move_rows("gather", index, target.address, stream)
         return target.finish(stream)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Read what numpy selects from an array in memory, and return it as numpy does.
 
         Blocks. Takes integers, slices, Ellipsis, None, and integer or boolean arrays on any axes.
@@ -392,7 +392,7 @@ class Array(endings.Closing):
             "an array has no truth value: compare with None, ask for len(x), or for x[...].any()"
         )
 
-    def gather_async(self, idx: object, out: Any = None, stream: object = None) -> Future[Any]:
+    def gather_async(self, idx: object, out: object = None, stream: object = None) -> Future[Any]:
         """Start copying rows ``self[idx]``, and return a future of them.
 
         Parameters
@@ -457,7 +457,7 @@ class Array(endings.Closing):
     # Writing.
 
     @_locked
-    def scatter(self, idx: object, values: Any, stream: object = None) -> None:
+    def scatter(self, idx: object, values: object, stream: object = None) -> None:
         """Store rows: ``self[idx] = values``.
 
         Parameters
@@ -492,7 +492,7 @@ class Array(endings.Closing):
             self._move_rows("scatter", index, source.address, stream)
         source.release()
 
-    def scatter_async(self, idx: object, values: Any, stream: object = None) -> Future[None]:
+    def scatter_async(self, idx: object, values: object, stream: object = None) -> Future[None]:
         """Start storing rows, ``self[idx] = values``, and return a future.
 
         Parameters
@@ -521,7 +521,7 @@ class Array(endings.Closing):
         self._need_axis()
         return self._attachment.calls.write(idx, values, stream)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         """Store as numpy does in an array in memory: with its broadcasting, casts and last value.
 
         Takes the keys of `__getitem__`. Blocks; afterwards the rows are in the cache, and `flush`
@@ -759,7 +759,7 @@ class Array(endings.Closing):
 
     # Pickling.
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         if self._recipe is None:
             raise CopyError(
                 f"{self!r} cannot be pickled, only an array that was opened from a path: open it "

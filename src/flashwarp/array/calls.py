@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from flashwarp import config, endings
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures, bad_index
@@ -196,7 +198,7 @@ class Calls:
         if isinstance(chosen, Index):
             if not chosen.size:
                 return 0
-            index = chosen.owner
+            index = np.asarray(chosen.owner)
             return self._launcher.lines_of(int(index.min()), int(index.max()), chosen.size)
         return self._launcher.lines_of(chosen.start, chosen.stop - 1, len(chosen))
 
@@ -371,7 +373,7 @@ class Calls:
             with contextlib.suppress(ClosedError):
                 prefetch(self._launcher)
 
-    def _deliver(self, future: Future[Any], result: Any, error: Exception | None) -> None:
+    def _deliver(self, future: Future[Any], result: object, error: Exception | None) -> None:
         try:
             if error is None:
                 future.set_result(result)

@@ -1,8 +1,8 @@
 """`Future`: the outcome of an asynchronous call, for threads, for asyncio and for streams.
 
 It is a `concurrent.futures.Future`, so `wait`, `as_completed` and callbacks work as with any other.
-It can also be awaited, and a stream can wait for it. It remembers whether a caller has looked at
-its failure: the array raises failures that no caller has looked at.
+It can also be awaited, and a stream can wait for it. It remembers whether a caller has observed its
+failure: the array raises failures that no caller has observed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ T = TypeVar("T")
 
 
 class Helper(Protocol):
-    """What a future needs of the calls of its array."""
+    """The calls of an array, as far as its futures need them."""
 
     @property
     def on_worker(self) -> bool:
         """Whether the calling thread is the one that ends calls, as in a callback."""
 
     def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
-        """Wait for futures; tell whether all are done."""
+        """Wait for futures, and return whether all are done."""
 
-    def hold_stream(self, future: Future[Any], stream: Any) -> None:
+    def hold_stream(self, future: Future[Any], stream: object) -> None:
         """Make a stream wait for the call of a future."""
 
     def lose(self, error: BaseException | None) -> None:
-        """Keep a failure that nobody has looked at, for the array to raise."""
+        """Keep an unobserved failure, for the array to raise."""
 
 
 class Future(NotCopied, concurrent.futures.Future[T]):
@@ -67,9 +67,9 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     [(2, 64), (2, 64), (2, 64), (2, 64)]
     """
 
-    def __init__(self, calls: Helper, out: Any, on_host: bool) -> None:
+    def __init__(self, calls: Helper, out: object, on_host: bool) -> None:
         super().__init__()
-        self.out = out
+        self.out: Any = out
         self._calls = calls
         self._on_host = on_host
         self._pid = os.getpid()
@@ -104,7 +104,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         self._check_process()
         return super().cancel()
 
-    def wait_on(self, stream: Any) -> Any:
+    def wait_on(self, stream: object) -> Any:
         """Make later work on `stream` wait for the call; return `out`.
 
         Does not block, and does not report whether the call succeeds: use `result` for that. On
@@ -118,7 +118,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         Raises
         ------
         ArgumentError
-            When rows that a GPU reads go to host memory, where no stream can wait for them: use
+            If a GPU reads rows that go to host memory, where no stream can wait for them: use
             `result`.
         """
         self._check_process()
@@ -146,7 +146,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
             )
 
     def __del__(self) -> None:
-        # No caller has looked at the failure, and none can any more: the array raises it.
+        # No caller has observed the failure, and none can any more: the array raises it.
         if getattr(self, "_observed", True) or os.getpid() != self._pid or not self.done():
             return
         if not self.cancelled():

@@ -40,7 +40,7 @@ class Index:
     shape: tuple[int, ...]
     itemsize: int
     library: str
-    owner: Any
+    owner: object
     checked: bool = True
     """False for indices on a GPU, whose values the host does not know."""
     held: DeviceArray | None = None
@@ -80,7 +80,7 @@ class Source:
     """Where rows come from. `held` is their copy in device memory."""
 
     address: int
-    owner: Any
+    owner: object
     held: DeviceArray | None
     library: str = "numpy"
 

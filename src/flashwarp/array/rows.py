@@ -153,7 +153,7 @@ def segments_per_batch(line_bytes: int) -> int:
     return min(_BATCH_MAX, max(1, _BATCH_BYTES // line_bytes))
 
 
-def host_indices(indices: Any, length: int) -> npt.NDArray[np.int64]:
+def host_indices(indices: object, length: int) -> npt.NDArray[np.int64]:
     """Check indices that lie on the host, and make negative ones count from the front.
 
     Raises

@@ -1,8 +1,8 @@
 """Keys of arrays: the rows that ``x[key]`` touches, and what numpy selects from them.
 
-The rules for keys are numpy's own code. A key is checked by applying it to an array of the same
-shape whose elements have no bytes. Then the touched rows of the first axis are read, and a key with
-only its part for this axis replaced is applied to them. What numpy refuses is refused.
+numpy itself decides what a key means. A key is checked by applying it to an array of the same
+shape with elements of no bytes. Then the rows that it touches are read, and the key is applied to
+these rows, with its part for the first axis replaced. Keys that numpy refuses are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import EllipsisType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ from flashwarp.array.rows import host_indices
 from flashwarp.errors import ArgumentError, BoundsError, IndexDtypeError
 
 __all__ = ["Block", "Selection", "rows_of_slice", "select"]
+
+Part: TypeAlias = int | slice | EllipsisType | npt.NDArray[Any] | None
+"""A part of a key, for one axis, for several, or for a new one."""
+
+Key: TypeAlias = tuple[Part, ...]
 
 _ALL = slice(None)
 _NO_BYTES = np.dtype("V0")
@@ -32,18 +38,18 @@ class Block:
     """
 
     rows: range | npt.NDArray[np.int64]
-    key: tuple[Any, ...]
-    place: tuple[Any, ...]
+    key: Key
+    place: Key
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What ``x[key]`` selects.
+    """The selection of ``x[key]``.
 
     Attributes
     ----------
     shape : tuple of int
-        Of what is selected.
+        Of the selection.
     scalar : bool
         Whether numpy returns a scalar and not an array.
     whole : bool
@@ -59,8 +65,8 @@ class Selection:
     scalar: bool
     whole: bool
     rows: range | npt.NDArray[np.int64]
-    key: tuple[Any, ...]
-    """For a range: what selects from its rows. Else: the key, but for the index arrays."""
+    key: Key
+    """For a range: the key for its rows. Else: the whole key, without the index arrays."""
     axis: int | None
     """Axis of the selection along which rows lie or index arrays begin; None for a single row."""
     arrays: tuple[tuple[int, npt.NDArray[np.int64]], ...] = ()
@@ -73,15 +79,15 @@ class Selection:
         return self.whole and isinstance(self.rows, range) and self.key == (_ALL,)
 
     @property
-    def whole_key(self) -> tuple[Any, ...]:
-        """What selects from whole rows that were read in the order of `rows`."""
+    def whole_key(self) -> Key:
+        """The key for whole rows that were read in the order of `rows`."""
         if not self.arrays:
             return self.key
         at, rows = self.arrays[0]
         return (*self.key[:at], *(_ALL,) * rows.ndim, *self.key[at + 1 :])
 
     def blocks(self, rows_max: int) -> Iterator[Block]:
-        """Split the selection by rows: no row is in two blocks, and none holds more than so many.
+        """Split the selection into blocks of at most `rows_max` rows; no row is in two blocks.
 
         Elements that are selected several times keep their order.
         """
@@ -103,10 +109,10 @@ class Selection:
             key = self._key_at(where, inverse[chosen] - start)
             yield Block(touched[start:stop], key, self._place(*where))
 
-    def _place(self, *parts: Any) -> tuple[Any, ...]:
+    def _place(self, *parts: Part) -> Key:
         return () if self.axis is None else (*(_ALL,) * self.axis, *parts)
 
-    def _key_at(self, where: Any, first: Any = None) -> tuple[Any, ...]:
+    def _key_at(self, where: Any, first: Any = None) -> Key:
         """Return the key of these elements of the index arrays; `first` replaces the first's."""
         key = list(self.key)
         for place, array in self.arrays:
@@ -121,15 +127,15 @@ def rows_of_slice(part: slice, length: int) -> range:
     return range(*_plain_slice(part).indices(length))
 
 
-def select(key: Any, shape: tuple[int, ...]) -> Selection:
-    """Find out what ``x[key]`` selects from an array of this shape.
+def select(key: object, shape: tuple[int, ...]) -> Selection:
+    """Return what ``x[key]`` selects from an array of this shape.
 
     Raises
     ------
     IndexDtypeError
-        For parts of a key that are no index.
+        For parts of a key that are no indices.
     BoundsError
-        For keys of a wrong form or out of bounds: what numpy raises IndexError for.
+        For keys of a wrong form or out of bounds, for which numpy raises IndexError.
     ArgumentError
         For a slice with step zero.
     """
@@ -143,11 +149,11 @@ def select(key: Any, shape: tuple[int, ...]) -> Selection:
     if not isinstance(first, np.ndarray):
         return _in_range(parts, at, shape, whole)
     if whole and _axes(first) == 1:
-        return _whole_rows(parts, at, shape)
+        return _whole_rows(parts, at, first, shape)
     return _elements(parts, at, shape)
 
 
-def _in_range(parts: tuple[Any, ...], at: int, shape: tuple[int, ...], whole: bool) -> Selection:
+def _in_range(parts: Key, at: int, shape: tuple[int, ...], whole: bool) -> Selection:
     """Select from one row, or from those of a slice or an Ellipsis."""
     first, length, row = parts[at], shape[0], shape[1:]
     if isinstance(first, int):
@@ -157,7 +163,7 @@ def _in_range(parts: tuple[Any, ...], at: int, shape: tuple[int, ...], whole: bo
         key = (*parts[:at], 0, *parts[at + 1 :])
         found = _apply(key, (1, *row))
         return Selection(found.shape, found.scalar, whole, range(number, number + 1), key, None)
-    rows = range(length) if first is ... else range(*first.indices(length))
+    rows = range(*first.indices(length)) if isinstance(first, slice) else range(length)
     key = (*parts[:at], _ALL if isinstance(first, slice) else first, *parts[at + 1 :])
     found = _apply(key, (1, *row))
     if whole:
@@ -168,22 +174,23 @@ def _in_range(parts: tuple[Any, ...], at: int, shape: tuple[int, ...], whole: bo
     return Selection(selected, False, whole, rows, key, axis)
 
 
-def _whole_rows(parts: tuple[Any, ...], at: int, shape: tuple[int, ...]) -> Selection:
+def _whole_rows(parts: Key, at: int, first: npt.NDArray[Any], shape: tuple[int, ...]) -> Selection:
     """Select rows by one index array or mask on the first axis."""
-    rows = host_indices(parts[at], shape[0])
+    rows = host_indices(first, shape[0])
     axis = sum(part is None for part in parts[:at])
-    is_mask = len(parts) == len(shape) == 1 and parts[at].dtype == np.bool_
+    is_mask = len(parts) == len(shape) == 1 and first.dtype == np.bool_
     made = Selection((), False, True, rows, parts, axis, ((at, rows),), is_mask)
     found = _apply(made.whole_key, (*rows.shape, *shape[1:]))
     return replace(made, shape=found.shape)
 
 
-def _elements(parts: tuple[Any, ...], at: int, shape: tuple[int, ...]) -> Selection:
-    """Select by index arrays, the first of which is for the first axis, and by other parts."""
+def _elements(parts: Key, at: int, shape: tuple[int, ...]) -> Selection:
+    """Select by several parts. The first index array is for the first axis."""
     found = _apply(parts, shape)
     is_mask = len(parts) == 1 and _axes(parts[at]) == len(shape)
-    key: list[Any] = []
+    key: list[Part] = []
     places: list[int] = []
+    index_arrays: list[npt.NDArray[Any]] = []
     for part in parts:
         if not isinstance(part, np.ndarray):
             key.append(part)
@@ -192,7 +199,8 @@ def _elements(parts: tuple[Any, ...], at: int, shape: tuple[int, ...]) -> Select
         arrays = np.nonzero(part) if part.dtype == np.bool_ else (part,)
         places += range(len(key), len(key) + len(arrays))
         key += arrays
-    together = np.broadcast_arrays(*(key[place] for place in places))
+        index_arrays += arrays
+    together = np.broadcast_arrays(*index_arrays)
     rows = np.where(together[0] < 0, together[0] + shape[0], together[0])
     made = Selection(
         found.shape,
@@ -214,10 +222,10 @@ def _elements(parts: tuple[Any, ...], at: int, shape: tuple[int, ...]) -> Select
 # Parts of keys.
 
 
-def _plain(part: Any) -> Any:
+def _plain(part: object) -> Part:
     """Return a part as None, Ellipsis, an int, a slice of ints, or an array of intp or bool.
 
-    Each object of the caller is asked once for its value, so that it cannot change afterwards.
+    Reads the value of each object once, so that it cannot change afterwards.
     """
     if part is None or part is ...:
         return part
@@ -225,8 +233,8 @@ def _plain(part: Any) -> Any:
         return _plain_slice(part)
     if not isinstance(part, np.ndarray | list | bool | np.bool_):
         try:
-            return operator.index(part)
-        except Exception:  # no integer, whatever it raises: numpy goes on as well
+            return operator.index(part)  # type: ignore[arg-type]
+        except Exception:  # not an integer, whichever error it raises; numpy does the same
             pass
     array = _plain_array(part)
     if array.dtype == np.bool_ and array.ndim == 0:
@@ -241,7 +249,7 @@ def _plain(part: Any) -> Any:
     return int(array) if array.ndim == 0 else array.astype(np.intp)
 
 
-def _plain_array(part: Any) -> npt.NDArray[Any]:
+def _plain_array(part: object) -> npt.NDArray[Any]:
     try:
         array = np.asarray(part)
     except Exception as error:
@@ -250,9 +258,8 @@ def _plain_array(part: Any) -> npt.NDArray[Any]:
         return array.astype(np.intp)  # an empty list; numpy makes floats of it
     if array.dtype.kind in "SU":
         raise IndexDtypeError(
-            "a text is no index; for fields read the rows first: x[rows]['field'], or "
-            "x[...]['field'] of all rows; to store, change the rows that were read, and x[rows] = "
-            "them"
+            "a text is no index; for a field read the rows first: x[rows]['field'], or "
+            "x[...]['field'] for all rows; to store, change these rows, and assign x[rows] = them"
         )
     if array.dtype.kind not in "biu":
         raise IndexDtypeError(
@@ -274,20 +281,20 @@ def _plain_slice(part: slice) -> slice:
     return slice(start, stop, step)
 
 
-def _axes(part: Any) -> int:
-    """Count the axes that a part takes; Ellipsis takes what is left."""
+def _axes(part: Part) -> int:
+    """Count the axes that a part takes; 0 for Ellipsis, which takes the rest."""
     if part is None or part is ...:
         return 0
     return part.ndim if isinstance(part, np.ndarray) and part.dtype == np.bool_ else 1
 
 
-def _keeps_all(part: Any) -> bool:
-    """Tell a part that leaves its axes as they are."""
+def _keeps_all(part: Part) -> bool:
+    """Return whether a part leaves its axes as they are."""
     return part is None or part is ... or (isinstance(part, slice) and part == _ALL)
 
 
-def _first_part(parts: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], int]:
-    """Return the parts, and which of them is for the first axis; one is added where none is."""
+def _first_part(parts: Key, ndim: int) -> tuple[Key, int]:
+    """Return the parts, and which is for the first axis; adds one if the key has none."""
     if sum(part is ... for part in parts) > 1:
         raise IndexDtypeError("a key can hold only one Ellipsis")
     taken = sum(map(_axes, parts))
@@ -299,7 +306,7 @@ def _first_part(parts: tuple[Any, ...], ndim: int) -> tuple[tuple[Any, ...], int
     return ((*parts, _ALL) if ndim else parts), len(parts)
 
 
-# What numpy says of a key.
+# What numpy makes of a key.
 
 
 class _Found(NamedTuple):
@@ -307,14 +314,14 @@ class _Found(NamedTuple):
     scalar: bool
 
 
-def _apply(key: tuple[Any, ...], shape: tuple[int, ...]) -> _Found:
-    """Apply a key to an array of this shape that takes no memory."""
-    used: tuple[Any, ...] = key
+def _apply(key: Key, shape: tuple[int, ...]) -> _Found:
+    """Apply a key to an array of this shape, which takes no memory."""
+    used: Key = key
     rest: tuple[int, ...] = ()
     if key and key[-1] is ...:
         used = key[:-1]
     if not any(part is ... for part in used):
-        # Axes that no part is for stay out of it: index arrays cost time for each element.
+        # Leave out axes that the key keeps whole: index arrays cost time for each element.
         while used and isinstance(used[-1], slice) and used[-1] == _ALL:
             used = used[:-1]
         taken = sum(map(_axes, used))
@@ -329,5 +336,5 @@ def _apply(key: tuple[Any, ...], shape: tuple[int, ...]) -> _Found:
 
 
 def _growing_axis(one: _Found, two: _Found) -> int:
-    """Tell the axis of the rows: the one that is longer where there is one row more."""
+    """Return the axis of the rows: the one that grows with the number of rows."""
     return next(i for i, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b)

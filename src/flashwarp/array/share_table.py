@@ -1,4 +1,4 @@
-"""Share tables: lines in buffers of threads; mirrors `cache/share_table.cuh`.
+"""Share tables: copies of lines in threads' buffers; mirrors `cache/share_table.cuh`.
 
 Kernels use it through `fw::shared<T>` of `array/shared.cuh`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from typing import Any
 
 from flashwarp import endings
 from flashwarp.array.array import Array
@@ -44,7 +43,7 @@ class ShareTableStruct(ctypes.Structure):
 
 
 class ShareTable(Closing):
-    """Where threads find each other's copies of lines; `fw::share_table` in kernels.
+    """A table in which threads find each other's copies of lines; `fw::share_table` in kernels.
 
     Parameters
     ----------
@@ -94,7 +93,7 @@ class ShareTable(Closing):
 
     def __init__(self, of: Array | Cache, entries: int = 1024) -> None:
         if not isinstance(of, Array | Cache):
-            raise ArgumentError(f"a share table is of an Array or a Cache, not {of!r}")
+            raise ArgumentError(f"a share table needs an Array or a Cache, not {of!r}")
         entries = integer("entries", entries, 1, ENTRIES_MAX)
         self._array = of if isinstance(of, Array) else None
         cache = of.cache if isinstance(of, Array) else of
@@ -133,7 +132,7 @@ class ShareTable(Closing):
         self._check_open()
         return self._struct
 
-    def check(self, stream: Any = None) -> None:
+    def check(self, stream: object = None) -> None:
         """Wait for kernels that use the table, and raise if a kernel has left a line in it.
 
         If a kernel ends without `release` of a line that it acquired, it leaves an entry that
@@ -150,7 +149,7 @@ class ShareTable(Closing):
         ShareError
             Names the lines.
         DeviceTimeout
-            When the stream did not become idle in time.
+            If the stream did not become idle in time.
         """
         self._check_open()
         self._device.synchronize(stream)
@@ -165,9 +164,7 @@ class ShareTable(Closing):
 
         Afterwards, raises ShareError if a kernel has left lines in it.
         """
-        if self.closed:
-            return
-        if os.getpid() != self._pid:
+        if self.closed or os.getpid() != self._pid:
             return
         left = endings.holding([self.cache.turn], self._free)
         if left:
@@ -192,7 +189,7 @@ class ShareTable(Closing):
             names.append(f"{len(left) - _NAMED_MAX} more")
         return ShareError(
             f"a kernel ended and left {len(left)} line{'s' * (len(left) > 1)} in the share table: "
-            f"{', '.join(names)}; what was stored to them is lost: release() what is acquired",
+            f"{', '.join(names)}; what was stored to them is lost: call release() on each of them",
             tuple(word & _LINE_MASK for word in left),
         )
 

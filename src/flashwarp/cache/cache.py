@@ -1,8 +1,8 @@
-"""The cache that kernels look lines up in; mirrors `cache/set_associative.cuh`.
+"""The cache in which kernels look up lines; mirrors `cache/set_associative.cuh`.
 
-One cache may carry several arrays: each attaches as a volume with its own range of line numbers.
-Metadata is eight bytes a line, four more where the policy keeps words, and four a set, whatever the
-size of the data.
+Several arrays may share a cache: each attaches as a volume with its own range of line numbers.
+Metadata takes eight bytes a line, four more if the policy keeps words, and four a set. It does not
+grow with the data.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _TIER_LINES = 1 << 37
 _TIER_WAYS_MAX = 16
 _TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
-# How often `withdraw` looks: visits last for microseconds, or for a command.
+# Interval at which `withdraw` looks: visits last for microseconds, or as long as a command.
 _POLL_S = 50e-6
-# `kFailuresKept`: entries of a sequence of failures that wait to be read.
+# `kFailuresKept`: unread entries that a sequence of failures holds.
 _FAILURES_KEPT = 8
 # `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
 _POLICY_WORDS_ALIGNMENT = 128
@@ -181,7 +181,7 @@ class CountersStruct(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Noted:
-    """Failures of one kind since the last read: those kept in full, and the number of all."""
+    """Failures of one kind since the last read: the entries of some, and the number of all."""
 
     kept: tuple[FailureStruct, ...]
     count: int
@@ -194,9 +194,10 @@ _NOTHING = Noted((), 0)
 
 
 class FailureSequence:
-    """One sequence of failures that kernels append to, and how far it was read. Any thread.
+    """A sequence of failures that kernels append to, and how far the host has read it.
 
-    The host never writes what kernels own. So the next read has what kernels note during a read.
+    Any thread may read. The host never writes words that kernels own, so a read misses nothing:
+    the next read returns what kernels note meanwhile.
 
     Parameters
     ----------
@@ -226,14 +227,14 @@ class FailureSequence:
         self._untold = 0
 
     def first(self) -> FailureStruct | None:
-        """Return the oldest unread failure and leave it unread; asks no device."""
+        """Return the oldest unread failure and leave it unread; needs no transfer."""
         return self._entry(self._read)
 
     def read(self) -> Noted:
-        """Return what was noted since the last call; no transfer if there is nothing.
+        """Return the failures since the last call; needs no transfer if there is none.
 
-        Once as many entries were read as the ring holds, later failures may have found it full, and
-        each call asks the device how many: a transfer of 4 bytes. If the device fails, so that the
+        After the first eight entries, later failures may have found the ring full, so each call
+        reads their number from the device: a transfer of 4 bytes. If the device fails, so that the
         host cannot acknowledge entries, they stay unread.
         """
         if self._read < _FAILURES_KEPT and self._entry(self._read) is None:
@@ -250,8 +251,8 @@ class FailureSequence:
         before, end = self._read, self._read + len(kept)
         untold = self._download_untold() if end >= _FAILURES_KEPT else 0
         count = len(kept) + (untold - self._untold & 0xFFFFFFFF)
-        # First this, wherever an interrupt comes: what is acknowledged may be overwritten, and must
-        # not be looked for any more. What is not, though read, is acknowledged by the next call.
+        # Advance before acknowledging, because an interrupt may come between: kernels may overwrite
+        # acknowledged entries, so these must count as read. The next call acknowledges the rest.
         self._read = end
         try:
             self._acknowledge()
@@ -268,7 +269,7 @@ class FailureSequence:
             self._acknowledged = self._read
 
     def _entry(self, position: int) -> FailureStruct | None:
-        # An entry is whole once it has its number.
+        # Kernels write the number last: with it, the entry is complete.
         entry = self._entries[position % _FAILURES_KEPT]
         return entry if entry.number == (position + 1) & 0xFFFFFFFF else None
 
@@ -289,13 +290,13 @@ class Volume:
     events: DeviceMemory
     errors: DeviceMemory
     entry: DeviceMemory | None = None
-    """Memory of the struct, if this is a copy; other structs lie in the cache's table."""
+    """The memory of the struct if this is a copy; else the struct lies in the cache's table."""
     stream: OwnedStream | None = None
     """The stream that orders changes of the struct, if this is a copy."""
     commands: FailureSequence = field(init=False)
     """Commands that failed."""
     indices: FailureSequence = field(init=False)
-    """Indices out of bounds; for a check of indices, their places."""
+    """Indices out of bounds; for a check of indices, the places of bad ones."""
 
     def __post_init__(self) -> None:
         record = ErrorRecordStruct.from_address(self.errors.address)
@@ -313,16 +314,16 @@ class Volume:
         return self.cache.host_capacity != 0 and self.line_begin < _TIER_LINES
 
     def tier_note(self) -> str:
-        """Say for `explain` why the lines do not enter the host tier; empty if they do."""
+        """Return for `explain` why the lines do not enter the host tier; empty if they do."""
         if not self.cache.host_capacity or self.in_host_tier:
             return ""
         return "; this array's lines do not enter its host memory: their storage is memory already"
 
     def with_own_errors(self, stream: OwnedStream) -> Volume:
-        """Copy the entry, so that failures of its kernels are noted apart; release the copy.
+        """Copy the entry, so that its kernels note failures separately. Release the copy.
 
-        Lines, queues and counters stay those of the array. `stream` carries nothing but such
-        copies, because the library's own stream may have kernels that run for long.
+        It shares lines, queues and counters with the array. `stream` must carry such copies only,
+        because kernels on the library's own stream may run for long.
         """
         device = self.cache.device
         errors = device.allocate_host(ctypes.sizeof(ErrorRecordStruct))
@@ -336,12 +337,12 @@ class Volume:
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What holds its memory, for launches; see `DeviceMemory.owners`."""
+        """The owners of its memory, for launches; see `DeviceMemory.owners`."""
         entry = () if self.entry is None else self.entry.owners
         return *self.events.owners, *self.errors.owners, *entry
 
     def release(self) -> None:
-        """Free the memory that only a copy has."""
+        """Free the memory of a copy."""
         if self.entry is not None:
             self.entry.close()
             self.errors.close()
@@ -433,7 +434,7 @@ class Cache(Closing):
         line: int | str = LINE_DEFAULT,
         ways: int = 4,
         policy: str | Policy = "clock",
-        device: Any = None,
+        device: object = None,
         host_capacity: int | str | None = None,
     ) -> None:
         self.line_bytes = check_line(line)
@@ -592,7 +593,7 @@ class Cache(Closing):
             tags=tags,
             frames=self._frames.address,
             set_count=self.set_count,
-            # set_of() in the header: ceil(2^64 / sets); a single set is a case of its own there.
+            # ceil(2^64 / sets); set_of() in the header handles a single set separately.
             set_reciprocal=-(-(1 << 64) // self.set_count) if self.set_count > 1 else 0,
             ways=self.ways,
             line_shift=self.line_bytes.bit_length() - 1,
@@ -694,44 +695,45 @@ class Cache(Closing):
             end = max(self._volumes) + 1
             place = self.address + LineCacheStruct.volume_end.offset
             self.device.upload(place, end.to_bytes(4, "little"))
-            self._set_word(volume, VolumeStruct.attached, 1)
+            self._set_word(volume, VolumeStruct.attached.offset, 1)
             return volume
 
     def _enter(self, address: int, struct: VolumeStruct) -> None:
-        """Write an entry of the table, which kernels of other arrays look through meanwhile.
+        """Write an entry of the table while kernels of other arrays search the table.
 
-        A nonzero `line_count` shows kernels that the rest is there. `visitors` stays: a visitor
-        that came too late may still be counted.
+        `line_count` is written last: if it is nonzero, the entry is complete. `visitors` stays,
+        because it may still count a visitor that came too late.
         """
         count, struct.line_count = struct.line_count, 0
         self.device.upload(address, bytes(struct)[: VolumeStruct.visitors.offset])
         place = address + VolumeStruct.line_count.offset
         self.device.upload(place, int(count).to_bytes(8, "little"))
 
-    def _set_word(self, volume: Volume, field: Any, value: int) -> None:
-        self.device.upload(volume.address + field.offset, value.to_bytes(4, "little"))
+    def _set_word(self, volume: Volume, offset: int, value: int) -> None:
+        self.device.upload(volume.address + offset, value.to_bytes(4, "little"))
 
-    def _word(self, volume: Volume, field: Any) -> int:
-        return int.from_bytes(self.device.download(volume.address + field.offset, 4), "little")
+    def _visitors(self, volume: Volume) -> int:
+        place = volume.address + VolumeStruct.visitors.offset
+        return int.from_bytes(self.device.download(place, 4), "little")
 
     def withdraw(self, volume: Volume, timeout_s: float = 60.0) -> None:
         """Keep kernels of other arrays from an array's queues, and wait until none uses them.
 
-        Call it when no kernel of the array runs any more and its lines are at rest, and before
-        anything of it is freed. Its controller serves until this returns, because a kernel may wait
-        for a write-back of one of its lines. Kernels of other arrays go on, but no longer help its
+        Call it when no kernel of the array runs any more and its lines are at rest, and before you
+        free its memory. Its service must run until this returns, because a kernel may wait for a
+        write-back of one of its lines. Kernels of other arrays go on, but no longer help its
         queues. May be called twice. See `cache/visits.cuh`.
 
-        Raises DeviceTimeout if a kernel stays inside for `timeout_s` seconds. Then no memory of the
-        queues may be freed while that kernel runs.
+        Raises DeviceTimeout if a kernel uses the queues for `timeout_s` seconds. Then the memory of
+        the queues must not be freed while that kernel runs.
         """
-        self._set_word(volume, VolumeStruct.attached, 0)
-        # Store-load order against visitors, who announce themselves and then look at `attached`: on
-        # a GPU both copies have ended at the memory that they meet in, one after the other. Threads
-        # of a CPU need a barrier between, which taking and leaving a lock is.
+        self._set_word(volume, VolumeStruct.attached.offset, 0)
+        # Store-load order against visitors, which count themselves and then load `attached`: on a
+        # GPU the store has reached memory before the load below begins. On the CPU device it needs
+        # a barrier between, which a lock gives.
         with threading.Lock():
             end = time.monotonic() + timeout_s
-        while inside := self._word(volume, VolumeStruct.visitors):
+        while inside := self._visitors(volume):
             if time.monotonic() >= end:
                 raise DeviceTimeout(
                     f"kernels of other arrays on the cache are still inside the queues of the "
@@ -740,7 +742,7 @@ class Cache(Closing):
             time.sleep(_POLL_S)
 
     def _lines_for(self, path: str) -> tuple[int, int]:
-        """Return the line numbers that a volume may have; they decide if it uses the host tier."""
+        """Return the range of a volume's line numbers, which decides whether it uses the tier."""
         if not self.host_capacity:
             return 0, _LINES_MAX
         return (_TIER_LINES, _LINES_MAX) if path == "in_place" else (0, _TIER_LINES)
@@ -766,7 +768,7 @@ class Cache(Closing):
             if self._volumes.pop(volume.slot, None) is None:
                 return
             if not self._closed and self.device.alive():
-                # First of all it has no lines: kernels look through the table meanwhile.
+                # `line_count` first, because kernels search the table meanwhile.
                 self.device.fill(volume.address + VolumeStruct.line_count.offset, 0, 8)
                 self.device.fill(volume.address, 0, VolumeStruct.visitors.offset)
             volume.events.close()
@@ -821,7 +823,7 @@ class Cache(Closing):
 
 @dataclass(frozen=True)
 class TierShape:
-    """How the host tier is divided: places for lines in subsets, some for each set of the cache."""
+    """The division of the host tier: subsets of places for lines, for each set of the cache."""
 
     sets: int
     subsets: int
@@ -829,9 +831,10 @@ class TierShape:
 
     @classmethod
     def of(cls, capacity: int | str | None, sets: int, line_bytes: int) -> TierShape:
-        """Divide `capacity` bytes; nothing of it where it is None.
+        """Divide `capacity` bytes; None makes a tier without places.
 
-        Raises CacheError when it holds less than a line for each set, or more than can be numbered.
+        Raises CacheError if it has less than a line for each set, or more lines than can be
+        numbered.
         """
         if capacity is None:
             return cls(sets, 1, 0)
@@ -842,7 +845,7 @@ class TierShape:
                 f"a host tier of {wanted} bytes is smaller than a line for each of the {sets} sets "
                 f"of the cache: give it at least {sets * line_bytes} bytes"
             )
-        # A miss looks at all ways of a subset.
+        # A miss scans all ways of a subset.
         subsets = -(-each // _TIER_WAYS_MAX)
         shape = cls(sets, subsets, each // subsets)
         if shape.places > _TIER_PLACES_MAX:
@@ -873,5 +876,5 @@ def automatic_capacity(nbytes: int, line: int | str, device: Device) -> int:
     line_bytes = check_line(line)
     whole = (nbytes // line_bytes + 1) * line_bytes
     share = int(device.memory_info().free_bytes * config.current().cache_share)
-    # One set more than the data: rounding down to an odd number of sets must not cut it.
+    # More than the data, because the number of sets is rounded down to an odd one.
     return max(8 * line_bytes, min(whole + 8 * line_bytes, share))

@@ -1,8 +1,8 @@
 """Where kernels run: `CpuDevice` and `CudaDevice`, their memory, launches and streams.
 
-A device owns what it allocates: closing it frees all of it, in reverse. Waits have a time limit.
-Arrays of other libraries are looked at through `view` and never imported; importing this package
-imports neither CUDA nor any array library but numpy.
+A device owns what it allocates: closing it frees everything, in reverse. Waits have a time limit.
+`view` inspects arrays of other libraries without importing these. Importing this package imports
+numpy, but neither CUDA nor any other array library.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _opened_lock = threading.Lock()
 
 
 def resolve(device: object = None) -> Device:
-    """Return the device that a user means; one object for each, shared by the process.
+    """Return the device that the user names; the process shares one object for each device.
 
     Parameters
     ----------
     device : Device, str or torch.device, optional
-        "cpu", "cuda", "cuda:N". Default: "cuda:0" where a GPU works, else "cpu".
+        "cpu", "cuda", "cuda:N". Default: "cuda:0" if a GPU works, else "cpu".
 
     Returns
     -------
     Device
-        Lives until the process ends unless closed.
+        Lives until it is closed or the process ends.
     """
     if isinstance(device, Device):
         device._check_open()
@@ -85,7 +85,7 @@ def _find_or_make(kind: str, ordinal: int) -> Device:
 
 
 def _forget_opened() -> None:
-    """In a forked child: another thread may have held the lock, and no device works there."""
+    """Forget all devices in a forked child, where none works and the lock may be held for ever."""
     global _opened_lock
     _opened_lock = threading.Lock()
     _opened.clear()

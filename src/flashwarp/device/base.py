@@ -1,6 +1,6 @@
-"""`Device`: what every place where kernels run can do, and the order of its work.
+"""`Device`: the interface of a GPU or the CPU device: memory, kernels, streams.
 
-A device owns what it allocates: closing it frees all of it, in reverse. Waits have a time limit.
+A device owns what it allocates: closing it frees everything, in reverse. Waits have a time limit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
 from flashwarp.device.memory import (
     DeviceArray,
     DeviceMemory,
+    Finalizer,
     MemoryInfo,
     Owned,
     OwnedStream,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
-"""Default limit of a wait for a stream. An honest launch moves at most one cache-full of data:
+"""Default limit in seconds of a wait for a stream. A launch moves at most as much as a cache holds:
 100 GiB at 3 GB/s take 36 s."""
 
 
@@ -59,17 +60,17 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Tell whether the work before the event has ended."""
+        """Return whether the work before the event has ended."""
 
     @abstractmethod
     def wait_on(self, stream: object) -> None:
-        """Make what is queued on the stream from now on wait for the event, without blocking."""
+        """Make later work on the stream wait for the event; does not block."""
 
     @abstractmethod
     def elapsed_ms(self, start: Self) -> float:
         """Return the milliseconds from `start` to this event, both done."""
 
-    def close(self) -> None:  # noqa: B027 - not every event holds something
+    def close(self) -> None:  # noqa: B027 - some events hold nothing
         """Release it. May be called twice."""
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -98,15 +99,15 @@ class Device(endings.Closing, ABC):
     ordinal: int | None = None
 
     def __init__(self) -> None:
-        self._owned: dict[int, weakref.finalize[Any, Any]] = {}
+        self._owned: dict[int, Finalizer] = {}
         self._owned_next = 0
         self._lock = threading.RLock()
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
-        # What else is closed with it, after its arrays: caches.
-        self.carries: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Caches, which the device closes after its arrays.
+        self.carries: weakref.WeakSet[endings.Closing] = weakref.WeakSet()
 
-    # Memory. What moves bytes does so in the order of `stream`, by default the library's own.
+    # Memory. Copies run in the order of `stream`; default: the library's own stream.
 
     @abstractmethod
     def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
@@ -136,7 +137,7 @@ class Device(endings.Closing, ABC):
     def download_into(
         self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
-        """Copy device memory into a contiguous host buffer; returns when it is there."""
+        """Copy device memory into a contiguous host buffer; returns when the copy is done."""
 
     @abstractmethod
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
@@ -144,7 +145,7 @@ class Device(endings.Closing, ABC):
 
     @abstractmethod
     def memory_info(self) -> MemoryInfo:
-        """Return what can be allocated."""
+        """Return how much memory can be allocated."""
 
     def download(self, address: int, nbytes: int, stream: object = None) -> bytes:
         """Return a copy of device memory."""
@@ -200,7 +201,7 @@ class Device(endings.Closing, ABC):
         uses: Sequence[object] = (),
         policy: Policy = CLOCK,
     ) -> None:
-        """Launch the built-in kernel `fw_<name>`, whose one parameter is a struct by value.
+        """Launch the built-in kernel `fw_<name>`, which takes one struct by value.
 
         Parameters
         ----------
@@ -209,17 +210,17 @@ class Device(endings.Closing, ABC):
         params : ctypes.Structure or bytes
             The struct, copied before this returns.
         warps : int
-            How many warps have something to do. The launch is never larger than what the device
-            runs at a time, so kernels loop. None or fewer: nothing is launched.
+            How many warps have something to do. The launch has at most as many as the device runs
+            at a time, so kernels loop. If 0 or less, nothing is launched.
         block_threads : int
             Threads of a block, a multiple of 32.
         stream : object, optional
             Where it is queued; see `stream_handle`. Default: the library's own stream.
         uses : sequence
-            What a launch on the CPU holds until it ends: native controllers, whose work its waiting
-            threads do, and owners of memory.
+            Objects that a launch on the CPU holds until it ends: owners of memory, and native
+            controllers, whose commands the launch's waiting threads serve.
         policy : Policy
-            That of the cache which the parameters name: the kernel is compiled with it.
+            The policy of the cache in the parameters. The kernel is compiled with it.
 
         Notes
         -----
@@ -237,7 +238,7 @@ class Device(endings.Closing, ABC):
         )
 
     def built_in(self, name: str, policy: Policy = CLOCK) -> LoadedKernel:
-        """Load a built-in kernel, which its first launch does otherwise.
+        """Load a built-in kernel, unless a launch has loaded it.
 
         On a GPU it is compiled alone, for some seconds, unless it was compiled before.
         """
@@ -291,9 +292,10 @@ class Device(endings.Closing, ABC):
         stream: object = None,
         uses: Sequence[object] = (),
     ) -> None:
-        """Launch a kernel of a loaded program; `launch` says what the parameters mean.
+        """Launch a kernel of a loaded program; `launch` describes the parameters.
 
-        `arguments` are the bytes of its parameters; `warps` None: as many as run at a time.
+        `arguments` are the bytes of the kernel's parameters. If `warps` is None, as many warps are
+        launched as run at a time.
         """
 
     @abstractmethod
@@ -302,22 +304,22 @@ class Device(endings.Closing, ABC):
 
     @abstractmethod
     def create_stream(self) -> OwnedStream:
-        """Create a stream that waits for no other, for work beside the library's own stream."""
+        """Create a stream for work beside the library's own; it waits for no other stream."""
 
     @abstractmethod
     def current_stream(self, library: str) -> Stream:
-        """Return the stream that a library ("torch", "cupy", ...) uses on this device now."""
+        """Return the current stream of a library ("torch", "cupy", ...) on this device."""
 
     @abstractmethod
     def order(self, before: object, after: object) -> None:
-        """Make what is queued on stream `after` from now on wait for what `before` has queued."""
+        """Make later work on stream `after` wait for the present work of stream `before`."""
 
     @abstractmethod
     def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
-        """Block until one stream is done, and waits for no other; raises DeviceTimeout."""
+        """Block until one stream is done; waits for no other stream. Raises DeviceTimeout."""
 
     def alive(self) -> bool:
-        """Tell whether kernels can run, without waiting: after a fault on a GPU none can."""
+        """Return whether kernels can run: after a fault on a GPU none can. Does not block."""
         return True
 
     @abstractmethod
@@ -329,21 +331,21 @@ class Device(endings.Closing, ABC):
         """Describe the device in one line for people: name, model, size."""
 
     def view(self, array: object) -> ArrayView:
-        """Tell what `array` is and where; a DLPack producer is made to finish for our stream."""
+        """Describe `array`. A DLPack producer on a GPU finishes before our stream goes on."""
         return view(array, stream=self.default_stream())
 
     # The end.
 
-    def _own(self, thing: Owned, release: Callable[[], None]) -> weakref.finalize[Any, Any]:
+    def _own(self, thing: Owned, release: Callable[[], None]) -> Finalizer:
         return endings.holding([self._lock], functools.partial(self._note, thing, release))
 
-    def _note(self, thing: Owned, release: Callable[[], None]) -> weakref.finalize[Any, Any]:
+    def _note(self, thing: Owned, release: Callable[[], None]) -> Finalizer:
         self._check_open()
         key = self._owned_next
         self._owned_next += 1
         finalizer = weakref.finalize(thing, _release, self._owned, key, release)
-        # When the process ends, the system takes everything back, and a wait for a kernel that
-        # never ends would keep it from ending.
+        # When the process ends, the system frees everything. A wait for a kernel that never ends
+        # would keep the process from ending.
         finalizer.atexit = False
         self._owned[key] = finalizer
         return finalizer
@@ -353,14 +355,13 @@ class Device(endings.Closing, ABC):
             raise ClosedError(f"{self.name} is closed")
 
     def _check_usable(self) -> None:
-        """Raise where kernels cannot be launched: ClosedError, and ForkError on the CPU."""
+        """Raise ClosedError, or in a forked child ForkError, if kernels cannot be launched."""
         self._check_open()
 
     def close(self) -> None:
-        """Close the arrays and caches that are on the device, then release all that it handed out.
+        """Close the device's arrays and caches, then free all memory that it allocated.
 
-        May be called twice. Blocks while stores are flushed; what could not be is raised in the
-        end.
+        May be called twice. Blocks while arrays are flushed; raises at the end if a flush failed.
         """
         failure = endings.close_all(self)
         for cache in list(self.carries):
@@ -381,15 +382,15 @@ class Device(endings.Closing, ABC):
         return f"<{type(self).__name__} {self.name}>"
 
 
-def _release(owned: dict[int, Any], key: int, release: Callable[[], None]) -> None:
+def _release(owned: dict[int, Finalizer], key: int, release: Callable[[], None]) -> None:
     owned.pop(key, None)
     quietly(release)
 
 
 def quietly(release: Callable[[], None]) -> None:
-    """Release something, and only log what the driver has against it."""
+    """Release something, and only log an error of the driver."""
     try:
         release()
     except DeviceError as error:
-        # After a kernel's fault every call fails; the fault itself was raised where it was found.
+        # After a kernel's fault every call fails. The call that found the fault has raised it.
         _log.info("release failed: %s", error)

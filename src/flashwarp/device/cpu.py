@@ -1,12 +1,11 @@
 """`CpuDevice`: the CPU as a device, a warp being one thread of a pool."""
 
-# The methods of a device are documented in `Device`, and some devices need not all their arguments.
+# `Device` documents the methods; some devices do not need all arguments.
 # ruff: noqa: ARG002, D102
 from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import os
 import time
 import weakref
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from flashwarp import config, endings
+from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
 from flashwarp.device import host_memory
@@ -57,7 +56,7 @@ _with_threads: weakref.WeakSet[CpuDevice] = weakref.WeakSet()
 
 @endings.at_exit
 def _end_threads() -> None:
-    """Wait for launches of daemon threads: the interpreter goes without them."""
+    """Wait for launches of daemon threads, for which the interpreter does not wait."""
     for device in list(_with_threads):
         device._pool.close()
 
@@ -85,9 +84,9 @@ class CpuDevice(Device):
         self._programs: dict[str, LoadedProgram] = {}
 
     @functools.cached_property
-    def _pool(self) -> Any:
+    def _pool(self) -> _native.CpuPool:
         try:
-            pool = _native().CpuPool(self.threads)
+            pool = _native.CpuPool(self.threads)
         except RuntimeError as error:
             raise DeviceError(
                 f"{self.threads} threads of the CPU device cannot be started ({error}): raise the "
@@ -104,10 +103,10 @@ class CpuDevice(Device):
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         check_alignment(alignment)
         try:
-            memory = _native().HostMemory(positive(nbytes), alignment)
-        except (MemoryError, TypeError) as error:  # TypeError: more than an address can say
+            memory = _native.HostMemory(positive(nbytes), alignment)
+        except (MemoryError, TypeError) as error:  # TypeError: larger than the address space
             raise DeviceOutOfMemory(f"allocating {nbytes} bytes of host memory: {error}") from error
-        owners = [memory]
+        owners: list[object] = [memory]
         return DeviceMemory(self, memory.address, nbytes, owners.clear, on_host=True, owners=owners)
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
@@ -132,17 +131,16 @@ class CpuDevice(Device):
         return MemoryInfo(host_memory.available_bytes(), host_memory.total_bytes())
 
     def _load_built_in(self, name: str, policy: Policy) -> dict[str, LoadedKernel]:
-        # All at once. The wheel has them compiled for the policies that it brings, under plain
-        # names; for others g++ compiles all in the time of one or two.
+        # All kernels at once: the wheel has them compiled for its own policies, under plain names.
+        # For other policies g++ compiles all of them in the time of one or two.
         if not policy.built_in:
             from flashwarp._jit import compiler  # slow to import, and the wheel's need none
 
             source = compiler.Source.read(compiler.MODULE).behind(policy)
             return self.load_program(source, options=policy.options).by_name()
-        native = _native()
-        path = Path(native.__file__).parent / "policies" / f"{policy.name}.so"
+        path = Path(_native.__file__).parent / "policies" / f"{policy.name}.so"
         try:
-            program = native.CpuProgram.installed(str(path))
+            program = _native.CpuProgram.installed(str(path))
         except RuntimeError as error:
             raise DeviceError(
                 f"the kernels of policy {policy.name!r} cannot be loaded ({error}): install the "
@@ -151,11 +149,11 @@ class CpuDevice(Device):
         return {kernel.symbol: kernel for kernel in _kernels_of(program)}
 
     def _ended(self, error: RuntimeError) -> Exception:
-        """Return the error of a launch that came after the device was closed, by another thread."""
+        """Return the error of a launch; another thread may have closed the device meanwhile."""
         try:
             self._check_usable()
-        except (ClosedError, ForkError) as met:
-            return met
+        except (ClosedError, ForkError) as why:
+            return why
         return DeviceError(f"launch on the CPU: {error}")
 
     def _check_usable(self) -> None:
@@ -189,9 +187,7 @@ class CpuDevice(Device):
     def _load_artifact(self, artifact: HostArtifact) -> LoadedProgram:
         self._check_open()
         if artifact.key not in self._programs:
-            self._programs[artifact.key] = _load_host_program(
-                _native(), artifact.library, artifact.log, artifact.from_cache
-            )
+            self._programs[artifact.key] = _load_host_program(artifact)
         return self._programs[artifact.key]
 
     def run_kernel(
@@ -248,7 +244,7 @@ class CpuDevice(Device):
 
 
 class _CpuEvent(Event):
-    """Launches on the CPU end before they return, so an event is the time of its record."""
+    """An event on the CPU, where launches end before they return: the time of its record."""
 
     def __init__(self) -> None:
         self._recorded_ns = 0
@@ -268,26 +264,15 @@ class _CpuEvent(Event):
         return (self._recorded_ns - start._recorded_ns) * 1e-6
 
 
-def _native() -> Any:
+def _load_host_program(artifact: HostArtifact) -> LoadedProgram:
     try:
-        return importlib.import_module("flashwarp._native")
-    except ImportError as error:
-        raise DeviceError(
-            f"flashwarp's native part cannot be imported ({error}): install the wheel again"
-        ) from error
-
-
-def _load_host_program(
-    native: Any, library: bytes, log: str = "", from_cache: bool = True
-) -> LoadedProgram:
-    try:
-        program = native.CpuProgram(library)
+        program = _native.CpuProgram(artifact.library)
     except RuntimeError as error:
         raise DeviceError(f"the compiled program cannot be loaded: {error}") from error
-    return LoadedProgram(_kernels_of(program), log, from_cache, program)
+    return LoadedProgram(_kernels_of(program), artifact.log, artifact.from_cache, program)
 
 
-def _kernels_of(program: Any) -> tuple[LoadedKernel, ...]:
+def _kernels_of(program: _native.CpuProgram) -> tuple[LoadedKernel, ...]:
     return tuple(
         LoadedKernel(
             symbol=symbol,

@@ -1,6 +1,6 @@
 """`CudaDevice`: a GPU, its memory, kernels and streams, through the calls of `_jit/driver.py`."""
 
-# The methods of a device are documented in `Device`, and some devices need not all their arguments.
+# `Device` documents the methods; some devices do not need all arguments.
 # ruff: noqa: ARG002, D102
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class CudaDevice(Device):
     Parameters
     ----------
     ordinal : int
-        Its number among the GPUs that CUDA_VISIBLE_DEVICES leaves.
+        Its number among the GPUs that CUDA_VISIBLE_DEVICES allows.
 
     Notes
     -----
-    Kernels are compiled, or found on disk, and loaded completely when the first is launched.
+    The first launch compiles all built-in kernels, or finds them on disk, and loads all of them.
     """
 
     kind = "cuda"
@@ -83,7 +83,7 @@ class CudaDevice(Device):
 
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         check_alignment(alignment)
-        # The driver cuts small allocations out of one page, so none of them is aligned by itself.
+        # The driver places several small allocations in one page, so it aligns none of them.
         slack = alignment
         base = self.context.allocate_host(positive(nbytes) + slack)
         release = functools.partial(_if_usable, self.context, self.context.free_host, base)
@@ -138,7 +138,7 @@ class CudaDevice(Device):
         warps: int | None,
         block_threads: int,
     ) -> int:
-        """How many blocks have something to do and run at a time."""
+        """Count the blocks to launch: at most as many as run at a time."""
         if block_threads <= 0 or block_threads % _WARP_THREADS:
             raise ArgumentError(f"block_threads={block_threads} is not a positive multiple of 32")
         resident = self._resident_blocks(module, kernel, block_threads)
@@ -148,7 +148,7 @@ class CudaDevice(Device):
     def _resident_blocks(
         self, module: driver.Module, kernel: driver.Kernel, block_threads: int
     ) -> int:
-        """How many blocks of a kernel the whole GPU holds at a time."""
+        """Count the blocks of a kernel that the whole GPU runs at a time."""
         blocks = module.resident_blocks(kernel, block_threads)
         if blocks == 0:
             raise DeviceError(
@@ -158,7 +158,7 @@ class CudaDevice(Device):
         return blocks * self.context.multiprocessors
 
     def resident_threads(self, kernel: LoadedKernel, block_threads: int = 256) -> int:
-        """How many threads of a kernel the whole GPU runs at a time."""
+        """Count the threads of a kernel that the whole GPU runs at a time."""
         module, function = kernel.handle
         return self._resident_blocks(module, function, block_threads) * block_threads
 
@@ -289,8 +289,8 @@ class CudaDevice(Device):
     def close(self, timeout_s: float = TIMEOUT_S) -> None:
         """Close arrays and caches, wait for the library's stream, then release everything.
 
-        May be called twice. When the stream does not end in time, DeviceTimeout is raised and the
-        rest is not released: freeing memory under a running kernel would wait without a limit.
+        May be called twice. If the stream does not end in time, raises DeviceTimeout and releases
+        nothing more: freeing memory under a running kernel would wait without a limit.
         """
         if not self._closed and self.context.usable:
             self._wait_before_close(timeout_s)
@@ -321,7 +321,7 @@ class CudaDevice(Device):
 
 
 def _if_usable(context: driver.Context, call: Callable[..., None], *arguments: int) -> None:
-    """In a forked child the parent's memory is not ours to free."""
+    """Call it, but not in a forked child, which must not free its parent's memory."""
     if context.usable:
         call(*arguments)
 
@@ -352,7 +352,7 @@ class _CudaEvent(Owned, Event):
 
 
 def _elements(artifact: Artifact) -> dict[str, tuple[str, ...]]:
-    """For each parameter of each kernel, the type of its elements if it is the program's own."""
+    """Return, for each parameter of each kernel, the element type if the program defines it."""
     return {symbol: _own_elements(spelling.demangle(symbol)) for symbol in artifact.kernels}
 
 

@@ -1,4 +1,4 @@
-"""Arrays and streams of other libraries: what they are and where, without importing any of them.
+"""Arrays and streams of other libraries, which are inspected without importing these libraries.
 
 `view` looks at an array of any library, `empty_in_library` allocates a result in the caller's
 library, and `stream_handle` takes a stream in any common form. Nothing here copies array data.
@@ -85,7 +85,7 @@ _LIBRARIES |= {"jax": "jax", "jaxlib": "jax"}
 
 @dataclass(frozen=True)
 class ArrayView:
-    """What an array of any library is, and where.
+    """A description of an array of any library.
 
     Attributes
     ----------
@@ -94,11 +94,11 @@ class ArrayView:
     shape, dtype
         As numpy has them.
     contiguous : bool
-        Whether it is dense in C order; otherwise `address` alone says too little.
+        Whether it is dense in C order; if not, `address` alone does not describe it.
     device_kind : str
         "cpu" or "cuda".
     ordinal : int or None
-        The GPU's number, where the library tells it.
+        The GPU's number, if the library has it.
     library : str
         "torch", "cupy", "numpy", "numba", "jax" or "other".
     owner : object
@@ -106,7 +106,7 @@ class ArrayView:
     read_only : bool
         Whether stores are forbidden.
     stream : int or None
-        The stream on which the producer may still be writing, where it says so.
+        The stream on which the producer may still be writing, if it names one.
     """
 
     address: int
@@ -116,7 +116,7 @@ class ArrayView:
     device_kind: str
     ordinal: int | None
     library: str
-    owner: object = field(compare=False)  # arrays compare by element, which is no answer
+    owner: object = field(compare=False)  # arrays compare element by element
     read_only: bool = False
     stream: int | None = None
 
@@ -132,17 +132,17 @@ class ArrayView:
 
 
 def view(array: object, stream: object = None) -> ArrayView:
-    """Look at an array without copying it.
+    """Describe an array without copying it.
 
-    Takes numpy arrays, torch tensors, whatever has `__cuda_array_interface__` or DLPack, and what
-    numpy makes an array of (lists, numbers, buffers).
+    Takes numpy arrays, torch tensors, anything with `__cuda_array_interface__` or DLPack, and
+    anything that numpy converts to an array (lists, numbers, buffers).
 
     Parameters
     ----------
     array : object
         The array.
     stream : object, optional
-        Where a DLPack producer on a GPU has to have finished; None: it need not.
+        A DLPack producer on a GPU finishes before later work on this stream. None: it need not.
     """
     library = _library_of(array)
     if hasattr(array, "__flashwarp_view__"):
@@ -233,7 +233,7 @@ def _view_cuda(array: Any, library: str) -> ArrayView:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> bool:
-    """Whether byte strides are those of a dense C-order array; a length of 1 has any stride."""
+    """Return whether byte strides are those of a dense C-order array."""
     if strides is None or math.prod(shape) == 0:
         return True
     expected = itemsize
@@ -252,7 +252,7 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 def _view_dlpack(array: Any, library: str, stream: object) -> ArrayView:
     kind, ordinal = array.__dlpack_device__()
     if int(kind) in _DLPACK_CPU:
-        # numpy takes kDLCPU only, and pinned host memory is as good.
+        # numpy takes kDLCPU only; the host reads pinned memory in the same way.
         made = np.from_dlpack(array) if int(kind) == _DLPACK_CPU[0] else np.asarray(array)
         return _view_numpy(made, made, library)
     if int(kind) not in _DLPACK_CUDA:
@@ -304,7 +304,7 @@ def empty_in_library(
 
 
 def _cupy_stream(cupy: Any, handle: int, device: Place) -> Any:
-    """Wrap a stream of ours for cupy, whose versions differ in how they take one."""
+    """Wrap a stream for cupy; versions of cupy differ in how they take one."""
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(Stream(handle))
     return cupy.cuda.ExternalStream(handle, device.ordinal)

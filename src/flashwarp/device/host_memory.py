@@ -1,7 +1,7 @@
-"""How much memory of the host this process may still use: free, reclaimable, and not forbidden.
+"""How much host memory this process may still use.
 
-The machine is one limit, each control group that the process is in is another; the least counts.
-What the kernel holds of files counts as available, since it gives that up for others.
+The machine is one limit, and each control group of the process is another; the least counts. The
+page cache counts as available, because the kernel reclaims it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
     Parameters
     ----------
     proc, groups : Path
-        Where the kernel tells it.
+        Where the file systems of the kernel are mounted.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def _machine(proc: Path) -> int:
             fields = dict(line.split(":", 1) for line in file)
         # "MemAvailable:   123456 kB"
         return int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError):  # no /proc here, or a kernel before 3.14: what nobody uses at all
+    except (OSError, KeyError):  # no /proc here, or a kernel before 3.14: free memory alone
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -68,7 +68,7 @@ def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
             continue
         names = _V1 if controllers else _V2
         root = roots[controllers]
-        # Inside of a container the path may be the host's, and only the root be there.
+        # Inside a container the path may be the host's, and only the root may exist.
         inner = root / name.lstrip("/")
         for group in (inner, *inner.parents):
             if group == root.parent:
@@ -79,7 +79,7 @@ def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
 
 
 def _left(group: Path, limit: str, used: str, reclaimable: tuple[str, ...]) -> int | None:
-    """Return what a group leaves; None without a limit, or where nothing can be read."""
+    """Return what a group leaves; None if it has no limit or cannot be read."""
     try:
         most = (group / limit).read_text().strip()
         if most == "max":

@@ -1,4 +1,4 @@
-"""What a device hands out: memory, registrations and dense arrays, each released once.
+"""Memory, registrations, streams and dense arrays of a device, each released once.
 
 Closing a handle releases it; so does closing its device, or losing the handle.
 """
@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,13 @@ class MemoryInfo:
     total_bytes: int
 
 
+Finalizer: TypeAlias = "weakref.finalize[..., Owned]"
+
+
 class Home(Place, Protocol):
     """The device that memory belongs to, as far as memory needs it; every `Device` is one."""
 
-    def _own(self, thing: Owned, release: Callable[[], None]) -> weakref.finalize[Any, Any]: ...
+    def _own(self, thing: Owned, release: Callable[[], None]) -> Finalizer: ...
 
     def default_stream(self) -> Stream:
         """Return the library's own stream."""
@@ -68,7 +71,7 @@ class DeviceMemory(Owned):
     Attributes
     ----------
     address : int
-        Where kernels, and for host memory also the host, find it.
+        Its address for kernels, and, if it is host memory, for the host.
     nbytes : int
         Its size.
     on_host : bool
@@ -92,16 +95,17 @@ class DeviceMemory(Owned):
 
     @property
     def owners(self) -> tuple[object, ...]:
-        """What to hold while running code uses the memory, which is there as long.
+        """Objects that keep the memory allocated while running code holds them.
 
-        Nothing on a GPU, where freeing waits for kernels; nothing after `close`.
+        Empty on a GPU, where freeing waits for kernels, and after `close`.
         """
         return tuple(self._owners)
 
     def as_numpy(self) -> npt.NDArray[np.uint8]:
         """Return the bytes themselves, not a copy.
 
-        The result keeps the memory from being lost; of a GPU's pinned memory not from `close`.
+        The result keeps the memory allocated if the handle is lost. `close` frees pinned memory of
+        a GPU all the same.
         """
         if not self.on_host:
             raise DeviceError(f"the host cannot touch memory of {self.device.name}: download it")
@@ -113,7 +117,7 @@ class DeviceMemory(Owned):
 
 
 class _HostBytes:
-    """What numpy takes host memory from; numpy keeps it, and it keeps the memory."""
+    """The object that gives host memory to numpy. numpy holds it, and it holds the memory."""
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._held = (memory, memory.owners)
@@ -126,7 +130,7 @@ class _HostBytes:
 
 
 class Registration(Owned):
-    """Host memory of somebody else, pinned and reachable by kernels until closed."""
+    """Existing host memory, pinned and reachable by kernels until closed."""
 
     def __init__(
         self, device: Home, address: int, nbytes: int, release: Callable[[], None]
@@ -137,7 +141,7 @@ class Registration(Owned):
 
 
 class OwnedStream(Owned):
-    """A stream made for one owner, who closes it; a CPU device's is the one that it has."""
+    """A stream that its owner closes. On a CPU device it is the device's only stream."""
 
     def __init__(self, device: Home, handle: int, release: Callable[[], None]) -> None:
         super().__init__(device, release)
@@ -173,7 +177,7 @@ class DeviceArray(Closing):
         self.device = device
         self.shape = shape
         self.dtype = dtype
-        # The stream whose work fills the array; libraries that take it order themselves after it.
+        # The stream that fills the array. Libraries that take the array come after this stream.
         self.stream = device.default_stream().handle
         self._memory = memory
 
@@ -281,7 +285,7 @@ def host_bytes(data: Any, *, writable: bool) -> npt.NDArray[np.uint8]:
     """View the bytes of a contiguous host buffer, not a copy."""
     try:
         view = memoryview(data)
-    except (TypeError, ValueError) as error:  # no buffer, or of a dtype that buffers have not
+    except (TypeError, ValueError) as error:  # no buffer, or of a dtype that no buffer has
         raise ArgumentError(
             f"data of type {type(data).__name__}: {error}; an array of any dtype has its bytes as "
             'data.view("u1")'

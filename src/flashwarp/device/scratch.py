@@ -1,7 +1,7 @@
-"""Device memory that is lent to one call after another.
+"""A pool of device memory for the temporary arrays of asynchronous calls.
 
-Freeing device memory waits for every kernel of the GPU, which would make asynchronous calls wait
-for each other. So what they need for a while comes from here and goes back.
+Freeing device memory waits for every kernel of the GPU, so calls that freed theirs would wait for
+each other. They take it from this pool and give it back.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["Scratch"]
 
 _BLOCK_BYTES_MIN = 64 << 10
 
-# What is kept between calls at most: two rounds of the largest built-in batch of a loader.
+# The most that is kept between calls: two rounds of the largest built-in batch of a loader.
 _KEPT_BYTES_MAX = 256 << 20
 
 
 class Scratch:
     """Lends arrays in blocks of powers of two. Any thread may use it.
 
-    `stream` is idle but for what prepares them.
+    Nothing runs on `stream` except the preparation of these blocks.
     """
 
     def __init__(self, device: Device, stream: OwnedStream) -> None:
@@ -57,7 +57,7 @@ class Scratch:
         return None
 
     def give(self, block: DeviceMemory) -> None:
-        """Take a block back, and free it where enough is kept."""
+        """Take a block back; free it if enough blocks are kept."""
         if not endings.holding([self._lock], partial(self._keep, block)):
             block.close()
 
@@ -78,8 +78,15 @@ class Scratch:
 
 
 class _Lent(DeviceArray):
-    def __init__(self, scratch: Scratch, memory: DeviceMemory | None, *what: Any) -> None:
-        super().__init__(memory, *what)
+    def __init__(
+        self,
+        scratch: Scratch,
+        memory: DeviceMemory | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        device: Device,
+    ) -> None:
+        super().__init__(memory, shape, dtype, device)
         self._scratch = scratch
 
     def close(self) -> None:

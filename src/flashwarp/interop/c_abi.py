@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 ATOMIC_ADD_DTYPES = ("int32", "uint32", "int64", "uint64", "float32", "float64")
-"""What `fw_atomic_add_*` exists for."""
+"""Types for which `fw_atomic_add_*` exists."""
 
 # As c_abi.cuh asserts.
 TOKEN_BYTES = 80
@@ -73,7 +73,7 @@ def function(verb: str, dtype: np.dtype[np.generic]) -> str:
 
 
 def word_count(axes: int) -> int:
-    """How many 64-bit words name an array: its struct, and the length of each axis."""
+    """Count the 64-bit words of an array's argument: its struct, and the length of each axis."""
     return ctypes.sizeof(ArrayStruct) // 8 + axes
 
 

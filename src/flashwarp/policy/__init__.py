@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from flashwarp.errors import CacheError
 
@@ -39,7 +38,7 @@ class Policy:
     Notes
     -----
     The policy is compiled when the first kernel runs: with NVRTC for a GPU, with g++ or clang++ for
-    the CPU device. No answer of it can break the cache: if it chooses a way that it may not have,
+    the CPU device. No answer of it can break the cache: if it chooses a way that cannot be evicted,
     the cache takes another one and counts the refusal in `Cache.refusals`. Reads and stores by the
     methods of `fw::cache::set_view` and `fw::cache::hit_view` are checked and counted in the same
     way. Its functions must end, and nothing checks what they do with pointers.
@@ -67,10 +66,10 @@ class Policy:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise CacheError(
-                f"a policy's name is that of its struct, which {self.name!r} cannot be"
+                f"a policy has the name of its C++ struct, and {self.name!r} is no such name"
             )
         if self.name in _BUILT_IN and self.source:
-            raise CacheError(f"flashwarp brings a policy {self.name!r}: give yours another name")
+            raise CacheError(f"flashwarp has a policy {self.name!r}: give yours another name")
         if not self.source and self.name not in _BUILT_IN:
             raise CacheError(f"policy {self.name!r} has no source")
 
@@ -79,9 +78,9 @@ class Policy:
         cls,
         name: str,
         *,
-        choose_victim: Callable[..., Any],
-        on_fill: Callable[..., Any] | None = None,
-        on_hit: Callable[..., Any] | None = None,
+        choose_victim: Callable[..., object],
+        on_fill: Callable[..., object] | None = None,
+        on_hit: Callable[..., object] | None = None,
         keeps_words: bool = True,
     ) -> Policy:
         """Make a policy from Python functions, which are translated to C++ and compiled.
@@ -91,7 +90,7 @@ class Policy:
         name : str
             An identifier.
         choose_victim : function of (lines)
-            Returns one of the ways of a set whose bit is set in ``lines.candidates``.
+            Returns the number of a way of the set. Its bit must be set in ``lines.candidates``.
         on_fill : function of (lines, way), optional
             Called when a fill has taken a way.
         on_hit : function of (cache, way, seen), optional
@@ -127,7 +126,7 @@ class Policy:
 
     @property
     def built_in(self) -> bool:
-        """Whether flashwarp brings it."""
+        """Whether it is one of flashwarp's own."""
         return not self.source
 
     @property
@@ -137,7 +136,7 @@ class Policy:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The compiler's options that choose it; none for the default."""
+        """The compiler options that select it; none for the default policy."""
         if self.name == "clock":
             return ()
         words = () if self.built_in or self.keeps_words else ("-DFW_POLICY_WORDS=0",)
@@ -166,14 +165,14 @@ _BUILT_IN = {
 }
 
 POLICIES = {name: Policy(name, "", keeps) for name, keeps in _BUILT_IN.items()}
-"""Those that flashwarp brings, by name."""
+"""flashwarp's own policies, by name."""
 
 CLOCK = POLICIES["clock"]
 """The default."""
 
 
 def resolve_policy(policy: str | Policy) -> Policy:
-    """Return the policy that a user means.
+    """Return the policy that the user names.
 
     Raises CacheError for a name that does not exist.
     """

@@ -1,7 +1,7 @@
 """A policy's three functions, from Python to C++: the few statements and expressions they need.
 
-The result runs on GPUs and on the CPU device like any other policy. What is translated means what
-it means in Python, but for what `docs/policies.md` says: numbers are unsigned and have 64 bits.
+The result runs on GPUs and on the CPU device like any other policy. Translated code means the same
+as in Python, with the exceptions in `docs/policies.md`: numbers are unsigned and have 64 bits.
 Everything else is refused, with its line.
 """
 
@@ -11,7 +11,6 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from flashwarp.errors import CompileError
 
@@ -100,12 +99,12 @@ _CALLED: dict[type[ast.AST], str] = {
 
 def policy_source(
     name: str,
-    on_hit: Callable[..., Any] | None,
-    on_fill: Callable[..., Any] | None,
-    choose_victim: Callable[..., Any],
+    on_hit: Callable[..., object] | None,
+    on_fill: Callable[..., object] | None,
+    choose_victim: Callable[..., object],
     keeps_words: bool = True,
 ) -> str:
-    """Write the struct of a policy whose functions are given in Python.
+    """Write the C++ struct of a policy from its Python functions.
 
     Without `keeps_words` there are no words that they could use.
 
@@ -130,7 +129,7 @@ class _Function:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         *parameters: str,
         words: bool,
         returns: bool = False,

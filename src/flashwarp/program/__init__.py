@@ -1,1 +1,1 @@
-"""Kernels of the caller's own: compiled, checked, launched."""
+"""The caller's own kernels: compiled, checked, launched."""

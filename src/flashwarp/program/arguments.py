@@ -1,10 +1,9 @@
-"""The arguments of your own kernels: what each parameter takes, checked, as bytes.
+"""The arguments of the caller's own kernels: checked, and packed into bytes.
 
-A parameter is known by the C++ spelling of its type, which the kernel's mangled name tells, and by
-its size in the compiled code.
+The kernel's mangled name has the types of its parameters, and the compiled code their sizes.
 """
 
-# What packs a number needs no launch.
+# Packing a number needs no launch.
 # ruff: noqa: ARG002
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ __all__ = ["Launch", "Param", "parse_signature"]
 
 
 class Launch:
-    """The order of one launch among the work of other libraries, whose arrays it uses."""
+    """Orders one launch with the work of other libraries, if it uses their arrays."""
 
-    def __init__(self, device: Device, stream: Any) -> None:
+    def __init__(self, device: Device, stream: object) -> None:
         self.device = device
         self.stream = stream
         self._neighbours: dict[int, None] = {}
 
     def view(self, array: object) -> ArrayView:
-        """Look at an argument, and note whose stream it belongs to."""
+        """Describe an argument, and note the streams that may use it."""
         run = self.device.default_stream() if self.stream is None else self.stream
         seen = devices.view(array, stream=run)
         if seen.device_kind == "cuda":
@@ -47,7 +46,7 @@ class Launch:
         return seen
 
     def begin(self) -> None:
-        """Come after what the neighbours have queued, and after our own uploads."""
+        """Order the launch after the libraries' present work, and after our own uploads."""
         if self.stream is not None:
             self.device.order(None, self.stream)
             return
@@ -55,7 +54,7 @@ class Launch:
             self.device.order(handle, None)
 
     def end(self) -> None:
-        """Come before what the neighbours queue next. A chosen stream is its chooser's to order."""
+        """Order the libraries' next work after the launch, unless the caller chose a stream."""
         if self.stream is None:
             for handle in self._neighbours:
                 self.device.order(None, handle)
@@ -78,7 +77,7 @@ def parse_signature(signature: str, loaded: LoadedKernel) -> tuple[str, list[Par
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter: what it takes, and how an argument becomes its bytes."""
+    """One parameter of a kernel: checks an argument and packs it into bytes."""
 
     place: str  # for messages: "argument 2 (float*) of scale(..)"
     nbytes: int
@@ -96,24 +95,24 @@ class Param:
             return _NumberParam(place, nbytes, np.dtype(spelling.NUMBERS[text]))
         return _BytesParam(place, nbytes)
 
-    def pack(self, argument: Any, launch: Launch) -> bytes:
-        """Return the bytes of the parameter, or raise what does not fit it."""
+    def pack(self, argument: object, launch: Launch) -> bytes:
+        """Return the bytes of the parameter; raises if the argument does not fit it."""
         raise NotImplementedError
 
 
 def _check_element(
     place: str, element: str, element_bytes: int, dtype: np.dtype[Any], what: str
 ) -> None:
-    """Compare by type where it is a number, else by size where that is known."""
+    """Compare number types by dtype, and others by size if it is known."""
     if element in spelling.NUMBERS:
         wanted = np.dtype(spelling.NUMBERS[element])
         # C++ does not say whether plain char has a sign.
         if dtype == wanted or (element == "char" and dtype == np.uint8):
             return
-        raise DtypeError(f"{place} wants elements of dtype {wanted}, {what} has {dtype}")
+        raise DtypeError(f"{place} takes elements of dtype {wanted}, {what} has {dtype}")
     if element_bytes not in (0, dtype.itemsize):
         raise DtypeError(
-            f"{place} wants elements of {element_bytes} bytes, those of {what} ({dtype}) have "
+            f"{place} takes elements of {element_bytes} bytes, those of {what} ({dtype}) have "
             f"{dtype.itemsize}"
         )
 
@@ -125,10 +124,10 @@ class _ArrayParam(Param):
     constant: bool
     rank: int
 
-    def pack(self, argument: Any, launch: Launch) -> bytes:
+    def pack(self, argument: object, launch: Launch) -> bytes:
         if not isinstance(argument, Array):
             raise ArgumentError(
-                f"{self.place} wants a flashwarp.Array, not {type(argument).__name__}"
+                f"{self.place} takes a flashwarp.Array, not {type(argument).__name__}"
             )
         if argument.device is not launch.device:
             raise ArgumentError(
@@ -138,7 +137,7 @@ class _ArrayParam(Param):
         _check_element(self.place, self.element, self.element_bytes, argument.dtype, "the array")
         if self.rank > 1 and argument.ndim != self.rank:
             raise ArgumentError(
-                f"{self.place} wants {self.rank} axes, the array has shape {argument.shape}"
+                f"{self.place} takes {self.rank} axes, the array has shape {argument.shape}"
             )
         handle = bytes(argument.kernel_handle)
         if not self.constant and not argument.writable:
@@ -170,10 +169,10 @@ class _PointerParam(Param):
     element_bytes: int
     constant: bool
 
-    def pack(self, argument: Any, launch: Launch) -> bytes:
+    def pack(self, argument: object, launch: Launch) -> bytes:
         return struct.pack("<Q", self._address(argument, launch))
 
-    def _address(self, argument: Any, launch: Launch) -> int:
+    def _address(self, argument: object, launch: Launch) -> int:
         if argument is None:
             return 0
         if isinstance(argument, DeviceMemory):
@@ -185,7 +184,7 @@ class _PointerParam(Param):
             )
         if not any(hasattr(type(argument), name) for name in _ARRAY_PROTOCOLS):
             raise ArgumentError(
-                f"{self.place} wants an array in the memory of {launch.device.name}, not "
+                f"{self.place} takes an array in the memory of {launch.device.name}, not "
                 f"{type(argument).__name__}"
             )
         seen = launch.view(argument)
@@ -226,7 +225,7 @@ class _PointerParam(Param):
 class _NumberParam(Param):
     dtype: np.dtype[Any]
 
-    def pack(self, argument: Any, launch: Launch) -> bytes:
+    def pack(self, argument: object, launch: Launch) -> bytes:
         if isinstance(argument, np.ndarray) and argument.ndim == 0:
             argument = argument[()]
         if self.dtype.kind == "f":
@@ -237,7 +236,7 @@ class _NumberParam(Param):
             return bytes([int(argument)])
         return self._pack_integer(argument)
 
-    def _pack_float(self, argument: Any) -> bytes:
+    def _pack_float(self, argument: object) -> bytes:
         if isinstance(argument, bool) or not isinstance(argument, numbers.Real):
             raise self._refused(argument, "a number")
         with np.errstate(over="ignore"):
@@ -246,7 +245,7 @@ class _NumberParam(Param):
             raise ArgumentError(f"{self.place}: {argument} is too large for {self.dtype}")
         return bytes(value.tobytes())
 
-    def _pack_integer(self, argument: Any) -> bytes:
+    def _pack_integer(self, argument: object) -> bytes:
         if not isinstance(argument, int | np.integer) or isinstance(argument, bool):
             raise self._refused(argument, "an integer")
         limits = np.iinfo(self.dtype)
@@ -256,20 +255,20 @@ class _NumberParam(Param):
             )
         return int(argument).to_bytes(self.nbytes, "little", signed=self.dtype.kind == "i")
 
-    def _refused(self, argument: Any, wanted: str) -> DtypeError:
-        return DtypeError(f"{self.place} wants {wanted}, not {type(argument).__name__}")
+    def _refused(self, argument: object, wanted: str) -> DtypeError:
+        return DtypeError(f"{self.place} takes {wanted}, not {type(argument).__name__}")
 
 
 @dataclass(frozen=True)
 class _BytesParam(Param):
-    """A type of the program's own, as it lies in memory."""
+    """A type that the program defines, as it lies in memory."""
 
-    def pack(self, argument: Any, launch: Launch) -> bytes:
+    def pack(self, argument: object, launch: Launch) -> bytes:
         if isinstance(argument, np.ndarray) and argument.ndim == 0:
             argument = argument[()]
         if not isinstance(argument, bytes | bytearray | ctypes.Structure | np.generic):
             raise DtypeError(
-                f"{self.place} wants bytes, a ctypes structure or a numpy record, not "
+                f"{self.place} takes bytes, a ctypes structure or a numpy record, not "
                 f"{type(argument).__name__}"
             )
         content = argument.tobytes() if isinstance(argument, np.generic) else bytes(argument)

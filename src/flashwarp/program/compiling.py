@@ -1,7 +1,7 @@
 """`compile`: users' kernels in CUDA C++, for a GPU or the CPU device.
 
-The same text runs on both. A kernel's mangled name has the types of its parameters, so arguments
-are checked before the launch. A `flashwarp.Array` becomes an `fw::array<T>` by value.
+The same text runs on both. A kernel's mangled name has the types of its parameters, so each launch
+checks its arguments. A `flashwarp.Array` becomes an `fw::array<T>` by value.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flashwarp import device as devices
 from flashwarp import endings
@@ -172,11 +171,11 @@ class Program(endings.NotCopied):
     device : Device
         Where they run.
     policy : Policy
-        Of the caches whose arrays they take.
+        The policy of the caches of the arrays that they take.
     log : str
-        What the compiler said.
+        The compiler's output.
     from_cache : bool
-        Whether they were found compiled, on disk or in memory.
+        Whether the compiled code was found, on disk or in memory.
     """
 
     def __init__(self, device: Device, loaded: LoadedProgram, policy: Policy) -> None:
@@ -241,10 +240,10 @@ class Kernel(endings.NotCopied):
 
     def __call__(
         self,
-        *arguments: Any,
+        *arguments: object,
         warps: int | None = None,
         block_threads: int = 256,
-        stream: Any = None,
+        stream: object = None,
     ) -> None:
         """Launch the kernel.
 
@@ -256,21 +255,20 @@ class Kernel(endings.NotCopied):
             None; a Python or numpy number for a number; and for any other type its bytes, as
             `bytes`, a ctypes structure or a numpy record.
         warps : int, optional
-            How many warps have something to do. The launch is never larger than what the device
-            runs at a time, so kernels loop. Default: as many as run at a time. On the CPU device a
+            How many warps have something to do. The launch has at most as many as the device runs
+            at a time, so kernels loop. Default: as many as run at a time. On the CPU device a
             warp is one thread.
         block_threads : int
             Threads of a block on a GPU, a multiple of 32 and at most 256.
         stream : optional
-            Where a GPU queues it. Default: the library's own stream, after what the streams of
-            torch and cupy now hold where arrays of these are among the arguments, and before what
-            they get next.
+            Where a GPU queues it. Default: the library's own stream. If there are arrays of torch
+            or cupy among the arguments, the launch runs after the present work on the current
+            streams of these libraries, and before their next work.
 
         Notes
         -----
         Returns at once on a GPU, when done on the CPU device. Keep the arguments until it is done.
-        What went wrong in reading or writing an array is raised by `Array.synchronize`, or by the
-        array's next call.
+        `Array.synchronize`, or the array's next call, raises failures to read or write the array.
 
         Raises
         ------
@@ -290,7 +288,7 @@ class Kernel(endings.NotCopied):
             raise ArgumentError(f"block_threads={block_threads} is not a multiple of 32")
         arrays = [argument for argument in arguments if isinstance(argument, Array)]
         self._check_policies(arrays)
-        # In one order everywhere, so that two launches never wait for each other.
+        # All launches take turns in one order, so that two never wait for each other.
         caches = sorted({array.cache for array in arrays}, key=id)
 
         def launch_in_turn() -> None:
@@ -320,7 +318,7 @@ class Kernel(endings.NotCopied):
         endings.holding([cache.turn for cache in caches], launch_in_turn)
 
     def _check_policies(self, arrays: Sequence[Array]) -> None:
-        # The policy is in the code: with another one it would mark what the cache does not have.
+        # The policy is compiled into the code, and another one may use words that the cache lacks.
         for array in arrays:
             wanted = array.cache.policy
             if wanted != self._policy:

@@ -89,7 +89,7 @@ def compare(
     capacities : sequence of int, optional
         Lines; default 1, 3, 10, 30 and 60 % of those that the trace touches.
     policies : sequence of str or Policy
-        Default: all that flashwarp brings.
+        Default: all of flashwarp's own.
     ways : int
         Frames of a set: 4, 8 or 16.
 
@@ -125,7 +125,7 @@ def compare(
 
 
 def save(comparisons: Sequence[Comparison], path: str | os.PathLike[str], **facts: Any) -> None:
-    """Write comparisons, and what else is to be remembered, as JSON."""
+    """Write comparisons and other facts as JSON."""
     content = {**facts, "comparisons": [each.as_dict() for each in comparisons]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

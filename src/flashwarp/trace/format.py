@@ -16,7 +16,7 @@ from flashwarp.errors import ArgumentError, FileFormatError, MissingFileError
 __all__ = ["Trace"]
 
 _VERSION = 1
-# What the device code can number: see `tag::kLineBits`.
+# Line numbers that device code can have: see `tag::kLineBits`.
 _LINES_MAX = 1 << 38
 
 
@@ -29,7 +29,7 @@ class Trace:
     lines : numpy.ndarray of int64
         The line of each access, counted from the start of the array.
     line_bytes : int
-        What a line is.
+        Bytes of a line.
     name : str
         For people.
 
@@ -62,7 +62,7 @@ class Trace:
 
     @property
     def footprint(self) -> int:
-        """How many different lines it touches."""
+        """Number of different lines that it touches."""
         return len(np.unique(self.lines))
 
     def numbered_densely(self) -> Trace:

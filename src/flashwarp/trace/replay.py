@@ -38,7 +38,7 @@ class Replay:
     misses: int
     evictions: int
     refusals: int
-    """How often the policy asked for what it may not have."""
+    """How often the policy chose a line that cannot be evicted."""
 
     @property
     def hit_rate(self) -> float:

@@ -32,7 +32,7 @@ class ArrayType(types.Type):  # type: ignore[misc]
 
     @property
     def key(self) -> Any:
-        """What makes it differ from others."""
+        """The values that distinguish it from other types."""
         return self.dtype, self.ndim, self.readonly, self.policy
 
     @property

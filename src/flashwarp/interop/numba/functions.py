@@ -1,4 +1,4 @@
-"""What kernels call. Outside of kernels each of them raises, and says where it works."""
+"""Functions for kernels. Outside of kernels each raises, and says where it works."""
 
 # Numba looks at the parameters, and nothing else does.
 # ruff: noqa: ARG001
@@ -14,7 +14,7 @@ __all__ = ["atomic_add", "prefetch", "read_async", "write_async"]
 def prefetch(data: Any, i: Any, n: Any = None) -> Any:
     """Start bringing in element `i`, or the elements i .. i + n - 1; in kernels only.
 
-    With `n` returns a token, whose `wait` returns when each of them has been in the cache.
+    With `n` returns a token. Its `wait` returns when each of the `n` elements was in the cache.
     """
     raise _outside("prefetch")
 

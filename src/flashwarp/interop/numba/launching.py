@@ -20,7 +20,7 @@ __all__ = ["Kernel", "extension", "jit"]
 
 
 class _Extension:
-    """What turns arrays into parameters when a kernel is launched."""
+    """Turns arrays into parameters when a kernel is launched."""
 
     def prepare_args(self, kind: Any, value: Any, stream: Any, retr: Any) -> tuple[Any, Any]:
         """Replace an array by its words; other arguments stay as they are."""
@@ -29,7 +29,7 @@ class _Extension:
             return kind, value
         _check_place(value)
         handle = _handle(stream)
-        # What the library has queued on a stream of its own comes first.
+        # Work that the library has queued on its own stream comes first.
         value.device.order(None, handle)
         value._join_launch(handle)
         words = c_abi.array_words(value)
@@ -56,7 +56,7 @@ def _check_place(array: Array) -> None:
 
 
 def _handle(stream: Any) -> int:
-    """Return the handle of numba's stream, whose default is 0."""
+    """Return the handle of numba's stream; 0 for its default stream."""
     return int(getattr(stream, "handle", stream) or 0)
 
 
