@@ -16,7 +16,7 @@ export FLASHWARP_STRESS_SECONDS ?= 3
 # The demo computes on the GPU where there is one, so it then needs the CUDA extra as well.
 comma := ,
 DEMO_EXTRAS := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
-DEV_EXTRAS := cuda,demo,dev
+DEV_EXTRAS := cuda,numba,demo,dev
 TEST_PROCESSES ?= $(if $(wildcard /dev/nvidiactl),0,2)
 TEST_HANG_S ?= 900
 
