@@ -10,13 +10,15 @@ SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
+# Hundreds of tests start Python: each start would compile the package's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # How long each native stress program runs, in seconds. It is a budget, not a limit.
 export FLASHWARP_STRESS_SECONDS ?= 3
 
 # The demo computes on the GPU where there is one, so it then needs the CUDA extra as well.
 comma := ,
 DEMO_EXTRAS := demo$(if $(wildcard /dev/nvidiactl),$(comma)cuda)
-DEV_EXTRAS := cuda,demo,dev
+DEV_EXTRAS := cuda,numba,demo,dev
 TEST_PROCESSES ?= $(if $(wildcard /dev/nvidiactl),0,2)
 TEST_HANG_S ?= 900
 
@@ -35,9 +37,12 @@ help:  ## List the targets
 demo: $(VENV)/demo.stamp  ## Show what flashwarp does, on the GPU or the CPU
 	$(BIN)/flashwarp demo $(ARGS)
 
-# By two processes; by one where tests share a GPU. A test that hangs where no signal reaches it
-# ends its process, and the others go on.
-test: lint native-test  ## Everything that CI runs: lint, sanitizers, tests
+# Side by side what waits for a disk, one core or a thread: the sanitizers' programs are compiled
+# while lint runs, and run while others are compiled. Then pytest, alone, since some tests count on
+# their turn: by two processes; by one where tests share a GPU. A test that hangs where no signal
+# reaches it ends its process, and the others go on.
+test: $(VENV)/dev.stamp  ## Everything that CI runs: lint, sanitizers, tests
+	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint tsan asan
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal \
 	  -o faulthandler_timeout=$(TEST_HANG_S) -o faulthandler_exit_on_timeout=true $(ARGS)
 
@@ -81,7 +86,7 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 	  -DFLASHWARP_NATIVE_TESTS=ON -DFLASHWARP_SANITIZE=$(SANITIZER) >build/$@.log 2>&1 \
 	  || { cat build/$@.log; exit 1; }
 	$(BIN)/cmake --build build/$@
-	$(LAUNCH) $(BIN)/ctest --test-dir build/$@ --no-tests=error
+	$(LAUNCH) $(BIN)/ctest --test-dir build/$@ --no-tests=error --parallel 2
 
 models: $(VENV)/dev.stamp  ## Model-check queue pair and cache, in sizes that take minutes and 3 GB
 	@command -v spin >/dev/null \

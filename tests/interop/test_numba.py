@@ -117,9 +117,9 @@ def test_loads_are_part_of_the_kernel(arch: str) -> None:
     assert re.search(r"ld\.acquire\.gpu\.global\.v2\.u64", entry_of(ptx))
     assert re.search(r"ld\.acquire\.gpu\.global\.u32", entry_of(ptx))
     assert re.search(r"ld\.relaxed\.gpu\.global\.u64", entry_of(ptx))
-    # The array's struct stays in the parameters: what lives in memory is what the slow path fills.
-    (local,) = re.findall(r"__local_depot\d+\[(\d+)\];", entry_of(ptx))
-    assert int(local) <= 16
+    # The array's struct stays in the parameters, and what the slow path loads comes in a register.
+    assert "__local_depot" in ptx
+    assert "__local_depot" not in entry_of(ptx)
 
 
 def test_linked_code_keeps_no_call_of_the_functions_by_name() -> None:
@@ -212,7 +212,7 @@ def opened(path: Path, values: np.ndarray[Any, Any], device: fw.CpuDevice) -> fw
     np.save(path, values)
     # The host's thread is none of the device's, so it does not serve the controller itself.
     controller = fw.SoftwareController(threads=1)
-    return fw.open(path, "r+", device=device, cache="64 KiB", line=512, controller=controller)
+    return fw.open(path, "r+", device=device, cache="16 KiB", line=512, controller=controller)
 
 
 def values_of(dtype: str, count: int) -> np.ndarray[Any, Any]:
@@ -229,7 +229,7 @@ def values_of(dtype: str, count: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_elements_arrive_as_they_are(dtype: str, tmp_path: Path, device: fw.CpuDevice) -> None:
-    values = values_of(dtype, 20_000)
+    values = values_of(dtype, 5000)
     order = np.random.default_rng(4).permutation(len(values))
     out = np.zeros_like(values)
     with (

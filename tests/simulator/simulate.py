@@ -66,9 +66,11 @@ _CONTROLLER = (
     "base/fork_guard",
 )
 _FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")
-# The runtime is compiled once; scenarios are compiled often and run for seconds.
+# The runtime is compiled once; scenarios are compiled often and run for seconds, a mutant of one of
+# them for a tenth of a second.
 _RUNTIME_LEVEL = "-O2"
 _SCENARIO_LEVEL = "-O1"
+_MUTANT_LEVEL = "-O0"
 # Objects and programs kept, about 1 MB each; the oldest go first.
 _KEPT_MAX = 200
 # A program that does not come back is a bug of ours: its steps are bounded.
@@ -316,12 +318,12 @@ def build_program(
         includes = _includes()
         if mutant is not None:
             includes = [_copy_with(mutant, changed, Path(folder)), *includes]
-        options = [*_FLAGS, _SCENARIO_LEVEL, *flags, f"-DFW_WARP_WIDTH={width}"]
-        options += policy_options
-        built = [Path(folder) / f"{path.stem}.o" for path in sources]
-        _compile_all(zip(sources, built, strict=True), [*options, *includes])
+        level = _SCENARIO_LEVEL if mutant is None else _MUTANT_LEVEL
+        options = [*_FLAGS, level, *flags, f"-DFW_WARP_WIDTH={width}", *policy_options]
+        built = Path(folder) / "scenarios.o"
+        _compile_all([(_as_one(sources, built), built)], [*options, *includes])
         linked = Path(folder) / "program"
-        _run_compiler([*flags, *map(str, built), *map(str, objects), "-o", str(linked)])
+        _run_compiler([*flags, *map(str, [built, *objects]), "-o", str(linked)])
         _publish(linked, program)
     return program
 
@@ -416,16 +418,29 @@ def _includes() -> list[str | Path]:
 def _runtime_objects(headers: bytes, flags: Sequence[str]) -> list[Path]:
     """The simulator's and the controller's objects, which are the same at every width."""
     key = content_key(_compiler().encode(), headers, f"{flags}".encode())[:32]
-    sources = [_SIMULATOR / f"{name}.cpp" for name in _RUNTIME]
-    sources += _controller_sources()
-    objects = [_directory() / f"{path.stem}-{key}.o" for path in sources]
-    missing = [(s, o) for s, o in zip(sources, objects, strict=True) if not o.exists()]
+    parts = {
+        "runtime": [_SIMULATOR / f"{name}.cpp" for name in _RUNTIME],
+        "controller": _controller_sources(),
+    }
+    objects = {_directory() / f"{name}-{key}.o": sources for name, sources in parts.items()}
     with tempfile.TemporaryDirectory() as folder:
-        built = [(s, Path(folder) / o.name) for s, o in missing]
-        _compile_all(built, [*_FLAGS, _RUNTIME_LEVEL, *flags, *_includes()])
-        for (_, new), (_, final) in zip(built, missing, strict=True):
+        missing = {final: Path(folder) / final.name for final in objects if not final.exists()}
+        _compile_all(
+            [(_as_one(objects[final], new), new) for final, new in missing.items()],
+            [*_FLAGS, _RUNTIME_LEVEL, *flags, *_includes()],
+        )
+        for final, new in missing.items():
             _publish(new, final)
-    return objects
+    return list(objects)
+
+
+def _as_one(sources: Sequence[Path], target: Path) -> Path:
+    """Give one source that has them all, beside what it becomes: headers are compiled once."""
+    if len(sources) == 1:
+        return sources[0]
+    together = target.with_suffix(".cpp")
+    together.write_text("".join(f'#include "{path}"\n' for path in sources), encoding="utf-8")
+    return together
 
 
 def _publish(new: Path, final: Path) -> None:
