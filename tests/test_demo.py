@@ -353,11 +353,10 @@ SMALL = features.FeatureSize(4096, 1024, 2 << 20, (1, 64, 256), 0.01, 256, 4)
 def test_ways_from_the_page_cache_bring_the_same_rows(tmp_path, cpu, monkeypatch, torch):
     """As on a GPU: every way is checked, and one without its package is named."""
     monkeypatch.setitem(sys.modules, "torch", fake_torch() if torch else None)
-    monkeypatch.setattr(features, "_has_torch", lambda: torch is not None)
     path = tmp_path / "features.npy"
     features.write_table(path, SMALL.rows, SMALL.columns)
 
-    rates, missing = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
+    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
 
     ways = [features.OURS, features.UVA] + [features.SELECT] * bool(torch) + [features.MEMMAP]
     assert [rate.way for rate in rates] == ways
@@ -378,10 +377,31 @@ def fake_torch():
 
     return SimpleNamespace(
         float32=np.float32,
+        cuda=SimpleNamespace(is_available=lambda: True),
         from_numpy=np.asarray,
         empty=lambda shape, dtype, pin_memory: np.empty(shape, dtype).view(Tensor),
         index_select=index_select,
     )
+
+
+def test_torch_that_finds_no_gpu_is_named(monkeypatch):
+    torch = fake_torch()
+    torch.cuda.is_available = lambda: False
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    assert features._find_torch() == (None, "torch finds no GPU")
+
+
+def test_a_slow_way_is_not_asked_for_more_rows(tmp_path, cpu, monkeypatch):
+    monkeypatch.setattr(features, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(features, "_CALL_SECONDS_MAX", 0.0)
+    path = tmp_path / "features.npy"
+    features.write_table(path, SMALL.rows, SMALL.columns)
+
+    rates, _ = features._from_disk(path, SMALL, cpu)
+
+    assert [rate.call_rows for rate in rates if rate.way == features.MEMMAP] == [1]
+    assert [rate.call_rows for rate in rates if rate.way == features.OURS] == [1, 64, 256]
 
 
 def test_table_that_cannot_be_pinned_is_named(tmp_path, cpu, monkeypatch):
@@ -393,11 +413,11 @@ def test_table_that_cannot_be_pinned_is_named(tmp_path, cpu, monkeypatch):
         return allocate(nbytes, alignment)
 
     monkeypatch.setattr(cpu, "allocate_host", refuse)
-    monkeypatch.setattr(features, "_has_torch", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", None)
     path = tmp_path / "features.npy"
     features.write_table(path, SMALL.rows, SMALL.columns)
 
-    rates, missing = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
+    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
 
     assert features.UVA not in [rate.way for rate in rates]
     assert missing[0] == f"{features.UVA}: 16777216 bytes of pinned memory are too many"
@@ -491,7 +511,7 @@ def test_small_demo_end_to_end(tmp_path, cpu, steps, flights, monkeypatch, gpu):
     if gpu:  # what the demo does on a GPU alone is done by the CPU device
         monkeypatch.setattr(features, "_on_gpu", lambda _: True)
         monkeypatch.setattr(features, "measure_link", lambda _: LinkRates(50e9, 50e9))
-        monkeypatch.setattr(features, "_has_torch", lambda: False)
+        monkeypatch.setitem(sys.modules, "torch", None)
         pull = features.compile_pull(cpu)
     result = DemoResult(
         device=cpu.describe(),

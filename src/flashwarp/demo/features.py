@@ -13,10 +13,9 @@ reading the file again.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -71,6 +70,8 @@ _COLUMN_FACTOR = np.uint32(2246822519)
 _WRITE_BYTES = 8 << 20
 # The disk drifts, so its ceiling is measured before and after us.
 _CEILING_SECONDS = 0.5
+# A way whose call takes longer is not asked for more rows.
+_CALL_SECONDS_MAX = 1.0
 
 # What a GPU does best with host memory: a warp copies a row, all rows side by side.
 _PULL = """
@@ -106,7 +107,7 @@ class FeatureSize:
 _CALLS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 # A file of sixteen caches. Even with 16,384 rows a call, two calls fit the cache.
 SIZES = {
-    "quick": FeatureSize(1 << 18, 1024, 64 << 20, _CALLS, 0.25, 16384, 6),
+    "quick": FeatureSize(1 << 18, 1024, 64 << 20, _CALLS, 0.25, 32768, 6),
     "full": FeatureSize(1 << 22, 1024, 1 << 30, _CALLS, 1.0, 65536, 12),
 }
 
@@ -146,6 +147,8 @@ class FeaturesResult:
     """How flashwarp read the file on the disk."""
     page_cache: tuple[Rate, ...] = ()
     """From the page cache, on a GPU."""
+    page_cache_path: str = ""
+    """How flashwarp read the file in the page cache."""
     missing: tuple[str, ...] = ()
     """Ways that could not be measured, each with its reason."""
     link_gb_per_s: float = 0.0
@@ -235,50 +238,73 @@ def time_gathers(
 # The ways of a row to the device.
 
 
-def _ours(array: fw.Array, out: DeviceArray) -> Gather:
-    # On a GPU, an index in GPU memory and `out` there: rows never come back to the host.
+@dataclass(frozen=True)
+class _Buffers:
+    """Device memory of a gather: on a GPU, neither indices nor rows come back to the host."""
+
+    device: Device
+    index: DeviceArray
+    out: DeviceArray
+
+
+@contextmanager
+def _buffers(device: Device, rows: int, columns: int) -> Iterator[_Buffers]:
+    with (
+        device.empty_array((rows,), np.int64) as index,
+        device.empty_array((rows, columns), np.float32) as out,
+    ):
+        yield _Buffers(device, index, out)
+
+
+def _ours(array: fw.Array, to: _Buffers) -> Gather:
     def gather(rows: NDArray[np.int64]) -> DeviceArray:
-        with array.device.empty_array(rows.shape, rows.dtype) as index:
-            array.device.upload(index.address, rows)
-            array.gather(index, out=out)
-        return out
+        to.device.upload(to.index.address, rows)
+        array.gather(to.index, out=to.out)
+        return to.out
 
     return gather
 
 
-def _memmap(table: NDArray[np.float32], out: DeviceArray, device: Device) -> Gather:
+def _memmap(table: NDArray[np.float32], to: _Buffers) -> Gather:
     # What `torch.from_numpy(table[rows]).cuda()` does.
     def gather(rows: NDArray[np.int64]) -> DeviceArray:
-        device.upload(out.address, table[rows])
-        return out
+        to.device.upload(to.out.address, table[rows])
+        return to.out
 
     return gather
 
 
-def _uva(program: fw.Program, table: int, out: DeviceArray) -> Gather:
-    device, row_bytes = program.device, out.nbytes // len(out)
+def _uva(program: fw.Program, table: int, to: _Buffers) -> Gather:
+    pull, row_bytes = program["pull_rows"], to.out.nbytes // len(to.out)
 
     def gather(rows: NDArray[np.int64]) -> DeviceArray:
-        with device.empty_array(rows.shape, rows.dtype) as index:
-            device.upload(index.address, rows)
-            pull = program["pull_rows"]
-            pull(table, index, out.address, len(rows), row_bytes, warps=len(rows))
-            device.synchronize()
-        return out
+        to.device.upload(to.index.address, rows)
+        pull(table, to.index, to.out.address, len(rows), row_bytes, warps=len(rows))
+        to.device.synchronize()
+        return to.out
 
     return gather
 
 
-def _select(torch: Any, table: NDArray[np.float32], out: DeviceArray, device: Device) -> Gather:
+def _select(torch: Any, table: NDArray[np.float32], to: _Buffers) -> Gather:
     source = torch.from_numpy(table)
-    pinned = torch.empty(out.shape, dtype=torch.float32, pin_memory=True)
+    pinned = torch.empty(to.out.shape, dtype=torch.float32, pin_memory=True)
 
     def gather(rows: NDArray[np.int64]) -> DeviceArray:
         torch.index_select(source, 0, torch.from_numpy(rows), out=pinned)
-        device.upload(out.address, pinned.numpy())
-        return out
+        to.device.upload(to.out.address, pinned.numpy())
+        return to.out
 
     return gather
+
+
+def _find_torch() -> tuple[Any, str]:
+    """Return torch, or None and the reason."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return None, "torch is not installed"
+    return (torch, "") if torch.cuda.is_available() else (None, "torch finds no GPU")
 
 
 def compile_pull(device: Device) -> fw.Program:
@@ -294,8 +320,8 @@ def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate
     order, rates = _Order(size.rows), []
     with _open(path, size, device, direct_reads_work(path)) as array:
         for count in size.calls:
-            with device.empty_array((count, size.columns), np.float32) as out:
-                gather = _ours(array, out)
+            with _buffers(device, count, size.columns) as to:
+                gather = _ours(array, to)
                 gather(order.take(count))  # warm-up
                 rates.append(_measure(OURS, gather, order, count, size))
         explained = array.explain()
@@ -304,9 +330,11 @@ def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate
             # numpy's reads also bring in what lies beside, so each measurement starts anew.
             drop_page_cache(path)
             table = np.load(path, mmap_mode="r")
-            with device.empty_array((count, size.columns), np.float32) as out:
-                rates.append(_measure(MEMMAP, _memmap(table, out, device), order, count, size))
+            with _buffers(device, count, size.columns) as to:
+                rates.append(_measure(MEMMAP, _memmap(table, to), order, count, size))
             del table
+            if rates[-1].seconds > _CALL_SECONDS_MAX:
+                break
     return rates, f"{explained.path}: {explained.reason}"
 
 
@@ -328,47 +356,43 @@ def _open(path: Path, size: FeatureSize, device: Device, o_direct: bool | None) 
 
 def from_page_cache(
     path: Path, size: FeatureSize, device: Device, pull: fw.Program
-) -> tuple[list[Rate], list[str]]:
-    """Measure all ways on the same batches; return rates, and what is missing with its reason.
+) -> tuple[list[Rate], list[str], str]:
+    """Measure all ways on the same batches; return rates, what is missing, and our data path.
 
-    Needs pinned memory for all of the file, for the UVA gather.
+    Needs pinned memory for all of the file, for the UVA gather. What is missing has its reason.
     """
     fill_page_cache(path)
     warm_up, *batches = draw_batches(size.rows, size.batch_rows, 1 + size.batches, seed=1)
-    rates, missing = [], []
+    missing = []
     table = np.load(path, mmap_mode="r")
 
-    def measure(way: str, gather: Gather) -> None:
+    def measure(way: str, gather: Gather) -> Rate:
         gather(warm_up)
-        rates.append(
-            Rate(way, size.batch_rows, *time_gathers(gather, batches, size.columns, f"rows: {way}"))
-        )
+        seconds = time_gathers(gather, batches, size.columns, f"rows: {way}")
+        return Rate(way, size.batch_rows, *seconds)
 
     with ExitStack() as stack:
-        out = stack.enter_context(device.empty_array((size.batch_rows, size.columns), np.float32))
+        to = stack.enter_context(_buffers(device, size.batch_rows, size.columns))
         with _open(path, size, device, None) as array:
-            measure(OURS, _ours(array, out))
-            hits = array.stats.hits / max(1, array.stats.hits + array.stats.misses)
-            rates[-1] = replace(rates[-1], hit_rate=hits)
+            ours = measure(OURS, _ours(array, to))
+            rates = [replace(ours, hit_rate=array.stats.hit_rate)]
+            explained = array.explain()
         try:
             pinned = stack.enter_context(device.allocate_host(table.nbytes))
         except DeviceError as error:
             missing.append(f"{UVA}: {error}")
         else:
             np.copyto(pinned.as_numpy(), table.view(np.uint8).reshape(-1))
-            measure(UVA, _uva(pull, pinned.address, out))
-        if not _has_torch():
-            missing.append(f"{SELECT}: torch is not installed")
+            rates.append(measure(UVA, _uva(pull, pinned.address, to)))
+        torch, why_not = _find_torch()
+        if torch is None:
+            missing.append(f"{SELECT}: {why_not}")
         else:
-            # Writable to please torch; nothing is written.
+            # torch wants writable memory; nothing is written.
             writable = np.load(path, mmap_mode="c")
-            measure(SELECT, _select(importlib.import_module("torch"), writable, out, device))
-        measure(MEMMAP, _memmap(table, out, device))
-    return rates, missing
-
-
-def _has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
+            rates.append(measure(SELECT, _select(torch, writable, to)))
+        rates.append(measure(MEMMAP, _memmap(table, to)))
+    return rates, missing, f"{explained.path}: {explained.reason}"
 
 
 def _on_gpu(device: Device) -> bool:
@@ -410,9 +434,15 @@ def run(
     if pull is None:
         return result
     with steps.step("rows: gather from the page cache"):
-        rates, missing = from_page_cache(path, size, device, pull)
+        rates, missing, explained = from_page_cache(path, size, device, pull)
         link = measure_link(device).to_gpu / 1e9
-    return replace(result, page_cache=tuple(rates), missing=tuple(missing), link_gb_per_s=link)
+    return replace(
+        result,
+        page_cache=tuple(rates),
+        page_cache_path=explained,
+        missing=tuple(missing),
+        link_gb_per_s=link,
+    )
 
 
 def _mean(one: DiskCeiling, other: DiskCeiling) -> DiskCeiling:

@@ -6,6 +6,7 @@ decimal (GB = 10**9 bytes) except for sizes that are powers of two (KiB, MiB, Gi
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,11 +99,11 @@ def _features_text(r: FeaturesResult) -> str:
     lines = [
         f"ROWS of {binary(r.row_bytes)} from a file of {binary(r.file_bytes)} to {where} memory; "
         f"cache {binary(r.cache_bytes)}",
-        f"  From the disk, {r.from_disk.call_rows:,} random rows a call:",
+        "  From the disk, random rows that nobody asked for before:",
     ]
-    most = [rate for rate in r.disk if rate.call_rows == r.from_disk.call_rows]
+    most = {rate.way: rate for rate in r.disk}.values()  # the last of each way
     ceiling = r.ceiling.random_reads_per_s
-    rows = [(rate.way, *_rate_cells(rate, r)) for rate in most]
+    rows = [(f"{rate.way}, {rate.call_rows:,} a call", *_rate_cells(rate, r)) for rate in most]
     if ceiling:
         rows.append(
             ("the disk's ceiling", f"{thousands(ceiling)} reads/s", _gb(ceiling * r.row_bytes))
@@ -112,7 +113,7 @@ def _features_text(r: FeaturesResult) -> str:
         lines.append(f"    That is {r.of_ceiling:.0%} of the ceiling ({r.ceiling.note}).")
     else:
         lines.append(f"    The ceiling was {r.ceiling.note}.")
-    lines.append(_indent(r.cold_note, 4))
+    lines.append(_indent(f"{r.cold_note}\n{_wrapped(f'Data path {r.path}.')}", 4))
     if r.page_cache:
         count = r.page_cache[0].call_rows
         lines.append(f"  From the page cache, {count:,} rows a call, popular ones more often:")
@@ -121,7 +122,8 @@ def _features_text(r: FeaturesResult) -> str:
         lines.append(_indent(aligned(rows), 4))
         hits = r.page_cache[0].hit_rate or 0
         lines.append(f"    {hits:.0%} of flashwarp's rows were in its cache in GPU memory.")
-        lines += [f"    Not measured: {each}" for each in r.missing]
+        lines.append(_indent(_wrapped(f"Data path {r.page_cache_path}."), 4))
+        lines += [_indent(_wrapped(f"Not measured: {each}."), 4) for each in r.missing]
     return "\n".join(lines)
 
 
@@ -179,6 +181,10 @@ def _table_text(r: TableResult) -> str:
         "selected flight are read."
     )
     return f"{head}\n{_indent(aligned(rows), 2)}\n  {tail}"
+
+
+def _wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, 94, subsequent_indent="  ")
 
 
 def _indent(lines: str, by: int) -> str:
@@ -278,7 +284,9 @@ def _draw_page_cache(axes: Axes, r: FeaturesResult) -> None:
     speeds = [rate.rows_per_s * r.row_bytes / 1e9 for rate in rates]
     colours = [_OURS if rate.way == OURS else _THEIRS for rate in rates]
     bars = axes.barh(range(len(rates)), speeds, height=0.62, color=colours)
-    axes.bar_label(bars, [f"{speed:.1f}" for speed in speeds], padding=5)
+    for label in axes.bar_label(bars, [f"{speed:.1f}" for speed in speeds], padding=5):
+        # The line of the ceiling must not strike a figure out.
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
     names = [rate.way.replace(", ", ",\n") for rate in rates]
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
