@@ -2,13 +2,14 @@
 
 import json
 import math
+import sys
 import zipfile
 from contextlib import ExitStack
+from itertools import repeat
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 import flashwarp as fw
 from flashwarp.apps import graphs
@@ -16,9 +17,9 @@ from flashwarp.cli.main import main
 from flashwarp.demo import features, graph, table
 from flashwarp.demo.check import CheckFailed, check_equal
 from flashwarp.demo.progress import Steps
-from flashwarp.demo.report import DemoResult, as_dict, binary, draw, show, thousands
+from flashwarp.demo.report import DemoResult, as_dict, draw, text
 from flashwarp.device import resolve
-from flashwarp.errors import ArgumentError, FileFormatError
+from flashwarp.errors import ArgumentError, DeviceError, FileFormatError
 from flashwarp.probe.disk import (
     create_npy,
     direct_reads_work,
@@ -26,6 +27,8 @@ from flashwarp.probe.disk import (
     measure_ceiling,
     resident_fraction,
 )
+from flashwarp.probe.link import LinkRates
+from flashwarp.probe.text import aligned, binary, thousands
 
 
 @pytest.fixture
@@ -35,8 +38,7 @@ def cpu():
 
 @pytest.fixture
 def steps():
-    with Steps(Console(quiet=True)) as bars:
-        yield bars
+    return Steps(None)
 
 
 def plain_search(offsets, neighbours, source):
@@ -292,7 +294,7 @@ def test_columns_of_different_length_are_refused(tmp_path, cpu):
 def test_feature_table_holds_what_is_expected_of_each_row(tmp_path):
     path = tmp_path / "features.npy"
 
-    features.write_table(path, 1000, 96, lambda chunks: chunks)
+    features.write_table(path, 1000, 96)
 
     loaded = np.load(path)
     np.testing.assert_array_equal(loaded, features.expected_rows(np.arange(1000), 96))
@@ -320,6 +322,105 @@ def test_a_wrong_row_fails_the_check():
         features.time_gathers(
             lambda rows: features.expected_rows(rows[::-1], 8), batches, 8, "reversed"
         )
+
+
+def test_rows_in_random_order_come_once_before_any_comes_again():
+    order = features._Order(100)
+
+    taken = np.concatenate([order.take(25) for _ in range(8)])
+
+    assert sorted(taken[:100]) == sorted(taken[100:]) == list(range(100))
+
+
+def test_gathers_end_when_the_time_is_up():
+    asked = []
+
+    def gather(rows):
+        asked.append(rows)
+        return features.expected_rows(rows, 8)
+
+    batches = repeat(np.array([1, 2]))
+    count, seconds = features.time_gathers(gather, batches, 8, "rows", seconds_max=1e-4)
+
+    assert count == 2 * len(asked)
+    assert seconds >= 1e-4
+
+
+SMALL = features.FeatureSize(4096, 1024, 2 << 20, (1, 64, 256), 0.01, 256, 4)
+
+
+@pytest.mark.parametrize("torch", [None, "fake"])
+def test_ways_from_the_page_cache_bring_the_same_rows(tmp_path, cpu, monkeypatch, torch):
+    """As on a GPU: every way is checked, and one without its package is named."""
+    monkeypatch.setitem(sys.modules, "torch", fake_torch() if torch else None)
+    path = tmp_path / "features.npy"
+    features.write_table(path, SMALL.rows, SMALL.columns)
+
+    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
+
+    ways = [features.OURS, features.UVA] + [features.SELECT] * bool(torch) + [features.MEMMAP]
+    assert [rate.way for rate in rates] == ways
+    assert {rate.rows for rate in rates} == {4 * 256}
+    assert 0 < rates[0].hit_rate < 1
+    assert missing == ([] if torch else [f"{features.SELECT}: torch is not installed"])
+
+
+def fake_torch():
+    """What the demo calls of torch, by numpy."""
+
+    class Tensor(np.ndarray):
+        def numpy(self):
+            return np.asarray(self)
+
+    def index_select(source, axis, rows, out):
+        np.take(source, rows, axis=axis, out=out)
+
+    return SimpleNamespace(
+        float32=np.float32,
+        cuda=SimpleNamespace(is_available=lambda: True),
+        from_numpy=np.asarray,
+        empty=lambda shape, dtype, pin_memory: np.empty(shape, dtype).view(Tensor),
+        index_select=index_select,
+    )
+
+
+def test_torch_that_finds_no_gpu_is_named(monkeypatch):
+    torch = fake_torch()
+    torch.cuda.is_available = lambda: False
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    assert features._find_torch() == (None, "torch finds no GPU")
+
+
+def test_a_slow_way_is_not_asked_for_more_rows(tmp_path, cpu, monkeypatch):
+    monkeypatch.setattr(features, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(features, "_CALL_SECONDS_MAX", 0.0)
+    path = tmp_path / "features.npy"
+    features.write_table(path, SMALL.rows, SMALL.columns)
+
+    rates, _ = features._from_disk(path, SMALL, cpu)
+
+    assert [rate.call_rows for rate in rates if rate.way == features.MEMMAP] == [1]
+    assert [rate.call_rows for rate in rates if rate.way == features.OURS] == [1, 64, 256]
+
+
+def test_table_that_cannot_be_pinned_is_named(tmp_path, cpu, monkeypatch):
+    allocate = cpu.allocate_host
+
+    def refuse(nbytes, alignment=4096):
+        if nbytes == 16 << 20:
+            raise DeviceError(f"{nbytes} bytes of pinned memory are too many")
+        return allocate(nbytes, alignment)
+
+    monkeypatch.setattr(cpu, "allocate_host", refuse)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    path = tmp_path / "features.npy"
+    features.write_table(path, SMALL.rows, SMALL.columns)
+
+    rates, missing, _ = features.from_page_cache(path, SMALL, cpu, features.compile_pull(cpu))
+
+    assert features.UVA not in [rate.way for rate in rates]
+    assert missing[0] == f"{features.UVA}: 16777216 bytes of pinned memory are too many"
 
 
 def test_check_says_where_and_how_much():
@@ -378,46 +479,71 @@ def test_ceiling_is_measured_or_says_why_not(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(512, "512 B"), (4096, "4 KiB"), (1536, "1.5 KiB"), (1 << 30, "1 GiB")]
+    ("nbytes", "written"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (256 << 20, "256 MiB"),
+        (1 << 30, "1 GiB"),
+        (5 << 40, "5 TiB"),
+    ],
 )
-def test_sizes_are_written_in_binary_units(nbytes, text):
-    assert binary(nbytes) == text
+def test_sizes_are_written_in_binary_units(nbytes, written):
+    assert binary(nbytes) == written
 
 
-@pytest.mark.parametrize(("value", "text"), [(7, "7"), (12_345, "12.3 k"), (4.56e6, "4.56 M")])
-def test_counts_are_written_with_their_magnitude(value, text):
-    assert thousands(value) == text
+def test_columns_of_text_are_as_wide_as_their_widest_cell():
+    assert aligned([("a", "1", ""), ("long", "22", "x")]) == "a      1\nlong  22  x"
+
+
+@pytest.mark.parametrize(("value", "written"), [(7, "7"), (12_345, "12.3 k"), (4.56e6, "4.56 M")])
+def test_counts_are_written_with_their_magnitude(value, written):
+    assert thousands(value) == written
 
 
 @pytest.mark.timeout(300)
-def test_small_demo_end_to_end(tmp_path, cpu, steps, flights):
+@pytest.mark.parametrize("gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
+def test_small_demo_end_to_end(tmp_path, cpu, steps, flights, monkeypatch, gpu):
     pytest.importorskip("matplotlib")
-    small_features = features.FeatureSize(4096, 1024, 2 << 20, 256, 4)
-    small_graph = graph.GraphSize(12, 128 << 10, 2)
+    pull = None
+    if gpu:  # what the demo does on a GPU alone is done by the CPU device
+        monkeypatch.setattr(features, "_on_gpu", lambda _: True)
+        monkeypatch.setattr(features, "measure_link", lambda _: LinkRates(50e9, 50e9))
+        monkeypatch.setitem(sys.modules, "torch", None)
+        pull = features.compile_pull(cpu)
     result = DemoResult(
         device=cpu.describe(),
         directory=str(tmp_path),
         size="small",
-        seconds=0.0,
-        features=features.run(tmp_path, small_features, cpu, steps),
-        graph=graph.run(tmp_path, small_graph, cpu, steps),
+        compile_seconds=6.2,
+        seconds=9.0,
+        features=features.run(tmp_path, SMALL, cpu, steps, pull),
+        graph=graph.run(tmp_path, graph.GraphSize(12, 256 << 10, 2), cpu, steps),
         table=table.run(tmp_path, table.SIZES["quick"], cpu, steps),
     )
-    console = Console(width=120, record=True, quiet=True)
 
-    show(result, console)
+    shown = text(result)
     draw(result, tmp_path / "demo.png")
     data = json.loads(json.dumps(as_dict(result)))
 
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert shown.startswith("Every answer was right")
+    assert "compiled or loaded in 6.2 s, once" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert ("ROWS of 4 KiB from a file of 16 MiB to GPU memory" in shown) == gpu
+    assert ("torch is not installed" in shown) == (features.UVA in shown) == gpu
+    assert [rate["call_rows"] for rate in data["features"]["disk"]] == [1, 64, 256] * (1 + gpu)
     assert data["table"]["selected"] == 715
-    last = data["table"]["queries"][5]
-    # 2632 lines of 512 bytes hold a column, 673 of them a selected flight. Each is read once, but
-    # for a few that a small cache loses between prefetch and use.
+    first, *_, last = data["table"]["queries"]
+    # 2632 lines of 512 bytes hold a column, 673 of them a selected flight: each is read once.
+    assert first["bytes_read"] == 2632 * 512
     assert 1 <= last["bytes_read"] / ((2632 + 5 * 673) * 512) < 1.02
-    assert last["amplification"] < last["amplification_whole_columns"] / 2
-    assert {p["state"] for p in data["features"]["passes"]} == {"cold", "warm"}
-    assert [len(s["levels"]) > 1 for s in data["graph"]["searches"]] == [True, True]
+    assert last["of_whole_columns"] < 0.4
+    for search in data["graph"]["searches"]:
+        assert len(search["levels"]) > 1
+        assert search["bytes_read"] < 1.5 * data["graph"]["file_bytes"]
 
 
 # The command.
@@ -455,6 +581,19 @@ def test_files_are_kept_on_request_even_after_a_failure(monkeypatch, tmp_path, c
 
     assert [path.name for path in tmp_path.glob("*/*")] == ["left.npy"]
     assert str(tmp_path) in capsys.readouterr().out
+
+
+def test_the_cpu_device_says_first_what_it_is_for(monkeypatch, tmp_path, capsys):
+    def fail(*_):
+        raise CheckFailed("wrong")
+
+    monkeypatch.setattr(features, "run", fail)
+
+    run_command(monkeypatch, tmp_path, "--device", "cpu")
+
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("flashwarp demo on cpu")
+    assert second.startswith("This is the CPU device, for development and tests.")
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(monkeypatch, tmp_path, capsys):

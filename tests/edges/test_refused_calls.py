@@ -112,15 +112,13 @@ def test_a_ring_that_is_refused_while_it_is_used_hands_its_commands_on(
 def test_the_demo_runs_without_knowing_the_page_cache(tmp_path: Path) -> None:
     code = """
 from pathlib import Path
-from rich.console import Console
 from edges import seccomp
 import errno
 from flashwarp.demo import features
 from flashwarp.demo.progress import Steps
 seccomp.refuse(["mincore", "cachestat", "fadvise64"], errno.EPERM)
-size = features.FeatureSize(4096, 1024, 2 << 20, 256, 4)
-with Steps(Console(quiet=True)) as steps:
-    result = features.run(Path("."), size, fw.CpuDevice(2), steps)
+size = features.FeatureSize(4096, 1024, 2 << 20, (1, 256), 0.01, 256, 4)
+result = features.run(Path("."), size, fw.CpuDevice(2), Steps(None))
 assert "how much of it stayed is unknown" in result.cold_note, result.cold_note
 """
     (outcome,) = nursery.run([nursery.Program("demo", code, 60)], tmp_path)

@@ -238,7 +238,6 @@ def test_import_brings_no_optional_package() -> None:
         "matplotlib",
         "scipy",
         "pandas",
-        "rich",
     }
     assert optional & set(result.stdout.split()) == set()
 

@@ -456,7 +456,7 @@ def _check_residency(directory: Path) -> Finding:
     except (ImportError, OSError) as error:
         return Finding(name, "missing", f"not tried: {error}")
     if part is None:
-        return Finding(name, "limited", "the system refuses to say what is in memory", advice)
+        return Finding(name, "limited", "not possible: the system refuses to report it", advice)
     if part < 1:
         detail = f"the system reports {part:.0%} of a file just written as in memory"
         return Finding(name, "limited", detail, advice)

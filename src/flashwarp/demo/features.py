@@ -1,16 +1,23 @@
-"""Rows of a feature table in a file, gathered in mini-batches, as a training loop asks for them.
+"""Rows of a feature table in a file, gathered as a training loop asks for them.
 
-The table is several times larger than the cache, and popular rows are asked for more often than
-others. Each value follows from its row and column by arithmetic, so every batch is checked against
-numpy without reading the file again. Beside flashwarp, numpy.memmap serves the same batches.
+The table is sixteen times the cache. Two things are measured, each beside its ceiling:
+
+- The file is on the disk only: rows that nobody asked for before, by the number of rows a call.
+- On a GPU also: the file is in the page cache, and popular rows are asked for more often.
+
+On a GPU, every way begins with indices in host memory and ends with the rows in GPU memory. Each
+value follows from its row and column by arithmetic, so every row is checked against numpy without
+reading the file again.
 """
 
 from __future__ import annotations
 
-import mmap
+import importlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +26,10 @@ from numpy.typing import NDArray
 
 import flashwarp as fw
 from flashwarp.demo.check import check_equal
-from flashwarp.demo.data_path import data_path_of
 from flashwarp.demo.progress import Steps
 from flashwarp.device import Device
+from flashwarp.device.memory import DeviceArray
+from flashwarp.errors import DeviceError
 from flashwarp.probe.disk import (
     DiskCeiling,
     create_npy,
@@ -31,114 +39,131 @@ from flashwarp.probe.disk import (
     measure_ceiling,
     resident_fraction,
 )
+from flashwarp.probe.link import measure_link
 
 __all__ = [
+    "MEMMAP",
+    "OURS",
     "SIZES",
     "FeatureSize",
     "FeaturesResult",
-    "Pass",
+    "Rate",
+    "compile_pull",
     "draw_batches",
     "expected_rows",
+    "from_page_cache",
     "run",
     "time_gathers",
     "write_table",
 ]
 
-Gather = Callable[[NDArray[np.int64]], NDArray[np.float32]]
+Gather = Callable[[NDArray[np.int64]], Any]
 
-_OURS = "flashwarp, O_DIRECT"
-_OURS_BUFFERED = "flashwarp, page cache"
-_MEMMAP = "numpy.memmap"
-_MEMMAP_RANDOM = "numpy.memmap, MADV_RANDOM"
+OURS = "flashwarp"
+MEMMAP = "memmap[rows], then a copy"
+SELECT = "torch.index_select to pinned, then a copy"
+UVA = "UVA gather, all of the table pinned"
 
 # Odd multipliers of Knuth and of xxHash: neighbouring rows and columns differ in all upper bits.
 _ROW_FACTOR = np.uint32(2654435761)
 _COLUMN_FACTOR = np.uint32(2246822519)
 _WRITE_BYTES = 8 << 20
+# The disk drifts, so its ceiling is measured before and after us.
+_CEILING_SECONDS = 0.5
+# A way whose call takes longer is not asked for more rows.
+_CALL_SECONDS_MAX = 1.0
+
+# What a GPU does best with host memory: a warp copies a row, all rows side by side.
+_PULL = """
+#include "flashwarp/array.cuh"
+
+FW_KERNEL pull_rows(uint64_t table, const int64_t* rows, uint64_t out, uint64_t count,
+                    uint32_t row_bytes) {
+  using namespace fw;
+  for (uint64_t i = warp::index(); i < count; i += warp::count()) {
+    warp::copy<warp::source::kStream>(warp::kFullMask, out + i * row_bytes,
+                                      table + uint64_t(rows[i]) * row_bytes, row_bytes);
+  }
+}
+"""
 
 
 @dataclass(frozen=True)
 class FeatureSize:
-    """How much the part moves. Rows are float32: 1024 columns make a row one line of 4 KiB."""
+    """How much is moved. Rows are float32: 1024 columns make a row one line of 4 KiB."""
 
     rows: int
     columns: int
     cache_bytes: int
+    calls: tuple[int, ...]
+    """Rows that one call asks for, with the file on the disk."""
+    seconds: float
+    """How long each way is measured with each of `calls`."""
     batch_rows: int
+    """Rows that one call asks for, with the file in the page cache."""
     batches: int
 
 
-# The file is sixteen times the cache. numpy.memmap reads ahead: a cold pass brings in more of the
-# file than it asks for: with fewer than one row in ten asked for, that is not yet all of it.
+_CALLS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+# A file of sixteen caches. Even with 16,384 rows a call, two calls fit the cache.
 SIZES = {
-    "quick": FeatureSize(1 << 19, 1024, 128 << 20, 4096, 12),
-    "full": FeatureSize(1 << 22, 1024, 1 << 30, 8192, 48),
+    "quick": FeatureSize(1 << 18, 1024, 64 << 20, _CALLS, 0.25, 32768, 6),
+    "full": FeatureSize(1 << 22, 1024, 1 << 30, _CALLS, 1.0, 65536, 12),
 }
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One contender's run over all batches."""
+class Rate:
+    """How fast rows arrived by one way."""
 
-    contender: str
-    state: str
-    """"cold": nothing of the file in memory at the start. "warm": the same batches once more."""
-    seconds: float
+    way: str
+    call_rows: int
+    """Rows that one call asked for."""
     rows: int
-    row_bytes: int
-    bytes_read: int | None
-    """From the storage; None where the kernel's page cache decides and does not tell."""
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Share of the rows, each one line of flashwarp's cache, that needed no read."""
-        if self.bytes_read is None:
-            return None
-        return 1 - self.bytes_read / (self.rows * self.row_bytes)
+    seconds: float
+    """Of the calls alone: what is compiled or checked is not in it."""
+    hit_rate: float | None = None
+    """Share of the rows that were in flashwarp's cache; None if none can be there."""
 
     @property
     def rows_per_s(self) -> float:
-        """Rows delivered a second, checking not counted."""
+        """Rows a second."""
         return self.rows / self.seconds
-
-    @property
-    def gb_per_s(self) -> float:
-        """The same in bytes."""
-        return self.rows * self.row_bytes / self.seconds / 1e9
 
 
 @dataclass(frozen=True)
 class FeaturesResult:
-    """All passes over the same batches, and the disk's ceiling measured in the same run."""
+    """All rates, and the ceilings of the same run."""
 
     file_bytes: int
     cache_bytes: int
     row_bytes: int
-    batch_rows: int
-    passes: tuple[Pass, ...]
+    on_gpu: bool
+    disk: tuple[Rate, ...]
+    """From the disk, in the order of `FeatureSize.calls`."""
     ceiling: DiskCeiling
     cold_note: str
     path: str
-    """How flashwarp read the file in its O_DIRECT passes, in its own words."""
-
-    def find(self, contender: str, state: str) -> Pass:
-        """Return the one pass of this contender from this start."""
-        return next(p for p in self.passes if (p.contender, p.state) == (contender, state))
-
-    def memmap(self, state: str) -> Pass:
-        """Return what others are compared with."""
-        return self.find(_MEMMAP, state)
-
-    @property
-    def cold_ratio(self) -> float:
-        """Rows a second of flashwarp, for each of numpy.memmap, both from a cold start."""
-        return self.find(_OURS, "cold").rows_per_s / self.memmap("cold").rows_per_s
+    """How flashwarp read the file on the disk."""
+    page_cache: tuple[Rate, ...] = ()
+    """From the page cache, on a GPU."""
+    page_cache_path: str = ""
+    """How flashwarp read the file in the page cache."""
+    missing: tuple[str, ...] = ()
+    """Ways that could not be measured, each with its reason."""
+    link_gb_per_s: float = 0.0
+    """Of the copy engine, to the GPU; 0 if not measured."""
 
     @property
-    def cold_miss_gb_per_s(self) -> float:
-        """What flashwarp read from the disk, a second of its cold pass."""
-        cold = self.find(_OURS, "cold")
-        return (cold.bytes_read or 0) / cold.seconds / 1e9
+    def from_disk(self) -> Rate:
+        """What flashwarp read from the disk with the most rows a call."""
+        return [rate for rate in self.disk if rate.way == OURS][-1]
+
+    @property
+    def of_ceiling(self) -> float:
+        """The same, in parts of the disk's ceiling; 0 if that was not measured."""
+        ceiling = self.ceiling.random_reads_per_s
+        return self.from_disk.rows_per_s / ceiling if ceiling else 0.0
 
 
 def expected_rows(rows: NDArray[np.int64], columns: int) -> NDArray[np.float32]:
@@ -152,15 +177,13 @@ def expected_rows(rows: NDArray[np.int64], columns: int) -> NDArray[np.float32]:
     return values
 
 
-def write_table(
-    path: Path, rows: int, columns: int, track: Callable[[Iterable[int]], Iterable[int]]
-) -> None:
+def write_table(path: Path, rows: int, columns: int) -> None:
     """Write the table to a .npy file, chunk by chunk."""
     offset = create_npy(path, (rows, columns), np.dtype(np.float32))
     step = max(1, _WRITE_BYTES // (4 * columns))
     with open(path, "r+b") as file:
         file.seek(offset)
-        for start in track(range(0, rows, step)):
+        for start in range(0, rows, step):
             chunk = np.arange(start, min(start + step, rows), dtype=np.int64)
             file.write(expected_rows(chunk, columns).data)
 
@@ -178,117 +201,264 @@ def draw_batches(rows: int, batch_rows: int, count: int, seed: int) -> Iterator[
         yield place[rank]
 
 
+class _Order:
+    """Rows of the table in a random order: none comes twice before all have come."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = np.random.default_rng(1).permutation(rows)
+        self._next = 0
+
+    def take(self, count: int) -> NDArray[np.int64]:
+        if self._next + count > len(self._rows):
+            self._next = 0
+        self._next += count
+        return self._rows[self._next - count : self._next]
+
+
 def time_gathers(
-    gather: Gather, batches: Iterable[NDArray[np.int64]], columns: int, what: str
-) -> float:
-    """Gather every batch and check every value of it; return the seconds of the gathers alone."""
-    seconds = 0.0
+    gather: Gather,
+    batches: Iterable[NDArray[np.int64]],
+    columns: int,
+    what: str,
+    seconds_max: float = float("inf"),
+) -> tuple[int, float]:
+    """Gather batches until the time is up, and check every value; return rows and seconds."""
+    count, seconds = 0, 0.0
     for number, rows in enumerate(batches):
         start = time.perf_counter()
-        got: NDArray[Any] = gather(rows)
+        got = gather(rows)
         seconds += time.perf_counter() - start
-        check_equal(f"{what}, batch {number}", got, expected_rows(rows, columns))
-    return seconds
+        check_equal(f"{what}, batch {number}", np.asarray(got), expected_rows(rows, columns))
+        count += len(rows)
+        if seconds >= seconds_max:
+            break
+    return count, seconds
+
+
+# The ways of a row to the device.
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Device memory of a gather: on a GPU, neither indices nor rows come back to the host."""
+
+    device: Device
+    index: DeviceArray
+    out: DeviceArray
+
+
+@contextmanager
+def _buffers(device: Device, rows: int, columns: int) -> Iterator[_Buffers]:
+    with (
+        device.empty_array((rows,), np.int64) as index,
+        device.empty_array((rows, columns), np.float32) as out,
+    ):
+        yield _Buffers(device, index, out)
+
+
+def _ours(array: fw.Array, to: _Buffers) -> Gather:
+    def gather(rows: NDArray[np.int64]) -> DeviceArray:
+        to.device.upload(to.index.address, rows)
+        array.gather(to.index, out=to.out)
+        return to.out
+
+    return gather
+
+
+def _memmap(table: NDArray[np.float32], to: _Buffers) -> Gather:
+    # What `torch.from_numpy(table[rows]).cuda()` does.
+    def gather(rows: NDArray[np.int64]) -> DeviceArray:
+        to.device.upload(to.out.address, table[rows])
+        return to.out
+
+    return gather
+
+
+def _uva(program: fw.Program, table: int, to: _Buffers) -> Gather:
+    pull, row_bytes = program["pull_rows"], to.out.nbytes // len(to.out)
+
+    def gather(rows: NDArray[np.int64]) -> DeviceArray:
+        to.device.upload(to.index.address, rows)
+        pull(table, to.index, to.out.address, len(rows), row_bytes, warps=len(rows))
+        to.device.synchronize()
+        return to.out
+
+    return gather
+
+
+def _select(torch: Any, table: NDArray[np.float32], to: _Buffers) -> Gather:
+    source = torch.from_numpy(table)
+    pinned = torch.empty(to.out.shape, dtype=torch.float32, pin_memory=True)
+
+    def gather(rows: NDArray[np.int64]) -> DeviceArray:
+        torch.index_select(source, 0, torch.from_numpy(rows), out=pinned)
+        to.device.upload(to.out.address, pinned.numpy())
+        return to.out
+
+    return gather
+
+
+def _find_torch() -> tuple[Any, str]:
+    """Return torch, or None and the reason."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return None, "torch is not installed"
+    return (torch, "") if torch.cuda.is_available() else (None, "torch finds no GPU")
+
+
+def compile_pull(device: Device) -> fw.Program:
+    """Compile what the UVA gather runs. Blocks."""
+    return fw.compile(_PULL, device)
+
+
+# The file is on the disk.
+
+
+def _from_disk(path: Path, size: FeatureSize, device: Device) -> tuple[list[Rate], str]:
+    """Measure flashwarp, and on a GPU the way of numpy, for each number of rows a call."""
+    order, rates = _Order(size.rows), []
+    with _open(path, size, device, direct_reads_work(path)) as array:
+        for count in size.calls:
+            with _buffers(device, count, size.columns) as to:
+                gather = _ours(array, to)
+                gather(order.take(count))  # warm-up
+                rates.append(_measure(OURS, gather, order, count, size))
+        explained = array.explain()
+    if _on_gpu(device):
+        for count in size.calls:
+            # numpy's reads also bring in what lies beside, so each measurement starts anew.
+            drop_page_cache(path)
+            table = np.load(path, mmap_mode="r")
+            with _buffers(device, count, size.columns) as to:
+                rates.append(_measure(MEMMAP, _memmap(table, to), order, count, size))
+            del table
+            if rates[-1].seconds > _CALL_SECONDS_MAX:
+                break
+    return rates, f"{explained.path}: {explained.reason}"
+
+
+def _measure(way: str, gather: Gather, order: _Order, count: int, size: FeatureSize) -> Rate:
+    batches = map(order.take, repeat(count))
+    what = f"rows: {way}, {count} a call"
+    rows, seconds = time_gathers(gather, batches, size.columns, what, size.seconds)
+    return Rate(way, count, rows, seconds)
+
+
+def _open(path: Path, size: FeatureSize, device: Device, o_direct: bool | None) -> fw.Array:
+    return fw.open(
+        path, device=device, cache=size.cache_bytes, line=4 * size.columns, o_direct=o_direct
+    )
+
+
+# The file is in the page cache.
+
+
+def from_page_cache(
+    path: Path, size: FeatureSize, device: Device, pull: fw.Program
+) -> tuple[list[Rate], list[str], str]:
+    """Measure all ways on the same batches; return rates, what is missing, and our data path.
+
+    Needs pinned memory for all of the file, for the UVA gather. What is missing has its reason.
+    """
+    fill_page_cache(path)
+    warm_up, *batches = draw_batches(size.rows, size.batch_rows, 1 + size.batches, seed=1)
+    missing = []
+    table = np.load(path, mmap_mode="r")
+
+    def measure(way: str, gather: Gather) -> Rate:
+        gather(warm_up)
+        seconds = time_gathers(gather, batches, size.columns, f"rows: {way}")
+        return Rate(way, size.batch_rows, *seconds)
+
+    with ExitStack() as stack:
+        to = stack.enter_context(_buffers(device, size.batch_rows, size.columns))
+        with _open(path, size, device, None) as array:
+            ours = measure(OURS, _ours(array, to))
+            rates = [replace(ours, hit_rate=array.stats.hit_rate)]
+            explained = array.explain()
+        try:
+            pinned = stack.enter_context(device.allocate_host(table.nbytes))
+        except DeviceError as error:
+            missing.append(f"{UVA}: {error}")
+        else:
+            np.copyto(pinned.as_numpy(), table.view(np.uint8).reshape(-1))
+            rates.append(measure(UVA, _uva(pull, pinned.address, to)))
+        torch, why_not = _find_torch()
+        if torch is None:
+            missing.append(f"{SELECT}: {why_not}")
+        else:
+            # torch wants writable memory; nothing is written.
+            writable = np.load(path, mmap_mode="c")
+            rates.append(measure(SELECT, _select(torch, writable, to)))
+        rates.append(measure(MEMMAP, _memmap(table, to)))
+    return rates, missing, f"{explained.path}: {explained.reason}"
+
+
+def _on_gpu(device: Device) -> bool:
+    return device.kind != "cpu"
 
 
 # The part as a whole.
 
 
-def run(directory: Path, size: FeatureSize, device: Device, steps: Steps) -> FeaturesResult:
-    """Write the table, measure the disk, let each contender gather the same batches."""
+def run(
+    directory: Path, size: FeatureSize, device: Device, steps: Steps, pull: fw.Program | None = None
+) -> FeaturesResult:
+    """Write the table, measure the disk, gather rows of it; with `pull`, also from the page cache.
+
+    `pull` is what `compile_pull` returned.
+    """
     path = directory / "features.npy"
-    write_table(
-        path,
-        size.rows,
-        size.columns,
-        lambda chunks: steps.track(list(chunks), "features: write the table"),
-    )
-    drop_page_cache(path)
+    row_bytes = 4 * size.columns
+    with steps.step("rows: write the table"):
+        write_table(path, size.rows, size.columns)
+        drop_page_cache(path)
     left_over = resident_fraction(path)
-    with steps.step("features: measure the disk itself"):
-        ceiling = measure_ceiling(path, 4 * size.columns)
-    o_direct = direct_reads_work(path)
-    passes: list[Pass] = []
-    batches = list(draw_batches(size.rows, size.batch_rows, size.batches, seed=1))
-    with fw.open(
-        path, device=device, cache=size.cache_bytes, line=4 * size.columns, o_direct=o_direct
-    ) as array:
-        for state in ("cold", "warm"):
-            passes.append(_our_pass(array, batches, _OURS, state, steps))
-        explained = data_path_of(array)
-    drop_page_cache(path)
-    passes += _memmap_passes(path, batches, ("cold", "warm"), _MEMMAP, None, steps)
-    # Knowing all of the file in memory, flashwarp takes its fastest way: on a GPU, in place.
-    fill_page_cache(path)
-    with fw.open(path, device=device, cache=size.cache_bytes, line=4 * size.columns) as array:
-        passes.append(_our_pass(array, batches, _OURS_BUFFERED, "warm", steps))
-    drop_page_cache(path)
-    passes += _memmap_passes(path, batches, ("cold",), _MEMMAP_RANDOM, mmap.MADV_RANDOM, steps)
-    return FeaturesResult(
-        file_bytes=4 * size.rows * size.columns,
+    with steps.step("rows: measure the disk itself"):
+        before = measure_ceiling(path, row_bytes, _CEILING_SECONDS)
+    with steps.step("rows: gather from the disk"):
+        disk, explained = _from_disk(path, size, device)
+    with steps.step("rows: measure the disk itself again"):
+        after = measure_ceiling(path, row_bytes, _CEILING_SECONDS)
+    result = FeaturesResult(
+        file_bytes=row_bytes * size.rows,
         cache_bytes=size.cache_bytes,
-        row_bytes=4 * size.columns,
-        batch_rows=size.batch_rows,
-        # Cold ones first, in the order of their runs.
-        passes=tuple(sorted(passes, key=lambda one: one.state)),
-        ceiling=ceiling,
-        cold_note=_cold_note(o_direct, left_over),
+        row_bytes=row_bytes,
+        on_gpu=_on_gpu(device),
+        disk=tuple(disk),
+        ceiling=_mean(before, after),
+        cold_note=_cold_note(direct_reads_work(path), left_over),
         path=explained,
     )
-
-
-def _our_pass(
-    array: fw.Array,
-    batches: Sequence[NDArray[np.int64]],
-    contender: str,
-    state: str,
-    steps: Steps,
-) -> Pass:
-    before = array.stats.bytes_read
-    what = f"features: {contender}, {state}"
-    seconds = time_gathers(array.gather, steps.track(batches, what), array.shape[1], what)
-    return Pass(
-        contender=contender,
-        state=state,
-        seconds=seconds,
-        rows=sum(map(len, batches)),
-        row_bytes=array.nbytes // array.shape[0],
-        bytes_read=array.stats.bytes_read - before,
+    if pull is None:
+        return result
+    with steps.step("rows: gather from the page cache"):
+        rates, missing, explained = from_page_cache(path, size, device, pull)
+        link = measure_link(device).to_gpu / 1e9
+    return replace(
+        result,
+        page_cache=tuple(rates),
+        page_cache_path=explained,
+        missing=tuple(missing),
+        link_gb_per_s=link,
     )
 
 
-def _memmap_passes(
-    path: Path,
-    batches: Sequence[NDArray[np.int64]],
-    states: Sequence[str],
-    contender: str,
-    advice: int | None,
-    steps: Steps,
-) -> list[Pass]:
-    # Unmapped when this returns: the caller can drop unmapped pages only.
-    array = np.load(path, mmap_mode="r")
-    if advice is not None:
-        # numpy.memmap has no public way to advise the kernel about its own mapping.
-        array._mmap.madvise(advice)
-    passes = []
-    for state in states:
-        what = f"features: {contender}, {state}"
-        seconds = time_gathers(array.__getitem__, steps.track(batches, what), array.shape[1], what)
-        rows = sum(map(len, batches))
-        row_bytes = array.itemsize * array.shape[1]
-        passes.append(Pass(contender, state, seconds, rows, row_bytes, None))
-    return passes
+def _mean(one: DiskCeiling, other: DiskCeiling) -> DiskCeiling:
+    if not (one.random_reads_per_s and other.random_reads_per_s):
+        return one  # its note says why
+    return replace(
+        one,
+        random_reads_per_s=(one.random_reads_per_s + other.random_reads_per_s) / 2,
+        sequential_gb_per_s=(one.sequential_gb_per_s + other.sequential_gb_per_s) / 2,
+    )
 
 
 def _cold_note(o_direct: bool, left_over: float | None) -> str:
+    if o_direct:
+        how = "flashwarp read it with O_DIRECT, past the page cache"
+    else:
+        how = "This file system has no O_DIRECT: flashwarp read it through the page cache"
     left = "how much of it stayed is unknown" if left_over is None else f"{left_over:.1%} stayed"
-    how = (
-        "O_DIRECT passes bypass the page cache"
-        if o_direct
-        else ("This file system has no O_DIRECT: all passes go through the page cache")
-    )
-    return (
-        f"{how}. Before each cold start the file was dropped from the page cache "
-        f"({left}); numpy.memmap may keep all of it in memory, "
-        "flashwarp only its cache. Warm: the same batches again."
-    )
+    return f"{how}.\nBefore, the file was dropped from the page cache ({left})."

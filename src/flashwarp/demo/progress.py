@@ -1,53 +1,35 @@
-"""Progress of the demo: one line a step, kept on the screen when the step is done."""
+"""Progress of the demo: one line a step, with the seconds that it took."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from typing import TextIO
 
 __all__ = ["Steps"]
 
-T = TypeVar("T")
+_WIDTH = 60
 
 
 class Steps:
-    """Progress bars on a console; a context manager that keeps them alive."""
+    """Writes each step to a stream: its name when it begins, its seconds when it is done."""
 
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-        )
-
-    def __enter__(self) -> Steps:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def track(self, items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-        """Yield the items and move the bar of this step."""
-        yield from self._progress.track(items, total=total, description=what)
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """Show one step that has no parts."""
-        task = self._progress.add_task(what, total=1)
-        yield
-        self._progress.advance(task)
+        """Show one step; steps do not nest."""
+        self._write(f"  {what + ' ':.<{_WIDTH}} ")
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            self._write("\n")
+            raise
+        self._write(f"{time.perf_counter() - start:4.1f} s\n")
+
+    def _write(self, text: str) -> None:
+        if self._stream is not None:
+            print(text, end="", file=self._stream, flush=True)

@@ -1,4 +1,4 @@
-"""What the demo shows when it is done: a table for each part, and a picture.
+"""What the demo shows when it is done: plain text, and a picture.
 
 Numbers come from the results as they are; nothing is rounded before it is compared, and units are
 decimal (GB = 10**9 bytes) except for sizes that are powers of two (KiB, MiB, GiB).
@@ -6,32 +6,24 @@ decimal (GB = 10**9 bytes) except for sizes that are powers of two (KiB, MiB, Gi
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from flashwarp.demo.features import FeaturesResult
+from flashwarp.demo.features import MEMMAP, OURS, FeaturesResult, Rate
 from flashwarp.demo.graph import GraphResult
 from flashwarp.demo.table import TableResult
 from flashwarp.errors import MissingFileError
+from flashwarp.probe.text import aligned, binary, thousands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["DemoResult", "as_dict", "draw", "show"]
+__all__ = ["DemoResult", "as_dict", "draw", "text"]
 
-# One colour is flashwarp throughout; others are what it is compared with.
-_OURS, _OURS_LIGHT, _THEIRS, _THEIRS_LIGHT, _LIMIT = (
-    "#0f766e",
-    "#5eb5ab",
-    "#6b7280",
-    "#b6bcc6",
-    "#b45309",
-)
+# One colour for flashwarp, one for all others, one for ceilings.
+_OURS, _THEIRS, _LIMIT = "#0f766e", "#9aa1ac", "#b45309"
 
 
 @dataclass(frozen=True)
@@ -41,47 +33,27 @@ class DemoResult:
     device: str
     directory: str
     size: str
+    compile_seconds: float
+    """For all kernels, once: no other figure contains it."""
     seconds: float
     features: FeaturesResult
     graph: GraphResult
     table: TableResult
 
 
-def binary(nbytes: float) -> str:
-    """Write a size that is a power of two, or near one: "128 MiB"."""
-    value, unit = _scale(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-    return f"{value:.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}"
-
-
-def thousands(value: float) -> str:
-    """Write a count with its magnitude: "12.3 k", "4.56 M"."""
-    value, unit = _scale(value, 1000, ("", "k", "M", "G", "T"))
-    return f"{value:.3g} {unit}".rstrip()
-
-
-def _scale(value: float, base: int, units: tuple[str, ...]) -> tuple[float, str]:
-    power = 0
-    while value >= base and power < len(units) - 1:
-        value, power = value / base, power + 1
-    return value, units[power]
-
-
 def as_dict(result: DemoResult) -> dict[str, Any]:
     """Return everything, for JSON: fields and the figures that follow from them."""
+
+    def rates(found: tuple[Rate, ...]) -> list[dict[str, Any]]:
+        return [{**asdict(rate), "rows_per_s": rate.rows_per_s} for rate in found]
+
     return {
         **asdict(result),
         "features": {
             **asdict(result.features),
-            "passes": [
-                {
-                    **asdict(p),
-                    "rows_per_s": p.rows_per_s,
-                    "gb_per_s": p.gb_per_s,
-                    "hit_rate": p.hit_rate,
-                }
-                for p in result.features.passes
-            ],
-            "cold_ratio": result.features.cold_ratio,
+            "disk": rates(result.features.disk),
+            "page_cache": rates(result.features.page_cache),
+            "of_ceiling": result.features.of_ceiling,
         },
         "graph": {
             **asdict(result.graph),
@@ -90,7 +62,6 @@ def as_dict(result: DemoResult) -> dict[str, Any]:
                     **asdict(s),
                     "teps": s.teps,
                     "bytes_read": s.bytes_read,
-                    "hit_rate": s.hit_rate,
                     "bytes_needed": s.bytes_needed,
                 }
                 for s in result.graph.searches
@@ -100,136 +71,131 @@ def as_dict(result: DemoResult) -> dict[str, Any]:
             **asdict(result.table),
             "selectivity": result.table.selectivity,
             "queries": [
-                {
-                    **asdict(q),
-                    "amplification": q.amplification,
-                    "amplification_whole_columns": q.amplification_whole_columns,
-                }
-                for q in result.table.queries
+                {**asdict(q), "of_whole_columns": q.of_whole_columns} for q in result.table.queries
             ],
         },
     }
 
 
-# The tables on the terminal.
+# The text.
 
 
-def show(result: DemoResult, console: Console) -> None:
-    """Print one table a part, and the sentences that belong to them."""
-    console.print()
-    _show_features(result.features, console)
-    _show_graph(result.graph, console)
-    _show_table(result.table, console)
-    console.print(f"On {escape(result.device)}, in {result.seconds:.0f} s.")
-
-
-def _show_features(r: FeaturesResult, console: Console) -> None:
-    console.print(
-        "[bold]"
-        f"Features: {thousands(r.passes[0].rows)} rows of {binary(r.row_bytes)} from a file "
-        f"of {binary(r.file_bytes)}, cache {binary(r.cache_bytes)}"
-        "[/]",
-        highlight=False,
+def text(result: DemoResult) -> str:
+    """Return what the demo found: the guarantee first, then a paragraph for each part."""
+    parts = (
+        "Every answer was right: each row equals numpy's, each distance scipy's, each sum numpy's.",
+        _features_text(result.features),
+        _graph_text(result.graph),
+        _table_text(result.table),
+        f"All figures are from this run, on {result.device}. It took {result.seconds:.0f} s.\n"
+        f"Kernels were compiled or loaded in {result.compile_seconds:.1f} s, once; no figure "
+        "contains that.",
     )
-    table = Table()
-    for name in ("contender", "start"):
-        table.add_column(name)
-    for name in ("rows/s", "GB/s", "hit rate", "of memmap"):
-        table.add_column(name, justify="right")
-    for p in r.passes:
-        table.add_row(
-            p.contender,
-            p.state,
-            thousands(p.rows_per_s),
-            f"{p.gb_per_s:.3f}",
-            "-" if p.hit_rate is None else f"{p.hit_rate:.1%}",
-            f"{p.rows_per_s / r.memmap(p.state).rows_per_s:.2f}x",
+    return "\n\n".join(parts)
+
+
+def _features_text(r: FeaturesResult) -> str:
+    where = "GPU" if r.on_gpu else "host"
+    lines = [
+        f"ROWS of {binary(r.row_bytes)} from a file of {binary(r.file_bytes)} to {where} memory; "
+        f"cache {binary(r.cache_bytes)}",
+        "  From the disk, random rows that nobody asked for before:",
+    ]
+    most = {rate.way: rate for rate in r.disk}.values()  # the last of each way
+    ceiling = r.ceiling.random_reads_per_s
+    rows = [(f"{rate.way}, {rate.call_rows:,} a call", *_rate_cells(rate, r)) for rate in most]
+    if ceiling:
+        rows.append(
+            ("the disk's ceiling", f"{thousands(ceiling)} reads/s", _gb(ceiling * r.row_bytes))
         )
-    console.print(table)
-    console.print(f"  [dim]{r.cold_note}[/dim]")
-    if r.ceiling.random_reads_per_s:
-        console.print(
-            f"  The disk itself: {thousands(r.ceiling.random_reads_per_s)} random reads/s of "
-            f"{binary(r.ceiling.random_bytes)} = {r.ceiling.random_gb_per_s:.3f} GB/s; sequential "
-            f"{r.ceiling.sequential_gb_per_s:.2f} GB/s [dim]({r.ceiling.note})[/dim]. "
-            f"flashwarp's cold misses: {r.cold_miss_gb_per_s:.3f} GB/s, "
-            f"{r.cold_miss_gb_per_s / r.ceiling.random_gb_per_s:.0%} of it."
-        )
+    lines.append(_indent(aligned(rows), 4))
+    if ceiling:
+        lines.append(f"    That is {r.of_ceiling:.0%} of the ceiling ({r.ceiling.note}).")
     else:
-        console.print(f"  The disk itself: {r.ceiling.note}")
-    console.print(f"  Every value of every batch equals numpy's.\n  [dim]{escape(r.path)}[/dim]\n")
+        lines.append(f"    The ceiling was {r.ceiling.note}.")
+    lines.append(_indent(f"{r.cold_note}\n{_wrapped(f'Data path {r.path}.')}", 4))
+    if r.page_cache:
+        count = r.page_cache[0].call_rows
+        lines.append(f"  From the page cache, {count:,} rows a call, popular ones more often:")
+        rows = [(rate.way, *_rate_cells(rate, r)) for rate in r.page_cache]
+        rows.append(("the link's ceiling, copy engine", "", f"{r.link_gb_per_s:.2f} GB/s"))
+        lines.append(_indent(aligned(rows), 4))
+        hits = r.page_cache[0].hit_rate or 0
+        lines.append(f"    {hits:.0%} of flashwarp's rows were in its cache in GPU memory.")
+        lines.append(_indent(_wrapped(f"Data path {r.page_cache_path}."), 4))
+        lines += [_indent(_wrapped(f"Not measured: {each}."), 4) for each in r.missing]
+    return "\n".join(lines)
 
 
-def _show_graph(r: GraphResult, console: Console) -> None:
-    console.print(
-        "[bold]"
-        f"Breadth-first search: Kronecker graph of scale {r.scale}, "
-        f"{thousands(r.vertices)} vertices, {thousands(r.entries)} neighbour entries in "
-        f"{binary(r.file_bytes)}, cache {binary(r.cache_bytes)}"
-        "[/]",
-        highlight=False,
+def _rate_cells(rate: Rate, r: FeaturesResult) -> tuple[str, str]:
+    return f"{thousands(rate.rows_per_s)} rows/s", _gb(rate.rows_per_s * r.row_bytes)
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _graph_text(r: GraphResult) -> str:
+    head = (
+        f"SEARCH, breadth first: {thousands(r.vertices)} vertices, {thousands(r.entries)} "
+        f"neighbours in {binary(r.file_bytes)} on the disk; cache {binary(r.cache_bytes)}"
     )
-    table = Table()
-    for name in ("source", "reached", "levels", "TEPS", "time", "read", "of file", "hit rate"):
-        table.add_column(name, justify="right")
+    rows = [("source", "reached", "time", "read", "of the file", "", "edges/s")]
     for s in r.searches:
-        table.add_row(
-            str(s.source),
-            f"{s.reached:,}",
-            str(len(s.levels)),
-            thousands(s.teps),
-            f"{s.seconds:.2f} s",
-            binary(s.bytes_read),
-            f"{s.bytes_read / r.file_bytes:.2f}x",
-            f"{s.hit_rate:.2%}",
+        rows.append(
+            (
+                str(s.source),
+                f"{s.reached:,}",
+                f"{s.seconds:.2f} s",
+                binary(s.bytes_read),
+                f"{s.bytes_read / r.file_bytes:.2f}",
+                _gb(s.bytes_read / s.seconds),
+                thousands(s.teps),
+            )
         )
-    console.print(table)
-    console.print(
-        f"  In memory instead: reading the whole file {r.load_seconds:.2f} s, then "
-        f"scipy.sparse.csgraph {r.reference_seconds:.2f} s a search. TEPS: undirected edges of the "
-        "part reached, a second.\n  Every distance equals scipy's.\n"
-        f"  [dim]{escape(r.path)}[/dim]\n"
+    tail = (
+        f"scipy takes {r.reference_seconds:.2f} s for a search of the same graph in host memory, "
+        "loaded before."
     )
+    return f"{head}\n{_indent(aligned(rows), 2)}\n  {tail}"
 
 
-def _show_table(r: TableResult, console: Console) -> None:
-    console.print(
-        "[bold]"
-        f"Query: {r.rows:,} flights, those of at least {r.miles_min:,.0f} miles: "
-        f"{r.selected:,} ({r.selectivity:.2%})"
-        "[/]",
-        highlight=False,
+def _table_text(r: TableResult) -> str:
+    head = (
+        f"QUERY of {r.rows:,} flights, for the {r.selected:,} of at least {r.miles_min:,.0f} miles "
+        f"({r.selectivity:.2%}); cache {binary(r.cache_bytes)}"
     )
-    table = Table()
-    table.add_column("")
-    table.add_column("adds")
-    for name in ("needed", "read", "amplification", "whole columns", "mean", "missing"):
-        table.add_column(name, justify="right")
+    rows = [("", "reads", "of its columns", "mean of the column", "missing")]
     for q in r.queries:
-        table.add_row(
-            q.name,
-            q.adds,
-            binary(q.bytes_needed),
-            binary(q.bytes_read),
-            f"{q.amplification:.2f}",
-            f"{q.amplification_whole_columns:.2f}",
-            f"{q.mean:,.1f}",
-            str(q.missing),
+        rows.append(
+            (
+                f"{q.name} {q.adds}",
+                binary(q.bytes_read),
+                f"{q.of_whole_columns:.2f}",
+                f"{q.mean:,.1f}",
+                str(q.missing),
+            )
         )
-    console.print(table)
-    console.print(
-        f"  Amplification: bytes read / bytes needed, with lines of {binary(r.line_bytes)}. "
-        f"A long trip takes {r.minutes_per_mile:.4f} minutes in the air for each mile.\n"
-        "  Every sum equals numpy's; missing values are left out and counted.\n"
-        f"  [dim]{escape(r.path)}[/dim]\n"
+    tail = (
+        f"One column is scanned. Of the others, only lines of {binary(r.line_bytes)} with a "
+        "selected flight are read."
     )
+    return f"{head}\n{_indent(aligned(rows), 2)}\n  {tail}"
+
+
+def _wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, 94, subsequent_indent="  ")
+
+
+def _indent(lines: str, by: int) -> str:
+    return "\n".join(" " * by + line for line in lines.splitlines())
 
 
 # The picture.
 
 
 def draw(result: DemoResult, path: Path) -> None:
-    """Draw three panels, one a part, into a PNG.
+    """Draw how fast rows arrive, with the ceilings, into a PNG.
 
     Raises
     ------
@@ -237,134 +203,105 @@ def draw(result: DemoResult, path: Path) -> None:
         When matplotlib is not installed.
     """
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise MissingFileError(
             "the picture needs matplotlib: pip install 'flashwarp[demo]'"
         ) from error
-    spacing = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.1)
-    figure = Figure(figsize=(15, 5.2), dpi=160, layout=spacing)
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.1, 1, 1.1))
-    for axes in (left, middle, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(length=0)
-    _draw_features(left, result.features)
-    _draw_graph(middle, result.graph)
-    _draw_table(right, result.table)
-    figure.suptitle(
-        f"flashwarp demo on {result.device}", x=0.01, ha="left", fontsize=11, color="0.35"
+    r = result.features
+    panels = 2 if r.page_cache else 1
+    with rc_context({"font.size": 15, "axes.linewidth": 1.2}):
+        figure = Figure(figsize=(2.5 + 8 * panels, 6.8), dpi=130, layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False, width_ratios=[1.15, 1][:panels])[0]
+        for each in axes:
+            each.spines[["top", "right"]].set_visible(False)
+        _draw_disk(axes[0], r)
+        if r.page_cache:
+            _draw_page_cache(axes[1], r)
+        figure.suptitle(_message(r), x=0.01, ha="left", fontsize=21, fontweight="bold")
+        note = "" if r.on_gpu else "\nThe CPU device is for development and tests."
+        figure.supxlabel(
+            f"flashwarp demo on {result.device}. File of {binary(r.file_bytes)}, cache of "
+            f"{binary(r.cache_bytes)}, every row checked.{note}",
+            x=0.01,
+            ha="left",
+            fontsize=12,
+            color="0.4",
+        )
+        figure.savefig(path)
+
+
+def _message(r: FeaturesResult) -> str:
+    what = (
+        f"{'GPU' if r.on_gpu else 'CPU'} kernels read random {binary(r.row_bytes)} rows of a file"
     )
-    figure.savefig(path)
+    if not r.of_ceiling:
+        return what
+    return f"{what}\nat {r.of_ceiling:.0%} of the rate that the disk itself reaches"
 
 
-def _title(axes: Axes, title: str, subtitle: str) -> None:
-    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=24)
-    axes.text(0, 1.025, subtitle, transform=axes.transAxes, fontsize=9, color="0.35")
-
-
-def _draw_features(axes: Axes, r: FeaturesResult) -> None:
-    colours = {
-        (True, "cold"): _OURS,
-        (True, "warm"): _OURS_LIGHT,
-        (False, "cold"): _THEIRS,
-        (False, "warm"): _THEIRS_LIGHT,
-    }
-    names = [f"{p.contender}\n{p.state}" for p in r.passes]
-    rates = [p.rows_per_s / 1e3 for p in r.passes]
-    bars = axes.barh(
-        range(len(rates)),
-        rates,
-        height=0.68,
-        color=[colours["flashwarp" in p.contender, p.state] for p in r.passes],
-    )
-    labels = axes.bar_label(bars, [thousands(1e3 * rate) for rate in rates], padding=4, fontsize=9)
-    for label in labels:
-        # The line of the disk's ceiling must not strike them out.
-        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
-        label.set_zorder(3)
-    axes.set_yticks(range(len(names)), names, fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.16 * max(*rates, r.ceiling.random_reads_per_s / 1e3))
-    axes.set_xlabel("thousand rows a second")
-    if r.ceiling.random_reads_per_s:
-        limit = r.ceiling.random_reads_per_s / 1e3
-        axes.axvline(limit, color=_LIMIT, linewidth=1.2, linestyle="--")
+def _draw_disk(axes: Axes, r: FeaturesResult) -> None:
+    for way, colour in ((MEMMAP, _THEIRS), (OURS, _OURS)):
+        rates = [rate for rate in r.disk if rate.way == way]
+        if not rates:
+            continue
+        xs, ys = [rate.call_rows for rate in rates], [rate.rows_per_s / 1e3 for rate in rates]
+        axes.plot(xs, ys, marker="o", markersize=8, linewidth=3, color=colour, clip_on=False)
         axes.annotate(
-            f"disk, every row a read: {limit:.3g} k",
-            (limit, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, -2),
+            way.replace(", ", ",\n"),
+            (xs[-1], ys[-1]),
+            xytext=(14, 0),
             textcoords="offset points",
-            va="top",
-            fontsize=8.5,
+            va="center",
+            color=colour,
+            fontweight="bold",
+            annotation_clip=False,
+        )
+    ceiling = r.ceiling.random_reads_per_s / 1e3
+    if ceiling:
+        axes.axhline(ceiling, color=_LIMIT, linewidth=2, linestyle="--")
+        axes.annotate(
+            f"ceiling of the disk: {ceiling:.0f} thousand reads a second",
+            (r.disk[0].call_rows, ceiling),
+            xytext=(0, 6),
+            textcoords="offset points",
             color=_LIMIT,
         )
-    _title(
-        axes,
-        "Feature rows in mini-batches",
-        f"rows of {binary(r.row_bytes)}, file {binary(r.file_bytes)}, "
-        f"flashwarp's cache {binary(r.cache_bytes)}",
-    )
+    axes.set_xscale("log", base=2)
+    calls = sorted({rate.call_rows for rate in r.disk})
+    axes.set_xticks(calls, [f"{count:,}" for count in calls])
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.12 * max(ceiling, *(rate.rows_per_s / 1e3 for rate in r.disk)))
+    axes.set_xlabel("rows asked for in one call")
+    axes.set_ylabel("thousand rows a second")
+    if r.page_cache:
+        axes.set_title("The file is on the disk, no hits", loc="left", pad=34)
 
 
-def _draw_graph(axes: Axes, r: GraphResult) -> None:
-    search = r.searches[0]
-    levels = range(len(search.levels))
-    read = [level.bytes_read / 1e6 for level in search.levels]
-    needed = [level.bytes_needed / 1e6 for level in search.levels]
-    width = 0.38
-    axes.bar(
-        [x - width / 2 for x in levels],
-        needed,
-        width,
-        color=_OURS_LIGHT,
-        label="needed by the level",
-    )
-    axes.bar([x + width / 2 for x in levels], read, width, color=_OURS, label="read from the file")
-    file_mb = r.file_bytes / 1e6
-    axes.axhline(file_mb, color=_LIMIT, linewidth=1.2, linestyle="--")
-    axes.text(
-        len(read) - 0.45,
-        file_mb,
-        "whole file",
+def _draw_page_cache(axes: Axes, r: FeaturesResult) -> None:
+    rates = sorted(r.page_cache, key=lambda rate: -rate.rows_per_s)
+    speeds = [rate.rows_per_s * r.row_bytes / 1e9 for rate in rates]
+    colours = [_OURS if rate.way == OURS else _THEIRS for rate in rates]
+    bars = axes.barh(range(len(rates)), speeds, height=0.62, color=colours)
+    for label in axes.bar_label(bars, [f"{speed:.1f}" for speed in speeds], padding=5):
+        # The line of the ceiling must not strike a figure out.
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
+    names = [rate.way.replace(", ", ",\n") for rate in rates]
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.axvline(r.link_gb_per_s, color=_LIMIT, linewidth=2, linestyle="--", zorder=0)
+    axes.annotate(
+        f"ceiling of the link: {r.link_gb_per_s:.0f} GB/s",
+        (r.link_gb_per_s, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(6, 4),
+        textcoords="offset points",
         ha="right",
-        va="bottom",
-        fontsize=8.5,
         color=_LIMIT,
     )
-    axes.set_ylim(0, 1.22 * max(file_mb, *read))
-    axes.set_xticks(list(levels), [str(level) for level in levels])
-    axes.set_xlabel("distance from the source")
-    axes.set_ylabel("megabytes")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    _title(
-        axes,
-        "Breadth-first search, level by level",
-        f"{thousands(r.vertices)} vertices, {thousands(r.entries)} entries, cache "
-        f"{binary(r.cache_bytes)}: {thousands(search.teps)} TEPS",
-    )
-
-
-def _draw_table(axes: Axes, r: TableResult) -> None:
-    names = [f"{q.name}\n{q.adds.split()[-1]}" for q in r.queries]
-    width = 0.38
-    series = (
-        (-width / 2, [q.amplification_whole_columns for q in r.queries], _THEIRS, "whole columns"),
-        (width / 2, [q.amplification for q in r.queries], _OURS, "flashwarp"),
-    )
-    for shift, values, colour, label in series:
-        bars = axes.bar(
-            [x + shift for x in range(len(values))], values, width, color=colour, label=label
-        )
-        axes.bar_label(bars, [f"{value:.1f}" for value in values], padding=2, fontsize=8)
-    axes.set_xticks(range(len(names)), names, fontsize=7.5)
-    axes.set_ylim(0, 1.2 * max(q.amplification_whole_columns for q in r.queries))
-    axes.set_ylabel("bytes read / bytes needed")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    _title(
-        axes,
-        "I/O amplification of a query",
-        f"{r.rows:,} flights; {r.selected:,} of at least {r.miles_min:,.0f} miles "
-        f"({r.selectivity:.2%})",
-    )
+    axes.set_xlim(0, 1.15 * max(r.link_gb_per_s, *speeds))
+    axes.set_xlabel("GB a second")
+    hits = r.page_cache[0].hit_rate or 0
+    axes.set_title(f"The file is in the page cache, {hits:.0%} hits", loc="left", pad=34)
