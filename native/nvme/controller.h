@@ -1,9 +1,9 @@
 // The contract of NVMe controllers: what arrays and launches need of one, and nothing else.
 //
 // A controller serves queue pairs that kernels submit to and consume from without its help. The
-// software controller (software/) is one; a driver of real drives is another, and neither an array
-// nor a cache nor a launch can tell them apart. Every rung command gets exactly one completion, and
-// its data is in place before that completion can be seen.
+// software controller (software/) is one; a driver of real drives is another. Arrays, caches and
+// launches do not know which it is. Every rung command gets exactly one completion, and its data is
+// in place before that completion can be seen.
 //
 // Any thread may call anything at any time. In a child of fork() a controller has no threads: there
 // it serves nothing, and `stop` only forgets.
@@ -30,7 +30,7 @@ struct QueuePairAddresses {
   uint64_t heartbeat = 0;  // a word that the controller advances while the process runs; 0: none
 };
 
-// How much was done since the start, so that a caller can tell whether commands wait.
+// How much was done since the start; shows a caller whether commands wait.
 struct ControllerProgress {
   uint64_t commands = 0;
   uint64_t waited = 0;  // of them, those that could not complete at once

@@ -158,16 +158,12 @@ struct FileStorage::Opened {
   uint32_t alignment = 1;
   uint64_t offset = 0;
   uint64_t nbytes = 0;
-  bool writable = false;
   bool block_device = false;
   bool memory_file_system = false;
-  uint64_t map_address = 0;
-  bool copies_cached = false;
   std::unique_ptr<FileLock> lock;
-  bool direct = false;
-  bool may_change = false;
+  const FileOptions& options;
 
-  explicit Opened(std::string file) : path(std::move(file)) {}
+  Opened(std::string file, const FileOptions& asked) : path(std::move(file)), options(asked) {}
   Opened(const Opened&) = delete;
   ~Opened() {
     lock.reset();
@@ -179,15 +175,10 @@ struct FileStorage::Opened {
     throw OpenError(error, why, path);
   }
 
-  void open_buffered(bool for_writing) {
-    writable = for_writing;
-    fd = open_file(path, for_writing);
-  }
-
-  void find_range(const FileOptions& options) {
+  void find_range() {
     struct stat information;
     if (fstat(fd, &information) != 0) refuse(errno, error_text(errno));
-    if (options.lock) lock = FileLock::take(fd, information, writable, path);
+    if (options.lock) lock = FileLock::take(fd, information, options.writable, path);
     block_device = S_ISBLK(information.st_mode);
     memory_file_system = is_memory_file_system(fd);
     const uint64_t size = size_of(fd, information);
@@ -199,7 +190,7 @@ struct FileStorage::Opened {
 
   void open_direct() {
     try {
-      direct_fd = open_file(path, writable, O_DIRECT);
+      direct_fd = open_file(path, options.writable, O_DIRECT);
     } catch (const OpenError& error) {
       refuse(error.error, std::string("open with O_DIRECT: ") + error.what());
     }
@@ -218,20 +209,16 @@ std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
   if (options.may_change && (options.writable || options.map_address != 0)) {
     throw std::invalid_argument("only a read-only file without a mapping can change its way");
   }
-  Opened opened(path);
-  opened.open_buffered(options.writable);
-  opened.find_range(options);
+  Opened opened(path, options);
+  opened.fd = open_file(path, options.writable);
+  opened.find_range();
   if (options.direct || options.may_change) opened.open_direct();
-  opened.direct = options.direct;
-  opened.may_change = options.may_change;
-  opened.map_address = options.map_address;
-  opened.copies_cached = options.copies_cached;
   if (!options.name.empty()) opened.path = options.name;
   return std::shared_ptr<FileStorage>(new FileStorage(std::move(opened)));
 }
 
 FileStorage::FileStorage(Opened&& opened)
-    : Storage(opened.nbytes, opened.writable),
+    : Storage(opened.nbytes, opened.options.writable),
       path_(opened.path),
       fd_(std::exchange(opened.fd, -1)),
       direct_fd_(std::exchange(opened.direct_fd, -1)),
@@ -240,14 +227,14 @@ FileStorage::FileStorage(Opened&& opened)
       file_offset_(opened.offset),
       block_device_(opened.block_device),
       memory_file_system_(opened.memory_file_system),
-      mapped_base_(opened.map_address == 0
+      mapped_base_(opened.options.map_address == 0
                        ? nullptr
-                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)),
-      direct_(opened.direct),
+                       : reinterpret_cast<std::byte*>(opened.options.map_address + opened.offset)),
+      direct_(opened.options.direct),
       lock_(std::move(opened.lock)) {
-  if (opened.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
-  if (direct() && !opened.may_change) return;
-  if (opened.copies_cached) {
+  if (opened.options.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
+  if (direct() && !opened.options.may_change) return;
+  if (opened.options.copies_cached) {
     window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
   } else {
     window_refusal_ = "as configured";
@@ -261,13 +248,12 @@ FileStorage::~FileStorage() {
 }
 
 void FileStorage::refresh_backing(int64_t now_ns) {
-  // What nobody maps and nobody writes is found out by the reads.
+  // If the file is neither mapped nor written, reads find its end.
   if (mapped_base_ == nullptr && (!writable() || block_device_)) return;
-  // Acquire: whoever sees the time of a look sees what it found. Two threads that both look do no
-  // harm.
+  // Acquire: a thread that sees the time of a look sees what it found. Two threads may both look.
   if (now_ns - refreshed_ns_.load(std::memory_order_acquire) < kRefreshNs) return;
   look_at_size();
-  // Release: after the look, else others would rely on what the one before had found.
+  // Release: after the look, or other threads would rely on the look before it.
   refreshed_ns_.store(now_ns, std::memory_order_release);
 }
 
@@ -280,23 +266,23 @@ uint64_t FileStorage::look_at_size() {
   return backed;
 }
 
-// kTruncated when a write of [offset, offset + n) would make a file longer that others cut short:
-// what they cut would read as zeros. A look costs half of a small write, so one serves the writes
-// of a millisecond. A write that makes the file longer in this time leaves it too short still,
-// which `flush` finds; only the write of the last byte would not, and so it always looks.
+// kTruncated if a write of [offset, offset + n) would extend a file that another process cut: the
+// cut bytes would read as zeros. A look costs half of a small write, so one serves the writes of a
+// millisecond. A write that extends the file in this time leaves it too short, and `flush` reports
+// that. Only the write of the last byte would hide it, so this write always looks.
 int FileStorage::check_extent(uint64_t offset, uint64_t n) {
   if (block_device_) return 0;
   const bool reaches_end = offset + n == nbytes();
   if (!reaches_end) refresh_backing(monotonic_ns());
   const bool fits = !reaches_end && offset + n <= backed_nbytes();
   if (!fits && offset + n > look_at_size()) return kTruncated;
-  // Relaxed: whoever flushes has waited for the writes that it is about.
+  // Relaxed: a thread that flushes has waited for the writes that it flushes.
   if (!written_.load(std::memory_order_relaxed)) written_.store(true, std::memory_order_relaxed);
   return 0;
 }
 
-// What a flush must report although the medium has all that was written: kTruncated when a write
-// may have made a file longer that had been cut, kReplaced when the file ends with its descriptor.
+// What a flush reports although the medium has all that was written: kTruncated if a write may have
+// extended a file that had been cut, kReplaced if the file ends with its descriptor.
 int FileStorage::check_kept() {
   if (!written_.load(std::memory_order_relaxed)) return 0;
   if (look_at_size() < nbytes()) return kTruncated;

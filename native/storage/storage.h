@@ -25,7 +25,7 @@ class IoEngine;
 // Status of a read beyond the present end of a file that was longer when it was opened.
 inline constexpr int kTruncated = 61;  // ENODATA
 
-// Status of a flush of a file whose name another file has taken: what was written has none.
+// Status of a flush of a file whose name another file has taken, so that its data has no name.
 inline constexpr int kReplaced = 116;  // ESTALE
 
 // A status for people.
