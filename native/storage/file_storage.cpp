@@ -153,16 +153,12 @@ struct FileStorage::Opened {
   uint32_t alignment = 1;
   uint64_t offset = 0;
   uint64_t nbytes = 0;
-  bool writable = false;
   bool block_device = false;
   bool memory_file_system = false;
-  uint64_t map_address = 0;
-  bool copies_cached = false;
   std::unique_ptr<FileLock> lock;
-  bool direct = false;
-  bool may_change = false;
+  const FileOptions& options;
 
-  explicit Opened(std::string file) : path(std::move(file)) {}
+  Opened(std::string file, const FileOptions& asked) : path(std::move(file)), options(asked) {}
   Opened(const Opened&) = delete;
   ~Opened() {
     lock.reset();
@@ -174,15 +170,10 @@ struct FileStorage::Opened {
     throw OpenError(error, why, path);
   }
 
-  void open_buffered(bool for_writing) {
-    writable = for_writing;
-    fd = open_file(path, for_writing);
-  }
-
-  void find_range(const FileOptions& options) {
+  void find_range() {
     struct stat information;
     if (fstat(fd, &information) != 0) refuse(errno, error_text(errno));
-    if (options.lock) lock = FileLock::take(fd, information, writable, path);
+    if (options.lock) lock = FileLock::take(fd, information, options.writable, path);
     block_device = S_ISBLK(information.st_mode);
     memory_file_system = is_memory_file_system(fd);
     const uint64_t size = size_of(fd, information);
@@ -194,7 +185,7 @@ struct FileStorage::Opened {
 
   void open_direct() {
     try {
-      direct_fd = open_file(path, writable, O_DIRECT);
+      direct_fd = open_file(path, options.writable, O_DIRECT);
     } catch (const OpenError& error) {
       refuse(error.error, std::string("open with O_DIRECT: ") + error.what());
     }
@@ -213,20 +204,16 @@ std::shared_ptr<FileStorage> FileStorage::open(const std::string& path,
   if (options.may_change && (options.writable || options.map_address != 0)) {
     throw std::invalid_argument("only a read-only file without a mapping can change its way");
   }
-  Opened opened(path);
-  opened.open_buffered(options.writable);
-  opened.find_range(options);
+  Opened opened(path, options);
+  opened.fd = open_file(path, options.writable);
+  opened.find_range();
   if (options.direct || options.may_change) opened.open_direct();
-  opened.direct = options.direct;
-  opened.may_change = options.may_change;
-  opened.map_address = options.map_address;
-  opened.copies_cached = options.copies_cached;
   if (!options.name.empty()) opened.path = options.name;
   return std::shared_ptr<FileStorage>(new FileStorage(std::move(opened)));
 }
 
 FileStorage::FileStorage(Opened&& opened)
-    : Storage(opened.nbytes, opened.writable),
+    : Storage(opened.nbytes, opened.options.writable),
       path_(opened.path),
       fd_(std::exchange(opened.fd, -1)),
       direct_fd_(std::exchange(opened.direct_fd, -1)),
@@ -235,14 +222,14 @@ FileStorage::FileStorage(Opened&& opened)
       file_offset_(opened.offset),
       block_device_(opened.block_device),
       memory_file_system_(opened.memory_file_system),
-      mapped_base_(opened.map_address == 0
+      mapped_base_(opened.options.map_address == 0
                        ? nullptr
-                       : reinterpret_cast<std::byte*>(opened.map_address + opened.offset)),
-      direct_(opened.direct),
+                       : reinterpret_cast<std::byte*>(opened.options.map_address + opened.offset)),
+      direct_(opened.options.direct),
       lock_(std::move(opened.lock)) {
-  if (opened.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
-  if (direct() && !opened.may_change) return;
-  if (opened.copies_cached) {
+  if (opened.options.may_change) census_ = std::make_unique<ReadCensus>(nbytes());
+  if (direct() && !opened.options.may_change) return;
+  if (opened.options.copies_cached) {
     window_ = PageCacheWindow::open(fd_, file_offset_, nbytes(), window_refusal_);
   } else {
     window_refusal_ = "as configured";

@@ -7,14 +7,12 @@ array, and stops with it. Data reaches the device by one of three paths, chosen 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
 from flashwarp.config import choice, integer
 from flashwarp.device import CpuDevice, Device, Registration
 from flashwarp.device.memory import OwnedStream
-from flashwarp.endings import NotCopied
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
@@ -45,18 +43,7 @@ _SPIN_NS = {"cuda": 2_000_000, "cpu": 100_000}
 _WAITS_COUNT_FROM = 1024
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """Fields of a `SoftwareController`; None is replaced when an array is opened."""
-
-    queue_pairs: int | None
-    depth: int | None
-    threads: int | None
-    data_path: DataPath | None
-    model: SSDModel | None
-
-
-class SoftwareController(NotCopied, Controller):
+class SoftwareController(Controller):
     """Settings of the threads of this process that serve an array's storage.
 
     Parameters
@@ -112,12 +99,11 @@ class SoftwareController(NotCopied, Controller):
             model = SSDModel.named(model) if isinstance(model, str) else model
             if not isinstance(model, SSDModel):
                 raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
-        self._settings = _Settings(queue_pairs, depth, threads, data_path, model)
+        self.queue_pairs = queue_pairs
+        self.depth = depth
+        self.threads = threads
         self.asked_path = data_path
         self.model = model
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _from_settings, (self._settings,)
 
     def attach(self, storage: Namespace, destination: Destination) -> SoftwareService:
         """Allocate queue pairs, choose the data path and start threads that serve `storage`.
@@ -129,16 +115,10 @@ class SoftwareController(NotCopied, Controller):
                 f"{storage!r} describes a namespace without its bytes: the software controller "
                 "needs a storage that holds them, see flashwarp.storage"
             )
-        return SoftwareService(storage, destination, self._settings)
+        return SoftwareService(storage, destination, self)
 
     def __repr__(self) -> str:
         return "<settings of a flashwarp.SoftwareController>"
-
-
-def _from_settings(s: _Settings) -> SoftwareController:
-    return SoftwareController(
-        s.queue_pairs, s.depth, s.threads, data_path=s.data_path, model=s.model
-    )
 
 
 def choose_path(storage: Storage, device: Device, wanted: str | None) -> tuple[str, str]:
@@ -183,8 +163,7 @@ class SoftwareService(Service):
     ----------
     storage : Storage
     destination : Destination
-    settings : _Settings
-        Of the `SoftwareController`.
+    settings : SoftwareController
 
     Attributes
     ----------
@@ -201,7 +180,9 @@ class SoftwareService(Service):
     reason = ""
     changes = 0
 
-    def __init__(self, storage: Storage, destination: Destination, settings: _Settings) -> None:
+    def __init__(
+        self, storage: Storage, destination: Destination, settings: SoftwareController
+    ) -> None:
         device = destination.device
         self.model = settings.model
         self._settings = settings
@@ -213,7 +194,7 @@ class SoftwareService(Service):
         self._side: OwnedStream | None = None
         self._stale: StorageError | None = None
         defaults = config.current()
-        path, self.reason = choose_path(storage, device, settings.data_path)
+        path, self.reason = choose_path(storage, device, settings.asked_path)
         if self.model is not None:
             self.reason += f"; {self.model}"
         lease = storage.lease if isinstance(storage, File) else None

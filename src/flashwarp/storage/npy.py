@@ -25,7 +25,6 @@ __all__ = [
     "Layout",
     "empty_layout",
     "header",
-    "layout_of",
     "read_layout",
     "write_empty",
 ]
@@ -72,12 +71,10 @@ def read_layout(path: str) -> Layout:
         When it cannot be opened.
     """
     with files.open_for_reading(path) as file:
-        return layout_of(file, path)
+        return _layout_of(file, path)
 
 
-def layout_of(file: BinaryIO, path: str) -> Layout:
-    """Read the header of an open .npy file, from its beginning; see `read_layout`."""
-    file.seek(0)
+def _layout_of(file: BinaryIO, path: str) -> Layout:
     try:
         shape, fortran, dtype = _read_header(file)
         offset = file.tell()
