@@ -24,7 +24,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.array import rows
-from flashwarp.cache import cache
+from flashwarp.cache import structs
 from flashwarp.errors import BoundsError, CacheError, DataPathError
 from flashwarp.nvme import queue_pair
 from flashwarp.storage import File, Memory, Replicated, Storage, Striped
@@ -581,14 +581,14 @@ def test_fifteen_tebibytes_open_like_one_gibibyte(tmp_path: Path) -> None:
 MIRRORS: dict[str, type[ctypes.Structure]] = {
     "transport": queue_pair.TransportStruct,
     "queue_pair": queue_pair.QueuePairStruct,
-    "counters": cache.CountersStruct,
-    "error_record": cache.ErrorRecordStruct,
-    "failure": cache.FailureStruct,
-    "failure_log": cache.FailureLogStruct,
-    "volume": cache.VolumeStruct,
-    "geometry": cache.GeometryStruct,
-    "line_cache": cache.LineCacheStruct,
-    "host_tier": cache.HostTierStruct,
+    "counters": structs.CountersStruct,
+    "error_record": structs.ErrorRecordStruct,
+    "failure": structs.FailureStruct,
+    "failure_log": structs.FailureLogStruct,
+    "volume": structs.VolumeStruct,
+    "geometry": structs.GeometryStruct,
+    "line_cache": structs.LineCacheStruct,
+    "host_tier": structs.HostTierStruct,
     "array": rows.ArrayStruct,
     "row_params": rows.RowParams,
     "maintenance_params": rows.MaintenanceParams,

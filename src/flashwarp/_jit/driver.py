@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from flashwarp._waiting import Waited
@@ -199,13 +198,13 @@ class Context:
         _call("cuCtxPushCurrent", self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         _call("cuCtxPopCurrent")
+
+    def _call(self, call: str, *arguments: Any) -> Any:
+        """Call the driver while the context is current."""
+        with self:
+            return _call(call, *arguments)
 
     # Properties of the device.
 
@@ -254,8 +253,7 @@ class Context:
                 raise DeviceOutOfMemory(f"{error} ({free} of {total} bytes are free)") from None
 
     def free(self, address: int) -> None:
-        with self:
-            _call("cuMemFree", address)
+        self._call("cuMemFree", address)
 
     def allocate_host(self, nbytes: int) -> int:
         """Uninitialized pinned host memory with one address for the host and all GPUs."""
@@ -275,8 +273,7 @@ class Context:
         return address
 
     def free_host(self, address: int) -> None:
-        with self:
-            _call("cuMemFreeHost", address)
+        self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> None:
         """Pins host memory that exists already, so that kernels reach it at the same address."""
@@ -300,8 +297,7 @@ class Context:
                 raise
 
     def unregister_host(self, address: int) -> None:
-        with self:
-            _call("cuMemHostUnregister", address)
+        self._call("cuMemHostUnregister", address)
 
     def _require_same_address(self, address: int) -> None:
         """Commands carry one address that both the controller and the kernels use."""
@@ -315,50 +311,40 @@ class Context:
     # Copies and fills in stream order.
 
     def copy_to_device(self, address: int, source: int, nbytes: int, stream: int) -> None:
-        with self:
-            _call("cuMemcpyHtoDAsync", address, source, nbytes, stream)
+        self._call("cuMemcpyHtoDAsync", address, source, nbytes, stream)
 
     def copy_to_host(self, target: int, address: int, nbytes: int, stream: int) -> None:
-        with self:
-            _call("cuMemcpyDtoHAsync", target, address, nbytes, stream)
+        self._call("cuMemcpyDtoHAsync", target, address, nbytes, stream)
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
-        with self:
-            _call("cuMemsetD8Async", address, byte, nbytes, stream)
+        self._call("cuMemsetD8Async", address, byte, nbytes, stream)
 
     # Streams and events.
 
     def create_stream(self) -> int:
         """Create a stream that does not wait for the legacy default stream, nor makes it wait."""
-        with self:
-            return int(_call("cuStreamCreate", int(_cuda().CUstream_flags.CU_STREAM_NON_BLOCKING)))
+        return int(self._call("cuStreamCreate", int(_cuda().CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
     def destroy_stream(self, stream: int) -> None:
-        with self:
-            _call("cuStreamDestroy", stream)
+        self._call("cuStreamDestroy", stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
-        with self:
-            _call("cuStreamWaitEvent", stream, event, 0)
+        self._call("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self, *, timing: bool) -> int:
         flags = _cuda().CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
-        with self:
-            return int(_call("cuEventCreate", int(flag)))
+        return int(self._call("cuEventCreate", int(flag)))
 
     def destroy_event(self, event: int) -> None:
-        with self:
-            _call("cuEventDestroy", event)
+        self._call("cuEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
-        with self:
-            _call("cuEventRecord", event, stream)
+        self._call("cuEventRecord", event, stream)
 
     def elapsed_ms(self, start: int, end: int) -> float:
         """Time between two recorded events that have both completed."""
-        with self:
-            return float(_call("cuEventElapsedTime", start, end))
+        return float(self._call("cuEventElapsedTime", start, end))
 
     def stream_done(self, stream: int) -> bool:
         """Whether all work of the stream has ended; raises what a kernel of it has failed with."""

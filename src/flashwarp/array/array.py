@@ -586,24 +586,14 @@ class Array(endings.Closing):
         written since the last flush may be lost, and the storage does not say what. Then every
         later flush and `close` raise this error again: open the array anew and store again.
         """
-        self._begin()
-        self._attachment.calls.wait()
-        self._flush_in_turn()
-
-    @_locked
-    def _flush_in_turn(self) -> None:
-        self._attachment.flush()
+        self._after_calls(self._attachment.flush)
 
     # Introspection.
 
     @property
     def stats(self) -> Stats:
         """A snapshot of the counters; waits for the array's other calls."""
-        return self._read_counters()
-
-    @_locked
-    def _read_counters(self) -> Stats:
-        return self._attachment.stats()
+        return self._act(self._attachment.stats)
 
     @contextlib.contextmanager
     def _watched(self, watcher: Watcher) -> Iterator[None]:
@@ -719,13 +709,7 @@ class Array(endings.Closing):
             the last flush is lost.
         """
         drop_dirty = flag("drop_dirty", drop_dirty)
-        self._begin()
-        self._attachment.calls.wait()
-        self._drop_cache_in_turn(drop_dirty)
-
-    @_locked
-    def _drop_cache_in_turn(self, drop_dirty: bool) -> None:
-        self._attachment.drop_lines(drop_dirty)
+        self._after_calls(lambda: self._attachment.drop_lines(drop_dirty))
 
     def refresh(self) -> None:
         """Remove what was read before from the cache, so that later reads see the present file.
@@ -739,14 +723,7 @@ class Array(endings.Closing):
             If the file was cut short (ENODATA), or replaced or removed (ESTALE). The array goes on
             with the file that it has open. Open the path again to see the new one.
         """
-        self._begin()
-        self._attachment.calls.wait()
-        self._refresh_in_turn()
-
-    @_locked
-    def _refresh_in_turn(self) -> None:
-        self._attachment.drop_lines(drop_dirty=False)
-        self._attachment.storage.check_unchanged()
+        self._after_calls(self._attachment.refresh)
 
     def __del__(self) -> None:
         attachment: Attachment | None = self.__dict__.get("_attachment")
@@ -785,7 +762,17 @@ class Array(endings.Closing):
             self.__dict__.update(opened.__dict__)
             opened.__dict__.clear()
 
-    # Checks.
+    # Turns and checks.
+
+    @_locked
+    def _act(self, act: Callable[[], R]) -> R:
+        return act()
+
+    def _after_calls(self, act: Callable[[], None]) -> None:
+        """Wait for asynchronous calls made before, then act in the array's turn."""
+        self._begin()
+        self._attachment.calls.wait()
+        self._act(act)
 
     def _check_usable(self) -> None:
         if self._attachment.closed:

@@ -208,6 +208,11 @@ class Attachment(endings.NotCopied):
                 lost = True
         self._empty(lost)
 
+    def refresh(self) -> None:
+        """Remove all lines from the cache, and check that the storage is unchanged."""
+        self.drop_lines(drop_dirty=False)
+        self.storage.check_unchanged()
+
     def _empty(self, drop_dirty: bool) -> None:
         """Remove the array's lines from the cache; dirty lines only with `drop_dirty`."""
         self.maintain("invalidate_lines", drop=int(drop_dirty))

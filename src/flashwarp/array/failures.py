@@ -16,7 +16,8 @@ from typing import Any
 
 from flashwarp import config, endings
 from flashwarp.array.operands import Index
-from flashwarp.cache.cache import FailureStruct, Noted, Volume
+from flashwarp.cache.cache import Noted, Volume
+from flashwarp.cache.structs import FailureStruct
 from flashwarp.errors import (
     BoundsError,
     ControllerError,

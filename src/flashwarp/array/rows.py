@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.cache.cache import GeometryStruct
+from flashwarp.cache.structs import GeometryStruct, u32, u64
 from flashwarp.errors import BoundsError, IndexDtypeError
 
 __all__ = [
@@ -85,15 +85,9 @@ class RowFormat:
 
 
 class ArrayStruct(ctypes.Structure):
-    """Mirror of `fw::array<T>`: what the parameters of a kernel hold for each array."""
+    """Mirror of `fw::array<T>`: the argument of a kernel for one array."""
 
-    _fields_ = (
-        ("geometry", GeometryStruct),
-        ("cache", ctypes.c_uint64),
-        ("volume", ctypes.c_uint64),
-        ("line_begin", ctypes.c_uint64),
-        ("length", ctypes.c_uint64),
-    )
+    _fields_ = (("geometry", GeometryStruct), *u64("cache", "volume", "line_begin", "length"))
 
 
 class RowParams(ctypes.Structure):
@@ -101,18 +95,9 @@ class RowParams(ctypes.Structure):
 
     _fields_ = (
         ("geometry", GeometryStruct),
-        ("cache", ctypes.c_uint64),
-        ("volume", ctypes.c_uint64),
-        ("indices", ctypes.c_uint64),
-        ("index_count", ctypes.c_uint64),
-        ("rows", ctypes.c_uint64),
-        ("row_bytes", ctypes.c_uint64),
-        ("row_count", ctypes.c_uint64),
-        ("look_ahead", ctypes.c_uint64),
-        ("index_bytes", ctypes.c_uint32),
-        ("segments", ctypes.c_uint32),
-        ("batch", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        *u64("cache", "volume", "indices", "index_count", "rows", "row_bytes", "row_count"),
+        *u64("look_ahead"),
+        *u32("index_bytes", "segments", "batch", "reserved"),
     )
 
 
@@ -120,16 +105,10 @@ class MaintenanceParams(ctypes.Structure):
     """Mirror of `kernels::maintenance_params`."""
 
     _fields_ = (
-        ("cache", ctypes.c_uint64),
-        ("volume", ctypes.c_uint64),
-        ("line_begin", ctypes.c_uint64),
-        ("line_end", ctypes.c_uint64),
-        ("lba", ctypes.c_uint64),
-        ("lba_count", ctypes.c_uint32),
-        ("opcode", ctypes.c_uint32),
-        ("prp1", ctypes.c_uint64),
-        ("cdw10", ctypes.c_uint32),
-        ("drop", ctypes.c_uint32),
+        *u64("cache", "volume", "line_begin", "line_end", "lba"),
+        *u32("lba_count", "opcode"),
+        *u64("prp1"),
+        *u32("cdw10", "drop"),
     )
 
 

@@ -258,7 +258,7 @@ def _plain_array(part: object) -> npt.NDArray[Any]:
         return array.astype(np.intp)  # an empty list; numpy makes floats of it
     if array.dtype.kind in "SU":
         raise IndexDtypeError(
-            "a text is no index; for a field read the rows first: x[rows]['field'], or "
+            "a text is no index; for fields read the rows first: x[rows]['field'], or "
             "x[...]['field'] for all rows; to store, change these rows, and assign x[rows] = them"
         )
     if array.dtype.kind not in "biu":

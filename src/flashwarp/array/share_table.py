@@ -12,6 +12,7 @@ import warnings
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
+from flashwarp.cache.structs import u32, u64
 from flashwarp.config import integer
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, ShareError
@@ -33,12 +34,8 @@ class ShareTableStruct(ctypes.Structure):
     """Mirror of `cache::share_table`."""
 
     _fields_ = (
-        ("words", ctypes.c_uint64),
-        ("copies", ctypes.c_uint64),
-        ("locks", ctypes.c_uint64),
-        ("overflows", ctypes.c_uint64),
-        ("bucket_bits", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        *u64("words", "copies", "locks", "overflows"),
+        *u32("bucket_bits", "reserved"),
     )
 
 

@@ -16,12 +16,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from flashwarp import config, endings
+from flashwarp.cache.structs import (
+    FAILURES_KEPT,
+    CountersStruct,
+    ErrorRecordStruct,
+    FailureLogStruct,
+    FailureStruct,
+    GeometryStruct,
+    LineCacheStruct,
+    VolumeStruct,
+)
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, DeviceTimeout
 from flashwarp.nvme import Queues
-from flashwarp.nvme.group import NAMESPACES_MAX
 from flashwarp.nvme.queue_pair import DATA_PATHS
 from flashwarp.policy import Policy, resolve_policy
 
@@ -41,142 +50,8 @@ _TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
 # Interval at which `withdraw` looks: visits last for microseconds, or as long as a command.
 _POLL_S = 50e-6
-# `kFailuresKept`: unread entries that a sequence of failures holds.
-_FAILURES_KEPT = 8
 # `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
 _POLICY_WORDS_ALIGNMENT = 128
-
-
-class GeometryStruct(ctypes.Structure):
-    """Mirror of `cache::geometry`."""
-
-    _fields_ = (
-        ("tags", ctypes.c_uint64),
-        ("frames", ctypes.c_uint64),
-        ("set_count", ctypes.c_uint64),
-        ("set_reciprocal", ctypes.c_uint64),
-        ("ways", ctypes.c_uint32),
-        ("line_shift", ctypes.c_uint32),
-    )
-
-
-class HostTierStruct(ctypes.Structure):
-    """Mirror of `cache::host_tier`."""
-
-    _fields_ = (
-        ("tags", ctypes.c_uint64),
-        ("frames", ctypes.c_uint64),
-        ("subsets", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    )
-
-
-class LineCacheStruct(ctypes.Structure):
-    """Mirror of `cache::line_cache`."""
-
-    _fields_ = (
-        ("geometry", GeometryStruct),
-        ("set_control", ctypes.c_uint64),
-        ("volumes", ctypes.c_uint64),
-        ("page_bytes", ctypes.c_uint32),
-        ("tier_ways", ctypes.c_uint32),
-        ("tier", HostTierStruct),
-        ("refusals", ctypes.c_uint32),
-        ("volume_end", ctypes.c_uint32),
-        ("_pad", ctypes.c_uint8 * 32),
-    )
-
-
-class QueueSpanStruct(ctypes.Structure):
-    """Mirror of `cache::queue_span`."""
-
-    _fields_ = (("first", ctypes.c_uint32), ("count", ctypes.c_uint32))
-
-
-class FailureStruct(ctypes.Structure):
-    """Mirror of `cache::failure`."""
-
-    _fields_ = (
-        ("where", ctypes.c_uint64),
-        ("status", ctypes.c_uint32),
-        ("opcode", ctypes.c_uint32),
-        ("number", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32 * 3),
-    )
-
-
-class ErrorRecordStruct(ctypes.Structure):
-    """Mirror of `cache::error_record`."""
-
-    _fields_ = (
-        ("commands", FailureStruct * _FAILURES_KEPT),
-        ("indices", FailureStruct * _FAILURES_KEPT),
-    )
-
-
-class FailureLogStruct(ctypes.Structure):
-    """Mirror of `cache::failure_log`."""
-
-    _fields_ = (
-        ("noted", ctypes.c_uint32),
-        ("read", ctypes.c_uint32),
-        ("untold", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-    )
-
-
-class VolumeStruct(ctypes.Structure):
-    """Mirror of `cache::volume`."""
-
-    _fields_ = (
-        ("line_begin", ctypes.c_uint64),
-        ("line_count", ctypes.c_uint64),
-        ("bytes", ctypes.c_uint64),
-        ("queues", ctypes.c_uint64),
-        ("events", ctypes.c_uint64),
-        ("errors", ctypes.c_uint64),
-        ("queue_count", ctypes.c_uint32),
-        ("path", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        ("spread", ctypes.c_uint32),
-        ("stripe_lines", ctypes.c_uint64),
-        ("replica_writes", ctypes.c_uint64),
-        ("namespace_count", ctypes.c_uint32),
-        ("failed", ctypes.c_uint32),
-        ("reserved2", ctypes.c_uint32),
-        ("attached", ctypes.c_uint32),
-        ("spans", QueueSpanStruct * NAMESPACES_MAX),
-        ("commands", FailureLogStruct),
-        ("indices", FailureLogStruct),
-        ("visitors", ctypes.c_uint32),
-        ("_pad", ctypes.c_uint8 * 60),
-    )
-
-
-_RESERVED_COUNTERS = tuple(f"reserved{n}" for n in range(4))
-
-
-class CountersStruct(ctypes.Structure):
-    """Mirror of `cache::counters`."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_uint64)
-        for name in (
-            "hits",
-            "misses",
-            "evictions",
-            "write_backs",
-            "bytes_read",
-            "bytes_written",
-            "bytes_used",
-            "errors",
-            "tier_hits",
-            "tier_lines",
-            "kernel_misses",
-            "kernel_bytes_read",
-            *_RESERVED_COUNTERS,
-        )
-    )
 
 
 @dataclass(frozen=True)
@@ -237,19 +112,19 @@ class FailureSequence:
         reads their number from the device: a transfer of 4 bytes. If the device fails, so that the
         host cannot acknowledge entries, they stay unread.
         """
-        if self._read < _FAILURES_KEPT and self._entry(self._read) is None:
+        if self._read < FAILURES_KEPT and self._entry(self._read) is None:
             return _NOTHING
         return endings.holding([self._lock], self._read_on)
 
     def _read_on(self) -> Noted:
         kept: list[FailureStruct] = []
-        while len(kept) < _FAILURES_KEPT:
+        while len(kept) < FAILURES_KEPT:
             entry = self._entry(self._read + len(kept))
             if entry is None:
                 break
             kept.append(FailureStruct.from_buffer_copy(entry))
         before, end = self._read, self._read + len(kept)
-        untold = self._download_untold() if end >= _FAILURES_KEPT else 0
+        untold = self._download_untold() if end >= FAILURES_KEPT else 0
         count = len(kept) + (untold - self._untold & 0xFFFFFFFF)
         # Advance before acknowledging, because an interrupt may come between: kernels may overwrite
         # acknowledged entries, so these must count as read. The next call acknowledges the rest.
@@ -270,7 +145,7 @@ class FailureSequence:
 
     def _entry(self, position: int) -> FailureStruct | None:
         # Kernels write the number last: with it, the entry is complete.
-        entry = self._entries[position % _FAILURES_KEPT]
+        entry = self._entries[position % FAILURES_KEPT]
         return entry if entry.number == (position + 1) & 0xFFFFFFFF else None
 
     def _download_untold(self) -> int:
@@ -354,7 +229,7 @@ class Volume:
         return {
             field[0]: sum(int(getattr(shard, field[0])) for shard in shards)
             for field in CountersStruct._fields_
-            if field[0] not in _RESERVED_COUNTERS
+            if field[0] != "_reserved"
         }
 
 

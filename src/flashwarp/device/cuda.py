@@ -99,26 +99,29 @@ class CudaDevice(Device):
         self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
         source = host_bytes(data, writable=False)
-        if source.nbytes:
-            # A copy of pageable memory blocks in the driver until the work before it is done,
-            # without a time limit; so that work is waited for here, with one.
-            self.synchronize(stream)
-            self.context.copy_to_device(
-                address, source.ctypes.data, source.nbytes, self._handle(stream)
-            )
-            self.synchronize(stream)
+        copy = self.context.copy_to_device
+        self._copy(copy, address, source.ctypes.data, source.nbytes, stream)
 
     def download_into(
         self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
         destination = host_bytes(target, writable=True)
-        if destination.nbytes:
-            # A copy of pageable memory blocks in the driver until the work before it is done,
-            # without a time limit; so that work is waited for here, with one.
+        copy = self.context.copy_to_host
+        self._copy(copy, destination.ctypes.data, address, destination.nbytes, stream)
+
+    def _copy(
+        self,
+        copy: Callable[[int, int, int, int], None],
+        target: int,
+        source: int,
+        nbytes: int,
+        stream: object,
+    ) -> None:
+        if nbytes:
+            # For pageable memory the driver waits for the work before the copy, without a time
+            # limit. So wait for that work here, with one.
             self.synchronize(stream)
-            self.context.copy_to_host(
-                destination.ctypes.data, address, destination.nbytes, self._handle(stream)
-            )
+            copy(target, source, nbytes, self._handle(stream))
             self.synchronize(stream)
 
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:

@@ -173,6 +173,7 @@ class DeviceArray(Closing):
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         device: Home,
+        give_back: Callable[[DeviceMemory], None] | None = None,
     ) -> None:
         self.device = device
         self.shape = shape
@@ -180,6 +181,7 @@ class DeviceArray(Closing):
         # The stream that fills the array. Libraries that take the array come after this stream.
         self.stream = device.default_stream().handle
         self._memory = memory
+        self._give_back = give_back
 
     @property
     def address(self) -> int:
@@ -252,9 +254,15 @@ class DeviceArray(Closing):
         )
 
     def close(self) -> None:
-        """Free the memory. May be called twice."""
-        if self._memory is not None:
-            self._memory.close()
+        """Free the memory, or give it back to the pool that lent it. May be called twice."""
+        memory = self._memory
+        if memory is None:
+            return
+        if self._give_back is None:
+            memory.close()
+        else:
+            self._memory = None
+            self._give_back(memory)
 
     def __repr__(self) -> str:
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"

@@ -10,7 +10,6 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +42,8 @@ class Scratch:
         """Lend an array, not zero-filled; its `close` gives it back."""
         shape, kind = tuple(shape), np.dtype(dtype)
         nbytes = math.prod(shape) * kind.itemsize
-        return _Lent(self, self._take(nbytes) if nbytes else None, shape, kind, self._device)
+        block = self._take(nbytes) if nbytes else None
+        return DeviceArray(block, shape, kind, self._device, self._give)
 
     def _take(self, nbytes: int) -> DeviceMemory:
         wanted = max(_BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
@@ -56,7 +56,7 @@ class Scratch:
                 return self._free.pop(i)
         return None
 
-    def give(self, block: DeviceMemory) -> None:
+    def _give(self, block: DeviceMemory) -> None:
         """Take a block back; free it if enough blocks are kept."""
         if not endings.holding([self._lock], partial(self._keep, block)):
             block.close()
@@ -75,22 +75,3 @@ class Scratch:
             blocks, self._free = self._free, []
         for block in blocks:
             block.close()
-
-
-class _Lent(DeviceArray):
-    def __init__(
-        self,
-        scratch: Scratch,
-        memory: DeviceMemory | None,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        device: Device,
-    ) -> None:
-        super().__init__(memory, shape, dtype, device)
-        self._scratch = scratch
-
-    def close(self) -> None:
-        """Give the memory back. May be called twice."""
-        block, self._memory = self._memory, None
-        if block is not None:
-            self._scratch.give(block)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +55,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {
-            "trace": self.trace,
-            "accesses": self.accesses,
-            "footprint": self.footprint,
-            "ways": self.ways,
-            "capacities": list(self.capacities),
-            "hit_rates": {name: list(rates) for name, rates in self.hit_rates.items()},
-        }
+        return asdict(self)
 
     def table(self) -> str:
         """Return it for people."""
