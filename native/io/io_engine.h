@@ -37,7 +37,6 @@ class IoEngine {
 
   // How many more operations can be submitted before results are reaped.
   uint32_t free_slots() const { return capacity_ - in_flight_; }
-  uint32_t in_flight() const { return in_flight_; }
   uint64_t kernel_enters() const { return kernel_enters_; }
 
   // Queues an operation, for which there must be a free slot. It starts at the next `kick` at the
