@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key, default_directory
 from flashwarp.errors import CompileError
-
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# All kernels for one of them take the better part of a minute: another one each day.
-BUILT_IN_FOR = (
-    ARCHITECTURES
-    if os.environ.get("FLASHWARP_ALL_ARCHITECTURES")
-    else ARCHITECTURES[datetime.now(UTC).toordinal() % len(ARCHITECTURES) :][:1]
-)
+from support.architectures import ARCHITECTURES, compiler_options
 
 PROGRAM_KERNELS = Path(__file__).parents[1] / "support" / "program_kernels.cu"
 
@@ -79,9 +71,14 @@ def build(
 # The compiler.
 
 
-@pytest.mark.parametrize("arch", BUILT_IN_FOR)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_built_in_kernels_compile(arch: str, cache: ArtifactCache) -> None:
-    artifact = compiler.compile_source(arch, compiler.Source.read(compiler.MODULE), cache=cache)
+    artifact = compiler.compile_source(
+        arch,
+        compiler.Source.read(compiler.MODULE),
+        options=compiler_options(arch),
+        cache=cache,
+    )
 
     assert artifact.cubin.startswith(b"\x7fELF")
     assert "fw_gather_rows" in artifact.kernels
@@ -195,7 +192,7 @@ extern "C" __global__ void ring(fw::nvme::queue_pair* q) { fw::nvme::ring(*q, q-
 """
 
 
-@pytest.mark.parametrize("arch", ["sm_75", *ARCHITECTURES])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
     source = compiler.Source("ring.cu", RING)
     headers = compiler.Headers(source, [compiler.INCLUDE_DIR]).contents
@@ -212,12 +209,12 @@ def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
 # Programs of users'.
 
 
-@pytest.mark.parametrize("arch", ["sm_75", *ARCHITECTURES])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_programs_of_the_cpu_device_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     artifact = compiler.compile_source(
         arch,
         compiler.Source.read(PROGRAM_KERNELS),
-        options=("-DFW_PROGRAM=1",),
+        options=("-DFW_PROGRAM=1", *compiler_options(arch)),
         cache=ArtifactCache(tmp_path),
     )
 
