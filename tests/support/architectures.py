@@ -1,7 +1,7 @@
 """The GPU architectures that tests compile for: each day one of them as users do.
 
-For the others most of the optimizer is left out, which takes nine tenths of the time, 44 seconds
-for the built-in kernels. Whether a text compiles depends on it least.
+For the others most of the optimizer is left out, which takes nine tenths of the time: ten seconds
+of twelve for the kernels of graphs. Whether a text compiles depends on it least.
 """
 
 from __future__ import annotations
