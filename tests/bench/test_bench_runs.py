@@ -26,6 +26,7 @@ from flashwarp.bench import (
 )
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, FlashwarpError
+from support.architectures import ARCHITECTURES, compiler_options
 
 ALL_PARTS = "memory,file,by_degree,drives,kinds,queue_pairs,cache_sizes,reuse"
 
@@ -189,9 +190,10 @@ def test_sums_of_loads_that_run_ahead(ahead):
 @pytest.mark.parametrize(
     ("kernels", "count"), [(vectoradd.KERNELS, 3), (ctc.KERNELS, 2)], ids=["vectoradd", "ctc"]
 )
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_for_gpus(kernels, count, arch):
-    assert len(compile_source(arch, Source.read(kernels)).kernels) == count
+    options = compiler_options(arch)
+    assert len(compile_source(arch, Source.read(kernels), options=options).kernels) == count
 
 
 def test_kernels_take_at_most_20_registers_more_than_on_plain_memory():

@@ -14,6 +14,7 @@ from flashwarp.apps.graphs.reference import reference_components, reference_dist
 from flashwarp.bench.graph_solve import KERNELS, Components, Product, Reader, Search
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, ClosedError
+from support.architectures import ARCHITECTURES, compiler_options
 
 WAYS = ["cached", "in_place", "plain", "by_warp", "naive", "uncached"]
 
@@ -292,8 +293,9 @@ def test_array_that_is_not_the_lists_of_the_graph_is_refused(tmp_path, kron):
         Rows(kron, other)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_for_gpus(arch):
-    kernels = compile_source(arch, Source.read(KERNELS)).kernels
+    options = compiler_options(arch)
+    kernels = compile_source(arch, Source.read(KERNELS), options=options).kernels
 
     assert len(kernels) == 16

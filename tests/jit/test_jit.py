@@ -14,6 +14,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key, default_directory
 from flashwarp.errors import CompileError
+from support import architectures
 from support.built_in import built_in_kernels
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -227,12 +228,12 @@ def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
 # Programs of users'.
 
 
-@pytest.mark.parametrize("arch", ["sm_75", *ARCHITECTURES])
+@pytest.mark.parametrize("arch", architectures.ARCHITECTURES)
 def test_programs_of_the_cpu_device_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     artifact = compiler.compile_source(
         arch,
         compiler.Source.read(PROGRAM_KERNELS),
-        options=("-DFW_PROGRAM=1",),
+        options=("-DFW_PROGRAM=1", *architectures.compiler_options(arch)),
         cache=ArtifactCache(tmp_path),
     )
 

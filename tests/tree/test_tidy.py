@@ -29,6 +29,8 @@ TOP_MODULES_MAX = 8
 # Folders of tests that are of no room: of the modules at the package's top level, of how processes
 # end, of the tree itself; and tests that need more than Python and g++.
 TESTS_BESIDE_ROOMS = {"edges", "gpu", "ground", "models", "simulator", "tree"}
+# Measurements of disk and link: tested with the demo, the benchmarks and the doctor, who show them.
+ROOMS_TESTED_BY_OTHERS = {"probe"}
 
 # Lowest first: a header includes from its own room and from those below; "" is outside of rooms.
 HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "array": 3, "": 4, "kernels": 5}
@@ -181,7 +183,12 @@ def test_tests_lie_in_the_rooms_of_the_package() -> None:
     rooms = {path.parent.name.lstrip("_") for path in PACKAGE.glob("*/__init__.py")}
     folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
 
-    assert folders - rooms <= TESTS_BESIDE_ROOMS, "a room of the package has a place for it"
+    assert folders - rooms == TESTS_BESIDE_ROOMS, "a room of the package has a place for it"
+    assert rooms - folders == ROOMS_TESTED_BY_OTHERS, "a room has no tests"
+
+
+def test_only_what_tests_share_lies_at_their_top() -> None:
+    assert [path.name for path in (ROOT / "tests").iterdir() if path.is_file()] == ["conftest.py"]
 
 
 def test_every_module_is_needed() -> None:
