@@ -3,9 +3,10 @@
     python examples/bfs.py --graph kron:20
     python examples/bfs.py --graph edges.txt --device cuda:0 --cache "2 GiB"
 
-The lists of neighbours stay in a file and are read on demand, line by line. One launch a level: the
-kernel looks at every vertex that is as far from the source as the level says, and marks those of
-its neighbours that nobody has met.
+The lists of neighbours stay in a file and are read on demand, line by line. There is one launch for
+each level: the kernel takes every vertex at this distance from the source, and marks those of its
+neighbours that no level has reached. `flashwarp graph make --by-degree` makes a graph of which a
+search reads less.
 """
 
 import argparse
@@ -22,7 +23,7 @@ KERNEL = """
 FW_KERNEL search_level(const FW_GRID_CONSTANT fw::array<const uint32_t> neighbours,
                        const FW_GRID_CONSTANT fw::graph::rows rows, uint32_t* distances,
                        uint32_t* found, uint32_t level) {
-  // In place where that is memory: little of a line is not worth a line.
+  // Short lists are read in place if the storage is memory: they do not fill a line of the cache.
   fw::graph::cached_or_in_place lists(neighbours, rows);
   fw::graph::search(rows, lists, {distances, found, rows.vertices, level});
 }
@@ -46,10 +47,10 @@ def search(graph, neighbours, source):
         for level in range(graph.vertices):
             device.fill(found.address, 0, 4)
             kernel(neighbours, rows.handle, on_device, found, level, warps=rows.chunks)
-            neighbours.synchronize()  # waits, and raises what the reads met
+            neighbours.synchronize()  # waits; raises if a read failed
             if device.download(found.address, 4) == b"\0\0\0\0":
                 break
-            # Forwards or backwards: what a level leaves in the cache comes first in the next.
+            # The next level goes the other way, and begins with what this one left in the cache.
             rows.turn()
         device.download_into(on_device.address, distances)
     return graph.by_label(distances)

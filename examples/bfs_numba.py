@@ -2,8 +2,8 @@
 
     python examples/bfs_numba.py --graph kron:18
 
-Needs a GPU and `pip install 'flashwarp[numba]'`. A warp takes a vertex, its lanes the neighbours
-side by side; of a long list, the next line is asked for ahead.
+Needs a GPU and `pip install 'flashwarp[numba]'`. A warp takes a vertex, and its lanes take the
+neighbours. In a long list, the warp prefetches the next line.
 """
 
 import argparse
@@ -22,7 +22,7 @@ LANES = 32
 
 @jit
 def search_level(neighbours, offsets, distances, found, level):
-    """Mark what the vertices at `level` lead to and nobody has met."""
+    """Mark the neighbours of vertices at `level` that no level has reached."""
     lane = cuda.grid(1) % LANES
     for vertex in range(cuda.grid(1) // LANES, distances.size, cuda.gridsize(1) // LANES):
         if distances[vertex] != level:
@@ -32,8 +32,8 @@ def search_level(neighbours, offsets, distances, found, level):
             if i + 1024 < end:
                 prefetch(neighbours, i + 1024)
             other = neighbours[i]
-            # A damaged file could name a vertex that is none. Several threads may store here at
-            # once: all store the same.
+            # A damaged file could name a vertex that does not exist. Several threads may store here
+            # at once: all store the same value.
             if other < distances.size and distances[other] == UNREACHED:
                 distances[other] = level + 1
                 found[0] = 1
@@ -49,7 +49,7 @@ def search(graph, neighbours, source):
     for level in range(graph.vertices):
         found = cuda.to_device(np.zeros(1, np.uint32))
         search_level[blocks, THREADS](neighbours, offsets, distances, found, np.uint32(level))
-        neighbours.synchronize()  # waits, and raises what the reads met
+        neighbours.synchronize()  # waits; raises if a read failed
         if found.copy_to_host()[0] == 0:
             break
     return graph.by_label(distances.copy_to_host())

@@ -2,9 +2,9 @@
 
     python examples/connected_components.py --graph kron:20
 
-Every vertex begins as a tree of its own. One pass over all lists joins the trees of the two ends of
-each edge, the larger root below the smaller one; then every vertex is pointed to its root. So the
-file is read once, from its begin to its end (the link and compress of Afforest).
+Each vertex begins as its own tree. One pass over all lists joins the trees of the two ends of each
+edge: the larger root goes below the smaller one. A second kernel then points each vertex to its
+root. So the file is read once, from beginning to end (link and compress of Afforest).
 """
 
 import argparse
@@ -28,7 +28,7 @@ FW_DEVICE void link(uint32_t* parents, uint32_t a, uint32_t b) {
     const uint32_t above = atomic::load_relaxed(&parents[high]);
     if (above == low) return;
     if (above == high && atomic::cas_acq_rel(&parents[high], high, low)) return;
-    // Somebody joined `high` meanwhile, or it was no root: go on from higher up.
+    // Another thread joined `high` meanwhile, or it was not a root: go on from higher up.
     a = atomic::load_relaxed(&parents[atomic::load_relaxed(&parents[high])]);
     b = atomic::load_relaxed(&parents[low]);
   }
@@ -62,7 +62,7 @@ def components(graph, neighbours):
     with graphs.Rows(graph, neighbours) as rows, device.allocate(roots.nbytes) as parents:
         device.upload(parents.address, roots)
         program["join"](neighbours, rows.handle, parents, warps=rows.chunks)
-        neighbours.synchronize()  # waits, and raises what the reads met
+        neighbours.synchronize()  # waits; raises if a read failed
         program["compress"](parents, graph.vertices, warps=-(-graph.vertices // 32))
         device.synchronize()
         device.download_into(parents.address, roots)

@@ -1,9 +1,9 @@
-"""flashwarp's headers in a `cupy.RawModule`: kernels stay cupy's, arrays are flashwarp's.
+"""A `cupy.RawModule` that includes flashwarp's headers, and reads an array of flashwarp.
 
     python examples/cupy_raw_module.py
 
-Needs a GPU and cupy. `flashwarp.compile` does the same with less; this is for code that has
-RawModules already.
+Needs a GPU and cupy. `flashwarp.compile` does the same with less code; this is for programs that
+use RawModules already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ saxpy(const __grid_constant__ fw::array<const float> x, float* y, float a, uint6
 
 
 def by_value(array: fw.Array) -> np.ndarray:
-    """The array's struct as cupy passes structs: a numpy array of one record."""
+    """Return the array's struct as cupy passes structs: a numpy array of one record."""
     handle = bytes(array.kernel_handle)
     return np.frombuffer(handle, np.dtype([("words", np.uint64, len(handle) // 8)]))
 
@@ -47,7 +47,7 @@ def main() -> None:
         np.save(path, values)
         with fw.open(path, device="cuda", cache="1 MiB") as x:
             saxpy((256,), (256,), (by_value(x), y, np.float32(2), np.uint64(x.size)))
-            # Waits for the stream, and raises what the kernel met in the storage.
+            # Waits for the stream; raises if a read failed.
             x.synchronize(cupy.cuda.get_current_stream())
     np.testing.assert_allclose(cupy.asnumpy(y), 1 + 2 * values, rtol=1e-6)
     print(f"{values.size} numbers added by a kernel of cupy")

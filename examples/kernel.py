@@ -1,8 +1,8 @@
-"""The smallest kernel of one's own: a histogram of a file that does not fit the cache.
+"""The smallest kernel of your own: a histogram of a file that does not fit the cache.
 
     python examples/kernel.py [cpu | cuda]
 
-The text is CUDA C++ and runs on a GPU and on the CPU device alike.
+The kernel is CUDA C++. The same text runs on a GPU and on the CPU device.
 """
 
 from __future__ import annotations

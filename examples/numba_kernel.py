@@ -1,4 +1,4 @@
-"""A kernel in Python, of numba-cuda, over an array that does not fit the cache.
+"""Kernels in Python, compiled by numba-cuda, over an array that does not fit the cache.
 
     python examples/numba_kernel.py
 
@@ -19,7 +19,7 @@ from flashwarp.interop.numba import jit, prefetch, read_async
 
 @jit
 def pick(out, data, indices):
-    """Copy elements in the order of their indices, the next one on its way meanwhile."""
+    """Copy elements in the order of their indices, and prefetch the next one meanwhile."""
     step = cuda.gridsize(1)
     for i in range(cuda.grid(1), out.size, step):
         if i + step < out.size:
@@ -29,7 +29,7 @@ def pick(out, data, indices):
 
 @jit
 def sum_rows(sums, data):
-    """Add up each row of 64, in a buffer of the thread's own."""
+    """Sum each row of 64 elements, in a buffer that belongs to the thread."""
     buffer = cuda.local.array(64, np.float32)
     for row in range(cuda.grid(1), sums.size, cuda.gridsize(1)):
         token = read_async(data, row * 64, 64, buffer)

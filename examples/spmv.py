@@ -4,7 +4,7 @@
     python examples/spmv.py --matrix kron:18
 
 Columns and values are two arrays on one cache. A warp sums the part of a row that lies in its chunk
-and adds it to y, so long rows are the work of many warps. The diagonal is left out: the matrix is
+and adds it to y, so many warps share a long row. The diagonal is left out, because the matrix is
 read as a graph.
 """
 
@@ -21,7 +21,7 @@ KERNEL = """
 
 using namespace fw;
 
-// What graph::for_each shows the entries to.
+// graph::for_each calls this with each entry.
 struct sum_of_rows {
   cursor<const float>& values;
   const float* x;
@@ -32,7 +32,7 @@ struct sum_of_rows {
   FW_DEVICE void operator()(uint64_t, uint64_t i, uint32_t column) {
     if (column < columns) sum += values[i] * x[column];
   }
-  // All lanes have seen a part of the row.
+  // Each lane has summed its part of the row.
   FW_DEVICE void finish(uint64_t row) {
     const float all = graph::sum_of_lanes(sum);
     if (warp::lane() == 0) atomic::add_relaxed(&y[row], all);
@@ -64,13 +64,13 @@ def multiply(matrix, columns, values, x):
         device.upload(x_on_device.address, np.ascontiguousarray(matrix.by_vertex(x), np.float32))
         kernel(columns, values, rows.handle, x_on_device, y_on_device, warps=rows.chunks)
         for array in (columns, values):
-            array.synchronize()  # waits, and raises what the reads met
+            array.synchronize()  # waits; raises if a read failed
         device.download_into(y_on_device.address, y)
     return matrix.by_label(y)
 
 
 def with_weights(graph):
-    """Give a graph without weights some at random."""
+    """Add random weights to a graph that has none."""
     if not graph.weighted:
         np.save(graph.weights_path, np.random.default_rng(1).random(graph.entries, np.float32))
         graph = graphs.CsrGraph.open(graph.folder)

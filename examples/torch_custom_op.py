@@ -34,7 +34,7 @@ FW_KERNEL bag_means(fw::array<const float, 2> table, const int64_t* rows, float*
 }
 """
 
-# What an operator takes is tensors and numbers, so tables are known by number.
+# An operator takes tensors and numbers only, so it gets the number of a table.
 tables: list[tuple[fw.Array, fw.Kernel]] = []
 
 

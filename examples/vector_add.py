@@ -2,8 +2,8 @@
 
     python examples/vector_add.py --elements 100000000
 
-A warp takes a line of each array. A line of `c` is stored whole, so it is not read first, and its
-write-back begins at once, while other warps read on.
+A warp takes one line of each array. It stores a line of `c` whole, so the line is not read first.
+The write-back of the line begins at once, while other warps read on.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FW_KERNEL add(const FW_GRID_CONSTANT fw::array<const double> a,
   double* sums = scratch + warp::index() * line;
   cursor<const double> from_a(a), from_b(b);
   for (uint64_t first = warp::index() * line; first < c.size(); first += warp::count() * line) {
-    // The lines for the next round are on their way while we add.
+    // The lines for the next round arrive while this round adds.
     a.prefetch(first + warp::count() * line);
     b.prefetch(first + warp::count() * line);
     const uint64_t n = c.size() - first < line ? c.size() - first : line;
@@ -43,12 +43,12 @@ def add(a, b, c):
     """Compute c = a + b; the three arrays share a cache."""
     device, cache = c.device, c.cache
     line = cache.line_bytes // 8
-    # A line for each warp that the launch may have.
+    # One line for each warp of the launch.
     warps = min(-(-c.size // line), 4096)
     with device.allocate(warps * cache.line_bytes) as scratch:
         fw.compile(KERNEL, device)["add"](a, b, c, scratch, line, warps=warps)
         for array in (a, b, c):
-            array.synchronize()  # waits, and raises what the transfers met
+            array.synchronize()  # waits; raises if a transfer failed
     c.flush()
 
 
