@@ -15,9 +15,9 @@ from flashwarp._jit import compiler, driver, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key, default_directory
 from flashwarp.errors import CompileError
 from support import architectures
+from support.architectures import ARCHITECTURES
 from support.built_in import built_in_kernels
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # All kernels for one of them take half a minute: another one each day.
 BUILT_IN_FOR = (
     ARCHITECTURES
@@ -211,7 +211,7 @@ extern "C" __global__ void ring(fw::nvme::queue_pair* q) { fw::nvme::ring(*q, q-
 """
 
 
-@pytest.mark.parametrize("arch", ["sm_75", *ARCHITECTURES])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
     source = compiler.Source("ring.cu", RING)
     headers = compiler.Headers(source, [compiler.INCLUDE_DIR]).contents
@@ -228,7 +228,7 @@ def test_doorbells_of_devices_are_rung_by_mmio(arch: str) -> None:
 # Programs of users'.
 
 
-@pytest.mark.parametrize("arch", architectures.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_programs_of_the_cpu_device_compile_for_gpus(arch: str, tmp_path: Path) -> None:
     artifact = compiler.compile_source(
         arch,
