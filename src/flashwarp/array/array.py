@@ -150,6 +150,8 @@ class Array(endings.Closing):
     def __init__(
         self, attachment: Attachment, *, why: str = "", recipe: Recipe | None = None
     ) -> None:
+        if not isinstance(attachment, Attachment):
+            raise ArgumentError("arrays are made by flashwarp.open and flashwarp.create")
         self.strict: str | None = None
         self._attachment = attachment
         self._format = attachment.launcher.format
