@@ -78,7 +78,7 @@ class SSDModel:
         Commands in service at a time, 1 to 65536.
     seed : int
         Of the service times: command number n always draws the same one. Give each of several
-        drives its own, with `dataclasses.replace`.
+        drives its own, with `dataclasses.replace` and `nvme.group.ControllerGroup`.
     source : str
         Where the numbers come from.
 
