@@ -27,6 +27,7 @@ const std::vector<MemberLayout>& structure_layouts() {
       FW_MEMBER("queue_pair", nvme::queue_pair, slots),
       FW_MEMBER("queue_pair", nvme::queue_pair, detached),
       FW_MEMBER("queue_pair", nvme::queue_pair, data),
+      FW_MEMBER("queue_pair", nvme::queue_pair, plain_reads),
       FW_MEMBER("queue_pair", nvme::queue_pair, ticket),
       FW_MEMBER("queue_pair", nvme::queue_pair, depth_log2),
       FW_MEMBER("queue_pair", nvme::queue_pair, id),

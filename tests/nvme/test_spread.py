@@ -82,7 +82,7 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
         assert combined(drives, layout, 4096).read(0, held.nbytes) == held.tobytes()
         assert x.explain().path == path
         for served in x.controller.stats()["controllers"]:
-            assert served["commands"]["read"] > 0
+            assert served["commands"]["read"] > 0 or x.controller.plain_reads
             assert served["commands"]["flush"] == 1
     if layout == "replicate":
         assert len({drive.read(0, drive.nbytes) for drive in drives}) == 1

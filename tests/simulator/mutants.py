@@ -783,6 +783,23 @@ MUTANTS = {
             "leases",
         ),
         Mutant(
+            "pages-left-unseen-plain",
+            _COMMAND,
+            "  return land_reads(c, v, q, mask, members, members, t, address);\n",
+            "  land_reads(c, v, q, mask, members, members, t, address);\n  return 0;\n",
+            "so does a fill that took no command",
+            "leases",
+        ),
+        Mutant(
+            "plain-reads-of-some-lanes",
+            _COMMAND,
+            "  if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;\n",
+            "  if (nvme::path_of(q) != nvme::kInPlace) return members;\n",
+            "lanes of a warp that see the path change go two ways",
+            "leases",
+            width=4,
+        ),
+        Mutant(
             "pages-left-unseen-ahead",
             _COMMAND,
             "    return read && !nvme::is_current(q, what.source) ? uint32_t(nvme::kCommandAborted)"

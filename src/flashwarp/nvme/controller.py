@@ -147,6 +147,14 @@ class Service(NotCopied, ABC):
         return 0
 
     @property
+    def plain_reads(self) -> bool:
+        """Whether kernels read the namespace in place without commands: `queues` says so to them.
+
+        Prefetches and asynchronous reads in kernels take commands nevertheless.
+        """
+        return False
+
+    @property
     def changes(self) -> int:
         """How often others may have changed the namespace, so that cached lines may be old."""
         return 0

@@ -181,6 +181,11 @@ class GroupService(Service):
         return "; ".join(dict.fromkeys(service.reason for service in self.services))
 
     @property
+    def plain_reads(self) -> bool:
+        """Whether kernels read all namespaces in place without commands."""
+        return all(service.plain_reads for service in self.services)
+
+    @property
     def changes(self) -> int:
         """How often files may have changed under the array; see `Service`."""
         return sum(service.changes for service in self.services)

@@ -54,7 +54,8 @@ class QueuePairStruct(ctypes.Structure):
         ("detached", ctypes.c_uint64),
         ("data", TransportStruct),
         ("doorbell_kind", ctypes.c_uint32),
-        ("_pad0", ctypes.c_uint8 * 28),
+        ("plain_reads", ctypes.c_uint32),
+        ("_pad0", ctypes.c_uint8 * 24),
         ("ticket", ctypes.c_uint32),
         ("depth_log2", ctypes.c_uint32),
         ("id", ctypes.c_uint32),
@@ -99,6 +100,8 @@ class QueuePairs(NotCopied):
         "bounce", or `leased`: size of one slot's buffer.
     leased : bool
         "in_place": whether `leave_in_place` may be called.
+    plain_reads : bool
+        "in_place": whether kernels read the namespace without commands.
     timeout_s : float
         Bound of every wait of the device code.
     """
@@ -113,6 +116,7 @@ class QueuePairs(NotCopied):
         mapped_base: int = 0,
         buffer_bytes: int = 0,
         leased: bool = False,
+        plain_reads: bool = False,
         timeout_s: float,
     ) -> None:
         self.device = device
@@ -153,6 +157,7 @@ class QueuePairs(NotCopied):
             pair.data.path = DATA_PATHS.index(path)
             pair.data.heartbeat = self.heartbeat
             pair.data.leased = int(leased)
+            pair.plain_reads = int(plain_reads)
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(

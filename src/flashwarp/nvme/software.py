@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
-from flashwarp.config import choice, integer
+from flashwarp.config import choice, flag, integer
 from flashwarp.device import CpuDevice, Device, Registration
 from flashwarp.device.memory import OwnedStream
 from flashwarp.errors import (
@@ -57,6 +57,9 @@ class SoftwareController(Controller):
         under a lease, and by "bounce" from the moment at which a writer opens it. "bounce": through
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow; `Array.explain` says which, and why.
+    commands : bool
+        Send a command for each read, also where the device reads the namespace's own memory and
+        needs none: for tests and figures of the queue pairs.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
@@ -77,6 +80,7 @@ class SoftwareController(Controller):
         threads: int | None = None,
         *,
         data_path: DataPath | None = None,
+        commands: bool = False,
         model: SSDModel | str | None = None,
     ) -> None:
         if isinstance(queue_pairs, Namespace):
@@ -103,6 +107,7 @@ class SoftwareController(Controller):
         self.depth = depth
         self.threads = threads
         self.asked_path = data_path
+        self.commands = flag("commands", commands)
         self.model = model
 
     def attach(self, storage: Namespace, destination: Destination) -> SoftwareService:
@@ -195,6 +200,14 @@ class SoftwareService(Service):
         self._stale: StorageError | None = None
         defaults = config.current()
         path, self.reason = choose_path(storage, device, settings.asked_path)
+        self._plain_reads = (
+            path == "in_place"
+            and self.model is None
+            and not settings.commands
+            and isinstance(storage, Memory | File)
+        )
+        if self._plain_reads:
+            self.reason += ", without commands"
         if self.model is not None:
             self.reason += f"; {self.model}"
         lease = storage.lease if isinstance(storage, File) else None
@@ -225,6 +238,7 @@ class SoftwareService(Service):
                 mapped_base=self._mapped_base,
                 buffer_bytes=destination.line_bytes if buffered else 0,
                 leased=lease is not None,
+                plain_reads=self._plain_reads,
                 timeout_s=defaults.timeout_s,
             )
             buffers = self._queues.buffer_region
@@ -364,6 +378,11 @@ class SoftwareService(Service):
         if self.model is not None or self._served.writable:
             return 0
         return self._mapped_base
+
+    @property
+    def plain_reads(self) -> bool:
+        """Whether kernels read the namespace in place without commands."""
+        return self._plain_reads and self.path == "in_place"
 
     def wake(self) -> None:
         """Wake the threads: commands are about to be submitted. Costs a microsecond.

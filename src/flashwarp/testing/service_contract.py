@@ -147,7 +147,8 @@ class ServiceContract(ABC):
             x.drop_cache()
             assert x[:].tobytes() == content
             lines = -(-self.nbytes // 4096)
-            assert service.queues.counters().commands - before >= lines
+            needed = 0 if service.plain_reads else lines
+            assert service.queues.counters().commands - before >= needed
             assert x.stats.commands == service.queues.counters().commands
 
     def test_service_ends_with_its_array(self, tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ FW_DEVICE_NOINLINE void stage_writes(const line_cache& c, const volume& v,
 
 // Copies the data of read commands to the frames of `members`, among the lanes whose commands
 // `ended`. Returns the lanes of `ended` that must read again, because the host left the path.
-FW_DEVICE uint32_t land_reads(const line_cache& c, const volume& v, const nvme::queue_pair& q,
-                              uint32_t mask, uint32_t ended, uint32_t members, const transfer& t,
-                              uint64_t address) {
+FW_DEVICE_NOINLINE uint32_t land_reads(const line_cache& c, const volume& v,
+                                       const nvme::queue_pair& q, uint32_t mask, uint32_t ended,
+                                       uint32_t members, const transfer& t, uint64_t address) {
   if (nvme::path_of(q) != nvme::kDirect) {
     // Each lane has acquired its own completion; now all lanes read all of the data.
     warp::sync(mask);
@@ -126,6 +126,18 @@ FW_DEVICE uint32_t land_reads(const line_cache& c, const volume& v, const nvme::
   // changed.
   const bool ours = (ended >> warp::lane()) & 1;
   return warp::ballot(mask, ours && !nvme::is_current(q, address));
+}
+
+// Reads the lines of `members` in place, without commands, if the queue pair permits that. Returns
+// the lanes that must read by command: all, or those that have read while the host left the path.
+FW_DEVICE uint32_t read_in_place(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                                 uint32_t mask, uint32_t members, const transfer& t) {
+  if (q.plain_reads == 0) return members;
+  // Lanes may see different paths while the host leaves this one; all of them must go one way.
+  if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;
+  const bool mine = (members >> warp::lane()) & 1;
+  const uint64_t address = mine ? data_address(c, v, q, nvme::kInPlace, 0, t) : 0;
+  return land_reads(c, v, q, mask, members, members, t, address);
 }
 
 // The lowest lanes of `members`, at most as many as the ring has slots.

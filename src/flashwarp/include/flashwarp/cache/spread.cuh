@@ -167,6 +167,18 @@ FW_DEVICE uint32_t move_to(line_cache& c, volume& v, uint32_t seat, uint32_t mas
   return status;
 }
 
+// As `read_in_place`, on the namespaces in `targets`; takes out of `targets` what was read.
+FW_DEVICE uint32_t read_targets_in_place(const line_cache& c, const volume& v, uint32_t seat,
+                                         uint32_t mask, uint32_t targets, const transfer& t) {
+  for (uint32_t n = 0; n < v.namespace_count; n++) {
+    const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
+    if (members == 0) continue;
+    const uint32_t left = read_in_place(c, v, queue_on(v, seat, n), mask, members, t);
+    if (((left >> warp::lane()) & 1) == 0) targets &= ~(1u << n);
+  }
+  return targets;
+}
+
 // As `move_lines`. A read that fails on one replica asks the next.
 FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, uint32_t mask,
                                               uint32_t members, uint8_t opcode, const transfer& t) {
@@ -176,9 +188,11 @@ FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, uint32_t
   while (members != 0) {
     const bool mine = (members >> warp::lane()) & 1;
     const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, tried) : 0;
-    const uint32_t got = move_to(c, v, seat, mask, targets, opcode, t);
-    if (mine) status = got;
     tried |= targets;
+    const uint32_t left =
+        opcode == nvme::kRead ? read_targets_in_place(c, v, seat, mask, targets, t) : targets;
+    const uint32_t got = move_to(c, v, seat, mask, left, opcode, t);
+    if (mine) status = got;
     // On the direct path a command that has not come back may still write the frame.
     const bool lost = got == nvme::kTimedOut && v.path == nvme::kDirect;
     const bool again =

@@ -18,6 +18,7 @@ FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, uint32_t mask, 
   nvme::queue_pair& q = queue_of(v, take_seat(mask));
   line_finisher finisher{c};
   uint32_t status = 0;
+  if (opcode == nvme::kRead) members = read_in_place(c, v, q, mask, members, t);
   while (members != 0) {
     const uint32_t batch = first_batch(q, members);
     const bool mine = (batch >> warp::lane()) & 1;

@@ -63,6 +63,9 @@ struct alignas(128) queue_pair {
   detached_command* detached;
   transport data;
   uint32_t doorbell_kind;
+  // 1: while the path is kInPlace, warps read the namespace without commands. 0: each read must
+  // pass the controller, as a modelled drive needs it.
+  uint32_t plain_reads;
   // For submitters: the next ticket. Free-running: entry = ticket mod depth, turn = ticket / depth.
   alignas(128) uint32_t ticket;
   uint32_t depth_log2;
@@ -82,6 +85,7 @@ struct alignas(128) queue_pair {
 static_assert(sizeof(queue_pair) == 256);
 FW_CHECK_OFFSET(queue_pair, data, 48);
 FW_CHECK_OFFSET(queue_pair, doorbell_kind, 96);
+FW_CHECK_OFFSET(queue_pair, plain_reads, 100);
 FW_CHECK_OFFSET(queue_pair, ticket, 128);
 FW_CHECK_OFFSET(queue_pair, depth_log2, 132);
 FW_CHECK_OFFSET(queue_pair, id, 136);
