@@ -171,9 +171,9 @@ FW_DEVICE uint32_t move_to(line_cache& c, volume& v, uint32_t seat, uint32_t mas
 FW_DEVICE uint32_t read_targets_in_place(const line_cache& c, const volume& v, uint32_t seat,
                                          uint32_t mask, uint32_t targets, const transfer& t) {
   for (uint32_t n = 0; n < v.namespace_count; n++) {
-    const uint32_t members = warp::ballot(mask, ((targets >> n) & 1) != 0);
-    if (members == 0) continue;
-    const uint32_t left = read_in_place(c, v, queue_on(v, seat, n), mask, members, t);
+    const uint32_t lanes = warp::ballot(mask, ((targets >> n) & 1) != 0);
+    if (lanes == 0) continue;
+    const uint32_t left = read_in_place(c, v, queue_on(v, seat, n), mask, lanes, t);
     if (((left >> warp::lane()) & 1) == 0) targets &= ~(1u << n);
   }
   return targets;
