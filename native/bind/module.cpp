@@ -10,7 +10,6 @@
 #include "bind/unlocked.h"
 #include "cpu/cpu_device.h"
 #include "cpu/cpu_program.h"
-#include "cpu/struct_layouts.h"
 #include "nvme/controller.h"
 
 namespace nb = nanobind;
@@ -19,6 +18,7 @@ using fw::native::CpuPool;
 using fw::native::CpuProgram;
 using fw::native::Unlocked;
 
+nb::dict layouts();
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_storage(nb::module_& m);
@@ -85,14 +85,6 @@ nb::list program_kernels(const CpuProgram& program) {
     kernels.append(nb::make_tuple(kernel.name, params));
   }
   return kernels;
-}
-
-nb::dict layouts() {
-  nb::dict result;
-  for (const fw::native::MemberLayout& entry : fw::native::structure_layouts()) {
-    result[nb::make_tuple(entry.structure, entry.member)] = entry.bytes;
-  }
-  return result;
 }
 
 }  // namespace
