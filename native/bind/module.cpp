@@ -69,7 +69,7 @@ void cpu_launch_program(CpuPool& pool, const CpuProgram& program, uint32_t index
   }
   require_launched([&, controllers = controllers_of(uses)] {
     const Unlocked unlocked;
-    return fw::native::launch_program(pool, kernel, addresses.data(), threads, controllers);
+    return pool.launch(kernel, addresses.data(), threads, controllers);
   }());
 }
 
