@@ -223,8 +223,8 @@ void bind_host_memory(nb::module_& m) {
       nb::arg("address"), nb::arg("nbytes"));
   m.def("direct_io_alignment", &direct_io_alignment, nb::arg("path"));
   m.def("io_uring_available", [] {
-    const IoUringProbe probe = probe_io_uring();
-    return std::make_pair(probe.available, probe.reason);
+    const std::string refusal = probe_io_uring();
+    return std::make_pair(refusal.empty(), refusal.empty() ? "io_uring" : refusal);
   });
   nb::class_<HostMemory>(m, "HostMemory")
       .def(nb::init<size_t, size_t>(), nb::arg("nbytes"), nb::arg("alignment") = 4096)
