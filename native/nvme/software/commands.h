@@ -10,7 +10,6 @@
 #include "nvme/model/drive_queue.h"
 #include "nvme/software/command_memory.h"
 #include "nvme/software/completions.h"
-#include "nvme/software/controller_context.h"
 #include "nvme/software/in_flight.h"
 
 namespace fw::native {

@@ -15,7 +15,6 @@
 #include "io/io_engine.h"
 #include "nvme/software/command_memory.h"
 #include "nvme/software/completions.h"
-#include "nvme/software/controller_context.h"
 #include "nvme/software/counters.h"
 
 namespace fw::native {

@@ -17,7 +17,6 @@
 #include "nvme/software/command_memory.h"
 #include "nvme/software/commands.h"
 #include "nvme/software/completions.h"
-#include "nvme/software/controller_context.h"
 #include "nvme/software/counters.h"
 #include "nvme/software/in_flight.h"
 #include "nvme/software/rings.h"
