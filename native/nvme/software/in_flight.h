@@ -63,6 +63,7 @@ class InFlight {
   bool command_done(Command& command);
   bool retry_on_replica(Command& command);
   void run_blocking(Command& command);
+  void finish(Command& command);
   void deliver(Command& command);
   uint32_t count() const { return count_.load(std::memory_order_relaxed); }
 

@@ -59,10 +59,6 @@ class alignas(128) QueueServer {
   const QueueCounters& counters() const { return counters_; }
 
  private:
-  bool try_lock();
-  void lock();
-  void unlock();
-
   auto poster() {
     return [this](uint16_t cid, uint16_t status) { rings_.post(cid, status); };
   }
