@@ -5,12 +5,22 @@
 // for each request; getpid() would be a system call.
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
 #include <cstdint>
 
 namespace fw::native {
 
-// The number of fork() calls between the process that loaded the library and this one.
-uint32_t fork_generation();
+inline std::atomic<uint32_t> forks{0};
+
+// The number of fork() calls between the process that loaded the library and this one. All accesses
+// are relaxed: when the handler runs, the child has one thread.
+inline uint32_t fork_generation() {
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  return forks.load(std::memory_order_relaxed);
+}
 
 // Remembers the process in which it was built.
 class ForkGuard {

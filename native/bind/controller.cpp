@@ -88,37 +88,24 @@ void require_parent(const Controller& controller) {
   if (controller.in_forked_child()) throw std::runtime_error(kForkMessage);
 }
 
-void bind_ssd_model(nb::module_& m) {
+}  // namespace
+
+void bind_controller(nb::module_& m) {
   using Ceilings = std::vector<std::pair<uint32_t, double>>;
   nb::class_<SsdDirection>(m, "SsdDirection")
-      .def(
-          "__init__",
-          [](SsdDirection* self, Ceilings ceilings, double bytes_per_s,
-             std::vector<float> service_ns) {
-            new (self) SsdDirection{std::move(ceilings), bytes_per_s, std::move(service_ns)};
-          },
-          nb::arg("ceilings"), nb::arg("bytes_per_s"), nb::arg("service_ns"));
+      .def(nb::init<Ceilings, double, std::vector<float>>(), nb::arg("ceilings"),
+           nb::arg("bytes_per_s"), nb::arg("service_ns"));
   nb::class_<SsdParameters>(m, "SsdParameters")
-      .def(
-          "__init__",
-          [](SsdParameters* self, const SsdDirection& read, const SsdDirection& write,
-             uint32_t units, uint64_t seed) { new (self) SsdParameters{read, write, units, seed}; },
-          nb::arg("read"), nb::arg("write"), nb::arg("units"), nb::arg("seed"));
+      .def(nb::init<const SsdDirection&, const SsdDirection&, uint32_t, uint64_t>(),
+           nb::arg("read"), nb::arg("write"), nb::arg("units"), nb::arg("seed"));
   nb::class_<SsdModel>(m, "SsdModel")
       .def(nb::init<const SsdParameters&>(), nb::arg("parameters"))
       .def("admit", &SsdModel::admit, nb::arg("now_ns"), nb::arg("is_write"), nb::arg("blocks"));
-}
 
-void bind_controllers(nb::module_& m) {
   nb::class_<QueuePairAddresses>(m, "QueuePair")
-      .def(
-          "__init__",
-          [](QueuePairAddresses* self, uint64_t sq, uint64_t cq, uint64_t sq_doorbell,
-             uint64_t cq_doorbell, uint32_t depth, uint16_t id, uint64_t heartbeat) {
-            new (self) QueuePairAddresses{sq, cq, sq_doorbell, cq_doorbell, depth, id, heartbeat};
-          },
-          nb::kw_only(), nb::arg("sq"), nb::arg("cq"), nb::arg("sq_doorbell"),
-          nb::arg("cq_doorbell"), nb::arg("depth"), nb::arg("id"), nb::arg("heartbeat") = 0)
+      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, uint32_t, uint16_t, uint64_t>(),
+           nb::kw_only(), nb::arg("sq"), nb::arg("cq"), nb::arg("sq_doorbell"),
+           nb::arg("cq_doorbell"), nb::arg("depth"), nb::arg("id"), nb::arg("heartbeat") = 0)
       .def_ro("sq", &QueuePairAddresses::sq)
       .def_ro("cq", &QueuePairAddresses::cq)
       .def_ro("sq_doorbell", &QueuePairAddresses::sq_doorbell)
@@ -130,8 +117,7 @@ void bind_controllers(nb::module_& m) {
       .def("start",
            [](Controller& c) {
              require_parent(c);
-             const Unlocked unlocked;
-             c.start();
+             unlocked([&] { c.start(); });
            })
       .def("stop", &Controller::stop, WithoutGil())
       .def("wake", &Controller::wake)
@@ -141,8 +127,7 @@ void bind_controllers(nb::module_& m) {
           "serve_some",
           [](Controller& c, uint32_t first_queue) {
             require_parent(c);
-            const Unlocked unlocked;
-            return c.serve_some(first_queue);
+            return unlocked([&] { return c.serve_some(first_queue); });
           },
           nb::arg("first_queue") = 0)
       .def("progress",
@@ -181,11 +166,4 @@ void bind_controllers(nb::module_& m) {
            [](SoftwareController& c) { return to_bytes(c.identify_controller_data()); })
       .def("identify_namespace",
            [](SoftwareController& c) { return to_bytes(c.identify_namespace_data()); });
-}
-
-}  // namespace
-
-void bind_controller(nb::module_& m) {
-  bind_ssd_model(m);
-  bind_controllers(m);
 }

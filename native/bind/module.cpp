@@ -10,7 +10,6 @@
 #include "bind/unlocked.h"
 #include "cpu/cpu_device.h"
 #include "cpu/cpu_program.h"
-#include "cpu/struct_layouts.h"
 #include "nvme/controller.h"
 
 namespace nb = nanobind;
@@ -18,7 +17,9 @@ using fw::native::Controller;
 using fw::native::CpuPool;
 using fw::native::CpuProgram;
 using fw::native::Unlocked;
+using fw::native::unlocked;
 
+nb::dict layouts();
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_storage(nb::module_& m);
@@ -37,10 +38,6 @@ std::vector<Controller*> controllers_of(const Uses& uses) {
     if (nb::try_cast(each, controller)) result.push_back(controller);
   }
   return result;
-}
-
-void require_launched(bool launched) {
-  if (!launched) throw std::runtime_error("the pool was closed, or belongs to the parent process");
 }
 
 const fw::entry& program_kernel(const CpuProgram& program, uint32_t index) {
@@ -67,10 +64,10 @@ void cpu_launch_program(CpuPool& pool, const CpuProgram& program, uint32_t index
     }
     addresses.push_back(arguments[i].c_str());
   }
-  require_launched([&, controllers = controllers_of(uses)] {
-    const Unlocked unlocked;
-    return fw::native::launch_program(pool, kernel, addresses.data(), threads, controllers);
-  }());
+  const std::vector<Controller*> controllers = controllers_of(uses);
+  if (!unlocked([&] { return pool.launch(kernel, addresses.data(), threads, controllers); })) {
+    throw std::runtime_error("the pool was closed, or belongs to the parent process");
+  }
 }
 
 // Each kernel's mangled name, and the sizes of each parameter and of its elements.
@@ -85,14 +82,6 @@ nb::list program_kernels(const CpuProgram& program) {
     kernels.append(nb::make_tuple(kernel.name, params));
   }
   return kernels;
-}
-
-nb::dict layouts() {
-  nb::dict result;
-  for (const fw::native::MemberLayout& entry : fw::native::structure_layouts()) {
-    result[nb::make_tuple(entry.structure, entry.member)] = entry.bytes;
-  }
-  return result;
 }
 
 }  // namespace

@@ -58,12 +58,13 @@ void check(const Storage& storage, int error, const IoFailure& failure) {
 template <typename Act>
 void run(Storage& storage, Act act) {
   IoFailure failure;
-  int error;
-  {
-    const Unlocked unlocked;
-    error = act(&failure);
-  }
+  const int error = unlocked([&] { return act(&failure); });
   check(storage, error, failure);
+}
+
+template <int (Storage::*kAct)(uint64_t, uint64_t, IoFailure*)>
+void run_on_range(Storage& storage, uint64_t offset, uint64_t nbytes) {
+  run(storage, [&](IoFailure* failure) { return (storage.*kAct)(offset, nbytes, failure); });
 }
 
 // A contiguous buffer of any object, for the duration of a call.
@@ -110,24 +111,10 @@ void bind_storages(nb::module_& m) {
           },
           nb::arg("offset"), nb::arg("source"))
       .def("flush", [](Storage& s) { run(s, [&](IoFailure* f) { return s.flush(f); }); })
-      .def(
-          "discard",
-          [](Storage& s, uint64_t offset, uint64_t nbytes) {
-            run(s, [&](IoFailure* f) { return s.discard(offset, nbytes, f); });
-          },
-          nb::arg("offset"), nb::arg("nbytes"))
-      .def(
-          "write_zeroes",
-          [](Storage& s, uint64_t offset, uint64_t nbytes) {
-            run(s, [&](IoFailure* f) { return s.write_zeroes(offset, nbytes, f); });
-          },
-          nb::arg("offset"), nb::arg("nbytes"))
-      .def(
-          "validate",
-          [](Storage& s, uint64_t offset, uint64_t nbytes) {
-            run(s, [&](IoFailure* f) { return s.validate(offset, nbytes, f); });
-          },
-          nb::arg("offset"), nb::arg("nbytes"));
+      .def("discard", &run_on_range<&Storage::discard>, nb::arg("offset"), nb::arg("nbytes"))
+      .def("write_zeroes", &run_on_range<&Storage::write_zeroes>, nb::arg("offset"),
+           nb::arg("nbytes"))
+      .def("validate", &run_on_range<&Storage::validate>, nb::arg("offset"), nb::arg("nbytes"));
 
   nb::class_<MemoryStorage, Storage>(m, "MemoryStorage")
       .def(
@@ -148,8 +135,7 @@ void bind_storages(nb::module_& m) {
              const FileOptions options = {offset,      nbytes,        writable, mode == "direct",
                                           map_address, copies_cached, lock,     name,
                                           may_change};
-             const Unlocked unlocked;
-             return FileStorage::open(path, options);
+             return unlocked([&] { return FileStorage::open(path, options); });
            }),
            nb::arg("path"), nb::arg("offset") = 0, nb::arg("nbytes") = 0,
            nb::arg("writable") = false, nb::arg("mode") = "buffered", nb::arg("map_address") = 0,
@@ -195,11 +181,7 @@ nb::object direct_io_alignment(const std::string& path) {
 }
 
 double residency_of(uint64_t address, uint64_t nbytes) {
-  double part;
-  {
-    const Unlocked unlocked;
-    part = residency(address, nbytes);
-  }
+  const double part = unlocked([&] { return residency(address, nbytes); });
   if (part < 0) raise_os_error(int(-part), std::strerror(int(-part)), "");
   return part;
 }
@@ -213,18 +195,14 @@ void bind_host_memory(nb::module_& m) {
   m.def(
       "replace_mapping",
       [](uint64_t address, uint64_t nbytes) {
-        int error;
-        {
-          nb::gil_scoped_release release;
-          error = replace_mapping(address, nbytes);
-        }
+        const int error = unlocked([&] { return replace_mapping(address, nbytes); });
         if (error != 0) raise_os_error(error, std::strerror(error), "");
       },
       nb::arg("address"), nb::arg("nbytes"));
   m.def("direct_io_alignment", &direct_io_alignment, nb::arg("path"));
   m.def("io_uring_available", [] {
-    const IoUringProbe probe = probe_io_uring();
-    return std::make_pair(probe.available, probe.reason);
+    const std::string refusal = probe_io_uring();
+    return std::make_pair(refusal.empty(), refusal.empty() ? "io_uring" : refusal);
   });
   nb::class_<HostMemory>(m, "HostMemory")
       .def(nb::init<size_t, size_t>(), nb::arg("nbytes"), nb::arg("alignment") = 4096)

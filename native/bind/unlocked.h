@@ -29,4 +29,10 @@ class Unlocked {
   PyThreadState* const state_;
 };
 
+template <typename Act>
+auto unlocked(Act act) {
+  const Unlocked scope;
+  return act();
+}
+
 }  // namespace fw::native

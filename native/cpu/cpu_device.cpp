@@ -6,14 +6,13 @@
 #include <thread>
 
 #include "base/fault_guard.h"
-#include "flashwarp/base/platform.cuh"
 
 namespace fw::native {
 namespace {
 
 // The controllers of one launch, served in turn.
 struct ServeList {
-  std::vector<Controller*>* controllers;
+  const std::vector<Controller*>* controllers;
   uint32_t next;
   uint32_t first_queue;
 };
@@ -32,9 +31,10 @@ int serve_next(void* argument) {
 
 struct CpuPool::Workers {
   struct Job {
-    CpuTask task;
+    const entry* kernel;
+    const void* const* arguments;
     uint32_t count;
-    std::vector<Controller*>* controllers;
+    const std::vector<Controller*>* controllers;
   };
 
   explicit Workers(uint32_t count) : count(count) {
@@ -71,7 +71,7 @@ void CpuPool::Workers::run(const Job& job, uint32_t index) {
   // another thread's would take the lock, and the data's core, from the thread that waits for them.
   ServeList list{job.controllers, index, 2 * index};
   base::this_thread = {index, job.count, job.controllers->empty() ? nullptr : &serve_next, &list};
-  job.task.run(job.task.data);
+  job.kernel->run(job.arguments, &base::this_thread);
   base::this_thread = {};
 }
 
@@ -124,7 +124,8 @@ CpuPool::~CpuPool() {
   if (fork_guard_.in_child()) (void)workers_.release();
 }
 
-bool CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<Controller*> controllers) {
+bool CpuPool::launch(const entry& kernel, const void* const* arguments, uint32_t threads,
+                     const std::vector<Controller*>& controllers) {
   if (fork_guard_.in_child()) return false;
   const uint32_t count = threads == 0 || threads > thread_count_ ? thread_count_ : threads;
   std::shared_lock open(workers_->open);
@@ -132,7 +133,7 @@ bool CpuPool::launch(const CpuTask& task, uint32_t threads, std::vector<Controll
   if (count > 1) one_launch.lock();
   // `close` sets it while it holds `open` alone, and this thread shares `open`.
   if (workers_->closing) return false;
-  const Workers::Job job{task, count, &controllers};
+  const Workers::Job job{&kernel, arguments, count, &controllers};
   for (Controller* controller : controllers) controller->launch_begins();
   if (count > 1) workers_->hand_out(job);
   Workers::run(job, 0);

@@ -11,15 +11,10 @@
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "flashwarp/entry.cuh"
 #include "nvme/controller.h"
 
 namespace fw::native {
-
-// The function that every thread of a launch runs; base::this_thread has the thread's index.
-struct CpuTask {
-  void (*run)(const void* data);
-  const void* data;
-};
 
 class CpuPool {
  public:
@@ -28,9 +23,11 @@ class CpuPool {
   CpuPool(const CpuPool&) = delete;
   CpuPool& operator=(const CpuPool&) = delete;
 
-  // Runs `task` on up to `threads` threads (0: all) and returns when all are done. Returns false,
+  // Runs a kernel on up to `threads` threads (0: all) and returns when all are done. `arguments`
+  // has the address of one argument for each parameter, of the size in the entry. Returns false,
   // and runs nothing, if the pool is closed or in a forked child.
-  bool launch(const CpuTask& task, uint32_t threads, std::vector<Controller*> controllers);
+  bool launch(const entry& kernel, const void* const* arguments, uint32_t threads,
+              const std::vector<Controller*>& controllers);
   // Waits for launches and joins the threads. Idempotent; does nothing in a forked child.
   void close();
   uint32_t threads() const { return thread_count_; }

@@ -68,20 +68,6 @@ CpuProgram::~CpuProgram() {
   if (still == nullptr) close(file_);
 }
 
-bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
-                    uint32_t threads, std::vector<Controller*> controllers) {
-  struct Call {
-    const entry& kernel;
-    const void* const* arguments;
-  };
-  const Call call{kernel, arguments};
-  const auto run = [](const void* data) {
-    const Call& call = *static_cast<const Call*>(data);
-    call.kernel.run(call.arguments, &base::this_thread);
-  };
-  return pool.launch(CpuTask{run, &call}, threads, std::move(controllers));
-}
-
 std::string demangle(const std::string& name) {
   int status = 0;
   char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);

@@ -1,4 +1,4 @@
-// A compiled program for the CPU device, which the pool runs.
+// A compiled program for the CPU device, whose kernels the pool runs.
 //
 // The caller passes compiled code as bytes, so what it has verified is what is loaded. The code
 // stays loaded as long as the object lives, which must not end while one of its kernels runs.
@@ -7,9 +7,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
-#include "cpu/cpu_device.h"
 #include "flashwarp/entry.cuh"
 
 namespace fw::native {
@@ -35,12 +33,6 @@ class CpuProgram {
   void* library_ = nullptr;
   const entry_table* table_ = nullptr;
 };
-
-// Runs a kernel on up to `threads` threads of the pool (0: all) and returns when all are done.
-// Returns false if CpuPool::launch does. `arguments` has the address of one argument for each
-// parameter, of the size in the entry.
-bool launch_program(CpuPool& pool, const entry& kernel, const void* const* arguments,
-                    uint32_t threads, std::vector<Controller*> controllers);
 
 // The C++ spelling of a mangled name; empty if `name` is not mangled.
 std::string demangle(const std::string& name);

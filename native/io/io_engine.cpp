@@ -17,6 +17,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/fork_guard.h"
 #include "io/io_uring.h"
 
 namespace fw::native {
@@ -192,9 +193,8 @@ class UringEngine final : public IoEngine {
   std::vector<IoResult> refused_;
 };
 
-}  // namespace
-
-struct IoThreadPool::Inbox {
+// The results of one engine of threads.
+struct Inbox {
   std::mutex lock;
   std::vector<IoResult> results;
   void put(IoResult result) {
@@ -203,79 +203,88 @@ struct IoThreadPool::Inbox {
   }
 };
 
-struct IoThreadPool::Job {
-  IoOperation operation;
-  std::shared_ptr<Inbox> inbox;
-};
+}  // namespace
 
-struct IoThreadPool::State {
-  std::mutex lock;
-  std::condition_variable ready;
-  std::deque<Job> jobs;
-  bool stopping = false;
-  std::vector<std::thread> threads;
-};
-
-IoThreadPool::IoThreadPool(uint32_t threads) : state_(std::make_unique<State>()) {
-  try {
-    for (uint32_t i = 0; i < threads; ++i) state_->threads.emplace_back([this] { run(); });
-  } catch (const std::system_error&) {
-    // Fewer threads than asked for are enough, but slower. None at all is an error.
-    if (!state_->threads.empty()) return;
-    throw;
+// Threads that run blocking transfers for the engines of one controller.
+class IoThreadPool {
+ public:
+  explicit IoThreadPool(uint32_t threads) {
+    try {
+      for (uint32_t i = 0; i < threads; ++i) state_->threads.emplace_back([this] { run(); });
+    } catch (const std::system_error&) {
+      // Fewer threads than asked for are enough, but slower. None at all is an error.
+      if (state_->threads.empty()) throw;
+    }
   }
-}
 
-IoThreadPool::~IoThreadPool() {
-  if (fork_guard_.in_child()) {
-    // The threads exist in the parent only; destroying what they wait on would wait for them.
-    (void)state_.release();
-    return;
+  ~IoThreadPool() {
+    if (fork_guard_.in_child()) {
+      // The threads exist in the parent only; destroying what they wait on would wait for them.
+      (void)state_.release();
+      return;
+    }
+    {
+      const std::lock_guard guard(state_->lock);
+      state_->stopping = true;
+    }
+    state_->ready.notify_all();
+    for (std::thread& thread : state_->threads) thread.join();
   }
-  {
+
+  void push(const IoOperation& operation, std::shared_ptr<Inbox> inbox) {
+    {
+      const std::lock_guard guard(state_->lock);
+      state_->jobs.push_back({operation, std::move(inbox)});
+    }
+    state_->ready.notify_one();
+  }
+
+  // Ends jobs of `inbox` that have not started, with -ECANCELED.
+  void cancel(const std::shared_ptr<Inbox>& inbox) {
     const std::lock_guard guard(state_->lock);
-    state_->stopping = true;
+    std::erase_if(state_->jobs, [&](const Job& job) {
+      if (job.inbox != inbox) return false;
+      inbox->put({job.operation.token, -ECANCELED});
+      return true;
+    });
   }
-  state_->ready.notify_all();
-  for (std::thread& thread : state_->threads) thread.join();
-}
 
-void IoThreadPool::push(const IoOperation& operation, std::shared_ptr<Inbox> inbox) {
-  {
-    const std::lock_guard guard(state_->lock);
-    state_->jobs.push_back({operation, std::move(inbox)});
+ private:
+  struct Job {
+    IoOperation operation;
+    std::shared_ptr<Inbox> inbox;
+  };
+  struct State {
+    std::mutex lock;
+    std::condition_variable ready;
+    std::deque<Job> jobs;
+    bool stopping = false;
+    std::vector<std::thread> threads;
+  };
+
+  void run() {
+    std::unique_lock guard(state_->lock);
+    while (true) {
+      state_->ready.wait(guard, [this] { return state_->stopping || !state_->jobs.empty(); });
+      if (state_->jobs.empty()) return;
+      const Job job = std::move(state_->jobs.front());
+      state_->jobs.pop_front();
+      guard.unlock();
+      job.inbox->put({job.operation.token, run_blocking(job.operation)});
+      guard.lock();
+    }
   }
-  state_->ready.notify_one();
-}
 
-void IoThreadPool::cancel(const std::shared_ptr<Inbox>& inbox) {
-  const std::lock_guard guard(state_->lock);
-  auto& jobs = state_->jobs;
-  const auto first = std::stable_partition(jobs.begin(), jobs.end(),
-                                           [&](const Job& job) { return job.inbox != inbox; });
-  for (auto job = first; job != jobs.end(); ++job) inbox->put({job->operation.token, -ECANCELED});
-  jobs.erase(first, jobs.end());
-}
-
-void IoThreadPool::run() {
-  std::unique_lock guard(state_->lock);
-  while (true) {
-    state_->ready.wait(guard, [this] { return state_->stopping || !state_->jobs.empty(); });
-    if (state_->jobs.empty()) return;
-    const Job job = std::move(state_->jobs.front());
-    state_->jobs.pop_front();
-    guard.unlock();
-    job.inbox->put({job.operation.token, run_blocking(job.operation)});
-    guard.lock();
-  }
-}
+  std::unique_ptr<State> state_ = std::make_unique<State>();
+  ForkGuard fork_guard_;
+};
 
 namespace {
 
 class ThreadedEngine final : public IoEngine {
  public:
   ThreadedEngine(uint32_t capacity, IoThreadPool& pool)
-      : IoEngine(capacity), pool_(pool), inbox_(std::make_shared<IoThreadPool::Inbox>()) {
+      : IoEngine(capacity), pool_(pool), inbox_(std::make_shared<Inbox>()) {
     inbox_->results.reserve(capacity);
   }
 
@@ -300,7 +309,7 @@ class ThreadedEngine final : public IoEngine {
 
  private:
   IoThreadPool& pool_;
-  const std::shared_ptr<IoThreadPool::Inbox> inbox_;
+  const std::shared_ptr<Inbox> inbox_;
 };
 
 }  // namespace
@@ -311,9 +320,9 @@ IoEngineFactory::IoEngineFactory(Options options) : options_(std::move(options))
     description_ = "thread-pool: FLASHWARP_IO_ENGINE=threads";
     return;
   }
-  const IoUringProbe probe = probe_io_uring();
-  use_io_uring_ = probe.available;
-  description_ = use_io_uring_ ? "io_uring" : "thread-pool: " + probe.reason;
+  const std::string refusal = probe_io_uring();
+  use_io_uring_ = refusal.empty();
+  description_ = use_io_uring_ ? "io_uring" : "thread-pool: " + refusal;
 }
 
 IoEngineFactory::~IoEngineFactory() = default;

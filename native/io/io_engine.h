@@ -11,8 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/fork_guard.h"
-
 namespace fw::native {
 
 struct IoOperation {
@@ -58,24 +56,7 @@ class IoEngine {
   uint64_t kernel_enters_ = 0;
 };
 
-// Threads that run blocking transfers for the engines of one controller.
-class IoThreadPool {
- public:
-  explicit IoThreadPool(uint32_t threads);
-  ~IoThreadPool();
-
-  struct Job;
-  struct Inbox;  // results of one engine
-  void push(const IoOperation& operation, std::shared_ptr<Inbox> inbox);
-  // Ends jobs of `inbox` that have not started, with -ECANCELED.
-  void cancel(const std::shared_ptr<Inbox>& inbox);
-
- private:
-  struct State;
-  void run();
-  std::unique_ptr<State> state_;
-  ForkGuard fork_guard_;
-};
+class IoThreadPool;
 
 // Chooses the kind of engine for a controller and makes one for each queue pair. One thread.
 class IoEngineFactory {

@@ -46,20 +46,17 @@ int IoUring::open(uint32_t entries) {
   sqes_ = static_cast<io_uring_sqe*>(map(IORING_OFF_SQES, sq_entries_ * sizeof(io_uring_sqe)));
   if (sq_ring_ == nullptr || cq_ring_ == nullptr || sqes_ == nullptr) return ENOMEM;
 
-  const auto sq = [&](uint32_t offset) {
-    return reinterpret_cast<uint32_t*>(static_cast<char*>(sq_ring_) + offset);
+  const auto at = [](void* ring, uint32_t offset) {
+    return reinterpret_cast<uint32_t*>(static_cast<char*>(ring) + offset);
   };
-  const auto cq = [&](uint32_t offset) {
-    return reinterpret_cast<uint32_t*>(static_cast<char*>(cq_ring_) + offset);
-  };
-  sq_head_ = sq(params.sq_off.head);
-  sq_tail_ = sq(params.sq_off.tail);
-  sq_mask_ = *sq(params.sq_off.ring_mask);
-  sq_array_ = sq(params.sq_off.array);
-  cq_head_ = cq(params.cq_off.head);
-  cq_tail_ = cq(params.cq_off.tail);
-  cq_mask_ = *cq(params.cq_off.ring_mask);
-  cqes_ = reinterpret_cast<io_uring_cqe*>(cq(params.cq_off.cqes));
+  sq_head_ = at(sq_ring_, params.sq_off.head);
+  sq_tail_ = at(sq_ring_, params.sq_off.tail);
+  sq_mask_ = *at(sq_ring_, params.sq_off.ring_mask);
+  sq_array_ = at(sq_ring_, params.sq_off.array);
+  cq_head_ = at(cq_ring_, params.cq_off.head);
+  cq_tail_ = at(cq_ring_, params.cq_off.tail);
+  cq_mask_ = *at(cq_ring_, params.cq_off.ring_mask);
+  cqes_ = reinterpret_cast<io_uring_cqe*>(at(cq_ring_, params.cq_off.cqes));
   return 0;
 }
 
@@ -115,14 +112,12 @@ int IoUring::try_out() {
 
 void IoUring::poke() { syscall(SYS_io_uring_enter, fd_, 0, 0, IORING_ENTER_GETEVENTS, nullptr, 0); }
 
-IoUringProbe probe_io_uring() {
+std::string probe_io_uring() {
   IoUring ring;
-  if (int error = ring.open(8)) return {false, describe_io_uring_refusal("io_uring_setup", error)};
+  if (int error = ring.open(8)) return describe_io_uring_refusal("io_uring_setup", error);
   // A sandbox may allow one call and refuse the other, so try both.
-  if (int error = ring.try_out()) {
-    return {false, describe_io_uring_refusal("io_uring_enter", error)};
-  }
-  return {true, "io_uring"};
+  const int error = ring.try_out();
+  return error == 0 ? "" : describe_io_uring_refusal("io_uring_enter", error);
 }
 
 }  // namespace fw::native

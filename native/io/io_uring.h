@@ -91,11 +91,7 @@ class IoUring {
 // The text of a failed system call of io_uring, for people.
 std::string describe_io_uring_refusal(const char* call, int error);
 
-// Whether this process may use io_uring; if not, the reason.
-struct IoUringProbe {
-  bool available = false;
-  std::string reason;
-};
-IoUringProbe probe_io_uring();
+// Why this process may not use io_uring; empty if it may.
+std::string probe_io_uring();
 
 }  // namespace fw::native

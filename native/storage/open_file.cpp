@@ -20,8 +20,6 @@
 namespace fw::native {
 namespace {
 
-static_assert(kLeased == EINPROGRESS);
-
 // File systems whose files are generated when they are read.
 constexpr std::array<long, 12> kPseudoFileSystems = {
     PROC_SUPER_MAGIC, SYSFS_MAGIC,    DEBUGFS_MAGIC,      TRACEFS_MAGIC,

@@ -6,6 +6,7 @@
 
 #include <sys/stat.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <string>
 
@@ -14,7 +15,7 @@ namespace fw::native {
 // Returns a descriptor that the caller closes; `flags` are added to those of open(2). Throws
 // OpenError. Its error is kLeased while the kernel takes a lease on the file back from another
 // process: try again.
-inline constexpr int kLeased = 115;  // EINPROGRESS, which open(2) never gives
+inline constexpr int kLeased = EINPROGRESS;  // which open(2) never gives
 int open_file(const std::string& path, bool writable, int flags = 0);
 
 // Bytes of an open file or block device.

@@ -1,18 +1,12 @@
 // What all storages share; see storage.h.
 #include "storage/storage.h"
 
-#include <cerrno>
 #include <cstring>
 #include <ctime>
 
 #include "io/io_engine.h"
 
 namespace fw::native {
-
-static_assert(kTruncated == ENODATA);
-static_assert(kReplaced == ESTALE);
-static_assert(kForked == ENOTRECOVERABLE);
-static_assert(kOutOfRange == ERANGE);
 
 std::string error_text(int error) {
   if (error == kTruncated) return "truncated: the file is shorter than it was";

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -23,19 +24,19 @@ namespace fw::native {
 class IoEngine;
 
 // Status of a read beyond the end of a file that was longer when it was opened.
-inline constexpr int kTruncated = 61;  // ENODATA
+inline constexpr int kTruncated = ENODATA;
 
 // Status of a flush of a file that another file has replaced: what was written has no name.
-inline constexpr int kReplaced = 116;  // ESTALE
+inline constexpr int kReplaced = ESTALE;
 
 // The text of a status, for people.
 std::string error_text(int error);
 
 // Status of a request outside of the storage. Nothing was read or written.
-inline constexpr int kOutOfRange = 34;  // ERANGE
+inline constexpr int kOutOfRange = ERANGE;
 
 // Status of any use in a forked child, where the library's threads do not exist.
-inline constexpr int kForked = 131;  // ENOTRECOVERABLE
+inline constexpr int kForked = ENOTRECOVERABLE;
 
 // Where an operation failed, for the person who reads the error.
 struct IoFailure {
@@ -123,7 +124,7 @@ class Storage {
   virtual bool mapping_can_shrink() const { return false; }
 
   // Looks again at the size of a mapped file, at most once a millisecond of `now_ns`.
-  virtual void refresh_backing(int64_t now_ns) { (void)now_ns; }
+  virtual void refresh_backing(int64_t /*now_ns*/) {}
 
   // Returns 0, or ENODATA if [offset, offset + n) of the mapping is not backed any more.
   virtual int validate(uint64_t offset, uint64_t n, IoFailure* failure = nullptr);
@@ -150,9 +151,7 @@ class Storage {
   virtual int flush(IoFailure* failure = nullptr) = 0;
 
   // Makes completed writes of [offset, offset + n) durable (FUA), and possibly other writes too.
-  virtual int flush_range(uint64_t offset, uint64_t n, IoFailure* failure = nullptr) {
-    (void)offset;
-    (void)n;
+  virtual int flush_range(uint64_t /*offset*/, uint64_t /*n*/, IoFailure* failure = nullptr) {
     return flush(failure);
   }
 

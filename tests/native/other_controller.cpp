@@ -122,8 +122,8 @@ struct Run {
 };
 
 // What a thread of the launch does: a read at a time on its own pair, found by its addresses.
-void read_blocks(const void* data) {
-  auto& run = *static_cast<Run*>(const_cast<void*>(data));
+void read_blocks(Run* here) {
+  Run& run = *here;
   require(run.controller.launches() == 1, "the controller knows of the launch");
   const QueuePairAddresses& pair = run.pairs[base::thread_index()];
   auto* sq = reinterpret_cast<nvme::command*>(pair.sq);
@@ -158,9 +158,12 @@ int main() {
   OtherController controller(queues, medium);
   native::CpuPool pool(kQueues);
   Run run{controller.queue_pairs(), controller};
+  Run* const argument = &run;
+  const void* const arguments[] = {&argument};
 
   controller.start();
-  require(pool.launch({&read_blocks, &run}, kQueues, {&controller}), "the pool is open");
+  require(pool.launch(make_entry<&read_blocks>("read_blocks"), arguments, kQueues, {&controller}),
+          "the pool is open");
   require(controller.launches() == 0, "the launch has ended");
   require(controller.progress().commands == kQueues * kReads, "each command once");
   const auto errors = controller.take_errors();

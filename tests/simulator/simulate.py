@@ -57,13 +57,9 @@ _CONTROLLER = (
     "nvme/software/completions",
     "nvme/software/commands",
     "nvme/software/in_flight",
-    "nvme/software/counters",
-    "nvme/model/drive_queue",
-    "nvme/software/prp_walk",
     "nvme/software/identify",
     "nvme/model/ssd_model",
     "storage/storage",
-    "base/fork_guard",
 )
 _FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-DFW_SIMULATOR")
 # The runtime is compiled once; scenarios are compiled often and run for seconds, a mutant of one of

@@ -16,7 +16,11 @@ namespace fw::native {
 class DriveQueue {
  public:
   // Room for `held_max` completions, and for `batch_max` plain reads of a visit.
-  DriveQueue(ModelledDrive& drive, uint32_t held_max, uint32_t batch_max);
+  DriveQueue(ModelledDrive& drive, uint32_t held_max, uint32_t batch_max)
+      : drive_(drive), held_(held_max, monotonic_ns()), arrival_dues_(batch_max) {
+    arrivals_.reserve(batch_max);
+    arrival_cids_.reserve(batch_max);
+  }
 
   uint32_t held() const { return held_.size(); }
 
@@ -61,7 +65,10 @@ class DriveQueue {
   }
 
   // Admits the current command. Commands without data, such as Flush, have 0 blocks.
-  void admit(bool is_write, uint32_t blocks);
+  void admit(bool is_write, uint32_t blocks) {
+    const ModelledDrive::Arrival arrival = {blocks, is_write};
+    drive_.admit(now_ns_, {&arrival, 1}, &due_ns_);
+  }
 
   // Holds the current command's completion. Returns false, and holds nothing, if it is due already.
   bool hold(uint16_t cid, uint16_t status) {

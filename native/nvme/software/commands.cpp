@@ -18,13 +18,31 @@ constexpr uint32_t kIdentifyActiveNamespaces = 2;
 
 uint32_t lba_count(const nvme::command& entry) { return (entry.cdw12 & kNlbMask) + 1; }
 
+// The one reason for which a command is rejected with a status here.
+const char* reason_of(uint16_t status) {
+  switch (status) {
+    case nvme::kInvalidNamespace:
+      return "there is one namespace, 1";
+    case nvme::kInvalidField:
+      return "longer than MDTS";
+    case nvme::kLbaOutOfRange:
+      return "beyond the end of the namespace";
+    case nvme::kNamespaceWriteProtected:
+      return "the namespace is read-only";
+    case nvme::kPrpOffsetInvalid:
+      return "a PRP entry is not aligned";
+    default:
+      return "a PRP entry names memory that is not registered";
+  }
+}
+
 }  // namespace
 
 Commands::Commands(const ControllerContext& context, uint16_t queue, CommandMemory& memory,
                    Completions& completions, DriveQueue* drive, InFlight* in_flight)
     : storage_(*context.storage),
       mapped_base_(context.storage->mapped_base()),
-      lbas_((context.storage->nbytes() + nvme::kLbaBytes - 1) / nvme::kLbaBytes),
+      lbas_(context.lbas()),
       max_transfer_bytes_(context.max_transfer_bytes),
       queue_(queue),
       memory_(memory),
@@ -41,26 +59,19 @@ void Commands::execute(const nvme::command& entry) {
   const uint8_t flags = uint8_t(entry.opcode_cid >> 8);
   if (flags != 0) return completions_.reject(entry, nvme::kInvalidField, "fused commands and SGLs");
   if (queue_ == 0) return execute_admin(entry);
-  const bool any_namespace = opcode_of(entry) == nvme::kFlush && entry.nsid == kBroadcastNamespace;
-  const bool is_ours = entry.nsid == nvme::kNamespaceId || any_namespace;
-  switch (opcode_of(entry)) {
-    case nvme::kFlush:
-      return is_ours ? execute_flush(entry) : reject_namespace(entry);
-    case nvme::kWrite:
-      return is_ours ? execute_write(entry) : reject_namespace(entry);
-    case nvme::kRead:
-      return is_ours ? execute_read(entry) : reject_namespace(entry);
-    case nvme::kWriteZeroes:
-      return is_ours ? execute_write_zeroes(entry) : reject_namespace(entry);
-    case nvme::kDatasetManagement:
-      return is_ours ? execute_dataset_management(entry) : reject_namespace(entry);
-    default:
-      return completions_.reject(entry, nvme::kInvalidOpcode, "opcode not supported");
+  const CommandKind kind = kind_of(queue_, entry);
+  if (kind == CommandKind::kOther) {
+    return completions_.reject(entry, nvme::kInvalidOpcode, "opcode not supported");
   }
-}
-
-void Commands::reject_namespace(const nvme::command& entry) {
-  completions_.reject(entry, nvme::kInvalidNamespace, "there is one namespace, 1");
+  const bool any_namespace = kind == CommandKind::kFlush && entry.nsid == kBroadcastNamespace;
+  if (entry.nsid != nvme::kNamespaceId && !any_namespace) {
+    return reject(entry, nvme::kInvalidNamespace);
+  }
+  if (kind == CommandKind::kRead) return execute_read(entry);
+  if (kind == CommandKind::kWrite) return execute_write(entry);
+  if (kind == CommandKind::kFlush) return execute_flush(entry);
+  if (kind == CommandKind::kWriteZeroes) return execute_write_zeroes(entry);
+  execute_dataset_management(entry);
 }
 
 void Commands::execute_admin(const nvme::command& entry) {
@@ -72,14 +83,14 @@ void Commands::execute_admin(const nvme::command& entry) {
   if (structure == kIdentifyController) {
     data = identify_controller(max_transfer_bytes_);
   } else if (structure == kIdentifyNamespace) {
-    if (entry.nsid != nvme::kNamespaceId) return reject_namespace(entry);
+    if (entry.nsid != nvme::kNamespaceId) return reject(entry, nvme::kInvalidNamespace);
     data = identify_namespace(storage_.nbytes(), storage_.writable());
   } else if (structure == kIdentifyActiveNamespaces) {
     data = identify_active_namespaces(entry.nsid);
   } else {
     return completions_.reject(entry, nvme::kInvalidField, "CNS not supported");
   }
-  if (uint16_t status = memory_.walk(entry, data.size())) return reject_prp(entry, status);
+  if (uint16_t status = memory_.walk(entry, data.size())) return reject(entry, status);
   memory_.copy_to(0, data.data(), data.size());
   completions_.finish(entry, nvme::kSuccess);
 }
@@ -96,21 +107,8 @@ uint16_t Commands::block_range(const nvme::command& entry, bool moves_data,
   return nvme::kSuccess;
 }
 
-void Commands::reject_read_only(const nvme::command& entry) {
-  completions_.reject(entry, nvme::kNamespaceWriteProtected, "the namespace is read-only");
-}
-
-void Commands::reject_range(const nvme::command& entry, uint16_t status) {
-  completions_.reject(
-      entry, status,
-      status == nvme::kInvalidField ? "longer than MDTS" : "beyond the end of the namespace");
-}
-
-void Commands::reject_prp(const nvme::command& entry, uint16_t status) {
-  completions_.reject(entry, status,
-                      status == nvme::kPrpOffsetInvalid
-                          ? "a PRP entry is not aligned"
-                          : "a PRP entry names memory that is not registered");
+void Commands::reject(const nvme::command& entry, uint16_t status) {
+  completions_.reject(entry, status, reason_of(status));
 }
 
 bool Commands::is_identity(const nvme::command& entry, uint64_t offset) const {
@@ -119,14 +117,14 @@ bool Commands::is_identity(const nvme::command& entry, uint64_t offset) const {
 
 void Commands::execute_read(const nvme::command& entry) {
   ByteRange range;
-  if (uint16_t status = block_range(entry, true, range)) return reject_range(entry, status);
+  if (uint16_t status = block_range(entry, true, range)) return reject(entry, status);
   admit(false, lba_count(entry));
   IoFailure failure;
   if (is_identity(entry, range.offset)) {
     const bool backed = range.offset + range.take <= storage_.backed_nbytes();
     return completions_.finish_io(entry, range, false, backed ? 0 : kTruncated, failure);
   }
-  if (uint16_t status = memory_.walk(entry, range.total)) return reject_prp(entry, status);
+  if (uint16_t status = memory_.walk(entry, range.total)) return reject(entry, status);
   const int error = memory_.read(range, in_flight_ == nullptr, failure);
   if (error == EAGAIN && in_flight_ != nullptr)
     return in_flight_->start(entry, range, false, false);
@@ -135,13 +133,13 @@ void Commands::execute_read(const nvme::command& entry) {
 
 void Commands::execute_write(const nvme::command& entry) {
   ByteRange range;
-  if (uint16_t status = block_range(entry, true, range)) return reject_range(entry, status);
-  if (!storage_.writable()) return reject_read_only(entry);
+  if (uint16_t status = block_range(entry, true, range)) return reject(entry, status);
+  if (!storage_.writable()) return reject(entry, nvme::kNamespaceWriteProtected);
   admit(true, lba_count(entry));
   IoFailure failure;
   if (is_identity(entry, range.offset))
     return completions_.finish_io(entry, range, true, 0, failure);
-  if (uint16_t status = memory_.walk(entry, range.total)) return reject_prp(entry, status);
+  if (uint16_t status = memory_.walk(entry, range.total)) return reject(entry, status);
   const bool durable = (entry.cdw12 & kForceUnitAccess) != 0;
   const bool waits = durable || !storage_.writes_inline();
   if (waits && in_flight_ != nullptr) return in_flight_->start(entry, range, true, durable);
@@ -150,8 +148,8 @@ void Commands::execute_write(const nvme::command& entry) {
 
 void Commands::execute_write_zeroes(const nvme::command& entry) {
   ByteRange range;
-  if (uint16_t status = block_range(entry, false, range)) return reject_range(entry, status);
-  if (!storage_.writable()) return reject_read_only(entry);
+  if (uint16_t status = block_range(entry, false, range)) return reject(entry, status);
+  if (!storage_.writable()) return reject(entry, nvme::kNamespaceWriteProtected);
   admit(true, 0);
   IoFailure failure;
   const int error = storage_.write_zeroes(range.offset, range.take, &failure);
@@ -162,15 +160,15 @@ void Commands::execute_dataset_management(const nvme::command& entry) {
   std::array<nvme::dataset_range, kDatasetRangesMax> ranges;
   const size_t count = (entry.cdw10 & 0xFF) + 1;
   if (uint16_t status = memory_.walk(entry, count * sizeof(nvme::dataset_range))) {
-    return reject_prp(entry, status);
+    return reject(entry, status);
   }
   memory_.copy_from(0, ranges.data(), count * sizeof(nvme::dataset_range));
   if ((entry.cdw11 & nvme::kAttributeDeallocate) == 0)
     return completions_.finish(entry, nvme::kSuccess);
-  if (!storage_.writable()) return reject_read_only(entry);
+  if (!storage_.writable()) return reject(entry, nvme::kNamespaceWriteProtected);
   for (size_t i = 0; i < count; ++i) {
     if (ranges[i].lba > lbas_ || ranges[i].lba_count > lbas_ - ranges[i].lba) {
-      return reject_range(entry, nvme::kLbaOutOfRange);
+      return reject(entry, nvme::kLbaOutOfRange);
     }
   }
   admit(true, 0);

@@ -10,7 +10,6 @@
 #include "nvme/model/drive_queue.h"
 #include "nvme/software/command_memory.h"
 #include "nvme/software/completions.h"
-#include "nvme/software/controller_context.h"
 #include "nvme/software/in_flight.h"
 
 namespace fw::native {
@@ -36,10 +35,7 @@ class Commands {
   bool is_identity(const nvme::command& entry, uint64_t offset) const;
   void admit(bool is_write, uint32_t blocks);
 
-  void reject_namespace(const nvme::command& entry);
-  void reject_read_only(const nvme::command& entry);
-  void reject_range(const nvme::command& entry, uint16_t status);
-  void reject_prp(const nvme::command& entry, uint16_t status);
+  void reject(const nvme::command& entry, uint16_t status);
 
   Storage& storage_;
   std::byte* const mapped_base_;

@@ -5,7 +5,6 @@
 
 #include "nvme/model/drive_queue.h"
 #include "nvme/software/command_memory.h"
-#include "nvme/software/controller_context.h"
 #include "nvme/software/counters.h"
 #include "nvme/software/rings.h"
 

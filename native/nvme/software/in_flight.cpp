@@ -278,15 +278,15 @@ int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
 bool InFlight::command_done(Command& command) {
   if (command.error != 0 && retry_on_replica(command)) return false;
   if (command.error == 0 && !command.is_write) deliver(command);
-  const nvme::command entry = command.entry;
-  const ByteRange range = command.range;
-  const int error = command.cancelled ? ECANCELED : command.error;
-  const bool is_write = command.is_write;
-  const IoFailure failure = std::move(command.failure);
-  completions_.set_due_ns(command.due_ns);
-  release(command);
-  completions_.finish_io(entry, range, is_write, error, failure);
+  finish(command);
   return true;
+}
+
+void InFlight::finish(Command& command) {
+  const int error = command.cancelled ? ECANCELED : command.error;
+  completions_.set_due_ns(command.due_ns);
+  completions_.finish_io(command.entry, command.range, command.is_write, error, command.failure);
+  release(command);
 }
 
 bool InFlight::retry_on_replica(Command& command) {
@@ -307,21 +307,14 @@ bool InFlight::retry_on_replica(Command& command) {
 
 // Runs a command that pieces cannot describe, by the storage's blocking calls.
 void InFlight::run_blocking(Command& command) {
-  const nvme::command entry = command.entry;
-  const ByteRange range = command.range;
-  const bool is_write = command.is_write;
-  completions_.set_due_ns(command.due_ns);
-  IoFailure failure;
-  int error = 0;
   if (command.is_flush) {
-    error = storage_.flush(&failure);
-  } else if (is_write) {
-    error = memory_.write(range, command.durable, failure);
+    command.error = storage_.flush(&command.failure);
+  } else if (command.is_write) {
+    command.error = memory_.write(command.range, command.durable, command.failure);
   } else {
-    error = memory_.read(range, true, failure);
+    command.error = memory_.read(command.range, true, command.failure);
   }
-  release(command);
-  completions_.finish_io(entry, range, is_write, error, failure);
+  finish(command);
 }
 
 // Copies a finished read from scratch to the command's memory, and clears what is past the end.

@@ -15,7 +15,6 @@
 #include "io/io_engine.h"
 #include "nvme/software/command_memory.h"
 #include "nvme/software/completions.h"
-#include "nvme/software/controller_context.h"
 #include "nvme/software/counters.h"
 
 namespace fw::native {
@@ -64,6 +63,7 @@ class InFlight {
   bool command_done(Command& command);
   bool retry_on_replica(Command& command);
   void run_blocking(Command& command);
+  void finish(Command& command);
   void deliver(Command& command);
   uint32_t count() const { return count_.load(std::memory_order_relaxed); }
 

@@ -12,7 +12,7 @@ QueueServer::QueueServer(const QueuePairAddresses& addresses, ControllerContext&
     : rings_(addresses, context.errors, counters_),
       storage_(*context.storage),
       mapped_base_(context.storage->mapped_base()),
-      lbas_((context.storage->nbytes() + nvme::kLbaBytes - 1) / nvme::kLbaBytes),
+      lbas_(context.lbas()),
       transfer_lbas_max_(context.max_transfer_bytes / nvme::kLbaBytes),
       refreshes_backing_(context.storage->mapping_can_shrink()),
       drive_(context.drive == nullptr ? nullptr
@@ -26,29 +26,19 @@ QueueServer::QueueServer(const QueuePairAddresses& addresses, ControllerContext&
                                          completions_, counters_, in_flight_count_)),
       commands_(context, addresses.id, memory_, completions_, drive_.get(), in_flight_.get()) {}
 
-// Acquire and release: a server sees the ring state of the last one.
-bool QueueServer::try_lock() { return atomic::try_lock(&lock_); }
-
-void QueueServer::lock() {
-  while (!try_lock()) std::this_thread::yield();
-}
-
-void QueueServer::unlock() { atomic::unlock(&lock_); }
-
 uint32_t QueueServer::serve() {
-  if (!try_lock()) return 0;
+  // Acquire, and release below: a server sees the ring state of the last one.
+  if (!atomic::try_lock(&lock_)) return 0;
   const GuardedVisit visit;
   uint32_t moved = 0;
   if (open_.load(std::memory_order_relaxed)) {
-    if (drive_ != nullptr) {
-      moved += drive_->begin_visit(poster());
-    }
+    if (drive_ != nullptr) moved += drive_->begin_visit(poster());
     if (has_in_flight()) moved += in_flight_->reap();
     moved += fetch();
     if (in_flight_ != nullptr) in_flight_->kick();
     if (drive_ != nullptr) next_due_ns_.store(drive_->next_ns(), std::memory_order_relaxed);
   }
-  unlock();
+  atomic::unlock(&lock_);
   return moved;
 }
 
@@ -126,7 +116,7 @@ uint64_t QueueServer::whole_backed_lbas() const {
 }
 
 void QueueServer::close() {
-  lock();
+  while (!atomic::try_lock(&lock_)) std::this_thread::yield();
   if (drive_ != nullptr) drive_->take_away();
   if (in_flight_ != nullptr) in_flight_->drain();
   if (drive_ != nullptr) {
@@ -135,7 +125,7 @@ void QueueServer::close() {
   }
   abort_rung();
   open_.store(false, std::memory_order_relaxed);
-  unlock();
+  atomic::unlock(&lock_);
 }
 
 void QueueServer::reopen() { open_.store(true, std::memory_order_relaxed); }

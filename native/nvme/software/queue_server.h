@@ -17,7 +17,6 @@
 #include "nvme/software/command_memory.h"
 #include "nvme/software/commands.h"
 #include "nvme/software/completions.h"
-#include "nvme/software/controller_context.h"
 #include "nvme/software/counters.h"
 #include "nvme/software/in_flight.h"
 #include "nvme/software/rings.h"
@@ -60,10 +59,6 @@ class alignas(128) QueueServer {
   const QueueCounters& counters() const { return counters_; }
 
  private:
-  bool try_lock();
-  void lock();
-  void unlock();
-
   auto poster() {
     return [this](uint16_t cid, uint16_t status) { rings_.post(cid, status); };
   }

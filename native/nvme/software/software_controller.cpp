@@ -247,10 +247,8 @@ void SoftwareController::beat() {
 
 // Whether anything is rung, in flight or held.
 bool SoftwareController::has_unfinished() const {
-  for (const auto& server : servers_) {
-    if (server->has_work(HeldCompletions::kNever - 1)) return true;
-  }
-  return false;
+  return std::ranges::any_of(
+      servers_, [](const auto& server) { return server->has_work(HeldCompletions::kNever - 1); });
 }
 
 // When the first held completion is due; HeldCompletions::kNever if none is held.
@@ -267,10 +265,7 @@ int64_t SoftwareController::time_of_sweep() const {
 }
 
 bool SoftwareController::has_in_flight() const {
-  for (const auto& server : servers_) {
-    if (server->has_in_flight()) return true;
-  }
-  return false;
+  return std::ranges::any_of(servers_, [](const auto& server) { return server->has_in_flight(); });
 }
 
 // Sleeps until wake(). Thread 0 is the sentinel: it also wakes by itself to look at the doorbells.
@@ -294,14 +289,6 @@ bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
   }
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   return epoch_.load(std::memory_order_relaxed) != seen;
-}
-
-IdentifyData SoftwareController::identify_controller_data() const {
-  return identify_controller(context_.max_transfer_bytes);
-}
-
-IdentifyData SoftwareController::identify_namespace_data() const {
-  return identify_namespace(context_.storage->nbytes(), context_.storage->writable());
 }
 
 ControllerProgress SoftwareController::progress() const {

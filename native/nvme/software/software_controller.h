@@ -69,8 +69,12 @@ class SoftwareController final : public Controller {
   const Storage& storage() const { return *context_.storage; }
 
   // What the Identify command returns for CNS 01h and 00h.
-  IdentifyData identify_controller_data() const;
-  IdentifyData identify_namespace_data() const;
+  IdentifyData identify_controller_data() const {
+    return identify_controller(context_.max_transfer_bytes);
+  }
+  IdentifyData identify_namespace_data() const {
+    return identify_namespace(storage().nbytes(), storage().writable());
+  }
 
  private:
   void run(uint32_t thread);

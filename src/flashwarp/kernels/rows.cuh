@@ -245,56 +245,41 @@ FW_KERNEL_RESIDENT(2) fw_prefetch_rows(const FW_GRID_CONSTANT fw::kernels::row_p
   fw::kernels::for_each_segment<fw::kernels::row_action::kPrefetch>(p);
 }
 #endif
+#define FW_ELEMENT_KERNEL(NAME, BYTES, STORES)                                             \
+  FW_KERNEL_RESIDENT(4) NAME##_##BYTES(const FW_GRID_CONSTANT fw::kernels::row_params p) { \
+    fw::kernels::for_each_element<BYTES, STORES>(p);                                       \
+  }
 #if FW_BUILDS(gather_elements_1)
-FW_KERNEL_RESIDENT(4) fw_gather_elements_1(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<1, false>(p);
-}
+FW_ELEMENT_KERNEL(fw_gather_elements, 1, false)
 #endif
 #if FW_BUILDS(scatter_elements_1)
-FW_KERNEL_RESIDENT(4) fw_scatter_elements_1(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<1, true>(p);
-}
+FW_ELEMENT_KERNEL(fw_scatter_elements, 1, true)
 #endif
 #if FW_BUILDS(gather_elements_2)
-FW_KERNEL_RESIDENT(4) fw_gather_elements_2(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<2, false>(p);
-}
+FW_ELEMENT_KERNEL(fw_gather_elements, 2, false)
 #endif
 #if FW_BUILDS(scatter_elements_2)
-FW_KERNEL_RESIDENT(4) fw_scatter_elements_2(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<2, true>(p);
-}
+FW_ELEMENT_KERNEL(fw_scatter_elements, 2, true)
 #endif
 #if FW_BUILDS(gather_elements_4)
-FW_KERNEL_RESIDENT(4) fw_gather_elements_4(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<4, false>(p);
-}
+FW_ELEMENT_KERNEL(fw_gather_elements, 4, false)
 #endif
 #if FW_BUILDS(scatter_elements_4)
-FW_KERNEL_RESIDENT(4) fw_scatter_elements_4(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<4, true>(p);
-}
+FW_ELEMENT_KERNEL(fw_scatter_elements, 4, true)
 #endif
 #if FW_BUILDS(gather_elements_8)
-FW_KERNEL_RESIDENT(4) fw_gather_elements_8(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<8, false>(p);
-}
+FW_ELEMENT_KERNEL(fw_gather_elements, 8, false)
 #endif
 #if FW_BUILDS(scatter_elements_8)
-FW_KERNEL_RESIDENT(4) fw_scatter_elements_8(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<8, true>(p);
-}
+FW_ELEMENT_KERNEL(fw_scatter_elements, 8, true)
 #endif
 #if FW_BUILDS(gather_elements_16)
-FW_KERNEL_RESIDENT(4) fw_gather_elements_16(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<16, false>(p);
-}
+FW_ELEMENT_KERNEL(fw_gather_elements, 16, false)
 #endif
 #if FW_BUILDS(scatter_elements_16)
-FW_KERNEL_RESIDENT(4) fw_scatter_elements_16(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_element<16, true>(p);
-}
+FW_ELEMENT_KERNEL(fw_scatter_elements, 16, true)
 #endif
+#undef FW_ELEMENT_KERNEL
 
 #if FW_BUILDS(check_indices)
 // Looks for indices that are out of bounds, and records their places in the volume's error record.

@@ -9,32 +9,6 @@
 
 namespace fw::c_abi {
 
-template <uint32_t kBytes>
-struct element;
-template <>
-struct element<1> {
-  using word = uint8_t;
-};
-template <>
-struct element<2> {
-  using word = uint16_t;
-};
-template <>
-struct element<4> {
-  using word = uint32_t;
-};
-template <>
-struct element<8> {
-  using word = uint64_t;
-};
-template <>
-struct element<16> {
-  using word = typename atomic::raw<16>::type;
-};
-template <uint32_t kBytes>
-using word = typename element<kBytes>::word;
-static_assert(sizeof(word<1>) == 1 && sizeof(word<16>) == 16);
-
 template <typename T>
 FW_DEVICE const array<T>& array_at(const void* address) {
   return *static_cast<const array<T>*>(address);
@@ -62,16 +36,18 @@ static_assert(sizeof(token) == 64);
 static_assert(sizeof(token_site) == 8 + kTracked * 72);
 static_assert(sizeof(started_token) == 80);
 
-FW_DEVICE void start(started_token* to, token_site* site, const token& t) {
+FW_DEVICE void start(void* to, void* call_site, const token& t) {
+  token_site* site = static_cast<token_site*>(call_site);
   const uint64_t number = ++site->started;
   site->last[number % kTracked] = {number, t};
-  *to = {t, site, number};
+  *static_cast<started_token*>(to) = {t, site, number};
 }
 
 // Calls what(state, known) with the token's state. If the token is too old, `state` is its state at
 // the start, and `known` is false.
 template <typename What>
-FW_DEVICE auto with(const started_token* t, What what) {
+FW_DEVICE auto with(const void* started, What what) {
+  const started_token* t = static_cast<const started_token*>(started);
   auto& last = t->site->last[t->number % kTracked];
   if (last.number == t->number) return what(last.state, true);
   token state = t->first;
@@ -80,45 +56,38 @@ FW_DEVICE auto with(const started_token* t, What what) {
 
 }  // namespace fw::c_abi
 
-#define FW_ELEMENT_FUNCTIONS(BYTES)                                                            \
-  FW_DEVICE_C void fw_load_##BYTES(const void* a, uint64_t i, void* to) {                      \
-    using word = fw::c_abi::word<BYTES>;                                                       \
-    *static_cast<word*>(to) = fw::c_abi::array_at<const word>(a)[i];                           \
-  }                                                                                            \
-  FW_DEVICE_C void fw_store_##BYTES(const void* a, uint64_t i, const void* from) {             \
-    using word = fw::c_abi::word<BYTES>;                                                       \
-    fw::c_abi::array_at<word>(a).store(i, *static_cast<const word*>(from));                    \
-  }                                                                                            \
-  FW_DEVICE_C void fw_prefetch_##BYTES(const void* a, uint64_t i) {                            \
-    fw::c_abi::array_at<const fw::c_abi::word<BYTES>>(a).prefetch(i);                          \
-  }                                                                                            \
-  FW_DEVICE_C void fw_fetch_async_##BYTES(const void* a, uint64_t i, uint64_t n, void* site,   \
-                                          void* to) {                                          \
-    using word = fw::c_abi::word<BYTES>;                                                       \
-    fw::c_abi::start(static_cast<fw::c_abi::started_token*>(to),                               \
-                     static_cast<fw::c_abi::token_site*>(site),                                \
-                     fw::c_abi::array_at<const word>(a).prefetch(i, n));                       \
-  }                                                                                            \
-  FW_DEVICE_C void fw_read_async_##BYTES(const void* a, uint64_t i, uint64_t n, void* buffer,  \
-                                         void* site, void* to) {                               \
-    using word = fw::c_abi::word<BYTES>;                                                       \
-    fw::c_abi::start(                                                                          \
-        static_cast<fw::c_abi::started_token*>(to), static_cast<fw::c_abi::token_site*>(site), \
-        fw::c_abi::array_at<const word>(a).read_async(i, n, static_cast<word*>(buffer)));      \
-  }                                                                                            \
-  FW_DEVICE_C void fw_write_async_##BYTES(const void* a, uint64_t i, uint64_t n,               \
-                                          const void* buffer, void* site, void* to) {          \
-    using word = fw::c_abi::word<BYTES>;                                                       \
-    fw::c_abi::start(                                                                          \
-        static_cast<fw::c_abi::started_token*>(to), static_cast<fw::c_abi::token_site*>(site), \
-        fw::c_abi::array_at<word>(a).write_async(i, n, static_cast<const word*>(buffer)));     \
+#define FW_ELEMENT_FUNCTIONS(BYTES, WORD)                                                     \
+  FW_DEVICE_C void fw_load_##BYTES(const void* a, uint64_t i, void* to) {                     \
+    *static_cast<WORD*>(to) = fw::c_abi::array_at<const WORD>(a)[i];                          \
+  }                                                                                           \
+  FW_DEVICE_C void fw_store_##BYTES(const void* a, uint64_t i, const void* from) {            \
+    fw::c_abi::array_at<WORD>(a).store(i, *static_cast<const WORD*>(from));                   \
+  }                                                                                           \
+  FW_DEVICE_C void fw_prefetch_##BYTES(const void* a, uint64_t i) {                           \
+    fw::c_abi::array_at<const WORD>(a).prefetch(i);                                           \
+  }                                                                                           \
+  FW_DEVICE_C void fw_fetch_async_##BYTES(const void* a, uint64_t i, uint64_t n, void* site,  \
+                                          void* to) {                                         \
+    fw::c_abi::start(to, site, fw::c_abi::array_at<const WORD>(a).prefetch(i, n));            \
+  }                                                                                           \
+  FW_DEVICE_C void fw_read_async_##BYTES(const void* a, uint64_t i, uint64_t n, void* buffer, \
+                                         void* site, void* to) {                              \
+    fw::c_abi::start(                                                                         \
+        to, site,                                                                             \
+        fw::c_abi::array_at<const WORD>(a).read_async(i, n, static_cast<WORD*>(buffer)));     \
+  }                                                                                           \
+  FW_DEVICE_C void fw_write_async_##BYTES(const void* a, uint64_t i, uint64_t n,              \
+                                          const void* buffer, void* site, void* to) {         \
+    fw::c_abi::start(                                                                         \
+        to, site,                                                                             \
+        fw::c_abi::array_at<WORD>(a).write_async(i, n, static_cast<const WORD*>(buffer)));    \
   }
 
-FW_ELEMENT_FUNCTIONS(1)
-FW_ELEMENT_FUNCTIONS(2)
-FW_ELEMENT_FUNCTIONS(4)
-FW_ELEMENT_FUNCTIONS(8)
-FW_ELEMENT_FUNCTIONS(16)
+FW_ELEMENT_FUNCTIONS(1, uint8_t)
+FW_ELEMENT_FUNCTIONS(2, uint16_t)
+FW_ELEMENT_FUNCTIONS(4, uint32_t)
+FW_ELEMENT_FUNCTIONS(8, uint64_t)
+FW_ELEMENT_FUNCTIONS(16, fw::atomic::word16)
 
 #define FW_ATOMIC_FUNCTION(NAME, TYPE)                                                \
   FW_DEVICE_C void fw_atomic_add_##NAME(const void* a, uint64_t i, const void* value, \
@@ -136,18 +105,15 @@ FW_ATOMIC_FUNCTION(float64, double)
 
 // Tokens: as the methods of fw::token.
 FW_DEVICE_C bool fw_token_done(const void* t) {
-  return fw::c_abi::with(static_cast<const fw::c_abi::started_token*>(t),
-                         [](fw::token& state, bool known) {
-                           // `done` counts its calls in the state, which is not kept here.
-                           if (!known) state.wait();
-                           return state.done();
-                         });
+  return fw::c_abi::with(t, [](fw::token& state, bool known) {
+    // `done` counts its calls in the state, which is not kept here.
+    if (!known) state.wait();
+    return state.done();
+  });
 }
 FW_DEVICE_C uint32_t fw_token_wait(const void* t) {
-  return fw::c_abi::with(static_cast<const fw::c_abi::started_token*>(t),
-                         [](fw::token& state, bool) { return state.wait(); });
+  return fw::c_abi::with(t, [](fw::token& state, bool) { return state.wait(); });
 }
 FW_DEVICE_C uint32_t fw_token_status(const void* t) {
-  return fw::c_abi::with(static_cast<const fw::c_abi::started_token*>(t),
-                         [](fw::token& state, bool) { return state.status(); });
+  return fw::c_abi::with(t, [](fw::token& state, bool) { return state.status(); });
 }

@@ -294,7 +294,7 @@ class shared {
       array_.refuse(i);
       return nvme::kLbaOutOfRange;
     }
-    const word bits = detail::bit_extend<word>(value);
+    const word bits = detail::bit_cast<word>(value);
     if (holds(array_.line_of(i))) {
       raw::store_any(reinterpret_cast<char*>(held_.buffer) + array_.offset_of(i), bits);
       held_.stored = true;

@@ -275,24 +275,14 @@ FW_DEVICE_NOINLINE uint32_t move_own(cache::line_cache* c, cache::volume* v, con
   return move_span<kToFrame>(c, v, active_on(v), s, lines::kAll);
 }
 
+// The bytes of `from`, cut or filled up with zeros.
 template <typename To, typename From>
 FW_DEVICE To bit_cast(const From& from) {
-  static_assert(sizeof(To) <= sizeof(From));
-  union {
-    From from;
-    To to;
-  } both;
-  both.from = from;
-  return both.to;
-}
-template <typename To, typename From>
-FW_DEVICE To bit_extend(const From& from) {
-  static_assert(sizeof(From) <= sizeof(To));
   union {
     To to;
     From from;
   } both;
-  both.to = To();
+  if constexpr (sizeof(From) < sizeof(To)) both.to = To();
   both.from = from;
   return both.to;
 }
@@ -365,7 +355,7 @@ struct array<T, 1> {
     }
     if constexpr (kWord) {
       using element = detail::store_element<sizeof(T)>;
-      element op = {offset_of(i), detail::bit_extend<word>(value)};
+      element op = {offset_of(i), detail::bit_cast<word>(value)};
       base::opaque (&detail::access_slow<element>)(cache, volume, line_of(i), op);
     } else {
       const detail::span own = span_of(i, 1, &value);

@@ -8,7 +8,6 @@
 
 #include "flashwarp/base/copy.cuh"
 #include "flashwarp/cache/placement.cuh"
-#include "flashwarp/nvme/prp.cuh"
 
 namespace fw::cache {
 
@@ -87,9 +86,8 @@ FW_DEVICE nvme::command line_command(const line_cache& c, const volume& v,
   const uint64_t lba = line_in_namespace(v, t.line) << (c.geometry.line_shift - nvme::kLbaShift);
   const uint64_t bytes = bytes_of_line(c, v, t.line);
   const uint32_t blocks = uint32_t((bytes + nvme::kLbaBytes - 1) >> nvme::kLbaShift);
-  const nvme::prp_pair prp = nvme::prp_entries(address, bytes, c.page_bytes, 0);
-  return nvme::block_command(opcode, uint16_t(nvme::entry_of(q, ticket)), lba, blocks, prp.prp1,
-                             prp.prp2);
+  return nvme::block_command(opcode, uint16_t(nvme::entry_of(q, ticket)), lba, blocks, address,
+                             nvme::second_prp(address, bytes, c.page_bytes));
 }
 
 // Copies frames to where write commands find them, before the commands are written to the ring.

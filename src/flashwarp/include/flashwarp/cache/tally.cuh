@@ -19,11 +19,7 @@ struct tally {
   // the launch caused a miss for it: count it as a miss.
   FW_DEVICE void count_ahead(const tally& ahead) {
     hits -= ahead.misses < hits ? ahead.misses : hits;
-    misses += ahead.misses;
-    evictions += ahead.evictions;
-    bytes_read += ahead.bytes_read;
-    tier_hits += ahead.tier_hits;
-    tier_lines += ahead.tier_lines;
+    add(ahead);
   }
 
   FW_DEVICE void add(const tally& other) {

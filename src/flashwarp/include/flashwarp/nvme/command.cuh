@@ -96,6 +96,13 @@ inline constexpr uint32_t kLbaCountMax = 1u << 16;
 // Attribute of Dataset Management (CDW11 bit 2) that deallocates the ranges.
 inline constexpr uint32_t kAttributeDeallocate = 1u << 2;
 
+// The second PRP entry of a transfer (section 4.1.1 of the Base Specification): 0 inside one memory
+// page (CC.MPS), else the second page. No transfer has more pages, so none needs a list.
+FW_HOST_DEVICE uint64_t second_prp(uint64_t address, uint64_t bytes, uint64_t page_bytes) {
+  const uint64_t first = page_bytes - (address & (page_bytes - 1));
+  return bytes <= first ? 0 : address + first;
+}
+
 // Builds the block commands Read, Write and Write Zeroes.
 FW_HOST_DEVICE command block_command(uint8_t opcode, uint16_t cid, uint64_t lba, uint32_t lba_count,
                                      uint64_t prp1, uint64_t prp2) {

@@ -1,0 +1,48 @@
+// Sizes and member offsets of the structures that Python mirrors, for the test that compares them.
+#include <nanobind/nanobind.h>
+
+#include "flashwarp/kernels/module.cuh"
+
+namespace nb = nanobind;
+
+nb::dict layouts();
+
+// Applies FW_MEMBER to each of up to 64 members.
+#define FW_EXPAND(...) FW_EXPAND_4(FW_EXPAND_4(FW_EXPAND_4(__VA_ARGS__)))
+#define FW_EXPAND_4(...) FW_EXPAND_1(FW_EXPAND_1(FW_EXPAND_1(FW_EXPAND_1(__VA_ARGS__))))
+#define FW_EXPAND_1(...) __VA_ARGS__
+#define FW_EACH(FIRST, ...) FW_MEMBER(FIRST) __VA_OPT__(FW_EACH_AGAIN FW_PAREN(__VA_ARGS__))
+#define FW_EACH_AGAIN() FW_EACH
+#define FW_PAREN ()
+
+// Under (name, "") the size, under (name, member) the offset.
+#define FW_MEMBER(NAME) result[nb::make_tuple(structure, #NAME)] = offsetof(type, NAME);
+#define FW_STRUCTURE(NAME, TYPE, ...)                     \
+  {                                                       \
+    using type = TYPE;                                    \
+    constexpr const char* structure = NAME;               \
+    result[nb::make_tuple(structure, "")] = sizeof(type); \
+    __VA_OPT__(FW_EXPAND(FW_EACH(__VA_ARGS__)))           \
+  }
+
+nb::dict layouts() {
+  using namespace fw;
+  nb::dict result;
+  FW_STRUCTURE("transport", nvme::transport, buffers, timeout_ns, path, heartbeat)
+  FW_STRUCTURE("queue_pair", nvme::queue_pair, sq, cq, sq_doorbell, cq_doorbell, slots, detached,
+               data, plain_reads, ticket, depth_log2, id, failed, tail, head, doorbells, helps)
+  FW_STRUCTURE("detached_command", nvme::detached_command)
+  FW_STRUCTURE("counters", cache::counters, bytes_read, errors, tier_lines)
+  FW_STRUCTURE("error_record", cache::error_record, indices)
+  FW_STRUCTURE("failure", cache::failure, status, opcode, number)
+  FW_STRUCTURE("failure_log", cache::failure_log, read, untold)
+  FW_STRUCTURE("volume", cache::volume, bytes, queues, errors, path, commands, indices, spread,
+               stripe_lines, replica_writes, namespace_count, spans)
+  FW_STRUCTURE("line_cache", cache::line_cache, set_control, volumes, page_bytes, tier_ways, tier)
+  FW_STRUCTURE("geometry", cache::geometry, frames, set_reciprocal, line_shift)
+  FW_STRUCTURE("host_tier", cache::host_tier, frames, subsets)
+  FW_STRUCTURE("array", array<float>, cache, length)
+  FW_STRUCTURE("row_params", kernels::row_params, rows, segments, batch)
+  FW_STRUCTURE("maintenance_params", kernels::maintenance_params, opcode, drop)
+  return result;
+}
