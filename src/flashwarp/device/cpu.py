@@ -9,7 +9,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,6 @@ class CpuDevice(Device):
         threads = config.cores() if threads is None else threads
         self.threads = integer("threads", threads, 1, _THREADS_MAX)
         self._pid = os.getpid()
-        self._programs: dict[str, LoadedProgram] = {}
 
     @functools.cached_property
     def _pool(self) -> _native.CpuPool:
@@ -163,32 +162,16 @@ class CpuDevice(Device):
                 f"this CPU device belongs to process {self._pid}: a forked child must open its own"
             )
 
-    def load_program(
-        self,
-        source: Source,
-        *,
-        include_dirs: Sequence[Path] = (),
-        options: Sequence[str] = (),
-        debug: bool = False,
-    ) -> LoadedProgram:
+    def _compile(
+        self, source: Source, include_dirs: Sequence[Path], options: Sequence[str], debug: bool
+    ) -> tuple[str, Callable[[], LoadedProgram]]:
         # Slow to import, and the built-in kernels need no compiler.
         from flashwarp._jit.compiler import INCLUDE_DIR
         from flashwarp._jit.host_compiler import compile_host
 
-        self._check_usable()
-        artifact = compile_host(
-            source,
-            include_dirs=(*include_dirs, INCLUDE_DIR),
-            options=options,
-            debug=debug,
-        )
-        return endings.holding([self._lock], functools.partial(self._load_artifact, artifact))
-
-    def _load_artifact(self, artifact: HostArtifact) -> LoadedProgram:
-        self._check_open()
-        if artifact.key not in self._programs:
-            self._programs[artifact.key] = _load_host_program(artifact)
-        return self._programs[artifact.key]
+        folders = (*include_dirs, INCLUDE_DIR)
+        artifact = compile_host(source, include_dirs=folders, options=options, debug=debug)
+        return artifact.key, functools.partial(_load_host_program, artifact)
 
     def run_kernel(
         self,

@@ -8,13 +8,12 @@ import ctypes
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from flashwarp import endings
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
@@ -63,7 +62,6 @@ class CudaDevice(Device):
         self.name = f"cuda:{ordinal}"
         self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
-        self._programs: dict[str, LoadedProgram] = {}
 
     @functools.cached_property
     def arch(self) -> str:
@@ -156,17 +154,11 @@ class CudaDevice(Device):
         module, function = kernel.handle
         return self._resident_blocks(module, function, block_threads) * block_threads
 
-    def load_program(
-        self,
-        source: Source,
-        *,
-        include_dirs: Sequence[Path] = (),
-        options: Sequence[str] = (),
-        debug: bool = False,
-    ) -> LoadedProgram:
+    def _compile(
+        self, source: Source, include_dirs: Sequence[Path], options: Sequence[str], debug: bool
+    ) -> tuple[str, Callable[[], LoadedProgram]]:
         from flashwarp._jit import compiler
 
-        self._check_open()
         debugged = ("-lineinfo", "-DFW_DEBUG=1") if debug else ()
         how: dict[str, Any] = {
             "include_dirs": (*include_dirs, compiler.INCLUDE_DIR),
@@ -180,16 +172,7 @@ class CudaDevice(Device):
             symbol: tuple(sizes.get(each, 0) for each in types)
             for symbol, types in elements.items()
         }
-        load = functools.partial(self._load_artifact, artifact, element_bytes)
-        return endings.holding([self._lock], load)
-
-    def _load_artifact(
-        self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
-    ) -> LoadedProgram:
-        self._check_open()
-        if artifact.key not in self._programs:
-            self._programs[artifact.key] = self._loaded(artifact, element_bytes)
-        return self._programs[artifact.key]
+        return artifact.key, functools.partial(self._loaded, artifact, element_bytes)
 
     def _loaded(
         self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
