@@ -282,8 +282,8 @@ class Array(endings.Closing):
         self._need_axis()
         index = self._index(idx, stream)
         operands = self._attachment.operands
-        target = operands.target(out, index, index.shape, index.library)
-        if index.size and self._format.row_bytes:
+        target = operands.target(out, index)
+        if len(index) and self._format.row_bytes:
             self._move_rows("gather", index, target.address, stream)
         return target.finish(stream)
 
@@ -439,7 +439,7 @@ class Array(endings.Closing):
         """
         self._begin()
         self._need_axis()
-        return self._attachment.calls.read(idx, out, stream)
+        return self._attachment.calls.make("gather", idx, out, stream)
 
     @_locked
     def prefetch(self, idx_or_slice: object, stream: object = None) -> None:
@@ -451,9 +451,9 @@ class Array(endings.Closing):
         if isinstance(idx_or_slice, slice):
             idx_or_slice = host_index(rows_of_slice(idx_or_slice, self.shape[0]))
         index = self._index(idx_or_slice, stream)
-        if not index.size or not self._format.row_bytes:
+        if not len(index) or not self._format.row_bytes:
             return
-        self._attachment.launcher.prefetch_rows(index, stream)
+        self._attachment.launcher.prefetch(index, stream)
         self._attachment.finish("prefetch", stream)
 
     # Writing.
@@ -486,13 +486,14 @@ class Array(endings.Closing):
         self._need_writable()
         self._need_axis()
         index = self._index(idx, stream)
-        source = self._attachment.operands.source(values, index.shape)
+        source = self._attachment.operands.source(values, index)
         if source.library != "numpy":
             # The work that computes the values comes first.
             self.device.order(self.device.current_stream(source.library), None)
-        if index.size and self._format.row_bytes:
+        if len(index) and self._format.row_bytes:
             self._move_rows("scatter", index, source.address, stream)
-        source.release()
+        if source.held is not None:
+            source.held.close()
 
     def scatter_async(self, idx: object, values: object, stream: object = None) -> Future[None]:
         """Start storing rows, ``self[idx] = values``, and return a future.
@@ -521,7 +522,7 @@ class Array(endings.Closing):
         self._need_writable()
         self._begin()
         self._need_axis()
-        return self._attachment.calls.write(idx, values, stream)
+        return self._attachment.calls.make("scatter", idx, values, stream)
 
     def __setitem__(self, key: object, value: object) -> None:
         """Store as numpy does in an array in memory: with its broadcasting, casts and last value.
@@ -833,7 +834,7 @@ class Array(endings.Closing):
 
     def _index(self, idx: object, stream: object) -> Index:
         index = self._attachment.operands.index(idx)
-        if not index.checked and index.size:
+        if not index.checked and len(index):
             here = self.device.current_stream(index.library) if stream is None else stream
             self._attachment.calls.check(index, here)
         return index
@@ -843,7 +844,7 @@ class Array(endings.Closing):
         if run is not None:
             # Uploads and other calls that are queued on the library's own stream come first.
             self.device.order(None, run)
-        self._attachment.launcher.move_rows(verb, index, buffer, run)
+        self._attachment.launcher.move(verb, index, buffer, run)
         if stream is None:
             self._attachment.finish(verb, run)
         else:
@@ -863,7 +864,7 @@ class Array(endings.Closing):
             address = held.address
             if verb == "scatter":
                 self.device.upload(address, block)
-        self._attachment.launcher.move_range(verb, chosen.start, address, block.nbytes)
+        self._attachment.launcher.move(verb, chosen, address)
         self._attachment.finish(verb, None)
         if held is not None:
             if verb == "gather":

@@ -111,15 +111,15 @@ class Launcher:
         """Return the parameters for rows at `index`, to or from `buffer`."""
         params = self._new_params(buffer)
         params.indices = index.address
-        params.index_count = index.size
+        params.index_count = len(index)
         params.index_bytes = index.itemsize
         return params
 
-    def _range_params(self, first_row: int, buffer: int, nbytes: int) -> RowParams:
+    def _range_params(self, chosen: range, buffer: int) -> RowParams:
         # The kernels take a range as its first byte and its bytes.
         params = self._new_params(buffer)
-        params.row_bytes = first_row * self.format.row_bytes
-        params.index_count = nbytes
+        params.row_bytes = chosen.start * self.format.row_bytes
+        params.index_count = len(chosen) * self.format.row_bytes
         return params
 
     def _new_params(self, buffer: int) -> RowParams:
@@ -152,51 +152,52 @@ class Launcher:
             return False
         return self.service.worth_looking_ahead()
 
-    def lines_of(self, first_row: int, last_row: int, count: int) -> int:
-        """Count the lines that `count` rows from `first_row` to `last_row` touch at most."""
+    def lines_of(self, chosen: range | Index) -> int:
+        """Count the lines that chosen rows touch at most; an index lies on the host."""
         row, line = self.format.row_bytes, self.volume.cache.line_bytes
-        if not count or not row:
+        if not chosen or not row:
             return 0
-        span = _lines_between(first_row * row, (last_row + 1) * row, line)
-        return min(span, count * segments_per_row(row, line))
+        rows = chosen if isinstance(chosen, range) else np.asarray(chosen.owner)
+        first, last = (rows[0], rows[-1]) if isinstance(rows, range) else (rows.min(), rows.max())
+        span = _lines_between(int(first) * row, (int(last) + 1) * row, line)
+        return min(span, len(chosen) * segments_per_row(row, line))
 
-    def move_rows(self, verb: Verb, index: Index, buffer: int, stream: object) -> None:
-        """Launch the copying of the rows at `index`."""
+    def move(self, verb: Verb, chosen: range | Index, buffer: int, stream: object = None) -> None:
+        """Launch the copying of chosen rows; those of a range lie back to back."""
         row = self.format.row_bytes
-        self.moved.add(index.size)
+        self.moved.add(len(chosen))
+        if isinstance(chosen, range):
+            begin = chosen.start * row
+            end = begin + len(chosen) * row
+            if self.watchers:
+                self._show(np.array([begin]), end - begin)
+            params = self._range_params(chosen, buffer)
+            lines = _lines_between(begin, end, self.volume.cache.line_bytes)
+            self._start(f"{verb}_rows", params, self._warps(lines, params.batch), stream)
+            return
         if self.watchers:
-            self._show(self._rows_of(index) * row, row)
-        params = self.row_params(index, buffer)
+            self._show(self._rows_of(chosen) * row, row)
+        params = self.row_params(chosen, buffer)
         width = element_bytes(row, buffer)
         if width is not None:
-            items = index.size * (row // width)
+            items = len(chosen) * (row // width)
             self._start(f"{verb}_elements_{width}", params, self._warps(items), stream)
         else:
-            self._start_rows(f"{verb}_rows", params, index.size, stream)
+            self._start_rows(f"{verb}_rows", params, len(chosen), stream)
 
-    def move_range(
-        self, verb: Verb, first_row: int, buffer: int, nbytes: int, stream: object = None
+    def prefetch(
+        self, chosen: range | Index, stream: object = None, warps: int | None = None
     ) -> None:
-        """Launch the copying of rows that lie back to back from `first_row` on."""
-        row, line = self.format.row_bytes, self.volume.cache.line_bytes
-        self.moved.add(nbytes // max(1, row))
-        if self.watchers:
-            self._show(np.array([first_row * row]), nbytes)
-        params = self._range_params(first_row, buffer, nbytes)
-        lines = _lines_between(first_row * row, first_row * row + nbytes, line)
-        self._start(f"{verb}_rows", params, self._warps(lines, params.batch), stream)
-
-    def prefetch_range(self, first_row: int, nbytes: int) -> None:
-        """Launch the prefetch of rows that lie back to back, by one warp."""
-        self._start("prefetch_rows", self._range_params(first_row, 0, nbytes), 1, None)
-
-    def prefetch_rows(self, index: Index, stream: object, warps: int | None = None) -> None:
-        """Launch the prefetch of the rows at `index`; default: warps for all of them."""
-        self._start_rows("prefetch_rows", self.row_params(index, 0), index.size, stream, warps)
+        """Launch the prefetch of chosen rows; default: warps for all of them, one for a range."""
+        if isinstance(chosen, range):
+            self._start("prefetch_rows", self._range_params(chosen, 0), 1, stream)
+        else:
+            params = self.row_params(chosen, 0)
+            self._start_rows("prefetch_rows", params, len(chosen), stream, warps)
 
     def check_indices(self, index: Index, stream: object) -> None:
         """Launch the check of indices; the volume's error record has the places of bad ones."""
-        self._start("check_indices", self.row_params(index, 0), self._warps(index.size), stream)
+        self._start("check_indices", self.row_params(index, 0), self._warps(len(index)), stream)
 
     def _show(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
         for watcher in self.watchers:
@@ -205,7 +206,7 @@ class Launcher:
     def _rows_of(self, index: Index) -> npt.NDArray[np.int64]:
         """Copy indices to the host, counted from the front."""
         kind = np.int32 if index.itemsize == 4 else np.int64
-        raw = self.volume.cache.device.download(index.address, index.size * index.itemsize)
+        raw = self.volume.cache.device.download(index.address, len(index) * index.itemsize)
         found = np.frombuffer(raw, kind).astype(np.int64)
         return np.where(found < 0, found + self.format.row_count, found)
 
