@@ -61,7 +61,7 @@ def _end_threads() -> None:
         device._pool.close()
 
 
-endings.after_fork(_with_threads.clear)
+os.register_at_fork(after_in_child=_with_threads.clear)
 
 
 class CpuDevice(Device):
