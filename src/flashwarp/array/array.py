@@ -283,8 +283,7 @@ class Array(endings.Closing):
         index = self._index(idx, stream)
         operands = self._attachment.operands
         target = operands.target(out, index)
-        if len(index) and self._format.row_bytes:
-            self._move_rows("gather", index, target.address, stream)
+        self._move_rows("gather", index, target.address, stream)
         return target.finish(stream)
 
     def __getitem__(self, key: object) -> Any:
@@ -490,8 +489,7 @@ class Array(endings.Closing):
         if source.library != "numpy":
             # The work that computes the values comes first.
             self.device.order(self.device.current_stream(source.library), None)
-        if len(index) and self._format.row_bytes:
-            self._move_rows("scatter", index, source.address, stream)
+        self._move_rows("scatter", index, source.address, stream)
         if source.held is not None:
             source.held.close()
 
@@ -840,6 +838,8 @@ class Array(endings.Closing):
         return index
 
     def _move_rows(self, verb: Verb, index: Index, buffer: int, stream: object) -> None:
+        if not len(index) or not self._format.row_bytes:
+            return
         run = stream if stream is not None else self._default_stream(index.library)
         if run is not None:
             # Uploads and other calls that are queued on the library's own stream come first.

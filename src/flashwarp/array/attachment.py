@@ -172,9 +172,11 @@ class Attachment(endings.NotCopied):
 
     # Bringing lines to rest.
 
-    def maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
+    def maintain(
+        self, name: str, *, warps: int | None = None, opcode: int = 0, drop: int = 0
+    ) -> None:
         """Run a maintenance kernel over the array's lines."""
-        self.launcher.maintain(name, warps=warps, **fields)
+        self.launcher.maintain(name, warps=warps, opcode=opcode, drop=drop)
         self.finish(name, None)
 
     def flush(self) -> None:
