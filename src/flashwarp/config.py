@@ -44,12 +44,10 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
     there are no limits.
     """
     found = _integer(value)
-    if low is None or high is None:
-        if found is None:
-            raise ArgumentError(f"{name}={value!r} is not an integer")
-        return found
-    if found is None or not low <= found <= high:
-        raise ArgumentError(f"{name}={value!r} is not an integer between {low} and {high}")
+    limited = low is not None and high is not None
+    if found is None or (limited and not low <= found <= high):  # type: ignore[operator]
+        limits = f" between {low} and {high}" if limited else ""
+        raise ArgumentError(f"{name}={value!r} is not an integer{limits}")
     return found
 
 
