@@ -99,10 +99,9 @@ class _Call:
 
     def release(self) -> None:
         """Give back the copies in device memory."""
-        copy_of_index = self.chosen.held if isinstance(self.chosen, Index) else None
-        for held in (self.rows.held, copy_of_index):
-            if held is not None:
-                held.close()
+        self.rows.release()
+        if isinstance(self.chosen, Index) and self.chosen.held is not None:
+            self.chosen.held.close()
 
 
 @dataclass

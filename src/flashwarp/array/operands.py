@@ -65,13 +65,20 @@ class Rows:
             return self.array
         if stream is not None:
             self.held.stream = stream_handle(stream)
-        copy = self.held.copy_to_host()
+        copy = host_empty(self.held.shape, self.held.dtype)
+        if copy.nbytes:
+            self.held.device.download_into(self.held.address, copy, self.held.stream)
         self.held.close()
         if self.array is None:
             return copy
         here = isinstance(self.array, np.ndarray)
         np.copyto(self.array if here else np.from_dlpack(self.array), copy)
         return self.array
+
+    def release(self) -> None:
+        """Free the copy, once no kernel uses it."""
+        if self.held is not None:
+            self.held.close()
 
 
 def is_foreign(key: object) -> bool:
@@ -221,7 +228,7 @@ class Operands:
     def place_of(self, chosen: range | Index) -> tuple[tuple[int, ...], str]:
         """Return the shape of chosen rows, and the library of the array that chooses them."""
         if isinstance(chosen, range):
-            return (len(chosen), *self.format.row_shape), "numpy"
+            return self.format.shape_of(chosen), "numpy"
         return chosen.shape + self.format.row_shape, chosen.library
 
     # Values on the host.
@@ -284,9 +291,12 @@ class Operands:
                     f"array of shape {shape} and dtype {self.dtype}"
                 )
             return Rows(view.address, values, None, view.library)
-        host = self.host_values(values, shape)
+        return self.placed(self.host_values(values, shape))
+
+    def placed(self, host: npt.NDArray[Any]) -> Rows:
+        """Place a dense host array of the array's dtype where kernels read it."""
         if self.device.kind == "cpu" or host.nbytes == 0:
             return Rows(host.ctypes.data, host, None)
-        held = self.memory.empty_array(shape, self.dtype)
+        held = self.memory.empty_array(host.shape, self.dtype)
         self.device.upload(held.address, host, self.stream)
         return Rows(held.address, host, held)
