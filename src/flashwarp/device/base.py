@@ -31,6 +31,7 @@ from flashwarp.device.memory import (
     Owned,
     OwnedStream,
     Registration,
+    host_bytes,
 )
 from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
@@ -128,17 +129,25 @@ class Device(endings.Closing, ABC):
         The memory must stay mapped until the registration is closed.
         """
 
-    @abstractmethod
     def upload(
         self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
         """Copy contiguous host data to device memory; returns when `data` may be changed."""
+        source = host_bytes(data, writable=False)
+        self._copy_in(address, source.ctypes.data, source.nbytes, stream)
 
-    @abstractmethod
     def download_into(
         self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
         """Copy device memory into a contiguous host buffer; returns when the copy is done."""
+        there = host_bytes(target, writable=True)
+        self._copy_out(there.ctypes.data, address, there.nbytes, stream)
+
+    @abstractmethod
+    def _copy_in(self, target: int, source: int, nbytes: int, stream: object) -> None: ...
+
+    @abstractmethod
+    def _copy_out(self, target: int, source: int, nbytes: int, stream: object) -> None: ...
 
     @abstractmethod
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:

@@ -11,9 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -27,7 +25,6 @@ from flashwarp.device.memory import (
     OwnedStream,
     Registration,
     check_alignment,
-    host_bytes,
     positive,
 )
 from flashwarp.errors import (
@@ -41,8 +38,6 @@ from flashwarp.errors import (
 from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
-
     from flashwarp._jit.compiler import Source
     from flashwarp._jit.host_compiler import HostArtifact
 
@@ -111,17 +106,10 @@ class CpuDevice(Device):
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
         return Registration(self, address, positive(nbytes), lambda: None)
 
-    def upload(
-        self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        source = host_bytes(data, writable=False)
-        ctypes.memmove(address, source.ctypes.data, source.nbytes)
+    def _copy_in(self, target: int, source: int, nbytes: int, stream: object) -> None:
+        ctypes.memmove(target, source, nbytes)
 
-    def download_into(
-        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        destination = host_bytes(target, writable=True)
-        ctypes.memmove(destination.ctypes.data, address, destination.nbytes)
+    _copy_out = _copy_in
 
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         ctypes.memset(address, byte, nbytes)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
-
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
@@ -26,14 +24,11 @@ from flashwarp.device.memory import (
     Registration,
     align_up,
     check_alignment,
-    host_bytes,
     positive,
 )
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceTimeout
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
-
     from flashwarp._jit.compiler import Artifact, Source
 
 _log = logging.getLogger(__name__)
@@ -93,18 +88,11 @@ class CudaDevice(Device):
         release = self.context.releasing("cuMemHostUnregister", address)
         return Registration(self, address, nbytes, release)
 
-    def upload(
-        self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        source = host_bytes(data, writable=False)
-        self._queue("cuMemcpyHtoDAsync", address, source.ctypes.data, source.nbytes, stream)
+    def _copy_in(self, target: int, source: int, nbytes: int, stream: object) -> None:
+        self._queue("cuMemcpyHtoDAsync", target, source, nbytes, stream)
 
-    def download_into(
-        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        destination = host_bytes(target, writable=True)
-        to = destination.ctypes.data
-        self._queue("cuMemcpyDtoHAsync", to, address, destination.nbytes, stream)
+    def _copy_out(self, target: int, source: int, nbytes: int, stream: object) -> None:
+        self._queue("cuMemcpyDtoHAsync", target, source, nbytes, stream)
 
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         self._queue("cuMemsetD8Async", address, byte, nbytes, stream)
