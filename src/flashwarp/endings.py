@@ -18,20 +18,6 @@ from typing import Any, Protocol, Self, SupportsIndex, TypeVar
 from flashwarp import _native
 from flashwarp.errors import ClosedError, CopyError
 
-__all__ = [
-    "Closing",
-    "NotCopied",
-    "Open",
-    "at_exit",
-    "check_not_ended",
-    "close_all",
-    "first_of",
-    "forget",
-    "holding",
-    "remember",
-    "uninterrupted",
-]
-
 T = TypeVar("T")
 
 
