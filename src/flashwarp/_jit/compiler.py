@@ -338,7 +338,9 @@ class Headers:
 
     def include(self, name: str, beside: Path | None, includer: str = "") -> bool:
         """Add a header and all that it includes; False where it is not found, or there already."""
-        header = _find(name, [] if beside is None else [beside], self._include_dirs)
+        folders = [*([] if beside is None else [beside]), *self._include_dirs]
+        places = (folder / name for folder in folders)
+        header = next((place.resolve() for place in places if place.is_file()), None)
         known = self._found.get(name)
         if header is None or header == known:
             return False
@@ -367,14 +369,6 @@ class Headers:
                 self.known = False
         if _CLOCK.search(joined):
             self.known = False
-
-
-def _find(name: str, beside: Sequence[Path], include_dirs: Sequence[Path]) -> Path | None:
-    for folder in (*beside, *include_dirs):
-        candidate = folder / name
-        if candidate.is_file():
-            return candidate.resolve()
-    return None
 
 
 def _read(path: Path) -> bytes:

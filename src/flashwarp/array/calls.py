@@ -392,7 +392,7 @@ class Calls:
 
     def wait(self) -> None:
         """Wait for all calls made so far. Their failures stay with their futures."""
-        futures = endings.holding([self._changed], self._futures)
+        futures = endings.holding([self._changed], lambda: [call.future for call in self._open])
         # Launches on the CPU have their own limits, and need their memory until they have ended.
         limit_s = math.inf if self._launcher.on_cpu else time_limit_s()
         waited = Waited()
@@ -400,9 +400,6 @@ class Calls:
             if waited.look() < limit_s:
                 continue
             raise DeviceTimeout(f"asynchronous calls of the array did not end in {limit_s:g} s")
-
-    def _futures(self) -> list[Future[Any]]:
-        return [call.future for call in self._open]
 
     def hold_stream(self, future: Future[Any], stream: object) -> None:
         """Make a stream wait for the call; see `Future.wait_on`."""

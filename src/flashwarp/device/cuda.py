@@ -153,7 +153,8 @@ class CudaDevice(Device):
             "options": ("-DFW_PROGRAM=1", *debugged, *options),
         }
         artifact = compiler.compile_source(self.arch, source, **how)
-        elements = _elements(artifact)
+        # For each parameter of each kernel, the element type if the program defines it.
+        elements = {each: _own_elements(spelling.demangle(each)) for each in artifact.kernels}
         unknown = sorted({each for types in elements.values() for each in types if each})
         sizes = compiler.type_sizes(self.arch, source, unknown, **how) if unknown else {}
         element_bytes = {
@@ -304,11 +305,6 @@ class _CudaEvent(Owned, Event):
         if not isinstance(start, _CudaEvent) or start.device is not self.device:
             raise ArgumentError("both events must come from one device")
         return float(self._context.call("cuEventElapsedTime", start._event, self._event))
-
-
-def _elements(artifact: Artifact) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter of each kernel, the element type if the program defines it."""
-    return {symbol: _own_elements(spelling.demangle(symbol)) for symbol in artifact.kernels}
 
 
 def _own_elements(signature: str) -> tuple[str, ...]:
