@@ -11,8 +11,8 @@ import operator
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from flashwarp.errors import ArgumentError
 
@@ -28,22 +28,11 @@ __all__ = [
     "parse_bytes",
 ]
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "k": 1 << 10,
-    "m": 1 << 20,
-    "g": 1 << 30,
-    "t": 1 << 40,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", 1):
+    _UNITS[_prefix] = _UNITS[f"{_prefix}ib"] = 1 << 10 * _power
+    _UNITS[f"{_prefix}b"] = 1000**_power
+
 SIZE_MAX = (1 << 63) - 1
 """Most bytes of anything: what a signed offset of a file can name."""
 
@@ -55,12 +44,10 @@ def integer(name: str, value: object, low: int | None = None, high: int | None =
     there are no limits.
     """
     found = _integer(value)
-    if low is None or high is None:
-        if found is None:
-            raise ArgumentError(f"{name}={value!r} is not an integer")
-        return found
-    if found is None or not low <= found <= high:
-        raise ArgumentError(f"{name}={value!r} is not an integer between {low} and {high}")
+    limited = low is not None and high is not None
+    if found is None or (limited and not low <= found <= high):  # type: ignore[operator]
+        limits = f" between {low} and {high}" if limited else ""
+        raise ArgumentError(f"{name}={value!r} is not an integer{limits}")
     return found
 
 
@@ -132,96 +119,83 @@ def cores() -> int:
         return os.cpu_count() or 1
 
 
-# Limits of each setting; those of rings are the limits of queues in the specification.
-_RANGES: dict[str, tuple[float, float]] = {
-    "timeout_s": (1e-3, 1e6),
-    "queue_pairs": (1, 1024),
-    "depth": (2, 32768),
-    "bounce_depth": (2, 32768),
-    "bounce_bytes": (0, SIZE_MAX),
-    "controller_threads": (0, 256),
-    "in_place_budget": (0, 1),
-    "in_place_residency": (0, 1e9),
-    "page_cache_share": (0, 1),
-    "review_bytes": (0, SIZE_MAX),
-    "cache_share": (0, 1),
-    "copy_cached": (0, 1),
-    "look_ahead": (0, 1 << 20),
-    "key_bytes": (1, SIZE_MAX),
-    "asarray_bytes": (0, SIZE_MAX),
-    "async_calls": (1, 4096),
-    "async_streams": (1, 128),
-}
+N = TypeVar("N", int, float)
+
+
+def _setting(default: N, low: float, high: float) -> N:
+    """Declare a field of `Config` with its limits; those of rings are the specification's."""
+    declared: N = field(default=default, metadata={"limits": (low, high)})
+    return declared
 
 
 @dataclass(frozen=True)
 class Config:
     """Defaults of the library."""
 
-    timeout_s: float = 30.0
+    timeout_s: float = _setting(30.0, 1e-3, 1e6)
     """Seconds after which a wait for a command fails. A drive that takes longer is broken: the NVMe
     driver of Linux gives up after 30 s too."""
 
-    queue_pairs: int = 32
+    queue_pairs: int = _setting(32, 1, 1024)
     """Queue pairs of a controller that serves a GPU; a CPU device gets two for each thread."""
 
-    depth: int = 1024
+    depth: int = _setting(1024, 2, 32768)
     """Entries of a ring on the in-place path: 32 pairs hold the 94 M commands/s of one thread."""
 
-    bounce_depth: int = 256
+    bounce_depth: int = _setting(256, 2, 32768)
     """Entries of a ring whose slots own buffers: 32 x 256 x 4 KiB pin 32 MiB. Files that are read
     in place under a lease have such rings too, in case the lease is broken."""
 
-    bounce_bytes: int = 256 << 20
+    bounce_bytes: int = _setting(256 << 20, 0, SIZE_MAX)
     """Most bytes of pinned memory for the buffers of one controller; the depth shrinks to fit."""
 
-    controller_threads: int = 0
+    controller_threads: int = _setting(0, 0, 256)
     """Threads of a controller. 0: one thread if the controller moves no data, else half the cores,
     at most 8, shared by the controllers of an array."""
 
-    in_place_budget: float = 0.5
+    in_place_budget: float = _setting(0.5, 0, 1)
     """Share of the host's available memory that one file may pin when it is mapped in place."""
 
-    in_place_residency: float = 0.9
+    in_place_residency: float = _setting(0.9, 0, 1e9)
     """Least share of a file that must be in the page cache for the file to be mapped in place."""
 
-    page_cache_share: float = 1.0
+    page_cache_share: float = _setting(1.0, 0, 1)
     """Share of the host's available memory that the pages of one file may take; a larger file is
     read and written with O_DIRECT. The default is 1, because the page cache is still faster if a
     small part of the pages finds no room."""
 
-    review_bytes: int = 16 << 20
+    review_bytes: int = _setting(16 << 20, 0, SIZE_MAX)
     """Bytes read from a file before the choice between page cache and O_DIRECT is reviewed, and
     between reviews. 0: never, so the choice made at open stays."""
 
-    copy_cached: int = 1
+    copy_cached: int = _setting(1, 0, 1)
     """1: copy bytes of a file that are in the page cache from a mapping. This takes half the time
     of a system call, and needs a SIGBUS handler for the process. 0: use system calls."""
 
-    cache_share: float = 0.25
+    cache_share: float = _setting(0.25, 0, 1)
     """Share of the free device memory that ``cache="auto"`` may take."""
 
-    look_ahead: int = 64
+    look_ahead: int = _setting(64, 0, 1 << 20)
     """Rows that a CPU thread has in flight ahead of the row that it copies, if storage is slow."""
 
-    key_bytes: int = 64 << 20
+    key_bytes: int = _setting(64 << 20, 1, SIZE_MAX)
     """Most bytes of rows that ``x[key]`` reads or stores at a time, beside the selection itself, if
     the key selects parts of rows. A longer row is read alone."""
 
-    asarray_bytes: int = 1 << 30
+    asarray_bytes: int = _setting(1 << 30, 0, SIZE_MAX)
     """Most bytes of an array that ``numpy.asarray(x)`` reads, because library code calls it without
     the user's knowledge. ``x[...]`` has no such limit."""
 
-    async_calls: int = 64
+    async_calls: int = _setting(64, 1, 4096)
     """Most asynchronous calls of one array in flight; a further call waits until one has ended."""
 
-    async_streams: int = 8
+    async_streams: int = _setting(8, 1, 128)
     """Streams of a GPU on which an array's asynchronous calls run."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            check = integer if isinstance(type(self).__dict__[name], int) else number
-            check(name, getattr(self, name), low, high)  # type: ignore[arg-type]
+        for each in fields(self):
+            check = integer if isinstance(each.default, int) else number
+            check(each.name, getattr(self, each.name), *each.metadata["limits"])
         for name in ("depth", "bounce_depth"):
             value = getattr(self, name)
             if value & (value - 1):
@@ -229,7 +203,7 @@ class Config:
 
 
 _DEFAULTS = Config()
-_VARIABLES = {field.name: f"FLASHWARP_{field.name.upper()}" for field in fields(Config)}
+_VARIABLES = {each.name: f"FLASHWARP_{each.name.upper()}" for each in fields(Config)}
 
 
 def current(*names: str) -> Config:

@@ -18,21 +18,6 @@ from typing import Any, Protocol, Self, SupportsIndex, TypeVar
 from flashwarp import _native
 from flashwarp.errors import ClosedError, CopyError
 
-__all__ = [
-    "Closing",
-    "NotCopied",
-    "Open",
-    "after_fork",
-    "at_exit",
-    "check_not_ended",
-    "close_all",
-    "first_of",
-    "forget",
-    "holding",
-    "remember",
-    "uninterrupted",
-]
-
 T = TypeVar("T")
 
 
@@ -70,7 +55,6 @@ class Open(Protocol):
 
 _open: dict[int, Open] = {}  # in the order of opening
 _last: list[Callable[[], None]] = []  # called after everything in the registry is closed
-_in_child: list[Callable[[], None]] = []
 _ended = False
 
 
@@ -130,18 +114,8 @@ def _end() -> None:
         raise failure
 
 
-def after_fork(forget: Callable[[], None]) -> None:
-    """Call a function in each forked child, which has none of its parent's threads."""
-    _in_child.append(forget)
-
-
-def _forget_all() -> None:
-    _open.clear()
-    for each in _in_child:
-        each()
-
-
-os.register_at_fork(after_in_child=_forget_all)
+# A forked child has none of its parent's threads.
+os.register_at_fork(after_in_child=_open.clear)
 
 
 class NotCopied:

@@ -6,33 +6,6 @@ Each is a `FlashwarpError` and also the built-in error that a reader expects, so
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentError",
-    "BoundsError",
-    "CacheError",
-    "ClosedError",
-    "CompileError",
-    "ControllerError",
-    "ControllerTimeout",
-    "CopyError",
-    "DataPathError",
-    "DeviceError",
-    "DeviceOutOfMemory",
-    "DeviceTimeout",
-    "DtypeError",
-    "ExistingFileError",
-    "FileFormatError",
-    "FlashwarpError",
-    "ForkError",
-    "IndexDtypeError",
-    "LockedError",
-    "MissingFileError",
-    "PathError",
-    "ReadOnlyError",
-    "ShareError",
-    "StorageError",
-]
-
 
 class FlashwarpError(Exception):
     """Base of all errors that flashwarp raises."""
@@ -173,3 +146,6 @@ class CompileError(DeviceError):
 
 class ForkError(FlashwarpError, RuntimeError):
     """A forked child process used an object that owns threads and device memory."""
+
+
+__all__ = sorted(name for name, each in globals().items() if isinstance(each, type))

@@ -134,7 +134,7 @@ def check_rows_for_the_host_are_copied_when_they_have_come() -> None:
     with open_array() as x:
         read = x.gather_async(slice(4, 7))
         (call,) = calls_of(x)
-        x.device.upload(call.held[0].address, np.array([40, 50, 60]))
+        x.device.upload(call.rows.held.address, np.array([40, 50, 60]))
         with pytest.raises(ArgumentError, match="host memory"):
             read.wait_on(1)
         fake().fake_hold(0)

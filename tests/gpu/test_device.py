@@ -269,11 +269,11 @@ def test_wait_times_out_while_a_kernel_waits_and_other_work_goes_on(device: Cuda
     device.upload(memory.address, bytes(64))
     device.launch("count_blocks", LaunchParams(memory.address), warps=1)
     assert int.from_bytes(device.download(memory.address, 8), "little") == 1
-    assert not device.context.stream_done(other)
+    assert not device.context.done("cuStreamQuery", other)
 
     flag.as_numpy()[0] = 1
     device.synchronize(other, timeout_s=5)
-    device.context.destroy_stream(other)
+    device.context.call("cuStreamDestroy", other)
 
 
 def test_close_under_a_waiting_kernel_times_out_and_can_be_repeated(device: CudaDevice) -> None:
@@ -311,7 +311,7 @@ def test_order_makes_one_stream_wait_for_another(device: CudaDevice) -> None:
 
     flag.as_numpy()[0] = 1
     device.synchronize(timeout_s=5)
-    device.context.destroy_stream(other)
+    device.context.call("cuStreamDestroy", other)
 
 
 # Other libraries.

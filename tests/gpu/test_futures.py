@@ -283,4 +283,4 @@ def test_calls_do_not_wait_for_the_librarys_own_stream(x, device, content):
     reads = [x.gather_async([k, k + 1]) for k in range(20)]
 
     assert all((r.result() == content[k : k + 2]).all() for k, r in enumerate(reads))
-    assert not device.context.stream_done(own.handle)
+    assert not device.context.done("cuStreamQuery", own.handle)

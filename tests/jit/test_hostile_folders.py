@@ -30,7 +30,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is in memory, and nothing was said yet."""
     monkeypatch.setattr(artifact_cache, "_memory", artifact_cache._Memory(1 << 20))
-    monkeypatch.setattr(artifact_cache, "_warned", artifact_cache._Once())
+    monkeypatch.setattr(artifact_cache, "_warned", {})
 
 
 def published(folder: Path) -> ArtifactCache:

@@ -100,24 +100,21 @@ class ArtifactCache:
 
     def load(self, key: str) -> Entry | None:
         """Return the entry, or None where there is none that is whole."""
-        if self.directory is not None:
-            try:
-                with private_folder.opened(self.directory, create=False) as folder:
-                    entry = self._read(key, folder)
-                if entry is not None:
-                    return entry
-            except FileNotFoundError:
-                pass
-            except (OSError, UnsafeFolderError) as error:
-                self._warn(error)
+        try:
+            with private_folder.opened(self._chosen(), create=False) as folder:
+                entry = self._read(key, folder)
+            if entry is not None:
+                return entry
+        except FileNotFoundError:
+            pass
+        except (OSError, UnsafeFolderError) as error:
+            self._warn(error)
         return _memory.get(key)
 
     def publish(self, key: str, entry: Entry) -> bool:
         """Store the entry for later processes; False where it is kept in memory only."""
         try:
-            if self.directory is None:
-                raise _no_home()
-            with private_folder.opened(self.directory, create=True) as folder:
+            with private_folder.opened(self._chosen(), create=True) as folder:
                 _write(key, _encode(key, entry), folder)
                 self._trim(folder, keep=_file_name(key))
         except (OSError, UnsafeFolderError) as error:
@@ -129,28 +126,33 @@ class ArtifactCache:
     def state(self) -> FolderState:
         """Tell whether the folder can be used, without making it."""
         try:
-            if self.directory is None:
-                raise _no_home()
-            existing = self.directory
-            while not existing.exists() and existing != existing.parent:
-                existing = existing.parent
-            if existing == self.directory:
-                with private_folder.opened(self.directory, create=False):
+            chosen = self._chosen()
+            existing = next(each for each in (chosen, *chosen.parents) if each.exists())
+            if existing == chosen:
+                with private_folder.opened(chosen, create=False):
                     pass
             else:
                 private_folder.check_place(existing)
         except (OSError, UnsafeFolderError) as error:
-            return FolderState(self.directory, False, _reason(error), _advice(error))
+            return FolderState(self.directory, False, *_reason_and_advice(error))
         return FolderState(self.directory, True)
 
+    def _chosen(self) -> Path:
+        if self.directory is None:
+            raise UnsafeFolderError(
+                f"HOME is not set, and user {os.geteuid()} has no home in the password database",
+                "let FLASHWARP_CACHE_DIR name a folder",
+            )
+        return self.directory
+
     def _warn(self, error: OSError | UnsafeFolderError) -> None:
-        if _warned.first(str(self.directory)):
+        mine = object()
+        if _warned.setdefault(self.directory, mine) is mine:
             where = f"the folder {self.directory} is not used: " if self.directory else ""
             _log.warning(
                 "compiled code is kept in memory, for this process only: %s%s (%s)",
                 where,
-                _reason(error),
-                _advice(error),
+                *_reason_and_advice(error),
             )
 
     def _read(self, key: str, folder: int) -> Entry | None:
@@ -160,7 +162,8 @@ class ArtifactCache:
         except FileNotFoundError:
             return None
         except (OSError, UnsafeFolderError) as error:
-            _log.warning("%s in %s: compiling again", _reason(error), self.directory)
+            reason, _ = _reason_and_advice(error)
+            _log.warning("%s in %s: compiling again", reason, self.directory)
             return None
         with os.fdopen(handle, "rb") as file:
             entry = _decode(key, file.read())
@@ -210,24 +213,12 @@ def _write(key: str, content: bytes, folder: int) -> None:
         raise
 
 
-def _no_home() -> UnsafeFolderError:
-    return UnsafeFolderError(
-        f"HOME is not set, and user {os.geteuid()} has no home in the password database",
-        "let FLASHWARP_CACHE_DIR name a folder",
-    )
-
-
-def _reason(error: OSError | UnsafeFolderError) -> str:
-    if not isinstance(error, OSError):
-        return str(error)
-    where = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror}{where}"
-
-
-def _advice(error: OSError | UnsafeFolderError) -> str:
+def _reason_and_advice(error: OSError | UnsafeFolderError) -> tuple[str, str]:
     if isinstance(error, UnsafeFolderError):
-        return error.advice
-    return "make room or let FLASHWARP_CACHE_DIR name a folder that you can write to"
+        return str(error), error.advice
+    where = f" ({error.filename})" if error.filename else ""
+    advice = "make room or let FLASHWARP_CACHE_DIR name a folder that you can write to"
+    return f"{error.strerror}{where}", advice
 
 
 class _Memory:
@@ -239,12 +230,9 @@ class _Memory:
         self._lock = threading.Lock()
 
     def get(self, key: str) -> Entry | None:
-        return endings.holding([self._lock], partial(self._get, key))
-
-    def _get(self, key: str) -> Entry | None:
         entry = self._entries.get(key)
         if entry is not None:
-            self._put(key, entry)
+            self.put(key, entry)  # as the one used last
         return entry
 
     def put(self, key: str, entry: Entry) -> None:
@@ -261,19 +249,9 @@ class _Memory:
             total -= len(gone.cubin) + len(gone.log)
 
 
-class _Once:
-    """Warnings that this process has given already."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, object] = {}
-
-    def first(self, what: str) -> bool:
-        mine = object()
-        return self._seen.setdefault(what, mine) is mine
-
-
 _memory = _Memory(MEMORY_BYTES)
-_warned = _Once()
+# Folders of which this process has said already that they are not used.
+_warned: dict[Path | None, object] = {}
 
 
 def _encode(key: str, entry: Entry) -> bytes:

@@ -193,9 +193,9 @@ def _compiled(
     to the compiler.
     """
     cache = ArtifactCache() if cache is None else cache
-    paths, options = _split_options(options)
-    headers = Headers(source, [*include_dirs, *paths.folders])
-    for name in paths.includes:
+    folders, includes, options = _split_options(options)
+    headers = Headers(source, [*include_dirs, *folders])
+    for name in includes:
         # NVRTC takes them from the working directory, the others from there as well.
         headers.include(name, Path.cwd())
         options = (*options, f"--pre-include={name}")
@@ -238,18 +238,14 @@ _MISSING = re.compile(
 _READS_MORE = re.compile(r"^--?(?:use-pch|create-pch|pch-dir)|__(?:DATE|TIME|TIMESTAMP)__")
 
 
-@dataclass(frozen=True)
-class _Paths:
-    folders: list[Path]
-    includes: list[str]
-
-
 _PATH_OPTION = re.compile(r"(?P<name>-I|--include-path|-include|--pre-include)(?:=?(?P<value>.*))")
 
 
-def _split_options(options: Sequence[str]) -> tuple[_Paths, tuple[str, ...]]:
-    """Take the options that name folders of headers, and headers, out of the others."""
-    paths, others = _Paths([], []), []
+def _split_options(options: Sequence[str]) -> tuple[list[Path], list[str], tuple[str, ...]]:
+    """Return the folders of headers and the headers that options name, and all other options."""
+    folders: list[Path] = []
+    includes: list[str] = []
+    others: list[str] = []
     words = iter(options)
     for word in words:
         match = _PATH_OPTION.fullmatch(word)
@@ -258,10 +254,10 @@ def _split_options(options: Sequence[str]) -> tuple[_Paths, tuple[str, ...]]:
             continue
         value = match["value"] or next(words, "")
         if "nclude" in match["name"] and "path" not in match["name"]:
-            paths.includes.append(value)
+            includes.append(value)
         else:
-            paths.folders.append(Path(value))
-    return paths, tuple(others)
+            folders.append(Path(value))
+    return folders, includes, tuple(others)
 
 
 _SIZE_PROBES = """
@@ -342,7 +338,9 @@ class Headers:
 
     def include(self, name: str, beside: Path | None, includer: str = "") -> bool:
         """Add a header and all that it includes; False where it is not found, or there already."""
-        header = _find(name, [] if beside is None else [beside], self._include_dirs)
+        folders = [*([] if beside is None else [beside]), *self._include_dirs]
+        places = (folder / name for folder in folders)
+        header = next((place.resolve() for place in places if place.is_file()), None)
         known = self._found.get(name)
         if header is None or header == known:
             return False
@@ -373,14 +371,6 @@ class Headers:
             self.known = False
 
 
-def _find(name: str, beside: Sequence[Path], include_dirs: Sequence[Path]) -> Path | None:
-    for folder in (*beside, *include_dirs):
-        candidate = folder / name
-        if candidate.is_file():
-            return candidate.resolve()
-    return None
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -406,19 +396,19 @@ def kernel_resources(cubin: bytes, log: str) -> dict[str, KernelResources]:
     # A kernel without parameters has no table of them, as a device function has none: the log names
     # kernels alone.
     return {
-        name: _resources(name, params or _Params(0, ()), reports.get(name, ""))
+        name: _resources(name, *(params or (0, ())), reports.get(name, ""))
         for name, params in _kernel_params(cubin).items()
         if params is not None or name in reports
     }
 
 
-def _resources(name: str, params: _Params, report: str) -> KernelResources:
+def _resources(name: str, total: int, each: tuple[int, ...], report: str) -> KernelResources:
     stack = _LOG_STACK.search(report)
     registers = _LOG_REGISTERS.search(report)
     return KernelResources(
         name=name,
-        param_bytes=params.total_bytes,
-        each_param_bytes=params.each_bytes,
+        param_bytes=total,
+        each_param_bytes=each,
         registers=int(registers["registers"]) if registers else None,
         stack_bytes=int(stack["stack"]) if stack else None,
         spill_store_bytes=int(stack["stores"]) if stack else None,
@@ -438,13 +428,7 @@ _PARAM_SIZE_SHIFT = 18
 _KERNEL_INFO = ".nv.info."
 
 
-@dataclass(frozen=True)
-class _Params:
-    total_bytes: int
-    each_bytes: tuple[int, ...]
-
-
-def _kernel_params(cubin: bytes) -> dict[str, _Params | None]:
+def _kernel_params(cubin: bytes) -> dict[str, tuple[int, tuple[int, ...]] | None]:
     """Find the sizes of the parameters of every function in the cubin's own tables."""
     try:
         return {
@@ -456,8 +440,8 @@ def _kernel_params(cubin: bytes) -> dict[str, _Params | None]:
         raise CompileError(f"the compiled code is damaged: {error}") from error
 
 
-def _params_of(info: bytes) -> _Params | None:
-    """Read the sizes; None where the function has no parameters in constant memory."""
+def _params_of(info: bytes) -> tuple[int, tuple[int, ...]] | None:
+    """Read the sizes, of all and of each; None for no parameters in constant memory."""
     position = 0
     total = None
     each: dict[int, int] = {}
@@ -472,4 +456,4 @@ def _params_of(info: bytes) -> _Params | None:
         position += value if form == _FORMAT_SIZED else 0
     if total is None:
         return None
-    return _Params(total, tuple(each[ordinal] for ordinal in sorted(each)))
+    return total, tuple(each[ordinal] for ordinal in sorted(each))

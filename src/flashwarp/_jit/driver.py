@@ -141,8 +141,6 @@ class Kernel:
     name: str
     handle: Any
     registers: int
-    local_bytes: int
-    shared_bytes: int
     threads_max: int
 
 
@@ -201,10 +199,36 @@ class Context:
     def __exit__(self, *exception: object) -> None:
         _call("cuCtxPopCurrent")
 
-    def _call(self, call: str, *arguments: Any) -> Any:
-        """Call the driver while the context is current."""
+    def call(self, name: str, *arguments: Any, doing: str = "") -> Any:
+        """Call the driver while the context is current; handles and addresses are ints."""
         with self:
-            return _call(call, *arguments)
+            return _call(name, *arguments, doing=doing)
+
+    def done(self, query: str, handle: int) -> bool:
+        """Return whether a stream or an event is done, asked by cuStreamQuery or cuEventQuery.
+
+        Raises what a kernel before it has failed with.
+        """
+        cuda = _cuda()
+        with self:
+            (status,) = getattr(cuda, query)(handle)
+        if status == cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if int(status) != 0:
+            raise _error(cuda, query, status, f"waiting for cuda:{self.ordinal}")
+        return True
+
+    def releasing(self, name: str, handle: int) -> Callable[[], None]:
+        """Return what releases a handle by a call, but not once the context cannot be used.
+
+        A forked child must not free its parent's memory.
+        """
+
+        def release() -> None:
+            if self.usable:
+                self.call(name, handle)
+
+        return release
 
     # Properties of the device.
 
@@ -236,8 +260,7 @@ class Context:
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the GPU's memory."""
-        with self:
-            free, total = _call("cuMemGetInfo")
+        free, total = self.call("cuMemGetInfo")
         return int(free), int(total)
 
     # Memory. Frees and unregistrations may wait for every running kernel: call them when idle.
@@ -252,28 +275,15 @@ class Context:
                 free, total = _call("cuMemGetInfo")
                 raise DeviceOutOfMemory(f"{error} ({free} of {total} bytes are free)") from None
 
-    def free(self, address: int) -> None:
-        self._call("cuMemFree", address)
-
     def allocate_host(self, nbytes: int) -> int:
         """Uninitialized pinned host memory with one address for the host and all GPUs."""
         cuda = _cuda()
         flags = cuda.CU_MEMHOSTALLOC_PORTABLE | cuda.CU_MEMHOSTALLOC_DEVICEMAP
         with self:
-            address = int(
-                _call(
-                    "cuMemHostAlloc", nbytes, flags, doing=f"pinning {nbytes} bytes of host memory"
-                )
-            )
-            try:
-                self._require_same_address(address)
-            except DeviceError:
-                _call("cuMemFreeHost", address)
-                raise
+            doing = f"pinning {nbytes} bytes of host memory"
+            address = int(_call("cuMemHostAlloc", nbytes, flags, doing=doing))
+            self._require_same_address(address, "cuMemFreeHost")
         return address
-
-    def free_host(self, address: int) -> None:
-        self._call("cuMemFreeHost", address)
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> None:
         """Pins host memory that exists already, so that kernels reach it at the same address."""
@@ -290,78 +300,31 @@ class Context:
         doing = f"registering {nbytes} {kind} bytes of host memory at {address:#x}"
         with self:
             _call("cuMemHostRegister", address, nbytes, flags, doing=doing)
-            try:
-                self._require_same_address(address)
-            except DeviceError:
-                _call("cuMemHostUnregister", address)
-                raise
+            self._require_same_address(address, "cuMemHostUnregister")
 
-    def unregister_host(self, address: int) -> None:
-        self._call("cuMemHostUnregister", address)
-
-    def _require_same_address(self, address: int) -> None:
+    def _require_same_address(self, address: int, undo: str) -> None:
         """Commands carry one address that both the controller and the kernels use."""
-        on_device = int(_call("cuMemHostGetDevicePointer", address, 0))
-        if on_device != address:
-            raise DeviceError(
-                f"pinned host memory at {address:#x} appears on cuda:{self.ordinal} at "
-                f"{on_device:#x}: the library needs one address for both"
-            )
-
-    # Copies and fills in stream order.
-
-    def copy_to_device(self, address: int, source: int, nbytes: int, stream: int) -> None:
-        self._call("cuMemcpyHtoDAsync", address, source, nbytes, stream)
-
-    def copy_to_host(self, target: int, address: int, nbytes: int, stream: int) -> None:
-        self._call("cuMemcpyDtoHAsync", target, address, nbytes, stream)
-
-    def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
-        self._call("cuMemsetD8Async", address, byte, nbytes, stream)
+        try:
+            on_device = int(_call("cuMemHostGetDevicePointer", address, 0))
+            if on_device != address:
+                raise DeviceError(
+                    f"pinned host memory at {address:#x} appears on cuda:{self.ordinal} at "
+                    f"{on_device:#x}: the library needs one address for both"
+                )
+        except DeviceError:
+            _call(undo, address)
+            raise
 
     # Streams and events.
 
     def create_stream(self) -> int:
         """Create a stream that does not wait for the legacy default stream, nor makes it wait."""
-        return int(self._call("cuStreamCreate", int(_cuda().CUstream_flags.CU_STREAM_NON_BLOCKING)))
-
-    def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy", stream)
-
-    def stream_wait_event(self, stream: int, event: int) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        return int(self.call("cuStreamCreate", int(_cuda().CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
     def create_event(self, *, timing: bool) -> int:
         flags = _cuda().CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING
-        return int(self._call("cuEventCreate", int(flag)))
-
-    def destroy_event(self, event: int) -> None:
-        self._call("cuEventDestroy", event)
-
-    def record_event(self, event: int, stream: int) -> None:
-        self._call("cuEventRecord", event, stream)
-
-    def elapsed_ms(self, start: int, end: int) -> float:
-        """Time between two recorded events that have both completed."""
-        return float(self._call("cuEventElapsedTime", start, end))
-
-    def stream_done(self, stream: int) -> bool:
-        """Whether all work of the stream has ended; raises what a kernel of it has failed with."""
-        return self._done("cuStreamQuery", stream)
-
-    def event_done(self, event: int) -> bool:
-        return self._done("cuEventQuery", event)
-
-    def _done(self, call: str, handle: int) -> bool:
-        cuda = _cuda()
-        with self:
-            (status,) = getattr(cuda, call)(handle)
-        if status == cuda.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        if int(status) != 0:
-            raise _error(cuda, call, status, f"waiting for cuda:{self.ordinal}")
-        return True
+        return int(self.call("cuEventCreate", int(flag)))
 
     # Launches.
 
@@ -378,18 +341,17 @@ class Context:
         # The driver takes an array with one pointer per parameter, and copies what they point to
         # before the call returns; the buffers live until then because these names do.
         pointers = (ctypes.c_void_p * len(copies))(*map(ctypes.addressof, copies))
-        with self:
-            _call(
-                "cuLaunchKernel",
-                kernel.handle,
-                *(blocks, 1, 1),
-                *(block_threads, 1, 1),
-                0,
-                stream,
-                ctypes.addressof(pointers),
-                0,
-                doing=f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads",
-            )
+        self.call(
+            "cuLaunchKernel",
+            kernel.handle,
+            *(blocks, 1, 1),
+            *(block_threads, 1, 1),
+            0,
+            stream,
+            ctypes.addressof(pointers),
+            0,
+            doing=f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads",
+        )
 
 
 class Module:
@@ -412,8 +374,7 @@ class Module:
 
     def close(self) -> None:
         """Unloads the kernels; none of them may be running."""
-        with self._context:
-            _call("cuModuleUnload", self._handle)
+        self._context.call("cuModuleUnload", self._handle)
 
     def _load(self, name: str) -> Kernel:
         handle = _call("cuModuleGetFunction", self._handle, name.encode(), doing=f"kernel {name}")
@@ -424,8 +385,6 @@ class Module:
             name=name,
             handle=handle,
             registers=_function_attribute(handle, "NUM_REGS"),
-            local_bytes=_function_attribute(handle, "LOCAL_SIZE_BYTES"),
-            shared_bytes=_function_attribute(handle, "SHARED_SIZE_BYTES"),
             threads_max=_function_attribute(handle, "MAX_THREADS_PER_BLOCK"),
         )
 
@@ -433,15 +392,8 @@ class Module:
         """Count the blocks of a kernel that one multiprocessor runs at a time."""
         key = (kernel.name, block_threads)
         if key not in self._resident:
-            with self._context:
-                self._resident[key] = int(
-                    _call(
-                        "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-                        kernel.handle,
-                        block_threads,
-                        0,
-                    )
-                )
+            count = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+            self._resident[key] = int(self._context.call(count, kernel.handle, block_threads, 0))
         return self._resident[key]
 
 

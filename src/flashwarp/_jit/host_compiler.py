@@ -105,15 +105,12 @@ def find_compiler() -> tuple[str, ...]:
         path = shutil.which(words[0]) if words else None
         if path is not None:
             return (path, *words[1:])
-    looked = f"$CXX is {chosen!r}" if chosen else f"$CXX is not set, and {_list(COMPILERS)} are not"
+    names = f"{', '.join(COMPILERS[:-1])} and {COMPILERS[-1]}"
+    looked = f"$CXX is {chosen!r}" if chosen else f"$CXX is not set, and {names} are not"
     raise CompileError(
         f"no C++ compiler was found to compile for the CPU device: {looked} on the path. "
         "Install one (on Debian or Ubuntu: apt-get install g++) or let CXX name it"
     )
-
-
-def _list(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def compile_host(
@@ -250,7 +247,7 @@ class _Build:
         self._write("program.ii", text)
         self._compile("-O0", "-c", "-o", "kernels.o")
         symbols = elf.functions(self._read("kernels.o"), _KERNEL_SECTION)
-        entries = _entries([(_kernel_name(symbol), symbol) for symbol in symbols])
+        entries = _entries([(spelling.kernel_name(symbol), symbol) for symbol in symbols])
         self._write("program.ii", text + entries)
         log = self._compile("-S", "-o", "program.s")
         self._checked(self._call([*self._compiler, "-shared", "-o", "program.so", "program.s"]))
@@ -305,11 +302,6 @@ class _Build:
 _AS_IT_IS = ("-x", "c++-cpp-output")
 # A line of `-###` that runs something, by its whole path.
 _PROGRAM = re.compile(r'^ "?(/[^\s"]+)', re.MULTILINE)
-
-
-def _kernel_name(symbol: str) -> str:
-    """Return the qualified name of a kernel, by which the entries refer to it."""
-    return spelling.split_signature(spelling.demangle(symbol))[0]
 
 
 def _entries(kernels: list[tuple[str, str]]) -> bytes:

@@ -47,7 +47,4 @@ class LoadedProgram:
 
     def by_name(self) -> dict[str, LoadedKernel]:
         """Return the kernels by their names, with their namespaces."""
-        return {
-            spelling.split_signature(spelling.demangle(kernel.symbol))[0]: kernel
-            for kernel in self.kernels
-        }
+        return {spelling.kernel_name(kernel.symbol): kernel for kernel in self.kernels}

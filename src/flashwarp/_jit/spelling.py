@@ -68,6 +68,11 @@ def demangle(symbol: str) -> str:
     return text
 
 
+def kernel_name(symbol: str) -> str:
+    """Return the name of a kernel, with its namespaces."""
+    return split_signature(demangle(symbol))[0]
+
+
 def split_signature(signature: str) -> tuple[str, list[str]]:
     """Split the C++ spelling of a kernel into its name and the types of its parameters."""
     opens = _opening(signature)

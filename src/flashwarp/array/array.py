@@ -21,7 +21,7 @@ from flashwarp import config, endings
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Verb, Watcher
-from flashwarp.array.operands import Index, host_empty, host_index, is_foreign
+from flashwarp.array.operands import Index, Rows, host_empty, host_index, is_foreign
 from flashwarp.array.rows import ArrayStruct, RowFormat
 from flashwarp.array.selection import Selection, rows_of_slice, select
 from flashwarp.cache.cache import Cache
@@ -282,9 +282,8 @@ class Array(endings.Closing):
         self._need_axis()
         index = self._index(idx, stream)
         operands = self._attachment.operands
-        target = operands.target(out, index, index.shape, index.library)
-        if index.size and self._format.row_bytes:
-            self._move_rows("gather", index, target.address, stream)
+        target = operands.target(out, index)
+        self._move("gather", index, target, stream)
         return target.finish(stream)
 
     def __getitem__(self, key: object) -> Any:
@@ -318,10 +317,9 @@ class Array(endings.Closing):
 
     def _read_rows(self, chosen: range | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
-            result = host_empty(self._format.shape_of(chosen), self.dtype)
-            if result.nbytes:
-                self._move_range("gather", chosen, result)
-            return result
+            target = self._attachment.operands.target(None, chosen)
+            self._move("gather", chosen, target)
+            return np.asarray(target.finish(None))
         index = host_index(chosen) if isinstance(chosen, range) else chosen
         return np.asarray(self.gather(index))
 
@@ -439,7 +437,7 @@ class Array(endings.Closing):
         """
         self._begin()
         self._need_axis()
-        return self._attachment.calls.read(idx, out, stream)
+        return self._attachment.calls.make("gather", idx, out, stream)
 
     @_locked
     def prefetch(self, idx_or_slice: object, stream: object = None) -> None:
@@ -451,9 +449,9 @@ class Array(endings.Closing):
         if isinstance(idx_or_slice, slice):
             idx_or_slice = host_index(rows_of_slice(idx_or_slice, self.shape[0]))
         index = self._index(idx_or_slice, stream)
-        if not index.size or not self._format.row_bytes:
+        if not len(index) or not self._format.row_bytes:
             return
-        self._attachment.launcher.prefetch_rows(index, stream)
+        self._attachment.launcher.prefetch(index, stream)
         self._attachment.finish("prefetch", stream)
 
     # Writing.
@@ -486,12 +484,11 @@ class Array(endings.Closing):
         self._need_writable()
         self._need_axis()
         index = self._index(idx, stream)
-        source = self._attachment.operands.source(values, index.shape)
+        source = self._attachment.operands.source(values, index)
         if source.library != "numpy":
             # The work that computes the values comes first.
             self.device.order(self.device.current_stream(source.library), None)
-        if index.size and self._format.row_bytes:
-            self._move_rows("scatter", index, source.address, stream)
+        self._move("scatter", index, source, stream)
         source.release()
 
     def scatter_async(self, idx: object, values: object, stream: object = None) -> Future[None]:
@@ -521,7 +518,7 @@ class Array(endings.Closing):
         self._need_writable()
         self._begin()
         self._need_axis()
-        return self._attachment.calls.write(idx, values, stream)
+        return self._attachment.calls.make("scatter", idx, values, stream)
 
     def __setitem__(self, key: object, value: object) -> None:
         """Store as numpy does in an array in memory: with its broadcasting, casts and last value.
@@ -575,7 +572,9 @@ class Array(endings.Closing):
     def _store_rows(self, chosen: range | npt.NDArray[np.int64], block: npt.NDArray[Any]) -> None:
         """Store a dense block to rows, none of which repeats."""
         if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
-            self._move_range("scatter", chosen, block)
+            source = self._attachment.operands.placed(block)
+            self._move("scatter", chosen, source)
+            source.release()
         else:
             self.scatter(host_index(chosen) if isinstance(chosen, range) else chosen, block)
 
@@ -833,42 +832,26 @@ class Array(endings.Closing):
 
     def _index(self, idx: object, stream: object) -> Index:
         index = self._attachment.operands.index(idx)
-        if not index.checked and index.size:
+        if not index.checked and len(index):
             here = self.device.current_stream(index.library) if stream is None else stream
             self._attachment.calls.check(index, here)
         return index
 
-    def _move_rows(self, verb: Verb, index: Index, buffer: int, stream: object) -> None:
-        run = stream if stream is not None else self._default_stream(index.library)
+    def _move(self, verb: Verb, chosen: range | Index, rows: Rows, stream: object = None) -> None:
+        """Copy chosen rows; those of a range lie back to back."""
+        if not len(chosen) or not self._format.row_bytes:
+            return
+        run = stream
+        if stream is None and isinstance(chosen, Index) and chosen.library != "numpy":
+            run = None if self.device.kind == "cpu" else self.device.current_stream(chosen.library)
         if run is not None:
             # Uploads and other calls that are queued on the library's own stream come first.
             self.device.order(None, run)
-        self._attachment.launcher.move_rows(verb, index, buffer, run)
+        self._attachment.launcher.move(verb, chosen, rows.address, run)
         if stream is None:
             self._attachment.finish(verb, run)
         else:
             self._attachment.note_stream(stream)
-
-    def _default_stream(self, library: str) -> object:
-        if self.device.kind == "cpu" or library == "numpy":
-            return None
-        return self.device.current_stream(library)
-
-    def _move_range(self, verb: Verb, chosen: range, block: npt.NDArray[Any]) -> None:
-        """Copy rows that lie back to back between the array and a host block."""
-        held = None
-        address = block.ctypes.data
-        if self.device.kind == "cuda":
-            held = self.device.empty_array(block.shape, self.dtype)
-            address = held.address
-            if verb == "scatter":
-                self.device.upload(address, block)
-        self._attachment.launcher.move_range(verb, chosen.start, address, block.nbytes)
-        self._attachment.finish(verb, None)
-        if held is not None:
-            if verb == "gather":
-                self.device.download_into(address, block)
-            held.close()
 
     def _join_launch(self, stream: object) -> tuple[object, ...]:
         """Prepare for a launch of a caller's kernel, in the cache's turn; return what it uses."""

@@ -172,9 +172,11 @@ class Attachment(endings.NotCopied):
 
     # Bringing lines to rest.
 
-    def maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
+    def maintain(
+        self, name: str, *, warps: int | None = None, opcode: int = 0, drop: int = 0
+    ) -> None:
         """Run a maintenance kernel over the array's lines."""
-        self.launcher.maintain(name, warps=warps, **fields)
+        self.launcher.maintain(name, warps=warps, opcode=opcode, drop=drop)
         self.finish(name, None)
 
     def flush(self) -> None:
@@ -276,7 +278,8 @@ class Attachment(endings.NotCopied):
         steps: list[Callable[[], None]] = [self._finish_streams]
         if self.writable:
             steps.append(self.flush)
-        steps.append(self._quiesce)
+        pairs = self.launcher.service.queues.count
+        steps.append(partial(self.maintain, "quiesce", warps=pairs))
         if not self._owns_cache:
             steps.append(lambda: self._empty(drop_dirty=True))
         for step in steps:
@@ -289,9 +292,6 @@ class Attachment(endings.NotCopied):
             if not self.device.alive():
                 break
         return failure
-
-    def _quiesce(self) -> None:
-        self.maintain("quiesce", warps=self.launcher.service.queues.count)
 
     def _end(self, failure: Exception | None, late: DeviceTimeout | None) -> BaseException | None:
         """Release everything, after `_settle` has returned `failure`."""

@@ -19,20 +19,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from flashwarp import config, endings
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures, bad_index
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Launcher, Verb
-from flashwarp.array.operands import Index, Operands, host_index
+from flashwarp.array.operands import Index, Operands, Rows, host_index
 from flashwarp.array.selection import rows_of_slice
-from flashwarp.device import DeviceArray, OwnedStream
+from flashwarp.device import OwnedStream
 from flashwarp.device.scratch import Scratch
 from flashwarp.endings import first_of
 from flashwarp.errors import (
@@ -78,18 +76,32 @@ class _Lane:
 
 @dataclass(eq=False)
 class _Call:
-    """How to launch a call, how to finish it, and what must live until then."""
+    """What a call moves, which lives as long as the call, and how far it has come."""
 
-    what: str
-    start: Callable[[Launcher, object], None]
-    finish: Callable[[object], Any]
+    verb: Verb
+    chosen: range | Index
+    rows: Rows
     after: Sequence[object]  # streams whose present work runs before the call
-    held: Sequence[DeviceArray | None]  # given back at the end
-    prefetch: Callable[[Launcher], None] | None = None
-    lines: int = 0  # that `prefetch` asks for
+    future: Future[Any]
+    lines: int = 0  # that a prefetch of its rows asks for
     fetching: bool = False
     lane: _Lane | None = None
-    future: Future[Any] = field(init=False)
+
+    @property
+    def what(self) -> str:
+        return f"{self.verb}_async"
+
+    def start(self, launcher: Launcher, stream: object) -> None:
+        launcher.move(self.verb, self.chosen, self.rows.address, stream)
+
+    def finish(self, stream: object) -> Any:
+        return self.rows.finish(stream) if self.verb == "gather" else None
+
+    def release(self) -> None:
+        """Give back the copies in device memory."""
+        self.rows.release()
+        if isinstance(self.chosen, Index) and self.chosen.held is not None:
+            self.chosen.held.close()
 
 
 @dataclass
@@ -131,37 +143,28 @@ class Calls:
 
     # Making calls.
 
-    def read(self, idx: object, out: object, stream: object) -> Future[Any]:
-        """Read rows; see `Array.gather_async`."""
+    def make(self, verb: Verb, idx: object, operand: object, stream: object) -> Future[Any]:
+        """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
         chosen = self._choose(idx, stream)
-        lead, library = _lead(chosen)
-        index = chosen if isinstance(chosen, Index) else None
-        target = self._operands.target(out, index, lead, library, stream)
-        call = _Call(
-            what="gather_async",
-            start=functools.partial(_start, "gather", chosen, target.address),
-            finish=target.finish,
-            after=self._streams_before(stream, library, target.library),
-            held=(target.held, _held(chosen)),
-            prefetch=functools.partial(_prefetch, chosen),
-            lines=self._lines_of(chosen) if self._launcher.on_cpu else 0,
+        library = self._operands.place_of(chosen)[1]
+        gather = verb == "gather"
+        if gather:
+            rows = self._operands.target(operand, chosen, stream)
+        else:
+            rows = self._operands.source(operand, chosen)
+        after = self._streams_before(stream, library, rows.library)
+        future: Future[Any] = Future(
+            self, rows.array if gather else None, on_host=gather and rows.held is not None
         )
-        return self._make(call, chosen, target.out, on_host=target.held is not None)
-
-    def write(self, idx: object, values: object, stream: object) -> Future[None]:
-        """Store rows; see `Array.scatter_async`."""
-        chosen = self._choose(idx, stream)
-        lead, library = _lead(chosen)
-        source = self._operands.source(values, lead)
-        call = _Call(
-            what="scatter_async",
-            start=functools.partial(_start, "scatter", chosen, source.address),
-            # The values live as long as the call, because this names them.
-            finish=functools.partial(_nothing, source),
-            after=self._streams_before(stream, library, source.library),
-            held=(source.held, _held(chosen)),
-        )
-        return self._make(call, chosen, None, on_host=False)
+        call = _Call(verb, chosen, rows, after, future)
+        if gather and self._launcher.on_cpu:
+            call.lines = self._launcher.lines_of(chosen)
+        if len(chosen) * self._launcher.format.row_bytes:
+            endings.uninterrupted(functools.partial(self._submit, call))
+        else:
+            future.set_running_or_notify_cancel()
+            future.set_result(call.finish(None))
+        return future
 
     def _choose(self, idx: object, stream: object) -> range | Index:
         """Check which rows are meant. Rows that lie back to back are a range."""
@@ -171,7 +174,7 @@ class Calls:
                 return chosen
             idx = host_index(chosen)
         index = self._operands.index(idx)
-        if not index.checked and index.size:
+        if not index.checked and len(index):
             self.check(index, *self._streams_before(stream, index.library))
         return index
 
@@ -193,29 +196,11 @@ class Calls:
         self._operands.device.synchronize(own, time_limit_s())
         return bad_index(lane.volume, index, self._operands.format.row_count)
 
-    def _lines_of(self, chosen: range | Index) -> int:
-        """Count the lines that rows touch at most, whose indices lie on the host."""
-        if isinstance(chosen, Index):
-            if not chosen.size:
-                return 0
-            index = np.asarray(chosen.owner)
-            return self._launcher.lines_of(int(index.min()), int(index.max()), chosen.size)
-        return self._launcher.lines_of(chosen.start, chosen.stop - 1, len(chosen))
-
     def _streams_before(self, stream: object, *libraries: str) -> list[object]:
         """Return the streams whose work comes first: the caller's, or those of its libraries."""
         if stream is not None:
             return [stream]
         return [self._operands.device.current_stream(name) for name in {*libraries} - {"numpy"}]
-
-    def _make(self, call: _Call, chosen: range | Index, out: object, on_host: bool) -> Future[Any]:
-        future = call.future = Future(self, out, on_host)
-        if math.prod(_lead(chosen)[0]) * self._launcher.format.row_bytes:
-            endings.uninterrupted(functools.partial(self._submit, call))
-        else:
-            future.set_running_or_notify_cancel()
-            future.set_result(call.finish(None))
-        return future
 
     def _submit(self, call: _Call) -> None:
         limit_s = time_limit_s()
@@ -331,9 +316,7 @@ class Calls:
         except Exception as raised:  # any exception goes to the future
             # Its frames would keep the future alive, which reports its loss when it is freed.
             error = raised.with_traceback(None)
-        for held in call.held:
-            if held is not None:
-                held.close()
+        call.release()
         with self._changed:
             if lane is not None and call in queue.calls:
                 queue.calls.popleft()
@@ -365,13 +348,13 @@ class Calls:
                 room -= call.lines
                 if room < 0:
                     break
-                if call.prefetch is not None and not call.fetching:
+                if call.verb == "gather" and not call.fetching:
                     call.fetching = True
-                    chosen.append(call.prefetch)
-        for prefetch in chosen:
+                    chosen.append(call.chosen)
+        for rows in chosen:
             # If the array was closed meanwhile, no caller needs the lines any more.
             with contextlib.suppress(ClosedError):
-                prefetch(self._launcher)
+                self._launcher.prefetch(rows, warps=1)
 
     def _deliver(self, future: Future[Any], result: object, error: Exception | None) -> None:
         try:
@@ -409,7 +392,7 @@ class Calls:
 
     def wait(self) -> None:
         """Wait for all calls made so far. Their failures stay with their futures."""
-        futures = endings.holding([self._changed], self._futures)
+        futures = endings.holding([self._changed], lambda: [call.future for call in self._open])
         # Launches on the CPU have their own limits, and need their memory until they have ended.
         limit_s = math.inf if self._launcher.on_cpu else time_limit_s()
         waited = Waited()
@@ -417,9 +400,6 @@ class Calls:
             if waited.look() < limit_s:
                 continue
             raise DeviceTimeout(f"asynchronous calls of the array did not end in {limit_s:g} s")
-
-    def _futures(self) -> list[Future[Any]]:
-        return [call.future for call in self._open]
 
     def hold_stream(self, future: Future[Any], stream: object) -> None:
         """Make a stream wait for the call; see `Future.wait_on`."""
@@ -512,35 +492,3 @@ class Calls:
             self._checker = None
         self._scratch.close()
         self._side.close()
-
-
-def _lead(chosen: range | Index) -> tuple[tuple[int, ...], str]:
-    """Return the leading axes of the rows, and the library of the array that selects them."""
-    return (
-        ((len(chosen),), "numpy") if isinstance(chosen, range) else (chosen.shape, chosen.library)
-    )
-
-
-def _held(chosen: range | Index) -> DeviceArray | None:
-    return None if isinstance(chosen, range) else chosen.held
-
-
-def _start(
-    verb: Verb, chosen: range | Index, buffer: int, launcher: Launcher, stream: object
-) -> None:
-    if isinstance(chosen, range):
-        nbytes = len(chosen) * launcher.format.row_bytes
-        launcher.move_range(verb, chosen.start, buffer, nbytes, stream)
-    else:
-        launcher.move_rows(verb, chosen, buffer, stream)
-
-
-def _prefetch(chosen: range | Index, launcher: Launcher) -> None:
-    if isinstance(chosen, range):
-        launcher.prefetch_range(chosen.start, len(chosen) * launcher.format.row_bytes)
-    else:
-        launcher.prefetch_rows(chosen, None, warps=1)
-
-
-def _nothing(_kept: object, _stream: object) -> None:
-    pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol, TypeVar
 
 from flashwarp.endings import NotCopied
@@ -18,6 +18,7 @@ from flashwarp.errors import ForkError
 __all__ = ["Future"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Helper(Protocol):
@@ -81,17 +82,16 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         Raises the call's error, TimeoutError if the call has not ended after `timeout` seconds, and
         CancelledError if it was cancelled.
         """
-        timeout = self._help(timeout)
-        try:
-            return super().result(timeout)
-        finally:
-            self._observed = self._observed or self.done()
+        return self._observing(super().result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the call and return its error, or None."""
+        return self._observing(super().exception, timeout)
+
+    def _observing(self, wait: Callable[[float | None], U], timeout: float | None) -> U:
         timeout = self._help(timeout)
         try:
-            return super().exception(timeout)
+            return wait(timeout)
         finally:
             self._observed = self._observed or self.done()
 

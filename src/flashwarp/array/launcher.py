@@ -107,25 +107,19 @@ class Launcher:
 
     # Rows.
 
-    def row_params(self, index: Index, buffer: int) -> RowParams:
-        """Return the parameters for rows at `index`, to or from `buffer`."""
-        params = self._new_params(buffer)
-        params.indices = index.address
-        params.index_count = index.size
-        params.index_bytes = index.itemsize
-        return params
-
-    def _range_params(self, first_row: int, buffer: int, nbytes: int) -> RowParams:
-        # The kernels take a range as its first byte and its bytes.
-        params = self._new_params(buffer)
-        params.row_bytes = first_row * self.format.row_bytes
-        params.index_count = nbytes
-        return params
-
-    def _new_params(self, buffer: int) -> RowParams:
+    def _row_params(self, chosen: range | Index, buffer: int) -> RowParams:
+        """Return the parameters for chosen rows, to or from `buffer`."""
         params = RowParams.from_buffer_copy(self._params)
         params.rows = buffer
         params.look_ahead = self.look_ahead()
+        if isinstance(chosen, range):
+            # The kernels take a range as its first byte and its bytes.
+            params.row_bytes = chosen.start * self.format.row_bytes
+            params.index_count = len(chosen) * self.format.row_bytes
+        else:
+            params.indices = chosen.address
+            params.index_count = len(chosen)
+            params.index_bytes = chosen.itemsize
         return params
 
     def lines_ahead(self) -> int:
@@ -152,51 +146,51 @@ class Launcher:
             return False
         return self.service.worth_looking_ahead()
 
-    def lines_of(self, first_row: int, last_row: int, count: int) -> int:
-        """Count the lines that `count` rows from `first_row` to `last_row` touch at most."""
+    def lines_of(self, chosen: range | Index) -> int:
+        """Count the lines that chosen rows touch at most; an index lies on the host."""
         row, line = self.format.row_bytes, self.volume.cache.line_bytes
-        if not count or not row:
+        if not chosen or not row:
             return 0
-        span = _lines_between(first_row * row, (last_row + 1) * row, line)
-        return min(span, count * segments_per_row(row, line))
+        rows = chosen if isinstance(chosen, range) else np.asarray(chosen.owner)
+        first, last = (rows[0], rows[-1]) if isinstance(rows, range) else (rows.min(), rows.max())
+        span = _lines_between(int(first) * row, (int(last) + 1) * row, line)
+        return min(span, len(chosen) * segments_per_row(row, line))
 
-    def move_rows(self, verb: Verb, index: Index, buffer: int, stream: object) -> None:
-        """Launch the copying of the rows at `index`."""
+    def move(self, verb: Verb, chosen: range | Index, buffer: int, stream: object = None) -> None:
+        """Launch the copying of chosen rows; those of a range lie back to back."""
         row = self.format.row_bytes
-        self.moved.add(index.size)
+        self.moved.add(len(chosen))
+        params = self._row_params(chosen, buffer)
+        if isinstance(chosen, range):
+            begin = chosen.start * row
+            end = begin + len(chosen) * row
+            if self.watchers:
+                self._show(np.array([begin]), end - begin)
+            lines = _lines_between(begin, end, self.volume.cache.line_bytes)
+            self._start(f"{verb}_rows", params, self._warps(lines, params.batch), stream)
+            return
         if self.watchers:
-            self._show(self._rows_of(index) * row, row)
-        params = self.row_params(index, buffer)
+            self._show(self._rows_of(chosen) * row, row)
         width = element_bytes(row, buffer)
         if width is not None:
-            items = index.size * (row // width)
+            items = len(chosen) * (row // width)
             self._start(f"{verb}_elements_{width}", params, self._warps(items), stream)
         else:
-            self._start_rows(f"{verb}_rows", params, index.size, stream)
+            self._start_rows(f"{verb}_rows", params, len(chosen), stream)
 
-    def move_range(
-        self, verb: Verb, first_row: int, buffer: int, nbytes: int, stream: object = None
+    def prefetch(
+        self, chosen: range | Index, stream: object = None, warps: int | None = None
     ) -> None:
-        """Launch the copying of rows that lie back to back from `first_row` on."""
-        row, line = self.format.row_bytes, self.volume.cache.line_bytes
-        self.moved.add(nbytes // max(1, row))
-        if self.watchers:
-            self._show(np.array([first_row * row]), nbytes)
-        params = self._range_params(first_row, buffer, nbytes)
-        lines = _lines_between(first_row * row, first_row * row + nbytes, line)
-        self._start(f"{verb}_rows", params, self._warps(lines, params.batch), stream)
-
-    def prefetch_range(self, first_row: int, nbytes: int) -> None:
-        """Launch the prefetch of rows that lie back to back, by one warp."""
-        self._start("prefetch_rows", self._range_params(first_row, 0, nbytes), 1, None)
-
-    def prefetch_rows(self, index: Index, stream: object, warps: int | None = None) -> None:
-        """Launch the prefetch of the rows at `index`; default: warps for all of them."""
-        self._start_rows("prefetch_rows", self.row_params(index, 0), index.size, stream, warps)
+        """Launch the prefetch of chosen rows; default: warps for all of them, one for a range."""
+        params = self._row_params(chosen, 0)
+        if isinstance(chosen, range):
+            self._start("prefetch_rows", params, 1, stream)
+        else:
+            self._start_rows("prefetch_rows", params, len(chosen), stream, warps)
 
     def check_indices(self, index: Index, stream: object) -> None:
         """Launch the check of indices; the volume's error record has the places of bad ones."""
-        self._start("check_indices", self.row_params(index, 0), self._warps(index.size), stream)
+        self._start("check_indices", self._row_params(index, 0), self._warps(len(index)), stream)
 
     def _show(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
         for watcher in self.watchers:
@@ -205,7 +199,7 @@ class Launcher:
     def _rows_of(self, index: Index) -> npt.NDArray[np.int64]:
         """Copy indices to the host, counted from the front."""
         kind = np.int32 if index.itemsize == 4 else np.int64
-        raw = self.volume.cache.device.download(index.address, index.size * index.itemsize)
+        raw = self.volume.cache.device.download(index.address, len(index) * index.itemsize)
         found = np.frombuffer(raw, kind).astype(np.int64)
         return np.where(found < 0, found + self.format.row_count, found)
 
@@ -225,39 +219,52 @@ class Launcher:
 
     # Maintenance.
 
-    def maintain(self, name: str, *, warps: int | None = None, **fields: int) -> None:
-        """Launch a maintenance kernel over the array's lines; default: warps for all frames."""
-        self._start(name, *self._maintenance(warps, **fields), None)
+    def maintain(
+        self,
+        name: str,
+        *,
+        warps: int | None = None,
+        opcode: int = 0,
+        drop: int = 0,
+        served: bool = True,
+    ) -> None:
+        """Launch a maintenance kernel over the array's lines; default: warps for all frames.
 
-    def drop_tier(self) -> None:
-        """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
-        self.maintain("drop_tier", warps=self._warps(self.volume.cache.host_lines))
-
-    def forget_lines(self, drop: int) -> None:
-        """Launch the dropping of the array's lines. Its service has stopped."""
-        names = ["invalidate_lines"] + ["drop_tier"] * self.volume.in_host_tier
-        cache = self.volume.cache
-        for name in names:
-            warps = self._warps(cache.host_lines) if name == "drop_tier" else None
-            params, useful = self._maintenance(warps, drop=drop)
-            uses = (*cache.owners, *self.volume.owners)
-            cache.device.launch(name, params, warps=useful, uses=uses, policy=cache.policy)
-
-    def _maintenance(self, warps: int | None, **fields: int) -> tuple[MaintenanceParams, int]:
+        If its service has stopped, the array is not `served`.
+        """
         volume = self.volume
         params = MaintenanceParams(
             cache=volume.cache.address,
             volume=volume.address,
             line_begin=volume.line_begin,
             line_end=volume.line_begin + volume.line_count,
-            **fields,
+            opcode=opcode,
+            drop=drop,
         )
-        return params, self._warps(volume.cache.lines) if warps is None else warps
+        useful = self._warps(volume.cache.lines) if warps is None else warps
+        self._start(name, params, useful, None, served)
+
+    def drop_tier(self, *, drop: int = 0, served: bool = True) -> None:
+        """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
+        warps = self._warps(self.volume.cache.host_lines)
+        self.maintain("drop_tier", warps=warps, drop=drop, served=served)
+
+    def forget_lines(self, drop: int) -> None:
+        """Launch the dropping of the array's lines. Its service has stopped."""
+        self.maintain("invalidate_lines", drop=drop, served=False)
+        if self.volume.in_host_tier:
+            self.drop_tier(drop=drop, served=False)
 
     def _start(
-        self, name: str, params: RowParams | MaintenanceParams, warps: int, stream: object
+        self,
+        name: str,
+        params: RowParams | MaintenanceParams,
+        warps: int,
+        stream: object,
+        served: bool = True,
     ) -> None:
-        cache, uses = self.volume.cache, list(self.wake())
+        cache = self.volume.cache
+        uses = list(self.wake() if served else (*cache.owners, *self.volume.owners))
         try:
             cache.device.launch(
                 name, params, warps=warps, stream=stream, uses=uses, policy=cache.policy

@@ -26,7 +26,7 @@ from flashwarp.device import (
 from flashwarp.device.scratch import Scratch
 from flashwarp.errors import ArgumentError, DeviceOutOfMemory, DtypeError, IndexDtypeError
 
-__all__ = ["Index", "Operands", "Source", "Target", "host_empty", "host_index", "is_foreign"]
+__all__ = ["Index", "Operands", "Rows", "host_empty", "host_index", "is_foreign"]
 
 # Libraries that can allocate a result on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
@@ -46,46 +46,37 @@ class Index:
     held: DeviceArray | None = None
     """The copy in device memory of indices that came from the host."""
 
-    @property
-    def size(self) -> int:
-        """Number of indices."""
+    def __len__(self) -> int:
         return math.prod(self.shape)
 
 
 @dataclass
-class Target:
-    """Where rows go. `held` is device memory, from which they are copied to a host array."""
+class Rows:
+    """Where rows go or come from. `held` is the copy in device memory of a host array."""
 
     address: int
-    out: Any
+    array: Any
     held: DeviceArray | None
     library: str = "numpy"
 
     def finish(self, stream: object) -> Any:
-        """Return the array of the rows; if they must be copied to it, waits for `stream`."""
+        """Return the array of rows read; if they must be copied to it, waits for `stream`."""
         if self.held is None:
-            return self.out
+            return self.array
         if stream is not None:
             self.held.stream = stream_handle(stream)
-        copy = self.held.copy_to_host()
+        copy = host_empty(self.held.shape, self.held.dtype)
+        if copy.nbytes:
+            self.held.device.download_into(self.held.address, copy, self.held.stream)
         self.held.close()
-        if self.out is None:
+        if self.array is None:
             return copy
-        np.copyto(self.out if isinstance(self.out, np.ndarray) else np.from_dlpack(self.out), copy)
-        return self.out
-
-
-@dataclass
-class Source:
-    """Where rows come from. `held` is their copy in device memory."""
-
-    address: int
-    owner: object
-    held: DeviceArray | None
-    library: str = "numpy"
+        here = isinstance(self.array, np.ndarray)
+        np.copyto(self.array if here else np.from_dlpack(self.array), copy)
+        return self.array
 
     def release(self) -> None:
-        """Free the copy, once no kernel reads it."""
+        """Free the copy, once no kernel uses it."""
         if self.held is not None:
             self.held.close()
 
@@ -124,8 +115,8 @@ def _is_array(out: object) -> bool:
 
 
 def _overlap(index: Index, view: ArrayView) -> bool:
-    end, index_end = view.address + view.nbytes, index.address + index.size * index.itemsize
-    return view.address < index_end and index.address < end and bool(index.size and view.nbytes)
+    end, index_end = view.address + view.nbytes, index.address + len(index) * index.itemsize
+    return view.address < index_end and index.address < end and bool(len(index) and view.nbytes)
 
 
 @contextlib.contextmanager
@@ -190,25 +181,23 @@ class Operands:
     def target(
         self,
         out: Any,
-        index: Index | None,
-        lead: tuple[int, ...],
-        library: str,
+        chosen: range | Index,
         stream: object = None,
-    ) -> Target:
-        """Choose where the rows of a read go: to `out`, or to a new array of `library`.
+    ) -> Rows:
+        """Choose where chosen rows go: to `out`, or to a new array of the index's library.
 
         The new array is allocated in the order of `stream`; default: the library's current stream.
-        Kernels read `index` while they write the rows.
+        Kernels read the index while they write the rows.
         """
-        shape = lead + self.format.row_shape
+        shape, library = self.place_of(chosen)
         on_gpu = self.device.kind == "cuda"
         if out is None:
             if not on_gpu and library in ("numpy", "other"):
                 out = host_empty(shape, self.dtype)
-                return Target(out.ctypes.data, out, None)
+                return Rows(out.ctypes.data, out, None)
             if on_gpu and library == "numpy":
                 held = self.memory.empty_array(shape, self.dtype)
-                return Target(held.address, None, held)
+                return Rows(held.address, None, held)
             if on_gpu and library not in _ALLOCATING:
                 out = self.device.empty_array(shape, self.dtype, self.stream)
             else:
@@ -225,16 +214,22 @@ class Operands:
             raise DtypeError(f"out has dtype {view.dtype}, the array {self.dtype}")
         if not view.contiguous or view.read_only:
             raise ArgumentError("out must be contiguous and writable")
-        if index is not None and _overlap(index, view):
+        if isinstance(chosen, Index) and _overlap(chosen, view):
             raise ArgumentError(
                 "out overlaps the indices, which kernels read while they write out: copy them"
             )
         if view.device_kind == "cpu" and on_gpu:
             held = self.memory.empty_array(shape, self.dtype)
-            return Target(held.address, out, held)
+            return Rows(held.address, out, held)
         if view.device_kind == "cuda" and not on_gpu:
             raise ArgumentError("out is on a GPU, the array is on the CPU device")
-        return Target(view.address, out, None, view.library)
+        return Rows(view.address, out, None, view.library)
+
+    def place_of(self, chosen: range | Index) -> tuple[tuple[int, ...], str]:
+        """Return the shape of chosen rows, and the library of the array that chooses them."""
+        if isinstance(chosen, range):
+            return self.format.shape_of(chosen), "numpy"
+        return chosen.shape + self.format.row_shape, chosen.library
 
     # Values on the host.
 
@@ -283,9 +278,9 @@ class Operands:
             and values.flags.c_contiguous
         )
 
-    def source(self, values: object, lead: tuple[int, ...]) -> Source:
+    def source(self, values: object, chosen: range | Index) -> Rows:
         """Place rows to store. Does not wait for work that a GPU library has queued on them."""
-        shape = lead + self.format.row_shape
+        shape, _ = self.place_of(chosen)
         if hasattr(values, "__cuda_array_interface__"):
             view = self.device.view(values)
             if self.device.kind != "cuda":
@@ -295,10 +290,13 @@ class Operands:
                     f"values of shape {view.shape} and dtype {view.dtype} must be a contiguous "
                     f"array of shape {shape} and dtype {self.dtype}"
                 )
-            return Source(view.address, values, None, view.library)
-        host = self.host_values(values, shape)
+            return Rows(view.address, values, None, view.library)
+        return self.placed(self.host_values(values, shape))
+
+    def placed(self, host: npt.NDArray[Any]) -> Rows:
+        """Place a dense host array of the array's dtype where kernels read it."""
         if self.device.kind == "cpu" or host.nbytes == 0:
-            return Source(host.ctypes.data, host, None)
-        held = self.memory.empty_array(shape, self.dtype)
+            return Rows(host.ctypes.data, host, None)
+        held = self.memory.empty_array(host.shape, self.dtype)
         self.device.upload(held.address, host, self.stream)
-        return Source(held.address, host, held)
+        return Rows(held.address, host, held)

@@ -17,17 +17,6 @@ import numpy.typing as npt
 from flashwarp.cache.structs import GeometryStruct, u32, u64
 from flashwarp.errors import BoundsError, IndexDtypeError
 
-__all__ = [
-    "ArrayStruct",
-    "MaintenanceParams",
-    "RowFormat",
-    "RowParams",
-    "element_bytes",
-    "host_indices",
-    "segments_per_batch",
-    "segments_per_row",
-]
-
 # Of narrower rows, each lane copies one element. A warp for each row would leave most lanes idle.
 _WIDE_ROW_BYTES = 256
 

@@ -188,7 +188,7 @@ class _CopyEngines:
         self._stack = stack
         self._streams = [Stream(device.context.create_stream()) for _ in range(_TURNS_OF_TILES)]
         for stream in self._streams:
-            stack.callback(device.context.destroy_stream, stream.handle)
+            stack.callback(device.context.releasing("cuStreamDestroy", stream.handle))
         self._room: dict[int, list[Any]] = {}
 
     def add(self, tile: int) -> None:
@@ -205,10 +205,10 @@ class _CopyEngines:
             stream, (a, b, c) = self._streams[turn], self._room[tile][turn]
             n = min(tile, total - first)
             host = [vector.ctypes.data + 8 * first for vector in self._vectors]
-            context.copy_to_device(a.address, host[0], 8 * n, stream.handle)
-            context.copy_to_device(b.address, host[1], 8 * n, stream.handle)
+            context.call("cuMemcpyHtoDAsync", a.address, host[0], 8 * n, stream.handle)
+            context.call("cuMemcpyHtoDAsync", b.address, host[1], 8 * n, stream.handle)
             self._program["add_tile"](a, b, c, n, warps=-(-n // 32), stream=stream)
-            context.copy_to_host(host[2], c.address, 8 * n, stream.handle)
+            context.call("cuMemcpyDtoHAsync", host[2], c.address, 8 * n, stream.handle)
         for stream in self._streams:
             self._device.synchronize(stream)
 

@@ -233,10 +233,10 @@ class _Gpu(_Adder):
         context, stream = self._device.context, self._streams[slot]
         a, b, c = self._tiles[slot]
         n = nbytes // ELEMENT_BYTES
-        context.copy_to_device(a.address, staging[0].address, nbytes, stream.handle)
-        context.copy_to_device(b.address, staging[1].address, nbytes, stream.handle)
+        context.call("cuMemcpyHtoDAsync", a.address, staging[0].address, nbytes, stream.handle)
+        context.call("cuMemcpyHtoDAsync", b.address, staging[1].address, nbytes, stream.handle)
         self._kernel(a, b, c, n, warps=-(-n // 32), stream=stream)
-        context.copy_to_host(staging[2].address, c.address, nbytes, stream.handle)
+        context.call("cuMemcpyDtoHAsync", staging[2].address, c.address, nbytes, stream.handle)
 
     def finish(self, slot: int) -> None:
         self._device.synchronize(self._streams[slot])

@@ -9,21 +9,6 @@ import ctypes
 
 from flashwarp.nvme.group import NAMESPACES_MAX
 
-__all__ = [
-    "FAILURES_KEPT",
-    "CountersStruct",
-    "ErrorRecordStruct",
-    "FailureLogStruct",
-    "FailureStruct",
-    "GeometryStruct",
-    "HostTierStruct",
-    "LineCacheStruct",
-    "QueueSpanStruct",
-    "VolumeStruct",
-    "u32",
-    "u64",
-]
-
 FAILURES_KEPT = 8
 """`kFailuresKept`: unread entries that a sequence of failures holds."""
 

@@ -8,6 +8,7 @@ numpy, but neither CUDA nor any other array library.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from functools import partial
 
@@ -91,4 +92,4 @@ def _forget_opened() -> None:
     _opened.clear()
 
 
-endings.after_fork(_forget_opened)
+os.register_at_fork(after_in_child=_forget_opened)

@@ -31,6 +31,7 @@ from flashwarp.device.memory import (
     Owned,
     OwnedStream,
     Registration,
+    host_bytes,
 )
 from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
@@ -104,6 +105,7 @@ class Device(endings.Closing, ABC):
         self._lock = threading.RLock()
         self._closed = False
         self._built_in: dict[Policy, dict[str, LoadedKernel]] = {}
+        self._programs: dict[str, LoadedProgram] = {}
         # Caches, which the device closes after its arrays.
         self.carries: weakref.WeakSet[endings.Closing] = weakref.WeakSet()
 
@@ -127,17 +129,25 @@ class Device(endings.Closing, ABC):
         The memory must stay mapped until the registration is closed.
         """
 
-    @abstractmethod
     def upload(
         self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
         """Copy contiguous host data to device memory; returns when `data` may be changed."""
+        source = host_bytes(data, writable=False)
+        self._copy_in(address, source.ctypes.data, source.nbytes, stream)
 
-    @abstractmethod
     def download_into(
         self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
     ) -> None:
         """Copy device memory into a contiguous host buffer; returns when the copy is done."""
+        there = host_bytes(target, writable=True)
+        self._copy_out(there.ctypes.data, address, there.nbytes, stream)
+
+    @abstractmethod
+    def _copy_in(self, target: int, source: int, nbytes: int, stream: object) -> None: ...
+
+    @abstractmethod
+    def _copy_out(self, target: int, source: int, nbytes: int, stream: object) -> None: ...
 
     @abstractmethod
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
@@ -266,7 +276,6 @@ class Device(endings.Closing, ABC):
         options = (*policy.options, "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1")
         return self.load_program(source, options=options).by_name()
 
-    @abstractmethod
     def load_program(
         self,
         source: Source,
@@ -280,6 +289,21 @@ class Device(endings.Closing, ABC):
         The library's own headers are found after those in `include_dirs`. The program stays loaded
         until the device is closed: unloading would wait for running kernels.
         """
+        self._check_usable()
+        key, load = self._compile(source, include_dirs, options, debug)
+        return endings.holding([self._lock], functools.partial(self._load, key, load))
+
+    @abstractmethod
+    def _compile(
+        self, source: Source, include_dirs: Sequence[Path], options: Sequence[str], debug: bool
+    ) -> tuple[str, Callable[[], LoadedProgram]]:
+        """Compile a program; return the key of its code, and what loads it."""
+
+    def _load(self, key: str, load: Callable[[], LoadedProgram]) -> LoadedProgram:
+        self._check_open()
+        if key not in self._programs:
+            self._programs[key] = load()
+        return self._programs[key]
 
     @abstractmethod
     def run_kernel(

@@ -9,11 +9,9 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -27,7 +25,6 @@ from flashwarp.device.memory import (
     OwnedStream,
     Registration,
     check_alignment,
-    host_bytes,
     positive,
 )
 from flashwarp.errors import (
@@ -41,8 +38,6 @@ from flashwarp.errors import (
 from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
-
     from flashwarp._jit.compiler import Source
     from flashwarp._jit.host_compiler import HostArtifact
 
@@ -61,7 +56,7 @@ def _end_threads() -> None:
         device._pool.close()
 
 
-endings.after_fork(_with_threads.clear)
+os.register_at_fork(after_in_child=_with_threads.clear)
 
 
 class CpuDevice(Device):
@@ -81,7 +76,6 @@ class CpuDevice(Device):
         threads = config.cores() if threads is None else threads
         self.threads = integer("threads", threads, 1, _THREADS_MAX)
         self._pid = os.getpid()
-        self._programs: dict[str, LoadedProgram] = {}
 
     @functools.cached_property
     def _pool(self) -> _native.CpuPool:
@@ -112,17 +106,10 @@ class CpuDevice(Device):
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
         return Registration(self, address, positive(nbytes), lambda: None)
 
-    def upload(
-        self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        source = host_bytes(data, writable=False)
-        ctypes.memmove(address, source.ctypes.data, source.nbytes)
+    def _copy_in(self, target: int, source: int, nbytes: int, stream: object) -> None:
+        ctypes.memmove(target, source, nbytes)
 
-    def download_into(
-        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        destination = host_bytes(target, writable=True)
-        ctypes.memmove(destination.ctypes.data, address, destination.nbytes)
+    _copy_out = _copy_in
 
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         ctypes.memset(address, byte, nbytes)
@@ -163,32 +150,16 @@ class CpuDevice(Device):
                 f"this CPU device belongs to process {self._pid}: a forked child must open its own"
             )
 
-    def load_program(
-        self,
-        source: Source,
-        *,
-        include_dirs: Sequence[Path] = (),
-        options: Sequence[str] = (),
-        debug: bool = False,
-    ) -> LoadedProgram:
+    def _compile(
+        self, source: Source, include_dirs: Sequence[Path], options: Sequence[str], debug: bool
+    ) -> tuple[str, Callable[[], LoadedProgram]]:
         # Slow to import, and the built-in kernels need no compiler.
         from flashwarp._jit.compiler import INCLUDE_DIR
         from flashwarp._jit.host_compiler import compile_host
 
-        self._check_usable()
-        artifact = compile_host(
-            source,
-            include_dirs=(*include_dirs, INCLUDE_DIR),
-            options=options,
-            debug=debug,
-        )
-        return endings.holding([self._lock], functools.partial(self._load_artifact, artifact))
-
-    def _load_artifact(self, artifact: HostArtifact) -> LoadedProgram:
-        self._check_open()
-        if artifact.key not in self._programs:
-            self._programs[artifact.key] = _load_host_program(artifact)
-        return self._programs[artifact.key]
+        folders = (*include_dirs, INCLUDE_DIR)
+        artifact = compile_host(source, include_dirs=folders, options=options, debug=debug)
+        return artifact.key, functools.partial(_load_host_program, artifact)
 
     def run_kernel(
         self,

@@ -12,9 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy.typing as npt
-
-from flashwarp import endings
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
@@ -27,14 +24,11 @@ from flashwarp.device.memory import (
     Registration,
     align_up,
     check_alignment,
-    host_bytes,
     positive,
 )
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceTimeout
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
-
     from flashwarp._jit.compiler import Artifact, Source
 
 _log = logging.getLogger(__name__)
@@ -63,7 +57,6 @@ class CudaDevice(Device):
         self.name = f"cuda:{ordinal}"
         self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
-        self._programs: dict[str, LoadedProgram] = {}
 
     @functools.cached_property
     def arch(self) -> str:
@@ -76,7 +69,7 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int, stream: object = None) -> DeviceMemory:
         address = self.context.allocate(positive(nbytes))
-        release = functools.partial(_if_usable, self.context, self.context.free, address)
+        release = self.context.releasing("cuMemFree", address)
         memory = DeviceMemory(self, address, nbytes, release, on_host=False)
         self.fill(address, 0, nbytes, stream)
         return memory
@@ -86,47 +79,31 @@ class CudaDevice(Device):
         # The driver places several small allocations in one page, so it aligns none of them.
         slack = alignment
         base = self.context.allocate_host(positive(nbytes) + slack)
-        release = functools.partial(_if_usable, self.context, self.context.free_host, base)
+        release = self.context.releasing("cuMemFreeHost", base)
         ctypes.memset(base, 0, nbytes + slack)
         return DeviceMemory(self, align_up(base, alignment), nbytes, release, on_host=True)
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
         self.context.register_host(address, positive(nbytes), read_only)
-        release = functools.partial(_if_usable, self.context, self.context.unregister_host, address)
+        release = self.context.releasing("cuMemHostUnregister", address)
         return Registration(self, address, nbytes, release)
 
-    def upload(
-        self, address: int, data: ReadableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        source = host_bytes(data, writable=False)
-        copy = self.context.copy_to_device
-        self._copy(copy, address, source.ctypes.data, source.nbytes, stream)
+    def _copy_in(self, target: int, source: int, nbytes: int, stream: object) -> None:
+        self._queue("cuMemcpyHtoDAsync", target, source, nbytes, stream)
 
-    def download_into(
-        self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
-    ) -> None:
-        destination = host_bytes(target, writable=True)
-        copy = self.context.copy_to_host
-        self._copy(copy, destination.ctypes.data, address, destination.nbytes, stream)
+    def _copy_out(self, target: int, source: int, nbytes: int, stream: object) -> None:
+        self._queue("cuMemcpyDtoHAsync", target, source, nbytes, stream)
 
-    def _copy(
-        self,
-        copy: Callable[[int, int, int, int], None],
-        target: int,
-        source: int,
-        nbytes: int,
-        stream: object,
-    ) -> None:
+    def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
+        self._queue("cuMemsetD8Async", address, byte, nbytes, stream)
+
+    def _queue(self, call: str, target: int, source: int, nbytes: int, stream: object) -> None:
+        """Queue a copy, or the filling with the byte `source`, and wait for it."""
         if nbytes:
             # For pageable memory the driver waits for the work before the copy, without a time
             # limit. So wait for that work here, with one.
             self.synchronize(stream)
-            copy(target, source, nbytes, self._handle(stream))
-            self.synchronize(stream)
-
-    def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
-        if nbytes:
-            self.context.fill(address, byte, nbytes, self._handle(stream))
+            self.context.call(call, target, source, nbytes, self._handle(stream))
             self.synchronize(stream)
 
     def memory_info(self) -> MemoryInfo:
@@ -165,40 +142,26 @@ class CudaDevice(Device):
         module, function = kernel.handle
         return self._resident_blocks(module, function, block_threads) * block_threads
 
-    def load_program(
-        self,
-        source: Source,
-        *,
-        include_dirs: Sequence[Path] = (),
-        options: Sequence[str] = (),
-        debug: bool = False,
-    ) -> LoadedProgram:
+    def _compile(
+        self, source: Source, include_dirs: Sequence[Path], options: Sequence[str], debug: bool
+    ) -> tuple[str, Callable[[], LoadedProgram]]:
         from flashwarp._jit import compiler
 
-        self._check_open()
         debugged = ("-lineinfo", "-DFW_DEBUG=1") if debug else ()
         how: dict[str, Any] = {
             "include_dirs": (*include_dirs, compiler.INCLUDE_DIR),
             "options": ("-DFW_PROGRAM=1", *debugged, *options),
         }
         artifact = compiler.compile_source(self.arch, source, **how)
-        elements = _elements(artifact)
+        # For each parameter of each kernel, the element type if the program defines it.
+        elements = {each: _own_elements(spelling.demangle(each)) for each in artifact.kernels}
         unknown = sorted({each for types in elements.values() for each in types if each})
         sizes = compiler.type_sizes(self.arch, source, unknown, **how) if unknown else {}
         element_bytes = {
             symbol: tuple(sizes.get(each, 0) for each in types)
             for symbol, types in elements.items()
         }
-        load = functools.partial(self._load_artifact, artifact, element_bytes)
-        return endings.holding([self._lock], load)
-
-    def _load_artifact(
-        self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
-    ) -> LoadedProgram:
-        self._check_open()
-        if artifact.key not in self._programs:
-            self._programs[artifact.key] = self._loaded(artifact, element_bytes)
-        return self._programs[artifact.key]
+        return artifact.key, functools.partial(self._loaded, artifact, element_bytes)
 
     def _loaded(
         self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
@@ -242,8 +205,7 @@ class CudaDevice(Device):
 
     def create_stream(self) -> OwnedStream:
         handle = self.context.create_stream()
-        release = functools.partial(_if_usable, self.context, self.context.destroy_stream, handle)
-        return OwnedStream(self, handle, release)
+        return OwnedStream(self, handle, self.context.releasing("cuStreamDestroy", handle))
 
     def current_stream(self, library: str) -> Stream:
         module = sys.modules.get(library)
@@ -260,20 +222,20 @@ class CudaDevice(Device):
             return
         event = self.context.create_event(timing=False)
         try:
-            self.context.record_event(event, first)
-            self.context.stream_wait_event(second, event)
+            self.context.call("cuEventRecord", event, first)
+            self.context.call("cuStreamWaitEvent", second, event, 0)
         finally:
             # The driver keeps a destroyed event until the streams have passed it.
-            self.context.destroy_event(event)
+            self.context.call("cuEventDestroy", event)
 
     def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
         handle = self._handle(stream)
-        done = functools.partial(self.context.stream_done, handle)
+        done = functools.partial(self.context.done, "cuStreamQuery", handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
 
     def alive(self) -> bool:
         try:
-            self.context.stream_done(self._stream.handle)
+            self.context.done("cuStreamQuery", self._stream.handle)
         except (DeviceError, ClosedError):
             return False
         return True
@@ -319,14 +281,8 @@ class CudaDevice(Device):
         for program in self._programs.values():
             quietly(program.owner.close)
         self._programs.clear()
-        quietly(functools.partial(self.context.destroy_stream, self._stream.handle))
+        quietly(self.context.releasing("cuStreamDestroy", self._stream.handle))
         quietly(self.context.close)
-
-
-def _if_usable(context: driver.Context, call: Callable[..., None], *arguments: int) -> None:
-    """Call it, but not in a forked child, which must not free its parent's memory."""
-    if context.usable:
-        call(*arguments)
 
 
 class _CudaEvent(Owned, Event):
@@ -334,29 +290,21 @@ class _CudaEvent(Owned, Event):
         self._context = device.context
         self._cuda = device
         self._event = self._context.create_event(timing=True)
-        release = functools.partial(
-            _if_usable, self._context, self._context.destroy_event, self._event
-        )
-        Owned.__init__(self, device, release)
+        Owned.__init__(self, device, self._context.releasing("cuEventDestroy", self._event))
 
     def record(self, stream: object = None) -> None:
-        self._context.record_event(self._event, self._cuda._handle(stream))
+        self._context.call("cuEventRecord", self._event, self._cuda._handle(stream))
 
     def done(self) -> bool:
-        return self._context.event_done(self._event)
+        return self._context.done("cuEventQuery", self._event)
 
     def wait_on(self, stream: object) -> None:
-        self._context.stream_wait_event(self._cuda._handle(stream), self._event)
+        self._context.call("cuStreamWaitEvent", self._cuda._handle(stream), self._event, 0)
 
     def elapsed_ms(self, start: Event) -> float:
         if not isinstance(start, _CudaEvent) or start.device is not self.device:
             raise ArgumentError("both events must come from one device")
-        return self._context.elapsed_ms(start._event, self._event)
-
-
-def _elements(artifact: Artifact) -> dict[str, tuple[str, ...]]:
-    """Return, for each parameter of each kernel, the element type if the program defines it."""
-    return {symbol: _own_elements(spelling.demangle(symbol)) for symbol in artifact.kernels}
+        return float(self._context.call("cuEventElapsedTime", start._event, self._event))
 
 
 def _own_elements(signature: str) -> tuple[str, ...]:

@@ -19,17 +19,6 @@ from flashwarp.array.rows import ArrayStruct
 from flashwarp.errors import DtypeError
 from flashwarp.policy import Policy
 
-__all__ = [
-    "ATOMIC_ADD_DTYPES",
-    "SITE_BYTES",
-    "TOKEN_BYTES",
-    "array_words",
-    "check_dtype",
-    "function",
-    "lto_ir",
-    "word_count",
-]
-
 ATOMIC_ADD_DTYPES = ("int32", "uint32", "int64", "uint64", "float32", "float64")
 """Types for which `fw_atomic_add_*` exists."""
 

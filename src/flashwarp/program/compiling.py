@@ -154,12 +154,8 @@ def _define_options(defines: Mapping[str, Define] | None) -> list[str]:
     for name, value in defines.items():
         if not isinstance(name, str) or not _IDENTIFIER.match(name):
             raise ArgumentError(f"a macro cannot be named {name!r}")
-        if value is None:
-            options.append(f"-D{name}")
-        elif isinstance(value, bool):
-            options.append(f"-D{name}={int(value)}")
-        else:
-            options.append(f"-D{name}={value}")
+        text = int(value) if isinstance(value, bool) else value
+        options.append(f"-D{name}" if value is None else f"-D{name}={text}")
     return options
 
 
