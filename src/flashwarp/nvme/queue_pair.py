@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flashwarp import _native
 from flashwarp.device import Device
@@ -73,8 +72,7 @@ class QueuePairStruct(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class QueueCounters:
+class QueueCounters(NamedTuple):
     """Sums over the queue pairs of one controller."""
 
     commands: int
@@ -208,12 +206,8 @@ class QueuePairs(NotCopied):
 
     def counters(self) -> QueueCounters:
         """Read the counters; the snapshot is not atomic over the pairs."""
-        structs = self._download()
-        return QueueCounters(
-            commands=sum(int(pair.ticket) for pair in structs),
-            doorbells=sum(int(pair.doorbells) for pair in structs),
-            helps=sum(int(pair.helps) for pair in structs),
-        )
+        each = [(pair.ticket, pair.doorbells, pair.helps) for pair in self._download()]
+        return QueueCounters(*map(sum, zip(*each, strict=True)))
 
     def close(self) -> None:
         """Free the memory; the controller must have stopped. May be called twice."""
@@ -271,11 +265,7 @@ class QueueTable:
     def counters(self) -> QueueCounters:
         """Read the sums over all members; the snapshot is not atomic."""
         each = [pairs.counters() for pairs in self.members]
-        return QueueCounters(
-            commands=sum(c.commands for c in each),
-            doorbells=sum(c.doorbells for c in each),
-            helps=sum(c.helps for c in each),
-        )
+        return QueueCounters(*map(sum, zip(*each, strict=True)))
 
     def close(self) -> None:
         """Free the table; the controllers must have stopped. May be called twice."""
