@@ -139,12 +139,8 @@ def plot(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> Non
     columns = min(2, len(comparisons))
     rows = -(-len(comparisons) // columns)
     figure = Figure(figsize=(6.0 * columns, 4.2 * rows), layout="constrained")
-    flat = figure.subplots(rows, columns, squeeze=False).flat
-    panels = list(flat)
-    for panel, each in zip(panels, comparisons, strict=False):
-        _draw(panel, each)
-    for unused in panels[len(comparisons) :]:
-        unused.set_visible(False)
+    for number, each in enumerate(comparisons, 1):
+        _draw(figure.add_subplot(rows, columns, number), each)
     try:
         figure.savefig(path)
     except ValueError as error:
