@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy_format
 
+from flashwarp.storage import npy
 from flashwarp.storage.file import Mapping
 
 __all__ = [
@@ -33,8 +33,6 @@ __all__ = [
     "resident_fraction",
 ]
 
-# Rows of a file start on a page, so that a row of 4 KiB is one page and one cache line.
-NPY_DATA_OFFSET = 4096
 RANDOM_DEPTH = 256
 SEQUENTIAL_DEPTH = 8
 SEQUENTIAL_BYTES = 1 << 20
@@ -81,20 +79,14 @@ class DiskCeiling:
 
 
 def create_npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Write the header of a .npy file whose data starts at `NPY_DATA_OFFSET`; return that offset.
+    """Write the header of a .npy file whose data starts on a page; return its offset.
 
     The file gets its full size at once, as a hole, so that parts can be written in any order.
     """
-    header = repr(
-        {"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    )
-    # Version 1.0: 6 bytes of magic, 2 of version, 2 of header length, then text and one newline.
-    text = header.encode("latin1").ljust(NPY_DATA_OFFSET - 11) + b"\n"
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    with open(path, "wb") as file:
-        file.write(npy_format.magic(1, 0) + len(text).to_bytes(2, "little") + text)
-        file.truncate(NPY_DATA_OFFSET + nbytes)
-    return NPY_DATA_OFFSET
+    layout = npy.empty_layout(shape, dtype)
+    with path.open("wb") as file:
+        npy.write_empty(file.fileno(), layout)
+    return layout.offset
 
 
 def drop_page_cache(path: Path) -> None:
