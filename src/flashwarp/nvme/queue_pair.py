@@ -14,7 +14,7 @@ from flashwarp import _native
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 
-__all__ = ["DATA_PATHS", "DataPath", "QueueCounters", "QueuePairs", "QueueTable"]
+__all__ = ["DATA_PATHS", "DataPath", "QueueCounters", "QueuePairs", "QueueTable", "u32", "u64"]
 
 DataPath = Literal["in_place", "bounce", "direct"]
 DATA_PATHS: tuple[DataPath, ...] = get_args(DataPath)
@@ -27,17 +27,23 @@ _DETACHED_BYTES = 32
 _DOORBELL_STRIDE = 64
 
 
+def u64(*names: str) -> tuple[tuple[str, type[ctypes.c_uint64]], ...]:
+    """Return fields of 64 bits for a ctypes structure."""
+    return tuple((name, ctypes.c_uint64) for name in names)
+
+
+def u32(*names: str) -> tuple[tuple[str, type[ctypes.c_uint32]], ...]:
+    """Return fields of 32 bits for a ctypes structure."""
+    return tuple((name, ctypes.c_uint32) for name in names)
+
+
 class TransportStruct(ctypes.Structure):
     """Mirror of `nvme::transport`."""
 
     _fields_ = (
-        ("mapped_base", ctypes.c_uint64),
-        ("buffers", ctypes.c_uint64),
-        ("buffer_stride", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("path", ctypes.c_uint32),
-        ("leased", ctypes.c_uint32),
-        ("heartbeat", ctypes.c_uint64),
+        *u64("mapped_base", "buffers", "buffer_stride", "timeout_ns"),
+        *u32("path", "leased"),
+        *u64("heartbeat"),
     )
 
 
@@ -45,29 +51,17 @@ class QueuePairStruct(ctypes.Structure):
     """Mirror of `nvme::queue_pair`."""
 
     _fields_ = (
-        ("sq", ctypes.c_uint64),
-        ("cq", ctypes.c_uint64),
-        ("sq_doorbell", ctypes.c_uint64),
-        ("cq_doorbell", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
-        ("detached", ctypes.c_uint64),
+        *u64("sq", "cq", "sq_doorbell", "cq_doorbell", "slots", "detached"),
         ("data", TransportStruct),
-        ("doorbell_kind", ctypes.c_uint32),
+        *u32("doorbell_kind"),
         ("_pad0", ctypes.c_uint8 * 28),
-        ("ticket", ctypes.c_uint32),
-        ("depth_log2", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("failed", ctypes.c_uint32),
+        *u32("ticket", "depth_log2", "id", "failed"),
         ("_pad1", ctypes.c_uint8 * 16),
-        ("publish_lock", ctypes.c_uint32),
-        ("tail", ctypes.c_uint32),
+        *u32("publish_lock", "tail"),
         ("_pad2", ctypes.c_uint8 * 24),
-        ("drain_lock", ctypes.c_uint32),
-        ("head", ctypes.c_uint32),
-        ("fetched", ctypes.c_uint32),
+        *u32("drain_lock", "head", "fetched"),
         ("_pad3", ctypes.c_uint8 * 20),
-        ("doorbells", ctypes.c_uint32),
-        ("helps", ctypes.c_uint32),
+        *u32("doorbells", "helps"),
         ("_pad4", ctypes.c_uint8 * 24),
     )
 

@@ -13,6 +13,7 @@ from flashwarp.cache.cache import Cache
 from flashwarp.device import CpuDevice, Device
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError
+from flashwarp.nvme.queue_pair import u32, u64
 
 __all__ = ["Rows", "RowsStruct"]
 
@@ -33,16 +34,9 @@ class RowsStruct(ctypes.Structure):
     """Mirror of `fw::graph::rows`."""
 
     _fields_ = (
-        ("offsets", ctypes.c_uint64),
-        ("first", ctypes.c_uint64),
-        ("vertices", ctypes.c_uint64),
-        ("entries", ctypes.c_uint64),
-        ("chunks", ctypes.c_uint64),
-        ("chunk_log2", ctypes.c_uint32),
-        ("ahead", ctypes.c_uint32),
-        ("backwards", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        ("in_place", ctypes.c_uint64),
+        *u64("offsets", "first", "vertices", "entries", "chunks"),
+        *u32("chunk_log2", "ahead", "backwards", "reserved"),
+        *u64("in_place"),
     )
 
 
