@@ -45,8 +45,6 @@ def choose_controllers(
         For a `ControllerGroup` that does not fit the storage.
     """
     if not isinstance(storage, Composite):
-        if isinstance(controller, ControllerGroup):
-            raise ArgumentError(f"{controller!r} is for a Striped or Replicated storage")
         return controller, ""
     count = len(storage.members)
     obstacle = _obstacle(controller, storage, device, line_bytes)
