@@ -126,7 +126,7 @@ def test_directory_that_cannot_be_written_is_no_failure(
     def refuse(*arguments: object, **options: object) -> None:
         raise PermissionError(30, "Read-only file system")
 
-    monkeypatch.setattr(doctor.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
 
     found = findings(tmp_path)
 

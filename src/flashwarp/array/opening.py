@@ -6,6 +6,7 @@ cache, the controllers. It runs apart from signal handlers, so that it is done w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -27,10 +28,9 @@ from flashwarp.nvme import Controller
 from flashwarp.nvme.group import choose_controllers
 from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath
 from flashwarp.nvme.software import SoftwareController
-from flashwarp.policy import Policy
 from flashwarp.storage import Namespace, files, npy
 from flashwarp.storage.composite import Composite
-from flashwarp.storage.file_access import Access, Reached, reach
+from flashwarp.storage.file_access import Access, reach
 from flashwarp.storage.files import PathLike
 from flashwarp.storage.source import FilePart, Shape, Source, look, names_files
 
@@ -40,6 +40,8 @@ CacheLike: TypeAlias = Literal["auto"] | int | str | Cache
 Mode: TypeAlias = Literal["r", "r+"]
 
 P = ParamSpec("P")
+
+_OPTIONS_OF_PATHS = {"o_direct": None, "offset": None, "lock": True, "immutable": False}
 
 
 def _whole(function: Callable[P, Array]) -> Callable[P, Array]:
@@ -216,8 +218,8 @@ def create(
     form = npy.empty_layout(shape, dtype)
     name = files.check_name(path)
     target = files.check_new(name, overwrite)
-    plan = _Plan.of(_Request(name, "r+", dtype, shape, device, cache, line, o_direct, strict,
-                             controller, None, lock, False))  # fmt: skip
+    plan = _Plan(_Request(name, "r+", dtype, shape, device, cache, line, o_direct, strict,
+                          controller, None, lock, False))  # fmt: skip
     with files.Draft(target, overwrite, plan.access.lock) as draft:
         try:
             npy.write_empty(draft.descriptor, form)
@@ -231,27 +233,6 @@ def create(
             array.close()
             raise
     return array
-
-
-@dataclass(frozen=True)
-class _CacheRecipe:
-    """A cache as large as another process's, for an array that comes from there."""
-
-    capacity: int
-    line: int
-    ways: int
-    policy: Policy
-    host_capacity: int | None
-
-    @classmethod
-    def of(cls, cache: Cache) -> _CacheRecipe:
-        host = cache.host_capacity or None
-        return cls(cache.capacity, cache.line_bytes, cache.ways, cache.policy, host)
-
-    def make(self) -> Cache:
-        return Cache(
-            self.capacity, self.line, self.ways, self.policy, host_capacity=self.host_capacity
-        )
 
 
 @dataclass(frozen=True)
@@ -271,8 +252,8 @@ class _Request:
     offset: int | None
     lock: bool
     immutable: bool
-    cache_recipe: _CacheRecipe | None = None
-    """Where it was pickled with a `Cache`: what to make there."""
+    make_cache: Callable[[], Cache] | None = None
+    """Where it was pickled with a `Cache`: makes one as large, in the other process."""
 
     def recipe(self) -> _Request | None:
         """Return it with paths that hold in any folder; None if it needs the caller's storages."""
@@ -294,9 +275,9 @@ class _Request:
 
     def open(self) -> Array:
         """Open it, in the process that has unpickled it."""
-        if self.cache_recipe is None:
+        if self.make_cache is None:
             return _open(self)
-        array = _open(replace(self, cache=self.cache_recipe.make(), cache_recipe=None))
+        array = _open(replace(self, cache=self.make_cache(), make_cache=None))
         array._attachment.own_cache()
         return array
 
@@ -305,111 +286,96 @@ class _Request:
         if isinstance(self.device, Device):
             state["device"] = self.device.name
         if isinstance(self.cache, Cache):
-            state["device"] = self.cache.device.name
-            state |= {"cache": "auto", "cache_recipe": _CacheRecipe.of(self.cache)}
+            cache, host = self.cache, self.cache.host_capacity or None
+            make = functools.partial(
+                Cache,
+                cache.capacity,
+                cache.line_bytes,
+                cache.ways,
+                cache.policy,
+                host_capacity=host,
+            )
+            state |= {"device": cache.device.name, "cache": "auto", "make_cache": make}
         return state
 
 
 @_whole
 def _open(request: _Request) -> Array:
     choice("mode", request.mode, ("r", "r+"))
-    plan = _Plan.of(request)
+    plan = _Plan(request)
     given, offset = request.path_or_storage, request.offset
     if not names_files(given):
-        _refuse_options_of_paths(request)
+        for name, default in _OPTIONS_OF_PATHS.items():
+            if getattr(request, name) is not default:
+                raise ArgumentError(
+                    f"{name}= is for paths: a storage.File takes what it needs itself"
+                )
     if offset is not None:
         offset = integer("offset", offset, 0, SIZE_MAX)
     source = look(given, request.dtype, request.shape, offset, plan.access.writable)
     return plan.open(source, request.recipe())
 
 
-def _refuse_options_of_paths(request: _Request) -> None:
-    for name, default in (
-        ("o_direct", None),
-        ("offset", None),
-        ("lock", True),
-        ("immutable", False),
-    ):
-        if getattr(request, name) is not default:
-            raise ArgumentError(f"{name}= is for paths: a storage.File takes what it needs itself")
-
-
-@dataclass(frozen=True)
 class _Plan:
     """What an array gets besides its source; checked, with nothing opened yet."""
 
-    access: Access
-    cache: int | str | Cache
-    line_bytes: int
-    strict: DataPath | None
-    controller: Controller
-
-    @classmethod
-    def of(cls, request: _Request) -> _Plan:
+    def __init__(self, request: _Request) -> None:
         """Check what does not depend on the source."""
         if request.strict is not None:
             choice("strict", request.strict, DATA_PATHS)
-        controller = request.controller
-        if controller is None:
-            controller = SoftwareController()
-        if not isinstance(controller, Controller):
+        self.strict = request.strict
+        self.controller = SoftwareController() if request.controller is None else request.controller
+        if not isinstance(self.controller, Controller):
             raise ArgumentError(
-                f"controller={controller!r} is no Controller: give one, such as "
+                f"controller={self.controller!r} is no Controller: give one, such as "
                 "SoftwareController(...), whose settings hold for all members of a storage"
             )
-        cache, line_bytes = (
-            request.cache,
-            check_line(LINE_DEFAULT if request.line is None else request.line),
-        )
+        self.cache = request.cache
+        self.line_bytes = check_line(LINE_DEFAULT if request.line is None else request.line)
         device = None
-        if isinstance(cache, Cache):
-            if request.line is not None and line_bytes != cache.line_bytes:
+        if isinstance(self.cache, Cache):
+            device, line_bytes = self.cache._bound_device, self.cache.line_bytes
+            if request.line is not None and self.line_bytes != line_bytes:
                 raise ArgumentError(
-                    f"line={line_bytes}, but the lines of the cache have {cache.line_bytes} bytes"
+                    f"line={self.line_bytes}, but the lines of the cache have {line_bytes} bytes"
                 )
-            device, line_bytes = cache._bound_device, cache.line_bytes
+            self.line_bytes = line_bytes
         if device is None:
             device = resolve(request.device)
         elif request.device is not None and resolve(request.device) is not device:
             raise ArgumentError(
                 f"the cache is on {device.name}, the array is to be on {request.device}"
             )
-        access = Access(
+        self.access = Access(
             request.mode == "r+",
             None if request.o_direct is None else flag("o_direct", request.o_direct),
             device,
             flag("lock", request.lock),
-            controller.asked_path == "in_place",
+            self.controller.asked_path == "in_place",
             flag("immutable", request.immutable),
         )
-        if access.immutable and access.writable:
+        if self.access.immutable and self.access.writable:
             raise ArgumentError('immutable=True is for mode="r": this array may be stored to')
-        return cls(access, cache, line_bytes, request.strict, controller)
 
     def open(self, source: Source, recipe: _Request | None = None) -> Array:
         """Choose the data path of files, then the cache, then the controllers."""
-        reached = reach(source, self.access, self._host_bytes)
-        try:
-            array = self._array(source, reached, recipe)
-        except BaseException:
-            reached.release()
-            raise
-        if self.strict not in (None, array.controller.path):
-            told = f"strict={self.strict!r}, but the data would go {array.controller.path}"
-            reason = str(array.explain())
-            array.close()
-            raise DataPathError(f"{told}:\n{reason}")
-        array.strict = self.strict
-        return array
-
-    def _array(self, source: Source, reached: Reached, recipe: _Request | None) -> Array:
-        storage, device = reached.storage, self.access.device
-        shape = source.shape_on(storage)
-        if self.access.writable and not storage.writable:
-            raise ReadOnlyError(f'{storage.path or "the storage"} takes no writes: use mode="r"')
-        controller, why = choose_controllers(self.controller, storage, device, self.line_bytes)
-        cache = self._cache_for(storage.nbytes)
-        try:
+        with contextlib.ExitStack() as undo:
+            opened = undo.enter_context(contextlib.ExitStack())
+            storage, why = reach(source, self.access, self._host_bytes, opened)
+            shape, device = source.shape_on(storage), self.access.device
+            if self.access.writable and not storage.writable:
+                raise ReadOnlyError(
+                    f'{storage.path or "the storage"} takes no writes: use mode="r"'
+                )
+            controller, grouped = choose_controllers(
+                self.controller, storage, device, self.line_bytes
+            )
+            if isinstance(self.cache, Cache):
+                cache = self.cache
+                cache._bind(device, storage.nbytes)
+            else:
+                capacity = self._capacity(storage.nbytes, self.cache)
+                cache = undo.enter_context(Cache(capacity, self.line_bytes, device=device))
             attachment = Attachment(
                 storage,
                 RowFormat(source.dtype, shape),
@@ -417,14 +383,17 @@ class _Plan:
                 cache=cache,
                 owns_cache=cache is not self.cache,
                 controller=controller,
-                release_storage=reached.release,
+                release_storage=opened.close,
             )
-            why = "; ".join(filter(None, (reached.why, why)))
-            return Array(attachment, why=why, recipe=recipe)
-        except BaseException:
-            if cache is not self.cache:
-                cache.close()
-            raise
+            array = Array(attachment, why="; ".join(filter(None, (why, grouped))), recipe=recipe)
+            undo.pop_all()
+        if self.strict not in (None, array.controller.path):
+            told = f"strict={self.strict!r}, but the data would go {array.controller.path}"
+            reason = str(array.explain())
+            array.close()
+            raise DataPathError(f"{told}:\n{reason}")
+        array.strict = self.strict
+        return array
 
     def _host_bytes(self, nbytes: int) -> int:
         """Host memory that is yet to be allocated for the cache of an array of `nbytes`."""
@@ -437,11 +406,3 @@ class _Plan:
         if isinstance(wanted, str) and wanted == "auto":
             return automatic_capacity(nbytes, self.line_bytes, self.access.device)
         return parse_bytes(wanted, "cache")
-
-    def _cache_for(self, nbytes: int) -> Cache:
-        """Return the cache that is given, or make one for a storage of `nbytes`."""
-        device = self.access.device
-        if isinstance(self.cache, Cache):
-            self.cache._bind(device, nbytes)
-            return self.cache
-        return Cache(self._capacity(nbytes, self.cache), self.line_bytes, device=device)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp.cache.structs import GeometryStruct, u32, u64
+from flashwarp.cache.structs import GeometryStruct
 from flashwarp.errors import BoundsError, IndexDtypeError
+from flashwarp.nvme.queue_pair import u32, u64
 
 # Of narrower rows, each lane copies one element. A warp for each row would leave most lanes idle.
 _WIDE_ROW_BYTES = 256

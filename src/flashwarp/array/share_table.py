@@ -12,10 +12,10 @@ import warnings
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
-from flashwarp.cache.structs import u32, u64
 from flashwarp.config import integer
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, ShareError
+from flashwarp.nvme.queue_pair import u32, u64
 
 __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
 

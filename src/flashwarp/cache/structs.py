@@ -8,19 +8,10 @@ from __future__ import annotations
 import ctypes
 
 from flashwarp.nvme.group import NAMESPACES_MAX
+from flashwarp.nvme.queue_pair import u32, u64
 
 FAILURES_KEPT = 8
 """`kFailuresKept`: unread entries that a sequence of failures holds."""
-
-
-def u64(*names: str) -> tuple[tuple[str, type[ctypes.c_uint64]], ...]:
-    """Return fields of 64 bits for a ctypes structure."""
-    return tuple((name, ctypes.c_uint64) for name in names)
-
-
-def u32(*names: str) -> tuple[tuple[str, type[ctypes.c_uint32]], ...]:
-    """Return fields of 32 bits for a ctypes structure."""
-    return tuple((name, ctypes.c_uint32) for name in names)
 
 
 class GeometryStruct(ctypes.Structure):

@@ -13,6 +13,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import resource
 import shutil
 import sys
@@ -144,22 +145,19 @@ def examine(path: Path) -> Iterator[tuple[str, Finding | None]]:
         ("host-GPU link", _check_link),
         ("io_uring", _check_io_uring),
         ("file system", lambda: _check_file_system(directory)),
-        ("direct I/O", lambda: _check_direct_io(path)),
+        ("direct I/O", lambda: _check_direct_io(path if path.is_file() else directory)),
         ("page cache view", lambda: _check_residency(directory)),
         ("disk", lambda: _check_disk(directory)),
         ("optional packages", _check_packages),
     ]
     for name, check in checks:
         yield name, None
-        yield name, _caught(name, check)
-
-
-def _caught(name: str, check: Callable[[], Finding]) -> Finding:
-    # A report with one unexpected line helps; a traceback in its place does not.
-    try:
-        return check()
-    except Exception as error:
-        return Finding(name, "broken", f"{type(error).__name__}: {error}", _REPORT)
+        try:
+            finding = check()
+        # A report with one unexpected line helps; a traceback in its place does not.
+        except Exception as error:
+            finding = Finding(name, "broken", f"{type(error).__name__}: {error}", _REPORT)
+        yield name, finding
 
 
 def _print_table(findings: list[Finding], works: bool) -> None:
@@ -366,20 +364,14 @@ def _check_locked_memory() -> Finding:
     if limit == resource.RLIM_INFINITY:
         return Finding(name, "ok", "no limit (RLIMIT_MEMLOCK)")
     values = {"limit_bytes": limit}
-    if _effective_capabilities() >> _CAP_IPC_LOCK & 1:
+    held = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if held and int(held[1], 16) >> _CAP_IPC_LOCK & 1:
         return Finding(name, "ok", "no limit (CAP_IPC_LOCK)", values=values)
     detail = f"at most {binary(limit)} (RLIMIT_MEMLOCK)"
     if limit >= _FILE_BYTES:
         return Finding(name, "ok", detail, values=values)
     advice = "`ulimit -l unlimited` lets io_uring keep its buffers registered: a few percent faster"
     return Finding(name, "limited", detail, advice, values)
-
-
-def _effective_capabilities() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return int(line.split()[1], 16)
-    return 0
 
 
 def _check_io_uring() -> Finding:
@@ -433,7 +425,7 @@ def _check_direct_io(path: Path) -> Finding:
         if path.is_file():
             alignment = _native().direct_io_alignment(str(path))
         else:
-            with _nameless_file(path) as (_, link):
+            with _nameless_file(path) as link:
                 link.write_bytes(bytes(mmap.PAGESIZE))
                 alignment = _native().direct_io_alignment(str(link))
     except (ImportError, OSError) as error:
@@ -450,7 +442,7 @@ def _check_residency(directory: Path) -> Finding:
     name = "page cache view"
     advice = "flashwarp then reads files through buffers unless you choose otherwise"
     try:
-        with _nameless_file(directory) as (_, link):
+        with _nameless_file(directory) as link:
             link.write_bytes(bytes(16 * mmap.PAGESIZE))
             part = resident_fraction(link)
     except (ImportError, OSError) as error:
@@ -468,7 +460,7 @@ def _check_disk(directory: Path) -> Finding:
     if size < _FILE_BYTES_MIN:
         return Finding("disk", "missing", "not measured: the file system is nearly full")
     try:
-        with _nameless_file(directory) as (_, link):
+        with _nameless_file(directory) as link:
             written, write_rate = measure_writes(link, size)
             ceiling = measure_ceiling(link, 4096, _READ_SECONDS)
     except OSError as error:
@@ -479,7 +471,9 @@ def _check_disk(directory: Path) -> Finding:
         "random_4k_reads_per_s": ceiling.random_reads_per_s,
         "sequential_read_bytes_per_s": ceiling.sequential_gb_per_s * 1e9,
     }
-    wrote = f"{_rate(write_rate)} in writes of a temporary file of {binary(written)} (removed)"
+    wrote = (
+        f"{write_rate / 1e9:.2f} GB/s in writes of a temporary file of {binary(written)} (removed)"
+    )
     if not ceiling.random_reads_per_s:
         return Finding("disk", "limited", f"reads {ceiling.note}; {wrote}", values=values)
     return Finding(
@@ -493,23 +487,14 @@ def _check_disk(directory: Path) -> Finding:
 
 
 @contextmanager
-def _nameless_file(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Yield a new file without a name: its descriptor, and a path that opens it again."""
-    fd, name = tempfile.mkstemp(dir=_writable(directory), prefix=".flashwarp-")
-    try:
-        Path(name).unlink()
-        yield fd, Path(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)
+def _nameless_file(directory: Path) -> Iterator[Path]:
+    """Yield a path that opens a new file without a name."""
+    with tempfile.TemporaryFile(dir=_writable(directory)) as file:
+        yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
-def _writable(path: Path) -> Path:
+def _writable(directory: Path) -> Path:
     """Return the directory to write in. Raises PermissionError if it is read-only."""
-    directory = path if path.is_dir() else path.parent
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"no permission to write in {directory.resolve()}; see --path")
     return directory
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s"

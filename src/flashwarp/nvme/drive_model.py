@@ -188,12 +188,14 @@ class SSDModel:
 
     def native_parameters(self) -> _native.SsdParameters:
         """Return the parameters for the native controller."""
-        return _native.SsdParameters(
-            _direction(self.read_iops, self.read_bytes_per_s, self.read_latency_us),
-            _direction(self.write_iops, self.write_bytes_per_s, self.write_latency_us),
-            self.units,
-            self.seed,
+        read, write = (
+            _native.SsdDirection(list(iops), bytes_per_s, [1e3 * us for us in _service_us(latency)])
+            for iops, bytes_per_s, latency in (
+                (self.read_iops, self.read_bytes_per_s, self.read_latency_us),
+                (self.write_iops, self.write_bytes_per_s, self.write_latency_us),
+            )
         )
+        return _native.SsdParameters(read, write, self.units, self.seed)
 
     def native_model(self) -> _native.SsdModel:
         """Return an unused drive of this kind: ``admit(now_ns, is_write, blocks)``."""
@@ -238,15 +240,6 @@ def _service_us(latency_us: tuple[float, float, float]) -> list[float]:
     chances = [min(i / _QUANTILES, _LAST_QUANTILE) for i in range(1, _QUANTILES + 1)]
     body = [least + (median - least) * math.exp(sigma * normal.inv_cdf(p)) for p in chances]
     return [least, *body]
-
-
-def _direction(
-    ceilings: tuple[tuple[int, float], ...],
-    bytes_per_s: float,
-    latency_us: tuple[float, float, float],
-) -> _native.SsdDirection:
-    service_ns = [1e3 * time for time in _service_us(latency_us)]
-    return _native.SsdDirection(list(ceilings), bytes_per_s, service_ns)
 
 
 def _blocks(block_bytes: int) -> int:

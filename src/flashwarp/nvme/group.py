@@ -45,8 +45,6 @@ def choose_controllers(
         For a `ControllerGroup` that does not fit the storage.
     """
     if not isinstance(storage, Composite):
-        if isinstance(controller, ControllerGroup):
-            raise ArgumentError(f"{controller!r} is for a Striped or Replicated storage")
         return controller, ""
     count = len(storage.members)
     obstacle = _obstacle(controller, storage, device, line_bytes)
@@ -144,8 +142,21 @@ class GroupService(Service):
             shared = replace(destination, controllers=destination.controllers * len(controllers))
             for controller, member in zip(controllers, storage.members, strict=True):
                 self.services.append(controller.attach(member, shared))
-            pairs = [_pairs_of(service) for service in self.services]
-            self._check_paths()
+            pairs = []
+            for service in self.services:
+                queues = service.queues
+                if not isinstance(queues, QueuePairs):
+                    raise ArgumentError(
+                        f"{service!r} has queues of type {type(queues).__name__}: a controller "
+                        "under several storages makes them as flashwarp.nvme.queue_pair.QueuePairs"
+                    )
+                pairs.append(queues)
+            paths = [service.path for service in self.services]
+            if len(set(paths)) != 1:
+                raise ArgumentError(
+                    f"the members' data would go different ways ({', '.join(paths)}): give their "
+                    "controllers the same data_path"
+                )
             device, lines = destination.device, destination.frames[1] // destination.line_bytes
             fields = {"spread": _REPLICATED}
             if isinstance(storage, Striped):
@@ -160,14 +171,6 @@ class GroupService(Service):
         except BaseException:
             self.stop()
             raise
-
-    def _check_paths(self) -> None:
-        paths = [service.path for service in self.services]
-        if len(set(paths)) != 1:
-            raise ArgumentError(
-                f"the members' data would go different ways ({', '.join(paths)}): give their "
-                "controllers the same data_path"
-            )
 
     @property
     def path(self) -> str:
@@ -271,14 +274,3 @@ class GroupService(Service):
         if self._counts is not None:
             self._counts.close()
             self._counts = None
-
-
-def _pairs_of(service: Service) -> QueuePairs:
-    """Return the queue pairs of one storage, which a table can take in."""
-    queues = service.queues
-    if not isinstance(queues, QueuePairs):
-        raise ArgumentError(
-            f"{service!r} has queues of type {type(queues).__name__}: a controller under several "
-            "storages makes them as flashwarp.nvme.queue_pair.QueuePairs"
-        )
-    return queues

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from flashwarp import _native
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 
-__all__ = ["DATA_PATHS", "DataPath", "QueueCounters", "QueuePairs", "QueueTable"]
+__all__ = ["DATA_PATHS", "DataPath", "QueueCounters", "QueuePairs", "QueueTable", "u32", "u64"]
 
 DataPath = Literal["in_place", "bounce", "direct"]
 DATA_PATHS: tuple[DataPath, ...] = get_args(DataPath)
@@ -28,17 +27,23 @@ _DETACHED_BYTES = 32
 _DOORBELL_STRIDE = 64
 
 
+def u64(*names: str) -> tuple[tuple[str, type[ctypes.c_uint64]], ...]:
+    """Return fields of 64 bits for a ctypes structure."""
+    return tuple((name, ctypes.c_uint64) for name in names)
+
+
+def u32(*names: str) -> tuple[tuple[str, type[ctypes.c_uint32]], ...]:
+    """Return fields of 32 bits for a ctypes structure."""
+    return tuple((name, ctypes.c_uint32) for name in names)
+
+
 class TransportStruct(ctypes.Structure):
     """Mirror of `nvme::transport`."""
 
     _fields_ = (
-        ("mapped_base", ctypes.c_uint64),
-        ("buffers", ctypes.c_uint64),
-        ("buffer_stride", ctypes.c_uint64),
-        ("timeout_ns", ctypes.c_uint64),
-        ("path", ctypes.c_uint32),
-        ("leased", ctypes.c_uint32),
-        ("heartbeat", ctypes.c_uint64),
+        *u64("mapped_base", "buffers", "buffer_stride", "timeout_ns"),
+        *u32("path", "leased"),
+        *u64("heartbeat"),
     )
 
 
@@ -46,36 +51,22 @@ class QueuePairStruct(ctypes.Structure):
     """Mirror of `nvme::queue_pair`."""
 
     _fields_ = (
-        ("sq", ctypes.c_uint64),
-        ("cq", ctypes.c_uint64),
-        ("sq_doorbell", ctypes.c_uint64),
-        ("cq_doorbell", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
-        ("detached", ctypes.c_uint64),
+        *u64("sq", "cq", "sq_doorbell", "cq_doorbell", "slots", "detached"),
         ("data", TransportStruct),
-        ("doorbell_kind", ctypes.c_uint32),
-        ("plain_reads", ctypes.c_uint32),
+        *u32("doorbell_kind", "plain_reads"),
         ("_pad0", ctypes.c_uint8 * 24),
-        ("ticket", ctypes.c_uint32),
-        ("depth_log2", ctypes.c_uint32),
-        ("id", ctypes.c_uint32),
-        ("failed", ctypes.c_uint32),
+        *u32("ticket", "depth_log2", "id", "failed"),
         ("_pad1", ctypes.c_uint8 * 16),
-        ("publish_lock", ctypes.c_uint32),
-        ("tail", ctypes.c_uint32),
+        *u32("publish_lock", "tail"),
         ("_pad2", ctypes.c_uint8 * 24),
-        ("drain_lock", ctypes.c_uint32),
-        ("head", ctypes.c_uint32),
-        ("fetched", ctypes.c_uint32),
+        *u32("drain_lock", "head", "fetched"),
         ("_pad3", ctypes.c_uint8 * 20),
-        ("doorbells", ctypes.c_uint32),
-        ("helps", ctypes.c_uint32),
+        *u32("doorbells", "helps"),
         ("_pad4", ctypes.c_uint8 * 24),
     )
 
 
-@dataclass(frozen=True)
-class QueueCounters:
+class QueueCounters(NamedTuple):
     """Sums over the queue pairs of one controller."""
 
     commands: int
@@ -213,12 +204,8 @@ class QueuePairs(NotCopied):
 
     def counters(self) -> QueueCounters:
         """Read the counters; the snapshot is not atomic over the pairs."""
-        structs = self._download()
-        return QueueCounters(
-            commands=sum(int(pair.ticket) for pair in structs),
-            doorbells=sum(int(pair.doorbells) for pair in structs),
-            helps=sum(int(pair.helps) for pair in structs),
-        )
+        each = [(pair.ticket, pair.doorbells, pair.helps) for pair in self._download()]
+        return QueueCounters(*map(sum, zip(*each, strict=True)))
 
     def close(self) -> None:
         """Free the memory; the controller must have stopped. May be called twice."""
@@ -276,11 +263,7 @@ class QueueTable:
     def counters(self) -> QueueCounters:
         """Read the sums over all members; the snapshot is not atomic."""
         each = [pairs.counters() for pairs in self.members]
-        return QueueCounters(
-            commands=sum(c.commands for c in each),
-            doorbells=sum(c.doorbells for c in each),
-            helps=sum(c.helps for c in each),
-        )
+        return QueueCounters(*map(sum, zip(*each, strict=True)))
 
     def close(self) -> None:
         """Free the table; the controllers must have stopped. May be called twice."""

@@ -6,12 +6,13 @@ array, and stops with it. Data reaches the device by one of three paths, chosen 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
 from flashwarp.config import choice, flag, integer
-from flashwarp.device import CpuDevice, Device, Registration
+from flashwarp.device import CpuDevice, Device
 from flashwarp.device.memory import OwnedStream
 from flashwarp.errors import (
     ArgumentError,
@@ -22,7 +23,7 @@ from flashwarp.errors import (
 from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, QueuePairs
 from flashwarp.storage import File, Memory, Namespace, Storage
-from flashwarp.storage.lease import Lease
+from flashwarp.storage.file import Mapping
 
 if TYPE_CHECKING:
     from flashwarp.nvme.drive_model import SSDModel
@@ -87,14 +88,13 @@ class SoftwareController(Controller):
             raise ArgumentError(
                 f"a controller has settings, and no storage: give {queue_pairs!r} to flashwarp.open"
             )
-        if queue_pairs is not None:
-            queue_pairs = integer("queue_pairs", queue_pairs, 1, 1024)
-        if depth is not None:
-            depth = integer("depth", depth, 2, 32768)
-            if depth & (depth - 1):
-                raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
-        if threads is not None:
-            threads = integer("threads", threads, 1, 256)
+        self.queue_pairs = (
+            None if queue_pairs is None else integer("queue_pairs", queue_pairs, 1, 1024)
+        )
+        self.depth = None if depth is None else integer("depth", depth, 2, 32768)
+        if self.depth is not None and self.depth & (self.depth - 1):
+            raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
+        self.threads = None if threads is None else integer("threads", threads, 1, 256)
         if data_path is not None:
             choice("data_path", data_path, DATA_PATHS)
         if model is not None:
@@ -103,9 +103,6 @@ class SoftwareController(Controller):
             model = SSDModel.named(model) if isinstance(model, str) else model
             if not isinstance(model, SSDModel):
                 raise ArgumentError(f"model={model!r} is neither an SSDModel nor the name of one")
-        self.queue_pairs = queue_pairs
-        self.depth = depth
-        self.threads = threads
         self.asked_path = data_path
         self.commands = flag("commands", commands)
         self.model = model
@@ -131,7 +128,12 @@ def choose_path(storage: Storage, device: Device, wanted: str | None) -> tuple[s
 
     Raises ArgumentError if `wanted` is a path that it cannot take.
     """
-    mappable = _can_map(storage, device)
+    # If a file is cut, a CPU thread that touches its mapped pages dies of SIGBUS; a GPU's
+    # registration pins them. So on the CPU files are mapped only under a lease. Otherwise the
+    # storage copies from its own mapping, where a fault is an error of the read.
+    leased = isinstance(storage, File) and storage.lease is not None
+    safe = leased or isinstance(storage, Memory) or device.kind == "cuda"
+    mappable = bool(storage.native.mapped_base) and safe
     if wanted == "in_place" and not mappable:
         refusal = storage.lease_refusal if isinstance(storage, File) else ""
         raise ArgumentError(
@@ -148,17 +150,6 @@ def choose_path(storage: Storage, device: Device, wanted: str | None) -> tuple[s
     if device.kind == "cpu":
         return "direct", "the device's memory is host memory: the controller fills the frames"
     return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
-
-
-def _can_map(storage: Storage, device: Device) -> bool:
-    if not int(storage.native.mapped_base):
-        return False
-    # If a file is cut, a CPU thread that touches its mapped pages dies of SIGBUS; a GPU's
-    # registration pins them. So on the CPU files are mapped only under a lease. Otherwise the
-    # storage copies from its own mapping, where a fault is an error of the read.
-    if isinstance(storage, Memory) or device.kind == "cuda":
-        return True
-    return isinstance(storage, File) and storage.lease is not None
 
 
 class SoftwareService(Service):
@@ -194,8 +185,7 @@ class SoftwareService(Service):
         self._served: Storage | None = storage
         self._queues: QueuePairs | None = None
         self._native: _native.SoftwareController | None = None
-        self._registration: Registration | None = None
-        self._lease: Lease | None = None
+        self._owned = contextlib.ExitStack()
         self._side: OwnedStream | None = None
         self._stale: StorageError | None = None
         defaults = config.current()
@@ -228,7 +218,12 @@ class SoftwareService(Service):
         self._yields = yields
         self._mapped_base = int(storage.native.mapped_base) if path == "in_place" else 0
         if path == "in_place" and device.kind == "cuda":
-            self._register(storage, device)
+            held = storage.mapping if isinstance(storage, File) else storage
+            if isinstance(held, Mapping | Memory):
+                # Exactly the caller's bytes: a copy from a neighbour on the same page would be
+                # refused if it began outside of a registered range and ended inside.
+                registration = device.register_host(held.address, held.nbytes, not storage.writable)
+                self._owned.callback(registration.close)
         try:
             self._queues = QueuePairs(
                 device,
@@ -241,6 +236,7 @@ class SoftwareService(Service):
                 plain_reads=self._plain_reads,
                 timeout_s=defaults.timeout_s,
             )
+            self._owned.callback(self._queues.close)
             buffers = self._queues.buffer_region
             regions = [] if buffers is None else [buffers]
             if path == "direct":
@@ -257,24 +253,24 @@ class SoftwareService(Service):
                 None if self.model is None else self.model.native_parameters(),
                 (*destination.owners, *self._queues.owners),
             )
-            self._start(self._native)
+            self._owned.callback(self._native.stop)
+            try:
+                self._native.start()
+            except RuntimeError as error:
+                raise ControllerError(
+                    f"{threads} threads of the controller cannot be started ({error}): raise the "
+                    "limit of processes (ulimit -u), or ask for fewer threads"
+                ) from error
             self.path = path
             if lease is not None:
                 self._side = device.create_stream()
-                self._lease = lease
+                self._owned.callback(self._side.close)
+                # Closed first, because a break uses the rings.
+                self._owned.callback(lease.close)
                 lease.watch(self._leave_in_place, self._file_changed)
         except BaseException:
             self.stop()
             raise
-
-    def _start(self, native: _native.SoftwareController) -> None:
-        try:
-            native.start()
-        except RuntimeError as error:
-            raise ControllerError(
-                f"{self.threads} threads of the controller cannot be started ({error}): raise the "
-                "limit of processes (ulimit -u), or ask for fewer threads"
-            ) from error
 
     def _geometry(
         self, path: str, buffered: bool, destination: Destination, defaults: config.Config
@@ -299,17 +295,6 @@ class SoftwareService(Service):
             # They poll: more of them than cores would wait for each other.
             threads = 1 if few else max(1, min(8, cores // 2) // destination.controllers)
         return count, depth, threads
-
-    def _register(self, storage: Storage, device: Device) -> None:
-        if isinstance(storage, File) and storage.mapping is not None:
-            mapping = storage.mapping
-            self._registration = device.register_host(mapping.address, mapping.nbytes, True)
-        elif isinstance(storage, Memory):
-            # Exactly the caller's bytes: a copy from a neighbour on the same page would be refused
-            # if it began outside of a registered range and ended inside.
-            self._registration = device.register_host(
-                storage.address, storage.nbytes, not storage.writable
-            )
 
     # Leaving a file's own pages.
 
@@ -429,22 +414,8 @@ class SoftwareService(Service):
 
     def stop(self) -> None:
         """Stop the threads and free the rings; waits for commands in flight. See `Service`."""
-        if self._lease is not None:
-            # First, because a break uses the rings.
-            self._lease.close()
-            self._lease = None
-        if self._native is not None:
-            self._native.stop()
-            self._native = self._served = None
-        if self._queues is not None:
-            self._queues.close()
-            self._queues = None
-        if self._registration is not None:
-            self._registration.close()
-            self._registration = None
-        if self._side is not None:
-            self._side.close()
-            self._side = None
+        self._owned.close()
+        self._native = self._served = self._queues = None
 
     def __repr__(self) -> str:
         of = "stopped" if self._served is None else f"of {self._served}"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy_format
 
+from flashwarp.storage import npy
 from flashwarp.storage.file import Mapping
 
 __all__ = [
@@ -33,8 +33,6 @@ __all__ = [
     "resident_fraction",
 ]
 
-# Rows of a file start on a page, so that a row of 4 KiB is one page and one cache line.
-NPY_DATA_OFFSET = 4096
 RANDOM_DEPTH = 256
 SEQUENTIAL_DEPTH = 8
 SEQUENTIAL_BYTES = 1 << 20
@@ -81,20 +79,14 @@ class DiskCeiling:
 
 
 def create_npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """Write the header of a .npy file whose data starts at `NPY_DATA_OFFSET`; return that offset.
+    """Write the header of a .npy file whose data starts on a page; return its offset.
 
     The file gets its full size at once, as a hole, so that parts can be written in any order.
     """
-    header = repr(
-        {"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    )
-    # Version 1.0: 6 bytes of magic, 2 of version, 2 of header length, then text and one newline.
-    text = header.encode("latin1").ljust(NPY_DATA_OFFSET - 11) + b"\n"
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    with open(path, "wb") as file:
-        file.write(npy_format.magic(1, 0) + len(text).to_bytes(2, "little") + text)
-        file.truncate(NPY_DATA_OFFSET + nbytes)
-    return NPY_DATA_OFFSET
+    layout = npy.empty_layout(shape, dtype)
+    with path.open("wb") as file:
+        npy.write_empty(file.fileno(), layout)
+    return layout.offset
 
 
 def drop_page_cache(path: Path) -> None:
@@ -185,70 +177,53 @@ def _reads_per_s(path: Path, nbytes: int, depth: int, seconds: float, sequential
         raise NotImplementedError(f"no Linux AIO call numbers for {platform.machine()}")
     setup, destroy, getevents, submit = _AIO_CALLS[platform.machine()]
     blocks = path.stat().st_size // nbytes
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    context = ctypes.c_ulong(0)
-    try:
-        _system_call(setup, ctypes.c_long(depth), ctypes.byref(context))
-        try:
-            return _keep_reading(
-                (context, submit, getevents), fd, blocks, nbytes, depth, seconds, sequential
-            )
-        finally:
-            _system_call(destroy, context)
-    finally:
-        os.close(fd)
-
-
-def _keep_reading(
-    aio: tuple[ctypes.c_ulong, int, int],
-    fd: int,
-    blocks: int,
-    nbytes: int,
-    depth: int,
-    seconds: float,
-    sequential: bool,
-) -> float:
-    context, submit, getevents = aio
     slots = np.arange(depth, dtype=np.uint64)
     # An anonymous mapping is page-aligned, which is all that O_DIRECT can ask of memory.
     buffer = np.frombuffer(mmap.mmap(-1, depth * nbytes), dtype=np.uint8)
     commands = np.zeros(depth, _IOCB)
     commands["data"] = slots
-    commands["fd"] = fd
     commands["nbytes"] = nbytes
     commands["buffer"] = buffer.ctypes.data + slots * np.uint64(nbytes)
     addresses = commands.ctypes.data + slots * np.uint64(_IOCB.itemsize)
     events = np.zeros(depth, _IO_EVENT)
     random = np.random.default_rng(0)
     free, done, position = slots, 0, 0
-
-    start = time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
-        if sequential:
-            block = (position + np.arange(len(free))) % blocks
-            position += len(free)
-        else:
-            block = random.integers(0, blocks, len(free))
-        commands["offset"][free] = block * nbytes
-        pointers = addresses[free]
-        _system_call(
-            submit, context, ctypes.c_long(len(free)), ctypes.c_void_p(pointers.ctypes.data)
-        )
-        # A quarter of the queue at a time: deep enough to batch, and the disk never runs dry.
-        count = _system_call(
-            getevents,
-            context,
-            ctypes.c_long(max(1, depth // 4)),
-            ctypes.c_long(depth),
-            ctypes.c_void_p(events.ctypes.data),
-            None,
-        )
-        results = events["result"][:count]
-        if (results != nbytes).any():
-            bad = int(results[results != nbytes][0])
-            raise OSError(-bad if bad < 0 else errno.EIO, f"read of {nbytes} bytes returned {bad}")
-        free = events["data"][:count].copy()
-        done += count
+    with contextlib.ExitStack() as undo:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        undo.callback(os.close, fd)
+        commands["fd"] = fd
+        context = ctypes.c_ulong(0)
+        _system_call(setup, ctypes.c_long(depth), ctypes.byref(context))
+        undo.callback(_system_call, destroy, context)
+        start = time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds:
+            if sequential:
+                block = (position + np.arange(len(free))) % blocks
+                position += len(free)
+            else:
+                block = random.integers(0, blocks, len(free))
+            commands["offset"][free] = block * nbytes
+            pointers = addresses[free]
+            _system_call(
+                submit, context, ctypes.c_long(len(free)), ctypes.c_void_p(pointers.ctypes.data)
+            )
+            # A quarter of the queue at a time: deep enough to batch, and the disk never runs dry.
+            count = _system_call(
+                getevents,
+                context,
+                ctypes.c_long(max(1, depth // 4)),
+                ctypes.c_long(depth),
+                ctypes.c_void_p(events.ctypes.data),
+                None,
+            )
+            results = events["result"][:count]
+            if (results != nbytes).any():
+                bad = int(results[results != nbytes][0])
+                raise OSError(
+                    -bad if bad < 0 else errno.EIO, f"read of {nbytes} bytes returned {bad}"
+                )
+            free = events["data"][:count].copy()
+            done += count
     return done / elapsed
 
 

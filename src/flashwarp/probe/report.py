@@ -161,10 +161,9 @@ def _versions() -> dict[str, str | None]:
         "cuda": None,
     }
     for name in _PACKAGES:
-        try:
+        versions[name] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     if _DRIVER.exists():
         # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1 ...": the first word with a point.
         versions["driver"] = next((w for w in _DRIVER.read_text().split() if "." in w), None)

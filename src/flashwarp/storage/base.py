@@ -218,8 +218,9 @@ def typed_errors(operation: str) -> Iterator[None]:
         raise
     except OSError as error:
         number, path = error.errno or errno.EIO, error.filename
+        offset = getattr(error, "offset", None)
         raise StorageError(
-            number, f"{operation}: {error.strerror}", path or None, offset=_offset_of(error)
+            number, f"{operation}: {error.strerror}", path or None, offset=offset
         ) from error
     except RuntimeError as error:  # the only one that it raises
         raise ForkError(str(error)) from error
@@ -227,8 +228,3 @@ def typed_errors(operation: str) -> Iterator[None]:
         raise DeviceOutOfMemory(
             f"{operation}: host memory has no room for the bytes: take fewer at a time"
         ) from error
-
-
-def _offset_of(error: OSError) -> int | None:
-    offset = getattr(error, "offset", None)
-    return None if offset is None else int(offset)

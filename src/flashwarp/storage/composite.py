@@ -180,18 +180,15 @@ def _checked(members: Sequence[Member]) -> tuple[str | Storage, ...]:
         raise ArgumentError(f"members={members!r} is not a sequence of storages and paths")
     if not members:
         raise ArgumentError("members is empty: give one storage or path at least")
-    parts = tuple(each if isinstance(each, Storage) else _path(each) for each in members)
+    for each in members:
+        if isinstance(each, Namespace) and not isinstance(each, Storage):
+            raise ArgumentError(f"{each!r} describes a namespace without its bytes: give a Storage")
+    parts = tuple(e if isinstance(e, Storage) else files.check_name(e) for e in members)
     storages = [part for part in parts if isinstance(part, Storage)]
     leaves = [leaf for storage in storages for leaf in members_of(storage)]
     if len(set(map(id, leaves))) != len(leaves):
         raise ArgumentError("a storage is named twice: its bytes would be in two places")
     return parts
-
-
-def _path(member: object) -> str:
-    if isinstance(member, Namespace):
-        raise ArgumentError(f"{member!r} describes a namespace without its bytes: give a Storage")
-    return files.check_name(member)
 
 
 def members_of(storage: Namespace) -> tuple[Namespace, ...]:

@@ -29,7 +29,7 @@ _SAFETENSORS = (
 
 # By the bytes at the beginning. Raw numbers begin with a mark of three bytes by chance, in one of
 # millions of files. So every message names the way out.
-_MAGIC: tuple[tuple[bytes, str, str], ...] = (
+_MAGIC: tuple[tuple[bytes | tuple[bytes, ...], str, str], ...] = (
     (b"PAR1", "a Parquet file", "read its columns with pyarrow, and save each with numpy.save"),
     (b"ARROW1\0\0", "an Arrow (Feather) file", "read its columns with pyarrow, and save each"),
     (b"FEA1", "a Feather file", "read its columns with pyarrow, and save each with numpy.save"),
@@ -43,21 +43,16 @@ _MAGIC: tuple[tuple[bytes, str, str], ...] = (
     (b"SQLite format 3\0", "an SQLite database", "select what is needed, and save it"),
     (b"\x89PNG\r\n\x1a\n", "a PNG image", _DECODE),
     (b"\xff\xd8\xff", "a JPEG image", _DECODE),
-    (b"GIF87a", "a GIF image", _DECODE),
-    (b"GIF89a", "a GIF image", _DECODE),
-    (b"II*\0", "a TIFF image", _DECODE),
-    (b"MM\0*", "a TIFF image", _DECODE),
+    ((b"GIF87a", b"GIF89a"), "a GIF image", _DECODE),
+    ((b"II*\0", b"MM\0*"), "a TIFF image", _DECODE),
     (b"%PDF-", "a PDF document", _DECODE),
     (b"\x7fELF", "a program", _DECODE),
     (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", "a PyTorch file", _ARRAYS),
-    (b"\x80\x04\x95", "a pickle", _ARRAYS),
-    (b"\x80\x05\x95", "a pickle", _ARRAYS),
+    ((b"\x80\x04\x95", b"\x80\x05\x95"), "a pickle", _ARRAYS),
     (b"GGUF", "a GGUF model", _ARRAYS),
     (b"MATLAB 5.0 MAT-file", "a MATLAB file", _ARRAYS),
     (b"SIMPLE  =", "a FITS file", _ARRAYS),
-    (b"CDF\1", "a netCDF file", _ARRAYS),
-    (b"CDF\2", "a netCDF file", _ARRAYS),
-    (b"CDF\5", "a netCDF file", _ARRAYS),
+    ((b"CDF\1", b"CDF\2", b"CDF\5"), "a netCDF file", _ARRAYS),
 )
 
 _HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"

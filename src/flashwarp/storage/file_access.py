@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,6 @@ from flashwarp.storage.source import FilePart, Source
 __all__ = [
     "Access",
     "FileFacts",
-    "Reached",
     "ReadFigures",
     "Way",
     "WayReview",
@@ -236,17 +235,16 @@ class WayReview:
         finally:
             self._lock.release()
 
-    def _room(self) -> int:
-        """Look up what the page cache may take; 0.2 ms, as long as copying a megabyte from it."""
-        available = host_memory.available_bytes()
-        return room_for_pages(available, self._reserved, config.current())
-
     def _look(self, file: _native.FileStorage) -> None:
         seen = ReadFigures(*file.read_figures())
         o_direct = bool(file.o_direct)
         if seen.in_order:
             self._rates[o_direct] = seen.bytes_per_s
-        room = self._room() if seen.memory_decides(o_direct) else 0
+        room = 0
+        if seen.memory_decides(o_direct):
+            # This look takes 0.2 ms, as long as copying a megabyte from the page cache.
+            available = host_memory.available_bytes()
+            room = room_for_pages(available, self._reserved, config.current())
         why = reconsider(o_direct, seen, room, self._rates)
         if why is None:
             self._next = seen.nbytes + self._every
@@ -277,20 +275,16 @@ class Access:
     immutable: bool = False
 
 
-@dataclass(frozen=True)
-class Reached:
-    """The storage of an array, why its files were opened so, and what closes them."""
-
-    storage: Namespace
-    why: str
-    release: Callable[[], None]
-
-
 # The longest load of a GPU thread, and so the strictest alignment.
 _LOAD_BYTES_MAX = 16
 
 
-def reach(source: Source, access: Access, host_bytes: Callable[[int], int]) -> Reached:
+def reach(
+    source: Source,
+    access: Access,
+    host_bytes: Callable[[int], int],
+    opened: contextlib.ExitStack,
+) -> tuple[Namespace, str]:
     """Open the files of a source: all of them to be read in place, or none.
 
     Parameters
@@ -300,6 +294,14 @@ def reach(source: Source, access: Access, host_bytes: Callable[[int], int]) -> R
     access : Access
     host_bytes : callable
         Host memory that the array's cache will take, for so many bytes in files.
+    opened : ExitStack
+        Empty; closes what is opened.
+
+    Returns
+    -------
+    storage : Namespace
+    why : str
+        Why its files were opened so, for people.
 
     Raises
     ------
@@ -310,31 +312,25 @@ def reach(source: Source, access: Access, host_bytes: Callable[[int], int]) -> R
     # All files together must fit the memory, so each reserves what the others take.
     reserved = host_bytes(nbytes) + nbytes if files else 0
     in_place = all(isinstance(part, FilePart | Memory) for part in source.parts)
-    with contextlib.ExitStack() as opened:
-        storages, reasons = _open_parts(source.parts, access, reserved, in_place, opened)
-        mapped = {
-            isinstance(storage, File) and storage.mapping is not None
-            for storage, part in zip(storages, source.parts, strict=True)
-            if isinstance(part, FilePart)
-        }
-        if len(mapped) > 1:
-            opened.close()
-            storages, reasons = _open_parts(source.parts, access, reserved, False, opened)
-        storage = storages[0]
-        if source.composite is not None:
-            storage = source.composite.of([s for s in storages if isinstance(s, Storage)])
-            opened.callback(storage.close)
-        return Reached(storage, "; ".join(reasons), opened.pop_all().close)
+    storages, why = _open_parts(source.parts, access, reserved, in_place, opened)
+    if len({s.mapping is None for s in storages if isinstance(s, File)}) > 1:
+        opened.close()
+        storages, why = _open_parts(source.parts, access, reserved, False, opened)
+    if source.composite is None:
+        return storages[0], why
+    composite = source.composite.of([s for s in storages if isinstance(s, Storage)])
+    opened.callback(composite.close)
+    return composite, why
 
 
 def _open_parts(
-    parts: Sequence[FilePart | Namespace],
+    parts: tuple[FilePart | Namespace, ...],
     access: Access,
     reserved_bytes: int,
     in_place: bool,
     opened: contextlib.ExitStack,
-) -> tuple[list[Namespace], list[str]]:
-    """Return a storage for each part, and the reasons of those that are opened here."""
+) -> tuple[list[Namespace], str]:
+    """Return a storage for each part, and why those that are opened here were opened so."""
     storages: list[Namespace] = []
     reasons = []
     for part in parts:
@@ -355,7 +351,7 @@ def _open_parts(
             )
         storages.append(storage)
         reasons.append(why if len(parts) == 1 else f"{part.path}: {why}")
-    return storages, reasons
+    return storages, "; ".join(reasons)
 
 
 def file_storage(
@@ -374,7 +370,8 @@ def file_storage(
     if layout.nbytes == 0:
         # There are no bytes. One block of memory stands in, so the rest needs no special case.
         return Memory(np.zeros(512, np.uint8), access.writable), "the array is empty"
-    resident, mapping, unknown = _residency(path, layout.offset + layout.nbytes)
+    resident, mapping, notes = _residency(path, layout.offset + layout.nbytes)
+    alignment = _native.direct_io_alignment(path) if access.o_direct is None else ""
     defaults = config.current()
     facts = FileFacts(
         nbytes=layout.nbytes,
@@ -383,9 +380,9 @@ def file_storage(
         resident=resident,
         writable=access.writable,
         allocated_bytes=os.stat(path).st_blocks * 512,
-        direct_refusal=_refusal_of_direct(path) if access.o_direct is None else "",
+        direct_refusal=alignment if isinstance(alignment, str) else "",
     )
-    why, refusal = "", ""
+    refusal = ""
     if mapping is not None:
         opened.callback(mapping.close)
         if in_place and _wants_in_place(facts, access, defaults):
@@ -399,7 +396,8 @@ def file_storage(
                 opened.callback(found.close)
                 held = "immutable=True" if found.lease is None else "a lease holds writers off"
                 return found, f"{facts.share}; {held}"
-            refusal, why = found, f"; it is not read in place, because {found}"
+            refusal = found
+            notes += f"; it is not read in place, because {found}"
         mapping.close()
     way = choose_way(facts, defaults)
     if access.o_direct is not None:
@@ -421,7 +419,7 @@ def file_storage(
     storage.lease_refusal = refusal
     if reviewed:
         storage.review = WayReview(reserved_bytes, defaults.review_bytes)
-    return storage, f"{way.why}{unknown}{why}"
+    return storage, way.why + notes
 
 
 def _wants_in_place(facts: FileFacts, access: Access, defaults: config.Config) -> bool:
@@ -435,32 +433,23 @@ def _wants_in_place(facts: FileFacts, access: Access, defaults: config.Config) -
 
 def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Access) -> File | str:
     """Return the file behind a mapping, under a lease; or why it cannot be read in place."""
-    lease = None
-    if not (access.immutable and access.device.kind == "cuda"):
-        try:
-            lease = Lease(path)
-        except OSError as error:
-            return f"there is no lease on it: {Lease.refusal(error)}"
-    try:
-        storage = File(
-            path,
-            layout.offset,
-            layout.nbytes,
-            lock=access.lock,
-            _map_address=mapping.address,
-            _mapping=mapping,
-            _lease=lease,
+    with contextlib.ExitStack() as undo:
+        lease = None
+        if not (access.immutable and access.device.kind == "cuda"):
+            try:
+                lease = Lease(path)
+            except OSError as error:
+                return f"there is no lease on it: {Lease.refusal(error)}"
+            undo.callback(lease.close)
+        storage = undo.enter_context(
+            File(
+                path, layout.offset, layout.nbytes, lock=access.lock, _mapping=mapping, _lease=lease
+            )
         )
-    except BaseException:
-        if lease is not None:
-            lease.close()
-        raise
-    same = {mapping.identity, storage.identity} | ({lease.identity} if lease else set())
-    if len(same) == 1:
+        if not mapping.identity == storage.identity == (lease or storage).identity:
+            return "its path names another file than a moment ago"
+        undo.pop_all()
         return storage
-    if lease is not None:
-        lease.close()
-    return "its path names another file than a moment ago"
 
 
 # A look at the pages of a larger file costs more than the answer is worth.
@@ -481,9 +470,3 @@ def _residency(path: str, nbytes: int) -> tuple[float | None, Mapping | None, st
     except OSError as error:  # a sandbox may refuse mincore
         why = f"; how much of the file is in the page cache is unknown (mincore: {error})"
         return None, mapping, why
-
-
-def _refusal_of_direct(path: str) -> str:
-    """Why the file cannot be read with O_DIRECT; empty if it can."""
-    found = _native.direct_io_alignment(path)
-    return found if isinstance(found, str) else ""

@@ -234,7 +234,11 @@ class Draft:
             old = self._old_file(made)
             made.callback(self._remove)
             try:
-                self._folder_descriptor = self._open_folder(made)
+                # Opened here, if that is allowed: later the process may have no descriptor left.
+                with contextlib.suppress(PermissionError):
+                    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                    self._folder_descriptor = os.open(self._folder, flags)
+                    made.callback(os.close, self._folder_descriptor)
                 self.descriptor = os.open(
                     self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666
                 )
@@ -297,15 +301,6 @@ class Draft:
             if os.path.lexists(self.target):
                 raise FileExistsError(errno.EEXIST, "", self.target) from None
             os.rename(self.path, self.target)
-
-    def _open_folder(self, held: contextlib.ExitStack) -> int | None:
-        """Open the folder if that is allowed; later the process may have no descriptor left."""
-        try:
-            descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except PermissionError:
-            return None
-        held.callback(os.close, descriptor)
-        return descriptor
 
     def _sync_folder(self) -> None:
         """Make the name durable. If that fails, remove a new file again."""

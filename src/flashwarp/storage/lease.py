@@ -9,7 +9,6 @@ later reads see the newest contents.
 
 from __future__ import annotations
 
-import atexit
 import errno
 import fcntl
 import logging
@@ -20,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 
+from flashwarp import endings
 from flashwarp.errors import StorageError
 
 __all__ = ["Lease"]
@@ -137,7 +137,14 @@ class Lease:
             if self._fd < 0 or self._leave is None or self._changed is None:
                 return
             if not self._held:
-                if time.monotonic() >= self._retake_at and self._retake():
+                if time.monotonic() < self._retake_at:
+                    return
+                try:
+                    self._take()
+                except OSError:  # a process still writes it
+                    self._retake_at = time.monotonic() + _RETAKE_S
+                else:
+                    self._held = True
                     self._changed(None)
             elif fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
                 self._break(self._leave, self._changed)
@@ -162,7 +169,15 @@ class Lease:
             self.path,
             1e3 * (time.monotonic() - begin),
         )
-        changed(None if failure is None else _lost(self.path, failure))
+        lost = None
+        if failure is not None:
+            lost = StorageError(
+                errno.ESTALE,
+                "the file was written while it was read in place, so rows read since the last call "
+                f"may be old or torn ({failure}); rows read from now on are not",
+                self.path,
+            )
+        changed(lost)
 
     # The system calls.
 
@@ -172,15 +187,6 @@ class Lease:
         fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(self._fd, fcntl.F_SETOWN, 0)
-
-    def _retake(self) -> bool:
-        try:
-            self._take()
-        except OSError:  # a process still writes it
-            self._retake_at = time.monotonic() + _RETAKE_S
-            return False
-        self._held = True
-        return True
 
     def _unlock(self) -> bool:
         """Release the lease; return whether it was ours until now."""
@@ -198,15 +204,6 @@ class Lease:
             self._fd = -1
 
 
-def _lost(path: str, why: str) -> StorageError:
-    return StorageError(
-        errno.ESTALE,
-        "the file was written while it was read in place, so rows read since the last call may be "
-        f"old or torn ({why}); rows read from now on are not",
-        path,
-    )
-
-
 class _Keeper:
     """The thread that attends to all leases of the process, while there are any."""
 
@@ -215,15 +212,12 @@ class _Keeper:
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._hooked = False
+        endings.after_fork(self._forget_in_child)
+        endings.at_exit(self._end)
 
     def know(self, lease: Lease) -> None:
         with self._lock:
             self._leases.add(lease)
-            if not self._hooked:
-                self._hooked = True
-                os.register_at_fork(after_in_child=self._forget_in_child)
-                atexit.register(self._end)
 
     def start(self) -> None:
         with self._lock:
@@ -256,8 +250,7 @@ class _Keeper:
 
     def _end(self) -> None:
         self._stop.set()
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(_STOP_S)
 
     def _forget_in_child(self) -> None:

@@ -38,7 +38,13 @@ class Memory(Storage):
 
     def __init__(self, data: Any, writable: bool | None = None) -> None:
         if isinstance(data, int | str):
-            data = _zeros(parse_bytes(data))
+            nbytes = parse_bytes(data)
+            try:
+                data = np.zeros(nbytes, np.uint8)
+            except MemoryError as error:
+                raise DeviceOutOfMemory(
+                    f"{nbytes} bytes of host memory for a storage: give it fewer, or use a File"
+                ) from error
         try:
             array: npt.NDArray[Any] = (
                 data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
@@ -58,12 +64,3 @@ class Memory(Storage):
         self.array = array
         self.address = int(array.ctypes.data)
         super().__init__(_native.MemoryStorage(self.address, array.nbytes, allowed, array))
-
-
-def _zeros(nbytes: int) -> npt.NDArray[np.uint8]:
-    try:
-        return np.zeros(nbytes, np.uint8)
-    except MemoryError as error:
-        raise DeviceOutOfMemory(
-            f"{nbytes} bytes of host memory for a storage: give it fewer, or use a File"
-        ) from error

@@ -38,9 +38,6 @@ MAGIC = b"\x93NUMPY"
 # A header says shape and dtype; numpy itself refuses longer ones unless told that the file is safe.
 _HEADER_BYTES_MAX = 10_000
 
-# What off_t counts.
-_FILE_BYTES_MAX = 2**63 - 1
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -71,27 +68,20 @@ def read_layout(path: str) -> Layout:
         When it cannot be opened.
     """
     with files.open_for_reading(path) as file:
-        return _layout_of(file, path)
-
-
-def _layout_of(file: BinaryIO, path: str) -> Layout:
-    try:
-        shape, fortran, dtype = _read_header(file)
-        offset = file.tell()
-    except OSError:
-        raise
-    # numpy parses the header as Python text, and does not catch what a tokenizer, a literal or a
-    # malformed dtype raises, down to RecursionError.
-    except Exception as error:
-        raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
-    status = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())
+        try:
+            shape, fortran, dtype = _read_header(file)
+            if any(type(n) is not int or n < 0 for n in shape):
+                raise ValueError(f"its shape is {shape}")
+            check_shape(shape, dtype.itemsize)
+            offset = file.tell()
+        except OSError:
+            raise
+        # numpy parses the header as Python text, and does not catch what a tokenizer, a literal or
+        # a malformed dtype raises, down to RecursionError.
+        except Exception as error:
+            raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
     dtype = check_dtype(dtype)
-    if any(type(n) is not int or n < 0 for n in shape):
-        raise FileFormatError(f"{path} is not a readable .npy file: its shape is {shape}")
-    try:
-        check_shape(shape, dtype.itemsize)
-    except ArgumentError as error:
-        raise FileFormatError(f"{path} is not a readable .npy file: {error}") from error
     if fortran and len(shape) > 1 and math.prod(shape) > 0:
         raise FileFormatError(
             f"{path} is in Fortran order, in which a row is scattered over the file: save it again "

@@ -85,12 +85,11 @@ def look(
     if isinstance(given, Composite) and given.paths:
         for path in given.paths:
             files.check(path, writable)
-        look_at = _look_at_replicas if isinstance(given, Replicated) else _look_at_stripes
-        return look_at(given, kind, shape, offset)
+        return _look_at_members(given, kind, shape, offset)
     if isinstance(given, Namespace):
         if kind is None:
             raise ArgumentError("a storage holds raw data: give its dtype")
-        return Source(kind, None if shape is None else _shape(shape, kind), (given,))
+        return Source(kind, _shape(shape, kind), (given,))
     if isinstance(given, list | tuple):
         raise ArgumentError(
             "several files or storages make one array as storage.Striped([...]) or "
@@ -102,40 +101,34 @@ def look(
     return Source(layout.dtype, layout.shape, (FilePart(path, layout),))
 
 
-def _look_at_stripes(
+def _look_at_members(
     given: Composite, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
 ) -> Source:
-    if kind is None:
-        raise ArgumentError("stripes are raw data: give the dtype of the array")
+    if not isinstance(given, Replicated):
+        if kind is None:
+            raise ArgumentError("stripes are raw data: give the dtype of the array")
+        layouts = {path: _stripes_of(path, kind, offset) for path in given.paths}
+        lengths = _shape(shape, kind)
+    else:
+        layouts = {path: _layout_of(path, kind, shape, offset) for path in given.paths}
+        first_path, first = next(iter(layouts.items()))
+        for path, other in layouts.items():
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                raise FileFormatError(
+                    f"{path} holds {other.shape} of {other.dtype}, "
+                    f"{first_path} {first.shape} of {first.dtype}: they are no replicas"
+                )
+        if first.nbytes == 0:
+            raise ArgumentError("an empty array has nothing to replicate: open one of its files")
+        kind, lengths = first.dtype, first.shape
     parts = tuple(
-        FilePart(part, _stripes_of(part, kind, offset)) if isinstance(part, str) else part
-        for part in given.parts
+        FilePart(part, layouts[part]) if isinstance(part, str) else part for part in given.parts
     )
-    return Source(kind, None if shape is None else _shape(shape, kind), parts, given)
+    return Source(kind, lengths, parts, given)
 
 
-def _look_at_replicas(
-    given: Composite, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
-) -> Source:
-    parts = tuple(
-        FilePart(part, _layout_of(part, kind, shape, offset)) if isinstance(part, str) else part
-        for part in given.parts
-    )
-    found = [part for part in parts if isinstance(part, FilePart)]
-    first = found[0].layout
-    for other in found:
-        if (other.layout.dtype, other.layout.shape) != (first.dtype, first.shape):
-            raise FileFormatError(
-                f"{other.path} holds {other.layout.shape} of {other.layout.dtype}, "
-                f"{found[0].path} {first.shape} of {first.dtype}: they are no replicas"
-            )
-    if first.nbytes == 0:
-        raise ArgumentError("an empty array has nothing to replicate: open one of its files")
-    return Source(first.dtype, first.shape, parts, given)
-
-
-def _shape(shape: Shape, dtype: np.dtype[Any]) -> tuple[int, ...]:
-    return check_shape(shape, dtype.itemsize)
+def _shape(shape: Shape | None, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
+    return None if shape is None else check_shape(shape, dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -143,67 +136,56 @@ class _Head:
     """What the beginning of a file shows."""
 
     path: str
-    head: bytes
     nbytes: int
     identity: tuple[int, int]
+    is_npy: bool
 
     @classmethod
-    def of(cls, path: str) -> _Head:
+    def of(cls, path: str, kind: np.dtype[Any] | None, offset: int | None) -> _Head:
+        """Read it; a file whose data begins nowhere else must be no container."""
         with files.open_for_reading(path) as file:
             status = os.fstat(file.fileno())
-            head = file.read(containers.HEAD_BYTES)
-            return cls(path, head, file.seek(0, os.SEEK_END), (status.st_dev, status.st_ino))
+            head, nbytes = file.read(containers.HEAD_BYTES), file.seek(0, os.SEEK_END)
+        if offset is None:
+            containers.refuse_container(path, head, nbytes, kind)
+        is_npy = offset is None and head.startswith(npy.MAGIC)
+        return cls(path, nbytes, (status.st_dev, status.st_ino), is_npy)
 
-    @property
-    def is_npy(self) -> bool:
-        return self.head.startswith(npy.MAGIC)
-
-    def refuse_container(self, kind: np.dtype[Any] | None) -> None:
-        containers.refuse_container(self.path, self.head, self.nbytes, kind)
-
-    def rest(self, start: int) -> int:
-        """Return how many bytes begin at `start`."""
-        if start > self.nbytes:
+    def raw_layout(self, kind: np.dtype[Any], shape: Shape | None, start: int) -> npy.Layout:
+        """Return the layout of numbers that begin at `start`; without a shape, all of them."""
+        room = self.nbytes - start
+        if room < 0:
             raise ArgumentError(
                 f"offset={start} is beyond the end of {self.path}, which has {self.nbytes} bytes"
             )
-        return self.nbytes - start
+        origin = f" from byte {start} on" if start else ""
+        if shape is None and room % kind.itemsize:
+            raise FileFormatError(
+                f"{self.path} has {room} bytes{origin}, no multiple of the {kind.itemsize} of "
+                f"{kind}: give a shape, or another dtype"
+            )
+        count = room // kind.itemsize
+        lengths = (count,) if shape is None else check_shape(shape, kind.itemsize)
+        layout = npy.Layout(kind, lengths, start, self.identity)
+        if layout.nbytes > room:
+            raise FileFormatError(
+                f"shape {layout.shape} of {kind} needs {layout.nbytes} bytes, {self.path} has "
+                f"{room}{origin}"
+            )
+        return layout
 
 
 def _layout_of(
     path: str, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
 ) -> npy.Layout:
-    if offset is not None:
-        if kind is None:
-            raise ArgumentError("offset= is where raw data begins: give its dtype")
-        return _raw_layout(_Head.of(path), kind, shape, offset)
-    found = _Head.of(path)
-    if not found.is_npy:
-        found.refuse_container(kind)
+    if offset is not None and kind is None:
+        raise ArgumentError("offset= is where raw data begins: give its dtype")
+    found = _Head.of(path, kind, offset)
     if found.is_npy or (path.endswith(".npy") and kind is None):
         return _npy_layout(path, kind, shape)
     if kind is None:
         raise ArgumentError(f"{path} is a raw file: give its dtype")
-    return _raw_layout(found, kind, shape, 0)
-
-
-def _raw_layout(found: _Head, kind: np.dtype[Any], shape: Shape | None, start: int) -> npy.Layout:
-    room = found.rest(start)
-    origin = f" from byte {start} on" if start else ""
-    if shape is None:
-        if room % kind.itemsize:
-            raise FileFormatError(
-                f"{found.path} has {room} bytes{origin}, no multiple of the {kind.itemsize} of "
-                f"{kind}: give a shape, or another dtype"
-            )
-        return npy.Layout(kind, (room // kind.itemsize,), start, found.identity)
-    layout = npy.Layout(kind, _shape(shape, kind), start, found.identity)
-    if layout.nbytes > room:
-        raise FileFormatError(
-            f"shape {layout.shape} of {kind} needs {layout.nbytes} bytes, {found.path} has {room}"
-            f"{origin}"
-        )
-    return layout
+    return found.raw_layout(kind, shape, offset or 0)
 
 
 def _npy_layout(path: str, kind: np.dtype[Any] | None, shape: Shape | None) -> npy.Layout:
@@ -211,20 +193,17 @@ def _npy_layout(path: str, kind: np.dtype[Any] | None, shape: Shape | None) -> n
     layout = npy.read_layout(path)
     if kind is not None and kind != layout.dtype:
         raise FileFormatError(f"{path} holds {layout.dtype}, not {kind}")
-    if shape is not None and _shape(shape, layout.dtype) != layout.shape:
+    if _shape(shape, layout.dtype) not in (None, layout.shape):
         raise FileFormatError(f"{path} has shape {layout.shape}, not {shape}")
     return layout
 
 
 def _stripes_of(path: str, kind: np.dtype[Any], offset: int | None) -> npy.Layout:
     """All bytes of a file of stripes, from `offset` on."""
-    found = _Head.of(path)
-    if offset is None:
-        found.refuse_container(kind)
-        if found.is_npy:
-            raise FileFormatError(
-                f"{path} is a .npy file, and stripes are raw files, in which its header would be "
-                "data: say where the data begins in each file, as offset=128"
-            )
-    start = offset or 0
-    return npy.Layout(np.dtype(np.uint8), (found.rest(start),), start, found.identity)
+    found = _Head.of(path, kind, offset)
+    if found.is_npy:
+        raise FileFormatError(
+            f"{path} is a .npy file, and stripes are raw files, in which its header would be "
+            "data: say where the data begins in each file, as offset=128"
+        )
+    return found.raw_layout(np.dtype(np.uint8), None, offset or 0)

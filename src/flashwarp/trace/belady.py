@@ -36,19 +36,13 @@ def min_misses(lines: npt.NDArray[np.int64], capacity: int) -> int:
     for line, following in zip(lines.tolist(), _next_uses(lines).tolist(), strict=True):
         if line not in next_of:
             misses += 1
-            if len(next_of) == capacity:
-                _evict(farthest, next_of)
+            while len(next_of) == capacity:
+                negative, victim = heapq.heappop(farthest)
+                if next_of.get(victim) == -negative:
+                    del next_of[victim]
         next_of[line] = following
         heapq.heappush(farthest, (-following, line))
     return misses
-
-
-def _evict(farthest: list[tuple[int, int]], next_of: dict[int, int]) -> None:
-    while True:
-        negative, line = heapq.heappop(farthest)
-        if next_of.get(line) == -negative:
-            del next_of[line]
-            return
 
 
 def _next_uses(lines: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -106,14 +106,13 @@ def compare(
         in_sets = min_misses_in_sets(lines, capacity // ways, ways)
         rates.setdefault(MIN_IN_SETS, []).append(1 - in_sets / len(lines))
         rates.setdefault(MIN, []).append(1 - min_misses(lines, capacity) / len(lines))
-    order = sorted(rates, key=lambda name: (name in (MIN, MIN_IN_SETS), name != MIN_IN_SETS))
     return Comparison(
         trace=trace.name,
         accesses=len(trace),
         footprint=footprint,
         ways=ways,
         capacities=tuple(actual),
-        hit_rates={name: tuple(rates[name]) for name in order},
+        hit_rates={name: tuple(each) for name, each in rates.items()},
     )
 
 
@@ -139,12 +138,8 @@ def plot(comparisons: Sequence[Comparison], path: str | os.PathLike[str]) -> Non
     columns = min(2, len(comparisons))
     rows = -(-len(comparisons) // columns)
     figure = Figure(figsize=(6.0 * columns, 4.2 * rows), layout="constrained")
-    flat = figure.subplots(rows, columns, squeeze=False).flat
-    panels = list(flat)
-    for panel, each in zip(panels, comparisons, strict=False):
-        _draw(panel, each)
-    for unused in panels[len(comparisons) :]:
-        unused.set_visible(False)
+    for number, each in enumerate(comparisons, 1):
+        _draw(figure.add_subplot(rows, columns, number), each)
     try:
         figure.savefig(path)
     except ValueError as error:

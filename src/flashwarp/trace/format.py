@@ -6,7 +6,6 @@ import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,13 +75,7 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to an ``.npz`` file."""
         with Path(path).open("wb") as file:
-            np.savez_compressed(
-                file,
-                version=_VERSION,
-                lines=self.lines,
-                line_bytes=self.line_bytes,
-                name=self.name,
-            )
+            np.savez_compressed(file, version=_VERSION, **vars(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -97,14 +90,10 @@ class Trace:
         """
         try:
             with np.load(path, allow_pickle=False) as file:
-                return cls(*_fields(file))
+                if (version := int(file["version"])) != _VERSION:
+                    raise ValueError(f"it has version {version}, not {_VERSION}")
+                return cls(file["lines"], int(file["line_bytes"]), str(file["name"]))
         except FileNotFoundError as error:
             raise MissingFileError(f"{os.fspath(path)} does not exist") from error
         except (ValueError, KeyError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise FileFormatError(f"{os.fspath(path)} is no trace: {error}") from error
-
-
-def _fields(file: Any) -> tuple[npt.NDArray[np.int64], int, str]:
-    if int(file["version"]) != _VERSION:
-        raise ValueError(f"it has version {int(file['version'])}, not {_VERSION}")
-    return file["lines"], int(file["line_bytes"]), str(file["name"])

@@ -14,7 +14,13 @@ from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace
 
-__all__ = ["Recorder", "record", "trace_of_indices"]
+__all__ = ["Recorder", "ranges", "record", "trace_of_indices"]
+
+
+def ranges(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return so many integers from each start on, one range after the other."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.asarray(np.repeat(starts, counts) + within, np.int64)
 
 
 def lines_of_rows(
@@ -24,12 +30,7 @@ def lines_of_rows(
     if nbytes == 0:
         return np.empty(0, np.int64)
     first = starts // line_bytes
-    counts = (starts + nbytes - 1) // line_bytes - first + 1
-    if counts.size == 0 or counts.max() == 1:
-        return first
-    ends = np.cumsum(counts)
-    within = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-    return np.asarray(np.repeat(first, counts) + within, np.int64)
+    return ranges(first, (starts + nbytes - 1) // line_bytes - first + 1)
 
 
 def trace_of_indices(

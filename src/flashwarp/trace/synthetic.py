@@ -12,6 +12,7 @@ import numpy.typing as npt
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 from flashwarp.trace.format import Trace
+from flashwarp.trace.record import ranges
 
 __all__ = ["SYNTHETIC", "make"]
 
@@ -78,10 +79,11 @@ def _search(
     frontier = np.array([source])
     parts = []
     while frontier.size:
-        positions = _positions(offsets, frontier)
+        counts = offsets[frontier + 1] - offsets[frontier]
+        positions = ranges(offsets[frontier], counts)
         lines = positions * neighbours.itemsize // _GRAPH_LINE_BYTES
         # A list reads a line once, however many of its entries are there.
-        owner = np.repeat(frontier, offsets[frontier + 1] - offsets[frontier])
+        owner = np.repeat(frontier, counts)
         first = np.ones(len(lines), bool)
         first[1:] = (lines[1:] != lines[:-1]) | (owner[1:] != owner[:-1])
         parts.append(lines[first])
@@ -91,23 +93,8 @@ def _search(
     return parts
 
 
-def _positions(
-    offsets: npt.NDArray[np.int64], vertices: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Places of all entries of these vertices' lists, one list after the other."""
-    counts = offsets[vertices + 1] - offsets[vertices]
-    ends = np.cumsum(counts)
-    within = np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts, counts)
-    return np.asarray(np.repeat(offsets[vertices], counts) + within, np.int64)
-
-
 Maker = Callable[[int, np.random.Generator], npt.NDArray[np.int64]]
-SYNTHETIC: dict[str, Maker] = {
-    "zipf": _zipf,
-    "scan+zipf": _scan_zipf,
-    "loop": _loop,
-    "bfs": _bfs,
-}
+SYNTHETIC: dict[str, Maker] = {"zipf": _zipf, "scan+zipf": _scan_zipf, "loop": _loop, "bfs": _bfs}
 """Those that `make` knows, by name."""
 
 

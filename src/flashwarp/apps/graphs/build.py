@@ -8,7 +8,6 @@ duplicates, and written behind the one before. All steps use a thread a core.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -151,16 +150,12 @@ def _deal(edges: Edges, source: EdgeSource, buckets: _Buckets) -> list[NDArray[A
     keys = (a << _SHIFT) | b
     if source.symmetric:
         keys = np.concatenate([keys, (b << _SHIFT) | a])
-    if edges.weight is None:
-        keys.sort()
-        records: NDArray[Any] = keys
-    else:
-        copies = 2 if source.symmetric else 1
-        weight = np.concatenate([edges.weight] * copies)
-        order = np.argsort(keys, kind="stable")
-        keys = keys[order]
+    records: NDArray[Any] = keys
+    if edges.weight is not None:
         records = np.empty(len(keys), _RECORD)
-        records["key"], records["weight"] = keys, weight[order]
+        records["key"] = keys
+        records["weight"] = np.tile(edges.weight, 1 + source.symmetric)
+    records, keys = _sorted(records)
     cuts = np.searchsorted(keys, buckets.first_vertices[1:-1] << _SHIFT)
     return np.split(records, cuts)
 
@@ -176,7 +171,8 @@ def _write_lists(buckets: _Buckets, source: EdgeSource, folder: Path) -> NDArray
         if source.weighted:
             weights = stack.enter_context((folder / WEIGHTS).open("wb"))
             weights.write(npy.header((0,), np.float32))
-        for number, records in _sorted_buckets(buckets):
+        lists_of = parallel_map(lambda n: _without_repeats(buckets.take(n)), range(len(buckets)))
+        for number, records in enumerate(lists_of):
             keys = records["key"] if weights is not None else records
             first, last = (int(v) for v in buckets.first_vertices[number : number + 2])
             owners = (keys >> _SHIFT).astype(np.int64) - first
@@ -193,21 +189,18 @@ def _write_lists(buckets: _Buckets, source: EdgeSource, folder: Path) -> NDArray
     return np.cumsum(degrees)
 
 
-def _sorted_buckets(buckets: _Buckets) -> Iterator[tuple[int, NDArray[Any]]]:
-    def prepared(number: int) -> tuple[int, NDArray[Any]]:
-        return number, _sorted(buckets.take(number))
-
-    return parallel_map(prepared, range(len(buckets)))
-
-
-def _sorted(records: NDArray[Any]) -> NDArray[Any]:
-    """Sort records by key; drop loops, and all but the first of equal keys."""
+def _sorted(records: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.uint64]]:
+    """Sort records by key; return them, and their keys."""
     if records.dtype == _RECORD:
         records = records[np.argsort(records["key"], kind="stable")]
-        keys = records["key"]
-    else:
-        records.sort()
-        keys = records
+        return records, records["key"]
+    records.sort()
+    return records, records
+
+
+def _without_repeats(records: NDArray[Any]) -> NDArray[Any]:
+    """Sort records by key; drop loops, and all but the first of equal keys."""
+    records, keys = _sorted(records)
     keep = np.ones(len(keys), bool)
     np.not_equal(keys[1:], keys[:-1], out=keep[1:])
     keep &= (keys >> _SHIFT) != (keys & _LOW)

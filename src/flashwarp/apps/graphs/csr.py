@@ -83,14 +83,16 @@ class CsrGraph:
             so call `check` for a folder that you have not made.
         """
         folder = Path(folder)
-        offsets = _load_offsets(folder / OFFSETS)
-        entries = _entries_of(folder / NEIGHBOURS, np.dtype(np.uint32))
+        offsets: NDArray[np.int64] = _read(folder / OFFSETS, np.int64)
+        if len(offsets) == 0 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
+            raise FileFormatError(f"{folder / OFFSETS}: offsets begin with 0 and never fall")
+        entries = _entries_of(folder / NEIGHBOURS, np.uint32)
         weighted = (folder / WEIGHTS).exists()
         if offsets[-1] != entries:
             raise FileFormatError(
                 f"{folder}: the offsets end at {offsets[-1]}, and there are {entries} neighbours"
             )
-        if weighted and _entries_of(folder / WEIGHTS, np.dtype(np.float32)) != entries:
+        if weighted and _entries_of(folder / WEIGHTS, np.float32) != entries:
             raise FileFormatError(f"{folder}: there is not one weight for each neighbour")
         return cls(folder, offsets, weighted, _load_labels(folder, len(offsets) - 1))
 
@@ -170,7 +172,7 @@ class CsrGraph:
 
     def in_memory(self) -> NDArray[np.uint32]:
         """Read all lists into memory, and check them as `check` does."""
-        lists: NDArray[np.uint32] = _read(self.neighbours_path)
+        lists: NDArray[np.uint32] = _read(self.neighbours_path, np.uint32)
         self._check_part(0, lists)
         return lists
 
@@ -246,9 +248,9 @@ def _load_labels(folder: Path, vertices: int) -> NDArray[np.uint32] | None:
         raise FileFormatError(f"{named} is damaged: {error}") from error
     if found != _BY_DEGREE:
         raise FileFormatError(f"{named} says {found}: a graph of another version of flashwarp")
-    if _entries_of(folder / _LABELS, np.dtype(np.uint32)) != vertices:
+    labels: NDArray[np.uint32] = _read(folder / _LABELS, np.uint32)
+    if len(labels) != vertices:
         raise FileFormatError(f"{folder}: there is not one label for each of {vertices} vertices")
-    labels: NDArray[np.uint32] = _read(folder / _LABELS)
     seen = np.zeros(vertices, bool)
     seen[labels[labels < vertices]] = True
     if not seen.all():
@@ -257,16 +259,9 @@ def _load_labels(folder: Path, vertices: int) -> NDArray[np.uint32] | None:
     return labels
 
 
-def _load_offsets(path: Path) -> NDArray[np.int64]:
-    _entries_of(path, np.dtype(np.int64))
-    offsets: NDArray[np.int64] = _read(path)
-    if len(offsets) == 0 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
-        raise FileFormatError(f"{path}: offsets begin with 0 and never fall")
-    return offsets
-
-
-def _read(path: Path) -> NDArray[Any]:
-    """Read a file whose header `_entries_of` has checked."""
+def _read(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
+    """Read a file with one axis of this dtype, or raise."""
+    _entries_of(path, dtype)
     try:
         whole: NDArray[Any] = np.load(path)
     except MemoryError as error:
@@ -275,7 +270,7 @@ def _read(path: Path) -> NDArray[Any]:
     return whole
 
 
-def _entries_of(path: Path, dtype: np.dtype[Any]) -> int:
+def _entries_of(path: Path, dtype: type[np.generic]) -> int:
     """Return the length of a file with one axis of this dtype, or raise."""
     if not path.exists():
         raise MissingFileError(f"{path} is missing: a graph is a folder with {OFFSETS} and more")
@@ -284,6 +279,7 @@ def _entries_of(path: Path, dtype: np.dtype[Any]) -> int:
     layout = read_layout(str(path))
     if layout.dtype != dtype or len(layout.shape) != 1:
         raise FileFormatError(
-            f"{path} holds {layout.dtype} of shape {layout.shape}, not one axis of {dtype}"
+            f"{path} holds {layout.dtype} of shape {layout.shape}, not one axis of "
+            f"{np.dtype(dtype)}"
         )
     return layout.shape[0]

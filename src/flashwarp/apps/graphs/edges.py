@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,15 +50,14 @@ def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> I
     """Yield the results in order, computed by a thread a core, with a bounded number in flight."""
     threads = config.cores()
     waiting: deque[Future[Result]] = deque()
-    source = iter(items)
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for item in itertools.islice(source, 2 * threads):
+            for item in items:
                 waiting.append(pool.submit(function, item))
+                if len(waiting) == 2 * threads:
+                    yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-                for item in itertools.islice(source, 1):
-                    waiting.append(pool.submit(function, item))
         finally:
             for future in waiting:
                 future.cancel()

@@ -8,8 +8,7 @@ threads.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,22 +61,17 @@ def _source(scale: int, edge_factor: int, seed: int, draw: Draw) -> EdgeSource:
         raise ArgumentError(f"scale {scale}: 2**scale vertices need a scale of 1 to {SCALE_MAX}")
     if edge_factor < 1:
         raise ArgumentError(f"edge_factor {edge_factor}: at least one edge a vertex")
-    return EdgeSource(1 << scale, _edges(scale, edge_factor << scale, seed, draw), symmetric=True)
-
-
-def _edges(scale: int, count: int, seed: int, draw: Draw) -> Iterator[Edges]:
+    count = edge_factor << scale
     names = np.arange(1 << scale, dtype=np.uint32)
     np.random.default_rng([seed, 0]).shuffle(names)
-    chunk = functools.partial(_chunk, draw, names, scale, count, seed)
-    return parallel_map(chunk, range(-(-count // _CHUNK_EDGES)))
 
+    def chunk(number: int) -> Edges:
+        random = np.random.default_rng([seed, 1, number])
+        source, target = draw(random, scale, min(_CHUNK_EDGES, count - number * _CHUNK_EDGES))
+        return Edges(names[source], names[target])
 
-def _chunk(
-    draw: Draw, names: NDArray[np.uint32], scale: int, count: int, seed: int, number: int
-) -> Edges:
-    random = np.random.default_rng([seed, 1, number])
-    source, target = draw(random, scale, min(_CHUNK_EDGES, count - number * _CHUNK_EDGES))
-    return Edges(names[source], names[target])
+    edges = parallel_map(chunk, range(-(-count // _CHUNK_EDGES)))
+    return EdgeSource(1 << scale, edges, symmetric=True)
 
 
 def rmat_chunk(random: np.random.Generator, scale: int, count: int) -> Ends:

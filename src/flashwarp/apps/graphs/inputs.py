@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import re
 import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ _TEXT_BYTES = 16 << 20
 _CHUNK_EDGES = 1 << 20
 # A line of numbers is short: a file without line ends is no edge list.
 _LINE_BYTES_MAX = 1 << 16
+_COMMENT = re.compile(rb"^[^\S\n]*[#%].*$", re.MULTILINE)
 
 
 def load(
@@ -258,7 +260,8 @@ def _tables(path: Path) -> Iterator[NDArray[Any]]:
     """Yield the numbers of some lines at a time: two columns or three, the same in all."""
     columns, lines = 0, 0
     for block in _blocks(path):
-        text = _without_comments(block)
+        # A line of comments stays a line, so that errors can name it.
+        text = _COMMENT.sub(b"", block)
         numbers = _numbers_a_line(text)
         counts = numbers[numbers > 0]
         if len(counts):
@@ -278,7 +281,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
     """Yield the file in blocks of whole lines."""
     rest = b""
     try:
-        with _open_text(path) as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             while block := file.read(_TEXT_BYTES):
                 head, newline, tail = (rest + block).rpartition(b"\n")
                 if newline:
@@ -290,22 +293,6 @@ def _blocks(path: Path) -> Iterator[bytes]:
         raise FileFormatError(f"{path} is damaged: {error}") from error
     if rest:
         yield rest + b"\n"
-
-
-def _open_text(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return path.open("rb")
-
-
-def _without_comments(block: bytes) -> bytes:
-    if b"#" not in block and b"%" not in block:
-        return block
-    # A line stays a line, so that errors can name it.
-    return b"".join(
-        b"\n" if line.lstrip().startswith((b"#", b"%")) else line
-        for line in block.splitlines(keepends=True)
-    )
 
 
 def _numbers_a_line(text: bytes) -> NDArray[np.int64]:

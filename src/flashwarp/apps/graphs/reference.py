@@ -44,13 +44,7 @@ def reference_distances(matrix: Any, source: int) -> NDArray[np.uint32]:
     from scipy.sparse.csgraph import breadth_first_order
 
     order, parent = breadth_first_order(matrix, source, directed=True)
-    return _distances_of_tree(order, parent, matrix.shape[0])
-
-
-def _distances_of_tree(
-    order: NDArray[np.int32], parent: NDArray[np.int32], vertices: int
-) -> NDArray[np.uint32]:
-    distances = np.full(vertices, UNREACHED, dtype=np.uint32)
+    distances = np.full(matrix.shape[0], UNREACHED, dtype=np.uint32)
     distances[order[0]] = 0
     rest, level = order[1:], 0
     while len(rest):

@@ -9,10 +9,10 @@ import numpy as np
 
 from flashwarp.apps.graphs.csr import CsrGraph
 from flashwarp.array.array import Array
-from flashwarp.cache.cache import Cache
-from flashwarp.device import CpuDevice, Device
+from flashwarp.device import CpuDevice
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError
+from flashwarp.nvme.queue_pair import u32, u64
 
 __all__ = ["Rows", "RowsStruct"]
 
@@ -33,16 +33,9 @@ class RowsStruct(ctypes.Structure):
     """Mirror of `fw::graph::rows`."""
 
     _fields_ = (
-        ("offsets", ctypes.c_uint64),
-        ("first", ctypes.c_uint64),
-        ("vertices", ctypes.c_uint64),
-        ("entries", ctypes.c_uint64),
-        ("chunks", ctypes.c_uint64),
-        ("chunk_log2", ctypes.c_uint32),
-        ("ahead", ctypes.c_uint32),
-        ("backwards", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
-        ("in_place", ctypes.c_uint64),
+        *u64("offsets", "first", "vertices", "entries", "chunks"),
+        *u32("chunk_log2", "ahead", "backwards", "reserved"),
+        *u64("in_place"),
     )
 
 
@@ -80,6 +73,12 @@ class Rows(Closing):
             firsts = undo.enter_context(device.allocate(first.nbytes))
             device.upload(firsts.address, first)
             self._owned = undo.pop_all()
+        if ahead is None:
+            ahead = 0  # a GPU has warps enough
+            if isinstance(device, CpuDevice):
+                # A quarter of the cache may be on its way.
+                lines = min(_AHEAD_MAX, cache.set_count * cache.ways // 4)
+                ahead = lines * (cache.line_bytes // _ENTRY_BYTES // chunk) // device.threads
         self.chunks = chunks
         self._neighbours = neighbours
         self._bytes_read = neighbours.stats.bytes_read
@@ -90,7 +89,7 @@ class Rows(Closing):
             entries=graph.entries,
             chunks=chunks,
             chunk_log2=chunk.bit_length() - 1,
-            ahead=_chunks_ahead(device, cache, chunk) if ahead is None else ahead,
+            ahead=ahead,
         )
 
     @property
@@ -119,11 +118,3 @@ class Rows(Closing):
     def close(self) -> None:
         """Free the memory. May be called twice."""
         self._owned.close()
-
-
-def _chunks_ahead(device: Device, cache: Cache, chunk: int) -> int:
-    """How many chunks each thread asks for ahead: a quarter of the cache may be on its way."""
-    if not isinstance(device, CpuDevice):
-        return 0  # there are warps enough
-    lines = min(_AHEAD_MAX, cache.set_count * cache.ways // 4)
-    return lines * (cache.line_bytes // _ENTRY_BYTES // chunk) // device.threads
