@@ -212,7 +212,7 @@ class _Keeper:
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        endings.after_fork(self._forget_in_child)
+        os.register_at_fork(after_in_child=self._forget_in_child)
         endings.at_exit(self._end)
 
     def know(self, lease: Lease) -> None:
