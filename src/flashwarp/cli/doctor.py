@@ -22,7 +22,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -67,8 +67,6 @@ class Finding:
 
     Attributes
     ----------
-    name : str
-        What was checked.
     state : {"ok", "limited", "missing", "broken"}
         `missing` is a choice (no GPU), `broken` keeps flashwarp from working at all.
     detail : str
@@ -77,13 +75,15 @@ class Finding:
         What to do about it; empty if nothing needs to be done.
     values : dict
         The figures, for programs.
+    name : str
+        What was checked; `examine` fills it in.
     """
 
-    name: str
     state: State
     detail: str
     advice: str = ""
     values: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
 
 
 def add_arguments(parser: Parser, _: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> None:
         report = {
             "flashwarp": version("flashwarp"),
             "works": works,
-            "findings": [asdict(finding) for finding in findings],
+            "findings": [{"name": each.name, **asdict(each)} for each in findings],
         }
         print(json.dumps(report, indent=2))
     else:
@@ -156,8 +156,8 @@ def examine(path: Path) -> Iterator[tuple[str, Finding | None]]:
             finding = check()
         # A report with one unexpected line helps; a traceback in its place does not.
         except Exception as error:
-            finding = Finding(name, "broken", f"{type(error).__name__}: {error}", _REPORT)
-        yield name, finding
+            finding = Finding("broken", f"{type(error).__name__}: {error}", _REPORT)
+        yield name, replace(finding, name=name)
 
 
 def _print_table(findings: list[Finding], works: bool) -> None:
@@ -191,7 +191,7 @@ def _check_machine() -> Finding:
         f"Python {platform.python_version()}, Linux {platform.release()} {platform.machine()}, "
         f"{cores} cores, {binary(memory)} memory"
     )
-    return Finding("machine", "ok", detail, values={"cores": cores, "memory_bytes": memory})
+    return Finding("ok", detail, values={"cores": cores, "memory_bytes": memory})
 
 
 def _check_native() -> Finding:
@@ -200,17 +200,15 @@ def _check_native() -> Finding:
         resolve("cpu").built_in("gather_rows")
     except (FlashwarpError, ImportError) as error:
         return Finding(
-            "native part",
             "broken",
             f"cannot be loaded: {error}",
             "install again: pip install --force-reinstall flashwarp",
         )
-    return Finding("native part", "ok", "loaded, with its kernels for the CPU")
+    return Finding("ok", "loaded, with its kernels for the CPU")
 
 
 def _check_rows(device: str, directory: Path) -> Finding:
     """Write an array, gather rows of it through the rings and compare each byte."""
-    name = "CPU device" if device == "cpu" else "GPU"
     failed: State = "broken" if device == "cpu" else "limited"
     advice = _REPORT if device == "cpu" else f"{_REPORT}; until then use device='cpu'"
     try:
@@ -225,11 +223,10 @@ def _check_rows(device: str, directory: Path) -> Finding:
                 got = np.asarray(array.gather(wanted))
             elapsed = time.perf_counter() - start
     except (FlashwarpError, ImportError, OSError) as error:
-        return Finding(name, failed, f"reading an array failed: {error}", advice)
+        return Finding(failed, f"reading an array failed: {error}", advice)
     if not np.array_equal(got, rows[wanted]):
-        return Finding(name, failed, "rows of a file were read wrong", advice)
+        return Finding(failed, "rows of a file were read wrong", advice)
     return Finding(
-        name,
         "ok",
         f"512 rows of 4 KiB read from a file through NVMe queues, all correct ({elapsed:.2f} s)",
         values={"seconds": elapsed},
@@ -245,7 +242,7 @@ def _check_packages() -> Finding:
             except PackageNotFoundError:  # such as cupy, which is installed as cupy-cuda13x
                 found[name] = ""
     detail = ", ".join(f"{name} {number}".strip() for name, number in found.items()) or "none"
-    return Finding("optional packages", "ok", detail, values=found)
+    return Finding("ok", detail, values=found)
 
 
 # The GPU.
@@ -255,9 +252,7 @@ def _check_gpu(directory: Path) -> Finding:
     try:
         count = driver.device_count()
         if count == 0:
-            return Finding(
-                "GPU", "missing", "the driver reports no GPU; is CUDA_VISIBLE_DEVICES set?"
-            )
+            return Finding("missing", "the driver reports no GPU; is CUDA_VISIBLE_DEVICES set?")
         major, minor = driver.driver_version()
         with CudaDevice(0) as device:
             memory = device.memory_info()
@@ -276,37 +271,34 @@ def _check_gpu(directory: Path) -> Finding:
             }
     except FlashwarpError as error:
         return Finding(
-            "GPU",
             "missing",
             str(error),
             "without a GPU, flashwarp runs on the CPU, for development and tests",
         )
     rows = _check_rows("cuda:0", directory)
-    return Finding("GPU", rows.state, f"{detail}; {rows.detail}", rows.advice, values | rows.values)
+    return Finding(rows.state, f"{detail}; {rows.detail}", rows.advice, values | rows.values)
 
 
 def _check_nvrtc() -> Finding:
-    name = "run-time compiler"
     try:
         major, minor = driver.nvrtc_version()
         architectures = driver.nvrtc_architectures()
     except FlashwarpError as error:
         return Finding(
-            name, "missing", str(error), "needed only for a GPU: pip install 'flashwarp[cuda]'"
+            "missing", str(error), "needed only for a GPU: pip install 'flashwarp[cuda]'"
         )
     detail = f"NVRTC {major}.{minor}, for sm_{architectures[0]} to sm_{architectures[-1]}"
-    return Finding(name, "ok", detail, values={"architectures": list(architectures)})
+    return Finding("ok", detail, values={"architectures": list(architectures)})
 
 
 def _check_compiled_code() -> Finding:
-    name = "compiled code"
     state = ArtifactCache().state()
     values = {"folder": str(state.folder or ""), "used": state.used}
     if state.used:
-        return Finding(name, "ok", f"kept in {state.folder}", values=values)
+        return Finding("ok", f"kept in {state.folder}", values=values)
     where = f"{state.folder} is not used: " if state.folder else ""
     detail = f"kept in memory, for one process: {where}{state.why_not}"
-    return Finding(name, "limited", detail, state.advice, values)
+    return Finding("limited", detail, state.advice, values)
 
 
 def _has_gpu() -> bool:
@@ -317,20 +309,18 @@ def _has_gpu() -> bool:
 
 
 def _check_pinned_memory() -> Finding:
-    name = "pinned memory"
     if not _has_gpu():
-        return Finding(name, "missing", "not tried: no GPU")
+        return Finding("missing", "not tried: no GPU")
     try:
         with CudaDevice(0) as device, device.allocate_host(LINK_BYTES) as memory:
             read_only = device.context.registers_read_only
             detail = f"{binary(memory.nbytes)} pinned"
     except FlashwarpError as error:
         advice = "raise the memory limit of the container, or use a smaller cache"
-        return Finding(name, "limited", str(error), advice)
+        return Finding("limited", str(error), advice)
     if read_only:
-        return Finding(name, "ok", f"{detail}; the GPU can read files of the page cache in place")
+        return Finding("ok", f"{detail}; the GPU can read files of the page cache in place")
     return Finding(
-        name,
         "limited",
         f"{detail}; this GPU cannot register read-only memory",
         "flashwarp reads files through buffers, not in place",
@@ -338,16 +328,14 @@ def _check_pinned_memory() -> Finding:
 
 
 def _check_link() -> Finding:
-    name = "host-GPU link"
     if not _has_gpu():
-        return Finding(name, "missing", "not measured: no GPU")
+        return Finding("missing", "not measured: no GPU")
     try:
         with CudaDevice(0) as device:
             rates = measure_link(device)
     except FlashwarpError as error:
-        return Finding(name, "limited", f"not measured: {error}")
+        return Finding("limited", f"not measured: {error}")
     return Finding(
-        name,
         "ok",
         f"copy engine {rates.to_gpu / 1e9:.1f} GB/s to the GPU, "
         f"{rates.to_host / 1e9:.1f} GB/s to the host",
@@ -359,30 +347,28 @@ def _check_link() -> Finding:
 
 
 def _check_locked_memory() -> Finding:
-    name = "locked memory"
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
-        return Finding(name, "ok", "no limit (RLIMIT_MEMLOCK)")
+        return Finding("ok", "no limit (RLIMIT_MEMLOCK)")
     values = {"limit_bytes": limit}
     held = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     if held and int(held[1], 16) >> _CAP_IPC_LOCK & 1:
-        return Finding(name, "ok", "no limit (CAP_IPC_LOCK)", values=values)
+        return Finding("ok", "no limit (CAP_IPC_LOCK)", values=values)
     detail = f"at most {binary(limit)} (RLIMIT_MEMLOCK)"
     if limit >= _FILE_BYTES:
-        return Finding(name, "ok", detail, values=values)
+        return Finding("ok", detail, values=values)
     advice = "`ulimit -l unlimited` lets io_uring keep its buffers registered: a few percent faster"
-    return Finding(name, "limited", detail, advice, values)
+    return Finding("limited", detail, advice, values)
 
 
 def _check_io_uring() -> Finding:
     try:
         available, reason = _native().io_uring_available()
     except ImportError as error:
-        return Finding("io_uring", "missing", f"not tried: {error}")
+        return Finding("missing", f"not tried: {error}")
     if available:
-        return Finding("io_uring", "ok", "available")
+        return Finding("ok", "available")
     return Finding(
-        "io_uring",
         "limited",
         reason,
         "threads do the I/O instead. In a container, allow io_uring in the seccomp profile; "
@@ -398,11 +384,11 @@ def _check_file_system(directory: Path) -> Finding:
     values = {"path": str(where), "kind": kind, "source": source, "free_bytes": usage.free}
     if kind == "tmpfs":
         advice = "this is memory, not a disk: choose a directory on a disk with --path"
-        return Finding("file system", "limited", detail, advice, values)
+        return Finding("limited", detail, advice, values)
     if usage.free < _FILE_BYTES:
         advice = "little room is left: free some, or choose another directory with --path"
-        return Finding("file system", "limited", detail, advice, values)
-    return Finding("file system", "ok", detail, values=values)
+        return Finding("limited", detail, advice, values)
+    return Finding("ok", detail, values=values)
 
 
 def _mount_of(directory: Path) -> tuple[str, str]:
@@ -420,7 +406,6 @@ def _mount_of(directory: Path) -> tuple[str, str]:
 
 
 def _check_direct_io(path: Path) -> Finding:
-    name = "direct I/O"
     try:
         if path.is_file():
             alignment = _native().direct_io_alignment(str(path))
@@ -429,42 +414,41 @@ def _check_direct_io(path: Path) -> Finding:
                 link.write_bytes(bytes(mmap.PAGESIZE))
                 alignment = _native().direct_io_alignment(str(link))
     except (ImportError, OSError) as error:
-        return Finding(name, "missing", f"not tried: {error}")
+        return Finding("missing", f"not tried: {error}")
     if isinstance(alignment, str):
         advice = "files are read through the page cache; keep data sets on another file system"
-        return Finding(name, "limited", alignment, advice)
+        return Finding("limited", alignment, advice)
     memory, offset = alignment
     detail = f"O_DIRECT works; memory aligned to {memory} bytes, offsets to {offset}"
-    return Finding(name, "ok", detail, values={"memory": memory, "offset": offset})
+    return Finding("ok", detail, values={"memory": memory, "offset": offset})
 
 
 def _check_residency(directory: Path) -> Finding:
-    name = "page cache view"
     advice = "flashwarp then reads files through buffers unless you choose otherwise"
     try:
         with _nameless_file(directory) as link:
             link.write_bytes(bytes(16 * mmap.PAGESIZE))
             part = resident_fraction(link)
     except (ImportError, OSError) as error:
-        return Finding(name, "missing", f"not tried: {error}")
+        return Finding("missing", f"not tried: {error}")
     if part is None:
-        return Finding(name, "limited", "not possible: the system refuses to report it", advice)
+        return Finding("limited", "not possible: the system refuses to report it", advice)
     if part < 1:
         detail = f"the system reports {part:.0%} of a file just written as in memory"
-        return Finding(name, "limited", detail, advice)
-    return Finding(name, "ok", "the system reports which parts of a file are in memory")
+        return Finding("limited", detail, advice)
+    return Finding("ok", "the system reports which parts of a file are in memory")
 
 
 def _check_disk(directory: Path) -> Finding:
     size = min(_FILE_BYTES, shutil.disk_usage(directory).free // _FREE_SHARE)
     if size < _FILE_BYTES_MIN:
-        return Finding("disk", "missing", "not measured: the file system is nearly full")
+        return Finding("missing", "not measured: the file system is nearly full")
     try:
         with _nameless_file(directory) as link:
             written, write_rate = measure_writes(link, size)
             ceiling = measure_ceiling(link, 4096, _READ_SECONDS)
     except OSError as error:
-        return Finding("disk", "missing", f"not measured: {error}")
+        return Finding("missing", f"not measured: {error}")
     values = {
         "file_bytes": written,
         "write_bytes_per_s": write_rate,
@@ -475,9 +459,8 @@ def _check_disk(directory: Path) -> Finding:
         f"{write_rate / 1e9:.2f} GB/s in writes of a temporary file of {binary(written)} (removed)"
     )
     if not ceiling.random_reads_per_s:
-        return Finding("disk", "limited", f"reads {ceiling.note}; {wrote}", values=values)
+        return Finding("limited", f"reads {ceiling.note}; {wrote}", values=values)
     return Finding(
-        "disk",
         "ok",
         f"{ceiling.random_reads_per_s:,.0f} random reads/s of 4 KiB, "
         f"{ceiling.sequential_gb_per_s:.2f} GB/s in reads of 1 MiB in order, past the page cache; "

@@ -6,11 +6,12 @@ own; the pairs of all lie in one table, in the order of the members.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flashwarp.device import Device, DeviceMemory
+from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, ClosedError, StorageError
 from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import QueuePairs, QueueTable
@@ -137,7 +138,7 @@ class GroupService(Service):
         self.services: list[Service] = []
         self._storage = storage
         self._table: QueueTable | None = None
-        self._counts: DeviceMemory | None = None
+        self._shared = contextlib.ExitStack()
         try:
             shared = replace(destination, controllers=destination.controllers * len(controllers))
             for controller, member in zip(controllers, storage.members, strict=True):
@@ -165,9 +166,10 @@ class GroupService(Service):
                     "stripe_lines": storage.stripe_bytes // destination.line_bytes,
                 }
             elif storage.writable:
-                self._counts = device.allocate(lines * 4)
-                fields["replica_writes"] = self._counts.address
+                counts = self._shared.enter_context(device.allocate(lines * 4))
+                fields["replica_writes"] = counts.address
             self._table = QueueTable(device, pairs, fields)
+            self._shared.callback(self._table.close)
         except BaseException:
             self.stop()
             raise
@@ -268,9 +270,5 @@ class GroupService(Service):
         """Stop all, then free what they share. May be called twice."""
         for service in self.services:
             service.stop()
-        if self._table is not None:
-            self._table.close()
-            self._table = None
-        if self._counts is not None:
-            self._counts.close()
-            self._counts = None
+        self._shared.close()
+        self._table = None

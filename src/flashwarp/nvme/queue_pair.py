@@ -198,9 +198,9 @@ class QueuePairs(NotCopied):
         return tuple(owner for part in parts if part is not None for owner in part.owners)
 
     @property
-    def buffer_region(self) -> tuple[int, int] | None:
-        """Address and size of the slots' buffers, for the controller's transfers."""
-        return None if self._buffers is None else (self._buffers.address, self._buffers.nbytes)
+    def buffer_regions(self) -> list[tuple[int, int]]:
+        """Address and size of the slots' buffers, if any, for the controller's transfers."""
+        return [] if self._buffers is None else [(self._buffers.address, self._buffers.nbytes)]
 
     def counters(self) -> QueueCounters:
         """Read the counters; the snapshot is not atomic over the pairs."""

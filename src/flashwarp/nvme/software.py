@@ -237,14 +237,10 @@ class SoftwareService(Service):
                 timeout_s=defaults.timeout_s,
             )
             self._owned.callback(self._queues.close)
-            buffers = self._queues.buffer_region
-            regions = [] if buffers is None else [buffers]
-            if path == "direct":
-                regions = [destination.frames]
             self._native = _native.SoftwareController(
                 storage.native,
                 self._queues.native,
-                regions,
+                [destination.frames] if path == "direct" else self._queues.buffer_regions,
                 threads,
                 PAGE_BYTES,
                 PAGE_BYTES,

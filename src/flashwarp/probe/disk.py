@@ -95,13 +95,10 @@ def drop_page_cache(path: Path) -> None:
     Pages that a process has mapped stay: close every mapping of the file first. If a sandbox
     refuses the call, all stay; `resident_fraction` reports how many.
     """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
         with contextlib.suppress(OSError):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def fill_page_cache(path: Path) -> None:
@@ -114,13 +111,11 @@ def fill_page_cache(path: Path) -> None:
 
 def resident_fraction(path: Path) -> float | None:
     """The part of the file that is in the page cache now; None if a sandbox hides it."""
-    mapping = Mapping(path, path.stat().st_size)
-    try:
-        return mapping.residency()
-    except OSError:  # a sandbox may refuse mincore
-        return None
-    finally:
-        mapping.close()
+    with contextlib.closing(Mapping(path, path.stat().st_size)) as mapping:
+        try:
+            return mapping.residency()
+        except OSError:  # a sandbox may refuse mincore
+            return None
 
 
 def direct_reads_work(path: Path) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashwarp.device import Device
+from flashwarp.probe.timing import wall_seconds
 
 __all__ = ["LINK_BYTES", "LinkRates", "measure_link"]
 
@@ -39,9 +39,4 @@ def measure_link(device: Device) -> LinkRates:
 
 
 def _best_rate(copy: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        copy()
-        seconds.append(time.perf_counter() - start)
-    return LINK_BYTES / min(seconds)
+    return LINK_BYTES / min(wall_seconds(copy) for _ in range(_ROUNDS))

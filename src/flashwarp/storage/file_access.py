@@ -78,6 +78,10 @@ class FileFacts:
         found = "an unknown part" if self.resident is None else f"{self.resident:.0%}"
         return f"{found} of the file is in the page cache"
 
+    def is_cached(self, defaults: config.Config) -> bool:
+        """Whether nearly all of the file is known to be in the page cache."""
+        return self.resident is not None and self.resident >= defaults.in_place_residency
+
 
 def choose_way(facts: FileFacts, defaults: config.Config) -> Way:
     """Choose between page cache and O_DIRECT.
@@ -93,7 +97,7 @@ def choose_way(facts: FileFacts, defaults: config.Config) -> Way:
     share = facts.share
     if facts.direct_refusal:
         return Way(False, f"{share}; through it, O_DIRECT cannot: {facts.direct_refusal}")
-    if facts.resident is not None and facts.resident >= defaults.in_place_residency:
+    if facts.is_cached(defaults):
         return Way(False, f"{share}; through it")
     size = f"its {facts.nbytes} bytes"
     if facts.nbytes <= room:
@@ -385,10 +389,13 @@ def file_storage(
     refusal = ""
     if mapping is not None:
         opened.callback(mapping.close)
-        if in_place and _wants_in_place(facts, access, defaults):
+        on_cpu = access.device.kind == "cpu"
+        # On the CPU only on request: its rings copy what is in the page cache.
+        wanted = access.asks_in_place if on_cpu else facts.is_cached(defaults)
+        if in_place and wanted and not (access.writable or access.o_direct):
             budget = int(facts.available_bytes * defaults.in_place_budget)
             found: File | str = f"it exceeds the {budget} bytes that may be pinned"
-            if access.device.kind == "cpu" or mapping.nbytes <= budget:
+            if on_cpu or mapping.nbytes <= budget:
                 found = _read_in_place(path, layout, mapping, access)
             if isinstance(found, File):
                 if found.lease is not None:
@@ -420,15 +427,6 @@ def file_storage(
     if reviewed:
         storage.review = WayReview(reserved_bytes, defaults.review_bytes)
     return storage, way.why + notes
-
-
-def _wants_in_place(facts: FileFacts, access: Access, defaults: config.Config) -> bool:
-    if access.writable or access.o_direct:
-        return False
-    if access.device.kind == "cpu":
-        # Only on request: its rings copy what is in the page cache.
-        return access.asks_in_place
-    return facts.resident is not None and facts.resident >= defaults.in_place_residency
 
 
 def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Access) -> File | str:

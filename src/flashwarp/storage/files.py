@@ -14,7 +14,6 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias, TypeVar
 
 from flashwarp import _native
@@ -232,7 +231,7 @@ class Draft:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as made:
             old = self._old_file(made)
-            made.callback(self._remove)
+            made.callback(Path(self.path).unlink, missing_ok=True)
             try:
                 # Opened here, if that is allowed: later the process may have no descriptor left.
                 with contextlib.suppress(PermissionError):
@@ -315,16 +314,7 @@ class Draft:
                 os.unlink(self.target)
             raise
 
-    def _remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._held.close()
 
 

@@ -59,15 +59,10 @@ def _bfs(accesses: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
         neighbours = graph.in_memory()
         offsets = np.asarray(graph.offsets)
         parts: list[npt.NDArray[np.int64]] = []
-        missing = accesses
-        while missing > 0:
+        while sum(map(len, parts)) < accesses:
             source = graph.pick_sources(1, int(random.integers(1 << 31)))[0]
-            for part in _search(offsets, neighbours, source):
-                parts.append(part[:missing])
-                missing -= len(parts[-1])
-                if missing == 0:
-                    break
-    return np.concatenate(parts)
+            parts += _search(offsets, neighbours, source)
+    return np.concatenate(parts)[:accesses]
 
 
 def _search(

@@ -7,7 +7,6 @@ that is not square raise `FileFormatError`, which names the place.
 from __future__ import annotations
 
 import gzip
-import importlib
 import re
 import tempfile
 import warnings
@@ -162,13 +161,13 @@ def _in_chunks(
 
 def _matrix_market(path: Path, symmetric: bool) -> EdgeSource:
     try:
-        io = importlib.import_module("scipy.io")
+        from scipy.io import mmread
     except ImportError as error:
         raise MissingFileError(
             f"reading {path} needs scipy: pip install 'flashwarp[graphs]'"
         ) from error
     try:
-        matrix = io.mmread(str(path))
+        matrix = mmread(str(path))
     # A parser of text from anywhere: whatever it meets is the file's fault.
     except Exception as error:
         raise FileFormatError(f"{path} is not a readable Matrix Market file: {error}") from error
