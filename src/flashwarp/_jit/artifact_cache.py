@@ -116,7 +116,7 @@ class ArtifactCache:
         try:
             with private_folder.opened(self._chosen(), create=True) as folder:
                 _write(key, _encode(key, entry), folder)
-                self._trim(folder, keep=_file_name(key))
+                self._trim(folder, keep=f"{key}{_SUFFIX}")
         except (OSError, UnsafeFolderError) as error:
             self._warn(error)
             _memory.put(key, entry)
@@ -156,7 +156,7 @@ class ArtifactCache:
             )
 
     def _read(self, key: str, folder: int) -> Entry | None:
-        name = _file_name(key)
+        name = f"{key}{_SUFFIX}"
         try:
             handle = private_folder.open_file(name, folder)
         except FileNotFoundError:
@@ -195,10 +195,6 @@ class ArtifactCache:
                 total -= size
 
 
-def _file_name(key: str) -> str:
-    return f"{key}{_SUFFIX}"
-
-
 def _write(key: str, content: bytes, folder: int) -> None:
     temporary = f"{key[:16]}.{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -206,7 +202,7 @@ def _write(key: str, content: bytes, folder: int) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(temporary, _file_name(key), src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(temporary, f"{key}{_SUFFIX}", src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=folder)

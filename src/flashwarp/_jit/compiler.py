@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -200,7 +200,12 @@ def _compiled(
         headers.include(name, Path.cwd())
         options = (*options, f"--pre-include={name}")
     arguments = (*how, *options)
-    key = _key(source, headers, (_KEY_VERSION, driver.nvrtc_identity(), form, *arguments))
+    # Never from a path: the same text is found wherever it lies.
+    inputs = "\0".join((_KEY_VERSION, driver.nvrtc_identity(), form, *arguments))
+    contents = (
+        part for name, text in sorted(headers.contents.items()) for part in (name.encode(), text)
+    )
+    key = content_key(inputs.encode(), source.name.encode(), source.text, *contents)
     kept = headers.known and not any(map(_READS_MORE.search, options))
 
     entry = cache.load(key) if kept else None
@@ -287,16 +292,6 @@ def type_sizes(
     probed = replace(source, text=text)
     artifact = compile_source(arch, probed, include_dirs=include_dirs, options=options)
     return {each: artifact.kernels[f"fw_size_{i}"].param_bytes - 1 for i, each in enumerate(types)}
-
-
-def _key(source: Source, headers: Headers, how: Iterable[str]) -> str:
-    """Make the key of a source and its headers, compiled as `how` says: never from a path."""
-    contents = (
-        part
-        for spelling in sorted(headers.contents)
-        for part in (spelling.encode(), headers.contents[spelling])
-    )
-    return content_key("\0".join(how).encode(), source.name.encode(), source.text, *contents)
 
 
 # Headers.

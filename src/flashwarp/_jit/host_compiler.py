@@ -43,6 +43,7 @@ _FLAGS = (
     "-fvisibility-inlines-hidden",
     "-DFW_PROGRAM=1",
 )
+_MACHINE = ("-march=x86-64-v2",) if platform.machine() in ("x86_64", "AMD64") else ()
 _OPTIMIZED = ("-O3", "-DNDEBUG")
 _DEBUGGED = ("-O1", "-g", "-DFW_DEBUG=1")
 
@@ -144,7 +145,7 @@ def compile_host(
     """
     cache = ArtifactCache() if cache is None else cache
     command = find_compiler()
-    flags = (*_FLAGS, *_machine_flags(), *(_DEBUGGED if debug else _OPTIMIZED), *options)
+    flags = (*_FLAGS, *_MACHINE, *(_DEBUGGED if debug else _OPTIMIZED), *options)
     with build_folder() as folder:
         build = _Build(source, command, flags, include_dirs, folder)
         text, said = build.preprocess()
@@ -175,10 +176,6 @@ def _without_preprocessor(options: Iterable[str]) -> Iterator[str]:
             next(words, None)
         elif not word.startswith(_PREPROCESSOR_WORDS):
             yield word
-
-
-def _machine_flags() -> tuple[str, ...]:
-    return ("-march=x86-64-v2",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
 def _program_identity(word: str) -> str:

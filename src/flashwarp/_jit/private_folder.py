@@ -147,7 +147,9 @@ def build_folder() -> Iterator[Path]:
     Raises CompileError when no place is safe and has room.
     """
     refused = []
-    for place in dict.fromkeys((*_temporary_places(), *_BUILD_PLACES)):
+    # tempfile.gettempdir() keeps its first answer, and may answer with the working directory.
+    chosen = filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP")))
+    for place in dict.fromkeys((*map(os.path.abspath, chosen), *_BUILD_PLACES)):
         with contextlib.ExitStack() as stack:
             try:
                 made = tempfile.TemporaryDirectory(
@@ -165,14 +167,6 @@ def build_folder() -> Iterator[Path]:
         f"there is no folder to compile in ({'; '.join(refused)}): let TMPDIR name a folder of "
         f"yours with {BUILD_BYTES >> 20} MiB of room"
     )
-
-
-def _temporary_places() -> Iterator[str]:
-    # tempfile.gettempdir() keeps its first answer, and may answer with the working directory.
-    for name in ("TMPDIR", "TEMP", "TMP"):
-        chosen = os.environ.get(name)
-        if chosen:
-            yield os.path.abspath(chosen)
 
 
 def _check_room(folder: int) -> None:

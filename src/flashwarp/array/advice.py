@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashwarp.cache.cache import LINE_BYTES_MIN
 from flashwarp.stats import Stats
 
 __all__ = ["Usage", "advise"]
-
-LINE_BYTES_MIN = 512
 
 # Longer lines were no faster on the drives that were measured.
 _LINE_BYTES_WORTH = 64 << 10

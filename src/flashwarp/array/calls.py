@@ -156,9 +156,8 @@ class Calls:
         future: Future[Any] = Future(
             self, rows.array if gather else None, on_host=gather and rows.held is not None
         )
-        call = _Call(verb, chosen, rows, after, future)
-        if gather and self._launcher.on_cpu:
-            call.lines = self._launcher.lines_of(chosen)
+        lines = self._launcher.lines_of(chosen) if gather and self._launcher.on_cpu else 0
+        call = _Call(verb, chosen, rows, after, future, lines)
         if len(chosen) * self._launcher.format.row_bytes:
             endings.uninterrupted(functools.partial(self._submit, call))
         else:

@@ -204,8 +204,7 @@ class Program(endings.NotCopied):
             known = ", ".join(self._kernels)
             raise ArgumentError(f"there is no kernel {name!r}; the program has: {known}") from None
 
-    def __getitem__(self, name: str) -> Kernel:
-        return self.kernel(name)
+    __getitem__ = kernel
 
     def __repr__(self) -> str:
         return f"<Program of {', '.join(self._kernels)} on {self.device.name!r}>"
