@@ -487,6 +487,7 @@ def test_one_read_only_member_makes_the_array_read_only() -> None:
     [
         (4000, "stripe=4000 is not a multiple of 4096"),
         (512, "not a multiple of 4096"),
+        (1 << 32, "stripe=4294967296 is not a multiple of 4096 bytes up to 2 GiB"),
         ("0 KiB", "not a multiple of 4096"),
         (-4096, "negative"),
         (None, "stripe=None is not a size"),
