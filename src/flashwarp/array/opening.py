@@ -237,7 +237,7 @@ def create(
 class _CacheRecipe:
     """A cache as large as another process's, for an array that comes from there."""
 
-    capacity: int
+    capacity: int | str
     line: int
     ways: int
     policy: Policy
@@ -245,8 +245,9 @@ class _CacheRecipe:
 
     @classmethod
     def of(cls, cache: Cache) -> _CacheRecipe:
-        host = cache.host_capacity or None
-        return cls(cache.capacity, cache.line_bytes, cache.ways, cache.policy, host)
+        # Without an array, a cache of capacity "auto" has none yet.
+        capacity = getattr(cache, "capacity", "auto")
+        return cls(capacity, cache.line_bytes, cache.ways, cache.policy, cache._host_wanted)
 
     def make(self) -> Cache:
         return Cache(
@@ -305,7 +306,8 @@ class _Request:
         if isinstance(self.device, Device):
             state["device"] = self.device.name
         if isinstance(self.cache, Cache):
-            state["device"] = self.cache.device.name
+            if self.cache._bound_device is not None:
+                state["device"] = self.cache._bound_device.name
             state |= {"cache": "auto", "cache_recipe": _CacheRecipe.of(self.cache)}
         return state
 
