@@ -12,6 +12,8 @@ namespace {
 // A stripe smaller than a page would split every line and break direct I/O.
 constexpr uint32_t kStripeBytesMin = 4096;
 
+constexpr uint64_t kBlockBytes = 512;
+
 void require_members(const StorageList& members) {
   if (members.empty()) throw std::invalid_argument("at least one member storage is needed");
   for (const auto& member : members) {
@@ -36,9 +38,8 @@ uint64_t striped_nbytes(const StorageList& members, uint32_t stripe_bytes, uint6
                                 std::to_string(stripe_bytes) + " bytes on all members hold " +
                                 std::to_string(held));
   }
-  const bool all_empty = std::all_of(members.begin(), members.end(),
-                                     [](auto& member) { return member->nbytes() == 0; });
-  if (held == 0 && !all_empty) {
+  // A member of one block stands for an empty file.
+  if (held == 0 && smallest > kBlockBytes) {
     throw std::invalid_argument("the smallest member has " + std::to_string(smallest) +
                                 " bytes, less than a stripe of " + std::to_string(stripe_bytes) +
                                 ": give a shorter stripe");

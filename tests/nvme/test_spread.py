@@ -482,6 +482,21 @@ def test_one_read_only_member_makes_the_array_read_only() -> None:
         x[0] = 1
 
 
+def test_stripes_of_empty_files_are_an_empty_array_and_of_short_ones_are_refused(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.touch()
+    with fw.open(Striped(paths), dtype="u1", device="cpu") as x:
+        assert x.shape == (0,)
+
+    for path in paths:
+        path.write_bytes(bytes(65536))
+    with pytest.raises(ArgumentError, match="65536 bytes, less than a stripe of 131072"):
+        fw.open(Striped(paths), dtype="u1", device="cpu")
+
+
 @pytest.mark.parametrize(
     ("stripe", "words"),
     [
