@@ -12,6 +12,8 @@ namespace {
 // A stripe smaller than a page would split every line and break direct I/O.
 constexpr uint32_t kStripeBytesMin = 4096;
 
+constexpr uint64_t kBlockBytes = 512;
+
 void require_members(const StorageList& members) {
   if (members.empty()) throw std::invalid_argument("at least one member storage is needed");
   for (const auto& member : members) {
@@ -31,7 +33,17 @@ uint64_t striped_nbytes(const StorageList& members, uint32_t stripe_bytes, uint6
   uint64_t smallest = members.front()->nbytes();
   for (const auto& member : members) smallest = std::min(smallest, member->nbytes());
   const uint64_t held = smallest / stripe_bytes * stripe_bytes * members.size();
-  if (asked > held) throw std::invalid_argument("the members cannot hold so many bytes");
+  if (asked > held) {
+    throw std::invalid_argument("nbytes=" + std::to_string(asked) + ", but whole stripes of " +
+                                std::to_string(stripe_bytes) + " bytes on all members hold " +
+                                std::to_string(held));
+  }
+  // A member of one block stands for an empty file.
+  if (held == 0 && smallest > kBlockBytes) {
+    throw std::invalid_argument("the smallest member has " + std::to_string(smallest) +
+                                " bytes, less than a stripe of " + std::to_string(stripe_bytes) +
+                                ": give a shorter stripe");
+  }
   return asked != 0 ? asked : held;
 }
 
@@ -39,7 +51,9 @@ uint64_t replicated_nbytes(const StorageList& members) {
   require_members(members);
   for (const auto& member : members) {
     if (member->nbytes() != members.front()->nbytes()) {
-      throw std::invalid_argument("replicas differ in size");
+      throw std::invalid_argument("replicas differ in size: one has " +
+                                  std::to_string(members.front()->nbytes()) + " bytes, another " +
+                                  std::to_string(member->nbytes()));
     }
   }
   return members.front()->nbytes();

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +30,18 @@ def uninterrupted(act: Callable[[], T]) -> T:
     """
     if threading.get_ident() != threading.main_thread().ident:
         return act()
-    return _native.uninterrupted(act)
+    handled = sys.exception()
+    try:
+        return _native.uninterrupted(act)
+    except BaseException as error:
+        # The other thread knows nothing of an exception that is being handled here, as at the end
+        # of a `with` statement. Without this, that exception would be lost.
+        first = error
+        while first is not handled and first.__context__ is not None:
+            first = first.__context__
+        if first is not handled:
+            first.__context__ = handled
+        raise
 
 
 def holding(locks: Sequence[object], act: Callable[[], T]) -> T:

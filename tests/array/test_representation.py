@@ -116,6 +116,18 @@ def test_table_opens_no_unpickled_array(path: Path) -> None:
     assert repr(again).startswith("<unopened flashwarp.Array ")
     again.close()
 
+    assert table_of(again)[""] == "flashwarp.Array, closed"
+    assert repr(again).startswith("<closed flashwarp.Array ")
+
+
+def test_a_name_that_would_move_the_cursor_is_shown_with_escapes(tmp_path: Path) -> None:
+    name = tmp_path / "a\n\x1b[31mb.npy"
+    np.save(name, np.arange(3))
+
+    with fw.open(name, device="cpu") as x:
+        assert repr(str(name)) in repr(x)
+        assert table_of(x)["path"] == repr(str(name))
+
 
 def test_array_in_memory_has_a_table() -> None:
     with fw.open(fw.storage.Memory("4 KiB"), "r+", "i8", device="cpu") as x:

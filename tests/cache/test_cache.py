@@ -53,6 +53,12 @@ def test_what_a_device_decides_is_refused_before(name: str) -> None:
         assert not hasattr(cache, name)
 
 
+@pytest.mark.parametrize("name", ["frames", "lines", "owners"])
+def test_properties_of_a_cache_without_memory_are_refused_too(name: str) -> None:
+    with fw.Cache("auto") as cache, pytest.raises(CacheError, match=f"no {name} before"):
+        getattr(cache, name)
+
+
 def test_names_that_no_cache_has_are_attribute_errors() -> None:
     with fw.Cache("auto") as cache:
         assert not hasattr(cache, "capcity")
@@ -243,6 +249,17 @@ def test_a_pickled_array_has_a_cache_of_the_same_kind(path: Path) -> None:
         assert (mine.line_bytes, mine.ways, mine.policy.name) == (512, 8, "s3_fifo")
         assert (mine.capacity, mine.host_capacity) == (capacity, host_capacity)
     assert mine.closed, "nobody else can close it"
+
+
+def test_a_closed_array_is_pickled_with_a_cache_that_has_no_memory_any_more(path: Path) -> None:
+    cache = fw.Cache("auto", policy="lru", host_capacity="128 KiB")
+    with fw.open(path, device="cpu", cache=cache) as x:
+        x.gather(np.arange(3))
+
+    with pickle.loads(pickle.dumps(x)) as got:
+        assert (got[40:44] == CONTENT[40:44]).all()
+        assert got.cache.policy.name == "lru"
+        assert got.cache.host_capacity > 0
 
 
 # Storages, by the same door.

@@ -49,6 +49,15 @@ def test_help_names_every_command(tmp_path: Path) -> None:
         ("demo --size huge", "argument --size: invalid choice: 'huge'"),
         ("demo --siz full", "unrecognized arguments: --siz full"),
         ("bench --gib much", "argument --gib: invalid float value: 'much'"),
+        ("bench --gib nan", "argument --gib: nan is not a finite number from 0 on"),
+        ("bench --gib inf", "argument --gib: inf is not a finite number from 0 on"),
+        ("bench --gib -1", "argument --gib: -1 is not a finite number from 0 on"),
+        ("bench calls --runs 0", "argument --runs: 0 is not a finite number from 1 on"),
+        ("bench --folder absent", "argument --folder: absent does not exist"),
+        ("bench --folder /dev/null", "argument --folder: /dev/null is no folder"),
+        ("bench --json absent/x", "argument --json: absent does not exist"),
+        ("bench --json .", "argument --json: . is a folder"),
+        ("trace compare loop --plot absent/x.png", "argument --plot: absent does not exist"),
         ("bench hits --loads", "argument --loads: expected one argument"),
         ("graph", "the following arguments are required: COMMAND"),
         ("graph make kron:4", "the following arguments are required: folder"),
@@ -132,8 +141,10 @@ def test_a_demo_that_is_told_to_end_takes_its_files_along(
     running = start_demo(tmp_path)
 
     running.send_signal(number)
+    _, told = running.communicate(timeout=30)
 
-    assert running.wait(30) != 0
+    assert running.returncode == 128 + number
+    assert "Traceback" not in told
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,7 +175,7 @@ def start_demo(folder: Path) -> subprocess.Popen[str]:
     started = subprocess.Popen(
         [sys.executable, "-c", "from flashwarp.cli.main import main; main()", *arguments],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
     )
     end = time.monotonic() + 30

@@ -240,6 +240,20 @@ def test_attachment_that_fails_half_way_leaves_nothing(
             assert x[3].tolist() == [3] * 4
 
 
+def test_error_of_a_close_shows_the_exception_that_ended_the_block(path: Path) -> None:
+    def fail() -> None:
+        with fw.Cache("64 KiB") as cache:
+            opened.append(fw.open(path, device="cpu", cache=cache))
+            raise KeyError("of the block")
+
+    opened: list[fw.Array] = []
+    with pytest.raises(CacheError) as failed:
+        fail()
+    opened[0].close()
+
+    assert isinstance(failed.value.__context__, KeyError)
+
+
 def test_cache_is_not_closed_under_its_arrays(path: Path, device: CpuDevice) -> None:
     cache = fw.Cache("64 KiB", device=device)
     with fw.open(path, cache=cache) as x:

@@ -482,11 +482,27 @@ def test_one_read_only_member_makes_the_array_read_only() -> None:
         x[0] = 1
 
 
+def test_stripes_of_empty_files_are_an_empty_array_and_of_short_ones_are_refused(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.touch()
+    with fw.open(Striped(paths), dtype="u1", device="cpu") as x:
+        assert x.shape == (0,)
+
+    for path in paths:
+        path.write_bytes(bytes(65536))
+    with pytest.raises(ArgumentError, match="65536 bytes, less than a stripe of 131072"):
+        fw.open(Striped(paths), dtype="u1", device="cpu")
+
+
 @pytest.mark.parametrize(
     ("stripe", "words"),
     [
         (4000, "stripe=4000 is not a multiple of 4096"),
         (512, "not a multiple of 4096"),
+        (1 << 32, "stripe=4294967296 is not a multiple of 4096 bytes up to 2 GiB"),
         ("0 KiB", "not a multiple of 4096"),
         (-4096, "negative"),
         (None, "stripe=None is not a size"),

@@ -129,8 +129,10 @@ def test_striped_checks_its_geometry() -> None:
     assert _native.StripedStorage([member, member], 4096, nbytes=5000).nbytes == 5000
     with pytest.raises(ValueError, match="4096"):
         _native.StripedStorage([member], 1000)
-    with pytest.raises(ValueError, match="cannot hold"):
+    with pytest.raises(ValueError, match="nbytes=1048576, but whole stripes"):
         _native.StripedStorage([member], 4096, nbytes=1 << 20)
+    with pytest.raises(ValueError, match="65536 bytes, less than a stripe of 131072"):
+        _native.StripedStorage([member], 1 << 17)
     with pytest.raises(ValueError, match="at least one"):
         _native.StripedStorage([], 4096)
 

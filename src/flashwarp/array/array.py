@@ -216,7 +216,7 @@ class Array(endings.Closing):
     def __repr__(self) -> str:
         facts = f"shape={self.shape} dtype={self.dtype}"
         if "_attachment" not in self.__dict__:
-            return f"<unopened flashwarp.Array {facts}>"
+            return f"<{'closed' if self.closed else 'unopened'} flashwarp.Array {facts}>"
         state = "closed " if self.closed else ""
         return f"<{state}flashwarp.Array {self._place} {facts} device={self.device.name!r}>"
 
@@ -234,7 +234,8 @@ class Array(endings.Closing):
             "bytes": self.nbytes,
         }
         if "_attachment" not in self.__dict__:
-            return html_table("flashwarp.Array, unopened", facts)
+            state = "closed" if self.closed else "unopened"
+            return html_table(f"flashwarp.Array, {state}", facts)
         facts["path"] = self._place
         if self.closed or self._attachment.in_child:
             state = "closed" if self.closed else "of another process"
@@ -247,7 +248,8 @@ class Array(endings.Closing):
 
     @property
     def _place(self) -> str:
-        return self._attachment.storage.path or "in memory"
+        path = self._attachment.storage.path or "in memory"
+        return path if path.isprintable() else repr(path)
 
     # Reading.
 

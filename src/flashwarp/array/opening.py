@@ -286,16 +286,19 @@ class _Request:
         if isinstance(self.device, Device):
             state["device"] = self.device.name
         if isinstance(self.cache, Cache):
-            cache, host = self.cache, self.cache.host_capacity or None
+            cache = self.cache
+            # Without an array, a cache of capacity "auto" has none yet.
             make = functools.partial(
                 Cache,
-                cache.capacity,
+                getattr(cache, "capacity", "auto"),
                 cache.line_bytes,
                 cache.ways,
                 cache.policy,
-                host_capacity=host,
+                host_capacity=cache._host_wanted,
             )
-            state |= {"device": cache.device.name, "cache": "auto", "make_cache": make}
+            state |= {"cache": "auto", "make_cache": make}
+            if cache._bound_device is not None:
+                state["device"] = cache._bound_device.name
         return state
 
 

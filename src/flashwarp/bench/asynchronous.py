@@ -10,6 +10,7 @@ import numpy as np
 import flashwarp as fw
 from flashwarp.config import parse_bytes
 from flashwarp.device import resolve
+from flashwarp.errors import ArgumentError
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import device_seconds, median_of
 
@@ -33,6 +34,8 @@ def run(
     words = line_bytes // _WORD
     blocks = parse_bytes(size) // line_bytes
     reads = parse_bytes(bytes_each) // line_bytes
+    if blocks == 0:
+        raise ArgumentError(f"size={size!r} is less than a line of {line_bytes} bytes")
     report = Report(
         title="Waiting warps",
         device=where.describe(),

@@ -349,7 +349,9 @@ class Cache(Closing):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in _WITH_MEMORY or name in _WITH_CAPACITY:
+            # Python also comes here when a property has found such an attribute missing.
+            missing = isinstance(getattr(type(self), name, None), property)
+            if missing or name in _WITH_MEMORY or name in _WITH_CAPACITY:
                 raise _NoMemory(
                     f"a cache has no {name} before an array is opened on it: give it a device, and "
                     "a capacity other than 'auto'"

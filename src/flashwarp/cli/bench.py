@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from flashwarp.bench import BENCHES, DEFAULT
+from flashwarp.cli.parser import Parser, amount, folder, output_path
 
 if TYPE_CHECKING:
-    from flashwarp.cli.parser import Parser
     from flashwarp.probe.report import Report
 
 __all__ = ["add_arguments"]
+
+# Parameters that say how often something is done: at least once.
+_COUNTS = frozenset({"epochs", "loads", "runs", "sources", "steps"})
 
 
 def add_arguments(parser: Parser, arguments: Sequence[str]) -> None:
@@ -57,16 +60,20 @@ def _add_options(parser: argparse.ArgumentParser, name: str) -> None:
     if "device" in parameters:
         parser.add_argument("--device", help="cpu or cuda:N; default the GPU.")
     if "folder" in parameters:
-        parser.add_argument("--folder", type=Path, help="Where its files go; default /var/tmp.")
+        parser.add_argument("--folder", type=folder, help="Where its files go; default /var/tmp.")
     for key, parameter in parameters.items():
         if key in ("device", "folder"):
             continue
         kind: Any = hints[key].__origin__
-        convert = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        convert: dict[str, Any] = {
+            "type": kind if kind is str else amount(kind, int(key in _COUNTS))
+        }
+        if kind is bool:
+            convert = {"action": argparse.BooleanOptionalAction}
         option = "--" + key.replace("_", "-")
         text = hints[key].__metadata__[0].replace("%", "%%")
         parser.add_argument(option, default=parameter.default, help=text, **convert)
-    parser.add_argument("--json", type=Path, help="Also write the results here.")
+    parser.add_argument("--json", type=output_path, help="Also write the results here.")
     parser.set_defaults(run=lambda options: _run(benchmark, list(parameters), options))
 
 

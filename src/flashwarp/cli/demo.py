@@ -86,7 +86,14 @@ def _demo(options: argparse.Namespace) -> None:
     out = sys.stderr if options.json else sys.stdout
     directory = options.dir
     if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PathError(
+                error.errno,
+                "is no folder, and none can be made: choose another --dir",
+                str(directory),
+            ) from error
     picture = (directory or Path.cwd()) / "flashwarp-demo.png"
     where = directory or _scratch()
     _remove_leftovers(where)

@@ -5,7 +5,8 @@ that is called is imported, so that `flashwarp --help` answers at once. An error
 a command with its message and exit code 1, without a traceback. So does an error of the system,
 such as a full disk under the output. A wrong option ends it with exit code 2.
 
-SIGTERM and SIGHUP end a command by way of its `finally` clauses, so that it removes its files.
+SIGINT, SIGTERM and SIGHUP end a command by way of its `finally` clauses, so that it removes its
+files. The exit code is then 128 and the number of the signal.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ def main() -> None:
         if not isinstance(error, BrokenPipeError):
             _complain(error)
         sys.exit(1)
+    except KeyboardInterrupt:
+        _silence(sys.stdout)
+        sys.exit(128 + signal.SIGINT)
     sys.exit(0)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Parser", "existing_path"]
+__all__ = ["Parser", "amount", "existing_path", "folder", "output_path"]
 
 
 class _Help(argparse.HelpFormatter):
@@ -37,3 +39,35 @@ def existing_path(text: str) -> Path:
     if not path.exists():
         raise argparse.ArgumentTypeError(f"{text} does not exist")
     return path
+
+
+def folder(text: str) -> Path:
+    """Convert the value of an option to the path of a folder that exists, or refuse it."""
+    path = existing_path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no folder")
+    return path
+
+
+def output_path(text: str) -> Path:
+    """Convert the value of an option to a path for results, or refuse it before the work begins."""
+    path = Path(text)
+    folder(str(path.parent))
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
+    return path
+
+
+def amount(kind: type[int] | type[float], least: int = 0) -> Callable[[str], float]:
+    """Return what converts the value of an option to a number from `least` on, or refuses it."""
+
+    def convert(text: str) -> float:
+        try:
+            number = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {text!r}") from None
+        if not least <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number from {least} on")
+        return number
+
+    return convert

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashwarp.cli.parser import Parser, output_path
+
 if TYPE_CHECKING:
-    from flashwarp.cli.parser import Parser
     from flashwarp.trace import Trace
 
 __all__ = ["add_arguments"]
@@ -52,8 +53,8 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
         "--sizes", default="", help="Lines of the cache, as 100,1000; default shares of those used."
     )
     compare.add_argument("--policies", default="", help="As lru,sieve; default all.")
-    compare.add_argument("--json", type=Path, help="Also write the results here.")
-    compare.add_argument("--plot", type=Path, help="Draw them: .png, .svg or .pdf.")
+    compare.add_argument("--json", type=output_path, help="Also write the results here.")
+    compare.add_argument("--plot", type=output_path, help="Draw them: .png, .svg or .pdf.")
 
     for each in (replay, compare):
         each.add_argument("--ways", type=int, default=8, help="Frames of a set: 4, 8 or 16.")
@@ -97,7 +98,9 @@ def _replay(options: argparse.Namespace) -> None:
     from flashwarp.trace import replay as run
 
     chosen = _load(options.source, options.accesses)
-    capacity = options.lines or max(options.ways, chosen.footprint // 10)
+    capacity = options.lines
+    if capacity is None:
+        capacity = max(options.ways, chosen.footprint // 10)
     done = run(chosen, options.policy, capacity_lines=capacity, ways=options.ways)
     print(
         f"{done.policy}, {done.capacity_lines:,} lines in sets of {options.ways}: "

@@ -115,13 +115,6 @@ class Namespace(Closing):
 class Storage(Namespace):
     r"""Base of all storages: a namespace, and its bytes.
 
-    Attributes
-    ----------
-    nbytes : int
-        Size of the namespace in bytes.
-    writable : bool
-        Whether it takes writes.
-
     Notes
     -----
     Any number of threads may call at the same time. A transfer blocks until it is complete. If it

@@ -20,6 +20,7 @@ Member: TypeAlias = files.PathLike | Storage
 
 # A shorter stripe would split blocks of O_DIRECT; the native storage checks the same.
 _STRIPE_BYTES_MIN = 4096
+_STRIPE_BYTES_MAX = 1 << 31
 
 
 class Composite(Storage, ABC):
@@ -117,10 +118,10 @@ class Striped(Composite):
     members : sequence of path-like or Storage
         At least one; no storage twice. Paths are for `flashwarp.open`: files of raw data.
     stripe : int or str
-        Bytes of a stripe, a multiple of 4096. If it is also a multiple of an array's lines, each
-        member can have a controller of its own (docs/backends.md).
+        Bytes of a stripe, a multiple of 4096 up to 2 GiB. If it is also a multiple of an array's
+        lines, each member can have a controller of its own (docs/backends.md).
     nbytes : int, optional
-        Size to use; default: as many whole stripes as all members hold.
+        Size to use; default: as many whole stripes as all members hold, at least one.
 
     Raises
     ------
@@ -142,8 +143,13 @@ class Striped(Composite):
         self, members: Sequence[Member], stripe: int | str = "128 KiB", nbytes: int | None = None
     ) -> None:
         self.stripe_bytes = parse_bytes(stripe, "stripe")
-        if self.stripe_bytes == 0 or self.stripe_bytes % _STRIPE_BYTES_MIN:
-            raise ArgumentError(f"stripe={stripe!r} is not a multiple of {_STRIPE_BYTES_MIN} bytes")
+        if (
+            not _STRIPE_BYTES_MIN <= self.stripe_bytes <= _STRIPE_BYTES_MAX
+            or self.stripe_bytes % _STRIPE_BYTES_MIN
+        ):
+            raise ArgumentError(
+                f"stripe={stripe!r} is not a multiple of {_STRIPE_BYTES_MIN} bytes up to 2 GiB"
+            )
         if nbytes is not None:
             nbytes = integer("nbytes", nbytes, 1, SIZE_MAX)
         self._options = (self.stripe_bytes, nbytes)
