@@ -184,11 +184,11 @@ def test_software_controller_needs_the_bytes() -> None:
         fw.open(Namespace(8192), "r+", "i4", device="cpu")
 
 
-def test_storages_may_be_empty() -> None:
+def test_namespaces_may_be_empty_and_stripes_not() -> None:
     assert Namespace(0).nbytes == 0
-    # Less than a stripe of each: nothing is left to stripe over.
     members = [Memory(bytearray(4096)) for _ in range(2)]
-    assert Striped(members, 8192).nbytes == 0
+    with pytest.raises(ArgumentError, match="give a shorter stripe"):
+        Striped(members, 8192)
 
 
 def test_two_arrays_do_not_store_to_one_namespace() -> None:

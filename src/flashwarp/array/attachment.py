@@ -278,8 +278,7 @@ class Attachment(endings.NotCopied):
         steps: list[Callable[[], None]] = [self._finish_streams]
         if self.writable:
             steps.append(self.flush)
-        pairs = self.launcher.service.queues.count
-        steps.append(partial(self.maintain, "quiesce", warps=pairs))
+        steps.append(self._quiesce)
         if not self._owns_cache:
             steps.append(lambda: self._empty(drop_dirty=True))
         for step in steps:
@@ -292,6 +291,9 @@ class Attachment(endings.NotCopied):
             if not self.device.alive():
                 break
         return failure
+
+    def _quiesce(self) -> None:
+        self.maintain("quiesce", warps=self.launcher.service.queues.count)
 
     def _end(self, failure: Exception | None, late: DeviceTimeout | None) -> BaseException | None:
         """Release everything, after `_settle` has returned `failure`."""
