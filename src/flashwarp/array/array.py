@@ -321,7 +321,8 @@ class Array(endings.Closing):
         if isinstance(chosen, range) and (chosen.step == 1 or len(chosen) < 2):
             target = self._attachment.operands.target(None, chosen)
             self._move("gather", chosen, target)
-            return np.asarray(target.finish(None))
+            rows: npt.NDArray[Any] = target.finish(None)
+            return rows
         index = host_index(chosen) if isinstance(chosen, range) else chosen
         return np.asarray(self.gather(index))
 

@@ -46,8 +46,11 @@ class Index:
     held: DeviceArray | None = None
     """The copy in device memory of indices that came from the host."""
 
+    def __post_init__(self) -> None:
+        self._count = math.prod(self.shape)
+
     def __len__(self) -> int:
-        return math.prod(self.shape)
+        return self._count
 
 
 @dataclass
