@@ -29,6 +29,9 @@ struct IoResult {
   int32_t result = 0;  // bytes moved, or -errno
 };
 
+// The most results that a queue pair takes from its engine at a time.
+constexpr uint32_t kReapMax = 64;
+
 class IoEngine {
  public:
   virtual ~IoEngine() = default;

@@ -21,7 +21,7 @@ namespace fw::native {
 namespace {
 
 // The smallest page of any machine, which gives the most flags of a chunk.
-constexpr uint64_t kPageBytesMin = 4096;
+constexpr uint64_t kSystemPageBytesMin = 4096;
 
 // Residency is looked up for this much at a time. It costs 2 us of kernel time, or 1 ms for a GiB.
 constexpr uint64_t kChunkBytes = 2 << 20;
@@ -168,7 +168,7 @@ bool PageCacheWindow::look(uint64_t begin, uint64_t end) const {
   Cachestat found;
   if (syscall(kCachestat, fd_, &range, &found, 0) == 0) return found.cached == pages;
   if (errno != ENOSYS) return false;
-  std::array<unsigned char, kChunkBytes / kPageBytesMin> flags;
+  std::array<unsigned char, kChunkBytes / kSystemPageBytesMin> flags;
   return mincore(map_ + (begin - map_offset_), pages * page_bytes, flags.data()) == 0 &&
          std::all_of(flags.begin(), flags.begin() + pages,
                      [](unsigned char flag) { return (flag & 1) != 0; });

@@ -73,6 +73,9 @@ class FaultPlan {
 // Whether an operation with this error must be tried again.
 bool is_transient(int error);
 
+// Drives write whole sectors: between two of them a write is torn, and a buffered transfer stops.
+constexpr uint64_t kSectorBytes = 512;
+
 // How many of `nbytes` a torn or short transfer moves: whole units, fewer than all.
 uint64_t partial_nbytes(uint64_t draw, uint64_t nbytes, uint64_t unit);
 

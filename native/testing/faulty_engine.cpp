@@ -11,10 +11,7 @@ namespace {
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 // A buffered transfer may stop between sectors; one that bypasses the page cache, between pages.
-constexpr uint64_t kSectorBytes = 512;
-constexpr uint64_t kPageBytes = 4096;
-
-constexpr uint32_t kReapMax = 64;
+constexpr uint64_t kDirectUnitBytes = 4096;
 
 FaultOperation operation_of(IoOperation::Kind kind) {
   if (kind == IoOperation::Kind::kRead) return FaultOperation::kRead;
@@ -47,7 +44,8 @@ Fault FaultyEngine::next_fault(const IoOperation& operation) {
 
 uint32_t FaultyEngine::partial(const Fault& fault, const IoOperation& operation) const {
   const bool direct = operation.fd == file_->direct_fd();
-  return uint32_t(partial_nbytes(fault.draw, operation.nbytes, direct ? kPageBytes : kSectorBytes));
+  return uint32_t(
+      partial_nbytes(fault.draw, operation.nbytes, direct ? kDirectUnitBytes : kSectorBytes));
 }
 
 void FaultyEngine::submit(const IoOperation& operation) {

@@ -10,9 +10,6 @@
 namespace fw::native {
 namespace {
 
-// A torn write is torn between sectors of a drive.
-constexpr uint64_t kSectorBytes = 512;
-
 void flip_bit(void* data, uint64_t draw, size_t n) {
   if (n == 0) return;
   const uint64_t bit = draw % (n * 8);

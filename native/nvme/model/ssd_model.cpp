@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <stdexcept>
 #include <thread>
 
+#include "base/require.h"
 #include "flashwarp/base/atomic.cuh"
 
 namespace fw::native {
@@ -21,10 +21,6 @@ constexpr double kTicksPerSecond = 1e9 * kTicksPerNs;
 constexpr double kStageMaxNs = 1.8e12;
 constexpr double kServiceMaxNs = 4e9;  // fits 32 bits
 constexpr uint32_t kUnitsMax = 1 << 16;
-
-void require(bool condition, const char* what) {
-  if (!condition) throw std::invalid_argument(what);
-}
 
 bool is_positive(double value) { return std::isfinite(value) && value > 0; }
 

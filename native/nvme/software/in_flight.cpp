@@ -18,9 +18,6 @@ namespace {
 // Scratch areas start at a page, which satisfies direct I/O alignments up to this.
 constexpr uint64_t kScratchAlignment = 4096;
 
-// The most results taken from the engine at a time.
-constexpr uint32_t kReapMax = 64;
-
 // How long `drain` waits before and after it cancels what is in flight.
 constexpr int64_t kDrainNs = 2'000'000'000;
 constexpr int64_t kCancelNs = 3'000'000'000;

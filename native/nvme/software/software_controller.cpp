@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <bit>
 #include <ctime>
-#include <stdexcept>
 
 #include "base/fault_guard.h"
+#include "base/require.h"
 #include "flashwarp/nvme/queue_pair.cuh"
 
 namespace fw::native {
@@ -55,10 +55,6 @@ void relax() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
-}
-
-void require(bool condition, const char* what) {
-  if (!condition) throw std::invalid_argument(what);
 }
 
 void check_queue_pair(const QueuePairAddresses& pair) {

@@ -61,14 +61,14 @@ struct entry_for<kKernel> {
   static constexpr entry_param kParams[sizeof...(Params) + 1] = {
       {sizeof(Params), kElementBytes<Params>}..., {}};
 
-  template <std::size_t... kIndex>
-  static void call(const void* const* arguments, std::index_sequence<kIndex...>) {
-    kKernel(load_argument<Params>(arguments[kIndex])...);
-  }
+  struct call {
+    explicit call(Params... arguments) { kKernel(arguments...); }
+  };
 
   static void run(const void* const* arguments, const base::thread_context* here) {
     base::this_thread = *here;
-    call(arguments, std::index_sequence_for<Params...>());
+    // Braces: they are loaded from left to right.
+    call{load_argument<Params>(*arguments++)...};
     base::this_thread = {};
   }
 };

@@ -268,15 +268,15 @@ inline void fill_plain(void* to, uint8_t value, uint64_t bytes) { std::memset(to
 #if FW_TSAN
 // ThreadSanitizer has no model of fences; every datum they order is itself atomic in that build.
 inline void fence() {
-  std::atomic_signal_fence(std::memory_order_seq_cst);
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
   asm volatile("mfence" ::: "memory");
 }
 inline void fence_sequential() { fence(); }
 inline void fence_system() { fence(); }
 #else
-inline void fence() { std::atomic_thread_fence(std::memory_order_acq_rel); }
-inline void fence_sequential() { std::atomic_thread_fence(std::memory_order_seq_cst); }
-inline void fence_system() { std::atomic_thread_fence(std::memory_order_acq_rel); }
+inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+inline void fence_sequential() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void fence_system() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 #endif
 
 template <uint32_t kBytes>
@@ -334,7 +334,7 @@ struct raw<16> {
   }
   static word16 load_acquire(const void* p) {
     const word16 value = load(p);
-    std::atomic_thread_fence(std::memory_order_acquire);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return value;
   }
   static void store(void* p, word16 v) {
