@@ -46,7 +46,7 @@ def test_arrays_over_several_storages_are_as_numpy_has_them(
         x.flush()
         assert whole.read(0, held.nbytes) == held.tobytes()
         for served in x.controller.stats()["controllers"]:
-            assert served["commands"]["read"] > 0
+            assert served["commands"]["read"] > 0 or x.controller.plain_reads
     if layout == "replicate":
         assert len({drive.read(0, drive.nbytes) for drive in drives}) == 1
 
