@@ -97,7 +97,7 @@ def check_controllers_of_an_array_share_the_cores() -> None:
             plans = [fw.SoftwareController(data_path="bounce") for _ in range(count)]
             members = [fw.storage.Memory(np.zeros(512, np.int64)) for _ in plans]
             with fw.open(
-                fw.storage.Striped(members),
+                fw.storage.Striped(members, 4096),
                 "r+",
                 "i8",
                 device=device,

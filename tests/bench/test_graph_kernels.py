@@ -131,7 +131,7 @@ def test_nothing_is_in_place_where_it_may_be_written_or_a_drive_is_modelled(kron
     storages = [fw.storage.Memory(half, writable=False) for half in held[: 2**13].reshape(2, -1)]
     with (
         kron.neighbours(device="cpu", cache="64 KiB", o_direct=True) as file,
-        fw.open(fw.storage.Striped(storages), "r", "uint32", device="cpu") as several,
+        fw.open(fw.storage.Striped(storages, 4096), "r", "uint32", device="cpu") as several,
     ):
         assert file.in_place is None
         assert several.in_place is None

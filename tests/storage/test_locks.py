@@ -159,14 +159,14 @@ def test_storage_that_takes_writes_serves_one_array(path: Path) -> None:
         with on_storage(storage) as x:
             for other in (
                 storage,
-                Striped([storage]),
+                Striped([storage], 4096),
                 Replicated([Memory(storage.nbytes), storage]),
             ):
                 with pytest.raises(LockedError, match="another array") as caught:
                     on_storage(other)
                 assert caught.value.holder == os.getpid()
             with pytest.raises(LockedError):
-                on_storage(Striped([storage]))
+                on_storage(Striped([storage], 4096))
             x[0] = 1
 
         on_storage(storage).close()
@@ -174,7 +174,7 @@ def test_storage_that_takes_writes_serves_one_array(path: Path) -> None:
             with pytest.raises(LockedError):
                 on_storage(storage)
             with pytest.raises(LockedError):
-                on_storage(Striped([storage]))
+                on_storage(Striped([storage], 4096))
 
 
 def test_storage_of_readers_and_storage_without_lock_serve_any_number(path: Path) -> None:
