@@ -249,7 +249,8 @@ def test_closed_array_holds_neither_lock_nor_descriptor(path: Path) -> None:
     for mode in ["r", "r+"] * 5:
         arrays.append(open_array(path, mode))
         arrays[-1].close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    # Descriptors that tests before this one have lost may be closed meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= before
     for array in arrays:
         with pytest.raises(ClosedError):
             array.refresh()
