@@ -228,8 +228,14 @@ class Shared(fw.SoftwareController):
     ],
 )
 def test_service_contract_notices(
-    kind: type[fw.SoftwareController], test: str, tmp_path: Path
+    kind: type[fw.SoftwareController],
+    test: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # An array whose service has stopped waits for its commands until they time out.
+    monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "1")
+
     class Broken(TestInPlace):
         one = kind()
 
