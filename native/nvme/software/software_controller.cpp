@@ -264,8 +264,8 @@ bool SoftwareController::has_in_flight() const {
   return std::ranges::any_of(servers_, [](const auto& server) { return server->has_in_flight(); });
 }
 
-// Sleeps until wake(). Thread 0 is the sentinel: it also wakes by itself to look at the doorbells.
-// Returns whether wake() was called.
+// Puts a thread to sleep until wake(); returns whether wake() was called. Thread 0 also wakes by
+// itself, to look at the doorbells.
 bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
   const uint32_t seen = epoch_.load(std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);

@@ -1,6 +1,7 @@
-// Which built-in kernels a program has: all, or those that it names. A GPU's compiler gives each
-// kernel a copy of every function that any of them may call through a pointer, so a program of all
-// kernels takes twice as long as each alone, and a program of one seconds instead of a minute.
+// Which built-in kernels a program has: all, or those that it names.
+//
+// A GPU's compiler gives each kernel a copy of every function that any of them may call through a
+// pointer. So one program of all kernels takes longer to compile than all kernels one by one.
 #pragma once
 
 #ifndef FW_ALL_KERNELS
