@@ -6,6 +6,7 @@ caller waits, and asks `failures` for errors.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -13,7 +14,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import config
+from flashwarp import _native, config
+from flashwarp._jit.driver import End
+from flashwarp._jit.program import LoadedKernel
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import (
     MaintenanceParams,
@@ -24,8 +27,8 @@ from flashwarp.array.rows import (
     segments_per_row,
 )
 from flashwarp.cache.cache import Volume
-from flashwarp.device import CpuDevice
-from flashwarp.errors import ClosedError
+from flashwarp.device import CpuDevice, DeviceMemory, stream_handle
+from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.nvme import Service
 
 __all__ = ["Launcher", "Verb", "Watcher"]
@@ -35,6 +38,9 @@ Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
 _BYTES_WORTH_A_THREAD = 128 << 10
+
+# Scatters that check their indices on the device: one for each stream, and for each captured one.
+_CHECKS_MAX = 4096
 
 
 @dataclass
@@ -67,6 +73,8 @@ class Launcher:
     watchers : list of callable
         Each is called with what is about to be moved: byte offsets in the array, and the bytes at
         each offset.
+    graphs : CudaGraphs
+        Counts the CUDA graphs that contain launches of the array.
     """
 
     def __init__(self, volume: Volume, service: Service, format: RowFormat) -> None:  # noqa: A002
@@ -75,6 +83,14 @@ class Launcher:
         self.format = format
         self.watchers: list[Watcher] = []
         self.moved = Moved()
+        self.graphs = _native.CudaGraphs()
+        self._capture: int | None = None  # that `graphs` has counted last
+        self._wake_call: _native.WakeCall | None = None
+        self._kernels: dict[str, LoadedKernel] = {}
+        # A word for each scatter that checks its indices on the device; the stream orders its use.
+        self._strays: DeviceMemory | None = None
+        self._strays_of: dict[int, int] = {}
+        self._strays_used = 0
         cache = volume.cache
         self._params = bytes(
             RowParams(
@@ -156,41 +172,75 @@ class Launcher:
         span = _lines_between(int(first) * row, (int(last) + 1) * row, line)
         return min(span, len(chosen) * segments_per_row(row, line))
 
-    def move(self, verb: Verb, chosen: range | Index, buffer: int, stream: object = None) -> None:
+    def move(
+        self,
+        verb: Verb,
+        chosen: range | Index,
+        buffer: int,
+        stream: object = None,
+        end: End | None = None,
+    ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back."""
         row = self.format.row_bytes
         self.moved.add(len(chosen))
         params = self._row_params(chosen, buffer)
         if isinstance(chosen, range):
-            begin = chosen.start * row
-            end = begin + len(chosen) * row
             if self.watchers:
-                self._show(np.array([begin]), end - begin)
-            lines = _lines_between(begin, end, self.volume.cache.line_bytes)
-            self._start(f"{verb}_rows", params, self._warps(lines, params.batch), stream)
+                self._show(np.array([chosen.start * row]), len(chosen) * row)
+            warps = self._warps(self._lines(chosen), params.batch)
+            self._start(f"{verb}_rows", params, warps, stream, end=end)
             return
         if self.watchers:
             self._show(self._rows_of(chosen) * row, row)
+        if verb == "scatter" and not chosen.checked:
+            params.strays = self._word_for_strays(stream)
+            self.volume.cache.device.clear(params.strays, 4, stream)
+            self._start("check_indices", params, self._warps(len(chosen)), stream)
         width = element_bytes(row, buffer)
         if width is not None:
             items = len(chosen) * (row // width)
-            self._start(f"{verb}_elements_{width}", params, self._warps(items), stream)
+            name = f"{verb}_elements_{width}"
+            self._start(name, params, self._warps(items), stream, end=end)
         else:
-            self._start_rows(f"{verb}_rows", params, len(chosen), stream)
+            self._start_rows(f"{verb}_rows", params, len(chosen), stream, end=end)
 
     def prefetch(
         self, chosen: range | Index, stream: object = None, warps: int | None = None
     ) -> None:
-        """Launch the prefetch of chosen rows; default: warps for all of them, one for a range."""
+        """Launch the prefetch of chosen rows; default: warps for all of them."""
         params = self._row_params(chosen, 0)
         if isinstance(chosen, range):
-            self._start("prefetch_rows", params, 1, stream)
+            if warps is None:
+                warps = self._warps(self._lines(chosen), params.batch)
+            self._start("prefetch_rows", params, warps, stream)
         else:
             self._start_rows("prefetch_rows", params, len(chosen), stream, warps)
 
-    def check_indices(self, index: Index, stream: object) -> None:
-        """Launch the check of indices; the volume's error record has the places of bad ones."""
-        self._start("check_indices", self._row_params(index, 0), self._warps(len(index)), stream)
+    def _lines(self, chosen: range) -> int:
+        begin = chosen.start * self.format.row_bytes
+        end = begin + len(chosen) * self.format.row_bytes
+        return _lines_between(begin, end, self.volume.cache.line_bytes)
+
+    def _word_for_strays(self, stream: object) -> int:
+        """Return the address of the word by which a check tells the scatter behind it."""
+        device = self.volume.cache.device
+        if self._strays is None:
+            self._strays = device.allocate(4 * _CHECKS_MAX)
+        handle = stream_handle(stream)
+        # Two graphs that were captured on one stream may run at the same time.
+        captured = stream is not None and device.capture(stream) is not None
+        place = None if captured else self._strays_of.get(handle)
+        if place is None:
+            place = self._strays_used
+            if place == _CHECKS_MAX:
+                raise CaptureError(
+                    f"an array takes scatters with indices on the GPU from {_CHECKS_MAX} streams "
+                    "and captured calls: open it again"
+                )
+            self._strays_used += 1
+            if not captured:
+                self._strays_of[handle] = place
+        return self._strays.address + 4 * place
 
     def _show(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
         for watcher in self.watchers:
@@ -204,13 +254,19 @@ class Launcher:
         return np.where(found < 0, found + self.format.row_count, found)
 
     def _start_rows(
-        self, name: str, params: RowParams, rows: int, stream: object, warps: int | None = None
+        self,
+        name: str,
+        params: RowParams,
+        rows: int,
+        stream: object,
+        warps: int | None = None,
+        end: End | None = None,
     ) -> None:
         """Launch a kernel whose warps take lines of rows in batches."""
         line = self.volume.cache.line_bytes
         params.segments = segments_per_row(self.format.row_bytes, line)
         useful = self._warps(rows * params.segments, params.batch)
-        self._start(name, params, useful if warps is None else warps, stream)
+        self._start(name, params, useful if warps is None else warps, stream, end=end)
 
     def _warps(self, items: int, batch: int = 32) -> int:
         if self.on_cpu:
@@ -242,7 +298,7 @@ class Launcher:
             drop=drop,
         )
         useful = self._warps(volume.cache.lines) if warps is None else warps
-        self._start(name, params, useful, None, served)
+        self._start(name, params, useful, None, served=served)
 
     def drop_tier(self, *, drop: int = 0, served: bool = True) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
@@ -261,13 +317,19 @@ class Launcher:
         params: RowParams | MaintenanceParams,
         warps: int,
         stream: object,
+        *,
         served: bool = True,
+        end: End | None = None,
     ) -> None:
         cache = self.volume.cache
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            kernel = cache.device.built_in(name, cache.policy, ctypes.sizeof(params))
+            self._kernels[name] = kernel
         uses = list(self.wake() if served else (*cache.owners, *self.volume.owners))
         try:
-            cache.device.launch(
-                name, params, warps=warps, stream=stream, uses=uses, policy=cache.policy
+            cache.device.run_kernel(
+                kernel, (bytes(params),), warps=warps, stream=stream, uses=uses, end=end
             )
         finally:
             # A kept exception keeps this frame. That must not keep the array's file open.
@@ -281,9 +343,30 @@ class Launcher:
         self.service.wake()
         return uses
 
+    def join_capture(self, stream: object) -> bool:
+        """Return whether a stream is being captured into a CUDA graph.
+
+        If it is, the graph counts as one that uses the array, and each replay of what the stream
+        queues next wakes what serves the array.
+        """
+        device = self.volume.cache.device
+        capture = device.capture(stream)
+        if capture is None:
+            return False
+        if capture != self._capture:
+            device.capture_count(stream, self.graphs)
+            self._capture = capture
+        if self._wake_call is None:
+            self._wake_call = self.service.wake_call()
+        if self._wake_call is not None:
+            device.capture_call(stream, self._wake_call)
+        return True
+
     def let_go(self) -> None:
         """Refuse launches from now on, and hold nothing for them any more."""
         self._uses = None
+        if self._strays is not None:
+            self._strays.close()
 
 
 def _lines_between(begin: int, end: int, line_bytes: int) -> int:

@@ -39,6 +39,7 @@ from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
+    from flashwarp._jit.driver import End
     from flashwarp._jit.host_compiler import HostArtifact
 
 # Transparent huge pages come in this size.
@@ -170,6 +171,7 @@ class CpuDevice(Device):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
+        end: End | None = None,
     ) -> None:
         self._check_usable()
         threads = self.threads if warps is None else min(warps, self.threads)
