@@ -40,6 +40,15 @@ Result launch(const Context& context, uintptr_t function, uint32_t blocks, uint3
   });
 }
 
+Result launch_after(const Context& context, uintptr_t before, uintptr_t event, uintptr_t function,
+                    uint32_t blocks, uint32_t block_threads, nb::bytes argument, uintptr_t stream) {
+  void* params[] = {const_cast<char*>(argument.c_str())};
+  return unlocked([&] {
+    return context.launch_after(handle(before), handle(event), handle(function), blocks,
+                                block_threads, params, handle(stream));
+  });
+}
+
 // No line of Python runs between these steps, so no signal handler does.
 Result launch_and_append(const Context& context, uintptr_t function, uint32_t blocks,
                          uint32_t block_threads, const std::vector<nb::bytes>& arguments,
@@ -70,6 +79,8 @@ void bind_cuda(nb::module_& m) {
       .def("exit", &Context::exit)
       .def("launch", &launch, nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"),
            nb::arg("arguments"), nb::arg("stream"))
+      .def("launch_after", &launch_after, nb::arg("before"), nb::arg("event"), nb::arg("function"),
+           nb::arg("blocks"), nb::arg("block_threads"), nb::arg("argument"), nb::arg("stream"))
       .def("launch_and_append", &launch_and_append, nb::arg("function"), nb::arg("blocks"),
            nb::arg("block_threads"), nb::arg("arguments"), nb::arg("stream"), nb::arg("event"),
            nb::arg("calls"), nb::arg("call"))

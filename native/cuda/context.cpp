@@ -179,8 +179,10 @@ Result Context::launch(Handle function, uint32_t blocks, uint32_t block_threads,
 }
 
 Result Context::order(Handle before, Handle after, Handle event) const {
-  const Current current(*this);
-  if (current.result() != kSuccess) return current.result();
+  return Current(*this).then([&] { return order_now(before, after, event); });
+}
+
+Result Context::order_now(Handle before, Handle after, Handle event) const {
   const Relaxed relaxed(driver_);
   Result result = driver_.stream_query(before);
   if (result != kNotReady) return result;
@@ -190,6 +192,20 @@ Result Context::order(Handle before, Handle after, Handle event) const {
   if (status == kActive) return kCaptured;
   result = driver_.event_record(event, before);
   return result == kSuccess ? driver_.stream_wait_event(after, event, 0) : result;
+}
+
+Result Context::launch_after(Handle before, Handle event, Handle function, uint32_t blocks,
+                             uint32_t block_threads, void** params, Handle stream) const {
+  return Current(*this).then([&] {
+    int status = 0;
+    Result result = driver_.capture_info(stream, &status, nullptr, nullptr, nullptr, nullptr);
+    if (result != kSuccess) return result;
+    if (status != 0) return kCaptured;
+    if (before != stream) result = order_now(before, stream, event);
+    if (result != kSuccess) return result;
+    return driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
+                                 nullptr);
+  });
 }
 
 Result Context::record(Handle event, Handle stream) const {

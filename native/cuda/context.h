@@ -53,6 +53,10 @@ class Context {
   // Makes later work on `after` wait for the present work on `before`; an idle one costs no event.
   // `event` is used inside the call only.
   Result order(Handle before, Handle after, Handle event) const;
+  // `order` and `launch` in one, unless `stream` is being captured: then it does nothing, and
+  // returns kCaptured.
+  Result launch_after(Handle before, Handle event, Handle function, uint32_t blocks,
+                      uint32_t block_threads, void** params, Handle stream) const;
   Result record(Handle event, Handle stream) const;
   Result done(Handle stream) const;
   Result event_done(Handle event) const;
@@ -70,6 +74,8 @@ class Context {
 
  private:
   class Current;
+
+  Result order_now(Handle before, Handle after, Handle event) const;
 
   const Driver& driver_;
   Handle context_;

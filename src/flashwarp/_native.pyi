@@ -203,6 +203,16 @@ class CudaContext:
         arguments: Sequence[bytes],
         stream: int,
     ) -> int: ...
+    def launch_after(
+        self,
+        before: int,
+        event: int,
+        function: int,
+        blocks: int,
+        block_threads: int,
+        argument: bytes,
+        stream: int,
+    ) -> int: ...
     def launch_and_append(
         self,
         function: int,

@@ -472,6 +472,10 @@ class FakeTensor:
         self.dtype = f"torch.{dtype}"
         self.layout = f"torch.{layout}"
         self.shape = (2, 3)
+        self.is_cuda = kind == "cuda"
+
+    def get_device(self) -> int:
+        return 1
 
     def data_ptr(self) -> int:
         return 512

@@ -425,6 +425,30 @@ class Context:
         if result:
             self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
 
+    def launch_after(
+        self,
+        before: int,
+        mark: int,
+        kernel: Kernel,
+        blocks: int,
+        block_threads: int,
+        param: bytes,
+        stream: int,
+    ) -> bool:
+        """Launch a kernel of one parameter after the present work of stream `before`.
+
+        Returns False, and does nothing, if `stream` is being captured. `mark` is an event.
+        """
+        self._require_open()
+        result = self._calls.launch_after(
+            before, mark, kernel.handle, blocks, block_threads, param, stream
+        )
+        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
+            return False
+        if result:
+            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+        return True
+
     def launch_and_append(
         self,
         kernel: Kernel,

@@ -11,13 +11,13 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import config, endings
+from flashwarp import _native, config, endings
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Verb, Watcher
@@ -26,7 +26,7 @@ from flashwarp.array.rows import ArrayStruct, RowFormat
 from flashwarp.array.selection import Selection, rows_of_slice, select
 from flashwarp.cache.cache import Cache
 from flashwarp.config import flag
-from flashwarp.device import Device
+from flashwarp.device import Device, stream_handle
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -86,7 +86,9 @@ def _locked(
     return call
 
 
-def _in_turn(array: Array, method: Callable[..., R], args: list[Any], kwargs: dict[str, Any]) -> R:
+def _in_turn(
+    array: Array, method: Callable[..., R], args: Sequence[Any], kwargs: dict[str, Any]
+) -> R:
     try:
         array._begin()
         return method(array, *args, **kwargs)
@@ -254,7 +256,6 @@ class Array(endings.Closing):
 
     # Reading.
 
-    @_locked
     def gather(self, idx: object, out: object = None, stream: object = None) -> Any:
         """Copy rows ``self[idx]``, in the order of `idx`.
 
@@ -289,6 +290,31 @@ class Array(endings.Closing):
         StorageError
             If a transfer failed; rows of lines that could be read are in `out`.
         """
+        tensors = self._attachment.tensors
+        if tensors is not None and tensors.serves(idx):
+            short = functools.partial(_in_turn, self, Array._gather_tensors, (idx, out, stream), {})
+            rows = _native.holding(self.cache.turn, short)
+            if rows is not None:
+                return rows
+        return self._gather(idx, out, stream)
+
+    def _gather_tensors(self, idx: object, out: object, stream: object) -> Any:
+        """Gather by the short way; return None, and do nothing, if that cannot be."""
+        attachment = self._attachment
+        if attachment.tensors is None or not self._format.shape:
+            return None
+        launched = attachment.tensors.launch(idx, out, stream)
+        if launched is None:
+            return None
+        rows, handle = launched
+        if stream is None:
+            attachment.finish("gather", handle)
+        else:
+            attachment.note_stream(handle)
+        return rows
+
+    @_locked
+    def _gather(self, idx: object, out: object, stream: object) -> Any:
         self._need_axis()
         operands = self._attachment.operands
         index = operands.index(idx)
@@ -822,10 +848,12 @@ class Array(endings.Closing):
 
     def _begin(self) -> None:
         """Check that a call can be made, and raise the failures of earlier calls."""
-        self._check_usable()
-        self._attachment.calls.raise_lost()
-        self._attachment.raise_noted()
-        if self.controller.changes != self._changes:
+        attachment = self._attachment
+        if attachment.closed or attachment.in_child:
+            self._check_usable()
+        attachment.calls.raise_lost()
+        attachment.raise_noted()
+        if attachment.launcher.service.changes != self._changes:
             self._drop_old_lines()
 
     def _drop_old_lines(self) -> None:
@@ -875,35 +903,38 @@ class Array(endings.Closing):
         self._attachment.launcher.move(verb, chosen, rows.address, run)
         self._finish(verb, run, stream)
 
-    def _join(self, what: str, chosen: range | Index, rows: Rows | None, stream: object) -> object:
+    def _join(
+        self, what: str, chosen: range | Index, rows: Rows | None, stream: object
+    ) -> int | None:
         """Return the stream that a launch runs on; what its operands need comes before it there."""
         device = self.device
         if device.kind == "cpu":
             return None
-        held = (isinstance(chosen, Index) and chosen.held) or (rows and rows.held)
         if stream is not None:
-            if held and device.capture(stream) is not None:
+            handle = stream_handle(stream)
+            held = (isinstance(chosen, Index) and chosen.held) or (rows and rows.held)
+            if held and device.capture(handle) is not None:
                 raise CaptureError(
                     f"{what} with operands on the host cannot become part of a CUDA graph, because "
                     "it copies them now: put them on the GPU"
                 )
-            self._attachment.join(stream)
+            self._attachment.join(handle)
             # Uploads, and calls that are queued on the library's own stream, come first.
-            device.order(None, stream)
-            return stream
+            device.order(None, handle)
+            return handle
         instead = "give it stream=, and operands on the GPU"
         if isinstance(chosen, Index) and chosen.library != "numpy":
-            run = device.current_stream(chosen.library)
-            if device.capture(run) is not None:
+            handle = device.current_stream(chosen.library).handle
+            if device.capture(handle) is not None:
                 raise CaptureError(
                     f"{what} waits for its end, which a stream in a capture cannot: {instead}"
                 )
-            device.order(None, run)
-            return run
+            device.order(None, handle)
+            return handle
         device.refuse_capture(what, instead)
         if rows is not None and rows.library != "numpy":
             # The work that computes the values comes first.
-            device.order(device.current_stream(rows.library), None)
+            device.order(device.current_stream(rows.library).handle, None)
         return None
 
     def _finish(self, what: str, run: object, stream: object) -> None:
@@ -917,7 +948,7 @@ class Array(endings.Closing):
         if self.controller.changes != self._changes:
             self._drop_old_lines()
         if stream is not None:
-            self._attachment.join(stream)
+            self._attachment.join(stream_handle(stream))
         return self._attachment.launcher.wake()
 
 

@@ -23,8 +23,8 @@ from flashwarp.array.failures import Failures
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
 from flashwarp.array.rows import RowFormat
+from flashwarp.array.tensors import TensorGather
 from flashwarp.cache.cache import Cache
-from flashwarp.device import stream_handle
 from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller, Destination
 from flashwarp.stats import Stats
@@ -70,6 +70,8 @@ class Attachment(endings.NotCopied):
     launcher : Launcher
         Owns volume, service and format: what kernels need to know.
     operands : Operands
+    tensors : TensorGather or None
+        The short way of a gather; None on the CPU device.
     calls : Calls
         The asynchronous calls.
     """
@@ -115,6 +117,7 @@ class Attachment(endings.NotCopied):
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
             self.operands = Operands(cache.device, format, cache.device)
+            self.tensors = None if self.launcher.on_cpu else TensorGather(self.launcher)
             self.calls = Calls(self.launcher, self.operands, self._failures)
             endings.remember(self)
             made.pop_all()
@@ -150,15 +153,18 @@ class Attachment(endings.NotCopied):
         self.device.synchronize(stream, timeout_s=time_limit_s())
         self._raise_failure(what)
 
-    def join(self, stream: object) -> bool:
-        """Prepare for a launch on a stream of the caller's; return whether it is being captured."""
+    def join(self, stream: int) -> None:
+        """Prepare for a launch on a stream of the caller's, which may be in a capture."""
+        if not self.launcher.join_capture(stream):
+            self.note_stream(stream)
         self._noted_late = True
-        if self.launcher.join_capture(stream):
-            return True
-        handle = stream_handle(stream)
-        self._streams.add(handle)
-        self.cache.streams.add(handle)
-        return False
+
+    def note_stream(self, stream: int) -> None:
+        """Note that there is work on a stream of the caller's."""
+        self._noted_late = True
+        if stream not in self._streams:
+            self._streams.add(stream)
+            self.cache.streams.add(stream)
 
     def raise_noted(self) -> None:
         """Raise what earlier calls on streams, and replays, have noted so far. Does not wait."""

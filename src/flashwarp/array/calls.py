@@ -92,7 +92,7 @@ class _Call:
     def what(self) -> str:
         return f"{self.verb}_async"
 
-    def start(self, launcher: Launcher, stream: object, end: End | None = None) -> None:
+    def start(self, launcher: Launcher, stream: int | None, end: End | None = None) -> None:
         launcher.move(self.verb, self.chosen, self.rows.address, stream, end)
 
     def finish(self, stream: object) -> Any:
@@ -262,7 +262,7 @@ class Calls:
         self._launcher.volume.cache.streams.add(queue.stream.handle)
         for before in call.after:
             self._operands.device.order(before, queue.stream)
-        call.start(lane.launcher, queue.stream, End(lane.event.handle, queue.calls, call))
+        call.start(lane.launcher, queue.stream.handle, End(lane.event.handle, queue.calls, call))
 
     # Ending them.
 
@@ -435,9 +435,10 @@ class Calls:
 
     def raise_lost(self) -> None:
         """Raise the failures of dropped futures: the first, with notes about the others."""
-        error = first_of(self._take_lost())
-        if error is not None:
-            raise error
+        if self._lost:
+            error = first_of(self._take_lost())
+            if error is not None:
+                raise error
 
     def _take_lost(self) -> list[BaseException]:
         return [self._lost.popleft() for _ in range(len(self._lost))]

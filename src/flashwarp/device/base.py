@@ -44,6 +44,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+
+class Launch(ABC):
+    """A prepared launch; see `Device.prepare`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        arguments: Sequence[bytes],
+        stream: int | None,
+        uses: Sequence[object] = (),
+        end: driver.End | None = None,
+    ) -> None:
+        """Launch it."""
+
+    def after_own(self, argument: bytes, stream: int) -> bool:
+        """Launch it on a GPU's stream, after what the library's own stream has queued.
+
+        Returns False, and does nothing, if the stream is being captured.
+        """
+        raise NotImplementedError
+
+
 TIMEOUT_S = 60.0
 """Default limit in seconds of a wait for a stream. A launch moves at most as much as a cache holds:
 100 GiB at 3 GB/s take 36 s."""
@@ -106,6 +128,9 @@ class Device(endings.Closing, ABC):
     name: str
     kind: str
     ordinal: int | None = None
+
+    warps_at_once: int = 1
+    """So many warps keep the device's memory busy if each copies one line at a time."""
 
     def __init__(self) -> None:
         self._owned: dict[int, Finalizer] = {}
@@ -336,6 +361,14 @@ class Device(endings.Closing, ABC):
 
         `arguments` are the bytes of the kernel's parameters. If `warps` is None, as many warps are
         launched as run at a time. With `end`, a GPU marks the end of the launch.
+        """
+
+    @abstractmethod
+    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
+        """Prepare launches of one kernel and one size, for callers that repeat them.
+
+        What is returned is called with the bytes of each parameter, the handle of a stream (None:
+        the library's own), and `uses` and `end` as `run_kernel` takes them.
         """
 
     # Captures of CUDA graphs. CPU devices have none.

@@ -17,7 +17,7 @@ from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
 from flashwarp.device import host_memory
-from flashwarp.device.base import TIMEOUT_S, Device, Event
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
 from flashwarp.device.foreign import Stream
 from flashwarp.device.memory import (
     DeviceMemory,
@@ -185,6 +185,9 @@ class CpuDevice(Device):
         except RuntimeError as error:
             raise self._ended(error) from error
 
+    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
+        return _CpuLaunch(self, kernel, warps)
+
     def _release(self) -> None:
         with self._lock:
             self._closed = True
@@ -214,6 +217,22 @@ class CpuDevice(Device):
 
     def describe(self) -> str:
         return f"cpu ({self.threads} threads)"
+
+
+class _CpuLaunch(Launch):
+    def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._warps = warps
+
+    def __call__(
+        self,
+        arguments: Sequence[bytes],
+        stream: int | None,
+        uses: Sequence[object] = (),
+        end: End | None = None,
+    ) -> None:
+        self._device.run_kernel(self._kernel, arguments, warps=self._warps, uses=uses)
 
 
 class _CpuEvent(Event):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flashwarp import _native
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
-from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
 from flashwarp.device.foreign import Stream, stream_handle
 from flashwarp.device.memory import (
     DeviceMemory,
@@ -67,6 +67,7 @@ class CudaDevice(Device):
         self.name = f"cuda:{ordinal}"
         self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
+        self.warps_at_once = self.context.multiprocessors * 8
         # Marks the end of a stream for as long as `order` needs it.
         self._mark = self.context.create_event(timing=False)
 
@@ -205,21 +206,23 @@ class CudaDevice(Device):
         uses: Sequence[object] = (),
         end: driver.End | None = None,
     ) -> None:
-        self._check_open()
         module, function = kernel.handle
         blocks = self._blocks(module, function, warps, block_threads)
-        if not blocks:
-            return
         handle = self._handle(stream)
-        if end is None:
-            self.context.launch(function, blocks, block_threads, arguments, handle)
-        else:
-            self.context.launch_and_append(function, blocks, block_threads, arguments, handle, end)
+        _CudaLaunch(self, function, blocks, block_threads)(arguments, handle, uses, end)
+
+    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
+        module, function = kernel.handle
+        # Each of a few warps runs faster on an SM of its own.
+        spread = _WARP_THREADS * -(-warps // self.context.multiprocessors)
+        threads = max(_WARP_THREADS, min(block_threads, spread))
+        blocks = self._blocks(module, function, warps, threads)
+        return _CudaLaunch(self, function, blocks, threads)
 
     # Captures.
 
     def capture(self, stream: object) -> int | None:
-        return self.context.capture(self._handle(stream))
+        return self.context.capture(stream if type(stream) is int else self._handle(stream))
 
     def capture_call(self, stream: object, call: _native.WakeCall) -> None:
         self.context.capture_call(self._handle(stream), call.function, call.argument)
@@ -320,6 +323,37 @@ class CudaDevice(Device):
         quietly(self.context.releasing("cuEventDestroy", self._mark))
         quietly(self.context.releasing("cuStreamDestroy", self._stream.handle))
         quietly(self.context.close)
+
+
+class _CudaLaunch(Launch):
+    def __init__(
+        self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
+    ) -> None:
+        self._device = device
+        self._context = device.context
+        self._size = kernel, blocks, block_threads
+
+    def __call__(
+        self,
+        arguments: Sequence[bytes],
+        stream: int | None,
+        uses: Sequence[object] = (),
+        end: driver.End | None = None,
+    ) -> None:
+        self._device._check_open()
+        if not self._size[1]:
+            return
+        handle = self._device._stream.handle if stream is None else stream
+        if end is None:
+            self._context.launch(*self._size, arguments, handle)
+        else:
+            self._context.launch_and_append(*self._size, arguments, handle, end)
+
+    def after_own(self, argument: bytes, stream: int) -> bool:
+        device = self._device
+        return self._context.launch_after(
+            device._stream.handle, device._mark, *self._size, argument, stream
+        )
 
 
 class _CudaEvent(Owned, Event):
