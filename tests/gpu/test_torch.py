@@ -280,7 +280,7 @@ def test_storage_that_fails_during_a_replay(tmp_path, content, device):
     with fw.open(storage, "r", "i4", (ROWS, WORDS), device=device, cache="256 KiB") as x:
         graph = captured(lambda: x.gather(index, out, stream=here()))
         x.drop_cache()
-        storage.inject("read errno=EIO n=1")
+        storage.inject("read eio n=1")
         graph.replay()
         torch.cuda.synchronize()
         with pytest.raises(errors.StorageError):
