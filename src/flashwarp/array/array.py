@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp import _native, config, endings
+from flashwarp.array import handles
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Verb, Watcher
@@ -161,6 +162,7 @@ class Array(endings.Closing):
         self._why = why
         self._recipe = recipe
         self._changes = 0
+        self._handle = handles.new(self)
 
     # Properties.
 
@@ -822,6 +824,7 @@ class Array(endings.Closing):
             opened = recipe.open()
             self.__dict__.update(opened.__dict__)
             opened.__dict__.clear()
+            handles.point_to(self._handle, self)
 
     # Turns and checks.
 
