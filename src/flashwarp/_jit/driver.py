@@ -250,6 +250,11 @@ class Context:
         self._require_open()
         return self._is_done(self._calls.event_done(event), "cuEventQuery")
 
+    def wait_any(self, events: Sequence[int], seconds: float) -> None:
+        """Wait until one of these events is done, or failed, but no longer than this."""
+        self._require_open()
+        self._calls.wait_any(events, int(seconds * 1e6))
+
     def _is_done(self, result: int, name: str) -> bool:
         if result == _NOT_READY:
             return False

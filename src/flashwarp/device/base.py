@@ -363,9 +363,15 @@ class Device(endings.Closing, ABC):
         launched as run at a time. With `end`, a GPU marks the end of the launch.
         """
 
+    def block_threads_for(self, warps: int) -> int:  # noqa: ARG002
+        """Return into how large blocks this many warps are best divided."""
+        return 256
+
     @abstractmethod
-    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
+    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
         """Prepare launches of one kernel and one size, for callers that repeat them.
+
+        `warps` and `block_threads` are those of `launch`.
 
         What is returned is called with the bytes of each parameter, the handle of a stream (None:
         the library's own), and `uses` and `end` as `run_kernel` takes them.
@@ -421,6 +427,9 @@ class Device(endings.Closing, ABC):
     @abstractmethod
     def event(self) -> Event:
         """Create an event that can measure time."""
+
+    def wait_any(self, events: Sequence[Event], seconds: float) -> None:
+        """Wait until one of these events is done, but no longer than this. Raises nothing."""
 
     @abstractmethod
     def describe(self) -> str:

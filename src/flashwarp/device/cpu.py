@@ -185,7 +185,7 @@ class CpuDevice(Device):
         except RuntimeError as error:
             raise self._ended(error) from error
 
-    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
+    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
         return _CpuLaunch(self, kernel, warps)
 
     def _release(self) -> None:
@@ -220,7 +220,7 @@ class CpuDevice(Device):
 
 
 class _CpuLaunch(Launch):
-    def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int) -> None:
+    def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int | None) -> None:
         self._device = device
         self._kernel = kernel
         self._warps = warps

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WARP_THREADS = 32
+_BLOCK_THREADS = 256
 
 # A wait asks without a pause for this long: most waits of the library end within it.
 _POLL_S = 200e-6
@@ -206,18 +207,20 @@ class CudaDevice(Device):
         uses: Sequence[object] = (),
         end: driver.End | None = None,
     ) -> None:
-        module, function = kernel.handle
-        blocks = self._blocks(module, function, warps, block_threads)
-        handle = self._handle(stream)
-        _CudaLaunch(self, function, blocks, block_threads)(arguments, handle, uses, end)
+        launch = self.prepare(kernel, warps, block_threads)
+        launch(arguments, self._handle(stream), uses, end)
 
-    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
-        module, function = kernel.handle
+    def block_threads_for(self, warps: int) -> int:
         # Each of a few warps runs faster on an SM of its own.
         spread = _WARP_THREADS * -(-warps // self.context.multiprocessors)
-        threads = max(_WARP_THREADS, min(block_threads, spread))
-        blocks = self._blocks(module, function, warps, threads)
-        return _CudaLaunch(self, function, blocks, threads)
+        return max(_WARP_THREADS, min(_BLOCK_THREADS, spread))
+
+    def prepare(
+        self, kernel: LoadedKernel, warps: int | None, block_threads: int = _BLOCK_THREADS
+    ) -> Launch:
+        module, function = kernel.handle
+        blocks = self._blocks(module, function, warps, block_threads)
+        return _CudaLaunch(self, function, blocks, block_threads)
 
     # Captures.
 
@@ -253,6 +256,10 @@ class CudaDevice(Device):
     def current_stream(self, library: str) -> Stream:
         module = sys.modules.get(library)
         if library == "torch" and module is not None:
+            # Without an object of torch, which would take microseconds.
+            raw = getattr(module._C, "_cuda_getCurrentRawStream", None)
+            if raw is not None and module.cuda.is_initialized():
+                return Stream(raw(self.ordinal))
             return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy" and module is not None:
             with module.cuda.Device(self.ordinal):
@@ -281,6 +288,9 @@ class CudaDevice(Device):
 
     def event(self) -> Event:
         return _CudaEvent(self)
+
+    def wait_any(self, events: Sequence[Event], seconds: float) -> None:
+        self.context.wait_any([event.handle for event in events], seconds)
 
     def describe(self) -> str:
         major, minor = self.context.compute_capability
