@@ -291,7 +291,8 @@ class Hardware {
         q.data.buffers = address(allocate<char>(size, "buffers"));
         regions.emplace_back(q.data.buffers, size);
       }
-      q.plain_reads = shape_.plain_reads;
+      q.plain_reads = shape_.plain;
+      q.plain_writes = shape_.plain && !shape_.leased;
       q.depth_log2 = depth_log2;
       q.id = i + 1;
       pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),

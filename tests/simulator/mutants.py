@@ -82,6 +82,25 @@ _MARK = """\
                       FLAGS);
 """
 
+_DETACHED_IN_PLACE = """\
+  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
+  if (((members & ~left) >> warp::lane()) & 1) {
+    line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
+  }
+"""
+_DETACHED_EARLY = """\
+  const bool early = opcode == nvme::OPCODE &&
+                     (opcode == nvme::kRead ? q.plain_reads : q.plain_writes) != 0 &&
+                     nvme::path_of(q) == nvme::kInPlace;
+  if (early && ((members >> warp::lane()) & 1) != 0) {
+    line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
+  }
+  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
+  if (!early && (((members & ~left) >> warp::lane()) & 1) != 0) {
+    line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
+  }
+"""
+
 MUTANTS = {
     mutant.name: mutant
     for mutant in (
@@ -354,6 +373,7 @@ MUTANTS = {
             + "    }\n",
             "a command that nobody waits for is finished as what the entry was for before",
             "async",
+            "weak",
         ),
         Mutant(
             "share-two-owners",
@@ -785,8 +805,11 @@ MUTANTS = {
         Mutant(
             "pages-left-unseen-plain",
             _COMMAND,
-            "  return land_reads(c, v, q, mask, members, members, t, address);\n",
-            "  land_reads(c, v, q, mask, members, members, t, address);\n  return 0;\n",
+            "  if (reads) return land_reads(c, v, q, mask, members, members, t, address);\n",
+            "  if (reads) {\n"
+            "    land_reads(c, v, q, mask, members, members, t, address);\n"
+            "    return 0;\n"
+            "  }\n",
             "so does a fill that took no command",
             "leases",
         ),
@@ -798,6 +821,41 @@ MUTANTS = {
             "lanes of a warp that see the path change go two ways",
             "leases",
             width=4,
+        ),
+        Mutant(
+            "pages-left-counted-ahead",
+            _COMMAND,
+            "  if (((members & ~left) >> warp::lane()) & 1) {\n",
+            "  if ((members >> warp::lane()) & 1) {\n",
+            "so does a prefetch that took no command",
+            "leases",
+        ),
+        Mutant(
+            "plain-write-over-early",
+            _COMMAND,
+            _DETACHED_IN_PLACE,
+            _DETACHED_EARLY.replace("OPCODE", "kWrite"),
+            "a write-back is over before the namespace has the line, and its frame gets another",
+            "elements",
+        ),
+        Mutant(
+            "plain-read-over-early",
+            _COMMAND,
+            _DETACHED_IN_PLACE,
+            _DETACHED_EARLY.replace("OPCODE", "kRead"),
+            "a line that is prefetched without a command is readable before its bytes are there",
+            "elements",
+        ),
+        Mutant(
+            "staged-unsynchronised",
+            _COMMAND,
+            "  // The copies of all lanes come before any lane's command, or its end of the"
+            " write-back.\n  warp::sync(mask);\n",
+            "",
+            "a lane ends its write-back before its neighbours have copied their part of the line",
+            "elements",
+            "weak",
+            4,
         ),
         Mutant(
             "pages-left-unseen-ahead",

@@ -150,7 +150,7 @@ class Service(NotCopied, ABC):
     def plain_reads(self) -> bool:
         """Whether kernels read the namespace in place without commands: `queues` says so to them.
 
-        Prefetches and asynchronous reads in kernels take commands nevertheless.
+        Prefetches are such reads, too: the line is in the cache when the prefetch has returned.
         """
         return False
 
@@ -173,7 +173,10 @@ class Service(NotCopied, ABC):
         return True
 
     def wake(self) -> None:
-        """Prepare for commands that are about to be submitted. Costs microseconds at most."""
+        """Prepare for commands that are about to be submitted. Costs microseconds at most.
+
+        Raises ControllerError if no kernel may be launched any more.
+        """
 
     def worth_looking_ahead(self) -> bool:
         """Whether a CPU thread gains by submitting commands before it needs their data."""

@@ -53,8 +53,8 @@ class QueuePairStruct(ctypes.Structure):
     _fields_ = (
         *u64("sq", "cq", "sq_doorbell", "cq_doorbell", "slots", "detached"),
         ("data", TransportStruct),
-        *u32("doorbell_kind", "plain_reads"),
-        ("_pad0", ctypes.c_uint8 * 24),
+        *u32("doorbell_kind", "plain_reads", "plain_writes"),
+        ("_pad0", ctypes.c_uint8 * 20),
         *u32("ticket", "depth_log2", "id", "failed"),
         ("_pad1", ctypes.c_uint8 * 16),
         *u32("publish_lock", "tail"),
@@ -91,8 +91,8 @@ class QueuePairs(NotCopied):
         "bounce", or `leased`: size of one slot's buffer.
     leased : bool
         "in_place": whether `leave_in_place` may be called.
-    plain_reads : bool
-        "in_place": whether kernels read the namespace without commands.
+    plain_reads, plain_writes : bool
+        "in_place": whether kernels read, and write, the namespace without commands.
     timeout_s : float
         Bound of every wait of the device code.
     """
@@ -108,6 +108,7 @@ class QueuePairs(NotCopied):
         buffer_bytes: int = 0,
         leased: bool = False,
         plain_reads: bool = False,
+        plain_writes: bool = False,
         timeout_s: float,
     ) -> None:
         self.device = device
@@ -149,6 +150,7 @@ class QueuePairs(NotCopied):
             pair.data.heartbeat = self.heartbeat
             pair.data.leased = int(leased)
             pair.plain_reads = int(plain_reads)
+            pair.plain_writes = int(plain_writes)
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(

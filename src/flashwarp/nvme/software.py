@@ -59,8 +59,8 @@ class SoftwareController(Controller):
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow; `Array.explain` says which, and why.
     commands : bool
-        Send a command for each read, also where the device reads the namespace's own memory and
-        needs none: for tests and figures of the queue pairs.
+        Send a command for each read and write, also where the device reaches the namespace's own
+        memory and needs none: for tests and figures of the queue pairs.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
@@ -191,6 +191,7 @@ class SoftwareService(Service):
         self._owned = contextlib.ExitStack()
         self._side: OwnedStream | None = None
         self._stale: StorageError | None = None
+        self._refusal = ""
         defaults = config.current()
         path, self.reason = choose_path(storage, device, settings.asked_path)
         self._plain_reads = (
@@ -239,6 +240,7 @@ class SoftwareService(Service):
                 buffer_bytes=destination.line_bytes if buffered else 0,
                 leased=lease is not None,
                 plain_reads=self._plain_reads,
+                plain_writes=self._plain_reads and storage.writable,
                 timeout_s=defaults.timeout_s,
             )
             self._owned.callback(self._queues.close)
@@ -313,8 +315,9 @@ class SoftwareService(Service):
             if self._native is not None:
                 # Kernels that run now submit commands to threads that no launch has woken.
                 self._native.wake()
-        except BaseException:
-            # Kernels may still read in place. Let their misses fail, so that no old data counts.
+        except BaseException as error:
+            # Kernels may still read in place: refuse launches, so that no old data counts.
+            self._refusal = f"a process writes the file, whose pages could not be left: {error}"
             if self._native is not None:
                 self._native.stop()
             raise
@@ -379,9 +382,13 @@ class SoftwareService(Service):
 
         Does nothing if kernels can submit none. Threads that leave the work to a launch of the CPU
         device sleep on. The storage may change between page cache and O_DIRECT.
+
+        Raises ControllerError if kernels might read old bytes.
         """
         if not self.needs_wake:
             return
+        if self._refusal:
+            raise ControllerError(f"{self._refusal}; close the array, and open it again")
         if self._served is not None:
             self._served.look_again()
         if not self._yields and self._native is not None:

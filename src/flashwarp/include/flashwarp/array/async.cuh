@@ -11,6 +11,9 @@
 // between the cache and the buffer. So the buffer is unused until then, and a read returns what a
 // load at the time of `wait` would.
 //
+// If the device reads the storage itself ("in_place"), there is nothing to wait for: some warp has
+// to copy the lines, so the one that starts the transfer does, and the token is over at once.
+//
 // The entries of the array's queue pairs (`queue_pairs` times `depth` of its controller) bound the
 // commands in flight. A thread that finds no free entry drains completions until one is free, so
 // threads that start many transfers before they wait cannot block each other.
@@ -122,12 +125,9 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, c
   return status;
 }
 
-// Whether each lane's lines are in the cache or, for a write-back, clean. Does one step of helping;
-// `step` numbers the steps.
-FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, const span& s,
-                                    task what, uint32_t step) {
-  const uint32_t mask = active_on(v);
-  help_any(*c, *v, mask, step);
+// Whether the lane's lines are in the cache or, for a write-back, clean.
+FW_DEVICE bool is_there(const cache::line_cache* c, const cache::volume* v, const span& s,
+                        task what) {
   const lines which = what == task::kWrite ? lines::kPartial : lines::kAll;
   bool there = true;
   for (walk at(c->geometry, s); at.more() && there; at.line += at.stride) {
@@ -135,6 +135,18 @@ FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, cons
     const cache::place where = cache::probe(c->geometry, v->line_begin + at.line);
     const bool clean = (where.word & (cache::tag::kWriting | cache::tag::kDirty)) == 0;
     there = what == task::kWriteBack ? !where.found || clean : where.found;
+  }
+  return there;
+}
+
+// As `is_there`, and does one step of helping before a lane hears no; `step` numbers the steps.
+FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, const span& s,
+                                    task what, uint32_t step) {
+  const uint32_t mask = active_on(v);
+  bool there = is_there(c, v, s, what);
+  if (warp::any(mask, !there)) {
+    help_any(*c, *v, mask, step);
+    there = there || is_there(c, v, s, what);
   }
   warp::sync(mask);
   return there;
