@@ -207,6 +207,7 @@ class Hardware {
       attach_namespace(number, n, queues + n * shape_.queues);
       if (several) v.entry->spans[n] = {n * shape_.queues, shape_.queues};
     }
+    if (shape_.leased) v.entry->lease = allocate<cache::lease>(1, "lease", Sharing::kAtomic);
     v.entry->attached = 1;
     v.entry->line_begin = line_begin;
     v.entry->line_count = shape_.lines;

@@ -54,6 +54,8 @@ _VISITS = "flashwarp/cache/visits.cuh"
 _WRITE = "flashwarp/cache/write_back.cuh"
 _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
+_LEASE = "flashwarp/cache/lease.cuh"
+_ROWS = "flashwarp/kernels/rows.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
 _SHARE = "flashwarp/cache/share_table.cuh"
 _VIEW = "flashwarp/array/shared.cuh"
@@ -892,6 +894,77 @@ MUTANTS = {
             "leases",
             "weak",
             4,
+        ),
+        Mutant(
+            "epoch-unlooked",
+            _ROWS,
+            "  cache::refresh(c, v, mask);\n  for (uint64_t first = mine.begin;",
+            "  for (uint64_t first = mine.begin;",
+            "a replay serves lines of the file from before a writer came",
+            "leases_replayed",
+        ),
+        Mutant(
+            "epoch-unlooked-by-elements",
+            _ROWS,
+            "  cache::refresh(c, v, mask);\n  for (uint64_t first = share.begin;",
+            "  for (uint64_t first = share.begin;",
+            "so does one of rows of a few elements",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-unwaited",
+            _LEASE,
+            "    // Other warps have the rest.\n",
+            "    break;\n",
+            "a warp goes on while others are yet to empty frames that it may hit",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-counted-early",
+            _LEASE,
+            "      if (!warp::any(mask, !sweep_chunk(c, v, mask, chunk))) {\n",
+            "      if (leads && take_number(&l.done, epoch, chunks) == chunks - 1) {\n"
+            "        note_swept(l, epoch);\n"
+            "      }\n"
+            "      if (!warp::any(mask, !sweep_chunk(c, v, mask, chunk))) {\n",
+            "a sweep is over before its last frames are empty",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-once",
+            _LEASE,
+            "counts_for == epoch ? uint32_t(seen) : 0;",
+            "uint32_t(seen);",
+            "the sweep of a second epoch finds all chunks taken by that of the first",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-unsynchronised",
+            _LEASE,
+            "        // All lanes have emptied their frames before the leader says so.\n"
+            "        warp::sync(mask);\n",
+            "",
+            "a frame that a neighbour's lane has emptied is hit after the sweep",
+            "leases_replayed",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "swept-relaxed",
+            _LEASE,
+            "is_before(atomic::load_acquire(&l.swept), epoch)",
+            "is_before(atomic::load_relaxed(&l.swept), epoch)",
+            "a warp that has not swept still hits frames that others have emptied",
+            "leases_replayed",
+            "weak",
+        ),
+        Mutant(
+            "fills-unswept",
+            _WRITE,
+            "    if (pending && (tag::state_of(word) == tag::kInvalid || line",
+            "    if (pending && (tag::state_of(word) != tag::kValid || line",
+            "a fill that began before the epoch is published after the sweep",
+            "leases_replayed",
         ),
     )
 }

@@ -155,6 +155,15 @@ class Service(NotCopied, ABC):
         return False
 
     @property
+    def leased(self) -> bool:
+        """Whether kernels look at an epoch as they begin, because others may change the namespace.
+
+        If so, a graph needs the built-in kernel `refresh_lines` before each kernel of a user that
+        does not call ``fw::refresh`` itself.
+        """
+        return False
+
+    @property
     def changes(self) -> int:
         """How often others may have changed the namespace, so that cached lines may be old."""
         return 0

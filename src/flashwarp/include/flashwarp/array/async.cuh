@@ -261,6 +261,23 @@ class token {
 
 static_assert(sizeof(token) == 64);
 
+namespace detail {
+FW_DEVICE_NOINLINE void refresh(cache::line_cache* c, cache::volume* v) {
+  cache::refresh(*c, *v, active_on(v));
+}
+}  // namespace detail
+
+// Drops lines that were cached before another program was let to write the array's file. Costs a
+// look at one word until that happens for the first time, and nothing for arrays without a lease.
+// The library's kernels do this as they begin. Yours may: call it in every thread, before the first
+// access, if a CUDA graph replays the kernel; or now and then, if the kernel runs for long.
+template <typename T>
+FW_DEVICE void refresh(const array<T>& a) {
+  const bool needed = cache::epoch_of(*a.volume) != 0;
+  detail::call_for(warp::active(), needed,
+                   [&] { base::opaque (&detail::refresh)(a.cache, a.volume); });
+}
+
 // Starts the fills of the lines of the elements i .. i + n - 1, as far as these exist. `wait`
 // returns when each line has been in the cache.
 template <typename T>

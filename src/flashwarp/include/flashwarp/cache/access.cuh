@@ -10,9 +10,9 @@
 //                                    again after a lost race.
 #pragma once
 
+#include "flashwarp/cache/lease.cuh"
 #include "flashwarp/cache/tally.cuh"
 #include "flashwarp/cache/tier_moves.cuh"
-#include "flashwarp/cache/write_back.cuh"
 
 namespace fw::cache {
 
