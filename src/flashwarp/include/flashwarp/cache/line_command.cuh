@@ -222,8 +222,9 @@ FW_DEVICE void give_up_detached(line_cache& c, volume& v, uint8_t opcode, const 
 
 // Moves the line of each lane of `members` now, if that takes no command; else submits a detached
 // command. In place a command would save nothing: some warp has to copy the line either way.
-FW_DEVICE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
-                                uint32_t members, uint8_t opcode, const transfer& t) {
+FW_DEVICE_NOINLINE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q,
+                                         uint32_t mask, uint32_t members, uint8_t opcode,
+                                         const transfer& t) {
   const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
   if (((members & ~left) >> warp::lane()) & 1) {
     line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
