@@ -54,7 +54,7 @@ def find(compute_capability: tuple[int, int], policy: Policy) -> compiler.Artifa
 
 
 def build(folder: Path, architectures: Sequence[str]) -> None:
-    """Compile all built-in kernels; takes about two seconds of a core for each file.
+    """Compile all built-in kernels; takes about three seconds of a core for each file.
 
     Parameters
     ----------
