@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import lzma
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,7 +53,9 @@ def find(compute_capability: tuple[int, int], policy: Policy) -> compiler.Artifa
     return compiler.Artifact(arch, key, entry.cubin, entry.log, kernels, from_cache=True)
 
 
-def build(folder: Path, architectures: Sequence[str]) -> None:
+def build(
+    folder: Path, architectures: Sequence[str], policies: Iterable[Policy] = POLICIES.values()
+) -> None:
     """Compile all built-in kernels; takes about three seconds of a core for each file.
 
     Parameters
@@ -62,6 +64,8 @@ def build(folder: Path, architectures: Sequence[str]) -> None:
         Where the files go.
     architectures : sequence of str
         Such as "90"; "all" for `ARCHITECTURES`.
+    policies : iterable of Policy
+        Of flashwarp's own.
 
     Raises
     ------
@@ -69,8 +73,8 @@ def build(folder: Path, architectures: Sequence[str]) -> None:
         If NVRTC is missing, or does not know an architecture.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = ARCHITECTURES if "all" in architectures else map(_number, architectures)
-    files = [(f"sm_{arch}", policy) for arch in sorted(set(wanted)) for policy in POLICIES.values()]
+    wanted = ARCHITECTURES if "all" in architectures else tuple(map(_number, architectures))
+    files = [(f"sm_{arch}", policy) for policy in policies for arch in sorted(set(wanted))]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda file: _build(folder, *file), files))
 
