@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of one architecture, for all policies: another one than tests of a GPU use."""
     folder = tmp_path_factory.mktemp("built") / "cubins"
-    run_build(folder, "80")
+    run_build(folder, "86")
     return folder
 
 
@@ -134,5 +134,7 @@ def test_finding_needs_no_compiler(built: Path) -> None:
 
 
 def test_unknown_architecture_fails_the_build(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r"'86' is none of 75, 80, 90, 100, 120, and not 'all'"):
-        precompiled.build(tmp_path, ["80", "86"])
+    with pytest.raises(CompileError, match=r"none of 75, 80, 90, 100, 120 serves .*'70'"):
+        precompiled.build(tmp_path, ["80", "70"])
+    with pytest.raises(CompileError, match="'sm_80'"):
+        precompiled.build(tmp_path, ["sm_80"])

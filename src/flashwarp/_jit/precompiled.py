@@ -33,10 +33,10 @@ FOLDER = Path(_native.__file__).parent / "cubins"
 def find(compute_capability: tuple[int, int], policy: Policy) -> compiler.Artifact | None:
     """Return all built-in kernels for a GPU, or None where the package lacks them."""
     major, minor = compute_capability
-    fitting = [arch for arch in ARCHITECTURES if arch // 10 == major and arch % 10 <= minor]
-    if not fitting or not policy.built_in:
+    number = _serving(10 * major + minor)
+    if number is None or not policy.built_in:
         return None
-    arch = f"sm_{max(fitting)}"
+    arch = f"sm_{number}"
     path = _file(FOLDER, arch, policy)
     key = _key(arch, policy)
     try:
@@ -63,7 +63,7 @@ def build(
     folder : Path
         Where the files go.
     architectures : sequence of str
-        Such as "90"; "all" for `ARCHITECTURES`.
+        Such as "90"; "all" for `ARCHITECTURES`. For "86" the one that serves it is built.
     policies : iterable of Policy
         Of flashwarp's own.
 
@@ -80,10 +80,19 @@ def build(
 
 
 def _number(architecture: str) -> int:
-    if architecture not in map(str, ARCHITECTURES):
+    number = _serving(int(architecture)) if architecture.isdecimal() else None
+    if number is None:
         known = ", ".join(map(str, ARCHITECTURES))
-        raise CompileError(f"architecture {architecture!r} is none of {known}, and not 'all'")
-    return int(architecture)
+        raise CompileError(f"none of {known} serves architecture {architecture!r}; 'all' is all")
+    return number
+
+
+def _serving(architecture: int) -> int | None:
+    """Return the one whose code a GPU of this architecture runs."""
+    fitting = [
+        each for each in ARCHITECTURES if each // 10 == architecture // 10 and each <= architecture
+    ]
+    return max(fitting, default=None)
 
 
 def _build(folder: Path, arch: str, policy: Policy) -> None:
