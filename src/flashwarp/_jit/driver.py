@@ -563,6 +563,9 @@ def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 # NVRTC, which needs no GPU and no driver.
 
+# The headers use instructions that came with it, and the versions of CUDA 12 know older ones.
+_ARCHITECTURE_OLDEST = 70
+
 
 @functools.cache
 def _nvrtc() -> Any:
@@ -608,8 +611,9 @@ def nvrtc_identity() -> str:
 
 
 def nvrtc_architectures() -> tuple[int, ...]:
-    """List what the run-time compiler can compile for: 90 for sm_90, in ascending order."""
-    return tuple(sorted(int(arch) for arch in _nvrtc_call("nvrtcGetSupportedArchs")))
+    """List what the headers can be compiled for: 90 for sm_90, in ascending order."""
+    known = map(int, _nvrtc_call("nvrtcGetSupportedArchs"))
+    return tuple(sorted(arch for arch in known if arch >= _ARCHITECTURE_OLDEST))
 
 
 def nvrtc_compile(

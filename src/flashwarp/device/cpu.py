@@ -124,8 +124,8 @@ class CpuDevice(Device):
         if not policy.built_in:
             from flashwarp._jit import compiler  # slow to import, and the wheel's need none
 
-            source = compiler.Source.read(compiler.MODULE).behind(policy)
-            return self.load_program(source, options=policy.options).by_name()
+            source, options = compiler.built_in(policy)
+            return self.load_program(source, options=options).by_name()
         path = Path(_native.__file__).parent / "policies" / f"{policy.name}.so"
         try:
             program = _native.CpuProgram.installed(str(path))
