@@ -305,7 +305,7 @@ class Array(endings.Closing):
         attachment = self._attachment
         if attachment.tensors is None or not self._format.shape:
             return None
-        launched = attachment.tensors.launch(idx, out, stream)
+        launched = attachment.tensors.gather(idx, out, stream)
         if launched is None:
             return None
         rows, handle = launched
@@ -479,13 +479,36 @@ class Array(endings.Closing):
         self._need_axis()
         return self._attachment.calls.make("gather", idx, out, stream)
 
-    @_locked
     def prefetch(self, idx_or_slice: object, stream: object = None) -> None:
         """Start fetching rows into the cache; does not wait for their data.
 
         Takes the indices that `gather` takes, or a slice, and a stream as `gather` does. Skips
         lines that find no free frame.
         """
+        tensors = self._attachment.tensors
+        if tensors is not None and tensors.serves(idx_or_slice):
+            operands = (idx_or_slice, stream)
+            short = functools.partial(_in_turn, self, Array._prefetch_tensors, operands, {})
+            if _native.holding(self.cache.turn, short):
+                return
+        self._prefetch(idx_or_slice, stream)
+
+    def _prefetch_tensors(self, idx: object, stream: object) -> bool:
+        """Prefetch by the short way; return False, and do nothing, if that cannot be."""
+        attachment = self._attachment
+        if attachment.tensors is None or not self._format.shape:
+            return False
+        handle = attachment.tensors.prefetch(idx, stream)
+        if handle is None:
+            return False
+        if stream is None:
+            attachment.finish("prefetch", handle)
+        else:
+            attachment.note_stream(handle)
+        return True
+
+    @_locked
+    def _prefetch(self, idx_or_slice: object, stream: object) -> None:
         self._need_axis()
         chosen: range | Index
         if isinstance(idx_or_slice, slice):

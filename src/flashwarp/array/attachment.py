@@ -23,7 +23,7 @@ from flashwarp.array.failures import Failures
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
 from flashwarp.array.rows import RowFormat
-from flashwarp.array.tensors import TensorGather
+from flashwarp.array.tensors import TensorCalls
 from flashwarp.cache.cache import Cache
 from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller, Destination
@@ -70,8 +70,8 @@ class Attachment(endings.NotCopied):
     launcher : Launcher
         Owns volume, service and format: what kernels need to know.
     operands : Operands
-    tensors : TensorGather or None
-        The short way of a gather; None on the CPU device.
+    tensors : TensorCalls or None
+        The short way of calls with tensors; None on the CPU device.
     calls : Calls
         The asynchronous calls.
     """
@@ -117,7 +117,7 @@ class Attachment(endings.NotCopied):
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
             self.operands = Operands(cache.device, format, cache.device)
-            self.tensors = None if self.launcher.on_cpu else TensorGather(self.launcher)
+            self.tensors = None if self.launcher.on_cpu else TensorCalls(self.launcher)
             self.calls = Calls(self.launcher, self.operands, self._failures)
             endings.remember(self)
             made.pop_all()
@@ -175,7 +175,7 @@ class Attachment(endings.NotCopied):
         """Raise what kernels have noted so far. Does not wait."""
         volume = self.launcher.volume
         if volume.commands.unread or volume.indices.unread:
-            self._raise_failure("an earlier call on a stream")
+            self._raise_failure("a kernel or call on a stream")
 
     def idle_streams(self) -> None:
         """Wait for all streams of callers on which the array has work."""

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,9 @@ _LINGER_S = 0.05
 # How often the worker looks for calls whose end it should wait for, too. Between, it waits in the
 # extension, without holding up threads of Python.
 _LOOK_S = 200e-6
+
+# How long the worker leaves Python to the thread that makes calls while no thread waits for one.
+_REST_S = 500e-6
 
 
 def time_limit_s() -> float:
@@ -135,6 +138,8 @@ class Calls:
         self._changed = threading.Condition()
         self._queues: list[_Queue] = []
         self._ending: set[_Call] = set()  # that left their queues, until their futures are done
+        self._wanted: set[Future[Any]] = set()  # that threads wait for
+        self._hurry = threading.Event()
         self._most = config.current("async_calls").async_calls
         self._worker: threading.Thread | None = None
         self._closed = False
@@ -194,21 +199,29 @@ class Calls:
         return [self._operands.device.current_stream(name) for name in {*libraries} - {"numpy"}]
 
     def _submit(self, call: _Call) -> None:
+        enter = functools.partial(self._enter, call)
+        queue = endings.holding([self._changed], enter)
+        if queue is None:
+            queue = self._enter_later(enter)
+        if self._launcher.on_cpu:
+            self._fetch_ahead(queue)
+
+    def _enter_later(self, enter: Callable[[], _Queue | None]) -> _Queue:
+        """Wait for room, and enter."""
         limit_s = time_limit_s()
         waited = Waited()
-        enter = functools.partial(self._enter, call)
         while (queue := endings.holding([self._changed], enter)) is None:
             if waited.look() >= limit_s:
                 raise DeviceTimeout(
                     f"{self._most} asynchronous calls of the array are in flight "
                     f"(FLASHWARP_ASYNC_CALLS), and none ended in {limit_s:g} s"
                 )
+            self._hurry.set()
             if not self.on_worker:
                 endings.holding([self._changed], functools.partial(self._changed.wait, STEP_MAX_S))
             elif not self._step():
                 self._pause(_LOOK_S)
-        if self._launcher.on_cpu:
-            self._fetch_ahead(queue)
+        return queue
 
     def _enter(self, call: _Call) -> _Queue | None:
         """Give the call a lane on the stream that has the fewest calls, and launch it there.
@@ -218,7 +231,8 @@ class Calls:
         """
         if self._closed:
             raise ClosedError("the array is closed")
-        if sum(len(queue.calls) for queue in self._queues) >= self._most:
+        in_flight = sum([len(queue.calls) for queue in self._queues])
+        if in_flight >= self._most:
             return None
         if self._worker is None or not self._queues:
             endings.uninterrupted(self._prepare)
@@ -231,7 +245,8 @@ class Calls:
         else:
             call.future.set_running_or_notify_cancel()
             self._launch(call, call.lane, queue)
-        self._changed.notify_all()
+        if not in_flight:
+            self._changed.notify_all()
         return queue
 
     def _prepare(self) -> None:
@@ -282,7 +297,25 @@ class Calls:
             waited = time.monotonic() - progress
             if waited > time_limit_s() and not threading.main_thread().is_alive():
                 self._abandon("the interpreter ends")
-            self._pause(_LOOK_S)
+            if self._awaited():
+                self._pause(_LOOK_S)
+            else:
+                self._hurry.wait(_REST_S)
+                self._hurry.clear()
+
+    def _awaited(self) -> bool:
+        """Return whether a thread, a stream of futures or a callback waits for a call."""
+        with self._changed:
+            first = [queue.calls[0].future for queue in self._queues if queue.calls]
+        return bool(self._wanted) or any(
+            future._waiters or future._done_callbacks  # type: ignore[attr-defined]
+            for future in first
+        )
+
+    def hurry(self, future: Future[Any]) -> None:
+        """End a future as soon as its call is over: a thread waits for it."""
+        self._wanted.add(future)
+        self._hurry.set()
 
     def _has_calls(self) -> bool:
         return any(queue.calls for queue in self._queues)
@@ -360,6 +393,7 @@ class Calls:
                 self._launcher.prefetch(rows, warps=1)
 
     def _deliver(self, future: Future[Any], result: object, error: Exception | None) -> None:
+        self._wanted.discard(future)
         try:
             if error is None:
                 future.set_result(result)

@@ -157,10 +157,19 @@ class Launcher:
             batch = self._batch_of(count * self._segments)
             name, warps = "gather_rows", -(-count * self._segments // batch)
         params = self._pack(indices, count, index_bytes, buffer, row, batch, 0)
+        return self._prepared_launch(name, warps, len(params)), params
+
+    def prefetch_launch(self, indices: int, count: int, index_bytes: int) -> tuple[Launch, bytes]:
+        """Prepare a prefetch of rows on a GPU: the launch, and its parameter."""
+        segments = count * self._segments
+        batch = self._batch_of(segments)
+        row = self.format.row_bytes
+        params = self._pack(indices, count, index_bytes, 0, row, batch, 0)
+        return self._prepared_launch("prefetch_rows", -(-segments // batch), len(params)), params
+
+    def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
         launch = self._prepared.get((name, warps))
-        if launch is None:
-            launch = self._prepare(name, warps, len(params))
-        return launch, params
+        return self._prepare(name, warps, param_bytes) if launch is None else launch
 
     def _batch_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
@@ -356,9 +365,7 @@ class Launcher:
         served: bool = True,
         end: End | None = None,
     ) -> None:
-        launch = self._prepared.get((name, warps))
-        if launch is None:
-            launch = self._prepare(name, warps, len(params))
+        launch = self._prepared_launch(name, warps, len(params))
         uses = list(self.wake() if served else (*self.volume.cache.owners, *self.volume.owners))
         try:
             launch((params,), stream, uses, end)
@@ -396,10 +403,11 @@ class Launcher:
         if capture != self._capture:
             device.capture_count(stream, self.graphs)
             self._capture = capture
-        if self._wake_call is None:
-            self._wake_call = self.service.wake_call()
-        if self._wake_call is not None:
-            device.capture_call(stream, self._wake_call)
+        if self.service.needs_wake:
+            if self._wake_call is None:
+                self._wake_call = self.service.wake_call()
+            if self._wake_call is not None:
+                device.capture_call(stream, self._wake_call)
         return True
 
     def let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""The short way of a gather whose operands are tensors of torch on the array's GPU.
+"""The short way of calls whose operands are tensors of torch on the array's GPU.
 
 The ordinary way describes operands of any library, which takes longer than a small gather. This one
 asks the tensors only what it must know, and launches by one call of the extension. Whatever is
@@ -13,11 +13,11 @@ from typing import Any
 from flashwarp.array.launcher import Launcher
 from flashwarp.device import stream_handle
 
-__all__ = ["TensorGather"]
+__all__ = ["TensorCalls"]
 
 
-class TensorGather:
-    """Launches gathers of one array.
+class TensorCalls:
+    """Launches gathers and prefetches of one array.
 
     Parameters
     ----------
@@ -47,18 +47,11 @@ class TensorGather:
             self._torch = torch
         return self._torch
 
-    def launch(self, idx: Any, out: Any, stream: object) -> tuple[Any, int] | None:
+    def gather(self, idx: Any, out: Any, stream: object) -> tuple[Any, int] | None:
         """Queue a gather; return the result and its stream, or None if it goes the ordinary way."""
         index_bytes = self._index_bytes.get(idx.dtype)
         count = idx.numel()
-        if (
-            index_bytes is None
-            or not count
-            or not self._row_bytes
-            or idx.get_device() != self._ordinal
-            or not idx.is_contiguous()
-            or self._launcher.watchers
-        ):
+        if index_bytes is None or not self._usable(idx, count):
             return None
         shape = (*idx.shape, *self._row_shape)
         current: int = self._torch._C._cuda_getCurrentRawStream(self._ordinal)
@@ -85,3 +78,24 @@ class TensorGather:
             return None
         self._launcher.moved.add(count)
         return out, handle
+
+    def prefetch(self, idx: Any, stream: object) -> int | None:
+        """Queue a prefetch; return its stream, or None if it goes the ordinary way."""
+        index_bytes = self._index_bytes.get(idx.dtype)
+        count = idx.numel()
+        if index_bytes is None or not self._usable(idx, count):
+            return None
+        current: int = self._torch._C._cuda_getCurrentRawStream(self._ordinal)
+        handle = current if stream is None else stream_handle(stream)
+        launch, params = self._launcher.prefetch_launch(idx.data_ptr(), count, index_bytes)
+        self._launcher.wake()
+        return handle if launch.after_own(params, handle) else None
+
+    def _usable(self, idx: Any, count: int) -> bool:
+        return bool(
+            count
+            and self._row_bytes
+            and idx.get_device() == self._ordinal
+            and idx.is_contiguous()
+            and not self._launcher.watchers
+        )
