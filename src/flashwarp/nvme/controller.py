@@ -37,6 +37,8 @@ class Destination:
         What holds the frames. A service keeps it until it has stopped.
     controllers : int
         How many controllers serve the array, and share the cores.
+    in_place_refusal : str
+        Why data must not be read in place, for people; empty: it may be.
     """
 
     device: Device
@@ -44,6 +46,7 @@ class Destination:
     frames: tuple[int, int]
     owners: tuple[object, ...] = ()
     controllers: int = 1
+    in_place_refusal: str = ""
 
 
 class Queues(Protocol):
@@ -127,6 +130,11 @@ class Service(NotCopied, ABC):
         """
 
     # What some controllers can do better.
+
+    @property
+    def in_place_refusal(self) -> str:
+        """Why the device does not read the namespace in place although it lies in memory."""
+        return ""
 
     @property
     def natives(self) -> tuple[Any, ...]:
