@@ -347,7 +347,7 @@ def on_cpu() -> Access:
 def test_lease_is_given_up_where_another_path_is_asked_for(path: Path) -> None:
     form = fw.storage.npy.read_layout(str(path))
     mapping = Mapping(path, path.stat().st_size)
-    file = _read_in_place(str(path), form, mapping, on_cpu())
+    file = _read_in_place(str(path), form, mapping, on_cpu(), 0)
     assert isinstance(file, File)
     plan = fw.SoftwareController(data_path="direct")
 
@@ -393,7 +393,7 @@ def test_path_that_names_another_file_meanwhile_is_not_read_in_place(
     np.save(tmp_path / "other.npy", rows())
     (tmp_path / "other.npy").rename(path)
 
-    found = _read_in_place(str(path), fw.storage.npy.read_layout(str(path)), mapping, on_cpu())
+    found = _read_in_place(str(path), fw.storage.npy.read_layout(str(path)), mapping, on_cpu(), 0)
 
     assert found == "its path names another file than a moment ago"
     mapping.close()

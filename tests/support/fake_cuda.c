@@ -126,6 +126,15 @@ CUresult cuDeviceGetName(char* name, int length, int device) {
   snprintf(name, (size_t)length, "Fake GPU");
   return kSuccess;
 }
+// What the GPU registers: nothing, writable memory only, and how much at a time.
+static int registers = 1;
+static int registers_read_only = 1;
+static size_t registration_most = (size_t)-1;
+void fake_registers(int any, int read_only, size_t most) {
+  registers = any;
+  registers_read_only = read_only;
+  registration_most = most;
+}
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   ENTER;
   (void)device;
@@ -142,8 +151,11 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
     case 76:
       *value = 0;
       break;  // COMPUTE_CAPABILITY_MINOR
+    case 99:
+      *value = registers;
+      break;  // HOST_REGISTER_SUPPORTED
     case 113:
-      *value = 1;
+      *value = registers_read_only;
       break;  // READ_ONLY_HOST_REGISTER_SUPPORTED
     default:
       return kInvalidValue;
@@ -237,6 +249,8 @@ unsigned fake_registered_flags(void) { return registered_flags; }
 CUresult cuMemHostRegister(void* pointer, size_t nbytes, unsigned flags) {
   ENTER_CONTEXT;
   if (pointer == NULL || nbytes == 0) return kInvalidValue;
+  if (!registers) return 801;
+  if (nbytes > registration_most) return kInvalidValue;
   registered_flags = flags;
   ++live_allocations;
   return kSuccess;

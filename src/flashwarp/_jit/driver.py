@@ -387,7 +387,15 @@ class Context:
         kind = "read-only" if read_only else "writable"
         doing = f"registering {nbytes} {kind} bytes of host memory at {address:#x}"
         with self:
-            _call("cuMemHostRegister", address, nbytes, flags, doing=doing)
+            try:
+                _call("cuMemHostRegister", address, nbytes, flags, doing=doing)
+            except DeviceError as error:
+                if self._attribute("HOST_REGISTER_SUPPORTED"):
+                    raise
+                raise type(error)(
+                    f"{error}; cuda:{self.ordinal} registers no host memory at all, as under "
+                    "confidential computing"
+                ) from None
             self._require_same_address(address, "cuMemHostUnregister")
 
     def _require_same_address(self, address: int, undo: str) -> None:

@@ -38,6 +38,8 @@ class Destination:
         What holds the frames. A service keeps it until it has stopped.
     controllers : int
         How many controllers serve the array, and share the cores.
+    in_place_refusal : str
+        Why data must not be read in place, for people; empty: it may be.
     """
 
     device: Device
@@ -45,6 +47,7 @@ class Destination:
     frames: tuple[int, int]
     owners: tuple[object, ...] = ()
     controllers: int = 1
+    in_place_refusal: str = ""
 
 
 class Queues(Protocol):
@@ -128,6 +131,11 @@ class Service(NotCopied, ABC):
         """
 
     # What some controllers can do better.
+
+    @property
+    def in_place_refusal(self) -> str:
+        """Why the device does not read the namespace in place although it lies in memory."""
+        return ""
 
     @property
     def natives(self) -> tuple[Any, ...]:

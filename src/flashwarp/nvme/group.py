@@ -141,8 +141,15 @@ class GroupService(Service):
         self._shared = contextlib.ExitStack()
         try:
             shared = replace(destination, controllers=destination.controllers * len(controllers))
-            for controller, member in zip(controllers, storage.members, strict=True):
-                self.services.append(controller.attach(member, shared))
+            self._attach(controllers, storage, shared)
+            refusals = [service.in_place_refusal for service in self.services]
+            refusal = next(filter(None, refusals), "")
+            if refusal and not all(refusals):
+                # The device reads only some of the members in place: all take the other path.
+                for service in self.services:
+                    service.stop()
+                self.services.clear()
+                self._attach(controllers, storage, replace(shared, in_place_refusal=refusal))
             pairs = []
             for service in self.services:
                 queues = service.queues
@@ -173,6 +180,17 @@ class GroupService(Service):
         except BaseException:
             self.stop()
             raise
+
+    def _attach(
+        self, controllers: Sequence[Controller], storage: Composite, destination: Destination
+    ) -> None:
+        for controller, member in zip(controllers, storage.members, strict=True):
+            self.services.append(controller.attach(member, destination))
+
+    @property
+    def in_place_refusal(self) -> str:
+        """Why the device does not read the members in place; see `Service`."""
+        return next(filter(None, (service.in_place_refusal for service in self.services)), "")
 
     @property
     def path(self) -> str:
