@@ -360,6 +360,8 @@ def compiled():
     """Compile as users are told to, and give back the graphs at the end."""
     torch.compiler.reset()
     yield lambda work: torch.compile(work, fullgraph=True, mode="reduce-overhead")
+    torch.compiler.reset()
+    gc.collect()
 
 
 def graphs_refused():
