@@ -11,8 +11,6 @@ them: reading the tensor is not enough, since Inductor then moves a gather behin
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashwarp.array.array import Array
@@ -212,8 +210,8 @@ torch.library.register_fake("flashwarp::scatter", _check_scatter, lib=_library)
 # Checks, by which both agree.
 
 
-def _stream_of(idx: torch.Tensor) -> Any:
-    return torch.cuda.current_stream(idx.device) if idx.is_cuda else None
+def _stream_of(idx: torch.Tensor) -> int | None:
+    return int(torch.cuda.current_stream(idx.device).cuda_stream) if idx.is_cuda else None
 
 
 def _empty_rows(array: Array, idx: torch.Tensor) -> torch.Tensor:
