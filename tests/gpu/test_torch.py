@@ -21,8 +21,9 @@ from flashwarp.testing import Faulty
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default:::torch"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::UserWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
 ]
 
 ROWS, WORDS = 4000, 256  # a row is a kilobyte

@@ -30,8 +30,9 @@ from flashwarp.interop.torch import operators
 
 # Inductor starts processes and warns of what it lacks here.
 pytestmark = [
-    pytest.mark.filterwarnings("default:::torch"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::UserWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
 ]
 
 ROWS, WIDTH = 1000, 24
