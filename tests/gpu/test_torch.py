@@ -21,8 +21,9 @@ from flashwarp.testing import Faulty
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("default:::torch"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::UserWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
 ]
 
 ROWS, WORDS = 4000, 256  # a row is a kilobyte
@@ -145,16 +146,15 @@ def test_replay_of_a_prefetch_brings_rows_into_the_cache(x):
     x.synchronize()
     x.drop_cache()
     index.copy_(torch.arange(0, 40))
+
     graph.replay()
     torch.cuda.synchronize()
-    end = time.monotonic() + 10
-    hits = 0
-    while time.monotonic() < end and hits < 40:
-        before = x.stats.hits
-        x.gather(index)
-        hits = x.stats.hits - before
+    time.sleep(0.5)  # detached: no thread waits for a prefetch
+    before = x.stats
+    x.gather(index)
 
-    assert hits >= 40
+    assert x.stats.misses == before.misses
+    assert x.stats.hits > before.hits
     graph.reset()
 
 
@@ -380,8 +380,6 @@ def test_compiled_gather_is_one_graph(x, content, compiled):
 
     assert graphs_refused() == before
     x.check()
-    torch.compiler.reset()
-    gc.collect()
 
 
 def test_compiled_stores_and_reads_keep_their_order(writable, content, compiled):
@@ -406,8 +404,6 @@ def test_compiled_stores_and_reads_keep_their_order(writable, content, compiled)
         content[index.cpu().numpy()] = 2 * turn + 2
 
     assert graphs_refused() == before
-    torch.compiler.reset()
-    gc.collect()
 
 
 def test_bad_index_of_a_compiled_gather(x, content, compiled):
@@ -424,8 +420,6 @@ def test_bad_index_of_a_compiled_gather(x, content, compiled):
         x.check()
     assert (rows[5] == 0).all()
     assert torch.equal(rows[:5], rows_of(content, index[:5]))
-    torch.compiler.reset()
-    gc.collect()
 
 
 def test_operator_refuses_tensors_of_another_device(x):

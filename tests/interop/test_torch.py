@@ -30,8 +30,9 @@ from flashwarp.interop.torch import operators
 
 # Inductor starts processes and warns of what it lacks here.
 pytestmark = [
-    pytest.mark.filterwarnings("default:::torch"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("default::UserWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
 ]
 
 ROWS, WIDTH = 1000, 24
@@ -183,6 +184,10 @@ def test_training_beside_rows(x, content, compiled):
     torch.testing.assert_close(found, layer.weight.grad)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9),
+    reason="torch before 2.9 takes no constant of a compiled function for one with a fixed address",
+)
 def test_what_operators_change_has_a_fixed_address_for_graphs(x):
     """Torch makes no CUDA graph of a function that changes tensors whose addresses may change."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner

@@ -7,7 +7,6 @@ library, and `stream_handle` takes a stream in any common form. Nothing here cop
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -304,7 +303,7 @@ def empty_in_library(
     module = sys.modules.get(library)
     handle = None if stream is None or device.kind != "cuda" else stream_handle(stream)
     if library == "torch" and module is not None:
-        kind = torch_dtype(dtype)
+        kind = torch_dtype(module, dtype)
         if handle is None or handle == module.cuda.current_stream(device.ordinal).cuda_stream:
             return module.empty(shape, dtype=kind, device=device.name)
         with module.cuda.stream(module.cuda.ExternalStream(handle, device=device.name)):
@@ -325,10 +324,8 @@ def _cupy_stream(cupy: Any, handle: int, device: Place) -> Any:
     return cupy.cuda.ExternalStream(handle, device.ordinal)
 
 
-@functools.cache
-def torch_dtype(dtype: np.dtype[Any]) -> Any:
-    """Return torch's dtype for numpy's; torch has been imported."""
-    torch = sys.modules["torch"]
+def torch_dtype(torch: Any, dtype: np.dtype[Any]) -> Any:
+    """Return torch's dtype for numpy's."""
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype) or not dtype.isnative:
         raise DtypeError(f"torch has no dtype for {dtype.str} ({dtype.name})")

@@ -11,8 +11,10 @@ them: reading the tensor is not enough, since Inductor then moves a gather behin
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashwarp.array.array import Array
@@ -212,13 +214,19 @@ torch.library.register_fake("flashwarp::scatter", _check_scatter, lib=_library)
 # Checks, by which both agree.
 
 
-def _stream_of(idx: torch.Tensor) -> Any:
-    return torch.cuda.current_stream(idx.device) if idx.is_cuda else None
+@functools.cache
+def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype:
+    found: torch.dtype = torch_dtype(torch, dtype)
+    return found
+
+
+def _stream_of(idx: torch.Tensor) -> int | None:
+    return int(torch.cuda.current_stream(idx.device).cuda_stream) if idx.is_cuda else None
 
 
 def _empty_rows(array: Array, idx: torch.Tensor) -> torch.Tensor:
     _check_place(array, idx, idx)
-    return idx.new_empty((*idx.shape, *array.shape[1:]), dtype=torch_dtype(array.dtype))
+    return idx.new_empty((*idx.shape, *array.shape[1:]), dtype=_dtype_of(array.dtype))
 
 
 def _check_place(array: Array, idx: torch.Tensor, other: torch.Tensor) -> None:
@@ -237,7 +245,7 @@ def _check_place(array: Array, idx: torch.Tensor, other: torch.Tensor) -> None:
 
 def _check_rows(array: Array, idx: torch.Tensor, rows: torch.Tensor, name: str) -> None:
     _check_place(array, idx, rows)
-    shape, dtype = (*idx.shape, *array.shape[1:]), torch_dtype(array.dtype)
+    shape, dtype = (*idx.shape, *array.shape[1:]), _dtype_of(array.dtype)
     if rows.dtype != dtype:
         raise DtypeError(f"{name} has dtype {rows.dtype}, the array {dtype}")
     if tuple(rows.shape) != shape:
