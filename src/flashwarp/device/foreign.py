@@ -7,6 +7,7 @@ library, and `stream_handle` takes a stream in any common form. Nothing here cop
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Sequence
