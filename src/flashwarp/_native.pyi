@@ -160,6 +160,13 @@ class Controller:
     @property
     def serving(self) -> bool: ...
 
+class WakeCall:
+    def __init__(self, controllers: Sequence[Controller]) -> None: ...
+    @property
+    def function(self) -> int: ...
+    @property
+    def argument(self) -> int: ...
+
 class SoftwareController(Controller):
     def __init__(
         self,
