@@ -282,8 +282,12 @@ def check_events_measure_and_order() -> None:
     del start, end
 
     device.order(1, None)
+    assert fake().fake_count(b"cuStreamWaitEvent") == 0, "the stream is idle"
+    fake().fake_hold(1)
+    device.order(1, None)
     device.order(None, None)
     assert fake().fake_count(b"cuStreamWaitEvent") == 1
+    fake().fake_hold(0)
     assert fake().fake_live_allocations() == before
 
 

@@ -68,7 +68,7 @@ def test_stores_from_the_host(x, content, storage):
 
 
 def test_more_calls_than_may_be_in_flight(x, content, monkeypatch):
-    monkeypatch.setenv("FLASHWARP_ASYNC_CALLS", "3")
+    monkeypatch.setattr(x._attachment.calls, "_most", 3)
 
     reads = [x.gather_async(slice(k, k + 40)) for k in range(0, 3900, 13)]
 

@@ -168,6 +168,11 @@ class Service(NotCopied, ABC):
         """Name what did not answer in time, for people."""
         return "the storage"
 
+    @property
+    def needs_wake(self) -> bool:
+        """Whether a launch must call `wake`. False while kernels can submit no commands."""
+        return True
+
     def wake(self) -> None:
         """Prepare for commands that are about to be submitted. Costs microseconds at most."""
 

@@ -217,6 +217,11 @@ class GroupService(Service):
         """How many namespaces the array lies on."""
         return len(self.services)
 
+    @property
+    def needs_wake(self) -> bool:
+        """Whether one of the services needs it; see `Service`."""
+        return any(service.needs_wake for service in self.services)
+
     def wake(self) -> None:
         """Wake the threads of all: work is about to be submitted."""
         for service in self.services:

@@ -167,6 +167,8 @@ class SoftwareService(Service):
         See `Service`.
     threads : int
         Serving threads.
+    needs_wake : bool
+        See `Service`. False while the storage is read in place without commands, and only read.
     changes : int
         How often a file that was read in place may have changed since it was attached: what the
         cache holds of it may be old.
@@ -175,6 +177,7 @@ class SoftwareService(Service):
     path = ""
     reason = ""
     changes = 0
+    needs_wake = True
 
     def __init__(
         self, storage: Storage, destination: Destination, settings: SoftwareController
@@ -198,6 +201,8 @@ class SoftwareService(Service):
         )
         if self._plain_reads:
             self.reason += ", without commands"
+            # A flush of stores is a command.
+            self.needs_wake = storage.writable
         if self.model is not None:
             self.reason += f"; {self.model}"
         lease = storage.lease if isinstance(storage, File) else None
@@ -305,6 +310,9 @@ class SoftwareService(Service):
             if mapping is not None and self.queues.device.kind == "cpu":
                 # A GPU's registration keeps the pages that it has pinned.
                 mapping.leave()
+            if self._native is not None:
+                # Kernels that run now submit commands to threads that no launch has woken.
+                self._native.wake()
         except BaseException:
             # Kernels may still read in place. Let their misses fail, so that no old data counts.
             if self._native is not None:
@@ -312,6 +320,7 @@ class SoftwareService(Service):
             raise
         finally:
             self.path = "bounce"
+            self.needs_wake = True
             self.reason = (
                 "a process has opened the file for writing, so it is not read in place any more"
             )
@@ -368,9 +377,11 @@ class SoftwareService(Service):
     def wake(self) -> None:
         """Wake the threads: commands are about to be submitted. Costs a microsecond.
 
-        Threads that leave the work to a launch of the CPU device sleep on. The storage may change
-        between page cache and O_DIRECT.
+        Does nothing if kernels can submit none. Threads that leave the work to a launch of the CPU
+        device sleep on. The storage may change between page cache and O_DIRECT.
         """
+        if not self.needs_wake:
+            return
         if self._served is not None:
             self._served.look_again()
         if not self._yields and self._native is not None:

@@ -50,6 +50,7 @@ class Launch:
         if self.stream is not None:
             self.device.order(None, self.stream)
             return
+        self.device.refuse_capture("a launch without stream=", "give it the stream")
         for handle in self._neighbours:
             self.device.order(handle, None)
 

@@ -143,6 +143,7 @@ class ServiceContract(ABC):
             assert service.changes == 0
             assert service.take_stale() is None
             assert service.worth_looking_ahead() in (True, False)
+            assert service.needs_wake in (True, False)
             before = service.queues.counters().commands
             x.drop_cache()
             assert x[:].tobytes() == content
