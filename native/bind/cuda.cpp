@@ -105,6 +105,14 @@ void bind_cuda(nb::module_& m) {
           [](const Context& context, uintptr_t event) { return context.event_done(handle(event)); },
           nb::arg("event"))
       .def(
+          "wait_any",
+          [](const Context& context, const std::vector<uintptr_t>& events, int64_t microseconds) {
+            std::vector<Handle> handles;
+            for (const uintptr_t each : events) handles.push_back(handle(each));
+            return unlocked([&] { return context.wait_any(handles, microseconds); });
+          },
+          nb::arg("events"), nb::arg("microseconds"))
+      .def(
           "poll",
           [](const Context& context, uintptr_t stream, int64_t microseconds) {
             return unlocked([&] { return context.poll(handle(stream), microseconds); });

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace fw::native::cuda {
@@ -20,6 +21,10 @@ constexpr unsigned kNoDestructorSync = 1;
 constexpr unsigned kMove = 1;
 // The interfaces are those of CUDA 12.0, the oldest driver that is served.
 constexpr int kInterfaceVersion = 12000;
+
+// `wait_any`: most calls that are waited for so end soon, and a pause takes 50 us more than asked.
+constexpr std::chrono::microseconds kAskedWithoutPause{20};
+constexpr std::chrono::microseconds kPause{20};
 
 // CUDA_HOST_NODE_PARAMS.
 struct HostNode {
@@ -234,6 +239,23 @@ Result Context::poll(Handle stream, int64_t microseconds) const {
     Result result = driver_.stream_query(stream);
     while (result == kNotReady && Clock::now() < end) result = driver_.stream_query(stream);
     return result;
+  });
+}
+
+Result Context::wait_any(const std::vector<Handle>& events, int64_t microseconds) const {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  return Current(*this).then([&] {
+    const Relaxed relaxed(driver_);
+    while (true) {
+      for (const Handle event : events) {
+        const Result result = driver_.event_query(event);
+        if (result != kNotReady) return result;
+      }
+      const auto waited = Clock::now() - begin;
+      if (waited >= std::chrono::microseconds(microseconds)) return kNotReady;
+      if (waited >= kAskedWithoutPause) std::this_thread::sleep_for(kPause);
+    }
   });
 }
 

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace fw::native::cuda {
 
@@ -62,6 +63,8 @@ class Context {
   Result event_done(Handle event) const;
   // Asks again and again whether a stream is done, for at most this long.
   Result poll(Handle stream, int64_t microseconds) const;
+  // Waits until one of these events is done, at most this long; at first it asks without a pause.
+  Result wait_any(const std::vector<Handle>& events, int64_t microseconds) const;
   Result fill(uint64_t address, uint32_t word, size_t count, Handle stream) const;
 
   // Captures. A stream that is not being captured must not be given to the last two.

@@ -21,7 +21,7 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
-from flashwarp._jit import compiler
+from flashwarp._jit import compiler, precompiled
 from flashwarp._jit.compiler import Artifact, KernelResources
 from flashwarp.array import calls
 from flashwarp.array.rows import MaintenanceParams, RowParams
@@ -68,6 +68,7 @@ def gpu() -> CudaDevice:
 
     # For good: this process runs one check.
     compiler.compile_source = compiled
+    precompiled.find = lambda *_: None
     return CudaDevice(0)
 
 

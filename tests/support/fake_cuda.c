@@ -572,7 +572,8 @@ static const struct {
 CUresult cuGetProcAddress_v2(const char* name, void** address, int version, uint64_t flags,
                              void* status) {
   (void)version, (void)flags, (void)status;
-  *address = NULL;
+  // Older cuda-bindings look this function up by itself.
+  *address = strcmp(name, "cuGetProcAddress") == 0 ? (void*)cuGetProcAddress_v2 : NULL;
   for (size_t i = 0; i < sizeof table / sizeof table[0]; ++i)
     if (strcmp(table[i].name, name) == 0) *address = table[i].address;
   return *address != NULL ? kSuccess : kNotFound;

@@ -250,6 +250,11 @@ class Context:
         self._require_open()
         return self._is_done(self._calls.event_done(event), "cuEventQuery")
 
+    def wait_any(self, events: Sequence[int], seconds: float) -> None:
+        """Wait until one of these events is done, or failed, but no longer than this."""
+        self._require_open()
+        self._calls.wait_any(events, int(seconds * 1e6))
+
     def _is_done(self, result: int, name: str) -> bool:
         if result == _NOT_READY:
             return False
@@ -558,6 +563,9 @@ def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 # NVRTC, which needs no GPU and no driver.
 
+# The headers use instructions that came with it, and the versions of CUDA 12 know older ones.
+_ARCHITECTURE_OLDEST = 70
+
 
 @functools.cache
 def _nvrtc() -> Any:
@@ -603,8 +611,9 @@ def nvrtc_identity() -> str:
 
 
 def nvrtc_architectures() -> tuple[int, ...]:
-    """List what the run-time compiler can compile for: 90 for sm_90, in ascending order."""
-    return tuple(sorted(int(arch) for arch in _nvrtc_call("nvrtcGetSupportedArchs")))
+    """List what the headers can be compiled for: 90 for sm_90, in ascending order."""
+    known = map(int, _nvrtc_call("nvrtcGetSupportedArchs"))
+    return tuple(sorted(arch for arch in known if arch >= _ARCHITECTURE_OLDEST))
 
 
 def nvrtc_compile(

@@ -49,11 +49,9 @@ _log = logging.getLogger(__name__)
 # How long the worker waits for another call before it ends.
 _LINGER_S = 0.05
 
-# How often the worker asks whether a GPU has ended a call: at first in this interval, then in a
-# fiftieth of the time that it has waited, so that it adds at most 2 % to any wait.
-_POLL_MIN_S = 20e-6
-_POLL_SHARE = 0.02
-_POLL_MAX_S = 1e-3
+# How often the worker looks for calls whose end it should wait for, too. Between, it waits in the
+# extension, without holding up threads of Python.
+_LOOK_S = 200e-6
 
 
 def time_limit_s() -> float:
@@ -208,7 +206,7 @@ class Calls:
             if not self.on_worker:
                 endings.holding([self._changed], functools.partial(self._changed.wait, STEP_MAX_S))
             elif not self._step():
-                time.sleep(_POLL_MIN_S)
+                self._pause(_LOOK_S)
         if self._launcher.on_cpu:
             self._fetch_ahead(queue)
 
@@ -284,7 +282,7 @@ class Calls:
             waited = time.monotonic() - progress
             if waited > time_limit_s() and not threading.main_thread().is_alive():
                 self._abandon("the interpreter ends")
-            time.sleep(min(max(waited * _POLL_SHARE, _POLL_MIN_S), _POLL_MAX_S))
+            self._pause(_LOOK_S)
 
     def _has_calls(self) -> bool:
         return any(queue.calls for queue in self._queues)
@@ -296,6 +294,13 @@ class Calls:
                 self._end(queue, queue.calls[0])
                 return True
         return False
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until a GPU has ended a call, but no longer than this."""
+        with self._changed:
+            first = [queue.calls[0].lane for queue in self._queues if queue.calls]
+        events = [lane.event for lane in first if lane is not None]
+        self._operands.device.wait_any(events, seconds)
 
     @staticmethod
     def _is_over(call: _Call) -> bool:
@@ -389,7 +394,7 @@ class Calls:
             if end is not None and time.monotonic() >= end:
                 return False
             if not self._step():
-                time.sleep(_POLL_MIN_S)
+                self._pause(_LOOK_S)
         return True
 
     def wait(self) -> None:

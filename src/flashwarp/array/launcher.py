@@ -369,7 +369,7 @@ class Launcher:
     def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
         cache = self.volume.cache
         kernel = cache.device.built_in(name, cache.policy, param_bytes)
-        launch = cache.device.prepare(kernel, warps)
+        launch = cache.device.prepare(kernel, warps, cache.device.block_threads_for(warps))
         if len(self._prepared) >= _PREPARED_MAX:
             self._prepared.clear()
         self._prepared[name, warps] = launch

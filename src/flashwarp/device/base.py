@@ -284,8 +284,9 @@ class Device(endings.Closing, ABC):
     ) -> LoadedKernel:
         """Load a built-in kernel, unless a launch has loaded it.
 
-        On a GPU it is compiled alone, for some seconds, unless it was compiled before. Raises
-        DeviceError if it takes a struct of another size than `param_bytes`.
+        On a GPU it is compiled, if neither the package has it compiled nor the cache of compiled
+        code: alone, in about a second. Raises DeviceError if it takes a
+        struct of another size than `param_bytes`.
         """
         self._check_usable()
         found = self._built_in.get(policy, {}).get(f"fw_{name}")
@@ -312,9 +313,9 @@ class Device(endings.Closing, ABC):
         """Load the kernel, and those that come with it; return them by symbol."""
         from flashwarp._jit import compiler  # slow to import, and many launches need none
 
-        source = compiler.Source.read(compiler.MODULE).behind(policy)
-        options = (*policy.options, "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1")
-        return self.load_program(source, options=options).by_name()
+        source, options = compiler.built_in(policy)
+        alone = (*options, "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1")
+        return self.load_program(source, options=alone).by_name()
 
     def load_program(
         self,
@@ -363,9 +364,15 @@ class Device(endings.Closing, ABC):
         launched as run at a time. With `end`, a GPU marks the end of the launch.
         """
 
+    def block_threads_for(self, warps: int) -> int:  # noqa: ARG002
+        """Return into how large blocks this many warps are best divided."""
+        return 256
+
     @abstractmethod
-    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
+    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
         """Prepare launches of one kernel and one size, for callers that repeat them.
+
+        `warps` and `block_threads` are those of `launch`.
 
         What is returned is called with the bytes of each parameter, the handle of a stream (None:
         the library's own), and `uses` and `end` as `run_kernel` takes them.
@@ -421,6 +428,9 @@ class Device(endings.Closing, ABC):
     @abstractmethod
     def event(self) -> Event:
         """Create an event that can measure time."""
+
+    def wait_any(self, events: Sequence[Event], seconds: float) -> None:
+        """Wait until one of these events is done, but no longer than this. Raises nothing."""
 
     @abstractmethod
     def describe(self) -> str:

@@ -124,8 +124,8 @@ class CpuDevice(Device):
         if not policy.built_in:
             from flashwarp._jit import compiler  # slow to import, and the wheel's need none
 
-            source = compiler.Source.read(compiler.MODULE).behind(policy)
-            return self.load_program(source, options=policy.options).by_name()
+            source, options = compiler.built_in(policy)
+            return self.load_program(source, options=options).by_name()
         path = Path(_native.__file__).parent / "policies" / f"{policy.name}.so"
         try:
             program = _native.CpuProgram.installed(str(path))
@@ -185,7 +185,7 @@ class CpuDevice(Device):
         except RuntimeError as error:
             raise self._ended(error) from error
 
-    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
+    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
         return _CpuLaunch(self, kernel, warps)
 
     def _release(self) -> None:
@@ -220,7 +220,7 @@ class CpuDevice(Device):
 
 
 class _CpuLaunch(Launch):
-    def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int) -> None:
+    def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int | None) -> None:
         self._device = device
         self._kernel = kernel
         self._warps = warps

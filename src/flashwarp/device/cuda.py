@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashwarp import _native
+from flashwarp import _native, endings
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
+from flashwarp._waiting import saying_if_slow
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
 from flashwarp.device.foreign import Stream, stream_handle
 from flashwarp.device.memory import (
@@ -37,10 +38,12 @@ from flashwarp.errors import (
 
 if TYPE_CHECKING:
     from flashwarp._jit.compiler import Artifact, Source
+    from flashwarp.policy import Policy
 
 _log = logging.getLogger(__name__)
 
 _WARP_THREADS = 32
+_BLOCK_THREADS = 256
 
 # A wait asks without a pause for this long: most waits of the library end within it.
 _POLL_S = 200e-6
@@ -56,7 +59,8 @@ class CudaDevice(Device):
 
     Notes
     -----
-    The first launch compiles all built-in kernels, or finds them on disk, and loads all of them.
+    The first launch loads all built-in kernels, if the package has them compiled for this GPU.
+    Otherwise the first launch of each compiles it, unless it is on disk.
     """
 
     kind = "cuda"
@@ -65,7 +69,8 @@ class CudaDevice(Device):
         super().__init__()
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
-        self.context = driver.Context(ordinal)
+        with saying_if_slow(_log, "opening %s", self.name):
+            self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
         self.warps_at_once = self.context.multiprocessors * 8
         # Marks the end of a stream for as long as `order` needs it.
@@ -166,7 +171,7 @@ class CudaDevice(Device):
         debugged = ("-lineinfo", "-DFW_DEBUG=1") if debug else ()
         how: dict[str, Any] = {
             "include_dirs": (*include_dirs, compiler.INCLUDE_DIR),
-            "options": ("-DFW_PROGRAM=1", *debugged, *options),
+            "options": (*compiler.PROGRAM_OPTIONS, *debugged, *options),
         }
         artifact = compiler.compile_source(self.arch, source, **how)
         # For each parameter of each kernel, the element type if the program defines it.
@@ -178,6 +183,17 @@ class CudaDevice(Device):
             for symbol, types in elements.items()
         }
         return artifact.key, functools.partial(self._loaded, artifact, element_bytes)
+
+    def _load_built_in(self, name: str, policy: Policy) -> dict[str, LoadedKernel]:
+        from flashwarp._jit import precompiled
+
+        artifact = precompiled.find(self.context.compute_capability, policy)
+        if artifact is None:
+            return super()._load_built_in(name, policy)
+        # Each takes one struct.
+        load = functools.partial(self._loaded, artifact, dict.fromkeys(artifact.kernels, (0,)))
+        loading = functools.partial(self._load, artifact.key, load)
+        return endings.holding([self._lock], loading).by_name()
 
     def _loaded(
         self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
@@ -206,18 +222,20 @@ class CudaDevice(Device):
         uses: Sequence[object] = (),
         end: driver.End | None = None,
     ) -> None:
-        module, function = kernel.handle
-        blocks = self._blocks(module, function, warps, block_threads)
-        handle = self._handle(stream)
-        _CudaLaunch(self, function, blocks, block_threads)(arguments, handle, uses, end)
+        launch = self.prepare(kernel, warps, block_threads)
+        launch(arguments, self._handle(stream), uses, end)
 
-    def prepare(self, kernel: LoadedKernel, warps: int, block_threads: int = 256) -> Launch:
-        module, function = kernel.handle
+    def block_threads_for(self, warps: int) -> int:
         # Each of a few warps runs faster on an SM of its own.
         spread = _WARP_THREADS * -(-warps // self.context.multiprocessors)
-        threads = max(_WARP_THREADS, min(block_threads, spread))
-        blocks = self._blocks(module, function, warps, threads)
-        return _CudaLaunch(self, function, blocks, threads)
+        return max(_WARP_THREADS, min(_BLOCK_THREADS, spread))
+
+    def prepare(
+        self, kernel: LoadedKernel, warps: int | None, block_threads: int = _BLOCK_THREADS
+    ) -> Launch:
+        module, function = kernel.handle
+        blocks = self._blocks(module, function, warps, block_threads)
+        return _CudaLaunch(self, function, blocks, block_threads)
 
     # Captures.
 
@@ -253,6 +271,10 @@ class CudaDevice(Device):
     def current_stream(self, library: str) -> Stream:
         module = sys.modules.get(library)
         if library == "torch" and module is not None:
+            # Without an object of torch, which would take microseconds.
+            raw = getattr(module._C, "_cuda_getCurrentRawStream", None)
+            if raw is not None and module.cuda.is_initialized():
+                return Stream(raw(self.ordinal))
             return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy" and module is not None:
             with module.cuda.Device(self.ordinal):
@@ -281,6 +303,9 @@ class CudaDevice(Device):
 
     def event(self) -> Event:
         return _CudaEvent(self)
+
+    def wait_any(self, events: Sequence[Event], seconds: float) -> None:
+        self.context.wait_any([event.handle for event in events], seconds)
 
     def describe(self) -> str:
         major, minor = self.context.compute_capability

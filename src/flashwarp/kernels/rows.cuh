@@ -179,6 +179,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
   const warp::share mine = warp::share_of(segment_count(p), batch);
   cache::tally tally;
   cache::tally ahead;
+  cache::refresh(c, v, mask);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
@@ -222,6 +223,7 @@ FW_DEVICE void for_each_element(const row_params& p) {
   const warp::share share = warp::share_of(p.index_count * parts, warp::kWarpWidth);
   cache::tally tally;
   cache::tally ahead;
+  cache::refresh(c, v, mask);
   for (uint64_t first = share.begin; first < share.end; first += share.stride) {
     const uint64_t item = first + warp::lane();
     const uint64_t k = parts == 1 ? item : item / parts;

@@ -151,7 +151,16 @@ class Service(NotCopied, ABC):
     def plain_reads(self) -> bool:
         """Whether kernels read the namespace in place without commands: `queues` says so to them.
 
-        Prefetches and asynchronous reads in kernels take commands nevertheless.
+        Prefetches are such reads, too: the line is in the cache when the prefetch has returned.
+        """
+        return False
+
+    @property
+    def leased(self) -> bool:
+        """Whether kernels look at an epoch as they begin, because others may change the namespace.
+
+        If so, a graph needs the built-in kernel `refresh_lines` before each kernel of a user that
+        does not call ``fw::refresh`` itself.
         """
         return False
 
@@ -174,7 +183,10 @@ class Service(NotCopied, ABC):
         return True
 
     def wake(self) -> None:
-        """Prepare for commands that are about to be submitted. Costs microseconds at most."""
+        """Prepare for commands that are about to be submitted. Costs microseconds at most.
+
+        Raises ControllerError if no kernel may be launched any more.
+        """
 
     def wake_call(self) -> _native.WakeCall | None:
         """Return a C function that wakes the threads, for callers without an interpreter.

@@ -191,6 +191,11 @@ class GroupService(Service):
         return all(service.plain_reads for service in self.services)
 
     @property
+    def leased(self) -> bool:
+        """Whether one of the files was opened under a lease; see `Service`."""
+        return any(service.leased for service in self.services)
+
+    @property
     def changes(self) -> int:
         """How often files may have changed under the array; see `Service`."""
         return sum(service.changes for service in self.services)

@@ -59,8 +59,8 @@ class SoftwareController(Controller):
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow; `Array.explain` says which, and why.
     commands : bool
-        Send a command for each read, also where the device reads the namespace's own memory and
-        needs none: for tests and figures of the queue pairs.
+        Send a command for each read and write, also where the device reaches the namespace's own
+        memory and needs none: for tests and figures of the queue pairs.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
@@ -169,6 +169,8 @@ class SoftwareService(Service):
         Serving threads.
     needs_wake : bool
         See `Service`. False while the storage is read in place without commands, and only read.
+    leased : bool
+        See `Service`. Stays true after the lease has ended.
     changes : int
         How often a file that was read in place may have changed since it was attached: what the
         cache holds of it may be old.
@@ -178,6 +180,7 @@ class SoftwareService(Service):
     reason = ""
     changes = 0
     needs_wake = True
+    leased = False
 
     def __init__(
         self, storage: Storage, destination: Destination, settings: SoftwareController
@@ -191,6 +194,8 @@ class SoftwareService(Service):
         self._owned = contextlib.ExitStack()
         self._side: OwnedStream | None = None
         self._stale: StorageError | None = None
+        self._refusal = ""
+        self._broken = False
         defaults = config.current()
         path, self.reason = choose_path(storage, device, settings.asked_path)
         self._plain_reads = (
@@ -239,6 +244,7 @@ class SoftwareService(Service):
                 buffer_bytes=destination.line_bytes if buffered else 0,
                 leased=lease is not None,
                 plain_reads=self._plain_reads,
+                plain_writes=self._plain_reads and storage.writable,
                 timeout_s=defaults.timeout_s,
             )
             self._owned.callback(self._queues.close)
@@ -264,6 +270,7 @@ class SoftwareService(Service):
                 ) from error
             self.path = path
             if lease is not None:
+                self.leased = True
                 self._side = device.create_stream()
                 self._owned.callback(self._side.close)
                 # Closed first, because a break uses the rings.
@@ -300,11 +307,14 @@ class SoftwareService(Service):
     # Leaving a file's own pages.
 
     def _leave_in_place(self) -> bool:
-        """Send later commands through the slots' buffers; called by the lease's keeper."""
+        """Let no kernel use what was read before; called by the lease's keeper, at each break."""
+        self._broken = True
         if self.path != "in_place":
+            self._advance_epoch()
             return False
         try:
             self.queues.leave_in_place(self._side)
+            self.queues.advance_epoch(self._side)
             storage = self._served
             mapping = storage.mapping if isinstance(storage, File) else None
             if mapping is not None and self.queues.device.kind == "cpu":
@@ -313,8 +323,8 @@ class SoftwareService(Service):
             if self._native is not None:
                 # Kernels that run now submit commands to threads that no launch has woken.
                 self._native.wake()
-        except BaseException:
-            # Kernels may still read in place. Let their misses fail, so that no old data counts.
+        except BaseException as error:
+            self._refuse(error)
             if self._native is not None:
                 self._native.stop()
             raise
@@ -327,11 +337,30 @@ class SoftwareService(Service):
         return True
 
     def _file_changed(self, stale: StorageError | None) -> None:
-        """Note that cached lines may be old; called by the lease's keeper."""
+        """Note that cached lines may be old; called by the lease's keeper.
+
+        After a break, which has begun an epoch, or when the lease was taken again.
+        """
         if stale is not None:
             self._stale = stale
         # An array compares it with what it has seen.
         self.changes += 1
+        if self._broken:
+            self._broken = False
+        else:
+            self._advance_epoch()
+
+    def _advance_epoch(self) -> None:
+        try:
+            self.queues.advance_epoch(self._side)
+        except BaseException as error:
+            self._refuse(error)
+            raise
+
+    def _refuse(self, error: BaseException) -> None:
+        """Refuse launches from now on: kernels might take old bytes for data."""
+        self._refusal = f"a process has written the file, which kernels could not be told: {error}"
+        self.needs_wake = True
 
     def take_stale(self) -> StorageError | None:
         """Return and forget what went wrong when the file's pages were left."""
@@ -379,9 +408,13 @@ class SoftwareService(Service):
 
         Does nothing if kernels can submit none. Threads that leave the work to a launch of the CPU
         device sleep on. The storage may change between page cache and O_DIRECT.
+
+        Raises ControllerError if kernels might read old bytes.
         """
         if not self.needs_wake:
             return
+        if self._refusal:
+            raise ControllerError(f"{self._refusal}; close the array, and open it again")
         if self._served is not None:
             self._served.look_again()
         if not self._yields and self._native is not None:
