@@ -63,15 +63,16 @@ struct segment {
 inline constexpr uint64_t kNoRow = ~uint64_t(0);
 
 // The piece of [begin, begin + bytes) of the array in its `part`-th line, for a buffer at `buffer`.
-FW_DEVICE segment cut(const row_params& p, uint64_t begin, uint64_t bytes, uint64_t part,
-                      uint64_t buffer) {
+// `line_begin` is the volume's, which callers load once, beside the index.
+FW_DEVICE segment cut(const row_params& p, uint64_t line_begin, uint64_t begin, uint64_t bytes,
+                      uint64_t part, uint64_t buffer) {
   const uint32_t shift = p.geometry.line_shift;
   const uint64_t line = (begin >> shift) + part;
   const uint64_t from = part == 0 ? begin : line << shift;
   const uint64_t line_end = (line + 1) << shift;
   const uint64_t end = begin + bytes < line_end ? begin + bytes : line_end;
   if (from >= end) return {0, 0, 0, 0};
-  return {p.volume->line_begin + line, from - ((from >> shift) << shift), end - from,
+  return {line_begin + line, from - ((from >> shift) << shift), end - from,
           buffer + (from - begin)};
 }
 
@@ -82,13 +83,24 @@ FW_DEVICE uint64_t segment_count(const row_params& p) {
   return ((p.row_bytes + p.index_count - 1) >> shift) - (p.row_bytes >> shift) + 1;
 }
 
-FW_DEVICE segment segment_at(const row_params& p, uint64_t item) {
+// The row of which an item is a segment; row_count or more if its index is out of bounds.
+FW_DEVICE uint64_t row_of_item(const row_params& p, uint64_t item) {
+  if (p.indices == nullptr) return 0;
+  return row_of(p, p.segments == 1 ? item : item / p.segments);
+}
+
+// The item's segment. `row` is its row_of_item.
+FW_DEVICE segment segment_of(const row_params& p, uint64_t line_begin, uint64_t item,
+                             uint64_t row) {
   const uint64_t buffer = reinterpret_cast<uint64_t>(p.rows);
-  if (p.indices == nullptr) return cut(p, p.row_bytes, p.index_count, item, buffer);
-  const uint64_t k = p.segments == 1 ? item : item / p.segments;
-  const uint64_t row = row_of(p, k);
+  if (p.indices == nullptr) return cut(p, line_begin, p.row_bytes, p.index_count, item, buffer);
   if (row >= p.row_count) return {kNoRow, 0, 0, 0};
-  return cut(p, row * p.row_bytes, p.row_bytes, item - k * p.segments, buffer + k * p.row_bytes);
+  const uint64_t k = p.segments == 1 ? item : item / p.segments;
+  return cut(p, line_begin, row * p.row_bytes, p.row_bytes, item - k * p.segments,
+             buffer + k * p.row_bytes);
+}
+FW_DEVICE segment segment_at(const row_params& p, uint64_t line_begin, uint64_t item) {
+  return segment_of(p, line_begin, item, row_of_item(p, item));
 }
 
 // Copies each lane's segment between its frame and the caller's buffer, with the whole warp.
@@ -168,22 +180,89 @@ FW_DEVICE_NOINLINE void refuse_row(const row_params& p, uint64_t item) {
   note_stray(p, k);
 }
 
+// The segments that a warp takes at a time.
+FW_DEVICE uint32_t batch_of(const row_params& p) {
+  return p.batch < warp::kWarpWidth ? p.batch : warp::kWarpWidth;
+}
+
+// The words of a row that a lane holds at a time.
+inline constexpr uint32_t kWordsHeld = 8;
+
+// Copies one segment of up to kWordsHeld words for each lane, if it is resident. Returns false if
+// `for_each_segment` must move it, which then overwrites what this has stored. `epoch` is the
+// volume's: see cache/lease.cuh. It is looked at last, so that no load waits for it.
+FW_DEVICE bool gather_resident(const cache::geometry& g, const segment& piece, uint32_t epoch) {
+  using word = atomic::raw<16>;
+  constexpr uint32_t kWordBytes = 16;
+  constexpr uint32_t kStep = kWordBytes * warp::kWarpWidth;
+  const bool fits = piece.bytes <= kStep * kWordsHeld &&
+                    (piece.offset | piece.buffer | piece.bytes) % kWordBytes == 0;
+  if (piece.bytes == 0 || !fits) return false;
+  const cache::place at = cache::probe(g, piece.line);
+  if (warp::any(warp::kFullMask, !at.found)) return false;
+  const uint32_t mine = warp::lane() * kWordBytes;
+  const uint32_t bytes = uint32_t(piece.bytes);
+  const char* from = cache::frame_of(g, at.way) + piece.offset + mine;
+  char* to = reinterpret_cast<char*>(piece.buffer) + mine;
+  atomic::word16 values[kWordsHeld];
+  FW_UNROLL
+  for (uint32_t k = 0; k < kWordsHeld; k++) {
+    if (mine + k * kStep < bytes) values[k] = word::load(from + k * kStep);
+  }
+  // The loads of the frame come before the second look at the tag, and the fence before the stores:
+  // behind them it would wait for them.
+  atomic::fence();
+  const bool holds = cache::still_holds(g, at.way, at.word);
+  FW_UNROLL
+  for (uint32_t k = 0; k < kWordsHeld; k++) {
+    if (mine + k * kStep < bytes) word::store_plain(to + k * kStep, values[k]);
+  }
+  if (warp::any(warp::kFullMask, !holds || epoch != 0)) return false;
+  if (warp::lane() == 0) policy::on_hit(g, at.way, at.word);
+  return true;
+}
+
+// Gathers the warp's segments, one after the other, until one is not resident. Takes those that it
+// has gathered out of `mine`. A call for a few rows does nothing else, so this way is short: the
+// instructions of a kernel that has just started are in no cache.
+FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
+  const cache::volume& v = *p.volume;
+  uint64_t hits = 0;
+  uint64_t bytes = 0;
+  // The loads of the first index and of the volume do not wait for each other.
+  uint64_t row = mine.begin < mine.end ? row_of_item(p, mine.begin) : 0;
+  const uint64_t line_begin = v.line_begin;
+  cache::counters& shard = cache::shard_of(v);
+  const uint32_t epoch = cache::epoch_of(v);
+  while (mine.begin < mine.end) {
+    const segment piece = segment_of(p, line_begin, mine.begin, row);
+    if (!gather_resident(p.geometry, piece, epoch)) break;
+    hits++;
+    bytes += piece.bytes;
+    mine.begin += mine.stride;
+    if (mine.begin < mine.end) row = row_of_item(p, mine.begin);
+  }
+  if (warp::lane() == 0 && hits != 0) {
+    atomic::add_relaxed(&shard.hits, hits);
+    atomic::add_relaxed(&shard.bytes_used, bytes);
+  }
+}
+
+// Moves the warp's segments, a batch at a time.
 template <row_action kAction>
-FW_DEVICE void for_each_segment(const row_params& p) {
-  if (kAction == row_action::kScatter && !may_store(p)) return;
+FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine) {
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
+  const uint64_t line_begin = v.line_begin;
   const uint32_t mask = warp::kFullMask;
-  const uint32_t batch = p.batch < warp::kWarpWidth ? p.batch : warp::kWarpWidth;
-  const bool in_batch = warp::lane() < batch;
-  const warp::share mine = warp::share_of(segment_count(p), batch);
+  const bool in_batch = warp::lane() < batch_of(p);
   cache::tally tally;
   cache::tally ahead;
   cache::refresh(c, v, mask);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
-    if (in_batch && item < mine.end) piece = segment_at(p, item);
+    if (in_batch && item < mine.end) piece = segment_at(p, line_begin, item);
     if (piece.line == kNoRow) refuse_row<kAction>(p, item);
     const bool wants = piece.bytes != 0;
     if constexpr (kAction == row_action::kPrefetch) {
@@ -192,7 +271,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
       if (p.look_ahead != 0) {
         const uint64_t later = item + p.look_ahead * mine.stride;
         segment next = {0, 0, 0, 0};
-        if (in_batch && later < mine.end) next = segment_at(p, later);
+        if (in_batch && later < mine.end) next = segment_at(p, line_begin, later);
         base::opaque (&cache::prefetch<policy>)(c, v, mask, next.bytes != 0, next.line, ahead);
       }
       const bool whole = kAction == row_action::kScatter && wants &&
@@ -209,6 +288,17 @@ FW_DEVICE void for_each_segment(const row_params& p) {
   }
   tally.count_ahead(ahead);
   tally.add_to(v, mask);
+}
+
+// Moves all segments of a launch.
+template <row_action kAction>
+FW_DEVICE void move_segments(const row_params& p) {
+  if (kAction == row_action::kScatter && !may_store(p)) return;
+  warp::share mine = warp::share_of(segment_count(p), batch_of(p));
+  if constexpr (kAction == row_action::kGather && warp::kWarpWidth > 1) {
+    if (p.batch == 1) gather_residents(p, mine);
+  }
+  if (mine.begin < mine.end) for_each_segment<kAction>(p, mine);
 }
 
 // Moves rows of a few elements: each lane takes one element at a time.
@@ -269,17 +359,17 @@ FW_DEVICE void for_each_element(const row_params& p) {
 
 #if FW_BUILDS(gather_rows)
 FW_KERNEL_RESIDENT(2) fw_gather_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_segment<fw::kernels::row_action::kGather>(p);
+  fw::kernels::move_segments<fw::kernels::row_action::kGather>(p);
 }
 #endif
 #if FW_BUILDS(scatter_rows)
 FW_KERNEL_RESIDENT(2) fw_scatter_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_segment<fw::kernels::row_action::kScatter>(p);
+  fw::kernels::move_segments<fw::kernels::row_action::kScatter>(p);
 }
 #endif
 #if FW_BUILDS(prefetch_rows)
 FW_KERNEL_RESIDENT(2) fw_prefetch_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::kernels::for_each_segment<fw::kernels::row_action::kPrefetch>(p);
+  fw::kernels::move_segments<fw::kernels::row_action::kPrefetch>(p);
 }
 #endif
 #define FW_ELEMENT_KERNEL(NAME, BYTES, STORES)                                             \

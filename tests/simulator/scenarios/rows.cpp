@@ -30,6 +30,32 @@ FW_SCENARIO(rows, "gather and scatter of rows and elements, side by side") {
   }
 }
 
+FW_SCENARIO(rows_resident, "gathers of a few resident rows, while others evict their lines") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.sets = 1;
+  shape.lines = 5;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  for (uint32_t round = 0; round < 3; ++round) {
+    // So many rows that a warp takes one at a time.
+    RowJob gather(data, run.random.chance(50) ? 8 : 64, kWidth, false, run.random);
+    machine.launch([&](Thread& t) {
+      if (t.warp == 0) return gather.run(t.index, kWidth);
+      for (uint32_t n = 0; n < 4; ++n) {
+        const uint32_t i = data.pick(t.random);
+        if (t.random.chance(50)) {
+          data.store(i);
+        } else {
+          data.load(i);
+        }
+      }
+    });
+    data.check();
+    machine.settle();
+  }
+}
+
 FW_SCENARIO(flush, "a warp flushes what it has stored, while others go on") {
   const Shape shape = Shape::draw(run.random);
   Machine machine(run, shape);
