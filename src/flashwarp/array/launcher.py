@@ -18,6 +18,7 @@ from flashwarp import _native, config
 from flashwarp._jit.driver import End
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import (
+    ArrayStruct,
     MaintenanceParams,
     RowFormat,
     RowParams,
@@ -103,8 +104,19 @@ class Launcher:
         self._array_members = bytes(
             RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
         )[: -_ROW_MEMBERS.size]
+        self._warps_at_once = cache.device.warps_at_once
         self._batch = segments_per_batch(cache.line_bytes)
         self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
+        # The struct `fw::array<T>` for kernels.
+        self.handle = bytes(
+            ArrayStruct(
+                geometry=cache.geometry,
+                cache=cache.address,
+                volume=volume.address,
+                line_begin=volume.line_begin,
+                length=format.size,
+            )
+        )
         # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -176,7 +188,7 @@ class Launcher:
         if self.on_cpu:
             return self._batch
         # A warp copies one line after the other. So a few lines go to a warp each.
-        return min(self._batch, max(1, segments // self.volume.cache.device.warps_at_once))
+        return min(self._batch, max(1, segments // self._warps_at_once))
 
     def lines_ahead(self) -> int:
         """Count the lines that one thread may ask for before they are needed.
@@ -327,6 +339,7 @@ class Launcher:
         opcode: int = 0,
         drop: int = 0,
         served: bool = True,
+        stream: int | None = None,
     ) -> None:
         """Launch a maintenance kernel over the array's lines; default: warps for all frames.
 
@@ -342,7 +355,7 @@ class Launcher:
             drop=drop,
         )
         useful = self._warps(volume.cache.lines) if warps is None else warps
-        self._start(name, bytes(params), useful, None, served=served)
+        self._start(name, bytes(params), useful, stream, served=served)
 
     def drop_tier(self, *, drop: int = 0, served: bool = True) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""

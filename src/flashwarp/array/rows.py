@@ -104,8 +104,10 @@ class MaintenanceParams(ctypes.Structure):
 
 def element_bytes(row_bytes: int, *alignments: int) -> int | None:
     """Return the width of the element kernel for rows of this size; None if rows are wide."""
+    if row_bytes >= _WIDE_ROW_BYTES:
+        return None
     width = math.gcd(16, row_bytes, *alignments)
-    return width if row_bytes < _WIDE_ROW_BYTES and row_bytes // width <= 16 else None
+    return width if row_bytes // width <= 16 else None
 
 
 def segments_per_row(row_bytes: int, line_bytes: int) -> int:

@@ -107,7 +107,8 @@ class FailureSequence:
 
         False, too, if they found the record full after the last read: the next `read` finds those.
         """
-        return self._entry(self._read) is not None
+        number: int = self._entries[self._read % FAILURES_KEPT].number
+        return number == (self._read + 1) & 0xFFFFFFFF
 
     def first(self) -> FailureStruct | None:
         """Return the oldest unread failure and leave it unread; needs no transfer."""

@@ -375,9 +375,8 @@ class _CudaLaunch(Launch):
             self._context.launch_and_append(*self._size, arguments, handle, end)
 
     def after_own(self, argument: bytes, stream: int) -> bool:
-        device = self._device
         return self._context.launch_after(
-            device._stream.handle, device._mark, *self._size, argument, stream
+            self._device._stream.handle, self._device._mark, self._size, argument, stream
         )
 
 
