@@ -282,7 +282,8 @@ class CudaDevice(Device):
         return self._stream
 
     def order(self, before: object, after: object) -> None:
-        first, second = self._handle(before), self._handle(after)
+        first = before if type(before) is int else self._handle(before)
+        second = after if type(after) is int else self._handle(after)
         if first == second:
             return
         self.context.order(first, second, self._mark)
