@@ -63,6 +63,7 @@ _RECORD = "flashwarp/cache/error_record.cuh"
 _QUEUE = "flashwarp/nvme/queue_pair.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
+_MISSES = "flashwarp/cache/miss_list.cuh"
 
 _LAND = """\
   if (opcode == nvme::kRead) {
@@ -995,6 +996,66 @@ MUTANTS = {
             "    if (pending && (tag::state_of(word) != tag::kValid || line",
             "a fill that began before the epoch is published after the sweep",
             "leases_replayed",
+        ),
+        Mutant(
+            "misses-of-any-launch",
+            _MISSES,
+            "    if (seen != 0 && list_state::launch(seen) != launch) return false;\n",
+            "",
+            "blocks of one launch take the items of another for their own",
+            "deferral",
+        ),
+        Mutant(
+            "misses-without-reserve",
+            _MISSES,
+            "      if (tail - head + others <= uint64_t(1) << m.capacity_log2) {\n",
+            "      if (tail - head <= uint64_t(1) << m.capacity_log2) {\n",
+            "warps that append together overwrite entries that nobody has taken",
+            "deferral",
+        ),
+        Mutant(
+            "misses-of-the-last-turn",
+            _MISSES,
+            "uint32_t(entry >> 32) == turn_of(m, ticket) &&",
+            "entry != 0 &&",
+            "an entry of the ring's last turn is taken for the one that is about to be stored",
+            "deferral",
+        ),
+        Mutant(
+            "misses-taken-twice",
+            _MISSES,
+            "ours = atomic::cas_acq_rel(&m.head, head, head + count);",
+            "ours = atomic::add_relaxed(&m.head, uint64_t(count)) != ~uint64_t(0);",
+            "two warps take the same entries, and skip as many",
+            "deferral",
+        ),
+        Mutant(
+            "misses-left-unmarked",
+            _MISSES,
+            "seen, left | list_state::kLeftBehind",
+            "seen, left",
+            "a block leaves although another has appended and left since it found the list empty",
+            "deferral",
+            "weak",
+        ),
+        Mutant(
+            "misses-mark-unacquired",
+            _MISSES,
+            "      atomic::cas_acq_rel(&m.state, seen, seen & ~list_state::kLeftBehind);\n"
+            "      continue;\n",
+            "",
+            "the block that entries are left to does not see them, and leaves too",
+            "deferral",
+            "weak",
+        ),
+        Mutant(
+            "misses-undrained",
+            _MISSES,
+            "    if (drains) return at_end::kDrains;\n",
+            "    if (drains) return at_end::kLeaves;\n",
+            "a block that drains leaves before the list is empty",
+            "deferral",
+            "weak",
         ),
     )
 }

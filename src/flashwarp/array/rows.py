@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp.cache.miss_list import ListUseStruct
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.errors import BoundsError, IndexDtypeError
 from flashwarp.nvme.queue_pair import u32, u64
@@ -88,6 +89,7 @@ class RowParams(ctypes.Structure):
         *u64("cache", "volume", "indices", "index_count", "rows", "row_bytes", "row_count"),
         *u64("look_ahead", "strays"),
         *u32("index_bytes", "segments", "batch", "reserved"),
+        ("misses", ListUseStruct),
     )
 
 

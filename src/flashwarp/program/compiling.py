@@ -256,8 +256,9 @@ class Kernel(endings.NotCopied):
             `bytes`, a ctypes structure or a numpy record.
         warps : int, optional
             How many warps have something to do. The launch has at most as many as the device runs
-            at a time, so kernels loop. Default: as many as run at a time. On the CPU device a
-            warp is one thread.
+            at a time, so kernels loop. Default: as many as run at a time. Then other kernels find
+            no room on the GPU while the warps wait for storage; fewer warps leave room, and have
+            fewer lines in flight, up to 32 each. On the CPU device a warp is one thread.
         block_threads : int
             Threads of a block on a GPU, a multiple of 32 and at most 256.
         stream : optional
