@@ -29,7 +29,7 @@ NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
 .PHONY: help demo test check bench lint format stubs native-test tsan asan models simulate \
-  cost docs clean
+  cost wheel docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -103,6 +103,10 @@ cost: $(VENV)/dev.stamp  ## What single operations of the native parts cost here
 simulate: ARGS ?= --schedules 100000
 simulate: $(VENV)/dev.stamp  ## Explore schedules of the device code; ARGS="--help" for the options
 	$(BIN)/python tests/simulator $(ARGS)
+
+wheel: $(VENV)/venv.stamp  ## A wheel with the built-in kernels for all GPUs, in dist/
+	FLASHWARP_CUBINS=$${FLASHWARP_CUBINS:-all} $(BIN)/python -m pip wheel --disable-pip-version-check \
+	  --no-deps --wheel-dir dist .
 
 docs: $(VENV)/docs.stamp  ## Build the documentation into docs/_build
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

@@ -18,6 +18,7 @@
 #include "bind/convert.h"
 #include "nvme/controller.h"
 #include "nvme/model/ssd_model.h"
+#include "nvme/sleepers.h"
 #include "nvme/software/identify.h"
 #include "nvme/software/software_controller.h"
 
@@ -139,6 +140,23 @@ void bind_controller(nb::module_& m) {
       .def("describe", [](const Controller& c) { return to_dict(c.describe()); })
       .def_prop_ro("queue_pairs", &Controller::queue_pairs)
       .def_prop_ro("serving", &Controller::serving);
+
+  nb::class_<WakeCall>(m, "WakeCall")
+      .def(
+          "__init__",
+          [](WakeCall* self, const std::vector<Controller*>& controllers) {
+            std::vector<std::shared_ptr<Sleepers>> all;
+            for (Controller* controller : controllers) {
+              if (auto sleepers = controller->sleepers()) all.push_back(std::move(sleepers));
+            }
+            new (self) WakeCall(std::move(all));
+          },
+          nb::arg("controllers"))
+      .def_prop_ro(
+          "function",
+          [](const WakeCall&) { return reinterpret_cast<uintptr_t>(WakeCall::function()); })
+      .def_prop_ro("argument",
+                   [](WakeCall& call) { return reinterpret_cast<uintptr_t>(call.argument()); });
 
   using Regions = std::vector<std::pair<uint64_t, uint64_t>>;
   nb::class_<SoftwareController, Controller>(m, "SoftwareController")

@@ -30,14 +30,16 @@ nb::dict layouts() {
   nb::dict result;
   FW_STRUCTURE("transport", nvme::transport, buffers, timeout_ns, path, heartbeat)
   FW_STRUCTURE("queue_pair", nvme::queue_pair, sq, cq, sq_doorbell, cq_doorbell, slots, detached,
-               data, plain_reads, ticket, depth_log2, id, failed, tail, head, doorbells, helps)
+               data, plain_reads, plain_writes, ticket, depth_log2, id, failed, tail, head,
+               doorbells, helps)
   FW_STRUCTURE("detached_command", nvme::detached_command)
   FW_STRUCTURE("counters", cache::counters, bytes_read, errors, tier_lines)
   FW_STRUCTURE("error_record", cache::error_record, indices)
   FW_STRUCTURE("failure", cache::failure, status, opcode, number)
   FW_STRUCTURE("failure_log", cache::failure_log, read, untold)
+  FW_STRUCTURE("lease", cache::lease, epoch, swept, next, done)
   FW_STRUCTURE("volume", cache::volume, bytes, queues, errors, path, commands, indices, spread,
-               stripe_lines, replica_writes, namespace_count, spans)
+               lease, stripe_lines, replica_writes, namespace_count, spans)
   FW_STRUCTURE("line_cache", cache::line_cache, set_control, volumes, page_bytes, tier_ways, tier)
   FW_STRUCTURE("geometry", cache::geometry, frames, set_reciprocal, line_shift)
   FW_STRUCTURE("host_tier", cache::host_tier, frames, subsets)

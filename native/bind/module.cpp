@@ -22,6 +22,7 @@ using fw::native::unlocked;
 nb::dict layouts();
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
+void bind_cuda(nb::module_& m);
 void bind_storage(nb::module_& m);
 void bind_testing(nb::module_& m);
 
@@ -115,5 +116,6 @@ NB_MODULE(_native, m) {
   bind_endings(m);
   bind_storage(m);
   bind_controller(m);
+  bind_cuda(m);
   bind_testing(m);
 }

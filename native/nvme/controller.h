@@ -10,10 +10,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/fork_guard.h"
 #include "nvme/error_log.h"
+#include "nvme/sleepers.h"
 #include "storage/storage.h"
 
 namespace fw::native {
@@ -58,6 +60,9 @@ class Controller {
   // Work is about to be rung: threads of the controller must not sleep through it. Costs at most
   // microseconds. A drive needs no wake-up.
   virtual void wake() {}
+
+  // What `wake` wakes, for calls that may come after the controller's end; null: nothing.
+  virtual std::shared_ptr<Sleepers> sleepers() { return nullptr; }
 
   // A launch begins, or has ended, whose threads call `serve_some` whenever they wait. When the
   // last one has ended, the controller serves alone what is still in flight.

@@ -1,10 +1,17 @@
-"""A clock for waits, which stands still while the process is stopped."""
+"""What waits share: a clock that stands still while the process is stopped, and a word to users."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
+from collections.abc import Iterator
 
-__all__ = ["STEP_MAX_S", "Waited"]
+__all__ = ["SLOW_S", "STEP_MAX_S", "Waited", "saying_if_slow"]
+
+SLOW_S = 1.0
+"""Seconds after which a user should know what the program is doing."""
 
 STEP_MAX_S = 0.1
 """The longest time that counts between two looks; callers look more often."""
@@ -28,3 +35,17 @@ class Waited:
         self._seconds += min(now - self._last, STEP_MAX_S)
         self._last = now
         return self._seconds
+
+
+@contextlib.contextmanager
+def saying_if_slow(log: logging.Logger, doing: str, *arguments: object) -> Iterator[None]:
+    """Log a warning, while the work goes on, once it has taken `SLOW_S`."""
+    timer = threading.Timer(
+        SLOW_S, log.warning, (f"{doing} takes longer than %g s", *arguments, SLOW_S)
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -154,7 +154,9 @@ class Config:
     at most 8, shared by the controllers of an array."""
 
     in_place_budget: float = _setting(0.5, 0, 1)
-    """Share of the host's available memory that one file may pin when it is mapped in place."""
+    """Share of the host's available memory, of the machine and of the process's control groups,
+    that all files together may pin which this process has mapped in place. Beyond that, files are
+    read through the rings."""
 
     in_place_residency: float = _setting(0.9, 0, 1e9)
     """Least share of a file that must be in the page cache for the file to be mapped in place."""

@@ -76,6 +76,11 @@ def check_not_ended() -> None:
         raise ClosedError("the interpreter is ending: nothing can be opened any more")
 
 
+def ended() -> bool:
+    """Return whether the interpreter is ending."""
+    return _ended
+
+
 def remember(thing: Open) -> None:
     """Enter an object into the registry, which holds it until it is closed."""
     check_not_ended()

@@ -136,6 +136,10 @@ class DeviceOutOfMemory(DeviceError, MemoryError):
     """The device, or host memory, has no room for an allocation; the message has its size."""
 
 
+class CaptureError(DeviceError):
+    """A call cannot become part of a CUDA graph, or an array is closed while a graph uses it."""
+
+
 class CompileError(DeviceError):
     """Device code did not compile; `log` has the compiler's output."""
 

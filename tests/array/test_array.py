@@ -585,6 +585,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "error_record": structs.ErrorRecordStruct,
     "failure": structs.FailureStruct,
     "failure_log": structs.FailureLogStruct,
+    "lease": queue_pair.LeaseStruct,
     "volume": structs.VolumeStruct,
     "geometry": structs.GeometryStruct,
     "line_cache": structs.LineCacheStruct,

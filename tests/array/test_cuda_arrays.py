@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
-from flashwarp._jit import compiler
+from flashwarp._jit import compiler, precompiled
 from flashwarp._jit.compiler import Artifact, KernelResources
 from flashwarp.array import calls
 from flashwarp.array.rows import MaintenanceParams, RowParams
@@ -29,6 +30,7 @@ from flashwarp.device import CudaDevice, DeviceArray
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
+    CaptureError,
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
@@ -53,7 +55,7 @@ def gpu() -> CudaDevice:
     """A GPU whose kernels nobody had to compile."""
     rows, maintenance = ctypes.sizeof(RowParams), ctypes.sizeof(MaintenanceParams)
     names = [f"{verb}_{kind}" for verb in ("gather", "scatter") for kind in ("rows", "elements_8")]
-    sizes = dict.fromkeys(names, rows) | {"check_indices": rows}
+    sizes = dict.fromkeys([*names, "check_indices", "prefetch_rows"], rows)
     sizes |= dict.fromkeys(("flush_lines", "submit_command", "quiesce"), maintenance)
     symbols = {f"_Z{len(name) + 3}fw_{name}y": nbytes for name, nbytes in sizes.items()}
     kernels = {
@@ -66,6 +68,7 @@ def gpu() -> CudaDevice:
 
     # For good: this process runs one check.
     compiler.compile_source = compiled
+    precompiled.find = lambda *_: None
     return CudaDevice(0)
 
 
@@ -116,7 +119,9 @@ def check_async_read_is_ordered_between_streams() -> None:
     with open_array() as x:
         out = x.device.empty_array((3,), "i8")
 
+        fake().fake_pend(1)
         read = x.gather_async(np.array([1, 2, 3]), out=out, stream=1)
+        fake().fake_pend(0)
         assert stream_of_last_launch(x) == LANE
         assert fake().fake_waits(LANE, 1) == 1, "what the stream had queued comes before"
         assert not read.done()
@@ -190,25 +195,156 @@ def note(failures: FailureSequence, where: int, status: int = 0, opcode: int = 0
 def check_values_on_the_gpu_are_waited_for() -> None:
     with open_array() as x:
         values = x.device.empty_array((2,), "i8")
+        fake().fake_pend(x.device.default_stream().handle)
 
         write = x.scatter_async(slice(0, 2), values)
 
         assert fake().fake_waits(LANE, x.device.default_stream().handle) == 1
+        fake().fake_pend(0)
         fake().fake_hold(0)
         assert write.result() is None
 
 
-def check_indices_on_the_gpu_are_checked_apart() -> None:
+def check_strays_are_of_the_call_in_whose_lane_they_are_noted() -> None:
     with open_array() as x:
         index = x.device.empty_array((2,), "i8")
-        note(x._attachment.launcher.volume.indices, 0)  # of another call
-
-        fake().fake_hold(0)
         read = x.gather_async(index, stream=1)
+        note(calls_of(x)[0].lane.volume.indices, 70, status=1)
+        fake().fake_hold(0)
 
-        assert fake().fake_waits(LANE, 1) == 1, "where they are checked"
-        assert isinstance(read.result(), DeviceArray)
-        assert x._attachment.launcher.volume.indices.read().count == 1
+        with pytest.raises(BoundsError, match=r"index 70 .* length 64.*first of 1.*gather_async"):
+            read.result()
+        assert isinstance(x.gather_async(index, stream=1).result(), DeviceArray)
+
+
+def check_next_call_raises_what_a_stream_has_noted() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        indices = x._attachment.launcher.volume.indices
+
+        assert x.gather(index, out=out, stream=1) is out
+        x.check()
+        note(indices, (1 << 64) - 65, status=1)
+        with pytest.raises(BoundsError, match=r"index -65 .* a kernel or call on a stream"):
+            x.gather(index, out=out, stream=1)
+        x.check()
+        note(indices, 64, status=1)
+        with pytest.raises(BoundsError, match="index 64 "):
+            x.check()
+
+
+def check_call_on_a_stream_allocates_and_waits_for_nothing() -> None:
+    with open_array() as x:
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        fake().fake_hold(1)
+        x.gather(index, out=out, stream=1)
+        x.scatter(index, out, stream=1)
+        counted = b"cuMemAlloc cuMemFree cuEventCreate cuEventRecord cuCtxPushCurrent".split()
+        before = [fake().fake_count(name) for name in counted]
+        launches = fake().fake_count(b"cuLaunchKernel")
+
+        for _ in range(5):
+            x.gather(index, out=out, stream=1)
+            x.scatter(index, out, stream=1)
+            x.prefetch(index, stream=1)
+
+        pushed = 5 * 4 + 5  # for each launch, and for clearing the count of strays
+        assert fake().fake_count(b"cuLaunchKernel") == launches + 20, "a check before each scatter"
+        assert [fake().fake_count(name) for name in counted[:4]] == before[:4]
+        assert fake().fake_count(b"cuCtxPushCurrent") - before[4] <= 3 * pushed
+        fake().fake_hold(0)
+
+
+# Captures.
+
+OTHER = 1  # a stream of the caller's
+
+
+@contextlib.contextmanager
+def capturing(stream: int) -> Iterator[None]:
+    """Capture a stream; the capture must be valid at its end."""
+    fake().fake_capture_begin(stream)
+    yield
+    assert fake().fake_capture_end(), "the capture broke"
+
+
+def check_calls_are_captured() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        with capturing(OTHER):
+            x.gather(index, out=out, stream=OTHER)
+            x.scatter(index, out, stream=OTHER)
+            x.prefetch(index, stream=OTHER)
+        x.flush()
+
+        assert fake().fake_host_nodes() == 3, "each wakes the controller"
+        time.sleep(0.2)  # until its threads sleep
+        wakes = x.controller.stats()["wakes"]
+        fake().fake_replay()
+        assert x.controller.stats()["wakes"] > wakes
+        fake().fake_destroy_graphs()
+
+
+def check_array_does_not_close_before_its_graphs() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        with capturing(OTHER):
+            x.gather(index, out=out, stream=OTHER)
+            x.gather(index, out=out, stream=OTHER)
+
+        with pytest.raises(CaptureError, match=r"1 CUDA graphs .* delete them first"):
+            x.close()
+        with pytest.raises(CaptureError):
+            x.device.close()
+        assert x.gather(np.array([1])).shape == (1,), "it is open still"
+        fake().fake_destroy_graphs()
+        x.close()
+        assert x.closed
+
+
+def check_what_cannot_be_captured_says_so_and_leaves_the_capture() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        with capturing(OTHER):
+            for refused in (
+                lambda: x.gather(np.array([1, 2]), out=out, stream=OTHER),
+                lambda: x.scatter(index, np.zeros(2, "i8"), stream=OTHER),
+                lambda: x.gather_async(index, stream=OTHER),
+                lambda: x.synchronize(OTHER),
+                lambda: x.device.synchronize(OTHER),
+            ):
+                with pytest.raises(CaptureError, match=r"captur|CUDA graph"):
+                    refused()
+            x.gather(index, out=out, stream=OTHER)
+        fake().fake_destroy_graphs()
+
+
+def check_own_stream_is_waited_for_before_a_captured_call() -> None:
+    """A captured stream cannot wait for work that is not part of the graph."""
+    with open_array() as x:
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        fake().fake_hold(x.device.default_stream().handle)
+        threading.Timer(0.1, lambda: fake().fake_hold(0)).start()
+        with capturing(OTHER):
+            began = time.monotonic()
+            x.gather(index, out=out, stream=OTHER)
+            assert time.monotonic() - began > 0.05
+        assert fake().fake_waits(OTHER, x.device.default_stream().handle) == 0
+        fake().fake_destroy_graphs()
+
+
+def check_driver_calls_are_relaxed_during_a_capture() -> None:
+    """Allocating or asking for an event would break the capture of another stream."""
+    device = gpu()
+    with device.context:
+        assert fake().fake_capture_mode() == 2
+        with device.context:
+            assert fake().fake_capture_mode() == 2
+    assert fake().fake_capture_mode() == 0
 
 
 def check_failure_is_of_the_call_in_whose_lane_it_is_noted() -> None:

@@ -208,7 +208,7 @@ def test_sync_call_of_another_row_is_not_held_up_for_long(x: fw.Array, storage: 
 def test_limit_bounds_the_calls_in_flight(
     x: fw.Array, storage: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_ASYNC_CALLS", "2")
+    monkeypatch.setattr(x._attachment.calls, "_most", 2)
     storage.inject(HELD)
 
     first, second = x.gather_async([0]), x.gather_async([64])
@@ -223,7 +223,7 @@ def test_limit_bounds_the_calls_in_flight(
 def test_wait_for_room_has_a_limit(
     x: fw.Array, storage: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASHWARP_ASYNC_CALLS", "1")
+    monkeypatch.setattr(x._attachment.calls, "_most", 1)
     monkeypatch.setattr(calls, "time_limit_s", lambda: 0.02)
     storage.inject(HELD)
     first = x.gather_async([0])
@@ -337,7 +337,7 @@ def test_callbacks_find_room_under_the_limit(
     x: fw.Array, storage: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that would have to make room is the one that waits for it."""
-    monkeypatch.setenv("FLASHWARP_ASYNC_CALLS", "1")
+    monkeypatch.setattr(x._attachment.calls, "_most", 1)
     chain: list[int] = []
 
     def follow(read: fw.Future[Any]) -> None:

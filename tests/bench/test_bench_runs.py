@@ -26,7 +26,7 @@ from flashwarp.bench import (
 )
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, FlashwarpError
-from support.architectures import ARCHITECTURES, compiler_options
+from support.architectures import ARCHITECTURES
 
 ALL_PARTS = "memory,file,by_degree,drives,kinds,queue_pairs,cache_sizes,reuse"
 
@@ -192,8 +192,7 @@ def test_sums_of_loads_that_run_ahead(ahead):
 )
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_for_gpus(kernels, count, arch):
-    options = compiler_options(arch)
-    assert len(compile_source(arch, Source.read(kernels), options=options).kernels) == count
+    assert len(compile_source(arch, Source.read(kernels)).kernels) == count
 
 
 def test_kernels_take_at_most_20_registers_more_than_on_plain_memory():

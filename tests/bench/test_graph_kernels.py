@@ -14,7 +14,7 @@ from flashwarp.apps.graphs.reference import reference_components, reference_dist
 from flashwarp.bench.graph_solve import KERNELS, Components, Product, Reader, Search
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, ClosedError
-from support.architectures import ARCHITECTURES, compiler_options
+from support.architectures import ARCHITECTURES
 
 WAYS = ["cached", "in_place", "plain", "by_warp", "naive", "uncached"]
 
@@ -295,7 +295,6 @@ def test_array_that_is_not_the_lists_of_the_graph_is_refused(tmp_path, kron):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_for_gpus(arch):
-    options = compiler_options(arch)
-    kernels = compile_source(arch, Source.read(KERNELS), options=options).kernels
+    kernels = compile_source(arch, Source.read(KERNELS)).kernels
 
     assert len(kernels) == 16

@@ -19,7 +19,9 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
+from flashwarp._jit import driver, precompiled
 from flashwarp._jit.compiler import Source
+from flashwarp.array.rows import RowParams
 from flashwarp.device import CudaDevice, resolve, view
 from flashwarp.errors import (
     ArgumentError,
@@ -30,7 +32,9 @@ from flashwarp.errors import (
     DtypeError,
     ForkError,
 )
+from flashwarp.policy import CLOCK
 from support import fake_cuda
+from support.built_in import built_in_kernels
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
     NOT_SUPPORTED,
@@ -222,6 +226,20 @@ def check_a_kernel_is_loaded_before_its_first_launch() -> None:
     assert fake().fake_count(b"cuFuncLoad") == 1
 
 
+def check_shipped_kernels_are_loaded_together_without_a_compiler() -> None:
+    precompiled.FOLDER = Path(os.environ["CUBINS"])
+    driver._nvrtc_call = None  # for good: this process runs one check
+    device = CudaDevice(0)
+
+    gather = device.built_in("gather_rows")
+    device.built_in("scatter_elements_4")
+
+    assert gather.param_bytes == (ctypes.sizeof(RowParams),)
+    assert gather.resources is not None
+    assert fake().fake_count(b"cuModuleLoadData") == 1
+    assert fake().fake_count(b"cuFuncLoad") == len(built_in_kernels())
+
+
 def check_wrong_launches_are_refused() -> None:
     device = device_with_probe()
 
@@ -282,8 +300,12 @@ def check_events_measure_and_order() -> None:
     del start, end
 
     device.order(1, None)
+    assert fake().fake_count(b"cuStreamWaitEvent") == 0, "the stream is idle"
+    fake().fake_hold(1)
+    device.order(1, None)
     device.order(None, None)
     assert fake().fake_count(b"cuStreamWaitEvent") == 1
+    fake().fake_hold(0)
     assert fake().fake_live_allocations() == before
 
 
@@ -398,7 +420,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("fake_cuda")
     probe = folder / "probe.cuh"
     probe.write_text(SOURCE)
-    return {**fake_cuda.build(folder), "PROBE_SOURCE": str(probe)}
+    cubins = folder / "cubins"
+    precompiled.build(cubins, ["90"], [CLOCK])
+    return {**fake_cuda.build(folder), "PROBE_SOURCE": str(probe), "CUBINS": str(cubins)}
 
 
 @fake_cuda.checks(globals())

@@ -276,7 +276,7 @@ def test_settings_from_the_environment() -> None:
 def test_compiled_code_on_disk(tmp_path: Path) -> None:
     cache = artifact_cache.ArtifactCache(tmp_path)
     entry = artifact_cache.Entry(cubin=b"\x7fELF" * 20, log="größe: 4")
-    whole = artifact_cache._encode("key", entry)
+    whole = artifact_cache.encode("key", entry)
     start = len(artifact_cache._MAGIC) + 32
 
     def check(example: tuple[bytes, bool]) -> None:

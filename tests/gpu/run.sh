@@ -12,7 +12,9 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-"$python" -m pip install --quiet --no-index --no-build-isolation --no-deps --target "$site" .
+# Users of wheels have the built-in kernels compiled for their GPU.
+gpus=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d . | sort -u | paste -sd ';')
+FLASHWARP_CUBINS=${FLASHWARP_CUBINS-$gpus} "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps --target "$site" .
 # The tests of a GPU share models with those beside them.
 export PYTHONPATH="$site:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}"
 

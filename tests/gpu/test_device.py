@@ -269,7 +269,7 @@ def test_wait_times_out_while_a_kernel_waits_and_other_work_goes_on(device: Cuda
     device.upload(memory.address, bytes(64))
     device.launch("count_blocks", LaunchParams(memory.address), warps=1)
     assert int.from_bytes(device.download(memory.address, 8), "little") == 1
-    assert not device.context.done("cuStreamQuery", other)
+    assert not device.context.stream_done(other)
 
     flag.as_numpy()[0] = 1
     device.synchronize(other, timeout_s=5)

@@ -106,6 +106,40 @@ def test_kernel_that_runs_while_the_pages_are_left_sees_old_or_new_elements(path
     counts.close()
 
 
+@pytest.mark.parametrize("how", ["write", "direct"])
+def test_kernels_without_a_call_of_the_array_serve_no_line_from_before_the_writer(
+    path: Path, how: str
+) -> None:
+    device = resolve("cuda:0")
+    program = fw.compile(Path(__file__).parents[1] / "support" / "lease_kernels.cu", device)
+    count = device.allocate(8)
+
+    def old_elements(refreshes: bool) -> int:
+        device.fill(count.address, 0, 8)
+        x._changes = x.controller.changes  # as in a replayed graph: the host drops nothing
+        program["count_old"](x, int(refreshes), count)
+        x.synchronize()
+        return int.from_bytes(device.download(count.address, 8), "little")
+
+    with fw.open(path, device=device, cache="8 MiB") as x:
+        for refreshed_by in ("the kernel", "refresh_lines", "gather"):
+            expected = x[:]
+            opened_s = rewrite(path, how)
+            assert opened_s < OPEN_S_MAX
+            lease = x._attachment.storage.lease
+            wait_until(lambda: bool(lease._held), "the lease is taken again")  # noqa: B023
+            x._changes = x.controller.changes
+            if refreshed_by == "refresh_lines":
+                x._attachment.maintain("refresh_lines")
+            if refreshed_by == "gather":
+                np.testing.assert_array_equal(x.gather(np.arange(ROWS)), expected + ADDED)
+            elif (expected == rows()).all():
+                assert old_elements(refreshes=False) == rows().size, "no line was cached"
+                assert old_elements(refreshes=True) == 0
+            np.testing.assert_array_equal(x[:], expected + ADDED)
+    count.close()
+
+
 def test_writer_does_not_wait_for_a_kernel(path: Path) -> None:
     device = resolve("cuda:0")
     program = fw.compile(Path(__file__).parents[1] / "support" / "lease_kernels.cu", device)

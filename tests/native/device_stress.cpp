@@ -42,15 +42,17 @@ struct Geometry {
   uint32_t stripe_lines = 1;
   uint32_t tier_ways = 0;
   uint32_t tier_subsets = 1;
+  bool plain = false;  // in place without commands
 };
 
 void print(FILE* to, const Geometry& g) {
   std::fprintf(to,
-               "line %u, %u sets of %u, %u queues of %u, path %u, %u threads%s, %u elements, "
+               "line %u, %u sets of %u, %u queues of %u, path %u%s, %u threads%s, %u elements, "
                "spread %u over %u, stripes of %u, tier of %u * %u\n",
                g.line_bytes, g.sets, g.ways, g.queues, 1u << g.depth_log2, g.path,
-               g.controller_threads, g.controllers_yield ? " that yield" : "", g.elements, g.spread,
-               g.namespaces, g.stripe_lines, g.tier_subsets, g.tier_ways);
+               g.plain ? " without commands" : "", g.controller_threads,
+               g.controllers_yield ? " that yield" : "", g.elements, g.spread, g.namespaces,
+               g.stripe_lines, g.tier_subsets, g.tier_ways);
 }
 
 const Geometry* running = nullptr;
@@ -272,22 +274,23 @@ class Rig {
     v.finished = std::make_unique<std::atomic<uint32_t>[]>(g_.elements);
     v.entry = &cache_->volumes[number];
     cache_->volume_end = number + 1;
-    *v.entry = {line_begin,
-                lines,
-                bytes,
-                queues,
-                arena_.allocate<cache::counters>(cache::kCounterShards),
-                arena_.allocate<cache::error_record>(1),
-                g_.namespaces * g_.queues,
-                g_.path,
-                0,
-                g_.spread,
-                g_.stripe_lines,
-                several ? arena_.allocate<uint32_t>(uint64_t(g_.sets) * g_.ways) : nullptr,
-                g_.namespaces,
-                0,
-                {}};
-    v.entry->attached = 1;
+    cache::volume& entry = *v.entry;
+    entry = {};
+    entry.line_begin = line_begin;
+    entry.line_count = lines;
+    entry.bytes = bytes;
+    entry.queues = queues;
+    entry.events = arena_.allocate<cache::counters>(cache::kCounterShards);
+    entry.errors = arena_.allocate<cache::error_record>(1);
+    entry.queue_count = g_.namespaces * g_.queues;
+    entry.path = g_.path;
+    entry.spread = g_.spread;
+    entry.stripe_lines = g_.stripe_lines;
+    if (several) {
+      entry.replica_writes = arena_.allocate<uint32_t>(uint64_t(g_.sets) * g_.ways);
+    }
+    entry.namespace_count = g_.namespaces;
+    entry.attached = 1;
     // Stripes of whole lines; else the last line is as partial as the array's.
     const uint64_t rows = lines / g_.stripe_lines / g_.namespaces + 1;
     const uint64_t part =
@@ -317,6 +320,7 @@ class Rig {
     for (uint32_t i = 0; i < g_.queues; ++i) {
       pairs.push_back(make_queue_pair(arena_, queues[i], uint16_t(i + 1), g_.depth_log2, data,
                                       g_.line_bytes, g_.path, regions));
+      queues[i].plain_reads = queues[i].plain_writes = g_.plain;
     }
     fw::native::ControllerOptions options;
     options.threads = g_.controller_threads;
@@ -346,6 +350,7 @@ Geometry choose(uint32_t turn, std::mt19937& random) {
   // their second look at the tag is for; to ThreadSanitizer a memcpy there is a race.
   const uint32_t paths = FW_TSAN ? 2 : 3;
   Geometry g = {512, 1, 4, 1, 1, turn % paths, turn / paths % 3, 1000, random() % 2 == 1};
+  g.plain = g.path == nvme::kInPlace && random() % 2 == 1;
   if (turn < 3 * paths) return g;
   if (turn < 6 * paths) {
     choose_spread(g, 1 + random() % 2, random);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import resource
@@ -374,6 +375,42 @@ def test_sleeping_controller_wakes() -> None:
     assert min(woken) < 0.005
     assert stats["sleeps"] > 0
     assert stats["wakes"] >= 10
+
+
+def test_wake_call_wakes_without_the_interpreter_and_outlives_the_controller() -> None:
+    storage, _ = random_memory()
+    threads = 32
+    with Host(storage, threads=threads) as host:
+        call = _native.WakeCall([host.controller])
+        # Without the GIL, as a thread of CUDA makes it.
+        wake = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(call.function)
+        took = []
+        for _ in range(5):
+            time.sleep(0.02)
+            before = host.controller.stats()
+            start = time.monotonic()
+            wake(call.argument)
+            while host.controller.stats()["sleeps"] < before["sleeps"] + threads:
+                assert time.monotonic() - start < 10, "the threads sleep on"
+            took.append(time.monotonic() - start)
+            assert host.controller.stats()["wakes"] == before["wakes"] + 1
+        host.controller.stop()
+        wake(call.argument)
+    # All threads look for 0.1 ms and sleep again. One alone wakes by time, each millisecond.
+    assert min(took) < threads * 0.001
+    del host
+    wake(call.argument)
+
+
+def test_thread_that_is_woken_while_it_looks_goes_on_looking() -> None:
+    storage, _ = random_memory()
+    with Host(storage, threads=1, spin_ns=200_000_000) as host:
+        host.controller.wake()
+        before = host.controller.stats()["sleeps"]
+        for _ in range(25):
+            time.sleep(0.02)
+            host.controller.wake()
+        assert host.controller.stats()["sleeps"] == before
 
 
 def test_controller_in_forked_child_raises_and_does_not_hang(tmp_path: Path) -> None:

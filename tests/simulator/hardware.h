@@ -207,6 +207,7 @@ class Hardware {
       attach_namespace(number, n, queues + n * shape_.queues);
       if (several) v.entry->spans[n] = {n * shape_.queues, shape_.queues};
     }
+    if (shape_.leased) v.entry->lease = allocate<cache::lease>(1, "lease", Sharing::kAtomic);
     v.entry->attached = 1;
     v.entry->line_begin = line_begin;
     v.entry->line_count = shape_.lines;
@@ -291,7 +292,8 @@ class Hardware {
         q.data.buffers = address(allocate<char>(size, "buffers"));
         regions.emplace_back(q.data.buffers, size);
       }
-      q.plain_reads = shape_.plain_reads;
+      q.plain_reads = shape_.plain;
+      q.plain_writes = shape_.plain && !shape_.leased;
       q.depth_log2 = depth_log2;
       q.id = i + 1;
       pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),

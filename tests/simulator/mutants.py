@@ -54,6 +54,8 @@ _VISITS = "flashwarp/cache/visits.cuh"
 _WRITE = "flashwarp/cache/write_back.cuh"
 _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
+_LEASE = "flashwarp/cache/lease.cuh"
+_ROWS = "flashwarp/kernels/rows.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
 _SHARE = "flashwarp/cache/share_table.cuh"
 _VIEW = "flashwarp/array/shared.cuh"
@@ -80,6 +82,25 @@ _NOTE = """\
 _MARK = """\
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
                       FLAGS);
+"""
+
+_DETACHED_IN_PLACE = """\
+  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
+  if (((members & ~left) >> warp::lane()) & 1) {
+    line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
+  }
+"""
+_DETACHED_EARLY = """\
+  const bool early = opcode == nvme::OPCODE &&
+                     (opcode == nvme::kRead ? q.plain_reads : q.plain_writes) != 0 &&
+                     nvme::path_of(q) == nvme::kInPlace;
+  if (early && ((members >> warp::lane()) & 1) != 0) {
+    line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
+  }
+  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
+  if (!early && (((members & ~left) >> warp::lane()) & 1) != 0) {
+    line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
+  }
 """
 
 MUTANTS = {
@@ -394,6 +415,7 @@ MUTANTS = {
             + "    }\n",
             "a command that nobody waits for is finished as what the entry was for before",
             "async",
+            "weak",
         ),
         Mutant(
             "share-two-owners",
@@ -825,8 +847,11 @@ MUTANTS = {
         Mutant(
             "pages-left-unseen-plain",
             _COMMAND,
-            "  return land_reads(c, v, q, mask, members, members, t, address);\n",
-            "  land_reads(c, v, q, mask, members, members, t, address);\n  return 0;\n",
+            "  if (reads) return land_reads(c, v, q, mask, members, members, t, address);\n",
+            "  if (reads) {\n"
+            "    land_reads(c, v, q, mask, members, members, t, address);\n"
+            "    return 0;\n"
+            "  }\n",
             "so does a fill that took no command",
             "leases",
         ),
@@ -838,6 +863,41 @@ MUTANTS = {
             "lanes of a warp that see the path change go two ways",
             "leases",
             width=4,
+        ),
+        Mutant(
+            "pages-left-counted-ahead",
+            _COMMAND,
+            "  if (((members & ~left) >> warp::lane()) & 1) {\n",
+            "  if ((members >> warp::lane()) & 1) {\n",
+            "so does a prefetch that took no command",
+            "leases",
+        ),
+        Mutant(
+            "plain-write-over-early",
+            _COMMAND,
+            _DETACHED_IN_PLACE,
+            _DETACHED_EARLY.replace("OPCODE", "kWrite"),
+            "a write-back is over before the namespace has the line, and its frame gets another",
+            "elements",
+        ),
+        Mutant(
+            "plain-read-over-early",
+            _COMMAND,
+            _DETACHED_IN_PLACE,
+            _DETACHED_EARLY.replace("OPCODE", "kRead"),
+            "a line that is prefetched without a command is readable before its bytes are there",
+            "elements",
+        ),
+        Mutant(
+            "staged-unsynchronised",
+            _COMMAND,
+            "  // The copies of all lanes come before any lane's command, or its end of the"
+            " write-back.\n  warp::sync(mask);\n",
+            "",
+            "a lane ends its write-back before its neighbours have copied their part of the line",
+            "elements",
+            "weak",
+            4,
         ),
         Mutant(
             "pages-left-unseen-ahead",
@@ -874,6 +934,77 @@ MUTANTS = {
             "leases",
             "weak",
             4,
+        ),
+        Mutant(
+            "epoch-unlooked",
+            _ROWS,
+            "  cache::refresh(c, v, mask);\n  for (uint64_t first = mine.begin;",
+            "  for (uint64_t first = mine.begin;",
+            "a replay serves lines of the file from before a writer came",
+            "leases_replayed",
+        ),
+        Mutant(
+            "epoch-unlooked-by-elements",
+            _ROWS,
+            "  cache::refresh(c, v, mask);\n  for (uint64_t first = share.begin;",
+            "  for (uint64_t first = share.begin;",
+            "so does one of rows of a few elements",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-unwaited",
+            _LEASE,
+            "    // Other warps have the rest.\n",
+            "    break;\n",
+            "a warp goes on while others are yet to empty frames that it may hit",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-counted-early",
+            _LEASE,
+            "      if (!warp::any(mask, !sweep_chunk(c, v, mask, chunk))) {\n",
+            "      if (leads && take_number(&l.done, epoch, chunks) == chunks - 1) {\n"
+            "        note_swept(l, epoch);\n"
+            "      }\n"
+            "      if (!warp::any(mask, !sweep_chunk(c, v, mask, chunk))) {\n",
+            "a sweep is over before its last frames are empty",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-once",
+            _LEASE,
+            "counts_for == epoch ? uint32_t(seen) : 0;",
+            "uint32_t(seen);",
+            "the sweep of a second epoch finds all chunks taken by that of the first",
+            "leases_replayed",
+        ),
+        Mutant(
+            "sweep-unsynchronised",
+            _LEASE,
+            "        // All lanes have emptied their frames before the leader says so.\n"
+            "        warp::sync(mask);\n",
+            "",
+            "a frame that a neighbour's lane has emptied is hit after the sweep",
+            "leases_replayed",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "swept-relaxed",
+            _LEASE,
+            "is_before(atomic::load_acquire(&l.swept), epoch)",
+            "is_before(atomic::load_relaxed(&l.swept), epoch)",
+            "a warp that has not swept still hits frames that others have emptied",
+            "leases_replayed",
+            "weak",
+        ),
+        Mutant(
+            "fills-unswept",
+            _WRITE,
+            "    if (pending && (tag::state_of(word) == tag::kInvalid || line",
+            "    if (pending && (tag::state_of(word) != tag::kValid || line",
+            "a fill that began before the epoch is published after the sweep",
+            "leases_replayed",
         ),
     )
 }

@@ -28,7 +28,7 @@ struct Shape {
   uint32_t tier_subsets = 1;
   uint32_t first_deeper = 0;  // the rings of namespace 0 have this many times two as many entries
   bool leased = false;        // kInPlace: the pages may be left while kernels run
-  bool plain_reads = false;   // kInPlace: reads take no commands
+  bool plain = false;         // kInPlace: reads, and writes without a lease, take no commands
   int bad = -1;               // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {
@@ -42,7 +42,7 @@ struct Shape {
     s.queues = 1 + random.below(2);
     s.depth_log2 = 1 + random.below(3);
     s.path = random.pick(kPaths);
-    s.plain_reads = random.chance(40);
+    s.plain = random.chance(40);
     s.controllers = 1 + random.chance(20);
     s.warps = 2 + random.below(kWidth == 32 ? 1 : 3);
     return s;

@@ -354,7 +354,13 @@ def _copy_with(mutant: Mutant, text: str, folder: Path) -> Path:
     """Copy the include folder, with the mutant's header in place of ours."""
     copy = folder / "include"
     shutil.copytree(_INCLUDE, copy)
-    (copy / mutant.header).parent.mkdir(exist_ok=True)
+    if not (_INCLUDE / mutant.header).exists():
+        # A header of kernels includes others by their bare names.
+        folder_of_header = Path(mutant.header).parent
+        headers_only = shutil.ignore_patterns("*.py", "*.cu", "__pycache__")
+        shutil.copytree(
+            _CHECKOUT / "src" / folder_of_header, copy / folder_of_header, ignore=headers_only
+        )
     (copy / mutant.header).write_text(text, encoding="utf-8")
     return copy
 

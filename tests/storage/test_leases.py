@@ -176,6 +176,63 @@ def test_kernel_that_runs_while_the_pages_are_left_sees_old_or_new_elements(path
         assert counts.tolist() == [0, elements]
 
 
+def old_elements(array: fw.Array, refreshes: bool) -> int:
+    """Count old elements by a kernel before which the host drops nothing, as in a replay."""
+    program = fw.compile(Path(__file__).parents[1] / "support" / "lease_kernels.cu", "cpu")
+    count = np.zeros(1, np.uint64)
+    array._changes = array.controller.changes
+    program["count_old"](array, int(refreshes), count, warps=3)
+    return int(count[0])
+
+
+def test_kernel_that_refreshes_serves_no_line_from_before_the_writer(path: Path) -> None:
+    with open_mapped(path, cache="4 MiB") as x:
+        np.testing.assert_array_equal(x[:], rows())
+
+        for turn in (1, 2):
+            rewrite(path)
+            wait_until(lambda: is_held(lease_of(x)), "the lease is taken again")
+
+            before = old_elements(x, refreshes=False)
+            assert before == (rows().size if turn == 1 else 0), "no line was cached"
+            assert old_elements(x, refreshes=True) == 0
+            np.testing.assert_array_equal(x[:], rows() + turn * ADDED)
+
+
+def test_built_in_kernels_refresh_without_a_call_of_the_array(path: Path) -> None:
+    with open_mapped(path, cache="4 MiB") as x:
+        np.testing.assert_array_equal(x[:], rows())
+        rewrite(path)
+        wait_until(lambda: is_held(lease_of(x)), "the lease is taken again")
+
+        assert x.controller.leased
+        x._attachment.maintain("refresh_lines")
+
+        assert old_elements(x, refreshes=False) == 0
+
+
+def test_every_stripe_begins_an_epoch_of_all(tmp_path: Path) -> None:
+    names = [tmp_path / "a", tmp_path / "b"]
+    for name in names:
+        np.arange(512 << 7, dtype=np.int64).tofile(name)
+    plan = fw.SoftwareController(data_path="in_place")
+    striped = fw.storage.Striped(names, 4096)
+    with fw.open(
+        striped, dtype="int64", device="cpu", controller=plan, cache="4 MiB", line=4096
+    ) as x:
+        x[:]
+        with names[1].open("r+b") as file:
+            file.write(np.full(512 << 7, -1).tobytes())
+
+        assert isinstance(x.controller, GroupService)
+        second = x._attachment.storage.members[1].lease
+        wait_until(lambda: is_held(second), "the lease is taken again")
+        old_elements(x, refreshes=True)
+
+        assert x.stats.misses == 2 * 2 * 128  # all lines, twice
+        np.testing.assert_array_equal(x[:].reshape(-1, 2, 512)[:, 1], -1)
+
+
 def test_prefetched_lines_of_left_pages_are_not_served(path: Path) -> None:
     with open_mapped(path) as x:
         # Their commands stay in the rings until the next call drains them.
@@ -290,7 +347,7 @@ def on_cpu() -> Access:
 def test_lease_is_given_up_where_another_path_is_asked_for(path: Path) -> None:
     form = fw.storage.npy.read_layout(str(path))
     mapping = Mapping(path, path.stat().st_size)
-    file = _read_in_place(str(path), form, mapping, on_cpu())
+    file = _read_in_place(str(path), form, mapping, on_cpu(), 0)
     assert isinstance(file, File)
     plan = fw.SoftwareController(data_path="direct")
 
@@ -336,7 +393,7 @@ def test_path_that_names_another_file_meanwhile_is_not_read_in_place(
     np.save(tmp_path / "other.npy", rows())
     (tmp_path / "other.npy").rename(path)
 
-    found = _read_in_place(str(path), fw.storage.npy.read_layout(str(path)), mapping, on_cpu())
+    found = _read_in_place(str(path), fw.storage.npy.read_layout(str(path)), mapping, on_cpu(), 0)
 
     assert found == "its path names another file than a moment ago"
     mapping.close()

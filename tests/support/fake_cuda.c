@@ -11,7 +11,7 @@
 
 typedef int CUresult;
 enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotReady = 600 };
-enum { kCallsMax = 64, kFunctionsMax = 64, kWaitsMax = 256, kEventMagic = 0xE0E0 };
+enum { kCallsMax = 64, kFunctionsMax = 64, kWaitsMax = 4096, kEventMagic = 0xE0E0 };
 
 static struct {
   const char* name;
@@ -126,6 +126,15 @@ CUresult cuDeviceGetName(char* name, int length, int device) {
   snprintf(name, (size_t)length, "Fake GPU");
   return kSuccess;
 }
+// What the GPU registers: nothing, writable memory only, and how much at a time.
+static int registers = 1;
+static int registers_read_only = 1;
+static size_t registration_most = (size_t)-1;
+void fake_registers(int any, int read_only, size_t most) {
+  registers = any;
+  registers_read_only = read_only;
+  registration_most = most;
+}
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   ENTER;
   (void)device;
@@ -142,8 +151,11 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
     case 76:
       *value = 0;
       break;  // COMPUTE_CAPABILITY_MINOR
+    case 99:
+      *value = registers;
+      break;  // HOST_REGISTER_SUPPORTED
     case 113:
-      *value = 1;
+      *value = registers_read_only;
       break;  // READ_ONLY_HOST_REGISTER_SUPPORTED
     default:
       return kInvalidValue;
@@ -172,6 +184,22 @@ CUresult cuCtxPopCurrent(void** context) {
   if (context_depth == 0) return 201;
   --context_depth;
   *context = (void*)0xC0DE;
+  return kSuccess;
+}
+
+CUresult cuCtxGetCurrent(void** context) {
+  ENTER;
+  *context = context_depth > 0 ? (void*)0xC0DE : NULL;
+  return kSuccess;
+}
+// The mode of the only thread that tests look at: global at first.
+static int capture_mode;
+int fake_capture_mode(void) { return capture_mode; }
+CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
+  ENTER;
+  const int before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
   return kSuccess;
 }
 
@@ -221,6 +249,8 @@ unsigned fake_registered_flags(void) { return registered_flags; }
 CUresult cuMemHostRegister(void* pointer, size_t nbytes, unsigned flags) {
   ENTER_CONTEXT;
   if (pointer == NULL || nbytes == 0) return kInvalidValue;
+  if (!registers) return 801;
+  if (nbytes > registration_most) return kInvalidValue;
   registered_flags = flags;
   ++live_allocations;
   return kSuccess;
@@ -240,7 +270,12 @@ static CUresult check_stream(void* stream) {
   const int known = handle == 1 || (handle % 256 == 0x57 && handle / 256 < streams);
   return known ? kSuccess : 400;
 }
-static int is_busy(const void* stream) { return busy || held_stream == (intptr_t)stream; }
+static intptr_t pending_stream;
+static int is_busy(const void* stream) {
+  return busy || held_stream == (intptr_t)stream || pending_stream == (intptr_t)stream;
+}
+// Another stream that stays busy; 0: none does.
+void fake_pend(intptr_t stream) { pending_stream = stream; }
 // One stream alone stays busy; 0: none does.
 void fake_hold(intptr_t stream) { held_stream = stream; }
 
@@ -282,8 +317,104 @@ CUresult cuStreamDestroy(void* stream) {
   ENTER_CONTEXT;
   return check_stream(stream);
 }
+// Captures: one stream at a time. Asking a captured stream whether it is done ends the capture.
+enum { kCaptureActive = 1, kCaptureInvalidated = 2, kHostNodesMax = 64 };
+static struct {
+  intptr_t stream;
+  int status;
+  uint64_t id;
+} capture;
+typedef void (*host_function)(void*);
+struct user_object {
+  host_function destroy;
+  void* argument;
+};
+static struct {
+  host_function call;
+  void* argument;
+} host_nodes[kHostNodesMax];
+static int host_node_count;
+static struct user_object* retained[kHostNodesMax];
+static int retained_count;
+void fake_capture_begin(intptr_t stream) {
+  capture.stream = stream;
+  capture.status = kCaptureActive;
+  ++capture.id;
+}
+// Whether the capture was still valid.
+int fake_capture_end(void) {
+  const int valid = capture.status == kCaptureActive;
+  capture.status = 0;
+  return valid;
+}
+int fake_host_nodes(void) { return host_node_count; }
+// What a replay does: the host nodes, since kernels do nothing.
+void fake_replay(void) {
+  for (int i = 0; i < host_node_count; ++i) host_nodes[i].call(host_nodes[i].argument);
+}
+void fake_destroy_graphs(void) {
+  for (int i = 0; i < retained_count; ++i) {
+    retained[i]->destroy(retained[i]->argument);
+    free(retained[i]);
+  }
+  retained_count = host_node_count = 0;
+}
+static int is_captured(const void* stream) {
+  return capture.status == kCaptureActive && capture.stream == (intptr_t)stream;
+}
+CUresult cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph,
+                                void*** dependencies, size_t* count) {
+  ENTER_CONTEXT;
+  *status = capture.stream == (intptr_t)stream ? capture.status : 0;
+  if (id != NULL) *id = capture.id;
+  if (graph != NULL) *graph = (void*)0x96A9;
+  if (dependencies != NULL) *dependencies = NULL;
+  if (count != NULL) *count = 0;
+  return kSuccess;
+}
+CUresult cuGraphAddHostNode(void** node, void* graph, void** dependencies, size_t count,
+                            const void* params) {
+  ENTER_CONTEXT;
+  (void)dependencies;
+  if (graph != (void*)0x96A9 || count != 0 || host_node_count == kHostNodesMax)
+    return kInvalidValue;
+  memcpy(&host_nodes[host_node_count++], params, sizeof host_nodes[0]);
+  *node = (void*)0x90DE;
+  return kSuccess;
+}
+CUresult cuUserObjectCreate(struct user_object** object, void* argument, host_function destroy,
+                            unsigned references, unsigned flags) {
+  ENTER_CONTEXT;
+  if (references != 1 || flags != 1) return kInvalidValue;  // NO_DESTRUCTOR_SYNC
+  *object = malloc(sizeof **object);
+  if (*object == NULL) return kOutOfMemory;
+  (*object)->destroy = destroy;
+  (*object)->argument = argument;
+  return kSuccess;
+}
+CUresult cuGraphRetainUserObject(void* graph, struct user_object* object, unsigned count,
+                                 unsigned flags) {
+  ENTER_CONTEXT;
+  if (graph != (void*)0x96A9 || count != 1 || flags != 1 || retained_count == kHostNodesMax)
+    return kInvalidValue;  // MOVE
+  retained[retained_count++] = object;
+  return kSuccess;
+}
+CUresult cuUserObjectRelease(struct user_object* object, unsigned count) {
+  ENTER_CONTEXT;
+  if (count != 1) return kInvalidValue;
+  object->destroy(object->argument);
+  free(object);
+  return kSuccess;
+}
+CUresult cuMemsetD32Async(uint64_t address, unsigned word, size_t count, void* stream) {
+  ENTER_CONTEXT;
+  for (size_t i = 0; i < count; ++i) ((unsigned*)address)[i] = word;
+  return check_stream(stream);
+}
 CUresult cuStreamQuery(void* stream) {
   ENTER_CONTEXT;
+  if (is_captured(stream)) capture.status = kCaptureInvalidated;
   return is_busy(stream) ? kNotReady : check_stream(stream);
 }
 
@@ -415,6 +546,14 @@ static const struct {
     CALL(cuDevicePrimaryCtxRelease),
     CALL(cuCtxPushCurrent),
     CALL(cuCtxPopCurrent),
+    CALL(cuCtxGetCurrent),
+    CALL(cuThreadExchangeStreamCaptureMode),
+    CALL(cuStreamGetCaptureInfo),
+    CALL(cuGraphAddHostNode),
+    CALL(cuUserObjectCreate),
+    CALL(cuGraphRetainUserObject),
+    CALL(cuUserObjectRelease),
+    CALL(cuMemsetD32Async),
     CALL(cuMemGetInfo),
     CALL(cuMemAlloc),
     CALL(cuMemFree),
@@ -447,7 +586,8 @@ static const struct {
 CUresult cuGetProcAddress_v2(const char* name, void** address, int version, uint64_t flags,
                              void* status) {
   (void)version, (void)flags, (void)status;
-  *address = NULL;
+  // Older cuda-bindings look this function up by itself.
+  *address = strcmp(name, "cuGetProcAddress") == 0 ? (void*)cuGetProcAddress_v2 : NULL;
   for (size_t i = 0; i < sizeof table / sizeof table[0]; ++i)
     if (strcmp(table[i].name, name) == 0) *address = table[i].address;
   return *address != NULL ? kSuccess : kNotFound;

@@ -18,3 +18,11 @@ FW_KERNEL watch(fw::array<const int64_t> x, int64_t added, uint64_t run_ns, uint
   fw::atomic::add_relaxed(&counts[0], wrong);
   fw::atomic::add_relaxed(&counts[1], fresh);
 }
+
+// Counts the elements that still are their own numbers, after `fw::refresh` if `refreshes`.
+FW_KERNEL count_old(fw::array<const int64_t> x, uint32_t refreshes, uint64_t* old) {
+  if (refreshes != 0) fw::refresh(x);
+  for (uint64_t i = fw::base::thread_index(); i < x.size(); i += fw::base::thread_count()) {
+    if (x[i] == int64_t(i)) fw::atomic::add_relaxed(old, uint64_t(1));
+  }
+}

@@ -15,13 +15,20 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.parametrize(("name", "needs"), [("kernel.py", None), ("torch_custom_op.py", "torch")])
-def test_example_runs(name: str, needs: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "needs", "arguments"),
+    [
+        ("kernel.py", None, ["cpu"]),
+        ("torch_custom_op.py", "torch", ["cpu"]),
+        ("decode_loop.py", "torch", ["--device=cpu", "--rows=4096", "--width=64", "--tokens=20"]),
+    ],
+)
+def test_example_runs(name: str, needs: str | None, arguments: list[str], tmp_path: Path) -> None:
     if needs is not None and importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
 
     result = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), "cpu"],
+        [sys.executable, str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -33,6 +33,8 @@ BLOCKS = [
 def test_python_block_runs(block: str, tmp_path: Path) -> None:
     if "from numba" in block:
         pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
+    if "import torch" in block:
+        pytest.importorskip("torch", reason="torch is an extra")
     # A reader on a laptop: no GPU is visible, and warnings would be the first thing seen.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
 
@@ -67,6 +69,8 @@ def test_examples_of_docstrings_run(
 ) -> None:
     if ".numba" in name:
         pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
+    if ".torch" in name:
+        pytest.importorskip("torch", reason="torch is an extra")
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner()
 

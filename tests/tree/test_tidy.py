@@ -40,6 +40,7 @@ HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "array": 3, "": 4, "kernels": 5
 NATIVE = ROOT / "native"
 NATIVE_ROOMS = [
     "base",
+    "cuda",
     "io",
     "storage",
     "nvme",

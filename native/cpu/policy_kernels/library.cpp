@@ -17,7 +17,7 @@ constexpr fw::entry kEntries[] = {
     FW_ENTRY(fw_scatter_elements_16), FW_ENTRY(fw_check_indices),
     FW_ENTRY(fw_flush_lines),         FW_ENTRY(fw_invalidate_lines),
     FW_ENTRY(fw_drop_tier),           FW_ENTRY(fw_quiesce),
-    FW_ENTRY(fw_submit_command),
+    FW_ENTRY(fw_submit_command),      FW_ENTRY(fw_refresh_lines),
 };
 
 }  // namespace

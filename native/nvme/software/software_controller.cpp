@@ -1,14 +1,10 @@
 // Threads, sleep and life cycle; see software_controller.h.
 #include "nvme/software/software_controller.h"
 
-#include <linux/futex.h>
 #include <sys/prctl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <ctime>
 
 #include "base/fault_guard.h"
 #include "base/require.h"
@@ -37,17 +33,6 @@ constexpr uint32_t kDepthMin = 2;
 constexpr uint32_t kDepthMax = 1 << 16;
 constexpr uint64_t kPageBytesMin = 4096;
 constexpr uint64_t kTransferBytesMax = uint64_t(nvme::kLbaCountMax) * nvme::kLbaBytes;
-
-void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, int64_t limit_ns) {
-  const timespec limit = {limit_ns / 1'000'000'000, limit_ns % 1'000'000'000};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen,
-          limit_ns == 0 ? nullptr : &limit, nullptr, 0);
-}
-
-void futex_wake_all(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr,
-          nullptr, 0);
-}
 
 void relax() {
 #if defined(__x86_64__)
@@ -155,13 +140,6 @@ void SoftwareController::stop() {
   serving_.store(false, std::memory_order_release);
 }
 
-void SoftwareController::wake() {
-  wakes_.fetch_add(1, std::memory_order_relaxed);
-  // Sequential: either the sleeper sees the new epoch and does not wait, or this sees the sleeper.
-  epoch_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(epoch_);
-}
-
 void SoftwareController::launch_begins() { launches_.fetch_add(1, std::memory_order_relaxed); }
 
 void SoftwareController::launch_ends() {
@@ -186,7 +164,7 @@ int SoftwareController::serve_some(uint32_t first_queue) {
 // A thread serves the queue pairs whose number modulo the threads is its own. While other threads
 // sleep, it serves all.
 uint32_t SoftwareController::sweep(uint32_t thread) {
-  const bool alone = thread_count_ == 1 || sleepers_.load(std::memory_order_relaxed) != 0;
+  const bool alone = thread_count_ == 1 || sleepers_->any();
   const size_t step = alone ? 1 : thread_count_;
   const int64_t now_ns = time_of_sweep();
   uint32_t moved = 0;
@@ -203,9 +181,10 @@ void SoftwareController::run(uint32_t thread) {
   prctl(PR_SET_TIMERSLACK, 1'000, 0, 0, 0);
   int64_t idle_since = 0;
   uint32_t idle_sweeps = 0;
+  uint32_t epoch = 0;
   while (!stopping_.load(std::memory_order_acquire)) {
     if (leaves_it_to_launches()) {
-      sleep(thread, kLongIdleNs);
+      sleep(thread, sleepers_->epoch(), kLongIdleNs);
       continue;
     }
     if (sweep(thread) != 0) {
@@ -216,12 +195,15 @@ void SoftwareController::run(uint32_t thread) {
     relax();
     if (++idle_sweeps % kSweepsPerClock != 0) continue;
     const int64_t now = monotonic_ns();
-    if (idle_since == 0) idle_since = now;
+    // A wake-up promises commands: idle time begins again, also for a thread that was awake.
+    if (const uint32_t latest = sleepers_->epoch(); idle_since == 0 || latest != epoch) {
+      epoch = latest;
+      idle_since = now;
+    }
     if (now - idle_since < spin_ns_ || next_due_ns() - now < kInFlightNs) continue;
+    sleep(thread, epoch, now - idle_since);
     // After a sleep that ended by time, one idle sweep is enough to sleep again.
-    const bool woken = sleep(thread, now - idle_since);
-    if (woken) idle_since = 0;
-    idle_sweeps = woken ? 0 : kSweepsPerClock - 1;
+    idle_sweeps = kSweepsPerClock - 1;
   }
 }
 
@@ -264,11 +246,9 @@ bool SoftwareController::has_in_flight() const {
   return std::ranges::any_of(servers_, [](const auto& server) { return server->has_in_flight(); });
 }
 
-// Puts a thread to sleep until wake(); returns whether wake() was called. Thread 0 also wakes by
-// itself, to look at the doorbells.
-bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
-  const uint32_t seen = epoch_.load(std::memory_order_seq_cst);
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+// Puts a thread to sleep until a wake-up after `epoch`. Thread 0 also wakes by itself, to look at
+// the doorbells.
+void SoftwareController::sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns) {
   // No look at the doorbells here: the sentinel sees one that was rung meanwhile at its next look.
   int64_t limit_ns = idle_ns < kLongIdleNs ? kSentinelNs : kLongIdleSentinelNs;
   if (!leaves_it_to_launches()) {
@@ -279,12 +259,10 @@ bool SoftwareController::sleep(uint32_t thread, int64_t idle_ns) {
       limit_ns = std::clamp(due_ns - monotonic_ns() - kInFlightNs, kSleepMinNs, limit_ns);
     }
   }
+  // `stop` changes the epoch after `stopping_`, so this sees it, or the sleep ends at once.
   if (!stopping_.load(std::memory_order_acquire)) {
-    sleeps_.fetch_add(1, std::memory_order_relaxed);
-    futex_wait(epoch_, seen, thread == 0 ? limit_ns : 0);
+    sleepers_->sleep(epoch, thread == 0 ? limit_ns : 0);
   }
-  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-  return epoch_.load(std::memory_order_relaxed) != seen;
 }
 
 ControllerProgress SoftwareController::progress() const {
@@ -327,8 +305,8 @@ ControllerCounters SoftwareController::counters() const {
     sum.held += from.held.get();
     sum.queues.emplace_back(server->id(), commands);
   }
-  sum.sleeps = sleeps_.load(std::memory_order_relaxed);
-  sum.wakes = wakes_.load(std::memory_order_relaxed);
+  sum.sleeps = sleepers_->sleeps();
+  sum.wakes = sleepers_->wakes();
   return sum;
 }
 

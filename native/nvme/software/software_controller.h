@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "nvme/controller.h"
+#include "nvme/sleepers.h"
 #include "nvme/software/identify.h"
 #include "nvme/software/queue_server.h"
 
@@ -52,7 +53,8 @@ class SoftwareController final : public Controller {
   bool serving() const override { return serving_.load(std::memory_order_acquire); }
 
   // Ends all sleep at once.
-  void wake() override;
+  void wake() override { sleepers_->wake(); }
+  std::shared_ptr<Sleepers> sleepers() override { return sleepers_; }
   void launch_begins() override;
   void launch_ends() override;
   int serve_some(uint32_t first_queue) override;
@@ -84,7 +86,7 @@ class SoftwareController final : public Controller {
   bool has_in_flight() const;
   int64_t next_due_ns() const;
   int64_t time_of_sweep() const;
-  bool sleep(uint32_t thread, int64_t idle_ns);
+  void sleep(uint32_t thread, uint32_t epoch, int64_t idle_ns);
   // Relaxed: a thread that sees the begin of a launch late serves once more, and one that sees its
   // end late looks again within the sentinel's sleep.
   bool leaves_it_to_launches() const {
@@ -105,12 +107,9 @@ class SoftwareController final : public Controller {
   std::atomic<uint32_t> stopped_{0};  // counts stops; `beat` sleeps on it (a futex)
   uint32_t* heartbeat_ = nullptr;     // of the queue pairs; null: none
 
-  // Threads sleep until `epoch_` changes (a futex).
-  alignas(128) std::atomic<uint32_t> epoch_{0};
-  std::atomic<uint32_t> sleepers_{0};
-  std::atomic<uint64_t> sleeps_{0};
-  std::atomic<uint64_t> wakes_{0};
-  std::atomic<uint32_t> launches_{0};
+  const std::shared_ptr<Sleepers> sleepers_ = std::make_shared<Sleepers>();
+  // Read at each sweep, so on another cache line than what launches change.
+  alignas(128) std::atomic<uint32_t> launches_{0};
 };
 
 }  // namespace fw::native

@@ -115,7 +115,7 @@ class ArtifactCache:
         """Store the entry for later processes; False where it is kept in memory only."""
         try:
             with private_folder.opened(self._chosen(), create=True) as folder:
-                _write(key, _encode(key, entry), folder)
+                _write(key, encode(key, entry), folder)
                 self._trim(folder, keep=f"{key}{_SUFFIX}")
         except (OSError, UnsafeFolderError) as error:
             self._warn(error)
@@ -166,7 +166,7 @@ class ArtifactCache:
             _log.warning("%s in %s: compiling again", reason, self.directory)
             return None
         with os.fdopen(handle, "rb") as file:
-            entry = _decode(key, file.read())
+            entry = decode(key, file.read())
             # The time of last use decides what goes first; a read-only folder keeps its old times.
             with contextlib.suppress(OSError):
                 os.utime(handle)
@@ -250,7 +250,8 @@ _memory = _Memory(MEMORY_BYTES)
 _warned: dict[Path | None, object] = {}
 
 
-def _encode(key: str, entry: Entry) -> bytes:
+def encode(key: str, entry: Entry) -> bytes:
+    """Return an entry as bytes."""
     log = entry.log.encode()
     body = _LENGTH.pack(len(log)) + log + entry.cubin
     return _MAGIC + _digest(key, body) + body
@@ -260,7 +261,8 @@ def _digest(key: str, body: bytes) -> bytes:
     return bytes.fromhex(content_key(key.encode(), body))
 
 
-def _decode(key: str, content: bytes) -> Entry | None:
+def decode(key: str, content: bytes) -> Entry | None:
+    """Return the entry, or None for what is not whole, or has another key."""
     header = len(_MAGIC) + _DIGEST_BYTES
     digest, body = content[len(_MAGIC) : header], content[header:]
     if not content.startswith(_MAGIC) or _digest(key, body) != digest:

@@ -8,6 +8,7 @@ key nor code. Needs no GPU.
 
 from __future__ import annotations
 
+import logging
 import re
 import struct
 from collections.abc import Sequence
@@ -16,8 +17,11 @@ from pathlib import Path
 
 from flashwarp._jit import driver, elf
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
+from flashwarp._waiting import saying_if_slow
 from flashwarp.errors import CompileError
 from flashwarp.policy import Policy
+
+_log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -27,13 +31,26 @@ INCLUDE_DIR = _PACKAGE / "include"
 MODULE = _PACKAGE / "kernels" / "module.cuh"
 """The translation unit with all built-in kernels."""
 
+PROGRAM_OPTIONS = ("-DFW_PROGRAM=1",)
+"""Of every program that a device loads: the names of its kernels are mangled."""
+
 # The verbose assembler reports each kernel's registers and spills. Kernels are optimized on all
-# cores: the built-in module takes 4.6 s in place of 7.5 s on two of them.
-# Without the last one, NVRTC would find headers in the working directory, too.
+# cores. Without the last one, NVRTC would find headers in the working directory, too.
 OPTIONS = ("--std=c++20", "--ptxas-options=-v", "--split-compile=0", "--no-source-include")
 
+# By default the assembler gives each kernel its own copies of all functions that the kernel may
+# call through a pointer: of all slow paths. With this option kernels share one copy of each, and
+# have as many registers as before. A program of one kernel compiles in two thirds of the time, one
+# of nine in a fifth. As NVRTC's own option it would take time from the optimizer, too, but kernels
+# would need up to 8 more registers.
+_SHARED_FUNCTIONS = ("--ptxas-options=--Ofast-compile=min",)
+_SHARED_FUNCTIONS_SINCE = (12, 9)
+
+# The headers use `st.mmio`, which is younger than CUDA 12.
+_NVRTC_OLDEST = (12, 2)
+
 # Bumped when a cubin of the same inputs has to be built again.
-_KEY_VERSION = "3"
+_KEY_VERSION = "4"
 
 
 @dataclass(frozen=True)
@@ -155,10 +172,42 @@ def compile_source(
         Blocks for one to several seconds if it must compile.
     """
     key, entry, from_cache = _compiled(
-        source, include_dirs, (f"--gpu-architecture={arch}", *OPTIONS), options, "CUBIN", cache
+        source, include_dirs, _cubin_options(arch), options, "CUBIN", cache
     )
     return Artifact(
         arch, key, entry.cubin, entry.log, kernel_resources(entry.cubin, entry.log), from_cache
+    )
+
+
+def _cubin_options(arch: str) -> tuple[str, ...]:
+    shared = driver.nvrtc_version() >= _SHARED_FUNCTIONS_SINCE
+    return (f"--gpu-architecture={arch}", *OPTIONS, *(_SHARED_FUNCTIONS if shared else ()))
+
+
+def built_in(policy: Policy) -> tuple[Source, tuple[str, ...]]:
+    """Return the program of all built-in kernels for a policy, and its options."""
+    return Source.read(MODULE).behind(policy), policy.options
+
+
+def compile_anew(arch: str, source: Source, options: Sequence[str]) -> Entry:
+    """Compiles one translation unit of the package's own headers to a cubin, kept nowhere."""
+    headers = Headers(source, [INCLUDE_DIR])
+    return Entry(*_compile(source, headers, (*_cubin_options(arch), *options), "CUBIN"))
+
+
+def key_without_compiler(arch: str, source: Source, options: Sequence[str]) -> str:
+    """Make a key of all inputs but the compiler, for what another machine has compiled."""
+    headers = Headers(source, [INCLUDE_DIR])
+    return _key(source, headers, "", arch, *OPTIONS, *options)
+
+
+def _key(source: Source, headers: Headers, *inputs: str) -> str:
+    # Never from a path: the same text is found wherever it lies.
+    contents = (
+        part for name, text in sorted(headers.contents.items()) for part in (name.encode(), text)
+    )
+    return content_key(
+        "\0".join((_KEY_VERSION, *inputs)).encode(), source.name.encode(), source.text, *contents
     )
 
 
@@ -200,12 +249,7 @@ def _compiled(
         headers.include(name, Path.cwd())
         options = (*options, f"--pre-include={name}")
     arguments = (*how, *options)
-    # Never from a path: the same text is found wherever it lies.
-    inputs = "\0".join((_KEY_VERSION, driver.nvrtc_identity(), form, *arguments))
-    contents = (
-        part for name, text in sorted(headers.contents.items()) for part in (name.encode(), text)
-    )
-    key = content_key(inputs.encode(), source.name.encode(), source.text, *contents)
+    key = _key(source, headers, driver.nvrtc_identity(), form, *arguments)
     kept = headers.known and not any(map(_READS_MORE.search, options))
 
     entry = cache.load(key) if kept else None
@@ -223,9 +267,18 @@ def _compile(
     source: Source, headers: Headers, arguments: Sequence[str], form: str
 ) -> tuple[bytes, str]:
     """Compiles. If the compiler lacks a header, which a macro names, compiles again with it."""
+    version = driver.nvrtc_version()
+    if version < _NVRTC_OLDEST:
+        raise CompileError(
+            f"NVRTC {version[0]}.{version[1]} is too old for kernels of flashwarp, which need "
+            f"{_NVRTC_OLDEST[0]}.{_NVRTC_OLDEST[1]} or later: update nvidia-cuda-nvrtc"
+        )
     while True:
         try:
-            return driver.nvrtc_compile(source.text, source.name, headers.contents, arguments, form)
+            with saying_if_slow(_log, "compiling %s for a GPU", source.name):
+                return driver.nvrtc_compile(
+                    source.text, source.name, headers.contents, arguments, form
+                )
         except CompileError as error:
             missing = _MISSING.search(error.log)
             # Each round adds a header, so there are no more rounds than headers.

@@ -1,14 +1,15 @@
 """The CUDA driver behind typed Python calls: the only file that imports CUDA packages.
 
 `Context` owns one GPU's primary context and makes it current around every call, so any thread may
-use it. Every failing driver call raises an exception that names the call, CUDA's error and what to
-do about it. No call waits without a time limit, and none synchronizes a whole device, on which a
-kernel that waits for I/O may be running.
+use it. Calls that a step of a program makes go through the extension (`native/cuda/`), which needs
+a tenth of the time, all others through cuda-bindings. None of them breaks the capture of a CUDA
+graph on another stream. Every failing driver call raises an exception that names the call, CUDA's
+error and what to do about it. No call waits without a time limit, and none synchronizes a whole
+device, on which a kernel that waits for I/O may be running.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import os
@@ -17,10 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from flashwarp import _native
 from flashwarp._waiting import Waited
 from flashwarp.errors import (
+    CaptureError,
     ClosedError,
     CompileError,
     DeviceError,
@@ -64,6 +67,15 @@ _ADVICE = {
     ),
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the device was closed or reset",
 }
+
+# Results of the extension's calls: those of the driver, and our own.
+_NOT_READY = 600
+_CAPTURE_IMPLICIT = 906
+_FORKED = -1
+_CAPTURED = -2
+
+ORDER_S = 60.0
+"""The longest wait for the library's own stream before a launch into a capture."""
 
 # A wait polls without sleeping for this long: most waits of the library end within it.
 _POLL_S = 100e-6
@@ -139,7 +151,7 @@ class Kernel:
     """One loaded kernel of a module, with what its launch needs to know."""
 
     name: str
-    handle: Any
+    handle: int
     registers: int
     threads_max: int
 
@@ -166,6 +178,12 @@ class Context:
             "cuDevicePrimaryCtxRetain", self._device, doing=f"opening cuda:{ordinal}"
         )
         self._open = True
+        try:
+            self._calls = _native.CudaContext(int(self._handle))
+        except RuntimeError as error:
+            raise DeviceError(
+                f"the driver of cuda:{ordinal} cannot be used: {error}; CUDA 12 or newer is needed"
+            ) from error
         if not self._attribute("UNIFIED_ADDRESSING"):
             self.close()
             raise DeviceError(
@@ -188,35 +206,105 @@ class Context:
     def __enter__(self) -> Context:
         if not self._open:
             raise ClosedError(f"cuda:{self.ordinal} is closed")
-        if os.getpid() != self._pid:
+        self._require(self._calls.enter() if self.usable else _FORKED, "cuCtxPushCurrent")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._calls.exit()
+
+    def _require(self, result: int, name: str, doing: str = "") -> None:
+        """Raise what a call of the extension has returned, unless it succeeded."""
+        if result == 0:
+            return
+        if result == _FORKED:
             raise ForkError(
                 f"cuda:{self.ordinal} was opened by process {self._pid}, and CUDA does not work "
                 "in its forked child: start workers with the 'spawn' method"
             )
-        _call("cuCtxPushCurrent", self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        _call("cuCtxPopCurrent")
+        cuda = _cuda()
+        raise _error(cuda, name, cuda.CUresult(result), doing or f"on cuda:{self.ordinal}")
 
     def call(self, name: str, *arguments: Any, doing: str = "") -> Any:
         """Call the driver while the context is current; handles and addresses are ints."""
         with self:
             return _call(name, *arguments, doing=doing)
 
-    def done(self, query: str, handle: int) -> bool:
-        """Return whether a stream or an event is done, asked by cuStreamQuery or cuEventQuery.
+    def stream_done(self, stream: int, poll_s: float = 0.0) -> bool:
+        """Return whether a stream is done; ask again and again for `poll_s` seconds.
 
         Raises what a kernel before it has failed with.
         """
-        cuda = _cuda()
-        with self:
-            (status,) = getattr(cuda, query)(handle)
-        if status == cuda.CUresult.CUDA_ERROR_NOT_READY:
+        self._require_open()
+        # Asking a stream that is being captured would end the capture.
+        if self.capture(stream) is not None:
+            raise CaptureError(
+                f"stream {stream:#x} is being captured into a CUDA graph, so nothing can wait for "
+                "it: do this before or after the capture"
+            )
+        if poll_s:
+            return self._is_done(self._calls.poll(stream, int(poll_s * 1e6)), "cuStreamQuery")
+        return self._is_done(self._calls.done(stream), "cuStreamQuery")
+
+    def event_done(self, event: int) -> bool:
+        """Return whether an event is done; raises as `stream_done` does."""
+        self._require_open()
+        return self._is_done(self._calls.event_done(event), "cuEventQuery")
+
+    def wait_any(self, events: Sequence[int], seconds: float) -> None:
+        """Wait until one of these events is done, or failed, but no longer than this."""
+        self._require_open()
+        self._calls.wait_any(events, int(seconds * 1e6))
+
+    def _is_done(self, result: int, name: str) -> bool:
+        if result == _NOT_READY:
             return False
-        if int(status) != 0:
-            raise _error(cuda, query, status, f"waiting for cuda:{self.ordinal}")
+        self._require(result, name, f"waiting for cuda:{self.ordinal}")
         return True
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise ClosedError(f"cuda:{self.ordinal} is closed")
+
+    def order(self, before: int, after: int, event: int) -> None:
+        """Make later work on `after` wait for the present work of `before`.
+
+        If `after` is being captured, which cannot wait for other streams, this call waits instead.
+        """
+        self._require_open()
+        result = self._calls.order(before, after, event)
+        if result == _CAPTURED:
+            wait_until(functools.partial(self.stream_done, before), ORDER_S, f"stream {before:#x}")
+            return
+        self._require(result, "cuStreamWaitEvent")
+
+    def record(self, event: int, stream: int) -> None:
+        """Move an event to the present end of a stream."""
+        self._require_open()
+        self._require(self._calls.record(event, stream), "cuEventRecord")
+
+    def fill(self, address: int, word: int, count: int, stream: int) -> None:
+        """Queue the filling of device memory with `count` words of 32 bits."""
+        self._require_open()
+        self._require(self._calls.fill(address, word, count, stream), "cuMemsetD32Async")
+
+    # Captures into CUDA graphs.
+
+    def capture(self, stream: int) -> int | None:
+        """Return the number of the capture in which a stream takes part, or None."""
+        result, active, number = self._calls.capture(stream)
+        if result == _CAPTURE_IMPLICIT:
+            # The legacy default stream, which would join the capture of another stream.
+            return 0
+        self._require(result, "cuStreamGetCaptureInfo")
+        return number if active else None
+
+    def capture_call(self, stream: int, call: int, argument: int) -> None:
+        """Make each replay call a C function beside what the stream queues next."""
+        self._require(self._calls.capture_call(stream, call, argument), "cuGraphAddHostNode")
+
+    def capture_count(self, stream: int, graphs: _native.CudaGraphs) -> None:
+        """Count the graph being captured in `graphs` for as long as it exists."""
+        self._require(self._calls.capture_count(stream, graphs), "cuGraphRetainUserObject")
 
     def releasing(self, name: str, handle: int) -> Callable[[], None]:
         """Return what releases a handle by a call, but not once the context cannot be used.
@@ -299,7 +387,15 @@ class Context:
         kind = "read-only" if read_only else "writable"
         doing = f"registering {nbytes} {kind} bytes of host memory at {address:#x}"
         with self:
-            _call("cuMemHostRegister", address, nbytes, flags, doing=doing)
+            try:
+                _call("cuMemHostRegister", address, nbytes, flags, doing=doing)
+            except DeviceError as error:
+                if self._attribute("HOST_REGISTER_SUPPORTED"):
+                    raise
+                raise type(error)(
+                    f"{error}; cuda:{self.ordinal} registers no host memory at all, as under "
+                    "confidential computing"
+                ) from None
             self._require_same_address(address, "cuMemHostUnregister")
 
     def _require_same_address(self, address: int, undo: str) -> None:
@@ -337,21 +433,66 @@ class Context:
         stream: int,
     ) -> None:
         """Launch a kernel; `params` are the bytes of its parameters, one by one."""
-        copies = [ctypes.create_string_buffer(param, len(param)) for param in params]
-        # The driver takes an array with one pointer per parameter, and copies what they point to
-        # before the call returns; the buffers live until then because these names do.
-        pointers = (ctypes.c_void_p * len(copies))(*map(ctypes.addressof, copies))
-        self.call(
-            "cuLaunchKernel",
-            kernel.handle,
-            *(blocks, 1, 1),
-            *(block_threads, 1, 1),
-            0,
-            stream,
-            ctypes.addressof(pointers),
-            0,
-            doing=f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads",
+        self._require_open()
+        result = self._calls.launch(kernel.handle, blocks, block_threads, params, stream)
+        if result:
+            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+
+    def launch_after(
+        self,
+        before: int,
+        mark: int,
+        kernel: Kernel,
+        blocks: int,
+        block_threads: int,
+        param: bytes,
+        stream: int,
+    ) -> bool:
+        """Launch a kernel of one parameter after the present work of stream `before`.
+
+        Returns False, and does nothing, if `stream` is being captured. `mark` is an event.
+        """
+        self._require_open()
+        result = self._calls.launch_after(
+            before, mark, kernel.handle, blocks, block_threads, param, stream
         )
+        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
+            return False
+        if result:
+            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+        return True
+
+    def launch_and_append(
+        self,
+        kernel: Kernel,
+        blocks: int,
+        block_threads: int,
+        params: Sequence[bytes],
+        stream: int,
+        end: End,
+    ) -> None:
+        """Launch a kernel, record an event behind it, and append an entry to a list.
+
+        No signal handler runs between these steps. If the launch fails, nothing is appended.
+        """
+        self._require_open()
+        result = self._calls.launch_and_append(
+            kernel.handle, blocks, block_threads, params, stream, *end
+        )
+        if result:
+            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+
+
+def _launching(kernel: Kernel, blocks: int, block_threads: int) -> str:
+    return f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads"
+
+
+class End(NamedTuple):
+    """What marks the end of a launch: an event, and an entry that is appended to `entries`."""
+
+    event: int
+    entries: Any
+    entry: Any
 
 
 class Module:
@@ -383,7 +524,7 @@ class Module:
             _call("cuFuncLoad", handle, doing=f"kernel {name}")
         return Kernel(
             name=name,
-            handle=handle,
+            handle=int(handle),
             registers=_function_attribute(handle, "NUM_REGS"),
             threads_max=_function_attribute(handle, "MAX_THREADS_PER_BLOCK"),
         )
@@ -430,6 +571,9 @@ def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 # NVRTC, which needs no GPU and no driver.
 
+# The headers use instructions that came with it, and the versions of CUDA 12 know older ones.
+_ARCHITECTURE_OLDEST = 70
+
 
 @functools.cache
 def _nvrtc() -> Any:
@@ -475,8 +619,9 @@ def nvrtc_identity() -> str:
 
 
 def nvrtc_architectures() -> tuple[int, ...]:
-    """List what the run-time compiler can compile for: 90 for sm_90, in ascending order."""
-    return tuple(sorted(int(arch) for arch in _nvrtc_call("nvrtcGetSupportedArchs")))
+    """List what the headers can be compiled for: 90 for sm_90, in ascending order."""
+    known = map(int, _nvrtc_call("nvrtcGetSupportedArchs"))
+    return tuple(sorted(arch for arch in known if arch >= _ARCHITECTURE_OLDEST))
 
 
 def nvrtc_compile(

@@ -2,14 +2,16 @@
 
 The text is preprocessed first, each time, by the compiler itself: what comes out is what is found
 in the cache by its content, and what is compiled, so no header, macro or variable of the
-environment can change without a new compilation. Then it is compiled twice: quickly, to learn
-which kernels it defines, then with optimization and an entry for each kernel (`entry.cuh`), by
-which threads of the device run it. The result is a shared library as bytes, kept in the same cache
-as cubins.
+environment can change without a new compilation. It is compiled with an entry for each kernel
+(`entry.cuh`), by which threads of the device run it. The kernels' names are read from the text, and
+compared with the symbols of what was compiled. If they differ, as for a kernel that is declared
+only, the text is compiled once more, without entries, for its symbols. The result is a shared
+library as bytes, kept in the same cache as cubins.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -24,7 +26,10 @@ from flashwarp._jit import elf, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
 from flashwarp._jit.compiler import INCLUDE_DIR, Source
 from flashwarp._jit.private_folder import build_folder
+from flashwarp._waiting import saying_if_slow
 from flashwarp.errors import CompileError
+
+_log = logging.getLogger(__name__)
 
 COMPILERS = ("g++", "clang++", "c++")
 """Looked for in this order where $CXX is not set."""
@@ -49,7 +54,7 @@ _DEBUGGED = ("-O1", "-g", "-DFW_DEBUG=1")
 
 _KERNEL_SECTION = "fw_kernels"
 # Bumped when a library of the same inputs has to be built again.
-_KEY_VERSION = "2"
+_KEY_VERSION = "3"
 
 # Only the linker reads these; the effect of all others is in the preprocessed text and commands.
 _LINKER_VARIABLES = ("LIBRARY_PATH", "LD_RUN_PATH")
@@ -154,7 +159,8 @@ def compile_host(
         entry = cache.load(key) if kept else None
         from_cache = entry is not None
         if entry is None:
-            entry, reads_more = build.run(text, said)
+            with saying_if_slow(_log, "compiling %s for the CPU device", source.name):
+                entry, reads_more = build.run(text, said)
             if kept and not reads_more:
                 cache.publish(key, entry)
             else:
@@ -241,15 +247,41 @@ class _Build:
 
     def run(self, text: bytes, said: str) -> tuple[Entry, bool]:
         """Compile; returns the library, and whether its assembly reads files itself."""
-        self._write("program.ii", text)
-        self._compile("-O0", "-c", "-o", "kernels.o")
-        symbols = elf.functions(self._read("kernels.o"), _KERNEL_SECTION)
-        entries = _entries([(spelling.kernel_name(symbol), symbol) for symbol in symbols])
-        self._write("program.ii", text + entries)
-        log = self._compile("-S", "-o", "program.s")
-        self._checked(self._call([*self._compiler, "-shared", "-o", "program.so", "program.s"]))
+        names = _kernels_in(text)
+        try:
+            log, symbols = self._assemble(text, names)
+        except CompileError as error:
+            # An error of the user's text has nothing to do with the entries.
+            if _ENTRIES not in error.log:
+                raise
+            symbols = {}
+        if list(symbols) != names:
+            self._write("program.ii", text)
+            self._compile("-O0", "-c", "-o", "program.o")
+            log, symbols = self._assemble(text, list(self._symbols()))
+        self._write("symbols.s", _symbol_strings(symbols.values()))
+        self._checked(
+            self._call([*self._compiler, "-shared", "-o", "program.so", "program.o", "symbols.s"])
+        )
         reads_more = _READING_DIRECTIVE.search(self._read("program.s")) is not None
         return Entry(self._read("program.so"), "\n".join(filter(None, (said, log)))), reads_more
+
+    def _assemble(self, text: bytes, names: list[str]) -> tuple[str, dict[str, str]]:
+        """Compile with entries for these kernels; returns the log, and the symbols by name."""
+        self._write("program.ii", text + _entries(names))
+        log = self._compile("-S", "-o", "program.s")
+        self._checked(self._call([*self._compiler, "-c", "-o", "program.o", "program.s"]))
+        symbols = self._symbols()
+        return log, {name: symbols[name] for name in names if name in symbols} | symbols
+
+    def _symbols(self) -> dict[str, str]:
+        """Return the symbols of the kernels in the object, by name."""
+        symbols = elf.functions(self._read("program.o"), _KERNEL_SECTION)
+        named = [(spelling.kernel_name(symbol), symbol) for symbol in symbols]
+        for name, symbol in named:
+            if dict(named)[name] != symbol:
+                raise CompileError(f"two kernels are named {name}: rename one")
+        return dict(named)
 
     def _compile(self, *how: str) -> str:
         return self._checked(self._call([*self._compiler, *_AS_IT_IS, *how, "program.ii"]))
@@ -301,16 +333,57 @@ _AS_IT_IS = ("-x", "c++-cpp-output")
 _PROGRAM = re.compile(r'^ "?(/[^\s"]+)', re.MULTILINE)
 
 
-def _entries(kernels: list[tuple[str, str]]) -> bytes:
-    """Write an entry for each kernel, given by name and symbol."""
-    names = [name for name, _ in kernels]
-    for name in names:
-        if names.count(name) > 1:
-            raise CompileError(f"two kernels are named {name}: rename one")
-    rows = "".join(f'    fw::make_entry<&::{name}>("{symbol}"),\n' for name, symbol in kernels)
+# What matters to find kernels in preprocessed text: literals, scopes, and `FW_KERNEL name(`.
+_TOKEN = re.compile(
+    rb"""
+      "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'
+    | (?:\bnamespace\s+(?P<space>\w[\w:]*)\s*)?(?P<open>\{)
+    | (?P<close>\})
+    | section\("fw_kernels"\)\)\)\s*void\s+(?P<kernel>\w+)\s*\(
+    """,
+    re.VERBOSE,
+)
+
+
+def _kernels_in(text: bytes) -> list[str]:
+    """Return the names of the kernels that a preprocessed text seems to define."""
+    names: dict[str, None] = {}
+    scopes: list[str] = []
+    for token in _TOKEN.finditer(text):
+        if token["open"]:
+            scopes.append((token["space"] or b"").decode())
+        elif token["close"]:
+            del scopes[-1:]
+        elif token["kernel"]:
+            names["::".join((*filter(None, scopes), token["kernel"].decode()))] = None
+    return list(names)
+
+
+_ENTRIES = "flashwarp/entries"
+
+
+def _entries(names: Sequence[str]) -> bytes:
+    """Write an entry for each kernel; the strings of their symbols come later."""
+    symbols = "".join(
+        f'extern "C" __attribute__((visibility("hidden"))) const char fw_symbol_{i}[];\n'
+        for i in range(len(names))
+    )
+    rows = "".join(
+        f"    fw::make_entry<&::{name}>(fw_symbol_{i}),\n" for i, name in enumerate(names)
+    )
     return (
-        '\n# 1 "flashwarp/entries"\n'
+        f'\n# 1 "{_ENTRIES}"\n{symbols}'
         f"static constexpr fw::entry fw_entry_list[] = {{\n{rows}    {{}}}};\n"
         'extern "C" __attribute__((visibility("default"))) const fw::entry_table fw_entries = '
-        f"{{fw_entry_list, {len(kernels)}}};\n"
+        f"{{fw_entry_list, {len(names)}}};\n"
     ).encode()
+
+
+def _symbol_strings(symbols: Iterable[str]) -> bytes:
+    """Write the assembly of the strings that the entries name."""
+    strings = "".join(
+        f'.globl fw_symbol_{i}\n.hidden fw_symbol_{i}\nfw_symbol_{i}: .string "{symbol}"\n'
+        for i, symbol in enumerate(symbols)
+    )
+    # Without the last line, the linker would take it that the stack must be executable.
+    return f'.section .rodata\n{strings}.section .note.GNU-stack,"",%progbits\n'.encode()

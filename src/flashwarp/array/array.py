@@ -11,13 +11,14 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import config, endings
+from flashwarp import _native, config, endings
+from flashwarp.array import handles
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Verb, Watcher
@@ -26,10 +27,11 @@ from flashwarp.array.rows import ArrayStruct, RowFormat
 from flashwarp.array.selection import Selection, rows_of_slice, select
 from flashwarp.cache.cache import Cache
 from flashwarp.config import flag
-from flashwarp.device import Device
+from flashwarp.device import Device, stream_handle
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
+    CaptureError,
     ClosedError,
     CopyError,
     DataPathError,
@@ -85,9 +87,11 @@ def _locked(
     return call
 
 
-def _in_turn(array: Array, method: Callable[..., R], args: list[Any], kwargs: dict[str, Any]) -> R:
-    array._begin()
+def _in_turn(
+    array: Array, method: Callable[..., R], args: Sequence[Any], kwargs: dict[str, Any]
+) -> R:
     try:
+        array._begin()
         return method(array, *args, **kwargs)
     except DeviceError as error:
         reason = array._attachment.reason_of(error)
@@ -125,7 +129,7 @@ class Array(endings.Closing):
     -----
     Calls block until they are done. If you give a `stream`, a call returns before its data has
     moved: it runs in the order of the stream, and the next call or `close` raises its errors.
-    Indices on a GPU are checked first, which waits for them. Several Python threads may use one
+    Kernels check indices that are on a GPU. Several Python threads may use one
     array; their calls take turns. If an index repeats in a store, `scatter` keeps one of the values
     and ``x[...] = v`` the last one. A forked child must open its own array.
 
@@ -158,6 +162,7 @@ class Array(endings.Closing):
         self._why = why
         self._recipe = recipe
         self._changes = 0
+        self._handle = handles.new(self)
 
     # Properties.
 
@@ -253,7 +258,6 @@ class Array(endings.Closing):
 
     # Reading.
 
-    @_locked
     def gather(self, idx: object, out: object = None, stream: object = None) -> Any:
         """Copy rows ``self[idx]``, in the order of `idx`.
 
@@ -267,7 +271,8 @@ class Array(endings.Closing):
             overlap the memory of `idx`.
         stream : optional
             GPU only: queue the work there and return at once. Keep `idx` and `out` until it is
-            done.
+            done. The stream may be in the capture of a CUDA graph, see docs/streams.md. Operands
+            on the host are copied, and the call waits for that.
 
         Returns
         -------
@@ -276,15 +281,46 @@ class Array(endings.Closing):
 
         Raises
         ------
-        BoundsError, IndexDtypeError
-            For an index that is out of bounds or no integer; nothing is read then.
+        BoundsError
+            If an index is out of bounds. If the indices are on the host, nothing is read then. If
+            they are on a GPU, the rows of such indices are zero in `out`, and the others are
+            there; with `stream`, the next call, `check` or `synchronize` raises the error.
+        IndexDtypeError
+            If the indices are no integers.
+        CaptureError
+            If the call cannot become part of the CUDA graph that is being captured.
         StorageError
             If a transfer failed; rows of lines that could be read are in `out`.
         """
+        tensors = self._attachment.tensors
+        if tensors is not None and tensors.serves(idx):
+            short = functools.partial(_in_turn, self, Array._gather_tensors, (idx, out, stream), {})
+            rows = _native.holding(self.cache.turn, short)
+            if rows is not None:
+                return rows
+        return self._gather(idx, out, stream)
+
+    def _gather_tensors(self, idx: object, out: object, stream: object) -> Any:
+        """Gather by the short way; return None, and do nothing, if that cannot be."""
+        attachment = self._attachment
+        if attachment.tensors is None or not self._format.shape:
+            return None
+        launched = attachment.tensors.gather(idx, out, stream)
+        if launched is None:
+            return None
+        rows, handle = launched
+        if stream is None:
+            attachment.finish("gather", handle)
+        else:
+            attachment.note_stream(handle)
+        return rows
+
+    @_locked
+    def _gather(self, idx: object, out: object, stream: object) -> Any:
         self._need_axis()
-        index = self._index(idx, stream)
         operands = self._attachment.operands
-        target = operands.target(out, index)
+        index = operands.index(idx)
+        target = operands.target(out, index, stream)
         self._move("gather", index, target, stream)
         return target.finish(stream)
 
@@ -401,8 +437,7 @@ class Array(endings.Closing):
         Parameters
         ----------
         idx : slice, or array of int
-            Rows of the first axis; arrays as for `gather`. Checked before this returns, which
-            waits for indices that are on a GPU.
+            Rows of the first axis; arrays as for `gather`.
         out : array, optional
             As for `gather`. Leave it and `idx` unchanged until the future is done.
         stream : optional
@@ -417,8 +452,10 @@ class Array(endings.Closing):
 
         Raises
         ------
-        BoundsError, IndexDtypeError, ArgumentError, DtypeError
+        IndexDtypeError, ArgumentError, DtypeError, CaptureError
             As `gather` raises them; this method raises them, not the future.
+        BoundsError
+            If an index on the host is out of bounds. If one on a GPU is, the future raises it.
         DeviceTimeout
             If `config.async_calls` calls are in flight and none of them ends.
 
@@ -442,20 +479,49 @@ class Array(endings.Closing):
         self._need_axis()
         return self._attachment.calls.make("gather", idx, out, stream)
 
-    @_locked
     def prefetch(self, idx_or_slice: object, stream: object = None) -> None:
         """Start fetching rows into the cache; does not wait for their data.
 
-        Takes the indices that `gather` takes, or a slice. Skips lines that find no free frame.
+        Takes the indices that `gather` takes, or a slice, and a stream as `gather` does. Skips
+        lines that find no free frame.
         """
+        tensors = self._attachment.tensors
+        if tensors is not None and tensors.serves(idx_or_slice):
+            operands = (idx_or_slice, stream)
+            short = functools.partial(_in_turn, self, Array._prefetch_tensors, operands, {})
+            if _native.holding(self.cache.turn, short):
+                return
+        self._prefetch(idx_or_slice, stream)
+
+    def _prefetch_tensors(self, idx: object, stream: object) -> bool:
+        """Prefetch by the short way; return False, and do nothing, if that cannot be."""
+        attachment = self._attachment
+        if attachment.tensors is None or not self._format.shape:
+            return False
+        handle = attachment.tensors.prefetch(idx, stream)
+        if handle is None:
+            return False
+        if stream is None:
+            attachment.finish("prefetch", handle)
+        else:
+            attachment.note_stream(handle)
+        return True
+
+    @_locked
+    def _prefetch(self, idx_or_slice: object, stream: object) -> None:
         self._need_axis()
+        chosen: range | Index
         if isinstance(idx_or_slice, slice):
-            idx_or_slice = host_index(rows_of_slice(idx_or_slice, self.shape[0]))
-        index = self._index(idx_or_slice, stream)
-        if not len(index) or not self._format.row_bytes:
+            rows = rows_of_slice(idx_or_slice, self.shape[0])
+            in_order = rows.step == 1 or len(rows) < 2
+            chosen = rows if in_order else self._attachment.operands.index(host_index(rows))
+        else:
+            chosen = self._attachment.operands.index(idx_or_slice)
+        if not len(chosen) or not self._format.row_bytes:
             return
-        self._attachment.launcher.prefetch(index, stream)
-        self._attachment.finish("prefetch", stream)
+        run = self._join("prefetch", chosen, None, stream)
+        self._attachment.launcher.prefetch(chosen, run)
+        self._finish("prefetch", run, stream)
 
     # Writing.
 
@@ -477,20 +543,20 @@ class Array(endings.Closing):
         Notes
         -----
         The rows are in the cache when the call returns; `flush` makes them durable. Rows that cover
-        whole lines are stored without reading the lines first.
+        whole lines are stored without reading the lines first. If any index is out of bounds,
+        nothing is stored; `gather` describes who raises the error.
 
         Raises
         ------
         ReadOnlyError
             If the array was opened with ``mode="r"``.
+        BoundsError, IndexDtypeError, CaptureError
+            As for `gather`.
         """
         self._need_writable()
         self._need_axis()
-        index = self._index(idx, stream)
+        index = self._attachment.operands.index(idx)
         source = self._attachment.operands.source(values, index)
-        if source.library != "numpy":
-            # The work that computes the values comes first.
-            self.device.order(self.device.current_stream(source.library), None)
         self._move("scatter", index, source, stream)
         source.release()
 
@@ -649,6 +715,21 @@ class Array(endings.Closing):
         self._check_usable()
         return self.controller.in_place or None
 
+    def check(self) -> None:
+        """Raise what kernels have noted so far: failed transfers and indices out of bounds.
+
+        Does not wait: what is queued on a stream may note more. Use it after replays of CUDA graphs
+        that use the array, once their stream is done. Every other call does the same first. Takes a
+        microsecond if there is nothing.
+
+        Raises
+        ------
+        StorageError, BoundsError
+            As `synchronize`.
+        """
+        self._begin()
+        self._attachment.check()
+
     @_locked
     def synchronize(self, stream: object = None) -> None:
         """Wait for your own kernels that use this array, and raise the failures of their transfers.
@@ -688,10 +769,11 @@ class Array(endings.Closing):
     def close(self) -> None:
         """Flush, wait for what is in flight, and release everything. May be called twice.
 
-        Blocks. If the flush fails, everything is released all the same, and the error is raised: it
-        says what could not be written and is lost. Unobserved failures of asynchronous calls are
-        raised too. If a signal handler raises meanwhile, as that of Ctrl-C does, the array is open
-        and usable afterwards, or closed.
+        Blocks. Refuses while a CUDA graph with calls of the array exists. If the flush fails,
+        everything is released all the same, and the error is raised: it says what could not be
+        written and is lost. Unobserved failures of asynchronous calls are raised too. If a signal
+        handler raises meanwhile, as that of Ctrl-C does, the array is open and usable afterwards,
+        or closed.
         """
         if "_attachment" not in self.__dict__:  # pickled, and not used since
             self._recipe = None
@@ -765,16 +847,19 @@ class Array(endings.Closing):
             opened = recipe.open()
             self.__dict__.update(opened.__dict__)
             opened.__dict__.clear()
+            handles.point_to(self._handle, self)
 
     # Turns and checks.
 
     @_locked
     def _act(self, act: Callable[[], R]) -> R:
+        self.device.refuse_capture("this call", "make it before or after the capture")
         return act()
 
     def _after_calls(self, act: Callable[[], None]) -> None:
         """Wait for asynchronous calls made before, then act in the array's turn."""
         self._begin()
+        self.device.refuse_capture("this call", "make it before or after the capture")
         self._attachment.calls.wait()
         self._act(act)
 
@@ -788,10 +873,13 @@ class Array(endings.Closing):
             )
 
     def _begin(self) -> None:
-        """Check that a call can be made, and raise the failure of an earlier asynchronous call."""
-        self._check_usable()
-        self._attachment.calls.raise_lost()
-        if self.controller.changes != self._changes:
+        """Check that a call can be made, and raise the failures of earlier calls."""
+        attachment = self._attachment
+        if attachment.closed or attachment.in_child:
+            self._check_usable()
+        attachment.calls.raise_lost()
+        attachment.raise_noted()
+        if attachment.launcher.service.changes != self._changes:
             self._drop_old_lines()
 
     def _drop_old_lines(self) -> None:
@@ -833,28 +921,52 @@ class Array(endings.Closing):
 
     # Launches.
 
-    def _index(self, idx: object, stream: object) -> Index:
-        index = self._attachment.operands.index(idx)
-        if not index.checked and len(index):
-            here = self.device.current_stream(index.library) if stream is None else stream
-            self._attachment.calls.check(index, here)
-        return index
-
     def _move(self, verb: Verb, chosen: range | Index, rows: Rows, stream: object = None) -> None:
         """Copy chosen rows; those of a range lie back to back."""
         if not len(chosen) or not self._format.row_bytes:
             return
-        run = stream
-        if stream is None and isinstance(chosen, Index) and chosen.library != "numpy":
-            run = None if self.device.kind == "cpu" else self.device.current_stream(chosen.library)
-        if run is not None:
-            # Uploads and other calls that are queued on the library's own stream come first.
-            self.device.order(None, run)
+        run = self._join(verb, chosen, rows, stream)
         self._attachment.launcher.move(verb, chosen, rows.address, run)
+        self._finish(verb, run, stream)
+
+    def _join(
+        self, what: str, chosen: range | Index, rows: Rows | None, stream: object
+    ) -> int | None:
+        """Return the stream that a launch runs on; what its operands need comes before it there."""
+        device = self.device
+        if device.kind == "cpu":
+            return None
+        if stream is not None:
+            handle = stream_handle(stream)
+            held = (isinstance(chosen, Index) and chosen.held) or (rows and rows.held)
+            if held and device.capture(handle) is not None:
+                raise CaptureError(
+                    f"{what} with operands on the host cannot become part of a CUDA graph, because "
+                    "it copies them now: put them on the GPU"
+                )
+            self._attachment.join(handle)
+            # Uploads, and calls that are queued on the library's own stream, come first.
+            device.order(None, handle)
+            return handle
+        instead = "give it stream=, and operands on the GPU"
+        if isinstance(chosen, Index) and chosen.library != "numpy":
+            handle = device.current_stream(chosen.library).handle
+            if device.capture(handle) is not None:
+                raise CaptureError(
+                    f"{what} waits for its end, which a stream in a capture cannot: {instead}"
+                )
+            device.order(None, handle)
+            return handle
+        device.refuse_capture(what, instead)
+        if rows is not None and rows.library != "numpy":
+            # The work that computes the values comes first.
+            device.order(device.current_stream(rows.library).handle, None)
+        return None
+
+    def _finish(self, what: str, run: object, stream: object) -> None:
+        """Wait for a launch on `run`, unless the caller has chosen the stream."""
         if stream is None:
-            self._attachment.finish(verb, run)
-        else:
-            self._attachment.note_stream(stream)
+            self._attachment.finish(what, run)
 
     def _join_launch(self, stream: object) -> tuple[object, ...]:
         """Prepare for a launch of a caller's kernel, in the cache's turn; return what it uses."""
@@ -862,7 +974,7 @@ class Array(endings.Closing):
         if self.controller.changes != self._changes:
             self._drop_old_lines()
         if stream is not None:
-            self._attachment.note_stream(stream)
+            self._attachment.join(stream_handle(stream))
         return self._attachment.launcher.wake()
 
 

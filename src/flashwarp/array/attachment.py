@@ -12,18 +12,20 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
 from flashwarp import endings
+from flashwarp._waiting import Waited
 from flashwarp.array.calls import Calls, time_limit_s
 from flashwarp.array.failures import Failures
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
 from flashwarp.array.rows import RowFormat
+from flashwarp.array.tensors import TensorCalls
 from flashwarp.cache.cache import Cache
-from flashwarp.device import stream_handle
-from flashwarp.errors import DeviceError, DeviceTimeout, FlashwarpError, StorageError
+from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller, Destination
 from flashwarp.stats import Stats
 from flashwarp.storage import Namespace
@@ -34,7 +36,12 @@ __all__ = ["Attachment"]
 _FLUSH = 0x00
 _DROP_ALL = 2
 
-# Attachments whose queues a kernel of another array has not left: they live as long as the process.
+# How long `close` waits for the end of CUDA graphs that were deleted, and how often it looks.
+_GRAPHS_S = 1.0
+_GRAPHS_POLL_S = 0.001
+
+# Attachments whose queues a kernel of another array has not left, or that a CUDA graph uses when
+# the interpreter ends: they live as long as the process.
 _visited: list[Attachment] = []
 
 
@@ -63,6 +70,8 @@ class Attachment(endings.NotCopied):
     launcher : Launcher
         Owns volume, service and format: what kernels need to know.
     operands : Operands
+    tensors : TensorCalls or None
+        The short way of calls with tensors; None on the CPU device.
     calls : Calls
         The asynchronous calls.
     """
@@ -88,6 +97,8 @@ class Attachment(endings.NotCopied):
         self._release_storage = release_storage
         self._fault_noted = False
         self._streams: set[int] = set()
+        # Whether there were launches for whose end no call has waited.
+        self._noted_late = False
         with contextlib.ExitStack() as opening, contextlib.ExitStack() as made:
             opening.callback(cache._opened)
             self._end_of_service = serve(storage, writable)
@@ -106,6 +117,7 @@ class Attachment(endings.NotCopied):
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
             self.operands = Operands(cache.device, format, cache.device)
+            self.tensors = None if self.launcher.on_cpu else TensorCalls(self.launcher)
             self.calls = Calls(self.launcher, self.operands, self._failures)
             endings.remember(self)
             made.pop_all()
@@ -141,10 +153,29 @@ class Attachment(endings.NotCopied):
         self.device.synchronize(stream, timeout_s=time_limit_s())
         self._raise_failure(what)
 
-    def note_stream(self, stream: object) -> None:
-        """Remember that the array has work on a stream of the caller's."""
-        self._streams.add(stream_handle(stream))
-        self.cache.streams.add(stream_handle(stream))
+    def join(self, stream: int) -> None:
+        """Prepare for a launch on a stream of the caller's, which may be in a capture."""
+        if not self.launcher.join_capture(stream):
+            self.note_stream(stream)
+        self._noted_late = True
+
+    def note_stream(self, stream: int) -> None:
+        """Note that there is work on a stream of the caller's."""
+        self._noted_late = True
+        if stream not in self._streams:
+            self._streams.add(stream)
+            self.cache.streams.add(stream)
+
+    def raise_noted(self) -> None:
+        """Raise what earlier calls on streams, and replays, have noted so far. Does not wait."""
+        if self._noted_late:
+            self.check()
+
+    def check(self) -> None:
+        """Raise what kernels have noted so far. Does not wait."""
+        volume = self.launcher.volume
+        if volume.commands.unread or volume.indices.unread:
+            self._raise_failure("a kernel or call on a stream")
 
     def idle_streams(self) -> None:
         """Wait for all streams of callers on which the array has work."""
@@ -228,13 +259,16 @@ class Attachment(endings.NotCopied):
     def close(self) -> BaseException | None:
         """Flush, wait for what is in flight, and release everything; return what failed.
 
-        May be called twice, and by any thread. If a signal handler raises meanwhile, the attachment
-        is open and usable afterwards, or closed. In a forked child it does nothing.
+        Raises CaptureError if a CUDA graph with calls of the array exists, unless the interpreter
+        ends. May be called twice, and by any thread. If a signal handler raises meanwhile, the
+        attachment is open and usable afterwards, or closed. In a forked child it does nothing.
         """
         if self.closed or self.in_child:
             self.closed = True
             endings.forget(self)
             return None
+        if not endings.ended():
+            self._refuse_graphs()
         try:
             # Without the cache's turn, which callbacks of the calls may need.
             late = self.calls.shut()
@@ -243,8 +277,26 @@ class Attachment(endings.NotCopied):
             self.calls.reopen()
             raise
 
+    def _refuse_graphs(self) -> None:
+        """Raise CaptureError if a CUDA graph still uses the array."""
+        graphs, waited = self.launcher.graphs, Waited()
+        # The driver tells the end of a graph in a thread of its own.
+        while graphs.count and waited.look() < _GRAPHS_S:
+            time.sleep(_GRAPHS_POLL_S)
+        if graphs.count:
+            raise CaptureError(
+                f"{graphs.count} CUDA graphs with calls of the array "
+                f"{self.storage.path or 'in memory'} exist, and a replay would use its memory: "
+                "delete them first (torch: graph.reset())"
+            )
+
     def close_lost(self) -> None:
-        """Close it after its array was lost. The garbage collector calls this in any thread."""
+        """Close it after its array was lost. The garbage collector calls this in any thread.
+
+        If a CUDA graph uses the array, it is closed when the interpreter ends.
+        """
+        if self.launcher.graphs.count:
+            return
         turn = self.cache.turn
         # This thread may be in the middle of a call, or of `close`, which holds the turn.
         if not turn._is_owned() and turn.acquire(blocking=False):  # type: ignore[attr-defined]
@@ -265,6 +317,12 @@ class Attachment(endings.NotCopied):
         if self.closed:
             return None
         failure = self._settle()
+        if self.launcher.graphs.count:
+            # The interpreter ends. A replay may still run, so nothing is freed.
+            _visited.append(self)
+            self.closed = True
+            endings.forget(self)
+            return failure
         return endings.uninterrupted(partial(self._end, failure, late))
 
     def _settle(self) -> Exception | None:

@@ -19,13 +19,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashwarp import config, endings
+from flashwarp._jit.driver import End
 from flashwarp._waiting import STEP_MAX_S, Waited
-from flashwarp.array.failures import Failures, bad_index
+from flashwarp.array.failures import Failures
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Launcher, Verb
 from flashwarp.array.operands import Index, Operands, Rows, host_index
@@ -35,7 +36,7 @@ from flashwarp.device.scratch import Scratch
 from flashwarp.endings import first_of
 from flashwarp.errors import (
     ArgumentError,
-    BoundsError,
+    CaptureError,
     ClosedError,
     DeviceError,
     DeviceTimeout,
@@ -48,11 +49,12 @@ _log = logging.getLogger(__name__)
 # How long the worker waits for another call before it ends.
 _LINGER_S = 0.05
 
-# How often the worker asks whether a GPU has ended a call: at first in this interval, then in a
-# fiftieth of the time that it has waited, so that it adds at most 2 % to any wait.
-_POLL_MIN_S = 20e-6
-_POLL_SHARE = 0.02
-_POLL_MAX_S = 1e-3
+# How often the worker looks for calls whose end it should wait for, too. Between, it waits in the
+# extension, without holding up threads of Python.
+_LOOK_S = 200e-6
+
+# How long the worker leaves Python to the thread that makes calls while no thread waits for one.
+_REST_S = 500e-6
 
 
 def time_limit_s() -> float:
@@ -91,8 +93,8 @@ class _Call:
     def what(self) -> str:
         return f"{self.verb}_async"
 
-    def start(self, launcher: Launcher, stream: object) -> None:
-        launcher.move(self.verb, self.chosen, self.rows.address, stream)
+    def start(self, launcher: Launcher, stream: int | None, end: End | None = None) -> None:
+        launcher.move(self.verb, self.chosen, self.rows.address, stream, end)
 
     def finish(self, stream: object) -> Any:
         return self.rows.finish(stream) if self.verb == "gather" else None
@@ -106,11 +108,15 @@ class _Call:
 
 @dataclass
 class _Queue:
-    """A stream, its calls in the order in which they run, and free lanes."""
+    """A stream, its calls in the order in which they run, and lanes, which calls have or not."""
 
     stream: OwnedStream
     calls: deque[_Call] = field(default_factory=deque)
     lanes: list[_Lane] = field(default_factory=list)
+
+    def free_lane(self) -> _Lane | None:
+        taken = {id(call.lane) for call in self.calls}
+        return next((lane for lane in self.lanes if id(lane) not in taken), None)
 
 
 class Calls:
@@ -131,12 +137,13 @@ class Calls:
         # Guards everything below, and is notified of each change.
         self._changed = threading.Condition()
         self._queues: list[_Queue] = []
-        self._open: set[_Call] = set()  # until their futures are done
+        self._ending: set[_Call] = set()  # that left their queues, until their futures are done
+        self._wanted: set[Future[Any]] = set()  # that threads wait for
+        self._hurry = threading.Event()
+        self._most = config.current("async_calls").async_calls
         self._worker: threading.Thread | None = None
         self._closed = False
         self._released = False
-        self._checking = threading.Lock()
-        self._checker: tuple[_Lane, OwnedStream] | None = None
         # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
@@ -145,7 +152,8 @@ class Calls:
 
     def make(self, verb: Verb, idx: object, operand: object, stream: object) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
-        chosen = self._choose(idx, stream)
+        self._refuse_capture(verb, stream)
+        chosen = self._choose(idx)
         library = self._operands.place_of(chosen)[1]
         gather = verb == "gather"
         if gather:
@@ -159,41 +167,30 @@ class Calls:
         lines = self._launcher.lines_of(chosen) if gather and self._launcher.on_cpu else 0
         call = _Call(verb, chosen, rows, after, future, lines)
         if len(chosen) * self._launcher.format.row_bytes:
-            endings.uninterrupted(functools.partial(self._submit, call))
+            self._submit(call)
         else:
             future.set_running_or_notify_cancel()
             future.set_result(call.finish(None))
         return future
 
-    def _choose(self, idx: object, stream: object) -> range | Index:
-        """Check which rows are meant. Rows that lie back to back are a range."""
+    def _refuse_capture(self, verb: Verb, stream: object) -> None:
+        device = self._operands.device
+        instead = f"use {verb}(.., stream=)"
+        device.refuse_capture(f"{verb}_async", instead)
+        if stream is not None and device.capture(stream) is not None:
+            raise CaptureError(
+                f"{verb}_async cannot become part of a CUDA graph, because its future is of one "
+                f"call: {instead}"
+            )
+
+    def _choose(self, idx: object) -> range | Index:
+        """Return which rows are meant. Rows that lie back to back are a range."""
         if isinstance(idx, slice):
             chosen = rows_of_slice(idx, self._operands.format.row_count)
             if chosen.step == 1 or len(chosen) < 2:
                 return chosen
             idx = host_index(chosen)
-        index = self._operands.index(idx)
-        if not index.checked and len(index):
-            self.check(index, *self._streams_before(stream, index.library))
-        return index
-
-    def check(self, index: Index, stream: object) -> None:
-        """Check indices that lie on the GPU, after the work that `stream` has queued. Blocks.
-
-        Leaves the array's own error record alone, in which kernels may note failures meanwhile.
-        """
-        error = endings.holding([self._checking], functools.partial(self._check, index, stream))
-        if error is not None:
-            raise error
-
-    def _check(self, index: Index, stream: object) -> BoundsError | None:
-        if self._checker is None:
-            self._checker = _Lane(self._launcher, self._side), self._operands.device.create_stream()
-        lane, own = self._checker
-        self._operands.device.order(stream, own)
-        lane.launcher.check_indices(index, own)
-        self._operands.device.synchronize(own, time_limit_s())
-        return bad_index(lane.volume, index, self._operands.format.row_count)
+        return self._operands.index(idx)
 
     def _streams_before(self, stream: object, *libraries: str) -> list[object]:
         """Return the streams whose work comes first: the caller's, or those of its libraries."""
@@ -202,33 +199,58 @@ class Calls:
         return [self._operands.device.current_stream(name) for name in {*libraries} - {"numpy"}]
 
     def _submit(self, call: _Call) -> None:
-        limit_s = time_limit_s()
-        waited = Waited()
-        while True:
-            with self._changed:
-                if self._closed:
-                    raise ClosedError("the array is closed")
-                if self._has_room():
-                    queue = self._enter(call)
-                    break
-                if waited.look() >= limit_s:
-                    raise DeviceTimeout(
-                        f"{config.current().async_calls} asynchronous calls of the array are in "
-                        f"flight (FLASHWARP_ASYNC_CALLS), and none ended in {limit_s:g} s"
-                    )
-                if not self.on_worker:
-                    self._changed.wait(STEP_MAX_S)
-            if self.on_worker and not self._step():
-                time.sleep(_POLL_MIN_S)
+        enter = functools.partial(self._enter, call)
+        queue = endings.holding([self._changed], enter)
+        if queue is None:
+            queue = self._enter_later(enter)
         if self._launcher.on_cpu:
             self._fetch_ahead(queue)
 
-    def _has_room(self) -> bool:
-        in_flight = sum(len(queue.calls) for queue in self._queues)
-        return in_flight < config.current("async_calls").async_calls
+    def _enter_later(self, enter: Callable[[], _Queue | None]) -> _Queue:
+        """Wait for room, and enter."""
+        limit_s = time_limit_s()
+        waited = Waited()
+        while (queue := endings.holding([self._changed], enter)) is None:
+            if waited.look() >= limit_s:
+                raise DeviceTimeout(
+                    f"{self._most} asynchronous calls of the array are in flight "
+                    f"(FLASHWARP_ASYNC_CALLS), and none ended in {limit_s:g} s"
+                )
+            self._hurry.set()
+            if not self.on_worker:
+                endings.holding([self._changed], functools.partial(self._changed.wait, STEP_MAX_S))
+            elif not self._step():
+                self._pause(_LOOK_S)
+        return queue
 
-    def _enter(self, call: _Call) -> _Queue:
-        """Give the call a lane on the stream that has the fewest calls, and launch it there."""
+    def _enter(self, call: _Call) -> _Queue | None:
+        """Give the call a lane on the stream that has the fewest calls, and launch it there.
+
+        Returns None if there is no room. If a signal handler raises in it, the call is in its queue
+        and launched, or neither.
+        """
+        if self._closed:
+            raise ClosedError("the array is closed")
+        in_flight = sum([len(queue.calls) for queue in self._queues])
+        if in_flight >= self._most:
+            return None
+        if self._worker is None or not self._queues:
+            endings.uninterrupted(self._prepare)
+        queue = min(self._queues, key=lambda q: len(q.calls))
+        call.lane = queue.free_lane()
+        if call.lane is None:
+            call.lane = endings.uninterrupted(functools.partial(self._add_lane, queue))
+        if self._launcher.on_cpu:
+            queue.calls.append(call)
+        else:
+            call.future.set_running_or_notify_cancel()
+            self._launch(call, call.lane, queue)
+        if not in_flight:
+            self._changed.notify_all()
+        return queue
+
+    def _prepare(self) -> None:
+        """Start the worker, and create the streams."""
         if self._worker is None:
             # Not a daemon: a launch that runs while the interpreter is torn down would crash.
             worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
@@ -243,27 +265,17 @@ class Calls:
         if not self._queues:
             streams = 1 if self._launcher.on_cpu else config.current("async_streams").async_streams
             self._queues = [_Queue(self._operands.device.create_stream()) for _ in range(streams)]
-        queue = min(self._queues, key=lambda q: len(q.calls))
-        lane = queue.lanes.pop() if queue.lanes else _Lane(self._launcher, self._side)
-        call.lane = lane
-        if not self._launcher.on_cpu:
-            try:
-                self._launch(call, lane, queue.stream)
-            except BaseException:
-                queue.lanes.append(lane)
-                raise
-            call.future.set_running_or_notify_cancel()
-        queue.calls.append(call)
-        self._open.add(call)
-        self._changed.notify_all()
-        return queue
 
-    def _launch(self, call: _Call, lane: _Lane, stream: OwnedStream) -> None:
-        self._launcher.volume.cache.streams.add(stream.handle)
+    def _add_lane(self, queue: _Queue) -> _Lane:
+        lane = _Lane(self._launcher, self._side)
+        queue.lanes.append(lane)
+        return lane
+
+    def _launch(self, call: _Call, lane: _Lane, queue: _Queue) -> None:
+        self._launcher.volume.cache.streams.add(queue.stream.handle)
         for before in call.after:
-            self._operands.device.order(before, stream)
-        call.start(lane.launcher, stream)
-        lane.event.record(stream)
+            self._operands.device.order(before, queue.stream)
+        call.start(lane.launcher, queue.stream.handle, End(lane.event.handle, queue.calls, call))
 
     # Ending them.
 
@@ -285,7 +297,25 @@ class Calls:
             waited = time.monotonic() - progress
             if waited > time_limit_s() and not threading.main_thread().is_alive():
                 self._abandon("the interpreter ends")
-            time.sleep(min(max(waited * _POLL_SHARE, _POLL_MIN_S), _POLL_MAX_S))
+            if self._awaited():
+                self._pause(_LOOK_S)
+            else:
+                self._hurry.wait(_REST_S)
+                self._hurry.clear()
+
+    def _awaited(self) -> bool:
+        """Return whether a thread, a stream of futures or a callback waits for a call."""
+        with self._changed:
+            first = [queue.calls[0].future for queue in self._queues if queue.calls]
+        return bool(self._wanted) or any(
+            future._waiters or future._done_callbacks  # type: ignore[attr-defined]
+            for future in first
+        )
+
+    def hurry(self, future: Future[Any]) -> None:
+        """End a future as soon as its call is over: a thread waits for it."""
+        self._wanted.add(future)
+        self._hurry.set()
 
     def _has_calls(self) -> bool:
         return any(queue.calls for queue in self._queues)
@@ -297,6 +327,13 @@ class Calls:
                 self._end(queue, queue.calls[0])
                 return True
         return False
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until a GPU has ended a call, but no longer than this."""
+        with self._changed:
+            first = [queue.calls[0].lane for queue in self._queues if queue.calls]
+        events = [lane.event for lane in first if lane is not None]
+        self._operands.device.wait_any(events, seconds)
 
     @staticmethod
     def _is_over(call: _Call) -> bool:
@@ -317,15 +354,15 @@ class Calls:
             error = raised.with_traceback(None)
         call.release()
         with self._changed:
-            if lane is not None and call in queue.calls:
+            if call in queue.calls:
+                self._ending.add(call)
                 queue.calls.popleft()
-                queue.lanes.append(lane)
                 call.lane = None
             self._changed.notify_all()
         if not cancelled:
             self._deliver(call.future, result, error)
         with self._changed:
-            self._open.discard(call)
+            self._ending.discard(call)
 
     def _outcome(self, queue: _Queue, call: _Call, lane: _Lane) -> Any:
         if self._launcher.on_cpu:
@@ -356,6 +393,7 @@ class Calls:
                 self._launcher.prefetch(rows, warps=1)
 
     def _deliver(self, future: Future[Any], result: object, error: Exception | None) -> None:
+        self._wanted.discard(future)
         try:
             if error is None:
                 future.set_result(result)
@@ -374,7 +412,11 @@ class Calls:
     @property
     def busy(self) -> bool:
         """Whether any is in flight."""
-        return bool(self._open)
+        return bool(self._ending) or any(queue.calls for queue in self._queues)
+
+    def _unfinished(self) -> list[_Call]:
+        """Return the calls whose futures are not done; `_changed` must be held."""
+        return [*self._ending, *(call for queue in self._queues for call in queue.calls)]
 
     def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
         """Wait for futures, and return whether all are done."""
@@ -386,12 +428,14 @@ class Calls:
             if end is not None and time.monotonic() >= end:
                 return False
             if not self._step():
-                time.sleep(_POLL_MIN_S)
+                self._pause(_LOOK_S)
         return True
 
     def wait(self) -> None:
         """Wait for all calls made so far. Their failures stay with their futures."""
-        futures = endings.holding([self._changed], lambda: [call.future for call in self._open])
+        futures = endings.holding(
+            [self._changed], lambda: [call.future for call in self._unfinished()]
+        )
         # Launches on the CPU have their own limits, and need their memory until they have ended.
         limit_s = math.inf if self._launcher.on_cpu else time_limit_s()
         waited = Waited()
@@ -413,7 +457,7 @@ class Calls:
         endings.holding([self._changed], functools.partial(self._order_after, future, stream))
 
     def _order_after(self, future: Future[Any], stream: object) -> None:
-        call = next((call for call in self._open if call.future is future), None)
+        call = next((call for call in self._unfinished() if call.future is future), None)
         if call is not None and call.lane is not None:
             call.lane.event.wait_on(stream)
 
@@ -430,9 +474,10 @@ class Calls:
 
     def raise_lost(self) -> None:
         """Raise the failures of dropped futures: the first, with notes about the others."""
-        error = first_of(self._take_lost())
-        if error is not None:
-            raise error
+        if self._lost:
+            error = first_of(self._take_lost())
+            if error is not None:
+                raise error
 
     def _take_lost(self) -> list[BaseException]:
         return [self._lost.popleft() for _ in range(len(self._lost))]
@@ -470,10 +515,10 @@ class Calls:
     def _abandon(self, why: str) -> None:
         """Fail the futures of calls that do not end. The device keeps what these calls use."""
         with self._changed:
-            calls = list(self._open)
+            calls = self._unfinished()
             for queue in self._queues:
                 queue.calls.clear()
-            self._open.clear()
+            self._ending.clear()
         for call in calls:
             self._deliver(call.future, None, DeviceTimeout(f"{call.what} did not end: {why}"))
 
@@ -485,9 +530,5 @@ class Calls:
                 lane.close()
             queue.stream.close()
             self._launcher.volume.cache.streams.discard(queue.stream.handle)
-        if self._checker is not None:
-            self._checker[0].close()
-            self._checker[1].close()
-            self._checker = None
         self._scratch.close()
         self._side.close()

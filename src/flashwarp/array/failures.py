@@ -15,7 +15,6 @@ from collections import deque
 from typing import Any
 
 from flashwarp import config, endings
-from flashwarp.array.operands import Index
 from flashwarp.cache.cache import Noted, Volume
 from flashwarp.cache.structs import FailureStruct
 from flashwarp.errors import (
@@ -29,7 +28,7 @@ from flashwarp.errors import (
 )
 from flashwarp.nvme import Service
 
-__all__ = ["Failures", "bad_index"]
+__all__ = ["Failures"]
 
 _LBA_BYTES = 512
 
@@ -44,6 +43,8 @@ _CAPACITY_EXCEEDED = 0x081
 _WRITE_FAULT = 0x280
 _UNRECOVERED_READ = 0x281
 _WRITE = 0x01
+# `index_of` of the headers: the index counts rows, not elements.
+_ROWS = 1
 _OPERATIONS = {0x00: "flush", _WRITE: "write", 0x02: "read"}
 
 
@@ -89,8 +90,7 @@ class Failures:
         failed, strays = volume.commands.read(), volume.indices.read()
         stray = None
         if strays:
-            first = int(strays.kept[0].where) if strays.kept else None
-            stray = self._stray(first, f", the first of {strays.count} such")
+            stray = self._stray(strays, what)
         if not failed:
             return stray
         failure = self._failure(what, failed, volume.cache.line_bytes, alone)
@@ -103,11 +103,20 @@ class Failures:
         noted = volume.indices.first()
         if noted is None:
             return fault
-        return self._stray(int(noted.where), f", where it was stopped ({fault})")
+        return self._stray_element(_index(noted), f", where it was stopped ({fault})")
 
-    def _stray(self, index: int | None, how: str) -> BoundsError:
-        # Kernels note a negative index modulo 2^64.
-        known = "an index" if index is None else f"index {index - ((index >> 63) << 64)}"
+    def _stray(self, strays: Noted, what: str) -> BoundsError:
+        first = strays.kept[0] if strays.kept else None
+        known = "an index" if first is None else _index(first)
+        more = f", the first of {strays.count} such"
+        if first is None or first.status != _ROWS:
+            return self._stray_element(known, more)
+        return BoundsError(
+            f"{known} is out of bounds for an axis of length {self._shape[0]}{more}, in {what}: "
+            "its row reads as zeros, and a scatter with it stores nothing"
+        )
+
+    def _stray_element(self, known: str, how: str) -> BoundsError:
         return BoundsError(
             f"a kernel used {known}, which is out of bounds for the array "
             f"{self._path or 'in memory'} of shape {self._shape}, {math.prod(self._shape)} "
@@ -182,18 +191,10 @@ class Failures:
         return next(iter(exact + earlier + (fitting if alone else [])), None)
 
 
-def bad_index(volume: Volume, index: Index, row_count: int) -> BoundsError | None:
-    """Return the error of the first index that a check on the device found, and forget it."""
-    noted = volume.indices.read()
-    if not noted:
-        return None
-    if not noted.kept:
-        return BoundsError(f"{noted.count} indices are out of bounds for an axis of {row_count}")
-    position = int(noted.kept[0].where)
-    device = volume.cache.device
-    raw = device.download(index.address + position * index.itemsize, index.itemsize, volume.stream)
-    value = int.from_bytes(raw, "little", signed=True)
-    return BoundsError(f"index {value} is out of bounds for an axis of length {row_count}")
+def _index(stray: FailureStruct) -> str:
+    # Kernels note a negative index modulo 2^64.
+    where = int(stray.where)
+    return f"index {where - ((where >> 63) << 64)}"
 
 
 def _failure_without_log(

@@ -28,6 +28,9 @@ class Helper(Protocol):
     def on_worker(self) -> bool:
         """Whether the calling thread is the one that ends calls, as in a callback."""
 
+    def hurry(self, future: Future[Any]) -> None:
+        """End a future as soon as its call is over: a thread waits for it."""
+
     def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
         """Wait for futures, and return whether all are done."""
 
@@ -134,7 +137,10 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     def _help(self, timeout: float | None) -> float | None:
         """If this thread is the worker that ends calls, end the calls before this one."""
         self._check_process()
-        if self.done() or not self._calls.on_worker:
+        if self.done():
+            return timeout
+        if not self._calls.on_worker:
+            self._calls.hurry(self)
             return timeout
         self._calls.wait_for([self], timeout)
         return 0

@@ -6,6 +6,7 @@ caller waits, and asks `failures` for errors.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -13,7 +14,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import config
+from flashwarp import _native, config
+from flashwarp._jit.driver import End
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import (
     MaintenanceParams,
@@ -24,8 +26,8 @@ from flashwarp.array.rows import (
     segments_per_row,
 )
 from flashwarp.cache.cache import Volume
-from flashwarp.device import CpuDevice
-from flashwarp.errors import ClosedError
+from flashwarp.device import CpuDevice, DeviceMemory, Launch
+from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.nvme import Service
 
 __all__ = ["Launcher", "Verb", "Watcher"]
@@ -35,6 +37,15 @@ Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
 _BYTES_WORTH_A_THREAD = 128 << 10
+
+# Launches that are kept prepared: one for each size of call.
+_PREPARED_MAX = 256
+
+# The members of `RowParams` behind those of the array.
+_ROW_MEMBERS = struct.Struct("=7Q4I")
+
+# Scatters that check their indices on the device: one for each stream, and for each captured one.
+_CHECKS_MAX = 4096
 
 
 @dataclass
@@ -64,30 +75,36 @@ class Launcher:
 
     Attributes
     ----------
+    on_cpu : bool
+        Whether kernels run on the CPU device.
     watchers : list of callable
         Each is called with what is about to be moved: byte offsets in the array, and the bytes at
         each offset.
+    graphs : CudaGraphs
+        Counts the CUDA graphs that contain launches of the array.
     """
 
     def __init__(self, volume: Volume, service: Service, format: RowFormat) -> None:  # noqa: A002
         self.volume = volume
         self.service = service
         self.format = format
+        self.on_cpu = volume.cache.device.kind == "cpu"
         self.watchers: list[Watcher] = []
         self.moved = Moved()
+        self.graphs = _native.CudaGraphs()
+        self._capture: int | None = None  # that `graphs` has counted last
+        self._wake_call: _native.WakeCall | None = None
+        # A word for each scatter that checks its indices on the device; the stream orders its use.
+        self._strays: DeviceMemory | None = None
+        self._strays_of: dict[int, int] = {}
+        self._strays_used = 0
         cache = volume.cache
-        self._params = bytes(
-            RowParams(
-                geometry=cache.geometry,
-                cache=cache.address,
-                volume=volume.address,
-                row_bytes=format.row_bytes,
-                row_count=format.row_count,
-                index_bytes=8,
-                segments=1,
-                batch=segments_per_batch(cache.line_bytes),
-            )
-        )
+        self._prepared: dict[object, Launch] = {}
+        self._array_members = bytes(
+            RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
+        )[: -_ROW_MEMBERS.size]
+        self._batch = segments_per_batch(cache.line_bytes)
+        self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
         # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -100,27 +117,66 @@ class Launcher:
         made.moved = self.moved
         return made
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether kernels run on the CPU device."""
-        return self.volume.cache.device.kind == "cpu"
-
     # Rows.
 
-    def _row_params(self, chosen: range | Index, buffer: int) -> RowParams:
+    def _row_params(self, chosen: range | Index, buffer: int, batch: int, strays: int = 0) -> bytes:
         """Return the parameters for chosen rows, to or from `buffer`."""
-        params = RowParams.from_buffer_copy(self._params)
-        params.rows = buffer
-        params.look_ahead = self.look_ahead()
+        row = self.format.row_bytes
         if isinstance(chosen, range):
             # The kernels take a range as its first byte and its bytes.
-            params.row_bytes = chosen.start * self.format.row_bytes
-            params.index_count = len(chosen) * self.format.row_bytes
+            return self._pack(0, len(chosen) * row, 8, buffer, chosen.start * row, batch, strays)
+        count = len(chosen)
+        return self._pack(chosen.address, count, chosen.itemsize, buffer, row, batch, strays)
+
+    def _pack(
+        self,
+        indices: int,
+        count: int,
+        index_bytes: int,
+        buffer: int,
+        row_bytes: int,
+        batch: int,
+        strays: int,
+    ) -> bytes:
+        """Return the bytes of `RowParams`."""
+        return self._array_members + _ROW_MEMBERS.pack(
+            *(indices, count, buffer, row_bytes, self.format.row_count),
+            *(self.look_ahead(), strays, index_bytes, self._segments, batch, 0),
+        )
+
+    def gather_launch(
+        self, indices: int, count: int, index_bytes: int, buffer: int
+    ) -> tuple[Launch, bytes]:
+        """Prepare a gather of rows on a GPU: the launch, and its parameter."""
+        row = self.format.row_bytes
+        width = element_bytes(row, buffer)
+        if width is not None:
+            batch = 1
+            name, warps = f"gather_elements_{width}", -(-count * (row // width) // 32)
         else:
-            params.indices = chosen.address
-            params.index_count = len(chosen)
-            params.index_bytes = chosen.itemsize
-        return params
+            batch = self._batch_of(count * self._segments)
+            name, warps = "gather_rows", -(-count * self._segments // batch)
+        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0)
+        return self._prepared_launch(name, warps, len(params)), params
+
+    def prefetch_launch(self, indices: int, count: int, index_bytes: int) -> tuple[Launch, bytes]:
+        """Prepare a prefetch of rows on a GPU: the launch, and its parameter."""
+        segments = count * self._segments
+        batch = self._batch_of(segments)
+        row = self.format.row_bytes
+        params = self._pack(indices, count, index_bytes, 0, row, batch, 0)
+        return self._prepared_launch("prefetch_rows", -(-segments // batch), len(params)), params
+
+    def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
+        launch = self._prepared.get((name, warps))
+        return self._prepare(name, warps, param_bytes) if launch is None else launch
+
+    def _batch_of(self, segments: int) -> int:
+        """Choose how many segments a warp takes at a time."""
+        if self.on_cpu:
+            return self._batch
+        # A warp copies one line after the other. So a few lines go to a warp each.
+        return min(self._batch, max(1, segments // self.volume.cache.device.warps_at_once))
 
     def lines_ahead(self) -> int:
         """Count the lines that one thread may ask for before they are needed.
@@ -134,6 +190,8 @@ class Launcher:
 
     def look_ahead(self) -> int:
         """Count the rows in flight ahead of the one being copied; 0 if storage is fast."""
+        if not self.on_cpu:
+            return 0
         device = self.volume.cache.device
         if not isinstance(device, CpuDevice) or not self._waits_for_storage():
             return 0
@@ -156,41 +214,92 @@ class Launcher:
         span = _lines_between(int(first) * row, (int(last) + 1) * row, line)
         return min(span, len(chosen) * segments_per_row(row, line))
 
-    def move(self, verb: Verb, chosen: range | Index, buffer: int, stream: object = None) -> None:
+    def move(
+        self,
+        verb: Verb,
+        chosen: range | Index,
+        buffer: int,
+        stream: int | None = None,
+        end: End | None = None,
+    ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back."""
         row = self.format.row_bytes
         self.moved.add(len(chosen))
-        params = self._row_params(chosen, buffer)
-        if isinstance(chosen, range):
-            begin = chosen.start * row
-            end = begin + len(chosen) * row
-            if self.watchers:
-                self._show(np.array([begin]), end - begin)
-            lines = _lines_between(begin, end, self.volume.cache.line_bytes)
-            self._start(f"{verb}_rows", params, self._warps(lines, params.batch), stream)
-            return
         if self.watchers:
-            self._show(self._rows_of(chosen) * row, row)
-        width = element_bytes(row, buffer)
+            self._show_rows(chosen)
+        strays = 0
+        if verb == "scatter" and isinstance(chosen, Index) and not chosen.checked:
+            strays = self._word_for_strays(stream)
+            self.volume.cache.device.clear(strays, 4, stream)
+            params = self._row_params(chosen, 0, 1, strays)
+            self._start("check_indices", params, self._warps(len(chosen)), stream)
+        width = None if isinstance(chosen, range) else element_bytes(row, buffer)
         if width is not None:
+            params = self._row_params(chosen, buffer, 1, strays)
             items = len(chosen) * (row // width)
-            self._start(f"{verb}_elements_{width}", params, self._warps(items), stream)
+            name = f"{verb}_elements_{width}"
+            self._start(name, params, self._warps(items), stream, end=end)
         else:
-            self._start_rows(f"{verb}_rows", params, len(chosen), stream)
+            self._start_segments(f"{verb}_rows", chosen, buffer, stream, None, strays, end)
 
     def prefetch(
-        self, chosen: range | Index, stream: object = None, warps: int | None = None
+        self, chosen: range | Index, stream: int | None = None, warps: int | None = None
     ) -> None:
-        """Launch the prefetch of chosen rows; default: warps for all of them, one for a range."""
-        params = self._row_params(chosen, 0)
-        if isinstance(chosen, range):
-            self._start("prefetch_rows", params, 1, stream)
-        else:
-            self._start_rows("prefetch_rows", params, len(chosen), stream, warps)
+        """Launch the prefetch of chosen rows; default: warps for all of them."""
+        self._start_segments("prefetch_rows", chosen, 0, stream, warps)
 
-    def check_indices(self, index: Index, stream: object) -> None:
-        """Launch the check of indices; the volume's error record has the places of bad ones."""
-        self._start("check_indices", self._row_params(index, 0), self._warps(len(index)), stream)
+    def _start_segments(
+        self,
+        name: str,
+        chosen: range | Index,
+        buffer: int,
+        stream: int | None,
+        warps: int | None,
+        strays: int = 0,
+        end: End | None = None,
+    ) -> None:
+        """Launch a kernel whose warps take lines of rows in batches."""
+        if isinstance(chosen, range):
+            segments = self._lines(chosen)
+        else:
+            segments = len(chosen) * self._segments
+        batch = self._batch_of(segments)
+        params = self._row_params(chosen, buffer, batch, strays)
+        useful = self._warps(segments, batch) if warps is None else warps
+        self._start(name, params, useful, stream, end=end)
+
+    def _lines(self, chosen: range) -> int:
+        begin = chosen.start * self.format.row_bytes
+        end = begin + len(chosen) * self.format.row_bytes
+        return _lines_between(begin, end, self.volume.cache.line_bytes)
+
+    def _word_for_strays(self, stream: int | None) -> int:
+        """Return the address of the word by which a check tells the scatter behind it."""
+        device = self.volume.cache.device
+        if self._strays is None:
+            self._strays = device.allocate(4 * _CHECKS_MAX)
+        handle = -1 if stream is None else stream
+        # Two graphs that were captured on one stream may run at the same time.
+        captured = stream is not None and device.capture(stream) is not None
+        place = None if captured else self._strays_of.get(handle)
+        if place is None:
+            place = self._strays_used
+            if place == _CHECKS_MAX:
+                raise CaptureError(
+                    f"an array takes scatters with indices on the GPU from {_CHECKS_MAX} streams "
+                    "and captured calls: open it again"
+                )
+            self._strays_used += 1
+            if not captured:
+                self._strays_of[handle] = place
+        return self._strays.address + 4 * place
+
+    def _show_rows(self, chosen: range | Index) -> None:
+        row = self.format.row_bytes
+        if isinstance(chosen, range):
+            self._show(np.array([chosen.start * row]), len(chosen) * row)
+        else:
+            self._show(self._rows_of(chosen) * row, row)
 
     def _show(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
         for watcher in self.watchers:
@@ -202,15 +311,6 @@ class Launcher:
         raw = self.volume.cache.device.download(index.address, len(index) * index.itemsize)
         found = np.frombuffer(raw, kind).astype(np.int64)
         return np.where(found < 0, found + self.format.row_count, found)
-
-    def _start_rows(
-        self, name: str, params: RowParams, rows: int, stream: object, warps: int | None = None
-    ) -> None:
-        """Launch a kernel whose warps take lines of rows in batches."""
-        line = self.volume.cache.line_bytes
-        params.segments = segments_per_row(self.format.row_bytes, line)
-        useful = self._warps(rows * params.segments, params.batch)
-        self._start(name, params, useful if warps is None else warps, stream)
 
     def _warps(self, items: int, batch: int = 32) -> int:
         if self.on_cpu:
@@ -242,7 +342,7 @@ class Launcher:
             drop=drop,
         )
         useful = self._warps(volume.cache.lines) if warps is None else warps
-        self._start(name, params, useful, None, served)
+        self._start(name, bytes(params), useful, None, served=served)
 
     def drop_tier(self, *, drop: int = 0, served: bool = True) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
@@ -258,20 +358,29 @@ class Launcher:
     def _start(
         self,
         name: str,
-        params: RowParams | MaintenanceParams,
+        params: bytes,
         warps: int,
-        stream: object,
+        stream: int | None,
+        *,
         served: bool = True,
+        end: End | None = None,
     ) -> None:
-        cache = self.volume.cache
-        uses = list(self.wake() if served else (*cache.owners, *self.volume.owners))
+        launch = self._prepared_launch(name, warps, len(params))
+        uses = list(self.wake() if served else (*self.volume.cache.owners, *self.volume.owners))
         try:
-            cache.device.launch(
-                name, params, warps=warps, stream=stream, uses=uses, policy=cache.policy
-            )
+            launch((params,), stream, uses, end)
         finally:
             # A kept exception keeps this frame. That must not keep the array's file open.
             uses.clear()
+
+    def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
+        cache = self.volume.cache
+        kernel = cache.device.built_in(name, cache.policy, param_bytes)
+        launch = cache.device.prepare(kernel, warps, cache.device.block_threads_for(warps))
+        if len(self._prepared) >= _PREPARED_MAX:
+            self._prepared.clear()
+        self._prepared[name, warps] = launch
+        return launch
 
     def wake(self) -> tuple[object, ...]:
         """Wake what serves the array; returns what a launch uses, see `Device.launch`."""
@@ -281,9 +390,31 @@ class Launcher:
         self.service.wake()
         return uses
 
+    def join_capture(self, stream: int) -> bool:
+        """Return whether a stream is being captured into a CUDA graph.
+
+        If it is, the graph counts as one that uses the array, and each replay of what the stream
+        queues next wakes what serves the array.
+        """
+        device = self.volume.cache.device
+        capture = device.capture(stream)
+        if capture is None:
+            return False
+        if capture != self._capture:
+            device.capture_count(stream, self.graphs)
+            self._capture = capture
+        if self.service.needs_wake:
+            if self._wake_call is None:
+                self._wake_call = self.service.wake_call()
+            if self._wake_call is not None:
+                device.capture_call(stream, self._wake_call)
+        return True
+
     def let_go(self) -> None:
         """Refuse launches from now on, and hold nothing for them any more."""
         self._uses = None
+        if self._strays is not None:
+            self._strays.close()
 
 
 def _lines_between(begin: int, end: int, line_bytes: int) -> int:

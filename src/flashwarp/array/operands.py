@@ -31,8 +31,10 @@ __all__ = ["Index", "Operands", "Rows", "host_empty", "host_index", "is_foreign"
 # Libraries that can allocate a result on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
 
+_INDEX_DTYPES = (np.dtype(np.int64), np.dtype(np.int32))
 
-@dataclass
+
+@dataclass(slots=True)
 class Index:
     """Row indices where the kernel reads them."""
 
@@ -46,14 +48,11 @@ class Index:
     held: DeviceArray | None = None
     """The copy in device memory of indices that came from the host."""
 
-    def __post_init__(self) -> None:
-        self._count = math.prod(self.shape)
-
     def __len__(self) -> int:
-        return self._count
+        return math.prod(self.shape)
 
 
-@dataclass
+@dataclass(slots=True)
 class Rows:
     """Where rows go or come from. `held` is the copy in device memory of a host array."""
 
@@ -86,8 +85,10 @@ class Rows:
 
 def is_foreign(key: object) -> bool:
     """Return whether this is an array of another library. The host may not reach its elements."""
-    return hasattr(key, "__cuda_array_interface__") or (
-        hasattr(key, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)
+    kind = type(key)
+    return (hasattr(kind, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)) or (
+        # Of the object: for a tensor of torch, the attribute takes microseconds.
+        hasattr(key, "__cuda_array_interface__")
     )
 
 
@@ -112,14 +113,15 @@ def host_index(chosen: range) -> npt.NDArray[np.int64]:
 
 def _is_array(out: object) -> bool:
     """Return whether this has memory to write to. A view of anything else would be a copy."""
-    if hasattr(out, "kernel_handle"):  # a `flashwarp.Array`, whose elements are in a storage
+    if hasattr(type(out), "kernel_handle"):  # a `flashwarp.Array`: its elements are in a storage
         return False
-    return isinstance(out, np.ndarray) or hasattr(out, "__flashwarp_view__") or is_foreign(out)
+    return isinstance(out, np.ndarray) or is_foreign(out) or hasattr(out, "__flashwarp_view__")
 
 
 def _overlap(index: Index, view: ArrayView) -> bool:
-    end, index_end = view.address + view.nbytes, index.address + len(index) * index.itemsize
-    return view.address < index_end and index.address < end and bool(len(index) and view.nbytes)
+    nbytes, index_bytes = view.nbytes, len(index) * index.itemsize
+    apart = index.address + index_bytes <= view.address or view.address + nbytes <= index.address
+    return not apart and nbytes != 0 and index_bytes != 0
 
 
 @contextlib.contextmanager
@@ -162,17 +164,24 @@ class Operands:
         if not is_foreign(idx):
             return self._host_index(host_indices(idx, self.format.row_count), "numpy")
         view = self.device.view(idx)
-        if view.dtype not in (np.dtype(np.int64), np.dtype(np.int32)):
+        if view.dtype not in _INDEX_DTYPES:
             raise IndexDtypeError(f"indices of dtype {view.dtype}: use int64 or int32")
         if view.device_kind == self.device.kind and not view.contiguous:
             raise ArgumentError("the indices are not contiguous: copy them first")
         if view.device_kind == "cuda" and self.device.kind == "cuda":
+            self._check_here("the indices are", view)
             itemsize = view.dtype.itemsize
             return Index(view.address, view.shape, itemsize, view.library, idx, checked=False)
         if view.device_kind == "cuda":
             raise ArgumentError("the indices are on a GPU, the array is on the CPU device")
         host = host_indices(np.from_dlpack(idx), self.format.row_count)
         return self._host_index(host, view.library)
+
+    def _check_here(self, what: str, view: ArrayView) -> None:
+        if view.ordinal not in (None, self.device.ordinal):
+            raise ArgumentError(
+                f"{what} on cuda:{view.ordinal}, the array is on {self.device.name}: copy them"
+            )
 
     def _host_index(self, host: npt.NDArray[np.int64], library: str) -> Index:
         if self.device.kind == "cpu" or host.size == 0:
@@ -226,6 +235,7 @@ class Operands:
             return Rows(held.address, out, held)
         if view.device_kind == "cuda" and not on_gpu:
             raise ArgumentError("out is on a GPU, the array is on the CPU device")
+        self._check_here("the rows would be", view)
         return Rows(view.address, out, None, view.library)
 
     def place_of(self, chosen: range | Index) -> tuple[tuple[int, ...], str]:
@@ -293,6 +303,7 @@ class Operands:
                     f"values of shape {view.shape} and dtype {view.dtype} must be a contiguous "
                     f"array of shape {shape} and dtype {self.dtype}"
                 )
+            self._check_here("the values are", view)
             return Rows(view.address, values, None, view.library)
         return self.placed(self.host_values(values, shape))
 

@@ -3,18 +3,19 @@
 Each call is timed alone, from Python, and the median of many is kept: *host* until the call has
 returned, *done* until its rows are there. Alternatives run in turns with ours: numpy on the CPU
 device; on a GPU `torch.index_select` of a table in GPU memory, the same into pinned memory with a
-copy, and an empty kernel of CuPy.
+copy, and kernels of CuPy. On a GPU, gathers as nodes of CUDA graphs follow (`calls_graphs`), and
+what a gather leaves of the GPU to others (`calls_neighbours`).
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -22,31 +23,57 @@ from typing import Annotated, Any
 import numpy as np
 
 import flashwarp as fw
+from flashwarp.bench import calls_graphs, calls_neighbours
+from flashwarp.bench.calls_base import CallsBench
 from flashwarp.config import parse_bytes
-from flashwarp.device import Device, resolve
+from flashwarp.device import resolve
 from flashwarp.probe.report import Report, Row
-from flashwarp.probe.timing import in_turns
+from flashwarp.probe.timing import wall_seconds
 
 __all__ = ["run"]
 
 _RESIDENT = 32
 _COLD = (32, 1024)
-_QUEUED = (1, 1024, 8192)
+_FIRST_RUNS = 3
+_QUEUED = (1, 32, 1024, 8192)
+
+_KERNELS = """
+#include "flashwarp/array.cuh"
+
+FW_KERNEL nothing() {}
+
+FW_KERNEL read(const FW_GRID_CONSTANT fw::array<const uint32_t, 2> a, const int64_t* index,
+               uint32_t* out) {
+  if (fw::base::thread_index() == 0) *out = a(uint64_t(*index), 0);
+}
+"""
 
 _FIRST_GATHER = """
+import json
+import os
 import time
+begin = time.perf_counter()
 import numpy as np
 import flashwarp as fw
 from flashwarp.device import resolve
+imported = time.perf_counter()
 device = resolve({device!r})
+device.allocate(4096).close()
+ready = time.perf_counter()
+folder = os.environ["FLASHWARP_CACHE_DIR"]
+found = os.listdir(folder)
 array = fw.open(fw.storage.Memory(np.arange(1 << 20, dtype=np.uint32), writable=False),
                 dtype=np.uint32, shape=(1024, 1024), device=device)
-start = time.perf_counter()
+opened = time.perf_counter()
 rows = array.gather(np.arange(32))
-seconds = time.perf_counter() - start
-assert int(rows[3, 5]) == 3 * 1024 + 5
+done = time.perf_counter()
+array.gather(np.arange(32, 64))
+again = time.perf_counter()
+right = int(rows[3, 5]) == 3 * 1024 + 5
 array.close()
-print(seconds)
+made = len([name for _, _, names in os.walk(folder) for name in names])
+print(json.dumps([done - ready, imported - begin, ready - imported, opened - ready, done - opened,
+                  again - done, made, not found and right]))
 """
 
 
@@ -58,89 +85,96 @@ def run(
     cold: Annotated[str, "Bytes of the table whose rows are new at each call."] = "4 GiB",
     runs: Annotated[int, "Calls of each kind."] = 200,
     first: Annotated[bool, "Also the first gather of a process without compiled kernels."] = True,
+    neighbours: Annotated[int, "Rows of a gather beside other work on a GPU; 0: none."] = 200_000,
     seed: Annotated[int, "Of the random rows."] = 1,
 ) -> Report:
     """Time calls of a few rows, one at a time, beside what a program would call without us."""
     where = resolve(device)
     bench = _Calls(where, parse_bytes(row), runs, np.random.default_rng(seed))
-    settings = {"row": row, "resident": resident, "cold": cold, "runs": runs}
+    settings = {
+        "row": row,
+        "resident": resident,
+        "cold": cold,
+        "runs": runs,
+        "neighbours": neighbours,
+    }
     bench.report = Report("Calls", where.describe(), settings, {"rows": seed})
     bench.resident(parse_bytes(resident))
     bench.cold(parse_bytes(cold), folder)
     bench.launches()
+    if bench.on_gpu:
+        calls_graphs.resident(bench, parse_bytes(resident))
+        calls_graphs.cold(bench, parse_bytes(cold))
     if first:
         bench.first_gather(where.name)
+    if bench.on_gpu and neighbours:
+        calls_neighbours.neighbours(bench, folder, neighbours)
     return bench.report
 
 
-class _Calls:
-    """Ours and the alternatives, on one device, with rows of one width."""
-
-    report: Report
-
-    def __init__(self, device: Device, row_bytes: int, runs: int, rng: np.random.Generator) -> None:
-        self.device = device
-        self.words = row_bytes // 4
-        self.runs = runs
-        self.rng = rng
-        self.on_gpu = device.kind == "cuda"
-        self.torch: Any = importlib.import_module("torch") if self.on_gpu else None
+class _Calls(CallsBench):
+    """Ours and the alternatives: calls of the host, one at a time."""
 
     def resident(self, nbytes: int) -> None:
         """Rows that are in the cache: blocking, on a stream, and as a future."""
-        data = self._counter(nbytes)
-        with self._opened(data, cache=nbytes) as array:
+        data = self.counter(nbytes)
+        with self.opened(data, cache=nbytes) as array:
             array.prefetch(slice(None))
             array.gather(np.arange(len(data))[:: max(1, len(data) // 64)])
-            index = self._index(len(data), _RESIDENT)
-            out = self._out(_RESIDENT)
-            self._warm(array, index, out)
+            index = self.index(len(data), _RESIDENT)
+            out = self.out(_RESIDENT)
+            for _ in range(3):
+                array.gather(index, out)
             if self.on_gpu:
                 plain = self.torch.from_numpy(data.view(np.int32)).cuda()
                 into = out.view(self.torch.int32)
-                select = self._torch_done(
-                    lambda: self.torch.index_select(plain, 0, index, out=into)
-                )
+                select = self.torch_done(lambda: self.torch.index_select(plain, 0, index, out=into))
                 name = "torch.index_select of a table in GPU memory, waited for"
             else:
-                select = self._timed(lambda: data.take(index, 0, out=out))
+                select = self.timed(lambda: data.take(index, 0, out=out))
                 name = "numpy.take of an array in memory"
-            ways = {"ours": self._timed(lambda: array.gather(index, out)), "other": select}
+            ways = {"ours": self.timed(lambda: array.gather(index, out)), "other": select}
             if self.on_gpu:
                 stream = self.torch.cuda.current_stream()
-                ways["stream"] = self._host(lambda: array.gather(index, out, stream=stream))
-                ways["stream done"] = self._torch_done(
+                ways["stream"] = self.host(lambda: array.gather(index, out, stream=stream))
+                ways["stream done"] = self.torch_done(
                     lambda: array.gather(index, out, stream=stream)
                 )
-            times = self._in_turns(ways)
-            checked = self._is(out, data, index)
+                ways["other host"] = self.host(
+                    lambda: self.torch.index_select(plain, 0, index, out=into)
+                )
+            times = self.in_turns(ways)
+            checked = self.right(out, data, index)
             what = f"gather of {_RESIDENT} resident rows"
-            self._add(f"{what}, blocking", times["ours"], name, times["other"], checked, nbytes)
+            self.add(f"{what}, blocking", times["ours"], name, times["other"], checked, nbytes)
             if self.on_gpu:
-                self._add(f"{what}, on a stream, host", times["stream"], "", 0.0, checked, nbytes)
+                host_name, host = "torch.index_select, host", times["other host"]
+                self.add(
+                    f"{what}, on a stream, host", times["stream"], host_name, host, checked, nbytes
+                )
                 done = times["stream done"]
-                self._add(f"{what}, on a stream, done", done, name, times["other"], checked, nbytes)
+                self.add(f"{what}, on a stream, done", done, name, times["other"], checked, nbytes)
             for count in sorted({min(count, len(data)) for count in _QUEUED}):
                 self._future(array, data, count)
 
     def _future(self, array: fw.Array, data: np.ndarray[Any, Any], count: int) -> None:
-        index, out = self._index(len(data), count), self._out(count)
+        index, out = self.index(len(data), count), self.out(count)
         made: list[float] = []
         for _ in range(self.runs):
             start = time.perf_counter()
             future = array.gather_async(index, out)
             made.append(time.perf_counter() - start)
             future.result()
-        self._add(
+        self.add(
             f"gather_async of {count} resident rows, host",
             median(made),
-            checked=self._is(out, data, index),
+            checked=self.right(out, data, index),
             footprint=data.nbytes,
         )
 
     def cold(self, nbytes: int, folder: Path) -> None:
         """Rows that no call has read before: in memory that the device reads, and in a file."""
-        data = self._counter(nbytes)
+        data = self.counter(nbytes)
         path = folder / "cold.bin"
         data.tofile(path)
         self._cold("memory", data, fw.storage.Memory(data, writable=False))
@@ -155,34 +189,34 @@ class _Calls:
         ) as array:  # fmt: skip
             # No row twice, in all runs and the one that warms up.
             for count in sorted({min(count, len(data) // 4) for count in _COLD}):
-                out = self._out(count)
+                out = self.out(count)
                 draws = iter(self.rng.permutation(len(data)).astype(np.int64))
                 last: list[Any] = []
 
                 def ours(out: Any = out, draws: Any = draws, last: list[Any] = last) -> float:
-                    last[:] = [self._placed(np.fromiter(draws, np.int64, len(out)))]
-                    return _seconds(lambda: array.gather(last[0], out))
+                    last[:] = [self.placed(np.fromiter(draws, np.int64, len(out)))]
+                    return wall_seconds(lambda: array.gather(last[0], out))
 
                 def other(out: Any = out) -> float:
-                    index = self._host_index(len(data), len(out))
+                    index = self.host_index(len(data), len(out))
                     return self._copied(data, index, out)
 
                 runs = min(self.runs, len(data) // count - 1)
-                times = self._in_turns({"other": other, "ours": ours}, runs)
-                self._add(
+                times = self.in_turns({"other": other, "ours": ours}, runs)
+                self.add(
                     f"gather of {count} cold rows of {where}, {array.explain().path}",
                     times["ours"],
                     "index_select into pinned memory, and a copy"
                     if self.on_gpu
                     else "numpy.take of the memory map",
                     times["other"],
-                    self._is(out, data, last[0]),
+                    self.right(out, data, last[0]),
                     data.nbytes,
                 )
 
     def _copied(self, data: np.ndarray[Any, Any], index: Any, out: Any) -> float:
         if not self.on_gpu:
-            return _seconds(lambda: data.take(index, 0, out=out))
+            return wall_seconds(lambda: data.take(index, 0, out=out))
         torch = self.torch
         table = torch.from_numpy(np.asarray(data).view(np.int32))
         pinned = torch.empty((len(out), self.words), dtype=torch.int32, pin_memory=True)
@@ -193,132 +227,79 @@ class _Calls:
             into.copy_(pinned, non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
-        return _seconds(call)
+        return wall_seconds(call)
 
     def launches(self) -> None:
-        """An empty kernel of `fw.compile`."""
-        program = fw.compile(
-            '#include "flashwarp/array.cuh"\nFW_KERNEL nothing() {}\n', self.device
-        )
-        ways = {"ours": self._host(lambda: program["nothing"](warps=1))}
-        name = ""
-        if self.on_gpu:
-            try:
-                cupy = importlib.import_module("cupy")
-            except ImportError:
-                print("cupy is not installed: no other launch to stand beside")
-            else:
-                other = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
-                ways["other"] = self._host(lambda: other((1,), (32,), ()))
-                name = "an empty cupy.RawKernel"
-        times = self._in_turns(ways)
-        self._add("launch of an empty kernel, host", times["ours"], name, times.get("other", 0.0))
+        """An empty kernel of `fw.compile`, and one with an array and two pointers."""
+        program = fw.compile(_KERNELS, self.device)
+        data = self.counter(1 << 20)
+        index, out = self.index(len(data), 1), self.out(1)
+        nothing, read = program["nothing"], program["read"]
+        with self.opened(data, cache=1 << 20) as array:
+            ways = {
+                "nothing": self.host(lambda: nothing(warps=1)),
+                "read": self.host(lambda: read(array, index, out, warps=1)),
+            }
+            name = "an empty cupy.RawKernel", "a cupy.RawKernel with three pointers"
+            if self.on_gpu:
+                self._add_launches(ways, index, out)
+            times = self.in_turns(ways)
+            for way, what in (("nothing", "an empty kernel"), ("read", "a kernel with an array")):
+                other = times.get(f"cupy {way}", 0.0)
+                known = name[way == "read"] if other else ""
+                self.add(f"launch of {what}, host", times[way], known, other)
+            if "torch" in times:
+                self.add("launch of torch.add, host", times["torch"])
+            array.synchronize()
+
+    def _add_launches(self, ways: dict[str, Any], index: Any, out: Any) -> None:
+        """Add launches of torch, and of cupy if it is installed."""
+        torch = self.torch
+        place = index.clone()
+        ways["torch"] = self.host(lambda: torch.add(index, 1, out=place))
+        try:
+            cupy = importlib.import_module("cupy")
+        except ImportError:
+            print("cupy is not installed: no other launch to stand beside")
+            return
+        empty = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+        source = 'extern "C" __global__ void read(void* a, long long* i, unsigned* o) { *o = *i; }'
+        three = cupy.RawKernel(source, "read")
+        given = cupy.zeros(8), cupy.from_dlpack(index), cupy.from_dlpack(out.view(torch.int32))
+        ways["cupy nothing"] = self.host(lambda: empty((1,), (32,), ()))
+        ways["cupy read"] = self.host(lambda: three((1,), (32,), given))
 
     def first_gather(self, device: str) -> None:
-        """The first gather of a process, on a machine that has compiled nothing."""
-        with tempfile.TemporaryDirectory() as cache:
-            found = subprocess.run(
-                [sys.executable, "-c", _FIRST_GATHER.format(device=device)],
-                env={**os.environ, "FLASHWARP_CACHE_DIR": cache},
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-        self._add("first gather of a process, nothing compiled before", float(found.stdout))
+        """The first gather of a process, on a machine that has compiled nothing.
 
-    # What they share.
-
-    def _counter(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """Rows that count their elements, so that any of them tells where it is from."""
-        rows = nbytes // (self.words * 4)
-        return np.arange(rows * self.words, dtype=np.uint32).reshape(rows, self.words)
-
-    def _opened(self, data: np.ndarray[Any, Any], cache: int) -> fw.Array:
-        return fw.open(
-            fw.storage.Memory(data, writable=False),
-            dtype=data.dtype,
-            shape=data.shape,
-            device=self.device,
-            cache=2 * cache,
-            line=self.words * 4,
-        )
-
-    def _host_index(self, rows: int, count: int) -> Any:
-        index = self.rng.integers(0, rows, count)
-        return self.torch.from_numpy(index) if self.on_gpu else index
-
-    def _placed(self, index: np.ndarray[Any, Any]) -> Any:
-        return self.torch.from_numpy(index).cuda() if self.on_gpu else index
-
-    def _index(self, rows: int, count: int) -> Any:
-        return self._placed(self.rng.integers(0, rows, count))
-
-    def _out(self, count: int) -> Any:
-        if self.on_gpu:
-            return self.torch.empty((count, self.words), dtype=self.torch.uint32, device="cuda")
-        return np.empty((count, self.words), np.uint32)
-
-    def _warm(self, array: fw.Array, index: Any, out: Any) -> None:
-        for _ in range(3):
-            array.gather(index, out)
-
-    def _timed(self, call: Callable[[], object]) -> Callable[[], float]:
-        return lambda: _seconds(call)
-
-    def _torch_done(self, call: Callable[[], object]) -> Callable[[], float]:
-        def measure() -> float:
-            start = time.perf_counter()
-            call()
-            self.torch.cuda.current_stream().synchronize()
-            return time.perf_counter() - start
-
-        return measure
-
-    def _host(self, call: Callable[[], object]) -> Callable[[], float]:
-        """Time a call that returns before its work is done, with nothing queued before it."""
-
-        def measure() -> float:
-            seconds = _seconds(call)
-            self.device.synchronize()
-            if self.on_gpu:
-                self.torch.cuda.synchronize()
-            return seconds
-
-        return measure
-
-    def _in_turns(
-        self, ways: dict[str, Callable[[], float]], runs: int | None = None
-    ) -> dict[str, float]:
-        return in_turns(ways, runs or self.runs)
-
-    def _is(self, out: Any, data: np.ndarray[Any, Any], index: Any) -> bool:
-        rows = np.asarray(index.cpu() if self.on_gpu else index)
-        got = out.view(self.torch.int32).cpu().numpy().view(np.uint32) if self.on_gpu else out
-        return bool(np.array_equal(got, data[rows]))
-
-    def _add(
-        self,
-        name: str,
-        seconds: float,
-        other_name: str = "",
-        other: float = 0.0,
-        checked: bool | None = None,
-        footprint: int = 0,
-    ) -> None:
+        The driver keeps what NVRTC compiles in a cache of its own, which has to be off: with it, a
+        gather seemed to take a fifth of a second, because an earlier process had compiled the same.
+        """
+        runs = []
+        for _ in range(_FIRST_RUNS):
+            with tempfile.TemporaryDirectory() as cache:
+                found = subprocess.run(
+                    [sys.executable, "-c", _FIRST_GATHER.format(device=device)],
+                    env={**os.environ, "FLASHWARP_CACHE_DIR": cache, "CUDA_CACHE_DISABLE": "1"},
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                )
+            runs.append(json.loads(found.stdout))
+        seconds, imported, context, opened, gathered, again, made, right = sorted(runs)[
+            len(runs) // 2
+        ]
         self.report.add(
             Row(
-                name,
+                "first gather of a process, with its open, nothing compiled before",
                 seconds * 1e6,
                 "us",
-                other_name,
-                other * 1e6,
-                checked=checked,
-                footprint=footprint,
+                checked=bool(right),
+                note=(
+                    f"median of {len(runs)} processes ({min(runs)[0]:.3g} to {max(runs)[0]:.3g} s):"
+                    f" open {opened:.3g} s, gather {gathered:.3g} s, the next gather "
+                    f"{again * 1e6:.0f} us; before, import {imported:.3g} s and context "
+                    f"{context:.3g} s. It left {made} files of compiled code."
+                ),
             )
         )
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

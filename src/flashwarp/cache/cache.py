@@ -101,6 +101,14 @@ class FailureSequence:
         self._acknowledged = 0  # of them
         self._untold = 0
 
+    @property
+    def unread(self) -> bool:
+        """Whether kernels have noted a failure that was not read; needs no transfer.
+
+        False, too, if they found the record full after the last read: the next `read` finds those.
+        """
+        return self._entry(self._read) is not None
+
     def first(self) -> FailureStruct | None:
         """Return the oldest unread failure and leave it unread; needs no transfer."""
         return self._entry(self._read)
@@ -171,7 +179,7 @@ class Volume:
     commands: FailureSequence = field(init=False)
     """Commands that failed."""
     indices: FailureSequence = field(init=False)
-    """Indices out of bounds; for a check of indices, the places of bad ones."""
+    """Indices out of bounds."""
 
     def __post_init__(self) -> None:
         record = ErrorRecordStruct.from_address(self.errors.address)

@@ -78,9 +78,9 @@ class VolumeStruct(ctypes.Structure):
 
     _fields_ = (
         *u64("line_begin", "line_count", "bytes", "queues", "events", "errors"),
-        *u32("queue_count", "path", "reserved", "spread"),
-        *u64("stripe_lines", "replica_writes"),
-        *u32("namespace_count", "failed", "reserved2", "attached"),
+        *u32("queue_count", "spread"),
+        *u64("lease", "stripe_lines", "replica_writes"),
+        *u32("namespace_count", "failed", "path", "attached"),
         ("spans", QueueSpanStruct * NAMESPACES_MAX),
         ("commands", FailureLogStruct),
         ("indices", FailureLogStruct),

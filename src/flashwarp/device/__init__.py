@@ -13,7 +13,7 @@ import threading
 from functools import partial
 
 from flashwarp import endings
-from flashwarp.device.base import TIMEOUT_S, Device, Event
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle, view
@@ -29,6 +29,7 @@ __all__ = [
     "DeviceArray",
     "DeviceMemory",
     "Event",
+    "Launch",
     "MemoryInfo",
     "OwnedStream",
     "Registration",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import endings
+from flashwarp import _native, endings
 from flashwarp._jit import driver
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
@@ -34,7 +34,7 @@ from flashwarp.device.memory import (
     host_bytes,
 )
 from flashwarp.dtypes import check_dtype, check_shape
-from flashwarp.errors import ArgumentError, ClosedError, DeviceError
+from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DeviceError
 from flashwarp.policy import CLOCK, Policy
 
 if TYPE_CHECKING:
@@ -43,6 +43,28 @@ if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
 
 _log = logging.getLogger(__name__)
+
+
+class Launch(ABC):
+    """A prepared launch; see `Device.prepare`."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        arguments: Sequence[bytes],
+        stream: int | None,
+        uses: Sequence[object] = (),
+        end: driver.End | None = None,
+    ) -> None:
+        """Launch it."""
+
+    def after_own(self, argument: bytes, stream: int) -> bool:
+        """Launch it on a GPU's stream, after what the library's own stream has queued.
+
+        Returns False, and does nothing, if the stream is being captured.
+        """
+        raise NotImplementedError
+
 
 TIMEOUT_S = 60.0
 """Default limit in seconds of a wait for a stream. A launch moves at most as much as a cache holds:
@@ -53,7 +75,15 @@ TIMEOUT_S = 60.0
 
 
 class Event(ABC):
-    """A point in a stream, to wait for or to measure between."""
+    """A point in a stream, to wait for or to measure between.
+
+    Attributes
+    ----------
+    handle : int
+        The driver's; 0 on CPU devices.
+    """
+
+    handle: int = 0
 
     @abstractmethod
     def record(self, stream: object = None) -> None:
@@ -98,6 +128,9 @@ class Device(endings.Closing, ABC):
     name: str
     kind: str
     ordinal: int | None = None
+
+    warps_at_once: int = 1
+    """So many warps keep the device's memory busy if each copies one line at a time."""
 
     def __init__(self) -> None:
         self._owned: dict[int, Finalizer] = {}
@@ -152,6 +185,10 @@ class Device(endings.Closing, ABC):
     @abstractmethod
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         """Set every byte; returns when done."""
+
+    def clear(self, address: int, nbytes: int, stream: object) -> None:
+        """Queue the zeroing of device memory, a multiple of 4 bytes. Returns at once."""
+        raise NotImplementedError
 
     @abstractmethod
     def memory_info(self) -> MemoryInfo:
@@ -236,27 +273,31 @@ class Device(endings.Closing, ABC):
         -----
         Returns at once on a GPU, when done on the CPU.
         """
-        kernel = self.built_in(name, policy)
-        struct, (expected,) = bytes(params), kernel.param_bytes
-        if len(struct) != expected:
-            raise DeviceError(
-                f"kernel fw_{name} takes a struct of {expected} bytes, but the host's has "
-                f"{len(struct)}: their layouts differ"
-            )
+        struct = bytes(params)
+        kernel = self.built_in(name, policy, len(struct))
         self.run_kernel(
             kernel, [struct], warps=warps, block_threads=block_threads, stream=stream, uses=uses
         )
 
-    def built_in(self, name: str, policy: Policy = CLOCK) -> LoadedKernel:
+    def built_in(
+        self, name: str, policy: Policy = CLOCK, param_bytes: int | None = None
+    ) -> LoadedKernel:
         """Load a built-in kernel, unless a launch has loaded it.
 
-        On a GPU it is compiled alone, for some seconds, unless it was compiled before.
+        On a GPU it is compiled, if neither the package has it compiled nor the cache of compiled
+        code: alone, in about a second. Raises DeviceError if it takes a
+        struct of another size than `param_bytes`.
         """
         self._check_usable()
         found = self._built_in.get(policy, {}).get(f"fw_{name}")
         if found is None:
             find = functools.partial(self._find_built_in, name, policy)
             found = endings.holding([self._lock], find)
+        if param_bytes is not None and found.param_bytes != (param_bytes,):
+            raise DeviceError(
+                f"kernel fw_{name} takes a struct of {found.param_bytes[0]} bytes, but the host's "
+                f"has {param_bytes}: their layouts differ"
+            )
         return found
 
     def _find_built_in(self, name: str, policy: Policy) -> LoadedKernel:
@@ -272,9 +313,9 @@ class Device(endings.Closing, ABC):
         """Load the kernel, and those that come with it; return them by symbol."""
         from flashwarp._jit import compiler  # slow to import, and many launches need none
 
-        source = compiler.Source.read(compiler.MODULE).behind(policy)
-        options = (*policy.options, "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1")
-        return self.load_program(source, options=options).by_name()
+        source, options = compiler.built_in(policy)
+        alone = (*options, "-DFW_ALL_KERNELS=0", f"-DFW_ONLY_{name}=1")
+        return self.load_program(source, options=alone).by_name()
 
     def load_program(
         self,
@@ -315,11 +356,49 @@ class Device(endings.Closing, ABC):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
+        end: driver.End | None = None,
     ) -> None:
         """Launch a kernel of a loaded program; `launch` describes the parameters.
 
         `arguments` are the bytes of the kernel's parameters. If `warps` is None, as many warps are
-        launched as run at a time.
+        launched as run at a time. With `end`, a GPU marks the end of the launch.
+        """
+
+    def block_threads_for(self, warps: int) -> int:  # noqa: ARG002
+        """Return into how large blocks this many warps are best divided."""
+        return 256
+
+    @abstractmethod
+    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
+        """Prepare launches of one kernel and one size, for callers that repeat them.
+
+        `warps` and `block_threads` are those of `launch`.
+
+        What is returned is called with the bytes of each parameter, the handle of a stream (None:
+        the library's own), and `uses` and `end` as `run_kernel` takes them.
+        """
+
+    # Captures of CUDA graphs. CPU devices have none.
+
+    def capture(self, stream: object) -> int | None:  # noqa: ARG002
+        """Return the number of the capture in which a stream takes part, or None."""
+        return None
+
+    def capture_call(self, stream: object, call: _native.WakeCall) -> None:
+        """Make each replay of the graph call a C function, which must live as long as the graph.
+
+        The call runs on a thread of the driver's, beside the work that the stream captures next.
+        """
+        raise NotImplementedError
+
+    def capture_count(self, stream: object, graphs: _native.CudaGraphs) -> None:
+        """Count the graph that is being captured in `graphs` for as long as it exists."""
+        raise NotImplementedError
+
+    def refuse_capture(self, what: str, instead: str) -> None:
+        """Raise CaptureError if a library's current stream is being captured.
+
+        For calls that do their work at once, so that a replay would not repeat it.
         """
 
     @abstractmethod
@@ -349,6 +428,9 @@ class Device(endings.Closing, ABC):
     @abstractmethod
     def event(self) -> Event:
         """Create an event that can measure time."""
+
+    def wait_any(self, events: Sequence[Event], seconds: float) -> None:
+        """Wait until one of these events is done, but no longer than this. Raises nothing."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -388,6 +470,8 @@ class Device(endings.Closing, ABC):
         May be called twice. Blocks while arrays are flushed; raises at the end if a flush failed.
         """
         failure = endings.close_all(self)
+        if isinstance(failure, CaptureError):
+            raise failure  # graphs still use the memory
         for cache in list(self.carries):
             cache.close()
         endings.uninterrupted(self._release)

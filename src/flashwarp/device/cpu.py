@@ -17,7 +17,7 @@ from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
 from flashwarp.device import host_memory
-from flashwarp.device.base import TIMEOUT_S, Device, Event
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
 from flashwarp.device.foreign import Stream
 from flashwarp.device.memory import (
     DeviceMemory,
@@ -39,6 +39,7 @@ from flashwarp.policy import Policy
 
 if TYPE_CHECKING:
     from flashwarp._jit.compiler import Source
+    from flashwarp._jit.driver import End
     from flashwarp._jit.host_compiler import HostArtifact
 
 # Transparent huge pages come in this size.
@@ -123,8 +124,8 @@ class CpuDevice(Device):
         if not policy.built_in:
             from flashwarp._jit import compiler  # slow to import, and the wheel's need none
 
-            source = compiler.Source.read(compiler.MODULE).behind(policy)
-            return self.load_program(source, options=policy.options).by_name()
+            source, options = compiler.built_in(policy)
+            return self.load_program(source, options=options).by_name()
         path = Path(_native.__file__).parent / "policies" / f"{policy.name}.so"
         try:
             program = _native.CpuProgram.installed(str(path))
@@ -170,6 +171,7 @@ class CpuDevice(Device):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
+        end: End | None = None,
     ) -> None:
         self._check_usable()
         threads = self.threads if warps is None else min(warps, self.threads)
@@ -182,6 +184,9 @@ class CpuDevice(Device):
             raise
         except RuntimeError as error:
             raise self._ended(error) from error
+
+    def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
+        return _CpuLaunch(self, kernel, warps)
 
     def _release(self) -> None:
         with self._lock:
@@ -212,6 +217,22 @@ class CpuDevice(Device):
 
     def describe(self) -> str:
         return f"cpu ({self.threads} threads)"
+
+
+class _CpuLaunch(Launch):
+    def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int | None) -> None:
+        self._device = device
+        self._kernel = kernel
+        self._warps = warps
+
+    def __call__(
+        self,
+        arguments: Sequence[bytes],
+        stream: int | None,
+        uses: Sequence[object] = (),
+        end: End | None = None,
+    ) -> None:
+        self._device.run_kernel(self._kernel, arguments, warps=self._warps, uses=uses)
 
 
 class _CpuEvent(Event):

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashwarp import _native, endings
 from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
-from flashwarp.device.base import TIMEOUT_S, Device, Event, quietly
+from flashwarp._waiting import saying_if_slow
+from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
 from flashwarp.device.foreign import Stream, stream_handle
 from flashwarp.device.memory import (
     DeviceMemory,
@@ -26,14 +28,25 @@ from flashwarp.device.memory import (
     check_alignment,
     positive,
 )
-from flashwarp.errors import ArgumentError, ClosedError, DeviceError, DeviceTimeout
+from flashwarp.errors import (
+    ArgumentError,
+    CaptureError,
+    ClosedError,
+    DeviceError,
+    DeviceTimeout,
+)
 
 if TYPE_CHECKING:
     from flashwarp._jit.compiler import Artifact, Source
+    from flashwarp.policy import Policy
 
 _log = logging.getLogger(__name__)
 
 _WARP_THREADS = 32
+_BLOCK_THREADS = 256
+
+# A wait asks without a pause for this long: most waits of the library end within it.
+_POLL_S = 200e-6
 
 
 class CudaDevice(Device):
@@ -46,7 +59,8 @@ class CudaDevice(Device):
 
     Notes
     -----
-    The first launch compiles all built-in kernels, or finds them on disk, and loads all of them.
+    The first launch loads all built-in kernels, if the package has them compiled for this GPU.
+    Otherwise the first launch of each compiles it, unless it is on disk.
     """
 
     kind = "cuda"
@@ -55,8 +69,12 @@ class CudaDevice(Device):
         super().__init__()
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
-        self.context = driver.Context(ordinal)
+        with saying_if_slow(_log, "opening %s", self.name):
+            self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
+        self.warps_at_once = self.context.multiprocessors * 8
+        # Marks the end of a stream for as long as `order` needs it.
+        self._mark = self.context.create_event(timing=False)
 
     @functools.cached_property
     def arch(self) -> str:
@@ -96,6 +114,9 @@ class CudaDevice(Device):
 
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         self._queue("cuMemsetD8Async", address, byte, nbytes, stream)
+
+    def clear(self, address: int, nbytes: int, stream: object) -> None:
+        self.context.fill(address, 0, nbytes // 4, self._handle(stream))
 
     def _queue(self, call: str, target: int, source: int, nbytes: int, stream: object) -> None:
         """Queue a copy, or the filling with the byte `source`, and wait for it."""
@@ -150,7 +171,7 @@ class CudaDevice(Device):
         debugged = ("-lineinfo", "-DFW_DEBUG=1") if debug else ()
         how: dict[str, Any] = {
             "include_dirs": (*include_dirs, compiler.INCLUDE_DIR),
-            "options": ("-DFW_PROGRAM=1", *debugged, *options),
+            "options": (*compiler.PROGRAM_OPTIONS, *debugged, *options),
         }
         artifact = compiler.compile_source(self.arch, source, **how)
         # For each parameter of each kernel, the element type if the program defines it.
@@ -162,6 +183,17 @@ class CudaDevice(Device):
             for symbol, types in elements.items()
         }
         return artifact.key, functools.partial(self._loaded, artifact, element_bytes)
+
+    def _load_built_in(self, name: str, policy: Policy) -> dict[str, LoadedKernel]:
+        from flashwarp._jit import precompiled
+
+        artifact = precompiled.find(self.context.compute_capability, policy)
+        if artifact is None:
+            return super()._load_built_in(name, policy)
+        # Each takes one struct.
+        load = functools.partial(self._loaded, artifact, dict.fromkeys(artifact.kernels, (0,)))
+        loading = functools.partial(self._load, artifact.key, load)
+        return endings.holding([self._lock], loading).by_name()
 
     def _loaded(
         self, artifact: Artifact, element_bytes: dict[str, tuple[int, ...]]
@@ -188,12 +220,41 @@ class CudaDevice(Device):
         block_threads: int = 256,
         stream: object = None,
         uses: Sequence[object] = (),
+        end: driver.End | None = None,
     ) -> None:
-        self._check_open()
+        launch = self.prepare(kernel, warps, block_threads)
+        launch(arguments, self._handle(stream), uses, end)
+
+    def block_threads_for(self, warps: int) -> int:
+        # Each of a few warps runs faster on an SM of its own.
+        spread = _WARP_THREADS * -(-warps // self.context.multiprocessors)
+        return max(_WARP_THREADS, min(_BLOCK_THREADS, spread))
+
+    def prepare(
+        self, kernel: LoadedKernel, warps: int | None, block_threads: int = _BLOCK_THREADS
+    ) -> Launch:
         module, function = kernel.handle
         blocks = self._blocks(module, function, warps, block_threads)
-        if blocks:
-            self.context.launch(function, blocks, block_threads, arguments, self._handle(stream))
+        return _CudaLaunch(self, function, blocks, block_threads)
+
+    # Captures.
+
+    def capture(self, stream: object) -> int | None:
+        return self.context.capture(stream if type(stream) is int else self._handle(stream))
+
+    def capture_call(self, stream: object, call: _native.WakeCall) -> None:
+        self.context.capture_call(self._handle(stream), call.function, call.argument)
+
+    def capture_count(self, stream: object, graphs: _native.CudaGraphs) -> None:
+        self.context.capture_count(self._handle(stream), graphs)
+
+    def refuse_capture(self, what: str, instead: str) -> None:
+        for library in ("torch", "cupy"):
+            if library in sys.modules and self.capture(self.current_stream(library)) is not None:
+                raise CaptureError(
+                    f"{what} cannot become part of the CUDA graph that {library}'s current stream "
+                    f"is being captured into: {instead}"
+                )
 
     # Streams.
 
@@ -210,6 +271,10 @@ class CudaDevice(Device):
     def current_stream(self, library: str) -> Stream:
         module = sys.modules.get(library)
         if library == "torch" and module is not None:
+            # Without an object of torch, which would take microseconds.
+            raw = getattr(module._C, "_cuda_getCurrentRawStream", None)
+            if raw is not None and module.cuda.is_initialized():
+                return Stream(raw(self.ordinal))
             return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy" and module is not None:
             with module.cuda.Device(self.ordinal):
@@ -220,28 +285,27 @@ class CudaDevice(Device):
         first, second = self._handle(before), self._handle(after)
         if first == second:
             return
-        event = self.context.create_event(timing=False)
-        try:
-            self.context.call("cuEventRecord", event, first)
-            self.context.call("cuStreamWaitEvent", second, event, 0)
-        finally:
-            # The driver keeps a destroyed event until the streams have passed it.
-            self.context.call("cuEventDestroy", event)
+        self.context.order(first, second, self._mark)
 
     def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
         handle = self._handle(stream)
-        done = functools.partial(self.context.done, "cuStreamQuery", handle)
+        if self.context.stream_done(handle, poll_s=_POLL_S):
+            return
+        done = functools.partial(self.context.stream_done, handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
 
     def alive(self) -> bool:
         try:
-            self.context.done("cuStreamQuery", self._stream.handle)
+            self.context.stream_done(self._stream.handle)
         except (DeviceError, ClosedError):
             return False
         return True
 
     def event(self) -> Event:
         return _CudaEvent(self)
+
+    def wait_any(self, events: Sequence[Event], seconds: float) -> None:
+        self.context.wait_any([event.handle for event in events], seconds)
 
     def describe(self) -> str:
         major, minor = self.context.compute_capability
@@ -281,30 +345,62 @@ class CudaDevice(Device):
         for program in self._programs.values():
             quietly(program.owner.close)
         self._programs.clear()
+        quietly(self.context.releasing("cuEventDestroy", self._mark))
         quietly(self.context.releasing("cuStreamDestroy", self._stream.handle))
         quietly(self.context.close)
+
+
+class _CudaLaunch(Launch):
+    def __init__(
+        self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
+    ) -> None:
+        self._device = device
+        self._context = device.context
+        self._size = kernel, blocks, block_threads
+
+    def __call__(
+        self,
+        arguments: Sequence[bytes],
+        stream: int | None,
+        uses: Sequence[object] = (),
+        end: driver.End | None = None,
+    ) -> None:
+        self._device._check_open()
+        if not self._size[1]:
+            return
+        handle = self._device._stream.handle if stream is None else stream
+        if end is None:
+            self._context.launch(*self._size, arguments, handle)
+        else:
+            self._context.launch_and_append(*self._size, arguments, handle, end)
+
+    def after_own(self, argument: bytes, stream: int) -> bool:
+        device = self._device
+        return self._context.launch_after(
+            device._stream.handle, device._mark, *self._size, argument, stream
+        )
 
 
 class _CudaEvent(Owned, Event):
     def __init__(self, device: CudaDevice) -> None:
         self._context = device.context
         self._cuda = device
-        self._event = self._context.create_event(timing=True)
-        Owned.__init__(self, device, self._context.releasing("cuEventDestroy", self._event))
+        self.handle = self._context.create_event(timing=True)
+        Owned.__init__(self, device, self._context.releasing("cuEventDestroy", self.handle))
 
     def record(self, stream: object = None) -> None:
-        self._context.call("cuEventRecord", self._event, self._cuda._handle(stream))
+        self._context.record(self.handle, self._cuda._handle(stream))
 
     def done(self) -> bool:
-        return self._context.done("cuEventQuery", self._event)
+        return self._context.event_done(self.handle)
 
     def wait_on(self, stream: object) -> None:
-        self._context.call("cuStreamWaitEvent", self._cuda._handle(stream), self._event, 0)
+        self._context.call("cuStreamWaitEvent", self._cuda._handle(stream), self.handle, 0)
 
     def elapsed_ms(self, start: Event) -> float:
         if not isinstance(start, _CudaEvent) or start.device is not self.device:
             raise ArgumentError("both events must come from one device")
-        return float(self._context.call("cuEventElapsedTime", start._event, self._event))
+        return float(self._context.call("cuEventElapsedTime", start.handle, self.handle))
 
 
 def _own_elements(signature: str) -> tuple[str, ...]:

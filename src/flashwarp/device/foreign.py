@@ -7,6 +7,7 @@ library, and `stream_handle` takes a stream in any common form. Nothing here cop
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def stream_handle(stream: object) -> int:
     Takes an int (0 or 1 is the legacy default stream, 2 the per-thread one), an object with
     `__cuda_stream__` (cuda.core and others), `cuda_stream` (torch) or `ptr` (cupy). None is 0.
     """
+    if type(stream) is int and 0 <= stream < 1 << 64:
+        return stream
     if stream is None:
         return 0
     if isinstance(stream, int) and not isinstance(stream, bool):
@@ -60,6 +63,9 @@ def stream_handle(stream: object) -> int:
 
 
 def _foreign_stream_handle(stream: object) -> int:
+    value = getattr(stream, "cuda_stream", None)
+    if type(value) is int:
+        return value
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         # A method; in early cuda.core versions a property.
@@ -83,7 +89,7 @@ _LIBRARIES = {"torch": "torch", "cupy": "cupy", "numpy": "numpy", "numba": "numb
 _LIBRARIES |= {"jax": "jax", "jaxlib": "jax"}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ArrayView:
     """A description of an array of any library.
 
@@ -145,13 +151,13 @@ def view(array: object, stream: object = None) -> ArrayView:
         A DLPack producer on a GPU finishes before later work on this stream. None: it need not.
     """
     library = _library_of(array)
+    if library == "torch" and hasattr(array, "data_ptr"):
+        return _view_torch(array)
     if hasattr(array, "__flashwarp_view__"):
         own: ArrayView = array.__flashwarp_view__()
         return own
     if isinstance(array, np.ndarray):
         return _view_numpy(array, array, "numpy")
-    if library == "torch" and hasattr(array, "data_ptr"):
-        return _view_torch(array)
     if hasattr(array, "__cuda_array_interface__"):
         return _view_cuda(array, library)
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -163,8 +169,7 @@ def view(array: object, stream: object = None) -> ArrayView:
 
 
 def _library_of(array: object) -> str:
-    module = type(array).__module__.partition(".")[0]
-    return _LIBRARIES.get(module, "other")
+    return _LIBRARIES.get(type(array).__module__.partition(".")[0], "other")
 
 
 def _view_numpy(array: npt.NDArray[Any], owner: object, library: str) -> ArrayView:
@@ -182,24 +187,34 @@ def _view_numpy(array: npt.NDArray[Any], owner: object, library: str) -> ArrayVi
 
 
 def _view_torch(tensor: Any) -> ArrayView:
-    if tensor.device.type not in ("cpu", "cuda"):
+    on_gpu = tensor.is_cuda
+    if not on_gpu and tensor.device.type != "cpu":
         raise ArgumentError(
             f"a tensor on {tensor.device} cannot be used: only cpu and cuda tensors"
         )
-    if not str(tensor.layout).endswith("strided"):
+    if not _is_strided(tensor.layout):
         raise ArgumentError(f"a tensor of layout {tensor.layout} cannot be used: make it dense")
     return ArrayView(
-        address=int(tensor.data_ptr()),
-        shape=tuple(int(n) for n in tensor.shape),
-        dtype=_torch_dtype(tensor.dtype),
-        contiguous=bool(tensor.is_contiguous()),
-        device_kind=tensor.device.type,
-        ordinal=tensor.device.index if tensor.device.type == "cuda" else None,
-        library="torch",
-        owner=tensor,
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        _torch_dtype(tensor.dtype),
+        tensor.is_contiguous(),
+        "cuda" if on_gpu else "cpu",
+        tensor.get_device() if on_gpu else None,
+        "torch",
+        tensor,
     )
 
 
+# Of a few layouts and dtypes, each of which takes a microsecond to look at.
+
+
+@functools.cache
+def _is_strided(layout: object) -> bool:
+    return str(layout).endswith("strided")
+
+
+@functools.cache
 def _torch_dtype(dtype: object) -> np.dtype[Any]:
     name = str(dtype).removeprefix("torch.")
     try:
@@ -289,8 +304,8 @@ def empty_in_library(
     module = sys.modules.get(library)
     handle = None if stream is None or device.kind != "cuda" else stream_handle(stream)
     if library == "torch" and module is not None:
-        kind = _dtype_for_torch(module, dtype)
-        if handle is None:
+        kind = torch_dtype(module, dtype)
+        if handle is None or handle == module.cuda.current_stream(device.ordinal).cuda_stream:
             return module.empty(shape, dtype=kind, device=device.name)
         with module.cuda.stream(module.cuda.ExternalStream(handle, device=device.name)):
             return module.empty(shape, dtype=kind, device=device.name)
@@ -310,7 +325,8 @@ def _cupy_stream(cupy: Any, handle: int, device: Place) -> Any:
     return cupy.cuda.ExternalStream(handle, device.ordinal)
 
 
-def _dtype_for_torch(torch: Any, dtype: np.dtype[Any]) -> Any:
+def torch_dtype(torch: Any, dtype: np.dtype[Any]) -> Any:
+    """Return torch's dtype for numpy's."""
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype) or not dtype.isnative:
         raise DtypeError(f"torch has no dtype for {dtype.str} ({dtype.name})")

@@ -7,10 +7,11 @@ page cache counts as available, because the kernel reclaims it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["available_bytes", "total_bytes"]
+__all__ = ["PinnedFiles", "available_bytes", "pinned_files", "total_bytes"]
 
 # Names of the files of a memory control group: limit, use, and the lines of `memory.stat` for what
 # can be reclaimed. Version 1 counts the groups below in the lines with `total_`.
@@ -20,6 +21,64 @@ _V1 = (
     "memory.usage_in_bytes",
     ("total_active_file", "total_inactive_file"),
 )
+
+
+class PinnedFiles:
+    """How many bytes of the page cache the arrays of a process may have pinned, all together.
+
+    Pinned pages of files count as available memory, so no look at the memory shows them. Arrays on
+    one file pin the same pages, which count once. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sizes: dict[tuple[int, int], list[int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are counted now."""
+        with self._lock:
+            return self._sum()
+
+    def reserve(
+        self, file: tuple[int, int], nbytes: int, most: int
+    ) -> tuple[Callable[[], None] | None, int]:
+        """Count `nbytes` of a file, given by device and inode, if all together are at most `most`.
+
+        Returns
+        -------
+        release : callable or None
+            Ends it; may be called twice. None: they would be more, so they are not counted.
+        others : int
+            Bytes that were counted before.
+        """
+        with self._lock:
+            others = self._sum()
+            sizes = self._sizes.setdefault(file, [])
+            sizes.append(nbytes)
+            if self._sum() > most:
+                self._remove(file, nbytes)
+                return None, others
+        held = [nbytes]
+
+        def release() -> None:
+            with self._lock:
+                if held:
+                    self._remove(file, held.pop())
+
+        return release, others
+
+    def _sum(self) -> int:
+        return sum(max(sizes) for sizes in self._sizes.values())
+
+    def _remove(self, file: tuple[int, int], nbytes: int) -> None:
+        self._sizes[file].remove(nbytes)
+        if not self._sizes[file]:
+            del self._sizes[file]
+
+
+pinned_files = PinnedFiles()
+"""Of this process."""
 
 
 def total_bytes() -> int:

@@ -58,6 +58,14 @@ FW_KERNEL fw_invalidate_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_pa
 }
 #endif
 
+#if FW_BUILDS(refresh_lines)
+// Drops lines that were cached before another program was let to write the file; usually none. For
+// kernels that do not call `fw::refresh` themselves and are replayed in a graph.
+FW_KERNEL fw_refresh_lines(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
+  fw::cache::refresh(*p.cache, *p.volume, fw::warp::kFullMask);
+}
+#endif
+
 #if FW_BUILDS(drop_tier)
 // Drops the volume's lines from the host tier. fw_invalidate_lines must have ended, because lines
 // that are still in frames could enter the tier again.

@@ -1,5 +1,5 @@
 // Every built-in kernel in one translation unit, which is a program like any other. The wheel has
-// all of them compiled for the CPU device; on a GPU each is compiled alone when it is first used.
+// all of them compiled for the CPU device, and may have them for GPUs.
 #pragma once
 
 #include "maintenance.cuh"

@@ -22,28 +22,45 @@ struct row_params {
   uint64_t row_bytes;    // of one row; for a range: byte offset of its start in the array
   uint64_t row_count;    // rows of the array
   uint64_t look_ahead;   // items that a warp prefetches ahead; 0: none
+  uint32_t* strays;      // counts indices out of bounds, if a scatter depends on that; or null
   uint32_t index_bytes;  // 4 or 8
   uint32_t segments;     // the most lines that one row touches
   uint32_t batch;        // segments that a warp takes at a time, 1 to 32; one if lines are long
   uint32_t reserved;
 };
-static_assert(sizeof(row_params) == 120);
+static_assert(sizeof(row_params) == 128);
+
+FW_DEVICE int64_t index_at(const row_params& p, uint64_t k) {
+  return p.index_bytes == 4 ? int64_t(static_cast<const int32_t*>(p.indices)[k])
+                            : static_cast<const int64_t*>(p.indices)[k];
+}
 
 // The caller's index `k`, counted from the front; row_count or more if it is out of bounds.
 FW_DEVICE uint64_t row_of(const row_params& p, uint64_t k) {
-  int64_t i = p.index_bytes == 4 ? int64_t(static_cast<const int32_t*>(p.indices)[k])
-                                 : static_cast<const int64_t*>(p.indices)[k];
-  if (i < 0) i += int64_t(p.row_count);
-  return uint64_t(i);
+  const int64_t i = index_at(p, k);
+  return uint64_t(i < 0 ? i + int64_t(p.row_count) : i);
+}
+
+// Notes that index `k` is out of bounds, for the host to raise.
+FW_DEVICE_NOINLINE void note_stray(const row_params& p, uint64_t k) {
+  cache::volume& v = *p.volume;
+  cache::note_failure(v.indices, v.errors->indices, uint64_t(index_at(p, k)), cache::kRows, 0);
+}
+
+// Whether the launch may store. A check of all indices runs before it in the same stream.
+FW_DEVICE bool may_store(const row_params& p) {
+  return p.strays == nullptr || atomic::load_relaxed(p.strays) == 0;
 }
 
 // The piece of a row in one line.
 struct segment {
-  uint64_t line;    // global
+  uint64_t line;    // global; kNoRow: the index is out of bounds
   uint64_t offset;  // in the line
   uint64_t bytes;   // 0: nothing
   uint64_t buffer;  // address in the caller's buffer
 };
+
+inline constexpr uint64_t kNoRow = ~uint64_t(0);
 
 // The piece of [begin, begin + bytes) of the array in its `part`-th line, for a buffer at `buffer`.
 FW_DEVICE segment cut(const row_params& p, uint64_t begin, uint64_t bytes, uint64_t part,
@@ -70,8 +87,7 @@ FW_DEVICE segment segment_at(const row_params& p, uint64_t item) {
   if (p.indices == nullptr) return cut(p, p.row_bytes, p.index_count, item, buffer);
   const uint64_t k = p.segments == 1 ? item : item / p.segments;
   const uint64_t row = row_of(p, k);
-  // The host has checked the indices. One that has changed since must not leave the array either.
-  if (row >= p.row_count) return {0, 0, 0, 0};
+  if (row >= p.row_count) return {kNoRow, 0, 0, 0};
   return cut(p, row * p.row_bytes, p.row_bytes, item - k * p.segments, buffer + k * p.row_bytes);
 }
 
@@ -140,8 +156,21 @@ struct copy_segments {
 // What a launch of rows does with its segments.
 enum class row_action { kGather, kScatter, kPrefetch };
 
+// Notes an index out of bounds, at the first of its row's segments. A gather puts zeros in its row.
+template <row_action kAction>
+FW_DEVICE_NOINLINE void refuse_row(const row_params& p, uint64_t item) {
+  const uint64_t k = item / p.segments;
+  if (k * p.segments != item) return;
+  if constexpr (kAction == row_action::kGather) {
+    char* const target = p.rows + k * p.row_bytes;
+    for (uint64_t i = 0; i < p.row_bytes; i++) atomic::store_plain(target + i, char(0));
+  }
+  note_stray(p, k);
+}
+
 template <row_action kAction>
 FW_DEVICE void for_each_segment(const row_params& p) {
+  if (kAction == row_action::kScatter && !may_store(p)) return;
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint32_t mask = warp::kFullMask;
@@ -150,10 +179,12 @@ FW_DEVICE void for_each_segment(const row_params& p) {
   const warp::share mine = warp::share_of(segment_count(p), batch);
   cache::tally tally;
   cache::tally ahead;
+  cache::refresh(c, v, mask);
   for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
     const uint64_t item = first + warp::lane();
     segment piece = {0, 0, 0, 0};
     if (in_batch && item < mine.end) piece = segment_at(p, item);
+    if (piece.line == kNoRow) refuse_row<kAction>(p, item);
     const bool wants = piece.bytes != 0;
     if constexpr (kAction == row_action::kPrefetch) {
       cache::prefetch<policy>(c, v, mask, wants, piece.line, tally);
@@ -184,6 +215,7 @@ FW_DEVICE void for_each_segment(const row_params& p) {
 template <uint32_t kBytes, bool kStores>
 FW_DEVICE void for_each_element(const row_params& p) {
   using word = atomic::raw<kBytes>;
+  if (kStores && !may_store(p)) return;
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint32_t mask = warp::kFullMask;
@@ -191,11 +223,16 @@ FW_DEVICE void for_each_element(const row_params& p) {
   const warp::share share = warp::share_of(p.index_count * parts, warp::kWarpWidth);
   cache::tally tally;
   cache::tally ahead;
+  cache::refresh(c, v, mask);
   for (uint64_t first = share.begin; first < share.end; first += share.stride) {
     const uint64_t item = first + warp::lane();
     const uint64_t k = parts == 1 ? item : item / parts;
     const uint64_t row = item < share.end ? row_of(p, k) : p.row_count;
     const bool wants = row < p.row_count;
+    if (!wants && item < share.end) {
+      if constexpr (!kStores) word::store(p.rows + item * kBytes, {});
+      if (item == k * parts) note_stray(p, k);
+    }
     const uint64_t byte = row * p.row_bytes + (item - k * parts) * kBytes;
     const uint64_t line = v.line_begin + (byte >> p.geometry.line_shift);
     const uint64_t offset = byte & (cache::line_bytes(p.geometry) - 1);
@@ -282,13 +319,12 @@ FW_ELEMENT_KERNEL(fw_scatter_elements, 16, true)
 #undef FW_ELEMENT_KERNEL
 
 #if FW_BUILDS(check_indices)
-// Looks for indices that are out of bounds, and records their places in the volume's error record.
+// Counts and notes the indices that are out of bounds, for a scatter behind it in the stream.
 FW_KERNEL fw_check_indices(const FW_GRID_CONSTANT fw::kernels::row_params p) {
-  fw::cache::volume& v = *p.volume;
   for (uint64_t k = fw::base::thread_index(); k < p.index_count; k += fw::base::thread_count()) {
     if (fw::kernels::row_of(p, k) < p.row_count) continue;
-    fw::cache::note_failure(v.indices, v.errors->indices, k, 0, 0);
-    return;
+    fw::atomic::add_relaxed(p.strays, 1u);
+    fw::kernels::note_stray(p, k);
   }
 }
 #endif

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flashwarp import _native
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 from flashwarp.errors import StorageError
@@ -37,6 +38,8 @@ class Destination:
         What holds the frames. A service keeps it until it has stopped.
     controllers : int
         How many controllers serve the array, and share the cores.
+    in_place_refusal : str
+        Why data must not be read in place, for people; empty: it may be.
     """
 
     device: Device
@@ -44,6 +47,7 @@ class Destination:
     frames: tuple[int, int]
     owners: tuple[object, ...] = ()
     controllers: int = 1
+    in_place_refusal: str = ""
 
 
 class Queues(Protocol):
@@ -129,6 +133,11 @@ class Service(NotCopied, ABC):
     # What some controllers can do better.
 
     @property
+    def in_place_refusal(self) -> str:
+        """Why the device does not read the namespace in place although it lies in memory."""
+        return ""
+
+    @property
     def natives(self) -> tuple[Any, ...]:
         """C++ controllers that threads of the CPU device serve while they wait for commands.
 
@@ -150,7 +159,16 @@ class Service(NotCopied, ABC):
     def plain_reads(self) -> bool:
         """Whether kernels read the namespace in place without commands: `queues` says so to them.
 
-        Prefetches and asynchronous reads in kernels take commands nevertheless.
+        Prefetches are such reads, too: the line is in the cache when the prefetch has returned.
+        """
+        return False
+
+    @property
+    def leased(self) -> bool:
+        """Whether kernels look at an epoch as they begin, because others may change the namespace.
+
+        If so, a graph needs the built-in kernel `refresh_lines` before each kernel of a user that
+        does not call ``fw::refresh`` itself.
         """
         return False
 
@@ -167,8 +185,29 @@ class Service(NotCopied, ABC):
         """Name what did not answer in time, for people."""
         return "the storage"
 
+    @property
+    def needs_wake(self) -> bool:
+        """Whether a launch must call `wake`. False while kernels can submit no commands."""
+        return True
+
     def wake(self) -> None:
-        """Prepare for commands that are about to be submitted. Costs microseconds at most."""
+        """Prepare for commands that are about to be submitted. Costs microseconds at most.
+
+        Raises ControllerError if no kernel may be launched any more.
+        """
+
+    def wake_call(self) -> _native.WakeCall | None:
+        """Return a C function that wakes the threads, for callers without an interpreter.
+
+        ``function`` is the address of a ``void (*)(void *)``, and ``argument`` what it takes; a
+        host node of a CUDA graph calls it so. Any thread may make the call, as long as the returned
+        object lives, also after `stop`: then it does nothing. It neither waits nor calls CUDA, and
+        takes tens of nanoseconds if the threads are awake, else about ten microseconds.
+
+        None: the service has no thread in C++, and kernels' first commands wait until it looks.
+        """
+        natives = self.natives
+        return _native.WakeCall(natives) if natives else None
 
     def worth_looking_ahead(self) -> bool:
         """Whether a CPU thread gains by submitting commands before it needs their data."""

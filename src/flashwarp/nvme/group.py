@@ -141,8 +141,15 @@ class GroupService(Service):
         self._shared = contextlib.ExitStack()
         try:
             shared = replace(destination, controllers=destination.controllers * len(controllers))
-            for controller, member in zip(controllers, storage.members, strict=True):
-                self.services.append(controller.attach(member, shared))
+            self._attach(controllers, storage, shared)
+            refusals = [service.in_place_refusal for service in self.services]
+            refusal = next(filter(None, refusals), "")
+            if refusal and not all(refusals):
+                # The device reads only some of the members in place: all take the other path.
+                for service in self.services:
+                    service.stop()
+                self.services.clear()
+                self._attach(controllers, storage, replace(shared, in_place_refusal=refusal))
             pairs = []
             for service in self.services:
                 queues = service.queues
@@ -174,6 +181,17 @@ class GroupService(Service):
             self.stop()
             raise
 
+    def _attach(
+        self, controllers: Sequence[Controller], storage: Composite, destination: Destination
+    ) -> None:
+        for controller, member in zip(controllers, storage.members, strict=True):
+            self.services.append(controller.attach(member, destination))
+
+    @property
+    def in_place_refusal(self) -> str:
+        """Why the device does not read the members in place; see `Service`."""
+        return next(filter(None, (service.in_place_refusal for service in self.services)), "")
+
     @property
     def path(self) -> str:
         """The data path of all; "bounce" from the moment at which one has left "in_place"."""
@@ -189,6 +207,11 @@ class GroupService(Service):
     def plain_reads(self) -> bool:
         """Whether kernels read all namespaces in place without commands."""
         return all(service.plain_reads for service in self.services)
+
+    @property
+    def leased(self) -> bool:
+        """Whether one of the files was opened under a lease; see `Service`."""
+        return any(service.leased for service in self.services)
 
     @property
     def changes(self) -> int:
@@ -216,6 +239,11 @@ class GroupService(Service):
     def namespace_count(self) -> int:
         """How many namespaces the array lies on."""
         return len(self.services)
+
+    @property
+    def needs_wake(self) -> bool:
+        """Whether one of the services needs it; see `Service`."""
+        return any(service.needs_wake for service in self.services)
 
     def wake(self) -> None:
         """Wake the threads of all: work is about to be submitted."""

@@ -7,6 +7,7 @@ has stopped.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -53,8 +54,8 @@ class QueuePairStruct(ctypes.Structure):
     _fields_ = (
         *u64("sq", "cq", "sq_doorbell", "cq_doorbell", "slots", "detached"),
         ("data", TransportStruct),
-        *u32("doorbell_kind", "plain_reads"),
-        ("_pad0", ctypes.c_uint8 * 24),
+        *u32("doorbell_kind", "plain_reads", "plain_writes"),
+        ("_pad0", ctypes.c_uint8 * 20),
         *u32("ticket", "depth_log2", "id", "failed"),
         ("_pad1", ctypes.c_uint8 * 16),
         *u32("publish_lock", "tail"),
@@ -64,6 +65,41 @@ class QueuePairStruct(ctypes.Structure):
         *u32("doorbells", "helps"),
         ("_pad4", ctypes.c_uint8 * 24),
     )
+
+
+class LeaseStruct(ctypes.Structure):
+    """Mirror of `cache::lease`."""
+
+    _fields_ = (
+        *u32("epoch", "reserved", "swept", "reserved2"),
+        *u64("next", "done"),
+        ("_pad", ctypes.c_uint8 * 32),
+    )
+
+
+class Epoch(NotCopied):
+    """How often other programs may have changed what an array reads, for its kernels.
+
+    Kernels that begin after `advance` drop what was cached before; see `cache/lease.cuh`.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._memory = device.allocate(ctypes.sizeof(LeaseStruct))
+        self.address = self._memory.address
+        self.owners = self._memory.owners
+        self._value = 0
+
+    def advance(self, stream: Any) -> None:
+        """Begin the next epoch. `stream` is idle, and no kernel runs on it."""
+        self._value += 1
+        word = (self._value & 0xFFFFFFFF).to_bytes(4, "little")
+        place = self.address + LeaseStruct.epoch.offset
+        self._device.upload(place, word, stream)
+
+    def close(self) -> None:
+        """Free the memory. May be called twice."""
+        self._memory.close()
 
 
 class QueueCounters(NamedTuple):
@@ -90,9 +126,9 @@ class QueuePairs(NotCopied):
     buffer_bytes : int
         "bounce", or `leased`: size of one slot's buffer.
     leased : bool
-        "in_place": whether `leave_in_place` may be called.
-    plain_reads : bool
-        "in_place": whether kernels read the namespace without commands.
+        "in_place": whether `leave_in_place` and `advance_epoch` may be called.
+    plain_reads, plain_writes : bool
+        "in_place": whether kernels read, and write, the namespace without commands.
     timeout_s : float
         Bound of every wait of the device code.
     """
@@ -108,6 +144,7 @@ class QueuePairs(NotCopied):
         buffer_bytes: int = 0,
         leased: bool = False,
         plain_reads: bool = False,
+        plain_writes: bool = False,
         timeout_s: float,
     ) -> None:
         self.device = device
@@ -125,6 +162,9 @@ class QueuePairs(NotCopied):
         self._rings = device.allocate_host(rings + heartbeat_bytes)
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         self._memory = device.allocate(count * (pair_bytes + depth * (8 + _DETACHED_BYTES)))
+        self._epoch = self._own_epoch = Epoch(device) if leased else None
+        # The lease's keeper may come while the structs move into a table.
+        self._lock = threading.Lock()
         self.address = self._memory.address
         sq, cq = self._rings.address, self._rings.address + count * depth * _SQE_BYTES
         doorbells = cq + count * depth * _CQE_BYTES
@@ -149,6 +189,7 @@ class QueuePairs(NotCopied):
             pair.data.heartbeat = self.heartbeat
             pair.data.leased = int(leased)
             pair.plain_reads = int(plain_reads)
+            pair.plain_writes = int(plain_writes)
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(
@@ -164,10 +205,21 @@ class QueuePairs(NotCopied):
             )
         device.upload(self.address, bytes(self._structs))
 
-    def move_to(self, address: int) -> None:
-        """Move the structs that kernels use; before any kernel has used them."""
-        self.address = address
-        self.device.upload(address, bytes(self._structs))
+    def move_to(self, address: int, epoch: Epoch | None) -> None:
+        """Move the structs that kernels use, and share an epoch; before any kernel has used them.
+
+        The caller closes the epoch, after the controllers have stopped.
+        """
+        with self._lock:
+            self.address = address
+            self.device.upload(address, bytes(self._structs))
+            if self._epoch is not None:
+                self._epoch = epoch
+
+    @property
+    def leased(self) -> bool:
+        """Whether the host may leave the in-place path."""
+        return self._epoch is not None
 
     def leave_in_place(self, stream: Any) -> None:
         """Send commands that are submitted from now on through the slots' buffers.
@@ -175,16 +227,24 @@ class QueuePairs(NotCopied):
         Kernels may run at the same time. After this call, none of them uses data that it then loads
         from the namespace's own address. `stream` is idle, and no kernel runs on it.
         """
-        path = DATA_PATHS.index("bounce").to_bytes(4, "little")
+        path = DATA_PATHS.index("bounce")
         place = QueuePairStruct.data.offset + TransportStruct.path.offset
-        for i in range(self.count):
-            address = self.address + i * ctypes.sizeof(QueuePairStruct) + place
-            self.device.upload(address, path, stream)
-        self.path = "bounce"
+        with self._lock:
+            for i, pair in enumerate(self._structs):
+                pair.data.path = path
+                address = self.address + i * ctypes.sizeof(QueuePairStruct) + place
+                self.device.upload(address, path.to_bytes(4, "little"), stream)
+            self.path = "bounce"
+
+    def advance_epoch(self, stream: Any) -> None:
+        """Let kernels that begin from now on drop what was cached before; see `Epoch.advance`."""
+        with self._lock:
+            if self._epoch is not None:
+                self._epoch.advance(stream)
 
     def volume_fields(self) -> dict[str, Any]:
-        """Return no fields: one namespace needs none beyond `address`, `count` and `path`."""
-        return {}
+        """Return what a volume must know beyond `address`, `count` and `path`."""
+        return {} if self._epoch is None else {"lease": self._epoch.address}
 
     @property
     def failed(self) -> bool:
@@ -194,7 +254,7 @@ class QueuePairs(NotCopied):
     @property
     def owners(self) -> tuple[object, ...]:
         """What holds the memory; see `DeviceMemory.owners`."""
-        parts = (self._rings, self._memory, self._buffers)
+        parts = (self._rings, self._memory, self._buffers, self._own_epoch)
         return tuple(owner for part in parts if part is not None for owner in part.owners)
 
     @property
@@ -213,6 +273,8 @@ class QueuePairs(NotCopied):
         self._rings.close()
         if self._buffers is not None:
             self._buffers.close()
+        if self._own_epoch is not None:
+            self._own_epoch.close()
 
     def _download(self) -> list[QueuePairStruct]:
         nbytes = self.count * ctypes.sizeof(QueuePairStruct)
@@ -244,16 +306,20 @@ class QueueTable:
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         self._memory = device.allocate(self.count * pair_bytes)
         self.address = self._memory.address
+        # One for all, since kernels look at one word.
+        self._epoch = Epoch(device) if any(pairs.leased for pairs in members) else None
         self.spans = []
         first = 0
         for pairs in members:
-            pairs.move_to(self.address + first * pair_bytes)
+            pairs.move_to(self.address + first * pair_bytes, self._epoch)
             self.spans.append((first, pairs.count))
             first += pairs.count
 
     def volume_fields(self) -> dict[str, Any]:
         """Return what a volume must know beyond `address`, `count` and `path`."""
-        return {**self._fields, "namespace_count": len(self.members), "spans": tuple(self.spans)}
+        lease = {} if self._epoch is None else {"lease": self._epoch.address}
+        spans = tuple(self.spans)
+        return {**self._fields, **lease, "namespace_count": len(self.members), "spans": spans}
 
     @property
     def failed(self) -> bool:
@@ -268,3 +334,5 @@ class QueueTable:
     def close(self) -> None:
         """Free the table; the controllers must have stopped. May be called twice."""
         self._memory.close()
+        if self._epoch is not None:
+            self._epoch.close()

@@ -7,28 +7,33 @@ array, and stops with it. Data reaches the device by one of three paths, chosen 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flashwarp import _native, config
 from flashwarp.config import choice, flag, integer
 from flashwarp.device import CpuDevice, Device
-from flashwarp.device.memory import OwnedStream
+from flashwarp.device.memory import OwnedStream, Registration
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
     ControllerError,
+    DeviceError,
     StorageError,
 )
 from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, QueuePairs
 from flashwarp.storage import File, Memory, Namespace, Storage
+from flashwarp.storage.composite import members_of
 from flashwarp.storage.file import Mapping
 
 if TYPE_CHECKING:
     from flashwarp.nvme.drive_model import SSDModel
 
 __all__ = ["PAGE_BYTES", "SoftwareController", "SoftwareService", "choose_path"]
+
+_log = logging.getLogger(__name__)
 
 PAGE_BYTES = 2 << 20
 """Memory page size of the controller (CC.MPS): the largest line needs no PRP list."""
@@ -59,8 +64,8 @@ class SoftwareController(Controller):
         pinned buffers. "direct": into the cache's frames; CPU device only. Default: the best that
         storage and device allow; `Array.explain` says which, and why.
     commands : bool
-        Send a command for each read, also where the device reads the namespace's own memory and
-        needs none: for tests and figures of the queue pairs.
+        Send a command for each read and write, also where the device reaches the namespace's own
+        memory and needs none: for tests and figures of the queue pairs.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
@@ -123,8 +128,12 @@ class SoftwareController(Controller):
         return "<settings of a flashwarp.SoftwareController>"
 
 
-def choose_path(storage: Storage, device: Device, wanted: str | None) -> tuple[str, str]:
+def choose_path(
+    storage: Storage, device: Device, wanted: str | None, refusal: str = ""
+) -> tuple[str, str]:
     """Choose how the data of a storage moves; return the path, and why.
+
+    `refusal` says why it cannot be read in place, if that was tried.
 
     Raises ArgumentError if `wanted` is a path that it cannot take.
     """
@@ -145,11 +154,46 @@ def choose_path(storage: Storage, device: Device, wanted: str | None) -> tuple[s
         raise ArgumentError("data_path='direct' needs a device whose memory the host can write")
     if wanted is not None:
         return wanted, "asked for"
-    if mappable:
+    if mappable and not refusal:
         return "in_place", "the namespace is memory that the device reads itself"
+    tried = f"; it is not read in place, because {refusal}" if refusal else ""
     if device.kind == "cpu":
-        return "direct", "the device's memory is host memory: the controller fills the frames"
-    return "bounce", "the host cannot write GPU memory: data passes through pinned buffers"
+        why = "the device's memory is host memory: the controller fills the frames"
+        return "direct", why + tried
+    why = "the host cannot write GPU memory: data passes through pinned buffers"
+    return "bounce", why + tried
+
+
+# If a device refuses one registration of a file's pages, it may accept them in pieces. A multiple
+# of all page sizes.
+_PIECE_BYTES = 1 << 30
+
+
+def register(storage: Storage, device: Device) -> Iterator[Registration]:
+    """Make a storage's own memory known to a device, which reads it in place.
+
+    Yields each registration that the caller must close. Raises DeviceError if the device refuses.
+    """
+    held = storage.mapping if isinstance(storage, File) else storage
+    if not isinstance(held, Mapping | Memory):
+        return
+    read_only = not storage.writable
+    try:
+        # Exactly the caller's bytes: a copy from a neighbour on the same page would be refused if
+        # it began outside of a registered range and ended inside.
+        yield device.register_host(held.address, held.nbytes, read_only)
+    except DeviceError:
+        if isinstance(held, Mapping) and held.nbytes > _PIECE_BYTES:
+            # Of the caller's own memory other libraries may copy parts, which must not lie in two
+            # registrations. Of our mapping they know nothing.
+            for begin in range(0, held.nbytes, _PIECE_BYTES):
+                nbytes = min(_PIECE_BYTES, held.nbytes - begin)
+                yield device.register_host(held.address + begin, nbytes, read_only)
+        elif isinstance(held, Memory) and read_only and held.array.flags.writeable:
+            # Some devices register no read-only memory. This memory could be written.
+            yield device.register_host(held.address, held.nbytes, False)
+        else:
+            raise
 
 
 class SoftwareService(Service):
@@ -167,6 +211,12 @@ class SoftwareService(Service):
         See `Service`.
     threads : int
         Serving threads.
+    in_place_refusal : str
+        See `Service`.
+    needs_wake : bool
+        See `Service`. False while the storage is read in place without commands, and only read.
+    leased : bool
+        See `Service`. Stays true after the lease has ended.
     changes : int
         How often a file that was read in place may have changed since it was attached: what the
         cache holds of it may be old.
@@ -175,6 +225,9 @@ class SoftwareService(Service):
     path = ""
     reason = ""
     changes = 0
+    needs_wake = True
+    leased = False
+    in_place_refusal = ""
 
     def __init__(
         self, storage: Storage, destination: Destination, settings: SoftwareController
@@ -188,8 +241,16 @@ class SoftwareService(Service):
         self._owned = contextlib.ExitStack()
         self._side: OwnedStream | None = None
         self._stale: StorageError | None = None
+        self._refusal = ""
+        self._broken = False
         defaults = config.current()
-        path, self.reason = choose_path(storage, device, settings.asked_path)
+        refusal = destination.in_place_refusal
+        path, self.reason = choose_path(storage, device, settings.asked_path, refusal)
+        if path == "in_place" and device.kind == "cuda":
+            refusal = self._register(storage, device)
+            if refusal:
+                path, self.reason = choose_path(storage, device, None, refusal)
+        self.in_place_refusal = refusal
         self._plain_reads = (
             path == "in_place"
             and self.model is None
@@ -198,13 +259,19 @@ class SoftwareService(Service):
         )
         if self._plain_reads:
             self.reason += ", without commands"
+            # A flush of stores is a command.
+            self.needs_wake = storage.writable
+        if path == "in_place" and isinstance(storage, File):
+            held = "immutable=True" if storage.lease is None else "a lease holds writers off"
+            self.reason += f"; {held}"
         if self.model is not None:
             self.reason += f"; {self.model}"
         lease = storage.lease if isinstance(storage, File) else None
-        if lease is not None and path != "in_place":
-            # Reads through the rings need no lease, so no writer has to wait.
-            lease.close()
+        if path != "in_place":
             lease = None
+            for member in members_of(storage):
+                if isinstance(member, File):
+                    member.leave_pages()
         # A file that is read in place under a lease may have to go through buffers later.
         buffered = path == "bounce" or lease is not None
         count, depth, threads = self._geometry(path, buffered, destination, defaults)
@@ -217,13 +284,6 @@ class SoftwareService(Service):
         self._waits = True
         self._yields = yields
         self._mapped_base = int(storage.native.mapped_base) if path == "in_place" else 0
-        if path == "in_place" and device.kind == "cuda":
-            held = storage.mapping if isinstance(storage, File) else storage
-            if isinstance(held, Mapping | Memory):
-                # Exactly the caller's bytes: a copy from a neighbour on the same page would be
-                # refused if it began outside of a registered range and ended inside.
-                registration = device.register_host(held.address, held.nbytes, not storage.writable)
-                self._owned.callback(registration.close)
         try:
             self._queues = QueuePairs(
                 device,
@@ -234,6 +294,7 @@ class SoftwareService(Service):
                 buffer_bytes=destination.line_bytes if buffered else 0,
                 leased=lease is not None,
                 plain_reads=self._plain_reads,
+                plain_writes=self._plain_reads and storage.writable,
                 timeout_s=defaults.timeout_s,
             )
             self._owned.callback(self._queues.close)
@@ -259,6 +320,7 @@ class SoftwareService(Service):
                 ) from error
             self.path = path
             if lease is not None:
+                self.leased = True
                 self._side = device.create_stream()
                 self._owned.callback(self._side.close)
                 # Closed first, because a break uses the rings.
@@ -267,6 +329,20 @@ class SoftwareService(Service):
         except BaseException:
             self.stop()
             raise
+
+    def _register(self, storage: Storage, device: Device) -> str:
+        """Let the device read the storage in place; return why it cannot."""
+        with contextlib.ExitStack() as registered:
+            try:
+                for registration in register(storage, device):
+                    registered.callback(registration.close)
+            except DeviceError as error:
+                if self._settings.asked_path == "in_place" or not device.alive():
+                    raise
+                _log.info("%r is not read in place: %s", storage, error)
+                return str(error)
+            self._owned.callback(registered.pop_all().close)
+        return ""
 
     def _geometry(
         self, path: str, buffered: bool, destination: Destination, defaults: config.Config
@@ -295,34 +371,60 @@ class SoftwareService(Service):
     # Leaving a file's own pages.
 
     def _leave_in_place(self) -> bool:
-        """Send later commands through the slots' buffers; called by the lease's keeper."""
+        """Let no kernel use what was read before; called by the lease's keeper, at each break."""
+        self._broken = True
         if self.path != "in_place":
+            self._advance_epoch()
             return False
         try:
             self.queues.leave_in_place(self._side)
+            self.queues.advance_epoch(self._side)
             storage = self._served
             mapping = storage.mapping if isinstance(storage, File) else None
             if mapping is not None and self.queues.device.kind == "cpu":
                 # A GPU's registration keeps the pages that it has pinned.
                 mapping.leave()
-        except BaseException:
-            # Kernels may still read in place. Let their misses fail, so that no old data counts.
+            if self._native is not None:
+                # Kernels that run now submit commands to threads that no launch has woken.
+                self._native.wake()
+        except BaseException as error:
+            self._refuse(error)
             if self._native is not None:
                 self._native.stop()
             raise
         finally:
             self.path = "bounce"
+            self.needs_wake = True
             self.reason = (
                 "a process has opened the file for writing, so it is not read in place any more"
             )
         return True
 
     def _file_changed(self, stale: StorageError | None) -> None:
-        """Note that cached lines may be old; called by the lease's keeper."""
+        """Note that cached lines may be old; called by the lease's keeper.
+
+        After a break, which has begun an epoch, or when the lease was taken again.
+        """
         if stale is not None:
             self._stale = stale
         # An array compares it with what it has seen.
         self.changes += 1
+        if self._broken:
+            self._broken = False
+        else:
+            self._advance_epoch()
+
+    def _advance_epoch(self) -> None:
+        try:
+            self.queues.advance_epoch(self._side)
+        except BaseException as error:
+            self._refuse(error)
+            raise
+
+    def _refuse(self, error: BaseException) -> None:
+        """Refuse launches from now on: kernels might take old bytes for data."""
+        self._refusal = f"a process has written the file, which kernels could not be told: {error}"
+        self.needs_wake = True
 
     def take_stale(self) -> StorageError | None:
         """Return and forget what went wrong when the file's pages were left."""
@@ -368,9 +470,15 @@ class SoftwareService(Service):
     def wake(self) -> None:
         """Wake the threads: commands are about to be submitted. Costs a microsecond.
 
-        Threads that leave the work to a launch of the CPU device sleep on. The storage may change
-        between page cache and O_DIRECT.
+        Does nothing if kernels can submit none. Threads that leave the work to a launch of the CPU
+        device sleep on. The storage may change between page cache and O_DIRECT.
+
+        Raises ControllerError if kernels might read old bytes.
         """
+        if not self.needs_wake:
+            return
+        if self._refusal:
+            raise ControllerError(f"{self._refusal}; close the array, and open it again")
         if self._served is not None:
             self._served.look_again()
         if not self._yields and self._native is not None:

@@ -20,7 +20,7 @@ from flashwarp import device as devices
 from flashwarp._jit import spelling
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.array.array import Array
-from flashwarp.device import ArrayView, Device, DeviceMemory
+from flashwarp.device import ArrayView, Device, DeviceMemory, stream_handle
 from flashwarp.errors import ArgumentError, CompileError, DeviceError, DtypeError, ReadOnlyError
 
 __all__ = ["Launch", "Param", "parse_signature"]
@@ -32,6 +32,7 @@ class Launch:
     def __init__(self, device: Device, stream: object) -> None:
         self.device = device
         self.stream = stream
+        self.handle = None if stream is None or device.kind == "cpu" else stream_handle(stream)
         self._neighbours: dict[int, None] = {}
 
     def view(self, array: object) -> ArrayView:
@@ -47,9 +48,10 @@ class Launch:
 
     def begin(self) -> None:
         """Order the launch after the libraries' present work, and after our own uploads."""
-        if self.stream is not None:
-            self.device.order(None, self.stream)
+        if self.handle is not None:
+            self.device.order(None, self.handle)
             return
+        self.device.refuse_capture("a launch without stream=", "give it the stream")
         for handle in self._neighbours:
             self.device.order(handle, None)
 

@@ -6,6 +6,7 @@ checks its arguments. A `flashwarp.Array` becomes an `fw::array<T>` by value.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ from flashwarp.storage import files
 __all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
 
 _WARPS_MAX = (1 << 31) - 1
+
+# Sizes of launches that a kernel keeps prepared.
+_PREPARED_MAX = 64
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
 
 Define = str | int | float | bool | None
@@ -225,6 +229,7 @@ class Kernel(endings.NotCopied):
         self._device = device
         self._policy = policy
         self._loaded = loaded
+        self._prepared: dict[tuple[int | None, int], devices.Launch] = {}
         self.signature = spelling.demangle(loaded.symbol)
         self.name, self._params = parse_signature(self.signature, loaded)
 
@@ -276,41 +281,54 @@ class Kernel(endings.NotCopied):
             raise ArgumentError(
                 f"{self.signature} takes {len(self._params)} arguments, not {len(arguments)}"
             )
+        known = (warps is None or type(warps) is int) and type(block_threads) is int
+        prepared = self._prepared.get((warps, block_threads)) if known else None
+        if prepared is None:
+            prepared = self._prepare(warps, block_threads)
+        arrays = [argument for argument in arguments if isinstance(argument, Array)]
+        launch_in_turn = functools.partial(self._launch, prepared, arguments, arrays, stream)
+        if not arrays:
+            launch_in_turn()
+            return
+        self._check_policies(arrays)
+        # All launches take turns in one order, so that two never wait for each other.
+        caches = sorted({array.cache for array in arrays}, key=id)
+        endings.holding([cache.turn for cache in caches], launch_in_turn)
+
+    def _prepare(self, warps: int | None, block_threads: int) -> devices.Launch:
         if warps is not None:
             warps = integer("warps", warps, 0, _WARPS_MAX)
         block_threads = integer("block_threads", block_threads, 32, 256)
         if block_threads % 32:
             raise ArgumentError(f"block_threads={block_threads} is not a multiple of 32")
-        arrays = [argument for argument in arguments if isinstance(argument, Array)]
-        self._check_policies(arrays)
-        # All launches take turns in one order, so that two never wait for each other.
-        caches = sorted({array.cache for array in arrays}, key=id)
+        prepared = self._device.prepare(self._loaded, warps, block_threads)
+        if len(self._prepared) >= _PREPARED_MAX:
+            self._prepared.clear()
+        self._prepared[warps, block_threads] = prepared
+        return prepared
 
-        def launch_in_turn() -> None:
-            launch = Launch(self._device, stream)
-            packed = [
-                param.pack(argument, launch)
-                for param, argument in zip(self._params, arguments, strict=True)
-            ]
-            uses: list[object] = []
-            try:
-                for array in arrays:
-                    uses += array._join_launch(stream)
-                launch.begin()
-                self._device.run_kernel(
-                    self._loaded,
-                    packed,
-                    warps=warps,
-                    block_threads=block_threads,
-                    stream=stream,
-                    uses=uses,
-                )
-                launch.end()
-            finally:
-                # A kept exception keeps this frame. That must not keep the arrays' files open.
-                uses.clear()
-
-        endings.holding([cache.turn for cache in caches], launch_in_turn)
+    def _launch(
+        self,
+        prepared: devices.Launch,
+        arguments: Sequence[object],
+        arrays: Sequence[Array],
+        stream: object,
+    ) -> None:
+        launch = Launch(self._device, stream)
+        packed = [
+            param.pack(argument, launch)
+            for param, argument in zip(self._params, arguments, strict=True)
+        ]
+        uses: list[object] = []
+        try:
+            for array in arrays:
+                uses += array._join_launch(stream)
+            launch.begin()
+            prepared(packed, launch.handle, uses)
+            launch.end()
+        finally:
+            # A kept exception keeps this frame. That must not keep the arrays' files open.
+            uses.clear()
 
     def _check_policies(self, arrays: Sequence[Array]) -> None:
         # The policy is compiled into the code, and another one may use words that the cache lacks.

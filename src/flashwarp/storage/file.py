@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -21,6 +22,10 @@ from flashwarp.errors import (
 from flashwarp.storage import files
 from flashwarp.storage.base import Storage
 from flashwarp.storage.lease import Lease
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 class Review(Protocol):
@@ -98,6 +103,8 @@ class File(Storage):
         """Changes between page cache and O_DIRECT, if the file may change."""
         self.lease = _lease
         self.lease_refusal = ""
+        self.release_pinned: Callable[[], None] = _nothing
+        """Ends the counting of its pages as pinned; may be called twice."""
         # A file that is read in place needs a window only for the time after its lease.
         copies = bool(config.current().copy_cached) and (_mapping is None or _lease is not None)
         native = files.opened(
@@ -165,6 +172,15 @@ class File(Storage):
         """
         if self.review is not None:
             self.review.look(self.native)
+
+    def leave_pages(self) -> None:
+        """Give up its lease and its share of pinned memory: no device reads it in place.
+
+        Otherwise a writer would wait for the lease. May be called twice.
+        """
+        if self.lease is not None:
+            self.lease.close()
+        self.release_pinned()
 
     def describe(self) -> dict[str, Any]:
         """Return facts for people, as `Storage.describe`; ``changed`` lists changes of the way."""

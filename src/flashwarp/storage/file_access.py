@@ -317,9 +317,14 @@ def reach(
     reserved = host_bytes(nbytes) + nbytes if files else 0
     in_place = all(isinstance(part, FilePart | Memory) for part in source.parts)
     storages, why = _open_parts(source.parts, access, reserved, in_place, opened)
-    if len({s.mapping is None for s in storages if isinstance(s, File)}) > 1:
+    opened_files = [s for s in storages if isinstance(s, File)]
+    if len({s.mapping is None for s in opened_files}) > 1:
+        refused = [s for s in opened_files if s.lease_refusal]
         opened.close()
         storages, why = _open_parts(source.parts, access, reserved, False, opened)
+        if refused:
+            name, refusal = refused[0].path, refused[0].lease_refusal
+            why += f"; no file is read in place, because of {name}: {refusal}"
     if source.composite is None:
         return storages[0], why
     composite = source.composite.of([s for s in storages if isinstance(s, Storage)])
@@ -393,16 +398,13 @@ def file_storage(
         # On the CPU only on request: its rings copy what is in the page cache.
         wanted = access.asks_in_place if on_cpu else facts.is_cached(defaults)
         if in_place and wanted and not (access.writable or access.o_direct):
-            budget = int(facts.available_bytes * defaults.in_place_budget)
-            found: File | str = f"it exceeds the {budget} bytes that may be pinned"
-            if on_cpu or mapping.nbytes <= budget:
-                found = _read_in_place(path, layout, mapping, access)
+            found = _read_in_place(path, layout, mapping, access, facts.available_bytes)
             if isinstance(found, File):
+                opened.callback(found.release_pinned)
                 if found.lease is not None:
                     opened.callback(found.lease.close)
                 opened.callback(found.close)
-                held = "immutable=True" if found.lease is None else "a lease holds writers off"
-                return found, f"{facts.share}; {held}"
+                return found, facts.share
             refusal = found
             notes += f"; it is not read in place, because {found}"
         mapping.close()
@@ -429,10 +431,24 @@ def file_storage(
     return storage, way.why + notes
 
 
-def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Access) -> File | str:
+def _read_in_place(
+    path: str, layout: npy.Layout, mapping: Mapping, access: Access, available_bytes: int
+) -> File | str:
     """Return the file behind a mapping, under a lease; or why it cannot be read in place."""
     with contextlib.ExitStack() as undo:
         lease = None
+        release = None
+        if access.device.kind == "cuda":
+            budget = int(available_bytes * config.current().in_place_budget)
+            release, others = host_memory.pinned_files.reserve(
+                mapping.identity, mapping.nbytes, budget
+            )
+            if release is None:
+                return (
+                    f"its {mapping.nbytes} bytes, with {others} of other arrays, exceed the "
+                    f"{budget} that may be pinned (in_place_budget)"
+                )
+            undo.callback(release)
         if not (access.immutable and access.device.kind == "cuda"):
             try:
                 lease = Lease(path)
@@ -446,6 +462,8 @@ def _read_in_place(path: str, layout: npy.Layout, mapping: Mapping, access: Acce
         )
         if not mapping.identity == storage.identity == (lease or storage).identity:
             return "its path names another file than a moment ago"
+        if release is not None:
+            storage.release_pinned = release
         undo.pop_all()
         return storage
 

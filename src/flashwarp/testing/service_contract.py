@@ -141,8 +141,10 @@ class ServiceContract(ABC):
             assert not service.queues.failed
             assert service.silent()
             assert service.changes == 0
+            assert service.leased in (True, False)
             assert service.take_stale() is None
             assert service.worth_looking_ahead() in (True, False)
+            assert service.needs_wake in (True, False)
             before = service.queues.counters().commands
             x.drop_cache()
             assert x[:].tobytes() == content

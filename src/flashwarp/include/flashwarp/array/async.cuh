@@ -11,6 +11,9 @@
 // between the cache and the buffer. So the buffer is unused until then, and a read returns what a
 // load at the time of `wait` would.
 //
+// If the device reads the storage itself ("in_place"), there is nothing to wait for: some warp has
+// to copy the lines, so the one that starts the transfer does, and the token is over at once.
+//
 // The entries of the array's queue pairs (`queue_pairs` times `depth` of its controller) bound the
 // commands in flight. A thread that finds no free entry drains completions until one is free, so
 // threads that start many transfers before they wait cannot block each other.
@@ -122,12 +125,9 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, c
   return status;
 }
 
-// Whether each lane's lines are in the cache or, for a write-back, clean. Does one step of helping;
-// `step` numbers the steps.
-FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, const span& s,
-                                    task what, uint32_t step) {
-  const uint32_t mask = active_on(v);
-  help_any(*c, *v, mask, step);
+// Whether the lane's lines are in the cache or, for a write-back, clean.
+FW_DEVICE bool is_there(const cache::line_cache* c, const cache::volume* v, const span& s,
+                        task what) {
   const lines which = what == task::kWrite ? lines::kPartial : lines::kAll;
   bool there = true;
   for (walk at(c->geometry, s); at.more() && there; at.line += at.stride) {
@@ -135,6 +135,18 @@ FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, cons
     const cache::place where = cache::probe(c->geometry, v->line_begin + at.line);
     const bool clean = (where.word & (cache::tag::kWriting | cache::tag::kDirty)) == 0;
     there = what == task::kWriteBack ? !where.found || clean : where.found;
+  }
+  return there;
+}
+
+// As `is_there`, and does one step of helping before a lane hears no; `step` numbers the steps.
+FW_DEVICE_NOINLINE bool has_arrived(cache::line_cache* c, cache::volume* v, const span& s,
+                                    task what, uint32_t step) {
+  const uint32_t mask = active_on(v);
+  bool there = is_there(c, v, s, what);
+  if (warp::any(mask, !there)) {
+    help_any(*c, *v, mask, step);
+    there = there || is_there(c, v, s, what);
   }
   warp::sync(mask);
   return there;
@@ -248,6 +260,23 @@ class token {
 };
 
 static_assert(sizeof(token) == 64);
+
+namespace detail {
+FW_DEVICE_NOINLINE void refresh(cache::line_cache* c, cache::volume* v) {
+  cache::refresh(*c, *v, active_on(v));
+}
+}  // namespace detail
+
+// Drops lines that were cached before another program was let to write the array's file. Costs a
+// look at one word until that happens for the first time, and nothing for arrays without a lease.
+// The library's kernels do this as they begin. Yours may: call it in every thread, before the first
+// access, if a CUDA graph replays the kernel; or now and then, if the kernel runs for long.
+template <typename T>
+FW_DEVICE void refresh(const array<T>& a) {
+  const bool needed = cache::epoch_of(*a.volume) != 0;
+  detail::call_for(warp::active(), needed,
+                   [&] { base::opaque (&detail::refresh)(a.cache, a.volume); });
+}
 
 // Starts the fills of the lines of the elements i .. i + n - 1, as far as these exist. `wait`
 // returns when each line has been in the cache.

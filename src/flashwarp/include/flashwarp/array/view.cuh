@@ -116,7 +116,7 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, 
 
 // Records an index out of bounds, for the host to raise.
 FW_DEVICE_NOINLINE void refuse_index(cache::volume* v, uint64_t i) {
-  cache::note_failure(v->indices, v->errors->indices, i, 0, 0);
+  cache::note_failure(v->indices, v->errors->indices, i, cache::kElements, 0);
   base::trap_in_debug();
 }
 

@@ -10,9 +10,9 @@
 //                                    again after a lost race.
 #pragma once
 
+#include "flashwarp/cache/lease.cuh"
 #include "flashwarp/cache/tally.cuh"
 #include "flashwarp/cache/tier_moves.cuh"
-#include "flashwarp/cache/write_back.cuh"
 
 namespace fw::cache {
 
@@ -210,7 +210,7 @@ FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, u
 inline constexpr uint32_t kPrefetchTries = 4;
 
 // Starts the fill of each lane's line, if the line is absent and a frame is free. Waits for ring
-// space only. All lanes of `mask` call together.
+// space only. In place the line is there when this returns. All lanes of `mask` call together.
 template <typename Policy>
 FW_DEVICE_NOINLINE void prefetch(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t line,
                                  tally& count) {

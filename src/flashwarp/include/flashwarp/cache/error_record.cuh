@@ -14,9 +14,12 @@ namespace fw::cache {
 // Entries that wait for the host; a power of two.
 inline constexpr uint32_t kFailuresKept = 8;
 
+// What an index out of bounds counts: elements, in a caller's kernel; or rows, in a host's call.
+enum index_of : uint32_t { kElements = 0, kRows = 1 };
+
 struct alignas(32) failure {
   uint64_t where;   // the line, counted from the volume's start; or the index
-  uint32_t status;  // NVMe status field, or kTimedOut
+  uint32_t status;  // NVMe status field, or kTimedOut; or an index_of
   uint32_t opcode;
   uint32_t number;  // in the sequence, from 1 on; stored last
   uint32_t reserved[3];

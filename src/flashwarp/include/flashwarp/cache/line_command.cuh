@@ -90,7 +90,8 @@ FW_DEVICE nvme::command line_command(const line_cache& c, const volume& v,
                              nvme::second_prp(address, bytes, c.page_bytes));
 }
 
-// Copies frames to where write commands find them, before the commands are written to the ring.
+// Copies frames to where write commands find them, before the commands are written to the ring; or
+// to the namespace itself.
 FW_DEVICE_NOINLINE void stage_writes(const line_cache& c, const volume& v,
                                      const nvme::queue_pair& q, uint32_t mask, uint32_t members,
                                      const transfer& t, uint64_t address) {
@@ -99,7 +100,7 @@ FW_DEVICE_NOINLINE void stage_writes(const line_cache& c, const volume& v,
   warp::sync(mask);
   const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
   warp::copy_each<warp::source::kFrame>(mask, members, address, frame, bytes_of_line(c, v, t.line));
-  // The copies of all lanes come before any lane's command.
+  // The copies of all lanes come before any lane's command, or its end of the write-back.
   warp::sync(mask);
   atomic::fence_system();
 }
@@ -126,16 +127,30 @@ FW_DEVICE_NOINLINE uint32_t land_reads(const line_cache& c, const volume& v,
   return warp::ballot(mask, ours && !nvme::is_current(q, address));
 }
 
-// Reads the lines of `members` in place, without commands, if the queue pair permits that. Returns
-// the lanes that must read by command: all, or those that have read while the host left the path.
-FW_DEVICE uint32_t read_in_place(const line_cache& c, const volume& v, const nvme::queue_pair& q,
-                                 uint32_t mask, uint32_t members, const transfer& t) {
-  if (q.plain_reads == 0) return members;
+// Moves the lines of `members` in place, without commands, if the queue pair permits that. Returns
+// the lanes that need a command: all, or those that have read while the host left the path.
+FW_DEVICE uint32_t move_in_place(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                                 uint32_t mask, uint32_t members, uint8_t opcode,
+                                 const transfer& t) {
+  const bool reads = opcode == nvme::kRead;
+  if ((reads ? q.plain_reads : q.plain_writes) == 0) return members;
   // Lanes may see different paths while the host leaves this one; all of them must go one way.
   if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;
   const bool mine = (members >> warp::lane()) & 1;
   const uint64_t address = mine ? data_address(c, v, q, nvme::kInPlace, 0, t) : 0;
-  return land_reads(c, v, q, mask, members, members, t, address);
+  if (reads) return land_reads(c, v, q, mask, members, members, t, address);
+  stage_writes(c, v, q, mask, members, t, address);
+  return 0;
+}
+
+// What ends a detached transfer. `address` is where a read finds its data.
+FW_DEVICE nvme::detached_command detached_transfer(const line_cache& c, const volume& v,
+                                                   uint8_t opcode, const transfer& t,
+                                                   uint64_t address) {
+  return {reinterpret_cast<uint64_t>(&c.geometry.tags[t.way]),
+          reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)),
+          opcode == nvme::kWrite ? replica_count(v, t.way) : address, opcode,
+          uint32_t(bytes_of_line(c, v, t.line))};
 }
 
 // The lowest lanes of `members`, at most as many as the ring has slots.
@@ -161,11 +176,7 @@ FW_DEVICE_NOINLINE bool submit_lines(line_cache& c, volume& v, nvme::queue_pair&
   if (opcode == nvme::kWrite) stage_writes(c, v, q, mask, members, t, address);
   if (mine) {
     if (detached) {
-      const nvme::detached_command what = {
-          reinterpret_cast<uint64_t>(&c.geometry.tags[t.way]),
-          reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)),
-          opcode == nvme::kWrite ? replica_count(v, t.way) : address, opcode,
-          uint32_t(bytes_of_line(c, v, t.line))};
+      const nvme::detached_command what = detached_transfer(c, v, opcode, t, address);
       atomic::store_plain(&q.detached[nvme::entry_of(q, ticket)], what);
     }
     nvme::write_entry(q, ticket, line_command(c, v, q, opcode, ticket, t, address),
@@ -209,9 +220,16 @@ FW_DEVICE void give_up_detached(line_cache& c, volume& v, uint8_t opcode, const 
   if (count == nullptr || finish_replica(count, status)) end_write(&c.geometry.tags[t.way], false);
 }
 
-// Submits one detached command for each lane of `members`.
-FW_DEVICE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q, uint32_t mask,
-                                uint32_t members, uint8_t opcode, const transfer& t) {
+// Moves the line of each lane of `members` now, if that takes no command; else submits a detached
+// command. In place a command would save nothing: some warp has to copy the line either way.
+FW_DEVICE_NOINLINE void move_detached_on(line_cache& c, volume& v, nvme::queue_pair& q,
+                                         uint32_t mask, uint32_t members, uint8_t opcode,
+                                         const transfer& t) {
+  const uint32_t left = move_in_place(c, v, q, mask, members, opcode, t);
+  if (((members & ~left) >> warp::lane()) & 1) {
+    line_finisher{c}.end(detached_transfer(c, v, opcode, t, 0), nvme::kSuccess);
+  }
+  members = left;
   while (members != 0) {
     const uint32_t batch = first_batch(q, members);
     members &= ~batch;

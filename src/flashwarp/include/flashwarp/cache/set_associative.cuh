@@ -54,6 +54,21 @@ struct queue_span {
   uint32_t count;
 };
 
+// What a file's lease has come to, in device memory; see lease.cuh. The entries of one array share
+// it.
+struct alignas(64) lease {
+  uint32_t epoch;  // stored by the host: how often other programs may have changed the file
+  uint32_t reserved;
+  uint32_t swept;  // the last epoch whose sweep has ended
+  uint32_t reserved2;
+  // The epoch (upper half), and how many chunks of frames warps have taken, or swept, for it.
+  uint64_t next;
+  uint64_t done;
+};
+static_assert(sizeof(lease) == 64);
+FW_CHECK_OFFSET(lease, swept, 8);
+FW_CHECK_OFFSET(lease, next, 16);
+
 // One open array: its namespaces, the queue pairs that reach them, and its range of line numbers.
 struct alignas(64) volume {
   uint64_t line_begin;  // first global line number
@@ -63,15 +78,14 @@ struct alignas(64) volume {
   counters* events;      // kCounterShards entries
   error_record* errors;  // host-visible
   uint32_t queue_count;  // of all namespaces
-  uint32_t path;         // nvme::data_path
-  uint32_t reserved;
   uint32_t spread;
+  cache::lease* lease;  // null: none of the namespaces was opened under one
   // Used seldom: after errors, and by volumes of several namespaces.
   uint64_t stripe_lines;
   uint32_t* replica_writes;  // kReplicated: one word for each frame, see finish_replica
   uint32_t namespace_count;
-  uint32_t failed;  // kReplicated: see failure_mark
-  uint32_t reserved2;
+  uint32_t failed;    // kReplicated: see failure_mark
+  uint32_t path;      // nvme::data_path, when the array was attached
   uint32_t attached;  // 0: gone, or not there yet; see visits.cuh
   queue_span spans[kNamespacesMax];
   failure_log commands;  // the state of the two sequences in `errors`

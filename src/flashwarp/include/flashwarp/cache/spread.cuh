@@ -167,13 +167,14 @@ FW_DEVICE uint32_t move_to(line_cache& c, volume& v, uint32_t seat, uint32_t mas
   return status;
 }
 
-// As `read_in_place`, on the namespaces in `targets`; takes out of `targets` what was read.
-FW_DEVICE uint32_t read_targets_in_place(const line_cache& c, const volume& v, uint32_t seat,
-                                         uint32_t mask, uint32_t targets, const transfer& t) {
+// As `move_in_place`, on the namespaces in `targets`; takes out of `targets` what was moved.
+FW_DEVICE uint32_t move_targets_in_place(const line_cache& c, const volume& v, uint32_t seat,
+                                         uint32_t mask, uint32_t targets, uint8_t opcode,
+                                         const transfer& t) {
   for (uint32_t n = 0; n < v.namespace_count; n++) {
     const uint32_t lanes = warp::ballot(mask, ((targets >> n) & 1) != 0);
     if (lanes == 0) continue;
-    const uint32_t left = read_in_place(c, v, queue_on(v, seat, n), mask, lanes, t);
+    const uint32_t left = move_in_place(c, v, queue_on(v, seat, n), mask, lanes, opcode, t);
     if (((left >> warp::lane()) & 1) == 0) targets &= ~(1u << n);
   }
   return targets;
@@ -189,8 +190,7 @@ FW_DEVICE_NOINLINE uint32_t move_lines_spread(line_cache& c, volume& v, uint32_t
     const bool mine = (members >> warp::lane()) & 1;
     const uint32_t targets = mine ? targets_of(v, seat, opcode, t.line, tried) : 0;
     tried |= targets;
-    const uint32_t left =
-        opcode == nvme::kRead ? read_targets_in_place(c, v, seat, mask, targets, t) : targets;
+    const uint32_t left = move_targets_in_place(c, v, seat, mask, targets, opcode, t);
     const uint32_t got = move_to(c, v, seat, mask, left, opcode, t);
     if (mine) status = got;
     // On the direct path a command that has not come back may still write the frame.

@@ -2,9 +2,10 @@
 //
 // A waited-for transfer submits one command for each lane, waits, moves the data of each lane with
 // the whole warp, and frees the slots. A detached one returns at once: the warp that drains its
-// completion finishes it through `line_finisher`. Slots always come free. Between taking a slot and
-// freeing it a warp waits for completions and, if a volume has several namespaces, for slots of
-// later rings (spread.cuh), but never for lines.
+// completion finishes it through `line_finisher`. If the warp can reach the namespace itself,
+// either one copies the lines at once and submits nothing. Slots always come free. Between taking a
+// slot and freeing it a warp waits for completions and, if a volume has several namespaces, for
+// slots of later rings (spread.cuh), but never for lines.
 #pragma once
 
 #include "flashwarp/cache/spread.cuh"
@@ -18,7 +19,7 @@ FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, uint32_t mask, 
   nvme::queue_pair& q = queue_of(v, take_seat(mask));
   line_finisher finisher{c};
   uint32_t status = 0;
-  if (opcode == nvme::kRead) members = read_in_place(c, v, q, mask, members, t);
+  members = move_in_place(c, v, q, mask, members, opcode, t);
   while (members != 0) {
     const uint32_t batch = first_batch(q, members);
     const bool mine = (batch >> warp::lane()) & 1;
@@ -36,7 +37,8 @@ FW_DEVICE_NOINLINE uint32_t move_lines(line_cache& c, volume& v, uint32_t mask, 
   return status;
 }
 
-// Starts one transfer for each lane of `members`, and waits for ring space only.
+// Starts one transfer for each lane of `members`, and waits for ring space only. In place it is
+// over when this returns.
 FW_DEVICE_NOINLINE void move_lines_detached(line_cache& c, volume& v, uint32_t mask,
                                             uint32_t members, uint8_t opcode, const transfer& t) {
   if (v.spread != kOneNamespace) return move_detached_spread(c, v, mask, members, opcode, t);

@@ -100,8 +100,8 @@ FW_DEVICE void flush_ways(line_cache& c, volume& v, uint32_t mask, bool wants, u
 
 // Empties each lane's way if it holds a line of the volume, after its fill, pins and write-back
 // have ended. Keeps a dirty line unless `drop_dirty`: after a flush, it holds what other kernels
-// have stored since.
-FW_DEVICE void invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
+// have stored since. Returns false if the wait of any lane ran out of time, which it records.
+FW_DEVICE bool invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wants, uint64_t way,
                                bool drop_dirty) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
@@ -122,13 +122,14 @@ FW_DEVICE void invalidate_ways(line_cache& c, volume& v, uint32_t mask, bool wan
         pending = false;
       }
     }
-    if (!warp::any(mask, pending)) return;
+    if (!warp::any(mask, pending)) break;
     if (warp::any(mask, limit.passed() || has_failed(v))) {
       if (pending) record_error(v, nvme::kTimedOut, nvme::kRead, line);
-      return;
+      return false;
     }
     help_any(c, v, mask, step++);
   }
+  return true;
 }
 
 // Empties each lane's place in the host tier if it holds a line of the volume. The volume's frames

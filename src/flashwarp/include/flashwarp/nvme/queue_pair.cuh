@@ -63,9 +63,10 @@ struct alignas(128) queue_pair {
   detached_command* detached;
   transport data;
   uint32_t doorbell_kind;
-  // 1: while the path is kInPlace, warps read the namespace without commands. 0: each read must
-  // pass the controller, as a modelled drive needs it.
+  // 1: while the path is kInPlace, warps read, or write, the namespace without commands. 0: each
+  // read or write must pass the controller, as a modelled drive needs it.
   uint32_t plain_reads;
+  uint32_t plain_writes;  // never under a lease, whose path may change
   // For submitters: the next ticket. Free-running: entry = ticket mod depth, turn = ticket / depth.
   alignas(128) uint32_t ticket;
   uint32_t depth_log2;
@@ -86,6 +87,7 @@ static_assert(sizeof(queue_pair) == 256);
 FW_CHECK_OFFSET(queue_pair, data, 48);
 FW_CHECK_OFFSET(queue_pair, doorbell_kind, 96);
 FW_CHECK_OFFSET(queue_pair, plain_reads, 100);
+FW_CHECK_OFFSET(queue_pair, plain_writes, 104);
 FW_CHECK_OFFSET(queue_pair, ticket, 128);
 FW_CHECK_OFFSET(queue_pair, depth_log2, 132);
 FW_CHECK_OFFSET(queue_pair, id, 136);

@@ -1,0 +1,23 @@
+"""Compiles the built-in kernels for GPUs while the package is built: CMake calls this file.
+
+    python native/cubins.py FOLDER_OF_THE_EXTENSION OUTPUT_FOLDER ARCHITECTURE...
+
+Needs the extension, cuda-bindings and NVRTC, and nothing else that the package needs.
+"""
+
+import sys
+import types
+from pathlib import Path
+
+extension, output, *architectures = sys.argv[1:]
+
+# Importing the package itself would import numpy, which builds do not have.
+package = types.ModuleType("flashwarp")
+package.__path__ = [str(Path(__file__).parents[1] / "src" / "flashwarp"), extension]
+sys.modules["flashwarp"] = package
+
+from flashwarp._jit import driver, precompiled  # noqa: E402
+
+precompiled.build(Path(output), architectures)
+major, minor = driver.nvrtc_version()
+print(f"NVRTC {major}.{minor} compiled the built-in kernels, for drivers of CUDA {major} and later")

@@ -1,0 +1,312 @@
+#include "cuda/context.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace fw::native::cuda {
+
+namespace {
+
+// CUstreamCaptureMode and CUstreamCaptureStatus.
+constexpr int kRelaxed = 2;
+constexpr int kActive = 1;
+// Flags of cuUserObjectCreate and cuGraphRetainUserObject.
+constexpr unsigned kNoDestructorSync = 1;
+constexpr unsigned kMove = 1;
+// The interfaces are those of CUDA 12.0, the oldest driver that is served.
+constexpr int kInterfaceVersion = 12000;
+
+// `wait_any`: most calls that are waited for so end soon, and a pause takes 50 us more than asked.
+constexpr std::chrono::microseconds kAskedWithoutPause{20};
+constexpr std::chrono::microseconds kPause{20};
+
+// CUDA_HOST_NODE_PARAMS.
+struct HostNode {
+  void (*call)(void*);
+  void* argument;
+};
+
+}  // namespace
+
+struct Driver {
+  Result (*ctx_get_current)(Handle* context);
+  Result (*ctx_push)(Handle context);
+  Result (*ctx_pop)(Handle* context);
+  Result (*exchange_capture_mode)(int* mode);
+  Result (*launch_kernel)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                          unsigned block_x, unsigned block_y, unsigned block_z,
+                          unsigned shared_bytes, Handle stream, void** params, void** extra);
+  Result (*stream_query)(Handle stream);
+  Result (*stream_wait_event)(Handle stream, Handle event, unsigned flags);
+  Result (*event_record)(Handle event, Handle stream);
+  Result (*event_query)(Handle event);
+  Result (*memset_words)(uint64_t address, unsigned word, size_t count, Handle stream);
+  Result (*capture_info)(Handle stream, int* status, uint64_t* id, Handle* graph,
+                         const Handle** dependencies, size_t* count);
+  Result (*add_host_node)(Handle* node, Handle graph, const Handle* dependencies, size_t count,
+                          const HostNode* params);
+  Result (*create_user_object)(Handle* object, void* argument, void (*destroy)(void*),
+                               unsigned references, unsigned flags);
+  Result (*retain_user_object)(Handle graph, Handle object, unsigned count, unsigned flags);
+  Result (*release_user_object)(Handle object, unsigned count);
+
+  Driver();
+};
+
+Driver::Driver() {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW);
+  if (library == nullptr) throw std::runtime_error(dlerror());
+  using Find = Result (*)(const char*, void**, int, uint64_t, void*);
+  const auto find = reinterpret_cast<Find>(dlsym(library, "cuGetProcAddress_v2"));
+  if (find == nullptr) {
+    throw std::runtime_error("the driver is older than CUDA 12.0: it has no cuGetProcAddress_v2");
+  }
+  const auto bind = [find](auto& call, const char* name) {
+    void* address = nullptr;
+    if (find(name, &address, kInterfaceVersion, 0, nullptr) != kSuccess || address == nullptr) {
+      throw std::runtime_error(std::string("the driver has no ") + name);
+    }
+    call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(address);
+  };
+  bind(ctx_get_current, "cuCtxGetCurrent");
+  bind(ctx_push, "cuCtxPushCurrent");
+  bind(ctx_pop, "cuCtxPopCurrent");
+  bind(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+  bind(launch_kernel, "cuLaunchKernel");
+  bind(stream_query, "cuStreamQuery");
+  bind(stream_wait_event, "cuStreamWaitEvent");
+  bind(event_record, "cuEventRecord");
+  bind(event_query, "cuEventQuery");
+  bind(memset_words, "cuMemsetD32Async");
+  bind(capture_info, "cuStreamGetCaptureInfo");
+  bind(add_host_node, "cuGraphAddHostNode");
+  bind(create_user_object, "cuUserObjectCreate");
+  bind(retain_user_object, "cuGraphRetainUserObject");
+  bind(release_user_object, "cuUserObjectRelease");
+}
+
+namespace {
+
+const Driver& driver() {
+  static const Driver found;
+  return found;
+}
+
+// The capture modes that `enter` has replaced in this thread.
+thread_local std::vector<int> modes;
+
+}  // namespace
+
+// Makes a context current in this thread, unless it is already.
+class Context::Current {
+ public:
+  explicit Current(const Context& context) : driver_(context.driver_) {
+    if (getpid() != context.pid_) {
+      result_ = kForked;
+      return;
+    }
+    Handle now = nullptr;
+    result_ = driver_.ctx_get_current(&now);
+    if (result_ != kSuccess || now == context.context_) return;
+    result_ = driver_.ctx_push(context.context_);
+    pushed_ = result_ == kSuccess;
+  }
+  ~Current() {
+    Handle popped;
+    if (pushed_) driver_.ctx_pop(&popped);
+  }
+  Current(const Current&) = delete;
+  Current& operator=(const Current&) = delete;
+
+  Result result() const { return result_; }
+  template <typename Act>
+  Result then(Act act) const {
+    return result_ == kSuccess ? act() : result_;
+  }
+
+ private:
+  const Driver& driver_;
+  Result result_ = kSuccess;
+  bool pushed_ = false;
+};
+
+namespace {
+
+// Lets this thread ask about streams while another stream is being captured.
+class Relaxed {
+ public:
+  explicit Relaxed(const Driver& driver) : driver_(driver) {
+    driver_.exchange_capture_mode(&mode_);
+  }
+  ~Relaxed() { driver_.exchange_capture_mode(&mode_); }
+  Relaxed(const Relaxed&) = delete;
+  Relaxed& operator=(const Relaxed&) = delete;
+
+ private:
+  const Driver& driver_;
+  int mode_ = kRelaxed;
+};
+
+}  // namespace
+
+Context::Context(Handle context) : driver_(driver()), context_(context), pid_(getpid()) {}
+
+Result Context::enter() const {
+  if (getpid() != pid_) return kForked;
+  const Result result = driver_.ctx_push(context_);
+  if (result != kSuccess) return result;
+  int mode = kRelaxed;
+  driver_.exchange_capture_mode(&mode);
+  modes.push_back(mode);
+  return kSuccess;
+}
+
+void Context::exit() const {
+  Handle popped;
+  if (modes.empty()) return;
+  driver_.exchange_capture_mode(&modes.back());
+  modes.pop_back();
+  driver_.ctx_pop(&popped);
+}
+
+Result Context::launch(Handle function, uint32_t blocks, uint32_t block_threads, void** params,
+                       Handle stream) const {
+  return Current(*this).then([&] {
+    return driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
+                                 nullptr);
+  });
+}
+
+Result Context::order(Handle before, Handle after, Handle event) const {
+  return Current(*this).then([&] { return order_now(before, after, event); });
+}
+
+Result Context::order_now(Handle before, Handle after, Handle event) const {
+  const Relaxed relaxed(driver_);
+  Result result = driver_.stream_query(before);
+  if (result != kNotReady) return result;
+  int status = 0;
+  result = driver_.capture_info(after, &status, nullptr, nullptr, nullptr, nullptr);
+  if (result != kSuccess) return result;
+  if (status == kActive) return kCaptured;
+  result = driver_.event_record(event, before);
+  return result == kSuccess ? driver_.stream_wait_event(after, event, 0) : result;
+}
+
+Result Context::launch_after(Handle before, Handle event, Handle function, uint32_t blocks,
+                             uint32_t block_threads, void** params, Handle stream) const {
+  return Current(*this).then([&] {
+    int status = 0;
+    Result result = driver_.capture_info(stream, &status, nullptr, nullptr, nullptr, nullptr);
+    if (result != kSuccess) return result;
+    if (status != 0) return kCaptured;
+    if (before != stream) result = order_now(before, stream, event);
+    if (result != kSuccess) return result;
+    return driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
+                                 nullptr);
+  });
+}
+
+Result Context::record(Handle event, Handle stream) const {
+  return Current(*this).then([&] { return driver_.event_record(event, stream); });
+}
+
+Result Context::done(Handle stream) const {
+  return Current(*this).then([&] {
+    const Relaxed relaxed(driver_);
+    return driver_.stream_query(stream);
+  });
+}
+
+Result Context::event_done(Handle event) const {
+  return Current(*this).then([&] {
+    const Relaxed relaxed(driver_);
+    return driver_.event_query(event);
+  });
+}
+
+Result Context::poll(Handle stream, int64_t microseconds) const {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::microseconds(microseconds);
+  return Current(*this).then([&] {
+    const Relaxed relaxed(driver_);
+    Result result = driver_.stream_query(stream);
+    while (result == kNotReady && Clock::now() < end) result = driver_.stream_query(stream);
+    return result;
+  });
+}
+
+Result Context::wait_any(const std::vector<Handle>& events, int64_t microseconds) const {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  return Current(*this).then([&] {
+    const Relaxed relaxed(driver_);
+    while (true) {
+      for (const Handle event : events) {
+        const Result result = driver_.event_query(event);
+        if (result != kNotReady) return result;
+      }
+      const auto waited = Clock::now() - begin;
+      if (waited >= std::chrono::microseconds(microseconds)) return kNotReady;
+      if (waited >= kAskedWithoutPause) std::this_thread::sleep_for(kPause);
+    }
+  });
+}
+
+Result Context::fill(uint64_t address, uint32_t word, size_t count, Handle stream) const {
+  return Current(*this).then([&] { return driver_.memset_words(address, word, count, stream); });
+}
+
+Capture Context::capture(Handle stream) const {
+  Capture found;
+  int status = 0;
+  found.result = Current(*this).then(
+      [&] { return driver_.capture_info(stream, &status, &found.id, nullptr, nullptr, nullptr); });
+  found.active = status == kActive;
+  return found;
+}
+
+Result Context::capture_call(Handle stream, void (*call)(void*), void* argument) const {
+  return Current(*this).then([&] {
+    int status = 0;
+    uint64_t id = 0;
+    Handle graph = nullptr, node = nullptr;
+    const Handle* dependencies = nullptr;
+    size_t count = 0;
+    const Result result = driver_.capture_info(stream, &status, &id, &graph, &dependencies, &count);
+    if (result != kSuccess) return result;
+    const HostNode params = {call, argument};
+    return driver_.add_host_node(&node, graph, dependencies, count, &params);
+  });
+}
+
+Result Context::capture_count(Handle stream, std::shared_ptr<GraphCount> graphs) const {
+  return Current(*this).then([&] {
+    int status = 0;
+    uint64_t id = 0;
+    Handle graph = nullptr, object = nullptr;
+    Result result = driver_.capture_info(stream, &status, &id, &graph, nullptr, nullptr);
+    if (result != kSuccess) return result;
+    auto held = std::make_unique<std::shared_ptr<GraphCount>>(std::move(graphs));
+    const auto forget = [](void* each) {
+      const std::unique_ptr<std::shared_ptr<GraphCount>> ended(
+          static_cast<std::shared_ptr<GraphCount>*>(each));
+      (*ended)->fetch_sub(1);
+    };
+    result = driver_.create_user_object(&object, held.get(), forget, 1, kNoDestructorSync);
+    if (result != kSuccess) return result;
+    // The driver has it now, and calls `forget` whatever follows.
+    (*held.release())->fetch_add(1);
+    result = driver_.retain_user_object(graph, object, 1, kMove);
+    if (result != kSuccess) driver_.release_user_object(object, 1);
+    return result;
+  });
+}
+
+}  // namespace fw::native::cuda

@@ -1,0 +1,88 @@
+// The calls of the CUDA driver that a step of a program makes: launches, the order of streams,
+// waits and captures.
+//
+// Python makes all other calls of the driver. These are here because one call through Python takes
+// as long as a small kernel. The driver is found at run time: the module is imported on machines
+// without one. Every call returns the driver's result, and Python makes an exception of it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace fw::native::cuda {
+
+// CUresult. Negative ones are ours.
+using Result = int;
+inline constexpr Result kSuccess = 0;
+inline constexpr Result kNotReady = 600;
+inline constexpr Result kForked = -1;    // the context belongs to the parent process
+inline constexpr Result kCaptured = -2;  // a stream in a capture cannot wait for another one
+
+// CUstream, CUfunction, CUevent, CUgraph, CUcontext.
+using Handle = void*;
+
+struct Driver;
+
+// How many CUDA graphs exist that use something. The driver's threads count graphs down.
+using GraphCount = std::atomic<int64_t>;
+
+// What is captured on a stream at the moment.
+struct Capture {
+  Result result = kSuccess;
+  bool active = false;
+  uint64_t id = 0;  // of the capture, unique in the process
+};
+
+// One GPU's primary context. Any thread may call; each call makes the context current for as long
+// as it runs.
+class Context {
+ public:
+  // Throws std::runtime_error if the driver, or one of the calls, is not there.
+  explicit Context(Handle context);
+
+  // Makes the context current until `exit`, and lets this thread call what would otherwise break a
+  // capture on another stream. The calls nest.
+  Result enter() const;
+  void exit() const;
+
+  Result launch(Handle function, uint32_t blocks, uint32_t block_threads, void** params,
+                Handle stream) const;
+  // Makes later work on `after` wait for the present work on `before`; an idle one costs no event.
+  // `event` is used inside the call only.
+  Result order(Handle before, Handle after, Handle event) const;
+  // `order` and `launch` in one, unless `stream` is being captured: then it does nothing, and
+  // returns kCaptured.
+  Result launch_after(Handle before, Handle event, Handle function, uint32_t blocks,
+                      uint32_t block_threads, void** params, Handle stream) const;
+  Result record(Handle event, Handle stream) const;
+  Result done(Handle stream) const;
+  Result event_done(Handle event) const;
+  // Asks again and again whether a stream is done, for at most this long.
+  Result poll(Handle stream, int64_t microseconds) const;
+  // Waits until one of these events is done, at most this long; at first it asks without a pause.
+  Result wait_any(const std::vector<Handle>& events, int64_t microseconds) const;
+  Result fill(uint64_t address, uint32_t word, size_t count, Handle stream) const;
+
+  // Captures. A stream that is not being captured must not be given to the last two.
+  Capture capture(Handle stream) const;
+  // Each replay calls `call(argument)` on a thread of the driver's, after what the stream has
+  // queued so far and beside what it queues next.
+  Result capture_call(Handle stream, void (*call)(void*), void* argument) const;
+  // Counts the graph in `graphs` for as long as it, or what was instantiated from it, exists.
+  Result capture_count(Handle stream, std::shared_ptr<GraphCount> graphs) const;
+
+ private:
+  class Current;
+
+  Result order_now(Handle before, Handle after, Handle event) const;
+
+  const Driver& driver_;
+  Handle context_;
+  pid_t pid_;
+};
+
+}  // namespace fw::native::cuda

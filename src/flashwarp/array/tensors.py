@@ -1,0 +1,101 @@
+"""The short way of calls whose operands are tensors of torch on the array's GPU.
+
+The ordinary way describes operands of any library, which takes longer than a small gather. This one
+asks the tensors only what it must know, and launches by one call of the extension. Whatever is
+unusual goes the ordinary way, which also raises the errors.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from flashwarp.array.launcher import Launcher
+from flashwarp.device import stream_handle
+
+__all__ = ["TensorCalls"]
+
+
+class TensorCalls:
+    """Launches gathers and prefetches of one array.
+
+    Parameters
+    ----------
+    launcher : Launcher
+        The array's, on a GPU.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._ordinal = launcher.volume.cache.device.ordinal
+        self._row_shape = launcher.format.row_shape
+        self._row_bytes = launcher.format.row_bytes
+        self._torch: Any = None
+        self._dtype: Any = None
+        self._index_bytes: dict[Any, int] = {}
+
+    def serves(self, idx: object) -> bool:
+        """Return whether the index is a tensor of torch, and no object of a subclass."""
+        torch = self._torch or self._find()
+        return torch is not None and type(idx) is torch.Tensor
+
+    def _find(self) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "cuda"):  # imported completely
+            self._dtype = getattr(torch, self._launcher.format.dtype.name, None)
+            self._index_bytes = {torch.int64: 8, torch.int32: 4}
+            self._torch = torch
+        return self._torch
+
+    def gather(self, idx: Any, out: Any, stream: object) -> tuple[Any, int] | None:
+        """Queue a gather; return the result and its stream, or None if it goes the ordinary way."""
+        index_bytes = self._index_bytes.get(idx.dtype)
+        count = idx.numel()
+        if index_bytes is None or not self._usable(idx, count):
+            return None
+        shape = (*idx.shape, *self._row_shape)
+        current: int = self._torch._C._cuda_getCurrentRawStream(self._ordinal)
+        handle = current if stream is None else stream_handle(stream)
+        if out is None:
+            if handle != current or self._dtype is None:
+                return None
+            out = self._torch.empty(shape, dtype=self._dtype, device=idx.device)
+        elif (
+            type(out) is not self._torch.Tensor
+            or out.dtype is not self._dtype
+            or out.get_device() != self._ordinal
+            or out.shape != shape
+            or not out.is_contiguous()
+        ):
+            return None
+        indices, rows = idx.data_ptr(), out.data_ptr()
+        apart = indices + count * index_bytes <= rows or rows + count * self._row_bytes <= indices
+        if not apart:
+            return None
+        launch, params = self._launcher.gather_launch(indices, count, index_bytes, rows)
+        self._launcher.wake()
+        if not launch.after_own(params, handle):
+            return None
+        self._launcher.moved.add(count)
+        return out, handle
+
+    def prefetch(self, idx: Any, stream: object) -> int | None:
+        """Queue a prefetch; return its stream, or None if it goes the ordinary way."""
+        index_bytes = self._index_bytes.get(idx.dtype)
+        count = idx.numel()
+        if index_bytes is None or not self._usable(idx, count):
+            return None
+        current: int = self._torch._C._cuda_getCurrentRawStream(self._ordinal)
+        handle = current if stream is None else stream_handle(stream)
+        launch, params = self._launcher.prefetch_launch(idx.data_ptr(), count, index_bytes)
+        self._launcher.wake()
+        return handle if launch.after_own(params, handle) else None
+
+    def _usable(self, idx: Any, count: int) -> bool:
+        return bool(
+            count
+            and self._row_bytes
+            and idx.get_device() == self._ordinal
+            and idx.is_contiguous()
+            and not self._launcher.watchers
+        )

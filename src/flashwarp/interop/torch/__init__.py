@@ -1,0 +1,1 @@
+"""Arrays as arguments of torch's operators; `flashwarp.torch` is the door."""

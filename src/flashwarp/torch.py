@@ -1,0 +1,26 @@
+"""Operators of torch that read and store rows of arrays larger than memory.
+
+    import flashwarp.torch
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def layer(table, ids, weight):
+        return flashwarp.torch.gather(table, ids) @ weight
+
+Eager code, `torch.compile` and captures of CUDA graphs may call them. On a GPU they work in the
+order of torch's current stream and wait for nothing; the next call on the array, or
+`Array.check`, raises what went wrong. On the CPU device they raise it themselves.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as _error:
+    raise ImportError(
+        f"flashwarp.torch needs torch, which cannot be imported ({_error}): install it with: "
+        "pip install 'flashwarp[torch]'"
+    ) from _error
+
+from flashwarp.interop.torch.operators import gather, scatter
+
+__all__ = ["gather", "scatter"]
