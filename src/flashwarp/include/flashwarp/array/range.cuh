@@ -14,10 +14,6 @@ namespace fw {
 // Lines that a range prefetches ahead of the one that it reads. Eight lines of 4 KiB are 8192
 // words, and visiting these takes longer than a disk's 100 us.
 inline constexpr uint32_t kRangeLinesAhead = 8;
-// Bytes that a thread of a range loads together, and narrow elements. The warps of a multiprocessor
-// need that much in flight to reach the bandwidth of its memory.
-inline constexpr uint32_t kRangeBatchBytes = 32;
-inline constexpr uint32_t kRangeBatchMax = 8;
 
 // The elements begin, begin + stride, .. below `end`, in order, for a range-based `for`. Lanes of a
 // warp that read side by side begin at their lane and pass the warp's width as `stride`. To
@@ -26,11 +22,10 @@ template <typename T>
 class range {
  public:
   using value_type = typename array<T>::value_type;
-  // Elements that are loaded together. Records are loaded one by one.
-  static constexpr uint32_t kBatch = !array<T>::kWord ? 1
-                                     : sizeof(T) * kRangeBatchMax <= kRangeBatchBytes
-                                         ? kRangeBatchMax
-                                         : kRangeBatchBytes / sizeof(T);
+  // Elements that are loaded together. A narrow one takes a register of 4 bytes, too. Records are
+  // loaded one by one.
+  static constexpr uint32_t kBatch =
+      array<T>::kWord ? FW_BATCH_BYTES / (sizeof(T) < 4 ? 4 : sizeof(T)) : 1;
   struct sentinel {};
 
   class iterator {
