@@ -41,6 +41,7 @@ class Mutant:
     policy: str = "clock"
 
 
+_ACCESS = "flashwarp/cache/access.cuh"
 _ARRAY = "flashwarp/array/view.cuh"
 _CURSOR = "flashwarp/array/cursor.cuh"
 _COPY = "flashwarp/base/copy.cuh"
@@ -192,8 +193,35 @@ MUTANTS = {
             4,
         ),
         Mutant(
+            "hits-no-second-look",
+            _ACCESS,
+            "const bool served = usable && still_holds(g, at.way, at.word);",
+            "const bool served = usable;",
+            "a row whose frame was refilled during the copy is another line's",
+            "rows",
+        ),
+        Mutant(
+            "hits-without-fence",
+            _ACCESS,
+            "    atomic::fence_acquire();\n    warp::sync(mask);\n",
+            "    warp::sync(mask);\n",
+            "the second look overtakes the loads of a row, and a refill goes unnoticed",
+            "rows",
+            "weak",
+        ),
+        Mutant(
+            "hits-unsynchronised",
+            _ACCESS,
+            "    atomic::fence_acquire();\n    warp::sync(mask);\n",
+            "    atomic::fence_acquire();\n",
+            "a lane's second look comes before its neighbours have loaded their part of its row",
+            "rows",
+            "weak",
+            4,
+        ),
+        Mutant(
             "late-fill-frees-frame",
-            "flashwarp/cache/access.cuh",
+            _ACCESS,
             "if (!outstanding) abandon_fill",
             "if (status != 0) abandon_fill",
             "a fill that ran out of time writes over the line that got its frame",
