@@ -34,8 +34,9 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
     return hits;
   } else {
     // The loads of the frame, by this lane and by other lanes for it, come before the second look
-    // at the tag.
-    atomic::fence();
+    // at the tag. What `visit` stores is for the caller, who publishes it with a release of its
+    // own.
+    atomic::fence_acquire();
     warp::sync(mask);
     const bool served = usable && still_holds(g, at.way, at.word);
     if (served) Policy::on_hit(g, at.way, at.word);
