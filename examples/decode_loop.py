@@ -205,7 +205,7 @@ class MappedMemory:
         self.__cuda_array_interface__ = {
             "shape": tuple(pinned.shape),
             "typestr": "<f4",
-            "data": (pinned.data_ptr(), True),
+            "data": (pinned.data_ptr(), False),
             "version": 3,
         }
 

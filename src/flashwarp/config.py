@@ -198,7 +198,8 @@ class Config:
     """Thread blocks of a large ``gather``, ``scatter`` or ``prefetch`` that wait for the storage on
     a GPU, after all blocks have served what is in the cache; two to a multiprocessor. More blocks
     have more commands in flight, and leave other streams fewer multiprocessors. -1: by the storage,
-    8 for files and none for modelled drives. 0: all blocks wait, as many as the GPU runs."""
+    8 for launches of 131,072 lines and more of files, none for modelled drives and rows below 256
+    bytes. 0: all blocks wait, as many as the GPU runs."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

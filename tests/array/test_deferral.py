@@ -63,11 +63,8 @@ def test_storage_decides_how_many_blocks_drain(facts: Any, blocks: int) -> None:
 @pytest.mark.parametrize(
     ("items", "warps", "batch", "defers"),
     [
-        (2048, WARPS, 32, True),
-        # Fewer than the warps of the blocks that drain take at a time.
-        (2047, WARPS, 32, False),
-        (127, WARPS, 2, False),
-        (128, WARPS, 2, True),
+        (1 << 17, WARPS, 32, True),
+        ((1 << 17) - 1, WARPS, 32, False),
         # Fewer than the GPU runs.
         (1 << 20, WARPS - 1, 32, False),
     ],
@@ -76,6 +73,24 @@ def test_small_launches_defer_nothing(items: int, warps: int, batch: int, defers
     found = deferral(service()).of(items, warps, batch)
 
     assert (found != NOT_DEFERRED) == defers
+
+
+@pytest.mark.parametrize(
+    ("items", "batch", "defers"),
+    [(2048, 32, True), (2047, 32, False), (127, 2, False), (128, 2, True)],
+)
+def test_drain_blocks_that_are_asked_for_have_enough_to_take(
+    monkeypatch: pytest.MonkeyPatch, items: int, batch: int, defers: bool
+) -> None:
+    monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", "8")
+
+    for elements in (False, True):
+        found = deferral(service()).of(items, WARPS, batch, elements=elements)
+        assert (found != NOT_DEFERRED) == defers
+
+
+def test_elements_defer_only_on_demand() -> None:
+    assert deferral(service()).of(1 << 20, WARPS, 32, elements=True) == NOT_DEFERRED
 
 
 def test_launch_of_few_blocks_for_each_that_drains_defers_nothing() -> None:

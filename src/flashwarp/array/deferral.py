@@ -27,6 +27,9 @@ _BLOCKS_OF_A_NAMESPACE = 2
 _WARPS_OF_A_BLOCK = 8
 _LINES_OF_A_BLOCK = _WARPS_OF_A_BLOCK * 32
 
+# Unless the user asks: fewer lines come about as fast as the hand-over takes.
+_LINES_MIN = 1 << 17
+
 # With fewer blocks for each one that drains, a launch has little to leave.
 _BLOCKS_PER_DRAIN = 4
 
@@ -55,17 +58,24 @@ class Deferral:
         self._service = service
         self._warps_at_once = volume.cache.device.warps_at_once
         self._list = 0 if volume.misses is None else volume.misses.address
-        self.blocks = _drain_blocks(service) if self._list else 0
+        asked = config.current("drain_blocks").drain_blocks
+        self._asked = asked >= 0
+        self.blocks = 0
+        if self._list:
+            self.blocks = asked if self._asked else _drain_blocks(service)
 
-    def of(self, items: int, warps: int, batch: int) -> Deferred:
+    def of(self, items: int, warps: int, batch: int, *, elements: bool = False) -> Deferred:
         """Return how a launch of so many items and warps defers its misses, at most `batch` a warp.
 
         Each launch needs its own answer; a captured one keeps it. Small launches do not defer: they
         leave multiprocessors free, and a few warps would fetch their lines one after the other.
+        Launches on `elements`, short rows that several share a line, defer only if the user asks:
+        their hits would take longer.
         """
         blocks = self.blocks
         if (
             not blocks
+            or (not self._asked and (elements or items < _LINES_MIN))
             or warps < self._warps_at_once
             or warps < blocks * _BLOCKS_PER_DRAIN * _WARPS_OF_A_BLOCK
             or items < blocks * _WARPS_OF_A_BLOCK * batch
@@ -76,9 +86,6 @@ class Deferral:
 
 
 def _drain_blocks(service: Service) -> int:
-    asked = config.current("drain_blocks").drain_blocks
-    if asked >= 0:
-        return asked
     if not service.makes_warps_wait:
         return 0
     queues = service.queues

@@ -182,7 +182,7 @@ class Launcher:
             items, most = count * self._segments, self._batch
             batch = self._batch_of(items)
             name, warps = "gather_rows", -(-items // batch)
-        deferred = self._deferral.of(items, warps, most)
+        deferred = self._deferral.of(items, warps, most, elements=width is not None)
         params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred)
         return self._prepared_launch(name, warps, len(params)), params
 
@@ -267,7 +267,7 @@ class Launcher:
             items = len(chosen) * (row // width)
             warps = self._warps(items)
             params = self._row_params(
-                chosen, buffer, 1, strays, self._deferral.of(items, warps, 32)
+                chosen, buffer, 1, strays, self._deferral.of(items, warps, 32, elements=True)
             )
             self._start(f"{verb}_elements_{width}", params, warps, stream, end=end)
         else:
