@@ -998,7 +998,7 @@ MUTANTS = {
         Mutant(
             "residents-unfenced",
             _ROWS,
-            "  atomic::fence();\n  const bool holds = cache::still_holds",
+            "  atomic::fence_acquire();\n  const bool holds = cache::still_holds",
             "  const bool holds = cache::still_holds",
             "so does its second look, if the loads may come after it",
             "rows_resident",
