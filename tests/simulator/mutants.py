@@ -200,6 +200,8 @@ MUTANTS = {
             "const bool served = usable;",
             "a row whose frame was refilled during the copy is another line's",
             "rows",
+            "sc",
+            4,
         ),
         Mutant(
             "hits-without-fence",
@@ -209,6 +211,7 @@ MUTANTS = {
             "the second look overtakes the loads of a row, and a refill goes unnoticed",
             "rows",
             "weak",
+            4,
         ),
         Mutant(
             "hits-unsynchronised",
@@ -995,7 +998,7 @@ MUTANTS = {
         Mutant(
             "residents-unfenced",
             _ROWS,
-            "  atomic::fence();\n  const bool holds = cache::still_holds",
+            "  atomic::fence_acquire();\n  const bool holds = cache::still_holds",
             "  const bool holds = cache::still_holds",
             "so does its second look, if the loads may come after it",
             "rows_resident",

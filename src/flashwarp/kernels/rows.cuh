@@ -230,7 +230,7 @@ FW_DEVICE bool gather_resident(const cache::geometry& g, const segment& piece, u
   }
   // The loads of the frame come before the second look at the tag, and the fence before the stores:
   // behind them it would wait for them.
-  atomic::fence();
+  atomic::fence_acquire();
   const bool holds = cache::still_holds(g, at.way, at.word);
   FW_UNROLL
   for (uint32_t k = 0; k < kWordsHeld; k++) {

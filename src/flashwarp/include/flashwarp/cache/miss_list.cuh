@@ -113,9 +113,10 @@ FW_DEVICE_NOINLINE bool append(const list_use& use, uint32_t lanes, uint64_t ite
   warp::sync(mask);
   if (fits && ((lanes >> warp::lane()) & 1) != 0) {
     ticket += warp::rank_in(lanes);
-    // Relaxed: the entry is all that its consumer needs. That entries are there at all, it learns
-    // from `tail`, by way of `state`.
-    atomic::store_relaxed(entry_at(m, ticket), uint64_t(turn_of(m, ticket)) << 32 | item);
+    // Release, behind the sync: all lanes have stored what a hit that lost its race has copied, and
+    // the consumer overwrites it. That entries are there at all, it learns from `tail`, by way of
+    // `state`.
+    atomic::store_release(entry_at(m, ticket), uint64_t(turn_of(m, ticket)) << 32 | item);
   }
   return fits;
 }
@@ -133,7 +134,8 @@ FW_DEVICE uint32_t take(miss_list& m, uint32_t mask, uint32_t most, uint32_t& it
   if (warp::lane() == 0) head = atomic::load_relaxed(&m.head);
   head = warp::broadcast(mask, head, 0);
   const uint64_t ticket = head + warp::lane();
-  const uint64_t entry = atomic::load_relaxed(entry_at(m, ticket));
+  // Acquire, for all lanes by the sync below: what the producer has stored of the item's row.
+  const uint64_t entry = atomic::load_acquire(entry_at(m, ticket));
   item = uint32_t(entry);
   const bool stored = uint32_t(entry >> 32) == turn_of(m, ticket) && warp::lane() < most;
   const uint32_t absent = ~warp::ballot(mask, stored) & mask;
