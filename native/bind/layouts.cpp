@@ -44,7 +44,9 @@ nb::dict layouts() {
   FW_STRUCTURE("geometry", cache::geometry, frames, set_reciprocal, line_shift)
   FW_STRUCTURE("host_tier", cache::host_tier, frames, subsets)
   FW_STRUCTURE("array", array<float>, cache, length)
-  FW_STRUCTURE("row_params", kernels::row_params, rows, segments, batch)
+  FW_STRUCTURE("row_params", kernels::row_params, rows, segments, batch, misses)
+  FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, batch)
+  FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, opcode, drop)
   return result;
 }

@@ -194,6 +194,12 @@ class Config:
     async_streams: int = _setting(8, 1, 128)
     """Streams of a GPU on which an array's asynchronous calls run."""
 
+    drain_blocks: int = _setting(-1, -1, 255)
+    """Thread blocks of a large ``gather``, ``scatter`` or ``prefetch`` that wait for the storage on
+    a GPU, after all blocks have served what is in the cache; two to a multiprocessor. More blocks
+    have more commands in flight, and leave other streams fewer multiprocessors. -1: by the storage,
+    8 for files and none for modelled drives. 0: all blocks wait, as many as the GPU runs."""
+
     def __post_init__(self) -> None:
         for each in fields(self):
             check = integer if isinstance(each.default, int) else number

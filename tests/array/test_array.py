@@ -24,7 +24,7 @@ import pytest
 import flashwarp as fw
 from flashwarp import _native
 from flashwarp.array import rows
-from flashwarp.cache import structs
+from flashwarp.cache import miss_list, structs
 from flashwarp.errors import BoundsError, CacheError, DataPathError
 from flashwarp.nvme import queue_pair
 from flashwarp.storage import File, Memory, Replicated, Storage, Striped
@@ -592,6 +592,8 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "host_tier": structs.HostTierStruct,
     "array": rows.ArrayStruct,
     "row_params": rows.RowParams,
+    "list_use": miss_list.ListUseStruct,
+    "miss_list": miss_list.MissListStruct,
     "maintenance_params": rows.MaintenanceParams,
 }
 

@@ -78,6 +78,41 @@ FW_KERNEL sum_each(fw::array<const uint32_t> data, uint64_t* sum) {
   fw::atomic::add(sum, total);
 }
 
+// Copies elements, and counts the visits of each.
+template <typename T>
+FW_DEVICE auto copy_to(T* out, uint32_t* visits) {
+  return [=](uint64_t i, T value) {
+    out[i] = value;
+    fw::atomic::add_relaxed(&visits[i], 1u);
+  };
+}
+FW_KERNEL each_byte(fw::array<const uint8_t> data, uint64_t begin, uint64_t end, uint8_t* out,
+                    uint32_t* visits) {
+  fw::each(data, begin, end, copy_to(out, visits));
+}
+FW_KERNEL each_double(fw::array<const double> data, uint64_t begin, uint64_t end, double* out,
+                      uint32_t* visits) {
+  fw::each(data, begin, end, copy_to(out, visits));
+}
+FW_KERNEL each_triple(fw::array<const triple> data, uint64_t begin, uint64_t end, triple* out,
+                      uint32_t* visits) {
+  fw::each(data, begin, end, copy_to(out, visits));
+}
+FW_KERNEL each_word_by_warps(fw::array<const uint32_t> data, uint64_t begin, uint64_t end,
+                             uint32_t* out, uint32_t* visits) {
+  const uint64_t part = (end - begin) / fw::warp::count() + 1;
+  const uint64_t first = begin + part * fw::warp::index();
+  const uint64_t last = first + part < end ? first + part : end;
+  if (first < last) fw::warp::each(data, first, last, copy_to(out, visits));
+}
+FW_KERNEL range_of_words(fw::array<const uint32_t> data, uint64_t begin, uint64_t end,
+                         uint64_t stride, uint64_t at_most, uint32_t* out, uint32_t* visits) {
+  if (thread_index() != 0) return;
+  fw::range<const uint32_t> range(data, begin, end, stride);
+  const auto visit = copy_to(out, visits);
+  for (auto at = range.begin(); at != range.end() && at_most-- != 0; ++at) visit(at.index(), *at);
+}
+
 FW_KERNEL load_eight(fw::array<const uint32_t> data, const uint64_t* starts, uint64_t n,
                      uint64_t stride, uint32_t* out) {
   fw::cursor<const uint32_t> line(data);
@@ -310,6 +345,53 @@ def test_a_range_visits_every_element_with_its_index(tmp_path, device, program, 
 
     expected = data.astype(np.uint64) + 3 * np.arange(data.size, dtype=np.uint64)
     assert total.copy_to_host()[0] == expected.sum()
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 30_000), (1, 29_999), (4_095, 4_097), (777, 777)])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("each_byte", np.uint8),
+        ("each_double", np.float64),
+        ("each_triple", np.dtype([("x", "f4"), ("y", "f4"), ("z", "f4")])),
+        ("each_word_by_warps", np.uint32),
+    ],
+)
+def test_each_visits_every_element_once(tmp_path, device, program, kernel, dtype, begin, end):
+    width = np.dtype(dtype).itemsize
+    data = np.random.default_rng(6).integers(1, 100, 30_000 * width).astype(np.uint8).view(dtype)
+    out = on_device(device, np.zeros(data.size, dtype))
+    visits = on_device(device, np.zeros(data.size, np.uint32))
+
+    with opened(tmp_path / "a.npy", device, data) as a:
+        program[kernel](a, begin, end, out, visits, warps=16)
+        a.synchronize()
+
+    inside = (np.arange(data.size) >= begin) & (np.arange(data.size) < end)
+    assert (visits.copy_to_host() == inside).all()
+    assert (out.copy_to_host()[inside] == data[inside]).all()
+
+
+# Whole batches, a part of one, one element a line, fewer elements than a batch; ended early.
+@pytest.mark.parametrize("at_most", [2**63, 11])
+@pytest.mark.parametrize(
+    ("begin", "end", "stride"), [(0, 800, 1), (5, 802, 3), (0, 20_000, 1000), (126, 130, 1)]
+)
+def test_a_range_visits_what_its_stride_says(
+    tmp_path, device, program, begin, end, stride, at_most
+):
+    data = np.random.default_rng(7).integers(1, 1 << 32, 20_000).astype(np.uint32)
+    out = on_device(device, np.zeros(data.size, np.uint32))
+    visits = on_device(device, np.zeros(data.size, np.uint32))
+
+    with opened(tmp_path / "a.npy", device, data) as a:
+        program["range_of_words"](a, begin, end, stride, at_most, out, visits, warps=1)
+        a.synchronize()
+
+    wanted = np.arange(begin, end, stride)[:at_most]
+    assert (np.flatnonzero(visits.copy_to_host()) == wanted).all()
+    assert (visits.copy_to_host()[wanted] == 1).all()
+    assert (out.copy_to_host()[wanted] == data[wanted]).all()
 
 
 # On a line of 128 elements, on two, on one each, backwards.

@@ -411,6 +411,7 @@ void Memory::fence(fence_kind kind) {
       mine[i] = global_[i] = std::max(mine[i], global_[i]);
     }
   }
+  if (kind == fence_kind::kAcquire) return;
   fence_device_[fibre] = snapshot(fibre);
   if (kind == fence_kind::kSystem) fence_system_[fibre] = fence_device_[fibre];
 }

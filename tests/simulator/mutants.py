@@ -41,6 +41,7 @@ class Mutant:
     policy: str = "clock"
 
 
+_ACCESS = "flashwarp/cache/access.cuh"
 _ARRAY = "flashwarp/array/view.cuh"
 _CURSOR = "flashwarp/array/cursor.cuh"
 _COPY = "flashwarp/base/copy.cuh"
@@ -63,6 +64,7 @@ _RECORD = "flashwarp/cache/error_record.cuh"
 _QUEUE = "flashwarp/nvme/queue_pair.cuh"
 _SUBMIT = "flashwarp/nvme/submission_queue.cuh"
 _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
+_MISSES = "flashwarp/cache/miss_list.cuh"
 
 _LAND = """\
   if (opcode == nvme::kRead) {
@@ -128,8 +130,8 @@ MUTANTS = {
         Mutant(
             "cursor-without-acquire",
             _CURSOR,
-            "value = atomic::raw<kAccessBytes>::load_acquire(frame() + array_.offset_of(i));",
-            "value = atomic::raw<kAccessBytes>::load(frame() + array_.offset_of(i));",
+            "value = atomic::raw<kAccessBytes>::load_acquire(address_of(i));",
+            "value = atomic::raw<kAccessBytes>::load(address_of(i));",
             "the second look at the tag overtakes the load, and a refill goes unnoticed",
             "cursors",
             "weak",
@@ -138,8 +140,8 @@ MUTANTS = {
         Mutant(
             "cursor-no-second-look",
             _CURSOR,
-            "    atomic::fence();\n    return still_held();",
-            "    atomic::fence();\n    return true;",
+            "    atomic::fence_acquire();\n    return still_held();",
+            "    atomic::fence_acquire();\n    return true;",
             "a frame refilled since the cursor found its line yields another line's bytes",
             "cursors",
         ),
@@ -152,8 +154,75 @@ MUTANTS = {
             "cursors",
         ),
         Mutant(
+            "cursor-batch-without-fence",
+            _CURSOR,
+            "    atomic::fence_acquire();\n    return still_held();",
+            "    return still_held();",
+            "the second look overtakes the loads of a batch, and a refill goes unnoticed",
+            "loops",
+            "weak",
+        ),
+        Mutant(
+            "row-no-second-look",
+            _CURSOR,
+            "same = word_ != 0 && still_held();",
+            "same = word_ != 0;",
+            "a batch on several lines, of which one was refilled meanwhile, is handed out",
+            "loops",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "row-in-any-order",
+            _CURSOR,
+            "part.begin <= first && first <= last && last <= part.end",
+            "part.begin <= first && last <= part.end",
+            "a lane's elements lie before the lines that the warp has found for it",
+            "loops",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "row-found-unsynchronised",
+            _CURSOR,
+            "    // Each lane has acquired the fill of its own line, and loads from all of them.\n"
+            "    warp::sync(all);\n",
+            "",
+            "lanes load from a line whose fill only a neighbour has acquired",
+            "loops",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "hits-no-second-look",
+            _ACCESS,
+            "const bool served = usable && still_holds(g, at.way, at.word);",
+            "const bool served = usable;",
+            "a row whose frame was refilled during the copy is another line's",
+            "rows",
+        ),
+        Mutant(
+            "hits-without-fence",
+            _ACCESS,
+            "    atomic::fence_acquire();\n    warp::sync(mask);\n",
+            "    warp::sync(mask);\n",
+            "the second look overtakes the loads of a row, and a refill goes unnoticed",
+            "rows",
+            "weak",
+        ),
+        Mutant(
+            "hits-unsynchronised",
+            _ACCESS,
+            "    atomic::fence_acquire();\n    warp::sync(mask);\n",
+            "    atomic::fence_acquire();\n",
+            "a lane's second look comes before its neighbours have loaded their part of its row",
+            "rows",
+            "weak",
+            4,
+        ),
+        Mutant(
             "late-fill-frees-frame",
-            "flashwarp/cache/access.cuh",
+            _ACCESS,
             "if (!outstanding) abandon_fill",
             "if (status != 0) abandon_fill",
             "a fill that ran out of time writes over the line that got its frame",
@@ -1030,6 +1099,66 @@ MUTANTS = {
             "    if (pending && (tag::state_of(word) != tag::kValid || line",
             "a fill that began before the epoch is published after the sweep",
             "leases_replayed",
+        ),
+        Mutant(
+            "misses-of-any-launch",
+            _MISSES,
+            "    if (seen != 0 && list_state::launch(seen) != launch) return false;\n",
+            "",
+            "blocks of one launch take the items of another for their own",
+            "deferral",
+        ),
+        Mutant(
+            "misses-without-reserve",
+            _MISSES,
+            "      if (tail - head + others <= uint64_t(1) << m.capacity_log2) {\n",
+            "      if (tail - head <= uint64_t(1) << m.capacity_log2) {\n",
+            "warps that append together overwrite entries that nobody has taken",
+            "deferral",
+        ),
+        Mutant(
+            "misses-of-the-last-turn",
+            _MISSES,
+            "uint32_t(entry >> 32) == turn_of(m, ticket) &&",
+            "entry != 0 &&",
+            "an entry of the ring's last turn is taken for the one that is about to be stored",
+            "deferral",
+        ),
+        Mutant(
+            "misses-taken-twice",
+            _MISSES,
+            "ours = atomic::cas_acq_rel(&m.head, head, head + count);",
+            "ours = atomic::add_relaxed(&m.head, uint64_t(count)) != ~uint64_t(0);",
+            "two warps take the same entries, and skip as many",
+            "deferral",
+        ),
+        Mutant(
+            "misses-left-unmarked",
+            _MISSES,
+            "seen, left | list_state::kLeftBehind",
+            "seen, left",
+            "a block leaves although another has appended and left since it found the list empty",
+            "deferral",
+            "weak",
+        ),
+        Mutant(
+            "misses-mark-unacquired",
+            _MISSES,
+            "      atomic::cas_acq_rel(&m.state, seen, seen & ~list_state::kLeftBehind);\n"
+            "      continue;\n",
+            "",
+            "the block that entries are left to does not see them, and leaves too",
+            "deferral",
+            "weak",
+        ),
+        Mutant(
+            "misses-undrained",
+            _MISSES,
+            "    if (drains) return at_end::kDrains;\n",
+            "    if (drains) return at_end::kLeaves;\n",
+            "a block that drains leaves before the list is empty",
+            "deferral",
+            "weak",
         ),
     )
 }

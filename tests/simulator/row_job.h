@@ -9,7 +9,7 @@ namespace fw::simulator {
 class RowJob {
  public:
   RowJob(Elements<>& data, uint32_t row_words, uint32_t rows, bool scatters, Random& random)
-      : data_(data), row_words_(row_words), scatters_(scatters) {
+      : data_(data), row_words_(row_words), scatters_(scatters), look_ahead_(rows % 2) {
     const uint32_t row_count = data.length() / row_words;
     for (uint32_t k = 0; k < rows; ++k) indices_.push_back(random.below(row_count));
     values_.assign(size_t(rows) * row_words, 0);
@@ -17,12 +17,30 @@ class RowJob {
     for (size_t i = 0; i < values_.size(); ++i) values_[i] = data.next_value(element(i));
   }
 
+  // Leaves the misses to some of the job's warps, by way of a list.
+  void defer(fw::cache::list_use misses, uint32_t blocks) {
+    misses_ = {misses.list, misses.launch, blocks, 1 + uint32_t(values_.size() % kWidth)};
+    look_ahead_ = 0;
+  }
+  // Accepts rows that cannot be read.
+  void may_fail() { may_fail_ = true; }
+  // First prefetches the rows, in a launch of its own that may still run when ours begins.
+  void prefetch_first(fw::cache::list_use misses) {
+    prefetches_ = true;
+    prefetch_misses_ = {misses.list, misses.launch, misses_.blocks, misses_.batch};
+  }
+
   // By every thread of the job, which are `count`. All operations last from the first thread's
   // begin to the last one's end.
   void run(uint32_t index, uint32_t count) {
     become(index, count);
     if (running_++ == 0) begin();
-    const fw::kernels::row_params p = params();
+    fw::kernels::row_params p = params();
+    if (prefetches_) {
+      p.misses = prefetch_misses_;
+      fw_prefetch_rows(p);
+      p.misses = misses_;
+    }
     if (row_words_ == 1) {
       scatters_ ? fw_scatter_elements_8(p) : fw_gather_elements_8(p);
     } else {
@@ -43,7 +61,7 @@ class RowJob {
   }
   void end() {
     for (size_t i = 0; i < values_.size(); ++i) {
-      if (values_[i] == 0) scheduler.fail("a gathered element was not written");
+      if (values_[i] == 0 && !may_fail_) scheduler.fail("a gathered element was not written");
       data_.end(operations_[i], element(i), values_[i]);
     }
   }
@@ -59,7 +77,8 @@ class RowJob {
     p.rows = reinterpret_cast<char*>(values_.data());
     p.row_bytes = row_words_ * 8;
     p.row_count = a.length / row_words_;
-    p.look_ahead = indices_.size() % 2;
+    p.look_ahead = look_ahead_;
+    p.misses = misses_;
     p.index_bytes = 8;
     p.batch = 1 + uint32_t(indices_.size() % kWidth);
     // A row may begin at the end of a line.
@@ -70,6 +89,11 @@ class RowJob {
   Elements<>& data_;
   const uint32_t row_words_;
   const bool scatters_;
+  uint64_t look_ahead_;
+  fw::cache::list_use misses_ = {};
+  fw::cache::list_use prefetch_misses_ = {};
+  bool prefetches_ = false;
+  bool may_fail_ = false;
   std::vector<int64_t> indices_;
   std::vector<uint64_t> values_;
   std::vector<uint32_t> operations_;

@@ -439,28 +439,24 @@ class Context:
             self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
 
     def launch_after(
-        self,
-        before: int,
-        mark: int,
-        kernel: Kernel,
-        blocks: int,
-        block_threads: int,
-        param: bytes,
-        stream: int,
+        self, before: int, mark: int, size: tuple[Kernel, int, int], param: bytes, stream: int
     ) -> bool:
         """Launch a kernel of one parameter after the present work of stream `before`.
 
-        Returns False, and does nothing, if `stream` is being captured. `mark` is an event.
+        Returns False, and does nothing, if `stream` is being captured. `mark` is an event. `size`
+        is the kernel, and its blocks and their threads.
         """
-        self._require_open()
+        kernel, blocks, threads = size
+        if not self._open:
+            self._require_open()
         result = self._calls.launch_after(
-            before, mark, kernel.handle, blocks, block_threads, param, stream
+            before, mark, kernel.handle, blocks, threads, param, stream
         )
-        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
-            return False
-        if result:
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
-        return True
+        if not result:
+            return True
+        if result not in (_CAPTURED, _CAPTURE_IMPLICIT):
+            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, threads))
+        return False
 
     def launch_and_append(
         self,

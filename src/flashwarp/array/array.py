@@ -12,7 +12,16 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, SupportsIndex, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NoReturn,
+    ParamSpec,
+    Protocol,
+    SupportsIndex,
+    TypeVar,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -94,10 +103,7 @@ def _in_turn(
         array._begin()
         return method(array, *args, **kwargs)
     except DeviceError as error:
-        reason = array._attachment.reason_of(error)
-        if reason is error:
-            raise
-        raise reason from error
+        array._raise_reason(error)
 
 
 class Recipe(Protocol):
@@ -294,7 +300,7 @@ class Array(endings.Closing):
         """
         tensors = self._attachment.tensors
         if tensors is not None and tensors.serves(idx):
-            short = functools.partial(_in_turn, self, Array._gather_tensors, (idx, out, stream), {})
+            short = functools.partial(self._gather_tensors, idx, out, stream)
             rows = _native.holding(self.cache.turn, short)
             if rows is not None:
                 return rows
@@ -305,15 +311,26 @@ class Array(endings.Closing):
         attachment = self._attachment
         if attachment.tensors is None or not self._format.shape:
             return None
-        launched = attachment.tensors.gather(idx, out, stream)
-        if launched is None:
-            return None
-        rows, handle = launched
-        if stream is None:
-            attachment.finish("gather", handle)
-        else:
-            attachment.note_stream(handle)
+        try:
+            self._begin()
+            launched = attachment.tensors.gather(idx, out, stream)
+            if launched is None:
+                return None
+            rows, handle = launched
+            if stream is None:
+                attachment.finish("gather", handle)
+            else:
+                attachment.note_stream(handle)
+        except DeviceError as error:
+            self._raise_reason(error)
         return rows
+
+    def _raise_reason(self, error: DeviceError) -> NoReturn:
+        """Raise why a kernel was stopped, if `error` came from that; else `error`."""
+        reason = self._attachment.reason_of(error)
+        if reason is error:
+            raise error
+        raise reason from error
 
     @_locked
     def _gather(self, idx: object, out: object, stream: object) -> Any:
@@ -693,14 +710,7 @@ class Array(endings.Closing):
         Valid until `close`. After launches that use it, call `synchronize`.
         """
         self._check_usable()
-        volume = self._attachment.launcher.volume
-        return ArrayStruct(
-            geometry=volume.cache.geometry,
-            cache=volume.cache.address,
-            volume=volume.address,
-            line_begin=volume.line_begin,
-            length=self.size,
-        )
+        return ArrayStruct.from_buffer_copy(self._attachment.launcher.handle)
 
     @property
     def in_place(self) -> int | None:
@@ -970,12 +980,15 @@ class Array(endings.Closing):
 
     def _join_launch(self, stream: object) -> tuple[object, ...]:
         """Prepare for a launch of a caller's kernel, in the cache's turn; return what it uses."""
-        self._check_usable()
-        if self.controller.changes != self._changes:
+        attachment = self._attachment
+        if attachment.closed or attachment.in_child:
+            self._check_usable()
+        launcher = attachment.launcher
+        if launcher.service.changes != self._changes:
             self._drop_old_lines()
         if stream is not None:
-            self._attachment.join(stream_handle(stream))
-        return self._attachment.launcher.wake()
+            attachment.join(stream_handle(stream), refreshes=True)
+        return launcher.wake()
 
 
 def _unopened(recipe: Recipe, format: RowFormat) -> Array:  # noqa: A002

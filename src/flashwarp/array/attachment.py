@@ -153,11 +153,17 @@ class Attachment(endings.NotCopied):
         self.device.synchronize(stream, timeout_s=time_limit_s())
         self._raise_failure(what)
 
-    def join(self, stream: int) -> None:
-        """Prepare for a launch on a stream of the caller's, which may be in a capture."""
+    def join(self, stream: int, *, refreshes: bool = False) -> None:
+        """Prepare for a launch on a stream of the caller's, which may be in a capture.
+
+        If it is, and the array is leased, a kernel that does not drop old lines itself `refreshes`
+        them by another one before it, in each replay.
+        """
+        self._noted_late = True
         if not self.launcher.join_capture(stream):
             self.note_stream(stream)
-        self._noted_late = True
+        elif refreshes and self.launcher.service.leased:
+            self.launcher.maintain("refresh_lines", stream=stream)
 
     def note_stream(self, stream: int) -> None:
         """Note that there is work on a stream of the caller's."""

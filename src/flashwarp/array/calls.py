@@ -31,7 +31,7 @@ from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Launcher, Verb
 from flashwarp.array.operands import Index, Operands, Rows, host_index
 from flashwarp.array.selection import rows_of_slice
-from flashwarp.device import OwnedStream
+from flashwarp.device import OwnedStream, stream_handle
 from flashwarp.device.scratch import Scratch
 from flashwarp.endings import first_of
 from flashwarp.errors import (
@@ -83,7 +83,7 @@ class _Call:
     verb: Verb
     chosen: range | Index
     rows: Rows
-    after: Sequence[object]  # streams whose present work runs before the call
+    after: Sequence[int]  # streams whose present work runs before the call
     future: Future[Any]
     lines: int = 0  # that a prefetch of its rows asks for
     fetching: bool = False
@@ -152,7 +152,6 @@ class Calls:
 
     def make(self, verb: Verb, idx: object, operand: object, stream: object) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
-        self._refuse_capture(verb, stream)
         chosen = self._choose(idx)
         library = self._operands.place_of(chosen)[1]
         gather = verb == "gather"
@@ -161,6 +160,8 @@ class Calls:
         else:
             rows = self._operands.source(operand, chosen)
         after = self._streams_before(stream, library, rows.library)
+        if not self._launcher.on_cpu:
+            self._refuse_capture(verb, after)
         future: Future[Any] = Future(
             self, rows.array if gather else None, on_host=gather and rows.held is not None
         )
@@ -173,11 +174,12 @@ class Calls:
             future.set_result(call.finish(None))
         return future
 
-    def _refuse_capture(self, verb: Verb, stream: object) -> None:
+    def _refuse_capture(self, verb: Verb, after: Sequence[int]) -> None:
         device = self._operands.device
         instead = f"use {verb}(.., stream=)"
-        device.refuse_capture(f"{verb}_async", instead)
-        if stream is not None and device.capture(stream) is not None:
+        if not after:
+            device.refuse_capture(f"{verb}_async", instead)
+        if any(device.capture(stream) is not None for stream in after):
             raise CaptureError(
                 f"{verb}_async cannot become part of a CUDA graph, because its future is of one "
                 f"call: {instead}"
@@ -192,11 +194,12 @@ class Calls:
             idx = host_index(chosen)
         return self._operands.index(idx)
 
-    def _streams_before(self, stream: object, *libraries: str) -> list[object]:
+    def _streams_before(self, stream: object, *libraries: str) -> list[int]:
         """Return the streams whose work comes first: the caller's, or those of its libraries."""
         if stream is not None:
-            return [stream]
-        return [self._operands.device.current_stream(name) for name in {*libraries} - {"numpy"}]
+            return [stream_handle(stream)]
+        device = self._operands.device
+        return [device.current_stream(name).handle for name in {*libraries} - {"numpy"}]
 
     def _submit(self, call: _Call) -> None:
         enter = functools.partial(self._enter, call)

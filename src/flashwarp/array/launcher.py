@@ -6,6 +6,7 @@ caller waits, and asks `failures` for errors.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ import numpy.typing as npt
 
 from flashwarp import _native, config
 from flashwarp._jit.driver import End
+from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import (
+    ArrayStruct,
     MaintenanceParams,
     RowFormat,
     RowParams,
@@ -42,7 +45,8 @@ _BYTES_WORTH_A_THREAD = 128 << 10
 _PREPARED_MAX = 256
 
 # The members of `RowParams` behind those of the array.
-_ROW_MEMBERS = struct.Struct("=7Q4I")
+_ROW_MEMBERS = struct.Struct("=7Q4I2Q2I")
+assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
 
 # Scatters that check their indices on the device: one for each stream, and for each captured one.
 _CHECKS_MAX = 4096
@@ -103,8 +107,20 @@ class Launcher:
         self._array_members = bytes(
             RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
         )[: -_ROW_MEMBERS.size]
+        self._warps_at_once = cache.device.warps_at_once
         self._batch = segments_per_batch(cache.line_bytes)
         self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
+        # The struct `fw::array<T>` for kernels.
+        self.handle = bytes(
+            ArrayStruct(
+                geometry=cache.geometry,
+                cache=cache.address,
+                volume=volume.address,
+                line_begin=volume.line_begin,
+                length=format.size,
+            )
+        )
+        self._deferral = Deferral(volume, service)
         # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -119,14 +135,22 @@ class Launcher:
 
     # Rows.
 
-    def _row_params(self, chosen: range | Index, buffer: int, batch: int, strays: int = 0) -> bytes:
+    def _row_params(
+        self,
+        chosen: range | Index,
+        buffer: int,
+        batch: int,
+        strays: int = 0,
+        deferred: Deferred = NOT_DEFERRED,
+    ) -> bytes:
         """Return the parameters for chosen rows, to or from `buffer`."""
         row = self.format.row_bytes
         if isinstance(chosen, range):
             # The kernels take a range as its first byte and its bytes.
-            return self._pack(0, len(chosen) * row, 8, buffer, chosen.start * row, batch, strays)
-        count = len(chosen)
-        return self._pack(chosen.address, count, chosen.itemsize, buffer, row, batch, strays)
+            which = (0, len(chosen) * row, 8, buffer, chosen.start * row)
+        else:
+            which = (chosen.address, len(chosen), chosen.itemsize, buffer, row)
+        return self._pack(*which, batch, strays, deferred)
 
     def _pack(
         self,
@@ -137,11 +161,12 @@ class Launcher:
         row_bytes: int,
         batch: int,
         strays: int,
+        deferred: Deferred,
     ) -> bytes:
         """Return the bytes of `RowParams`."""
         return self._array_members + _ROW_MEMBERS.pack(
             *(indices, count, buffer, row_bytes, self.format.row_count),
-            *(self.look_ahead(), strays, index_bytes, self._segments, batch, 0),
+            *(self.look_ahead(), strays, index_bytes, self._segments, batch, 0, *deferred),
         )
 
     def gather_launch(
@@ -151,21 +176,25 @@ class Launcher:
         row = self.format.row_bytes
         width = element_bytes(row, buffer)
         if width is not None:
-            batch = 1
-            name, warps = f"gather_elements_{width}", -(-count * (row // width) // 32)
+            items, batch, most = count * (row // width), 1, 32
+            name, warps = f"gather_elements_{width}", -(-items // 32)
         else:
-            batch = self._batch_of(count * self._segments)
-            name, warps = "gather_rows", -(-count * self._segments // batch)
-        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0)
+            items, most = count * self._segments, self._batch
+            batch = self._batch_of(items)
+            name, warps = "gather_rows", -(-items // batch)
+        deferred = self._deferral.of(items, warps, most)
+        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred)
         return self._prepared_launch(name, warps, len(params)), params
 
     def prefetch_launch(self, indices: int, count: int, index_bytes: int) -> tuple[Launch, bytes]:
         """Prepare a prefetch of rows on a GPU: the launch, and its parameter."""
         segments = count * self._segments
         batch = self._batch_of(segments)
+        warps = -(-segments // batch)
+        deferred = self._deferral.of(segments, warps, self._batch)
         row = self.format.row_bytes
-        params = self._pack(indices, count, index_bytes, 0, row, batch, 0)
-        return self._prepared_launch("prefetch_rows", -(-segments // batch), len(params)), params
+        params = self._pack(indices, count, index_bytes, 0, row, batch, 0, deferred)
+        return self._prepared_launch("prefetch_rows", warps, len(params)), params
 
     def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
         launch = self._prepared.get((name, warps))
@@ -176,7 +205,7 @@ class Launcher:
         if self.on_cpu:
             return self._batch
         # A warp copies one line after the other. So a few lines go to a warp each.
-        return min(self._batch, max(1, segments // self.volume.cache.device.warps_at_once))
+        return min(self._batch, max(1, segments // self._warps_at_once))
 
     def lines_ahead(self) -> int:
         """Count the lines that one thread may ask for before they are needed.
@@ -235,10 +264,12 @@ class Launcher:
             self._start("check_indices", params, self._warps(len(chosen)), stream)
         width = None if isinstance(chosen, range) else element_bytes(row, buffer)
         if width is not None:
-            params = self._row_params(chosen, buffer, 1, strays)
             items = len(chosen) * (row // width)
-            name = f"{verb}_elements_{width}"
-            self._start(name, params, self._warps(items), stream, end=end)
+            warps = self._warps(items)
+            params = self._row_params(
+                chosen, buffer, 1, strays, self._deferral.of(items, warps, 32)
+            )
+            self._start(f"{verb}_elements_{width}", params, warps, stream, end=end)
         else:
             self._start_segments(f"{verb}_rows", chosen, buffer, stream, None, strays, end)
 
@@ -264,8 +295,9 @@ class Launcher:
         else:
             segments = len(chosen) * self._segments
         batch = self._batch_of(segments)
-        params = self._row_params(chosen, buffer, batch, strays)
         useful = self._warps(segments, batch) if warps is None else warps
+        deferred = self._deferral.of(segments, useful, self._batch)
+        params = self._row_params(chosen, buffer, batch, strays, deferred)
         self._start(name, params, useful, stream, end=end)
 
     def _lines(self, chosen: range) -> int:
@@ -327,6 +359,7 @@ class Launcher:
         opcode: int = 0,
         drop: int = 0,
         served: bool = True,
+        stream: int | None = None,
     ) -> None:
         """Launch a maintenance kernel over the array's lines; default: warps for all frames.
 
@@ -342,7 +375,7 @@ class Launcher:
             drop=drop,
         )
         useful = self._warps(volume.cache.lines) if warps is None else warps
-        self._start(name, bytes(params), useful, None, served=served)
+        self._start(name, bytes(params), useful, stream, served=served)
 
     def drop_tier(self, *, drop: int = 0, served: bool = True) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""

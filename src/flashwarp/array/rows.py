@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashwarp.cache.miss_list import ListUseStruct
 from flashwarp.cache.structs import GeometryStruct
 from flashwarp.errors import BoundsError, IndexDtypeError
 from flashwarp.nvme.queue_pair import u32, u64
@@ -88,6 +89,7 @@ class RowParams(ctypes.Structure):
         *u64("cache", "volume", "indices", "index_count", "rows", "row_bytes", "row_count"),
         *u64("look_ahead", "strays"),
         *u32("index_bytes", "segments", "batch", "reserved"),
+        ("misses", ListUseStruct),
     )
 
 
@@ -104,8 +106,10 @@ class MaintenanceParams(ctypes.Structure):
 
 def element_bytes(row_bytes: int, *alignments: int) -> int | None:
     """Return the width of the element kernel for rows of this size; None if rows are wide."""
+    if row_bytes >= _WIDE_ROW_BYTES:
+        return None
     width = math.gcd(16, row_bytes, *alignments)
-    return width if row_bytes < _WIDE_ROW_BYTES and row_bytes // width <= 16 else None
+    return width if row_bytes // width <= 16 else None
 
 
 def segments_per_row(row_bytes: int, line_bytes: int) -> int:

@@ -112,6 +112,20 @@ FW_DEVICE void sum_in_order(uint64_t length, uint64_t span, uint64_t* sum, Sever
   fw::atomic::add_relaxed(sum, total);
 }
 
+// The same, one element at a time.
+template <typename Load>
+FW_DEVICE void sum_one_by_one(uint64_t length, uint64_t span, uint64_t* sum, Load load) {
+  uint64_t total = 0;
+  for (uint64_t first = fw::warp::index() * span; first < length;
+       first += fw::warp::count() * span) {
+    const uint64_t end = first + span < length ? first + span : length;
+    for (uint64_t i = first + fw::warp::lane(); i < end; i += fw::base::kWarpWidth) {
+      total += load(i);
+    }
+  }
+  fw::atomic::add_relaxed(sum, total);
+}
+
 }  // namespace
 
 FW_KERNEL
@@ -177,4 +191,41 @@ ordered_plain(const uint32_t* data, uint64_t length, uint64_t span, uint64_t* su
     FW_UNROLL
     for (uint32_t k = 0; k < kUnroll; k++) values[k] = data[i + k * fw::base::kWarpWidth];
   });
+}
+
+FW_KERNEL
+single_cursor(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t span, uint64_t* sum) {
+  fw::cursor<const uint32_t> line(data);
+  sum_one_by_one(data.size(), span, sum, [&](uint64_t i) { return line[i]; });
+}
+FW_KERNEL
+single_range(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t span, uint64_t* sum) {
+  uint64_t total = 0;
+  for (uint64_t first = fw::warp::index() * span; first < data.size();
+       first += fw::warp::count() * span) {
+    const uint64_t end = first + span < data.size() ? first + span : data.size();
+    for (uint32_t value :
+         fw::range<const uint32_t>(data, first + fw::warp::lane(), end, fw::base::kWarpWidth)) {
+      total += value;
+    }
+  }
+  fw::atomic::add_relaxed(sum, total);
+}
+FW_KERNEL
+single_each(const FW_GRID_CONSTANT fw::array<const uint32_t> data, uint64_t* sum) {
+  uint64_t total = 0;
+  fw::each(data, [&](uint64_t, uint32_t value) { total += value; });
+  fw::atomic::add_relaxed(sum, total);
+}
+FW_KERNEL
+single_reused(uint32_t* states, const uint32_t* frames, const uint32_t* base, uint32_t line_shift,
+              uint64_t length, uint64_t span, uint64_t* sum) {
+  const counted<true> table = {states, frames, reinterpret_cast<const char*>(base), line_shift};
+  counted_cursor<true> line{table};
+  sum_one_by_one(length, span, sum, [&](uint64_t i) { return line.load(i); });
+  line.leave();
+}
+FW_KERNEL
+single_plain(const uint32_t* data, uint64_t length, uint64_t span, uint64_t* sum) {
+  sum_one_by_one(length, span, sum, [&](uint64_t i) { return data[i]; });
 }

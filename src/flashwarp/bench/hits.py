@@ -33,7 +33,7 @@ def run(
     loads: Annotated[int, "Random loads of a measurement."] = 1 << 28,
     seed: Annotated[int, "Of the random elements."] = 1,
 ) -> Report:
-    """Compare loads of resident 4-byte elements, random and in order, at two line sizes."""
+    """Compare loads of resident 4-byte elements, random, in order and one by one, by line size."""
     where = resolve(device)
     # Whole rounds of whole spans, so that no way has a rest of its own to handle.
     elements = parse_bytes(size) // _WORD // _SPAN * _SPAN
@@ -105,10 +105,22 @@ def _compare(
             "reused": way("ordered_counted_reused", data.size, *table, _SPAN),
             "plain": way("ordered_plain", data.size, plain, data.size, _SPAN),
         }
+        others = {
+            "reused": way("single_reused", data.size, *table, _SPAN),
+            "plain": way("single_plain", data.size, plain, data.size, _SPAN),
+        }
+        single = {
+            "cursor[i]": (way("single_cursor", data.size, array, _SPAN), 0.0),
+            "range": (way("single_range", data.size, array, _SPAN), 1.0),
+            "each": (way("single_each", data.size, array), 1.0),
+        }
         _report(
             report, f"random, {line} B lines", random, 1.5 if line == 4096 else 2.0, data.nbytes
         )
         _report(report, f"in order, {line} B lines", ordered, 1.0, data.nbytes)
+        for name, (ours, target) in single.items():
+            ways = {"array": ours, **others}
+            _report(report, f"one by one by {name}, {line} B lines", ways, target, data.nbytes)
         array.synchronize()
         misses = array.stats.misses
         if misses > lines:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from flashwarp import config, endings
+from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.structs import (
     FAILURES_KEPT,
     CountersStruct,
@@ -48,6 +49,8 @@ _TIER_LINES = 1 << 37
 _TIER_WAYS_MAX = 16
 _TIER_PLACES_MAX = (1 << 32) - 1
 _COUNTER_SHARDS = 64
+# Misses that the list of an asynchronous call holds: 2 MiB, of which an array may have 64.
+_LANE_MISSES_MAX = 1 << 18
 # Interval at which `withdraw` looks: visits last for microseconds, or as long as a command.
 _POLL_S = 50e-6
 # `kPolicyWordsAlignment`: the words follow the tags at a multiple of this.
@@ -107,7 +110,8 @@ class FailureSequence:
 
         False, too, if they found the record full after the last read: the next `read` finds those.
         """
-        return self._entry(self._read) is not None
+        number: int = self._entries[self._read % FAILURES_KEPT].number
+        return number == (self._read + 1) & 0xFFFFFFFF
 
     def first(self) -> FailureStruct | None:
         """Return the oldest unread failure and leave it unread; needs no transfer."""
@@ -172,6 +176,8 @@ class Volume:
     address: int
     events: DeviceMemory
     errors: DeviceMemory
+    misses: DeviceMemory | None = None
+    """Where launches list their misses; None if they fetch them at once."""
     entry: DeviceMemory | None = None
     """The memory of the struct if this is a copy; else the struct lies in the cache's table."""
     stream: OwnedStream | None = None
@@ -210,13 +216,16 @@ class Volume:
         """
         device = self.cache.device
         errors = device.allocate_host(ctypes.sizeof(ErrorRecordStruct))
+        misses = allocate_misses(device, self.line_count, stream, _LANE_MISSES_MAX)
         entry = device.allocate(ctypes.sizeof(VolumeStruct), stream)
         there = device.download(self.address, entry.nbytes, stream)
         struct = VolumeStruct.from_buffer_copy(there)
         struct.errors = errors.address
         struct.commands = struct.indices = FailureLogStruct()
         device.upload(entry.address, bytes(struct), stream)
-        return replace(self, address=entry.address, errors=errors, entry=entry, stream=stream)
+        return replace(
+            self, address=entry.address, errors=errors, misses=misses, entry=entry, stream=stream
+        )
 
     @property
     def owners(self) -> tuple[object, ...]:
@@ -229,6 +238,8 @@ class Volume:
         if self.entry is not None:
             self.entry.close()
             self.errors.close()
+            if self.misses is not None:
+                self.misses.close()
 
     def counters(self) -> dict[str, int]:
         """Read the sums over all shards."""
@@ -563,6 +574,7 @@ class Cache(Closing):
                 address=address,
                 events=self.device.allocate(_COUNTER_SHARDS * ctypes.sizeof(CountersStruct)),
                 errors=self.device.allocate_host(ctypes.sizeof(ErrorRecordStruct)),
+                misses=allocate_misses(self.device, count),
             )
             struct = VolumeStruct(
                 line_begin=begin,
@@ -658,6 +670,8 @@ class Cache(Closing):
                 self.device.fill(volume.address, 0, VolumeStruct.visitors.offset)
             volume.events.close()
             volume.errors.close()
+            if volume.misses is not None:
+                volume.misses.close()
             self._give_back()
 
     def _keep_for(self, table: object) -> None:

@@ -282,7 +282,8 @@ class CudaDevice(Device):
         return self._stream
 
     def order(self, before: object, after: object) -> None:
-        first, second = self._handle(before), self._handle(after)
+        first = before if type(before) is int else self._handle(before)
+        second = after if type(after) is int else self._handle(after)
         if first == second:
             return
         self.context.order(first, second, self._mark)
@@ -375,9 +376,8 @@ class _CudaLaunch(Launch):
             self._context.launch_and_append(*self._size, arguments, handle, end)
 
     def after_own(self, argument: bytes, stream: int) -> bool:
-        device = self._device
         return self._context.launch_after(
-            device._stream.handle, device._mark, *self._size, argument, stream
+            self._device._stream.handle, self._device._mark, self._size, argument, stream
         )
 
 

@@ -5,10 +5,14 @@
 // of commands, and copies each segment with all lanes (`*_rows`). For rows of a few elements, each
 // lane takes one element instead (`*_elements_N`, N the element's bytes). Every kernel takes one
 // struct by value, which the host mirrors.
+//
+// If storage makes warps wait, a large launch defers its misses: see cache/miss_list.cuh. It holds
+// all multiprocessors only as long as it serves hits.
 #pragma once
 
 #include "builds.cuh"
 #include "flashwarp/array.cuh"
+#include "flashwarp/cache/miss_list.cuh"
 
 namespace fw::kernels {
 
@@ -27,8 +31,9 @@ struct row_params {
   uint32_t segments;     // the most lines that one row touches
   uint32_t batch;        // segments that a warp takes at a time, 1 to 32; one if lines are long
   uint32_t reserved;
+  cache::list_use misses;  // where the launch lists its misses
 };
-static_assert(sizeof(row_params) == 128);
+static_assert(sizeof(row_params) == 152);
 
 FW_DEVICE int64_t index_at(const row_params& p, uint64_t k) {
   return p.index_bytes == 4 ? int64_t(static_cast<const int32_t*>(p.indices)[k])
@@ -165,6 +170,20 @@ struct copy_segments {
   }
 };
 
+// Whether warps prefetch what they will need. A GPU has enough warps, and its host asks for none.
+inline constexpr bool kLooksAhead = !FW_ON_GPU;
+
+// Adds a warp's events to the volume's. Each lane has its own bytes; events are counted by warp.
+FW_DEVICE void add_events(cache::volume& v, uint32_t mask, cache::tally& tally,
+                          const cache::tally& ahead) {
+  if (tally.bytes_used != 0) {
+    atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
+    tally.bytes_used = 0;
+  }
+  tally.count_ahead(ahead);
+  tally.add_to(v, mask);
+}
+
 // What a launch of rows does with its segments.
 enum class row_action { kGather, kScatter, kPrefetch };
 
@@ -248,9 +267,51 @@ FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
   }
 }
 
-// Moves the warp's segments, a batch at a time.
+// Moves or prefetches one segment for each lane; of 0 bytes: nothing.
+template <row_action kAction, typename Misses>
+FW_DEVICE void serve_segments(const row_params& p, const segment& piece, const Misses& misses,
+                              cache::tally& tally) {
+  cache::line_cache& c = *p.cache;
+  cache::volume& v = *p.volume;
+  const uint32_t mask = warp::kFullMask;
+  const bool wants = piece.bytes != 0;
+  if constexpr (kAction == row_action::kPrefetch) {
+    if (misses.allowed()) {
+      bool busy = false;
+      const bool absent = wants && !cache::probe(p.geometry, piece.line, busy).found && !busy;
+      const uint32_t missing = warp::ballot(mask, absent);
+      if (missing == 0 || misses.defer(missing)) return;
+    }
+    cache::prefetch<policy>(c, v, mask, wants, piece.line, tally);
+  } else {
+    const bool whole = kAction == row_action::kScatter && wants &&
+                       piece.bytes == cache::bytes_of_line(c, v, piece.line);
+    copy_segments<kAction == row_action::kScatter> op = {piece};
+    const uint32_t status =
+        cache::access<policy>(p.geometry, c, v, mask, wants, piece.line, whole, op, tally, misses);
+    if (wants && status != cache::kDeferred) tally.bytes_used += piece.bytes;
+  }
+}
+
+// Fetches the deferred segments. A function of its own, so that the loop over hits keeps its
+// registers.
 template <row_action kAction>
-FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine) {
+FW_DEVICE_NOINLINE void drain_segments(const row_params& p, bool entered) {
+  cache::volume& v = *p.volume;
+  cache::tally tally;
+  const uint32_t multiprocessors = (p.misses.blocks + 1) / 2;
+  cache::end_deferring(p.misses, v, multiprocessors, entered, [&](uint32_t item, bool active) {
+    segment piece = {0, 0, 0, 0};
+    if (active) piece = segment_at(p, v.line_begin, item);
+    const cache::fetch_misses misses;
+    serve_segments<kAction>(p, piece, misses, tally);
+  });
+  add_events(v, warp::kFullMask, tally, {});
+}
+
+// Moves the warp's segments, a batch at a time. `entered` says whether it has deferred some.
+template <row_action kAction>
+FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine, bool& entered) {
   cache::line_cache& c = *p.cache;
   cache::volume& v = *p.volume;
   const uint64_t line_begin = v.line_begin;
@@ -264,30 +325,16 @@ FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine) {
     segment piece = {0, 0, 0, 0};
     if (in_batch && item < mine.end) piece = segment_at(p, line_begin, item);
     if (piece.line == kNoRow) refuse_row<kAction>(p, item);
-    const bool wants = piece.bytes != 0;
-    if constexpr (kAction == row_action::kPrefetch) {
-      cache::prefetch<policy>(c, v, mask, wants, piece.line, tally);
-    } else {
-      if (p.look_ahead != 0) {
-        const uint64_t later = item + p.look_ahead * mine.stride;
-        segment next = {0, 0, 0, 0};
-        if (in_batch && later < mine.end) next = segment_at(p, line_begin, later);
-        base::opaque (&cache::prefetch<policy>)(c, v, mask, next.bytes != 0, next.line, ahead);
-      }
-      const bool whole = kAction == row_action::kScatter && wants &&
-                         piece.bytes == cache::bytes_of_line(c, v, piece.line);
-      copy_segments<kAction == row_action::kScatter> op = {piece};
-      cache::access<policy>(p.geometry, c, v, mask, wants, piece.line, whole, op, tally);
-      if (wants) tally.bytes_used += piece.bytes;
+    if (kAction != row_action::kPrefetch && kLooksAhead && p.look_ahead != 0) {
+      const uint64_t later = item + p.look_ahead * mine.stride;
+      segment next = {0, 0, 0, 0};
+      if (in_batch && later < mine.end) next = segment_at(p, line_begin, later);
+      base::opaque (&cache::prefetch<policy>)(c, v, mask, next.bytes != 0, next.line, ahead);
     }
+    const cache::deferral misses = {p.misses, entered, item};
+    serve_segments<kAction>(p, piece, misses, tally);
   }
-  // Each lane has its own bytes; events are counted by warp.
-  if (tally.bytes_used != 0) {
-    atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
-    tally.bytes_used = 0;
-  }
-  tally.count_ahead(ahead);
-  tally.add_to(v, mask);
+  add_events(v, mask, tally, ahead);
 }
 
 // Moves all segments of a launch.
@@ -298,7 +345,51 @@ FW_DEVICE void move_segments(const row_params& p) {
   if constexpr (kAction == row_action::kGather && warp::kWarpWidth > 1) {
     if (p.batch == 1) gather_residents(p, mine);
   }
-  if (mine.begin < mine.end) for_each_segment<kAction>(p, mine);
+  bool entered = false;
+  if (mine.begin < mine.end) for_each_segment<kAction>(p, mine, entered);
+  // By all warps of the block, those without segments too.
+  if (p.misses.blocks != 0) base::opaque (&drain_segments<kAction>)(p, entered);
+}
+
+// Moves one element of a row for each lane that `wants`: the launch's `item`, in the row's `part`.
+template <uint32_t kBytes, bool kStores, typename Misses>
+FW_DEVICE void serve_elements(const row_params& p, uint64_t item, uint64_t row, uint64_t part,
+                              bool wants, const Misses& misses, cache::tally& tally) {
+  using word = atomic::raw<kBytes>;
+  cache::line_cache& c = *p.cache;
+  cache::volume& v = *p.volume;
+  const uint32_t mask = warp::kFullMask;
+  const uint64_t byte = row * p.row_bytes + part * kBytes;
+  const uint64_t line = v.line_begin + (byte >> p.geometry.line_shift);
+  const uint64_t offset = byte & (cache::line_bytes(p.geometry) - 1);
+  char* mine = p.rows + item * kBytes;
+  uint32_t status;
+  if constexpr (kStores) {
+    detail::store_element<kBytes> op = {offset, {}};
+    if (wants) op.value = word::load_stream(mine);
+    status = cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally, misses);
+  } else {
+    detail::load_element<kBytes> op = {offset, {}};
+    status = cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally, misses);
+    if (wants && status == nvme::kSuccess) word::store(mine, op.value);
+  }
+  if (wants && status != cache::kDeferred) tally.bytes_used += kBytes;
+}
+
+template <uint32_t kBytes, bool kStores>
+FW_DEVICE_NOINLINE void drain_elements(const row_params& p, bool entered) {
+  cache::volume& v = *p.volume;
+  cache::tally tally;
+  const uint64_t parts = p.row_bytes / kBytes;
+  const uint32_t multiprocessors = (p.misses.blocks + 3) / 4;
+  cache::end_deferring(p.misses, v, multiprocessors, entered, [&](uint32_t item, bool active) {
+    const uint64_t k = item / parts;
+    const uint64_t row = active ? row_of(p, k) : p.row_count;
+    const cache::fetch_misses misses;
+    serve_elements<kBytes, kStores>(p, item, row, item - k * parts, row < p.row_count, misses,
+                                    tally);
+  });
+  add_events(v, warp::kFullMask, tally, {});
 }
 
 // Moves rows of a few elements: each lane takes one element at a time.
@@ -311,6 +402,7 @@ FW_DEVICE void for_each_element(const row_params& p) {
   const uint32_t mask = warp::kFullMask;
   const uint64_t parts = p.row_bytes / kBytes;
   const warp::share share = warp::share_of(p.index_count * parts, warp::kWarpWidth);
+  bool entered = false;
   cache::tally tally;
   cache::tally ahead;
   cache::refresh(c, v, mask);
@@ -323,36 +415,19 @@ FW_DEVICE void for_each_element(const row_params& p) {
       if constexpr (!kStores) word::store(p.rows + item * kBytes, {});
       if (item == k * parts) note_stray(p, k);
     }
-    const uint64_t byte = row * p.row_bytes + (item - k * parts) * kBytes;
-    const uint64_t line = v.line_begin + (byte >> p.geometry.line_shift);
-    const uint64_t offset = byte & (cache::line_bytes(p.geometry) - 1);
-    char* mine = p.rows + item * kBytes;
-    if (p.look_ahead != 0) {
-      const uint64_t later = first + warp::lane() + p.look_ahead * share.stride;
+    if (kLooksAhead && p.look_ahead != 0) {
+      const uint64_t later = item + p.look_ahead * share.stride;
       const uint64_t there =
           later < share.end ? row_of(p, parts == 1 ? later : later / parts) : p.row_count;
       base::opaque (&cache::prefetch<policy>)(
           c, v, mask, there < p.row_count,
           v.line_begin + ((there * p.row_bytes) >> p.geometry.line_shift), ahead);
     }
-    if constexpr (kStores) {
-      detail::store_element<kBytes> op = {offset, {}};
-      if (wants) op.value = word::load_stream(mine);
-      cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally);
-    } else {
-      detail::load_element<kBytes> op = {offset, {}};
-      const uint32_t status =
-          cache::access<policy>(p.geometry, c, v, mask, wants, line, false, op, tally);
-      if (wants && status == nvme::kSuccess) word::store(mine, op.value);
-    }
-    if (wants) tally.bytes_used += kBytes;
+    const cache::deferral misses = {p.misses, entered, item};
+    serve_elements<kBytes, kStores>(p, item, row, item - k * parts, wants, misses, tally);
   }
-  if (tally.bytes_used != 0) {
-    atomic::add_relaxed(&cache::shard_of(v).bytes_used, tally.bytes_used);
-    tally.bytes_used = 0;
-  }
-  tally.count_ahead(ahead);
-  tally.add_to(v, mask);
+  add_events(v, mask, tally, ahead);
+  if (p.misses.blocks != 0) base::opaque (&drain_elements<kBytes, kStores>)(p, entered);
 }
 
 }  // namespace fw::kernels

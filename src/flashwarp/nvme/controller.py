@@ -173,6 +173,14 @@ class Service(NotCopied, ABC):
         return False
 
     @property
+    def makes_warps_wait(self) -> bool:
+        """Whether a few warps of a GPU suffice to keep the storage busy.
+
+        If so, large launches leave their misses to a few blocks, and other kernels run meanwhile.
+        """
+        return True
+
+    @property
     def changes(self) -> int:
         """How often others may have changed the namespace, so that cached lines may be old."""
         return 0

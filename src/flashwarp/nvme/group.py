@@ -214,6 +214,11 @@ class GroupService(Service):
         return any(service.leased for service in self.services)
 
     @property
+    def makes_warps_wait(self) -> bool:
+        """Whether a few warps keep the storages busy."""
+        return all(service.makes_warps_wait for service in self.services)
+
+    @property
     def changes(self) -> int:
         """How often files may have changed under the array; see `Service`."""
         return sum(service.changes for service in self.services)

@@ -467,6 +467,15 @@ class SoftwareService(Service):
         """Whether kernels read the namespace in place without commands."""
         return self._plain_reads and self.path == "in_place"
 
+    @property
+    def makes_warps_wait(self) -> bool:
+        """Whether a few warps keep the storage busy.
+
+        A modelled drive may need any number of commands. In place, a command is answered at once,
+        and many warps must copy.
+        """
+        return self.model is None and (self._plain_reads or self.path != "in_place")
+
     def wake(self) -> None:
         """Wake the threads: commands are about to be submitted. Costs a microsecond.
 

@@ -141,7 +141,8 @@ class _ArrayParam(Param):
             raise ArgumentError(
                 f"{self.place} takes {self.rank} axes, the array has shape {argument.shape}"
             )
-        handle = bytes(argument.kernel_handle)
+        argument._check_usable()
+        handle = argument._attachment.launcher.handle
         if not self.constant and not argument.writable:
             raise ReadOnlyError(
                 f"{self.place} can be stored to, but the array is read-only: open it with "

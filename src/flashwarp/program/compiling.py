@@ -256,8 +256,9 @@ class Kernel(endings.NotCopied):
             `bytes`, a ctypes structure or a numpy record.
         warps : int, optional
             How many warps have something to do. The launch has at most as many as the device runs
-            at a time, so kernels loop. Default: as many as run at a time. On the CPU device a
-            warp is one thread.
+            at a time, so kernels loop. Default: as many as run at a time. Then other kernels find
+            no room on the GPU while the warps wait for storage; fewer warps leave room, and have
+            fewer lines in flight, up to 32 each. On the CPU device a warp is one thread.
         block_threads : int
             Threads of a block on a GPU, a multiple of 32 and at most 256.
         stream : optional
@@ -291,9 +292,10 @@ class Kernel(endings.NotCopied):
             launch_in_turn()
             return
         self._check_policies(arrays)
+        caches = {array.cache for array in arrays}
         # All launches take turns in one order, so that two never wait for each other.
-        caches = sorted({array.cache for array in arrays}, key=id)
-        endings.holding([cache.turn for cache in caches], launch_in_turn)
+        ordered = caches if len(caches) == 1 else sorted(caches, key=id)
+        endings.holding([cache.turn for cache in ordered], launch_in_turn)
 
     def _prepare(self, warps: int | None, block_threads: int) -> devices.Launch:
         if warps is not None:
@@ -334,7 +336,7 @@ class Kernel(endings.NotCopied):
         # The policy is compiled into the code, and another one may use words that the cache lacks.
         for array in arrays:
             wanted = array.cache.policy
-            if wanted != self._policy:
+            if wanted is not self._policy and wanted != self._policy:
                 raise ArgumentError(
                     f"{self.name} was compiled for caches with policy {self._policy.name!r}, and "
                     f"an array's cache has {wanted.name!r}: compile it with policy={wanted.name!r}"

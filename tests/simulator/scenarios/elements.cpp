@@ -1,4 +1,6 @@
 // Single elements of arrays, by any thread at any time, in divergent code too.
+#include <map>
+
 #include "simulator/elements.h"
 
 using namespace fw::simulator;
@@ -87,6 +89,70 @@ void load_several(Machine& machine, Elements<>& data, fw::cursor<uint64_t>& curs
   }
 }
 
+// One loop of a warp: lanes read side by side, by one of four ways, or each somewhere near.
+struct Loop {
+  enum Way { kLoad, kRange, kRangeEach, kWarpEach, kScattered };
+  uint32_t way;
+  uint32_t begin;
+  uint32_t end;
+  uint32_t stride;  // kLoad and kScattered
+};
+
+Loop draw_loop(const Elements<>& data, Random& random) {
+  constexpr uint32_t kStrides[] = {kWidth, 20, 40, 64};
+  Loop loop;
+  loop.way = random.below(5);
+  loop.begin = random.below(data.length() - 1);
+  loop.end = std::min(loop.begin + 1 + random.below(140), data.length());
+  loop.stride = std::max(random.pick(kStrides), kWidth);
+  return loop;
+}
+
+// A lane's part of a loop. Each element is loaded somewhere between the loop's begin and the
+// element's visit.
+void run_loop(Machine& machine, Elements<>& data, fw::cursor<uint64_t>& cursor, const Loop& loop,
+              Random& random) {
+  std::map<uint32_t, uint32_t> operations;
+  const auto visit = [&](uint64_t i, uint64_t value) {
+    if (value == 0 && !machine.faulty()) scheduler.fail("a load failed without a fault");
+    const auto found = operations.find(uint32_t(i));
+    if (found == operations.end()) {
+      scheduler.fail("a loop visits element " + std::to_string(i) + " twice, or without a reason");
+    }
+    data.end(found->second, uint32_t(i), value);
+    operations.erase(found);
+  };
+  const uint32_t lane = fw::warp::lane();
+  if (loop.way == Loop::kLoad || loop.way == Loop::kScattered) {
+    constexpr uint32_t kCount = 4;
+    const uint32_t first = loop.begin + (loop.way == Loop::kLoad ? lane : random.below(100));
+    if (first + (kCount - 1) * loop.stride >= data.length()) return;
+    // More than once, so that the cursor holds lines that others want.
+    for (uint32_t n = 0; n < 4; ++n) {
+      uint64_t values[kCount];
+      for (uint32_t k = 0; k < kCount; ++k) {
+        const uint32_t i = first + k * loop.stride;
+        operations[i] = data.begin(i, false, 0);
+      }
+      cursor.load(first, loop.stride, values);
+      for (uint32_t k = 0; k < kCount; ++k) visit(first + k * loop.stride, values[k]);
+    }
+    return;
+  }
+  for (uint32_t i = loop.begin + lane; i < loop.end; i += kWidth) {
+    operations[i] = data.begin(i, false, 0);
+  }
+  fw::range<uint64_t> range(data.array(), loop.begin + lane, loop.end, kWidth);
+  if (loop.way == Loop::kRange) {
+    for (auto at = range.begin(); at != range.end(); ++at) visit(at.index(), *at);
+  } else if (loop.way == Loop::kRangeEach) {
+    range.each(visit);
+  } else {
+    fw::warp::each(data.array(), loop.begin, loop.end, visit);
+  }
+  if (!operations.empty()) scheduler.fail("a loop has left out elements");
+}
+
 // More lines than the frames of one set. Where data is copied, reads fail in some of the runs.
 Shape one_crowded_set(Run& run, uint32_t percent_with_faults) {
   Shape shape;
@@ -131,6 +197,25 @@ FW_SCENARIO(cursors, "loads of several elements at a time by some, while others 
       } else {
         data.store(data.pick(t.random));
       }
+    }
+  });
+  data.check();
+  machine.settle();
+}
+
+FW_SCENARIO(loops, "loops over elements in order, side by side, while others store") {
+  Machine machine(run, one_crowded_set(run, 20));
+  Elements<> data(machine, 0);
+  constexpr uint32_t kLoops = kWidth == 1 ? 4 : 2;
+  std::vector<Loop> loops;  // the lanes of a warp run the same
+  for (uint32_t n = 0; n < machine.shape().warps * kLoops; ++n) {
+    loops.push_back(draw_loop(data, run.random));
+  }
+  machine.launch([&](Thread& t) {
+    fw::cursor<uint64_t> cursor(data.array());
+    for (uint32_t n = 0; n < kLoops; ++n) {
+      run_loop(machine, data, cursor, loops[t.warp * kLoops + n], t.random);
+      if (t.random.chance(20)) data.store(data.pick(t.random));
     }
   });
   data.check();

@@ -3,6 +3,30 @@
 
 using namespace fw::simulator;
 
+namespace {
+
+// A list of misses, empty between launches.
+class MissList {
+ public:
+  MissList(Machine& machine, uint32_t capacity_log2) {
+    const uint64_t words = sizeof(fw::cache::miss_list) / 8 + (uint64_t(1) << capacity_log2);
+    list_ = reinterpret_cast<fw::cache::miss_list*>(
+        machine.allocate<uint64_t>(words, "misses", Sharing::kAtomic));
+    list_->capacity_log2 = capacity_log2;
+    machine.at_rest([this] {
+      rest::require(list_->state == 0, "a list of misses has users");
+      rest::require(list_->head == list_->tail, "deferred misses were left behind");
+    });
+  }
+  fw::cache::list_use next_launch() { return {list_, ++launches_, 0, 0}; }
+
+ private:
+  fw::cache::miss_list* list_;
+  uint64_t launches_ = 0;
+};
+
+}  // namespace
+
 FW_SCENARIO(rows, "gather and scatter of rows and elements, side by side") {
   Shape shape = Shape::draw(run.random);
   shape.volumes = 1;
@@ -85,4 +109,61 @@ FW_SCENARIO(flush, "a warp flushes what it has stored, while others go on") {
   });
   data.check();
   machine.settle();
+}
+
+FW_SCENARIO(deferral, "launches leave their misses to some warps, by way of one list") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.plain = false;
+  shape.warps = kWidth == 32 ? 3 : 3 + run.random.below(3);
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  // Lists that have room for all misses, and lists that fill.
+  const uint32_t lanes_log2 = kWidth == 1 ? 2 : kWidth == 4 ? 4 : 7;
+  MissList misses(machine, lanes_log2 + run.random.below(4));
+  constexpr uint32_t kRowWords[] = {1, 1, 3, 8, 64};
+  for (uint32_t round = 0; round < 2; ++round) {
+    const uint32_t words = run.random.pick(kRowWords);
+    const uint32_t rows = 1 + run.random.below(words == 64 ? 6 : 4 * kWidth + 4);
+    const uint32_t gathering = (2 + run.random.below(shape.warps - 1)) * kWidth;
+    const uint32_t threads = shape.warps * kWidth;
+    RowJob gather(data, words, rows, false, run.random);
+    RowJob scatter(data, run.random.chance(50) ? words : 64, 1 + run.random.below(2), true,
+                   run.random);
+    gather.defer(misses.next_launch(), 1 + run.random.below(2));
+    if (run.random.chance(70)) scatter.defer(misses.next_launch(), 1);
+    if (words != 1 && run.random.chance(30)) gather.prefetch_first(misses.next_launch());
+    machine.launch([&](Thread& t) {
+      if (t.index < gathering) {
+        gather.run(t.index, gathering);
+      } else {
+        scatter.run(t.index - gathering, threads - gathering);
+      }
+    });
+    data.check();
+    machine.settle();
+  }
+}
+
+FW_SCENARIO(deferral_faults, "the same with gathers only, over disks that fail, wait and stop") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.plain = false;
+  shape.warps = kWidth == 32 ? 3 : 3 + run.random.below(2);
+  draw_faults(run);
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  MissList misses(machine, kWidth == 1 ? 4 : kWidth == 4 ? 6 : 9);
+  // A row of several words may have part of another line if its own cannot be read.
+  const uint32_t words = machine.faulty() ? 1 : 8;
+  for (uint32_t round = 0; round < 2; ++round) {
+    RowJob gather(data, words, 1 + run.random.below(4 * kWidth + 4), false, run.random);
+    gather.defer(misses.next_launch(), 1 + run.random.below(2));
+    if (machine.faulty()) gather.may_fail();
+    const uint32_t threads = shape.warps * kWidth;
+    machine.launch([&](Thread& t) { gather.run(t.index, threads); });
+    data.check();
+    machine.settle();
+    if (machine.timed_out()) return;
+  }
 }

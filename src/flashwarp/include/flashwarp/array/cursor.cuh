@@ -1,11 +1,16 @@
-// Loads in line order: `cursor` remembers the line of its last load; `range` visits elements in
-// order and prefetches the lines ahead. Neither holds a pin, so a thread may keep them as long as
-// it likes. Each belongs to one thread.
+// Loads in line order: `cursor` remembers the line of its last load. It holds no pin, so a thread
+// may keep it as long as it likes. It belongs to one thread.
+//
+// What a cursor hands out, a second look at the tag has validated: between the first look and the
+// loads no warp filled the frame anew.
 #pragma once
 
 #include "flashwarp/array/view.cuh"
 
 namespace fw {
+
+template <typename T>
+class range;
 
 // Remembers the line of its last load: another load from that line looks at its tag once.
 template <typename T>
@@ -21,9 +26,9 @@ class cursor {
       const uint32_t here = warp::active();
       word value = {};
       bool hit = false;
-      if (i < array_.length && hold(array_.line_of(i))) {
+      if (holds(i) || find(i)) {
         // Acquire: the load comes before the second look at the tag.
-        value = atomic::raw<kAccessBytes>::load_acquire(frame() + array_.offset_of(i));
+        value = atomic::raw<kAccessBytes>::load_acquire(address_of(i));
         hit = still_held();
       }
       value_type result = detail::bit_cast<value_type>(value);
@@ -40,25 +45,45 @@ class cursor {
 
   // Loads the elements i, i + stride, .. into `values`. All loads are in flight together, and
   // elements of one line share one look at its tag before and one after, so this reads at the speed
-  // of plain loads. Lanes of a warp that read side by side pass the warp's width as `stride`.
+  // of plain loads. Lanes of a warp that read side by side pass the warp's width as `stride`; then
+  // the elements may lie on several lines.
   template <uint32_t kCount>
   FW_DEVICE void load(uint64_t i, uint64_t stride, value_type (&values)[kCount]) {
+    load_some(i, stride, kCount, values);
+  }
+
+ private:
+  friend class range<T>;
+
+  static constexpr uint32_t kAccessBytes = array<T>::kAccessBytes;
+  static constexpr uint64_t kNoRow = uint64_t(1) << 63;  // further than any line
+  using word = typename array<T>::word;
+
+  // As `load`, for the first `count` elements; there is at least one. The other values have no
+  // meaning.
+  template <uint32_t kCount>
+  FW_DEVICE void load_some(uint64_t i, uint64_t stride, uint32_t count,
+                           value_type (&values)[kCount]) {
     static_assert(array<T>::kWord, "several elements at a time are words of 1, 2, 4, 8, 16 bytes");
     const uint32_t here = warp::active();
-    const uint64_t span = (kCount - 1) * stride;
-    detail::several<kAccessBytes, kCount> loaded;
+    const uint64_t last = i + (count - 1) * stride;
+    detail::several<kAccessBytes, kCount> loaded = {};
     bool hit = false;
-    // The first and the last element exist, and no index in between wraps around.
+    // No index between the first and the last wraps around.
     constexpr uint64_t kStrideMax = (~uint64_t(0) >> 1) / kCount;
-    const bool in_order = stride + kStrideMax <= 2 * kStrideMax;
-    if (in_order && i < array_.length && i + span < array_.length) {
-      const bool one_line = span * sizeof(T) <= array_.rest_of(i);
-      hit = one_line ? load_line(i, stride, loaded.words) : load_lines(i, stride, loaded.words);
+    if (stride + kStrideMax <= 2 * kStrideMax) {
+      const bool exist = i < array_.length && last < array_.length;
+      const bool one_line = (last - i) * sizeof(T) <= array_.rest_of(i);
+      if ((holds(i) && holds(last)) || (exist && one_line && find(i))) {
+        hit = load_line(i, stride, count, loaded.words);
+      } else if (exist && !one_line) {
+        hit = load_lines(i, last, stride, count, loaded.words);
+      }
     }
     detail::call_for(here, !hit, [&] {
       forget();
       loaded = base::opaque(&detail::load_several_slow<kAccessBytes, kCount>)(
-          array_.cache, array_.volume, array_.line_begin, array_.length, i, stride);
+          array_.cache, array_.volume, array_.line_begin, array_.length, i, stride, count);
     });
     FW_UNROLL
     for (uint32_t k = 0; k < kCount; k++) {
@@ -66,70 +91,166 @@ class cursor {
     }
   }
 
- private:
-  static constexpr uint32_t kAccessBytes = array<T>::kAccessBytes;
-  using word = typename array<T>::word;
+  // Whether element `i` exists and lies on the held line.
+  FW_DEVICE bool holds(uint64_t i) const {
+    return i < array_.length && cache::tag::holds(word_, array_.line_of(i));
+  }
 
-  // Holds `line`; probes for it unless it is held already. Returns false if it is not readable now.
-  FW_DEVICE bool hold(uint64_t line) {
-    if (cache::tag::holds(word_, line)) return true;
+  // Holds the line of element `i`. Returns false if it is not readable now, or does not exist.
+  FW_DEVICE bool find(uint64_t i) {
     forget();
-    const cache::place at = cache::probe(array_.geometry, line);
+    if (i >= array_.length) return false;
+    const cache::geometry& g = array_.geometry;
+    const cache::place at = cache::probe(g, array_.line_of(i));
     if (!at.found) return false;
-    policy::on_hit(array_.geometry, at.way, at.word);
-    word_ = at.word;
+    policy::on_hit(g, at.way, at.word);
     way_ = uint32_t(at.way);
+    word_ = at.word;
     return true;
   }
 
   // Holds nothing any more. Called before slow paths, which need the registers.
   FW_DEVICE void forget() {
-    word_ = 0;
     way_ = 0;
+    word_ = 0;
+    row_ = kNoRow;
   }
 
-  FW_DEVICE const char* frame() const { return cache::frame_of(array_.geometry, way_); }
+  // Of an element of the held line.
+  FW_DEVICE const char* address_of(uint64_t i) const {
+    return cache::frame_of(array_.geometry, way_) + array_.offset_of(i);
+  }
 
   // The second look at the tag: if it is unchanged since the probe, so is the frame's line.
   FW_DEVICE bool still_held() const { return cache::still_holds(array_.geometry, way_, word_); }
 
-  // Loads elements of one line. Returns false if the line was not readable all the time.
+  // Loads elements of the held line. Returns false if the line was not readable all the time.
   template <uint32_t kCount>
-  FW_DEVICE bool load_line(uint64_t i, uint64_t stride, word (&words)[kCount]) {
-    if (!hold(array_.line_of(i))) return false;
-    const char* from = frame() + array_.offset_of(i);
+  FW_DEVICE bool load_line(uint64_t i, uint64_t stride, uint32_t count, word (&words)[kCount]) {
+    const char* from = address_of(i);
     FW_UNROLL
     for (uint32_t k = 0; k < kCount; k++) {
-      words[k] = atomic::raw<kAccessBytes>::load(from + k * stride * sizeof(T));
+      if (k < count) words[k] = atomic::raw<kAccessBytes>::load(from + k * stride * sizeof(T));
     }
-    // The loads come before the second look. One fence costs less than acquire loads.
-    atomic::fence();
+    // The loads come before the second look. Acquire loads would wait for each other.
+    atomic::fence_acquire();
     return still_held();
   }
 
-  // Loads elements of several lines: those of one line together, then the second look at its tag,
+  // Loads elements of several lines.
+  template <uint32_t kCount>
+  FW_DEVICE bool load_lines(uint64_t i, uint64_t last, uint64_t stride, uint32_t count,
+                            word (&words)[kCount]) {
+    if constexpr (warp::kWarpWidth > 1) {
+      if (warp::active() == warp::kFullMask) {
+        const row_part used = find_row(i, last);
+        if (used.shared) return load_row(i, stride, count, used, words);
+      }
+    }
+    return load_in_turn(i, stride, count, words);
+  }
+
+  // A row is as many lines in a row as a warp has lanes. Each lane holds one of them, for all
+  // lanes. So one wait finds all lines of a row, one loads elements of several of them, and one
+  // sees that they are unchanged.
+
+  // The lines of the row that the warp wants now, and whether the row has them all.
+  struct row_part {
+    uint32_t begin, end;  // `end` is the last
+    bool shared;
+  };
+
+  // Finds the lines between those of the elements `i` and `to` of each lane. All lanes of the
+  // warp call. Lanes must read in order, from one array.
+  FW_DEVICE row_part find_row(uint64_t i, uint64_t to) {
+    const uint32_t all = warp::kFullMask;
+    const uint64_t low = array_.line_of(i);
+    const uint64_t high = array_.line_of(to);
+    bool held = false;
+    const auto look = [&] {
+      const uint64_t first = low - row_, last = high - row_;
+      row_part part;
+      part.begin = warp::broadcast(all, uint32_t(first), 0);
+      part.end = warp::broadcast(all, uint32_t(last), warp::kWarpWidth - 1);
+      const bool fits =
+          part.begin <= first && first <= last && last <= part.end && part.end < warp::kWarpWidth;
+      const bool wanted = warp::lane() >= part.begin && warp::lane() <= part.end;
+      held = warp::ballot(all, fits && (!wanted || word_ != 0)) == all;
+      part.shared = held || warp::ballot(all, fits) == all;
+      return part;
+    };
+    row_part part = look();
+    if (held) return part;
+    forget();
+    const uint64_t of = reinterpret_cast<uint64_t>(array_.volume);
+    const uint64_t first = warp::broadcast(all, low, 0);
+    if (warp::broadcast(all, of, 0) == of) row_ = first;
+    const uint64_t own = row_ + warp::lane();
+    if (own <= array_.line_of(array_.length - 1)) {
+      const cache::place at = cache::probe(array_.geometry, own);
+      if (at.found) {
+        way_ = uint32_t(at.way);
+        word_ = at.word;
+      }
+    }
+    // Each lane has acquired the fill of its own line, and loads from all of them.
+    warp::sync(all);
+    part = look();
+    return part;
+  }
+
+  // Loads elements of the row. All lanes of the warp call. Returns false if a line was not readable
+  // all the time.
+  template <uint32_t kCount>
+  FW_DEVICE bool load_row(uint64_t i, uint64_t stride, uint32_t count, const row_part& used,
+                          word (&words)[kCount]) {
+    const cache::geometry& g = array_.geometry;
+    const uint32_t all = warp::kFullMask;
+    // Offsets from the row's first byte. They fit 32 bits: a line has at most 2 MiB.
+    const uint32_t begin =
+        (uint32_t(array_.line_of(i) - row_) << g.line_shift) + uint32_t(array_.offset_of(i));
+    FW_UNROLL
+    for (uint32_t k = 0; k < kCount; k++) {
+      const uint32_t offset = begin + k * uint32_t(stride * sizeof(T));
+      const uint32_t owner = (offset >> g.line_shift) & (warp::kWarpWidth - 1);
+      const uint32_t way = warp::take(all, way_, owner);
+      const char* from = cache::frame_of(g, way) + (offset & uint32_t(cache::line_bytes(g) - 1));
+      if (k < count) words[k] = atomic::raw<kAccessBytes>::load(from);
+    }
+    // The loads, by all lanes, come before the second looks.
+    atomic::fence_acquire();
+    warp::sync(all);
+    bool same = true;
+    if (warp::lane() >= used.begin && warp::lane() <= used.end) {
+      same = word_ != 0 && still_held();
+      if (same) policy::on_hit(g, way_, word_);
+    }
+    return warp::ballot(all, same) == all;
+  }
+
+  // Loads elements of lines in turn: those of one line together, then the second look at its tag,
   // then those of the next line.
   template <uint32_t kCount>
-  FW_DEVICE bool load_lines(uint64_t i, uint64_t stride, word (&words)[kCount]) {
+  FW_DEVICE bool load_in_turn(uint64_t i, uint64_t stride, uint32_t count, word (&words)[kCount]) {
     const uint64_t step = stride * sizeof(T);
     // Each turn loads at least one element.
-    for (uint32_t next = 0; next < kCount;) {
+    for (uint32_t next = 0; next < count;) {
       const uint32_t begin = next;
       const uint64_t first = i + begin * stride;
-      if (!hold(array_.line_of(first))) return false;
+      if (!holds(first) && !find(first)) return false;
       const uint64_t rest = array_.rest_of(first);
       // The address that element 0 would have on this line, so that all offsets are constant.
       // Opaque, or the compiler computes an address for each load.
       const uint64_t back = begin * step;
-      const char* from = base::opaque(frame() + array_.offset_of(first) - back);
+      const char* from = base::opaque(address_of(first) - back);
       FW_UNROLL
       for (uint32_t k = 0; k < kCount; k++) {
-        if (k < begin || k * step - back > rest) continue;
+        if (k < begin || k >= count || k * step - back > rest) continue;
         words[k] = atomic::raw<kAccessBytes>::load(from + k * step);
         next = k + 1;
       }
       // The loads come before the second look, as above.
-      atomic::fence();
+      atomic::fence_acquire();
       if (!still_held()) return false;
     }
     return true;
@@ -137,88 +258,11 @@ class cursor {
 
   array<T> array_;
   // The held line: its tag word, which has its number, and its way. The rest follows from constants
-  // of the array, so a cursor costs three registers.
+  // of the array, so that a cursor costs three registers, and two more where it loads several.
   uint64_t word_ = 0;  // 0: nothing is held (no readable line has this word)
   uint32_t way_ = 0;
-};
-
-// Lines that a range prefetches ahead of the one that it reads. Eight lines of 4 KiB are 8192
-// words, and visiting these takes longer than a disk's 100 us.
-inline constexpr uint32_t kRangeLinesAhead = 8;
-// Elements that `range::each` loads together.
-inline constexpr uint32_t kRangeBatch = 8;
-
-// The elements begin, begin + stride, .. below `end`, in order, for a range-based `for`. Lanes of a
-// warp that read side by side begin at their lane and pass the warp's width as `stride`. To
-// prefetch a line that another lane has prefetched costs one look at its tag.
-template <typename T>
-class range {
- public:
-  using value_type = typename array<T>::value_type;
-  struct sentinel {};
-
-  class iterator {
-   public:
-    FW_DEVICE explicit iterator(range& r) : range_(r), i_(r.begin_) {}
-    FW_DEVICE value_type operator*() { return range_.load(i_); }
-    FW_DEVICE iterator& operator++() {
-      i_ += range_.stride_;
-      return *this;
-    }
-    FW_DEVICE bool operator!=(sentinel) const { return i_ < range_.end_; }
-    // The index of the current element.
-    FW_DEVICE uint64_t index() const { return i_; }
-
-   private:
-    range& range_;
-    uint64_t i_;
-  };
-
-  FW_DEVICE range(const array<T>& a, uint64_t begin, uint64_t end, uint64_t stride = 1)
-      : array_(a), cursor_(a), begin_(begin), end_(end), stride_(stride) {
-    line_elements_ = cache::line_bytes(a.geometry) / sizeof(T);
-    if (line_elements_ == 0) line_elements_ = 1;
-    ahead_ = begin;
-  }
-  FW_DEVICE iterator begin() { return iterator(*this); }
-  FW_DEVICE sentinel end() const { return {}; }
-
-  // Calls visit(index, value) for each element in order. Loads kRangeBatch elements together, which
-  // a `for` that may stop anywhere cannot do: several times as fast if the lines are resident.
-  template <typename Visit>
-  FW_DEVICE void each(Visit visit) {
-    uint64_t i = begin_;
-    if constexpr (array<T>::kWord) {
-      for (; i + (kRangeBatch - 1) * stride_ < end_; i += kRangeBatch * stride_) {
-        look_ahead(i);
-        value_type values[kRangeBatch];
-        cursor_.load(i, stride_, values);
-        FW_UNROLL
-        for (uint32_t k = 0; k < kRangeBatch; k++) visit(i + k * stride_, values[k]);
-      }
-    }
-    for (; i < end_; i += stride_) visit(i, load(i));
-  }
-
- private:
-  FW_DEVICE value_type load(uint64_t i) {
-    look_ahead(i);
-    return cursor_[i];
-  }
-
-  // Prefetches kRangeLinesAhead lines at first, then one more for each line left behind.
-  FW_DEVICE void look_ahead(uint64_t i) {
-    while (ahead_ < end_ && ahead_ < i + kRangeLinesAhead * line_elements_) {
-      array_.prefetch(ahead_);
-      ahead_ += line_elements_;
-    }
-  }
-
-  array<T> array_;
-  cursor<T> cursor_;
-  uint64_t begin_, end_, stride_;
-  uint64_t line_elements_;
-  uint64_t ahead_;  // the next element whose line to prefetch
+  // The first line of the row, of which the lane then holds one.
+  uint64_t row_ = kNoRow;
 };
 
 }  // namespace fw

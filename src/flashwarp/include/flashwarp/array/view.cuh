@@ -150,19 +150,20 @@ struct several {
   typename atomic::raw<kBytes>::type words[kCount];
 };
 
-// The slow path of `cursor::load`: loads the elements i, i + stride, .. one by one. If one of them
-// is out of bounds, it loads none.
+// The slow path of `cursor::load`: loads the first `count` of the elements i, i + stride, .. one by
+// one. If one of them is out of bounds, it loads none.
 template <uint32_t kBytes, uint32_t kCount>
 FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::line_cache* c, cache::volume* v,
                                                              uint64_t line_begin, uint64_t length,
-                                                             uint64_t i, uint64_t stride) {
+                                                             uint64_t i, uint64_t stride,
+                                                             uint32_t count) {
   several<kBytes, kCount> loaded = {};
-  const uint64_t last = i + (kCount - 1) * stride;
-  if (i >= length || last >= length) {
-    refuse_index(v, last);
+  for (uint32_t k = 0; k < count; k++) {
+    if (i + k * stride < length) continue;
+    refuse_index(v, i + k * stride);
     return loaded;
   }
-  for (uint32_t k = 0; k < kCount; k++) {
+  for (uint32_t k = 0; k < count; k++) {
     loaded.words[k] = load_slow<kBytes>(c, v, line_begin, length, i + k * stride, false);
   }
   return loaded;
@@ -453,7 +454,7 @@ struct array<T, 1> {
           both.words[k] = atomic::raw<kAccessBytes>::load(from + k * kAccessBytes);
         }
         // The loads come before the second look at the tag.
-        atomic::fence();
+        atomic::fence_acquire();
         hit = fw::cache::still_holds(geometry, at.way, at.word);
         if (hit) policy::on_hit(geometry, at.way, at.word);
       }

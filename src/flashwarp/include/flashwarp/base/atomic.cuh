@@ -112,6 +112,15 @@ FW_DEVICE bool cas_relaxed(uint64_t* p, uint64_t expected, uint64_t desired) {
 
 // Acquire-release fence for all threads of the device.
 FW_DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// The acquiring half of fence(): the thread's relaxed loads come before all that follows. A GPU
+// that has it does not wait for the thread's stores.
+FW_DEVICE void fence_acquire() {
+#if __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+  asm volatile("fence.acquire.gpu;" ::: "memory");
+#else
+  fence();
+#endif
+}
 // As fence(), and orders stores before later loads too, as Dekker's pattern needs.
 FW_DEVICE void fence_sequential() { asm volatile("fence.sc.gpu;" ::: "memory"); }
 // As fence(), for the host and its controller too.
@@ -305,10 +314,12 @@ inline void fence() {
   __atomic_signal_fence(__ATOMIC_SEQ_CST);
   asm volatile("mfence" ::: "memory");
 }
+inline void fence_acquire() { fence(); }
 inline void fence_sequential() { fence(); }
 inline void fence_system() { fence(); }
 #else
 inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+inline void fence_acquire() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 inline void fence_sequential() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_system() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 #endif

@@ -54,6 +54,14 @@ typedef unsigned long long uintptr_t;
 // An uninitialised variable in a block's shared memory. On the CPU a block is one thread.
 #define FW_SHARED __shared__
 #define FW_UNROLL _Pragma("unroll")
+// Bytes that a thread loads together and keeps in registers. The warps of a multiprocessor need
+// that much in flight to reach the bandwidth of its memory. Before sm_90, kernels of 64 registers
+// would spill with 64 bytes.
+#if __CUDA_ARCH__ >= 900
+#define FW_BATCH_BYTES 64
+#else
+#define FW_BATCH_BYTES 32
+#endif
 #else
 #define FW_ON_GPU 0
 #define FW_DEVICE inline __attribute__((always_inline))
@@ -66,6 +74,7 @@ typedef unsigned long long uintptr_t;
 #define FW_GRID_CONSTANT
 #define FW_SHARED static thread_local
 #define FW_UNROLL
+#define FW_BATCH_BYTES 64
 #endif
 
 // In a program that a device compiles (FW_PROGRAM) a kernel's name is mangled, so that it contains

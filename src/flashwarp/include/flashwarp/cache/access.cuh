@@ -34,8 +34,9 @@ FW_DEVICE uint32_t serve_hits(const geometry& g, uint32_t mask, const place& at,
     return hits;
   } else {
     // The loads of the frame, by this lane and by other lanes for it, come before the second look
-    // at the tag.
-    atomic::fence();
+    // at the tag. What `visit` stores is for the caller, who publishes it with a release of its
+    // own.
+    atomic::fence_acquire();
     warp::sync(mask);
     const bool served = usable && still_holds(g, at.way, at.word);
     if (served) Policy::on_hit(g, at.way, at.word);
@@ -132,14 +133,39 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   return {led || error != 0, (claims | dirty) != 0 || found, error};
 }
 
+// The status of a lane whose access was deferred. NVMe statuses have 15 bits.
+inline constexpr uint32_t kDeferred = 1u << 31;
+
+// What `access` does for lanes whose line is not resident: fetch it, and wait.
+struct fetch_misses {
+  static constexpr bool kDefers = false;
+  FW_DEVICE static constexpr bool allowed() { return false; }
+  FW_DEVICE static constexpr bool defer(uint32_t) { return false; }
+};
+
+// `serve_misses`, if `misses` does not take the lanes of `rest`. One call for both, so that the
+// loop over hits has one slow path.
+template <typename Policy, typename Op, typename Misses>
+FW_DEVICE_NOINLINE miss_outcome defer_misses(line_cache& c, volume& v, uint32_t mask,
+                                             uint32_t missing, uint64_t line, bool whole, Op& op,
+                                             tally& count, uint32_t rest, const Misses& misses) {
+  if (rest != 0 && misses.defer(rest)) {
+    return {((rest >> warp::lane()) & 1) != 0, true, kDeferred};
+  }
+  if (missing == 0) return {false, false, 0};
+  return serve_misses<Policy>(c, v, mask, missing, line, whole, op, count);
+}
+
 // Runs `op` on the frame of `line` for each lane that `wants`. All lanes of `mask` call together.
 // `g` is the cache's geometry; callers that have it in constant memory pass that copy. `looked`
 // says that all lanes have just looked for their lines in vain: they claim frames at once, because
 // the claim looks again. Returns the lane's NVMe status: kSuccess, or the error that is also in the
-// volume's error record.
-template <typename Policy, typename Op>
+// volume's error record. If `misses.allowed()`, `misses.defer(lanes)` may take the lanes that are
+// not served, and returns true. Their status is then kDeferred.
+template <typename Policy, typename Op, typename Misses>
 FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
-                          uint64_t line, bool whole, Op& op, tally& count, bool looked = false) {
+                          uint64_t line, bool whole, Op& op, tally& count, const Misses& misses,
+                          bool looked = false) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   uint32_t status = 0;
@@ -157,13 +183,23 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
     if ((hits >> warp::lane()) & 1) pending = false;
     // Make no claim for a line that is being filled: it would lock the set and find it BUSY again.
     const uint32_t missing = warp::ballot(mask, pending && !at.found && !busy);
+    // Lanes that would wait for a fill, their own or another warp's. Lines that are overwritten
+    // whole need none.
+    const uint32_t rest = misses.allowed() ? warp::ballot(mask, pending && !whole) : 0;
     bool moved = hits != 0;
-    if (missing != 0) {
-      // Pass the address of a copy, so that `op` itself stays in registers.
+    if ((missing | rest) != 0) {
+      // Pass the addresses of copies, so that `op` and `misses` themselves stay in registers.
       Op cold = op;
       tally events;
-      const miss_outcome out =
-          base::opaque(&serve_misses<Policy, Op>)(c, v, mask, missing, line, whole, cold, events);
+      miss_outcome out;
+      if constexpr (Misses::kDefers) {
+        const Misses late = misses;
+        out = base::opaque(&defer_misses<Policy, Op, Misses>)(c, v, mask, missing, line, whole,
+                                                              cold, events, rest, late);
+      } else {
+        out =
+            base::opaque(&serve_misses<Policy, Op>)(c, v, mask, missing, line, whole, cold, events);
+      }
       op = cold;
       count.add(events);
       if (out.served) pending = false;
@@ -181,6 +217,13 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
     base::opaque (&help_any)(c, v, mask, step++);
   }
   return status;
+}
+
+template <typename Policy, typename Op>
+FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
+                          uint64_t line, bool whole, Op& op, tally& count, bool looked = false) {
+  const fetch_misses misses;
+  return access<Policy>(g, c, v, mask, wants, line, whole, op, count, misses, looked);
 }
 
 // Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the

@@ -157,7 +157,7 @@ FW_DEVICE place probe(const geometry& g, uint64_t line) {
 }
 
 // The second look: whether the loads since the probe saw the line's data. They must be acquire
-// loads, or a fence() must come between them and this.
+// loads, or a fence_acquire() must come between them and this.
 FW_DEVICE bool still_holds(const geometry& g, uint64_t way, uint64_t seen) {
   return tag::identity_of(atomic::load_relaxed(&g.tags[way])) == tag::identity_of(seen);
 }

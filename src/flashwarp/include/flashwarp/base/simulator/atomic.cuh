@@ -76,6 +76,7 @@ inline void and_relaxed(uint64_t* p, uint64_t bits, FW_SITE) {
 }
 
 inline void fence(FW_SITE) { simulator::fence(fence_kind::kDevice, at); }
+inline void fence_acquire(FW_SITE) { simulator::fence(fence_kind::kAcquire, at); }
 inline void fence_sequential(FW_SITE) { simulator::fence(fence_kind::kSequential, at); }
 inline void fence_system(FW_SITE) { simulator::fence(fence_kind::kSystem, at); }
 

@@ -6,7 +6,8 @@
 namespace fw::warp {
 
 inline uint32_t lane() { return simulator::here->lane; }
-inline uint32_t active(FW_SITE) { return simulator::active(at); }
+// Always inlined, because the simulator knows a place in the code by its return address.
+FW_DEVICE uint32_t active(FW_SITE) { return simulator::active(at); }
 inline void sync(uint32_t mask, FW_SITE) { simulator::sync(mask, at); }
 inline uint32_t ballot(uint32_t mask, bool predicate, FW_SITE) {
   return simulator::ballot(mask, predicate, at);

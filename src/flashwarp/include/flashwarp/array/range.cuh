@@ -1,0 +1,172 @@
+// Loops over elements in order: `range` for one thread, `warp::each` for the lanes of a warp, and
+// `each` for all threads of a launch. They load elements in batches and prefetch the lines ahead.
+//
+// A batch is handed out after a second look at the tags has validated all of it, as one load is.
+// Its elements were loaded together, when the loop came to the first of them: the loop sees the
+// stores that finished before that, and may miss those that come later. None of the loops holds a
+// pin.
+#pragma once
+
+#include "flashwarp/array/cursor.cuh"
+
+namespace fw {
+
+// Lines that a range prefetches ahead of the one that it reads. Eight lines of 4 KiB are 8192
+// words, and visiting these takes longer than a disk's 100 us.
+inline constexpr uint32_t kRangeLinesAhead = 8;
+
+// The elements begin, begin + stride, .. below `end`, in order, for a range-based `for`. Lanes of a
+// warp that read side by side begin at their lane and pass the warp's width as `stride`. To
+// prefetch a line that another lane has prefetched costs one look at its tag.
+template <typename T>
+class range {
+ public:
+  using value_type = typename array<T>::value_type;
+  // Elements that are loaded together. A narrow one takes a register of 4 bytes, too. Records are
+  // loaded one by one.
+  static constexpr uint32_t kBatch =
+      array<T>::kWord ? FW_BATCH_BYTES / (sizeof(T) < 4 ? 4 : sizeof(T)) : 1;
+  struct sentinel {};
+
+  class iterator {
+   public:
+    FW_DEVICE explicit iterator(range& r) : range_(r) {}
+    FW_DEVICE value_type operator*() { return range_.current(); }
+    FW_DEVICE iterator& operator++() {
+      range_.advance();
+      return *this;
+    }
+    FW_DEVICE bool operator!=(sentinel) const { return range_.next_ < range_.end_; }
+    // The index of the current element.
+    FW_DEVICE uint64_t index() const { return range_.next_; }
+
+   private:
+    range& range_;
+  };
+
+  FW_DEVICE range(const array<T>& a, uint64_t begin, uint64_t end, uint64_t stride = 1)
+      : array_(a), cursor_(a), begin_(begin), end_(end), stride_(stride), next_(begin) {
+    ahead_ = begin;
+  }
+  FW_DEVICE iterator begin() {
+    next_ = ahead_ = begin_;
+    left_ = 0;
+    return iterator(*this);
+  }
+  FW_DEVICE sentinel end() const { return {}; }
+
+  // Calls visit(index, value) for each element in order.
+  template <typename Visit>
+  FW_DEVICE void each(Visit&& visit) {
+    for (uint64_t i = begin_; i < end_;) {
+      if constexpr (array<T>::kWord) {
+        value_type values[kBatch];
+        const uint32_t count = load_batch(i, values);
+        FW_UNROLL
+        for (uint32_t k = 0; k < kBatch; k++) {
+          if (k < count) visit(i + k * stride_, values[k]);
+        }
+        i += kBatch * stride_;
+      } else {
+        look_ahead(i);
+        visit(i, cursor_[i]);
+        i += stride_;
+      }
+    }
+  }
+
+ private:
+  // The iterator's element. The batch moves down by one place for each, because only places that
+  // the compiler knows can be registers.
+  FW_DEVICE value_type current() {
+    if constexpr (array<T>::kWord) {
+      if (left_ == 0) left_ = load_batch(next_, values_);
+      return values_[0];
+    } else {
+      look_ahead(next_);
+      return cursor_[next_];
+    }
+  }
+  FW_DEVICE void advance() {
+    next_ += stride_;
+    if constexpr (array<T>::kWord) {
+      if (left_ == 0) return;
+      left_--;
+      FW_UNROLL
+      for (uint32_t k = 1; k < kBatch; k++) values_[k - 1] = values_[k];
+    }
+  }
+
+  // Loads the elements from `i` on, as many as a batch has and the range still has. Returns how
+  // many these are.
+  FW_DEVICE uint32_t load_batch(uint64_t i, value_type (&values)[kBatch]) {
+    look_ahead(i);
+    uint32_t count = kBatch;
+    if (end_ - i <= (kBatch - 1) * stride_) {
+      count = 0;
+      FW_UNROLL
+      for (uint32_t k = 0; k < kBatch; k++) count += k * stride_ < end_ - i ? 1 : 0;
+    }
+    cursor_.load_some(i, stride_, count, values);
+    return count;
+  }
+
+  // Prefetches kRangeLinesAhead lines at first, then one more for each line left behind.
+  FW_DEVICE void look_ahead(uint64_t i) {
+    // One line a step, or the line of each element where they are further apart.
+    const uint64_t line_elements = cache::line_bytes(array_.geometry) / sizeof(T);
+    const uint64_t step = stride_ < line_elements ? line_elements : stride_;
+    while (ahead_ < end_ && ahead_ < i + kRangeLinesAhead * step) {
+      array_.prefetch(ahead_);
+      ahead_ += step;
+    }
+  }
+
+  array<T> array_;
+  cursor<T> cursor_;
+  uint64_t begin_, end_, stride_;
+  uint64_t ahead_;     // the next element whose line to prefetch
+  uint64_t next_;      // the iterator's element
+  uint32_t left_ = 0;  // elements of the iterator's batch, from next_ on
+  value_type values_[kBatch];
+};
+
+namespace warp {
+
+// Calls visit(index, value) once for each element begin .. end - 1. All lanes of a warp call it,
+// each for its own elements, with the same bounds. They read side by side.
+template <typename T, typename Visit>
+FW_DEVICE void each(const array<T>& a, uint64_t begin, uint64_t end, Visit&& visit) {
+  range<T>(a, begin + lane(), end, kWarpWidth).each(visit);
+}
+
+}  // namespace warp
+
+// Bytes of an array that a warp of `each` visits before it goes on to its next part.
+inline constexpr uint64_t kEachBytes = 16384;
+
+// Calls visit(index, value) once for each element begin .. end - 1. All threads of the launch call
+// it with the same bounds, and divide the elements: on a GPU, warps take parts of kEachBytes in
+// turn, and their lanes read side by side; on a CPU each thread has one part.
+template <typename T, typename Visit>
+FW_DEVICE void each(const array<T>& a, uint64_t begin, uint64_t end, Visit&& visit) {
+  if constexpr (warp::kWarpWidth == 1) {
+    const warp::share mine = warp::share_of(end - begin, 1);
+    range<T>(a, begin + mine.begin, begin + mine.end).each(visit);
+  } else {
+    // Parts begin at multiples of their size, so that batches lie on as few lines as possible.
+    constexpr uint64_t kPart = sizeof(T) < kEachBytes ? kEachBytes / sizeof(T) : 1;
+    for (uint64_t part = begin / kPart + warp::index(); part * kPart < end; part += warp::count()) {
+      const uint64_t first = part * kPart;
+      const uint64_t last = first + kPart;
+      warp::each(a, first > begin ? first : begin, last < end ? last : end, visit);
+    }
+  }
+}
+// The same for all elements of `a`.
+template <typename T, typename Visit>
+FW_DEVICE void each(const array<T>& a, Visit&& visit) {
+  each(a, 0, a.size(), visit);
+}
+
+}  // namespace fw

@@ -1,0 +1,253 @@
+// The misses of one launch, deferred to a few of its blocks.
+//
+// A warp that waits for storage holds its multiprocessor, and a launch of many warps holds all of
+// them. So the warps of a row kernel serve hits and append what misses to this list. A block that
+// has no more hits to serve ends; only a few blocks stay, drain the list and wait for the storage.
+//
+// No block waits for a block that has not begun, nor for one that waits for storage: each block
+// decides at its end, by what it sees, whether it stays. The last one to leave finds the list
+// empty, in whichever order the blocks run. One launch uses a list at a time, because the entries
+// mean nothing without its parameters. A warp of another launch, or one that finds no room, fetches
+// its misses itself.
+#pragma once
+
+#include "flashwarp/base/block.cuh"
+#include "flashwarp/cache/access.cuh"
+
+namespace fw::cache {
+
+// The list's memory begins with this and is zero at first; the host frees it with the volume. The
+// words that producers, consumers and leavers change are apart.
+struct miss_list {
+  alignas(128) uint64_t state;  // 0: free; otherwise who uses it, see `list_state`
+  alignas(128) uint64_t head;   // entries that were taken, ever
+  alignas(128) uint64_t tail;   // entries that were appended, ever
+  alignas(128) uint32_t capacity_log2;
+  // Then the ring of entries. The upper half of each is its turn of the ring plus one, the lower
+  // half the item. So an entry says whether it has been stored, and is never cleared.
+};
+static_assert(sizeof(miss_list) == 512);
+FW_CHECK_OFFSET(miss_list, head, 128);
+FW_CHECK_OFFSET(miss_list, tail, 256);
+FW_CHECK_OFFSET(miss_list, capacity_log2, 384);
+
+// A list's state word: bits 0-13 count the users, which are warps that have appended and blocks
+// that drain. Bits 14-21 count the blocks that drain. Bit 22 says that a block has left while
+// entries were there. Bits 23-63 are the launch's number.
+namespace list_state {
+inline constexpr uint64_t kUser = 1;
+inline constexpr uint64_t kUserMask = (1u << 14) - 1;
+inline constexpr uint64_t kDrainer = 1u << 14;
+inline constexpr uint64_t kDrainerMask = 0xff;
+inline constexpr uint64_t kLeftBehind = 1u << 22;
+inline constexpr uint32_t kLaunchShift = 23;
+
+FW_DEVICE uint32_t users(uint64_t word) { return uint32_t(word & kUserMask); }
+FW_DEVICE uint32_t drainers(uint64_t word) { return uint32_t((word / kDrainer) & kDrainerMask); }
+FW_DEVICE uint64_t launch(uint64_t word) { return word >> kLaunchShift; }
+}  // namespace list_state
+
+FW_DEVICE uint64_t* entry_at(miss_list& m, uint64_t ticket) {
+  const uint64_t place = ticket & ((uint64_t(1) << m.capacity_log2) - 1);
+  return reinterpret_cast<uint64_t*>(&m + 1) + place;
+}
+// The upper half of a ticket's entry.
+FW_DEVICE uint32_t turn_of(const miss_list& m, uint64_t ticket) {
+  return uint32_t(ticket >> m.capacity_log2) + 1;
+}
+
+// The list of a launch, as its parameters have it.
+struct list_use {
+  miss_list* list;
+  uint64_t launch;  // of the array; no launch that may run at the same time has this number
+  uint32_t blocks;  // that drain the list; 0: the launch does not defer
+  uint32_t batch;   // items that a warp of these takes at a time
+};
+
+// Whether the launch fits into the words of a list, and leaves something to its blocks.
+FW_DEVICE bool can_enter(const list_use& use) {
+  return block::count() > use.blocks && use.blocks <= list_state::kDrainerMask &&
+         warp::count() <= list_state::kUserMask;
+}
+
+// Makes the calling warp a user of the list. One lane. Returns false if another launch uses it.
+FW_DEVICE bool enter(miss_list& m, uint64_t launch) {
+  while (true) {
+    const uint64_t seen = atomic::load_relaxed(&m.state);
+    if (seen != 0 && list_state::launch(seen) != launch) return false;
+    const uint64_t word = (launch << list_state::kLaunchShift) | seen;
+    if (atomic::cas_acq_rel(&m.state, seen, word + list_state::kUser)) return true;
+  }
+}
+
+// Appends the items of `lanes`. All lanes of a warp call it. `entered` says whether the warp is a
+// user of the list, which it may become. Returns whether there was room.
+FW_DEVICE_NOINLINE bool append(const list_use& use, uint32_t lanes, uint64_t item, bool& entered) {
+  const uint32_t mask = warp::kFullMask;
+  miss_list& m = *use.list;
+  // Entries have 32 bits for it.
+  if (!can_enter(use) || warp::any(mask, item >> 32 != 0)) return false;
+  bool inside = entered;
+  bool fits = false;
+  uint64_t ticket = 0;
+  if (warp::lane() == 0) {
+    inside = inside || enter(m, use.launch);
+    if (inside) {
+      // Acquire: the entries below `head`, which ours may overwrite, have been loaded. First
+      // `head`, so that it is never above `tail`.
+      const uint64_t head = atomic::load_acquire(&m.head);
+      const uint64_t tail = atomic::load_relaxed(&m.tail);
+      // Between this look and the addition each other warp may make one addition for which it has
+      // looked already.
+      const uint64_t others = uint64_t(warp::count()) * warp::kWarpWidth;
+      if (tail - head + others <= uint64_t(1) << m.capacity_log2) {
+        ticket = atomic::add_relaxed(&m.tail, uint64_t(base::popcount(lanes)));
+        fits = true;
+      }
+    }
+  }
+  entered = warp::any(mask, inside);
+  fits = warp::any(mask, fits);
+  ticket = warp::broadcast(mask, ticket, 0);
+  // The first lane has acquired `head` for all.
+  warp::sync(mask);
+  if (fits && ((lanes >> warp::lane()) & 1) != 0) {
+    ticket += warp::rank_in(lanes);
+    // Relaxed: the entry is all that its consumer needs. That entries are there at all, it learns
+    // from `tail`, by way of `state`.
+    atomic::store_relaxed(entry_at(m, ticket), uint64_t(turn_of(m, ticket)) << 32 | item);
+  }
+  return fits;
+}
+
+// Whether all entries have been taken that the caller knows of. Relaxed: what it has appended or
+// acquired is below the `tail` that it loads, in whichever order it loads the two.
+FW_DEVICE bool is_empty(const miss_list& m) {
+  return atomic::load_relaxed(&m.head) == atomic::load_relaxed(&m.tail);
+}
+
+// Takes up to `most` items, one for each of the first lanes. All lanes of a warp call it. Returns
+// how many; 0 if the next one has not been stored, or if another warp was faster.
+FW_DEVICE uint32_t take(miss_list& m, uint32_t mask, uint32_t most, uint32_t& item) {
+  uint64_t head = 0;
+  if (warp::lane() == 0) head = atomic::load_relaxed(&m.head);
+  head = warp::broadcast(mask, head, 0);
+  const uint64_t ticket = head + warp::lane();
+  const uint64_t entry = atomic::load_relaxed(entry_at(m, ticket));
+  item = uint32_t(entry);
+  const bool stored = uint32_t(entry >> 32) == turn_of(m, ticket) && warp::lane() < most;
+  const uint32_t absent = ~warp::ballot(mask, stored) & mask;
+  const uint32_t count = absent != 0 ? base::lowest_bit(absent) : warp::kWarpWidth;
+  if (count == 0) return 0;
+  // All lanes have loaded their entries before the first one gives the places to producers.
+  warp::sync(mask);
+  bool ours = false;
+  if (warp::lane() == 0) ours = atomic::cas_acq_rel(&m.head, head, head + count);
+  return warp::any(mask, ours) ? count : 0;
+}
+
+// What a block does that has served its hits.
+enum class at_end : uint32_t { kLeaves, kDrains };
+
+// The limits of `decide`: how many blocks drain, and on how many multiprocessors.
+struct drain_limits {
+  uint32_t blocks;
+  uint32_t multiprocessors;
+};
+
+// Decides whether the calling block, which has `users` of the list's users, leaves or drains. One
+// thread. A block that drains is one user; `drains` says that it has drained already.
+FW_DEVICE at_end decide(miss_list& m, const drain_limits& limits, uint32_t users, bool drains) {
+  while (true) {
+    const uint64_t seen = atomic::load_relaxed(&m.state);
+    // Each block leaves with its own entries taken, or leaves them behind with this mark. The block
+    // that clears the mark acquires them, and is inside still: it is the one that they are left to.
+    // As long as a mark is set none leaves with an empty list, or entries could come between its
+    // look and its leaving.
+    if ((seen & list_state::kLeftBehind) != 0) {
+      atomic::cas_acq_rel(&m.state, seen, seen & ~list_state::kLeftBehind);
+      continue;
+    }
+    const uint32_t inside = list_state::users(seen);
+    const uint32_t draining = list_state::drainers(seen);
+    const uint64_t left = seen - users * list_state::kUser - (drains ? list_state::kDrainer : 0);
+    if (is_empty(m)) {
+      if (atomic::cas_acq_rel(&m.state, seen, inside == users ? 0 : left)) return at_end::kLeaves;
+      continue;
+    }
+    if (drains) return at_end::kDrains;
+    // Draining blocks share few multiprocessors, so that other kernels lose few. Any block may
+    // drain once no more are left than shall drain.
+    const bool here = base::spread_index() < limits.multiprocessors;
+    const uint32_t blocks = draining + (inside - draining) / block::warp_count();
+    // Either way another block is inside.
+    const bool enough = draining >= limits.blocks || (!here && blocks > limits.blocks);
+    if (enough) {
+      if (atomic::cas_acq_rel(&m.state, seen, left | list_state::kLeftBehind)) {
+        return at_end::kLeaves;
+      }
+      continue;
+    }
+    const uint64_t joined = left + list_state::kUser + list_state::kDrainer;
+    if (atomic::cas_acq_rel(&m.state, seen, joined)) return at_end::kDrains;
+  }
+}
+
+// Whether warps may still append. A block that drains waits for them: they have begun, and do not
+// wait for storage unless the list has no room.
+FW_DEVICE bool has_producers(const miss_list& m) {
+  const uint64_t seen = atomic::load_relaxed(&m.state);
+  return list_state::users(seen) > list_state::drainers(seen);
+}
+
+// One warp's part in deferring: the argument `misses` of `cache::access`. It costs the loop over
+// hits no register: `use` is in the kernel's parameters, and only slow paths look at `entered`.
+struct deferral {
+  static constexpr bool kDefers = true;
+  const list_use& use;
+  bool& entered;  // whether the warp is a user of the list
+  uint64_t item;  // of the lane
+
+  FW_DEVICE bool allowed() const { return use.blocks != 0; }
+  // Defers the items of `lanes`. Returns whether there was room.
+  FW_DEVICE bool defer(uint32_t lanes) const { return append(use, lanes, item, entered); }
+};
+
+// Ends a launch that may have deferred: the block leaves, or drains the list. All threads of a
+// block call it. Those that drain lie on the first multiprocessors. `serve(item, active)` serves
+// one item for each active lane; all lanes call it.
+template <typename Serve>
+FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiprocessors, bool entered,
+                             Serve serve) {
+  miss_list& m = *use.list;
+  const drain_limits limits = {use.blocks, multiprocessors};
+  const uint32_t mask = warp::kFullMask;
+  uint32_t users = block::count_of(entered && warp::lane() == 0);
+  if (users == 0) return;
+  const bool decides = block::warp_rank() == 0 && warp::lane() == 0;
+  bool drains = false;
+  while (true) {
+    bool stays = false;
+    // The barriers before and after order the appending of all warps before the decision, and the
+    // decision before their taking.
+    if (decides) stays = decide(m, limits, users, drains) == at_end::kDrains;
+    if (!block::any(stays)) return;
+    users = 1;
+    drains = true;
+    nvme::deadline limit(v.queues[0].data);
+    while (true) {
+      uint32_t item = 0;
+      const uint32_t count = take(m, mask, use.batch, item);
+      if (count != 0) {
+        serve(item, warp::lane() < count);
+        continue;
+      }
+      base::pause(nvme::kBackOffNs);
+      // After the limit `decide` has the last word.
+      const bool more = !is_empty(m) || has_producers(m);
+      if (!warp::any(mask, more && !limit.passed())) break;
+    }
+  }
+}
+
+}  // namespace fw::cache

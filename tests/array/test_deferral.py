@@ -1,0 +1,186 @@
+"""Which launches leave their misses to a few blocks, as their parameters say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.array.deferral import NOT_DEFERRED, Deferral
+from flashwarp.cache import miss_list
+from flashwarp.cache.miss_list import ListUseStruct, MissListStruct, allocate_misses
+from flashwarp.errors import ArgumentError
+
+LIST = 0x1000
+WARPS = 132 * 8
+
+
+def service(**facts: Any) -> Any:
+    """What a deferral needs of a service; a file's by default."""
+    slots = facts.pop("slots", 32 * 256)
+    given = {
+        "plain_reads": False,
+        "makes_warps_wait": True,
+        "namespace_count": 1,
+        "queues": SimpleNamespace(count=1, depth=slots),
+    }
+    return SimpleNamespace(**(given | facts))
+
+
+def deferral(facts: Any, address: int | None = LIST) -> Deferral:
+    held = None if address is None else SimpleNamespace(address=address)
+    cache = SimpleNamespace(device=SimpleNamespace(warps_at_once=WARPS))
+    return Deferral(SimpleNamespace(misses=held, cache=cache), facts)  # type: ignore[arg-type]
+
+
+def blocks_of(facts: Any, address: int | None = LIST) -> int:
+    """How many blocks of a launch drain that is large enough for any number."""
+    found = deferral(facts, address).of(1 << 20, 1 << 15, 32)
+    used = ListUseStruct(*found)
+    assert used.list == (LIST if used.blocks else 0)
+    assert used.batch == (32 if used.blocks else 0)
+    return used.blocks
+
+
+@pytest.mark.parametrize(
+    ("facts", "blocks"),
+    [
+        (service(), 8),
+        (service(slots=1024), 4),
+        (service(slots=2), 1),
+        (service(namespace_count=16), 32),
+        (service(plain_reads=True), 0),
+        (service(makes_warps_wait=False), 0),
+    ],
+)
+def test_storage_decides_how_many_blocks_drain(facts: Any, blocks: int) -> None:
+    assert blocks_of(facts) == blocks
+
+
+@pytest.mark.parametrize(
+    ("items", "warps", "batch", "defers"),
+    [
+        (2048, WARPS, 32, True),
+        # Fewer than the warps of the blocks that drain take at a time.
+        (2047, WARPS, 32, False),
+        (127, WARPS, 2, False),
+        (128, WARPS, 2, True),
+        # Fewer than the GPU runs.
+        (1 << 20, WARPS - 1, 32, False),
+    ],
+)
+def test_small_launches_defer_nothing(items: int, warps: int, batch: int, defers: bool) -> None:
+    found = deferral(service()).of(items, warps, batch)
+
+    assert (found != NOT_DEFERRED) == defers
+
+
+def test_launch_of_few_blocks_for_each_that_drains_defers_nothing() -> None:
+    many = service(namespace_count=32, slots=1 << 20)
+
+    assert deferral(many).blocks * 4 * 8 == 2048
+    assert deferral(many).of(1 << 20, 2047, 32) == NOT_DEFERRED
+    assert deferral(many).of(1 << 20, 2048, 32) != NOT_DEFERRED
+
+
+def test_array_without_a_list_defers_nothing() -> None:
+    assert blocks_of(service(), None) == 0
+
+
+def test_lease_that_breaks_makes_launches_defer() -> None:
+    facts = service(plain_reads=True)
+    found = deferral(facts)
+    assert found.of(1 << 20, 1 << 15, 32) == NOT_DEFERRED
+
+    facts.plain_reads = False
+
+    assert found.of(1 << 20, 1 << 15, 32) != NOT_DEFERRED
+
+
+@pytest.mark.parametrize("asked", [0, 3, 255])
+def test_setting_decides_in_place_of_the_storage(
+    monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", str(asked))
+
+    for facts in (service(), service(makes_warps_wait=False)):
+        assert blocks_of(facts) == asked
+    # There is nothing to wait for.
+    assert blocks_of(service(plain_reads=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "waits"),
+    [
+        ({}, True),  # in place without commands: unused until a lease breaks
+        ({"commands": True}, False),
+        ({"data_path": "bounce"}, True),
+        ({"model": fw.SSDModel.named("P5800X")}, False),
+    ],
+)
+def test_storage_says_whether_a_few_warps_suffice(how: dict[str, Any], waits: bool) -> None:
+    with fw.open(
+        np_memory(),
+        "r",
+        "i8",
+        device="cpu",
+        cache="64 KiB",
+        controller=fw.SoftwareController(**how),
+    ) as x:
+        assert x._attachment.launcher.service.makes_warps_wait == waits
+
+
+@pytest.mark.parametrize("asked", ["-2", "256", "few"])
+def test_setting_out_of_its_limits_is_refused(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", asked)
+
+    with pytest.raises(ArgumentError, match="FLASHWARP_DRAIN_BLOCKS"):
+        deferral(service())
+
+
+def test_each_launch_has_a_number_of_its_own() -> None:
+    numbers = [deferral(service()).of(1 << 20, 1 << 15, 32)[1] for _ in range(6)]
+
+    assert len(set(numbers)) == 6
+    assert 0 not in numbers
+
+
+@pytest.mark.parametrize(
+    ("lines", "entries"),
+    [(1, 0), (8191, 0), (8192, 1 << 17), (200_000, 1 << 18), (1 << 30, 1 << 20)],
+)
+def test_list_grows_with_the_array_up_to_a_limit(lines: int, entries: int) -> None:
+    uploads = []
+    device = SimpleNamespace(
+        kind="cuda",
+        allocate=lambda nbytes, _: SimpleNamespace(address=LIST, nbytes=nbytes),
+        upload=lambda address, data, _: uploads.append((address, data)),
+    )
+
+    memory = allocate_misses(device, lines)  # type: ignore[arg-type]
+
+    if entries == 0:
+        assert memory is None
+        return
+    assert memory is not None
+    assert memory.nbytes == 512 + entries * 8
+    ((address, data),) = uploads
+    assert address == LIST
+    head = MissListStruct.from_buffer_copy(data)
+    assert 1 << head.capacity_log2 == entries
+    assert (head.state, head.head, head.tail) == (0, 0, 0)
+
+
+def test_cpu_device_has_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miss_list, "_LINES_MIN", 1)
+
+    with fw.open(np_memory(), "r", "i8", device="cpu", cache="64 KiB") as x:
+        assert x._attachment.launcher.volume.misses is None
+
+
+def np_memory() -> fw.storage.Memory:
+    """64 KiB of storage."""
+    return fw.storage.Memory(np.zeros(8192, np.int64))

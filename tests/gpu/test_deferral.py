@@ -1,0 +1,225 @@
+"""Launches that leave their misses to a few blocks, against numpy; and what runs beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp import errors
+from flashwarp.testing import Faulty
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 40_000
+
+
+@pytest.fixture(scope="module")
+def device():
+    with fw.CudaDevice(0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> tuple[Path, np.ndarray]:
+    path = tmp_path_factory.mktemp("deferral") / "a.npy"
+    content = np.random.default_rng(7).integers(0, 1 << 30, (ROWS, 1024), np.int32)
+    np.save(path, content)
+    return path, content
+
+
+@pytest.fixture(params=["1", "3", "8", "0"])
+def blocks(request, monkeypatch):
+    monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("o_direct", [True, False])
+@pytest.mark.parametrize("cache", ["1 MiB", "64 MiB"])
+def test_rows_are_gathered(table, device, blocks, o_direct, cache):
+    path, content = table
+    index = np.random.default_rng(1).integers(0, ROWS, 60_000)
+    controller = fw.SoftwareController(data_path="bounce")
+
+    with fw.open(path, device=device, cache=cache, o_direct=o_direct, controller=controller) as x:
+        assert x._attachment.launcher._deferral.blocks == blocks
+        for _ in range(3):
+            assert (x.gather(index) == content[index]).all()
+        assert x.stats().bytes_used == 3 * index.size * 4096, "each row counts once"
+
+
+@pytest.mark.parametrize("width", [1, 7, 100, 1025])
+def test_rows_of_any_width_are_gathered(tmp_path, device, blocks, width):
+    content = np.arange(9_000_000 // width * width, dtype=np.int32).reshape(-1, width)
+    np.save(tmp_path / "a.npy", content)
+    index = np.random.default_rng(1).integers(0, len(content), min(len(content), 500_000))
+
+    with fw.open(
+        tmp_path / "a.npy",
+        device=device,
+        cache="1 MiB",
+        line=512,
+        controller=fw.SoftwareController(commands=True),
+    ) as x:
+        assert (x.gather(index) == content[index]).all()
+        assert (x[17:-3] == content[17:-3]).all()
+
+
+def test_rows_are_scattered(tmp_path, device, blocks):
+    content = np.zeros((ROWS, 300), np.int32)
+    with fw.create(tmp_path / "a.npy", "int32", content.shape, device=device, cache="1 MiB") as x:
+        x[...] = content
+        rows = np.random.default_rng(2).permutation(ROWS)[:30_000]
+        content[rows] = rows[:, None]
+        x.scatter(rows, content[rows])
+        x.flush()
+        assert (np.load(tmp_path / "a.npy") == content).all()
+        assert (x[...] == content).all()
+
+
+def test_rows_are_prefetched(table, device, blocks):
+    path, content = table
+    index = np.random.default_rng(1).permutation(ROWS)[:20_000]
+    controller = fw.SoftwareController(data_path="bounce")
+
+    with fw.open(path, device=device, cache="256 MiB", controller=controller) as x:
+        x.prefetch(index)
+        x.synchronize()
+        fetched = x.stats().misses
+        assert fetched >= index.size * 0.9
+        assert (x.gather(index) == content[index]).all()
+        assert x.stats().misses - fetched <= index.size * 0.1
+
+
+def test_launches_that_overlap_share_one_list(table, device, blocks):
+    torch = pytest.importorskip("torch")
+    path, content = table
+    rng = np.random.default_rng(3)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    controller = fw.SoftwareController(data_path="bounce")
+
+    with fw.open(path, device=device, cache="8 MiB", controller=controller) as x:
+        for _ in range(5):
+            index = [torch.from_numpy(rng.integers(0, ROWS, 20_000)).cuda() for _ in streams]
+            outs = [torch.empty(20_000, 1024, dtype=torch.int32, device="cuda") for _ in streams]
+            call = x.gather_async(rng.integers(0, ROWS, 20_000))
+            for each, out, stream in zip(index, outs, streams, strict=True):
+                x.gather(each, out, stream=stream)
+            torch.cuda.synchronize()
+            x.synchronize()
+            for each, out in zip(index, outs, strict=True):
+                assert (out.cpu().numpy() == content[each.cpu().numpy()]).all()
+            assert call.result().shape == (20_000, 1024)
+
+
+def test_failures_of_deferred_misses_are_raised(table, device, blocks):
+    path, content = table
+    index = np.random.default_rng(4).permutation(ROWS)[:20_000]
+
+    with (
+        fw.storage.File(path, offset=128) as file,
+        fw.open(
+            storage := Faulty(file, "read eio p=0.01"), "r", "i4", (ROWS, 1024),
+            device=device, cache="4 MiB",
+        ) as x,
+    ):  # fmt: skip
+        with pytest.raises(errors.StorageError):
+            x.gather(index)
+        storage.inject("")
+        assert (x.gather(index) == content[index]).all()
+
+
+def test_indices_out_of_bounds_among_deferred_misses_are_noted_once(table, device, blocks):
+    torch = pytest.importorskip("torch")
+    path, content = table
+    index = np.random.default_rng(5).permutation(ROWS)[:30_000]
+    index[[3, 17_000, 29_999]] = ROWS, -ROWS - 1, ROWS + 7
+    inside = np.flatnonzero((index < ROWS) & (index >= -ROWS))
+    controller = fw.SoftwareController(data_path="bounce")
+    stream = torch.cuda.Stream()
+
+    with fw.open(path, device=device, cache="4 MiB", controller=controller) as x:
+        out = torch.full((index.size, 1024), 7, dtype=torch.int32, device="cuda")
+        x.gather(torch.from_numpy(index).cuda(), out, stream=stream)
+        with pytest.raises(errors.BoundsError, match="the first of 3 such"):
+            x.synchronize(stream)
+        rows = out.cpu().numpy()
+        assert (rows[inside] == content[index[inside]]).all()
+        assert rows.sum() == rows[inside].sum(), "rows of strays are zero"
+
+
+def test_replays_of_a_graph_defer_their_misses(table, device, blocks):
+    torch = pytest.importorskip("torch")
+    path, content = table
+    rng = np.random.default_rng(6)
+    index = torch.zeros(20_000, dtype=torch.int64, device="cuda")
+    out = torch.zeros(20_000, 1024, dtype=torch.int32, device="cuda")
+    controller = fw.SoftwareController(data_path="bounce")
+    graph = torch.cuda.CUDAGraph()
+
+    with fw.open(path, device=device, cache="4 MiB", controller=controller) as x:
+        x.gather(index, out)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            x.gather(index, out, stream=torch.cuda.current_stream())
+        for _ in range(4):
+            chosen = rng.integers(0, ROWS, 20_000)
+            index.copy_(torch.from_numpy(chosen))
+            graph.replay()
+            # A call on another stream, which finds the list taken or empty.
+            ours = rng.integers(0, ROWS, 20_000)
+            assert (x.gather(ours) == content[ours]).all()
+            torch.cuda.synchronize()
+            assert (out.cpu().numpy() == content[chosen]).all()
+        graph.reset()
+
+
+def test_small_calls_do_not_defer(table, device, blocks):
+    torch = pytest.importorskip("torch")
+    path, content = table
+    controller = fw.SoftwareController(data_path="bounce")
+
+    with fw.open(path, device=device, cache="4 MiB", controller=controller) as x:
+        deferral, answers = x._attachment.launcher._deferral, []
+        of = deferral.of
+        deferral.of = lambda *launch: answers.append(of(*launch)) or answers[-1]
+        for count in (1, 32, 1000, 40_000):
+            rows = x.gather(torch.arange(count, device="cuda"))
+            assert (rows.cpu().numpy() == content[:count]).all()
+        assert [each[2] for each in answers] == [0, 0, 0, blocks]
+
+
+def test_matmuls_run_beside_a_gather_that_waits_for_storage(table, device):
+    torch = pytest.importorskip("torch")
+    path, content = table
+    index = torch.from_numpy(np.random.default_rng(1).permutation(ROWS)).cuda()
+    out = torch.empty(ROWS, 1024, dtype=torch.int32, device="cuda")
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    drive = fw.SSDModel.named("P5800X")
+
+    def matmuls_within(blocks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+        monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", str(blocks))
+        with fw.open(
+            path, device=device, cache="4 MiB", controller=fw.SoftwareController(model=drive)
+        ) as x:
+            x.gather(index, out)
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(ours)
+            x.gather(index, out, stream=ours)
+            end.record(ours)
+            done = []
+            with torch.cuda.stream(theirs):
+                for _ in range(20):
+                    a @ a
+                    done.append(torch.cuda.Event(enable_timing=True))
+                    done[-1].record(theirs)
+            torch.cuda.synchronize()
+            assert bool((out.cpu().numpy() == content[index.cpu().numpy()]).all())
+            return sum(begin.elapsed_time(each) < begin.elapsed_time(end) for each in done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        assert matmuls_within(4, patch) >= 15
