@@ -240,8 +240,8 @@ MUTANTS = {
         Mutant(
             "policy-obeyed",
             _SETS,
-            "if (way < c.geometry.ways && set_view::has(allowed, way)) return way;",
-            "if (way < 2 * c.geometry.ways) return way;",
+            "if (way < s.geometry.ways && set_view::has(allowed, way)) return way;",
+            "if (way < 2 * s.geometry.ways) return way;",
             "a policy gets a frame of another set, and its line is never found there",
             "elements",
             policy="hostile",
