@@ -64,7 +64,7 @@ class Elements {
     // As array::store, which leaves the status to the host.
     return store_by(i, "store", [&](uint32_t j, T value) {
       detail::store_element<sizeof(T)> op = {array_.offset_of(j), value};
-      return detail::access_slow(array_.cache, array_.volume, array_.line_of(j), op);
+      return detail::access_slow(array_.cache, array_.volume, array_.line_of(j), op, false);
     });
   }
   // Through any writer of one element, which returns its status. Returns the value stored.

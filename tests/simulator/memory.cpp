@@ -521,8 +521,16 @@ uint64_t set_bits(void* p, uint64_t bits, uint32_t bytes, order o, site at) {
   });
 }
 
-bool compare_and_swap(void* p, uint64_t expected, uint64_t desired, uint32_t bytes, site at) {
-  const uint64_t before = modify(p, bytes, order::kAcqRel, at, [=](uint64_t seen, uint64_t& after) {
+uint64_t keep_bits(void* p, uint64_t bits, uint32_t bytes, order o, site at) {
+  return modify(p, bytes, o, at, [=](uint64_t before, uint64_t& after) {
+    after = before & bits;
+    return true;
+  });
+}
+
+bool compare_and_swap(void* p, uint64_t expected, uint64_t desired, uint32_t bytes, order o,
+                      site at) {
+  const uint64_t before = modify(p, bytes, o, at, [=](uint64_t seen, uint64_t& after) {
     after = desired;
     return seen == expected;
   });

@@ -243,8 +243,8 @@ MUTANTS = {
         Mutant(
             "policy-obeyed",
             _SETS,
-            "if (way < c.geometry.ways && set_view::has(allowed, way)) return way;",
-            "if (way < 2 * c.geometry.ways) return way;",
+            "if (way < s.geometry.ways && set_view::has(allowed, way)) return way;",
+            "if (way < 2 * s.geometry.ways) return way;",
             "a policy gets a frame of another set, and its line is never found there",
             "elements",
             policy="hostile",
@@ -252,11 +252,29 @@ MUTANTS = {
         Mutant(
             "policy-keeps-lock",
             _SETS,
-            "s.hand & ~kSetLocked);",
-            "s.hand);",
+            "s.hand & ~kSetLocked;",
+            "s.hand;",
             "what a policy leaves in the control word locks the set for ever",
             "elements",
             policy="hostile",
+        ),
+        Mutant(
+            "fill-without-fence",
+            _SETS,
+            "  atomic::fence();\n  if (locked)",
+            "  if (locked)",
+            "a set opens before its tags are seen, and a frame's bytes come before its tag",
+            "elements",
+            "weak",
+        ),
+        Mutant(
+            "set-opened-early",
+            _SETS,
+            "  atomic::fence();\n  if (locked) atomic::store_relaxed(mine.control, mine.hand);\n",
+            "  if (locked) atomic::store_relaxed(mine.control, mine.hand);\n  atomic::fence();\n",
+            "of two fills of a line the second does not see the tag of the first",
+            "elements",
+            "weak",
         ),
         Mutant(
             "pins-ignored",
@@ -616,9 +634,9 @@ MUTANTS = {
         ),
         Mutant(
             "tier-moves-unsynchronised",
-            _TIER_MOVES,
-            "    // Each lane has acquired its own frame and places; now all lanes copy all of"
-            " them.\n    warp::sync(mask);\n",
+            _SETS,
+            "  // Each lane has claimed its own frame; now all lanes may store to all of them.\n"
+            "  warp::sync(mask);\n",
             "",
             "lanes copy a frame, or a place of the tier, that only a neighbour has acquired",
             "tier",
@@ -720,8 +738,8 @@ MUTANTS = {
         Mutant(
             "landing-unsynchronised",
             _COMMAND,
-            "    // Each lane has acquired its own completion; now all lanes read all of the"
-            " data.\n    warp::sync(mask);\n",
+            "  // Each lane has acquired its own completion; now all lanes read all of the"
+            " data.\n  warp::sync(mask);\n",
             "",
             "lanes read a buffer whose completion only a neighbour has acquired",
             "elements",
@@ -892,6 +910,23 @@ MUTANTS = {
             _COMMAND,
             "  if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;\n",
             "  if (nvme::path_of(q) != nvme::kInPlace) return members;\n",
+            "lanes of a warp that see the path change go two ways",
+            "leases",
+            width=4,
+        ),
+        Mutant(
+            "pages-left-unseen-inline",
+            "flashwarp/cache/access.cuh",
+            "      left = read_frames(*source.queue,",
+            "      left = 0;\n      read_frames(*source.queue,",
+            "so does a fill of a thread that waits for it",
+            "leases",
+        ),
+        Mutant(
+            "plain-source-of-some-lanes",
+            "flashwarp/cache/access.cuh",
+            "    if (!warp::any(mask, !source.open)) {\n",
+            "    if (source.open) {\n",
             "lanes of a warp that see the path change go two ways",
             "leases",
             width=4,

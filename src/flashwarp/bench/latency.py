@@ -28,6 +28,8 @@ __all__ = ["run"]
 
 _WORD = 4
 _RUNS = 5
+# The launch of one warp: other warps of a block would wait for the same lines.
+_ALONE: dict[str, Any] = {"warps": 1, "block_threads": 32}
 
 
 def run(
@@ -82,15 +84,16 @@ class _Latency:
             if address is not None:
                 plain = self._microseconds(
                     lambda wrong: self.program["chase_plain"](
-                        address, blocks, self.words, self.steps, next(self.turns), 1, wrong, warps=1
+                        address, blocks, self.words, self.steps, next(self.turns), 1, wrong,
+                        **_ALONE,
                     )
-                )
+                )  # fmt: skip
                 self._add("a plain load of the storage's memory", plain)
                 with self.device.empty_array((self.words,), np.uint32) as to:
                     copy = self._microseconds(
                         lambda wrong: self.program["chase_copies"](
                             address, to, blocks, self.words, self.steps, next(self.turns), wrong,
-                            warps=1,
+                            **_ALONE,
                         )
                     )  # fmt: skip
                 self._add("a copy of a line by a warp", copy, "a plain load", plain)
@@ -129,7 +132,7 @@ class _Latency:
     def _chase(self, array: fw.Array, blocks: int, lanes: int = 1) -> tuple[float, bool]:
         found = self._microseconds(
             lambda wrong: self.program["chase_array"](
-                array, blocks, self.words, self.steps, next(self.turns), lanes, wrong, warps=1
+                array, blocks, self.words, self.steps, next(self.turns), lanes, wrong, **_ALONE
             )
         )
         array.synchronize()

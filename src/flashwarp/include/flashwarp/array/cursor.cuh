@@ -34,7 +34,7 @@ class cursor {
       value_type result = detail::bit_cast<value_type>(value);
       detail::call_for(here, !hit, [&] {
         forget();
-        result = array_.load_slow(i);
+        result = array_.load_slow(i, true);
       });
       return result;
     } else {

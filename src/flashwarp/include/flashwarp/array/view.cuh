@@ -100,15 +100,18 @@ FW_DEVICE void call_for(uint32_t here, bool needed, Slow slow) {
   warp::sync(here);
 }
 
-// The slow path of an element access: the line is absent or being filled. Returns the status. Slow
-// paths are called through base::opaque, so that kernels do not keep registers for them.
+// The slow path of an element access. `looked`: see cache::access. Returns the status. Slow paths
+// are called through base::opaque, so that kernels do not keep registers for them.
 template <typename Op>
 FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, uint64_t line,
-                                        Op& op) {
+                                        Op& op, bool looked) {
   const uint32_t mask = active_on(v);
+  const cache::geometry g = c->geometry;
+  // Lanes that come from different places go one way.
+  looked = !warp::any(mask, !looked);
   cache::tally count;
   const uint32_t status =
-      cache::access<policy>(c->geometry, *c, *v, mask, true, line, false, op, count);
+      cache::access<policy>(g, *c, *v, mask, true, line, false, op, count, looked);
   count.add_kernel_to(*v, mask);
   warp::sync(mask);
   return status;
@@ -126,14 +129,16 @@ template <uint32_t kBytes>
 FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::line_cache* c,
                                                                 cache::volume* v,
                                                                 uint64_t line_begin,
-                                                                uint64_t length, uint64_t i) {
+                                                                uint64_t length, uint64_t i,
+                                                                bool looked) {
   if (i >= length) {
     refuse_index(v, i);
     return {};
   }
   const uint64_t byte = i * kBytes;
   load_element<kBytes> op = {byte & (cache::line_bytes(c->geometry) - 1), {}};
-  const uint32_t status = access_slow(c, v, line_begin + (byte >> c->geometry.line_shift), op);
+  const uint64_t line = line_begin + (byte >> c->geometry.line_shift);
+  const uint32_t status = access_slow(c, v, line, op, looked);
   // If the transfer failed, `op` may hold another line's bytes, from a try that lost its race.
   if (status != nvme::kSuccess) return {};
   return op.value;
@@ -159,7 +164,7 @@ FW_DEVICE_NOINLINE several<kBytes, kCount> load_several_slow(cache::line_cache* 
     return loaded;
   }
   for (uint32_t k = 0; k < count; k++) {
-    loaded.words[k] = load_slow<kBytes>(c, v, line_begin, length, i + k * stride);
+    loaded.words[k] = load_slow<kBytes>(c, v, line_begin, length, i + k * stride, false);
   }
   return loaded;
 }
@@ -334,11 +339,11 @@ struct array<T, 1> {
   FW_DEVICE value_type load(uint64_t i) const { return (*this)[i]; }
 
   // The slow path of operator[]. The index of a word may be out of bounds (a cursor does not look);
-  // other elements must exist.
-  FW_DEVICE value_type load_slow(uint64_t i) const {
+  // other elements must exist. `looked` says that the caller has not found the line in the cache.
+  FW_DEVICE value_type load_slow(uint64_t i, bool looked = false) const {
     if constexpr (kWord) {
-      return detail::bit_cast<value_type>(
-          base::opaque(&detail::load_slow<kAccessBytes>)(cache, volume, line_begin, length, i));
+      return detail::bit_cast<value_type>(base::opaque(&detail::load_slow<kAccessBytes>)(
+          cache, volume, line_begin, length, i, looked));
     } else {
       value_type value;
       const detail::span own = span_of(i, 1, &value);
@@ -357,7 +362,7 @@ struct array<T, 1> {
     if constexpr (kWord) {
       using element = detail::store_element<sizeof(T)>;
       element op = {offset_of(i), detail::bit_cast<word>(value)};
-      base::opaque (&detail::access_slow<element>)(cache, volume, line_of(i), op);
+      base::opaque (&detail::access_slow<element>)(cache, volume, line_of(i), op, false);
     } else {
       const detail::span own = span_of(i, 1, &value);
       base::opaque (&detail::move_own<true>)(cache, volume, own);
@@ -372,7 +377,7 @@ struct array<T, 1> {
     using element = detail::add_to_element<value_type>;
     element op = {offset_of(i), value};
     const uint32_t status =
-        base::opaque(&detail::access_slow<element>)(cache, volume, line_of(i), op);
+        base::opaque(&detail::access_slow<element>)(cache, volume, line_of(i), op, false);
     return status == nvme::kSuccess ? op.value : value_type();
   }
 
@@ -425,7 +430,7 @@ struct array<T, 1> {
       if (hit) policy::on_hit(geometry, at.way, at.word);
     }
     value_type result = detail::bit_cast<value_type>(value);
-    detail::call_for(here, !hit, [&] { result = load_slow(i); });
+    detail::call_for(here, !hit, [&] { result = load_slow(i, true); });
     return result;
   }
 

@@ -59,11 +59,20 @@ struct pair64 {
 FW_DEFINE_ATOMICS(uint32_t, "32", "r")
 FW_DEFINE_ATOMICS(uint64_t, "64", "l")
 #undef FW_DEFINE_ATOMICS
+FW_DEFINE_ADD(or_acquire, uint32_t, "atom.acquire.gpu.global.or.b32", "r")
 FW_DEFINE_ADD(add_relaxed, float, "atom.relaxed.gpu.global.add.f32", "f")
 FW_DEFINE_ADD(add_relaxed, double, "atom.relaxed.gpu.global.add.f64", "d")
 #undef FW_DEFINE_ADD
 FW_DEFINE_LOAD(FW_DEVICE, load_relaxed_system, uint32_t, const uint32_t*,
                "ld.relaxed.sys.global.u32", "r")
+FW_DEVICE pair64 load_relaxed_pair(const uint64_t* p) {
+  pair64 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(v.first), "=l"(v.second)
+               : "l"(p)
+               : "memory");
+  return v;
+}
 FW_DEVICE pair64 load_acquire_pair(const uint64_t* p) {
   pair64 v;
   asm volatile("ld.acquire.gpu.global.v2.u64 {%0, %1}, [%2];"
@@ -87,6 +96,18 @@ FW_DEVICE word16 load16_relaxed_system(const word16* p) {
 FW_DEFINE_STORE(FW_DEVICE, store_mmio, uint32_t, uint32_t*, "st.mmio.relaxed.sys.global.u32", "r")
 FW_DEVICE void or_relaxed(uint64_t* p, uint64_t bits) {
   asm volatile("red.relaxed.gpu.global.or.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
+}
+FW_DEVICE void and_relaxed(uint64_t* p, uint64_t bits) {
+  asm volatile("red.relaxed.gpu.global.and.b64 [%0], %1;" ::"l"(p), "l"(bits) : "memory");
+}
+// A compare-and-swap that a fence(), or a lock, orders.
+FW_DEVICE bool cas_relaxed(uint64_t* p, uint64_t expected, uint64_t desired) {
+  uint64_t old;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(old)
+               : "l"(p), "l"(expected), "l"(desired)
+               : "memory");
+  return old == expected;
 }
 
 // Acquire-release fence for all threads of the device.
@@ -247,6 +268,16 @@ inline bool cas_acq_rel(T* p, T expected, T desired) {
   return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE);
 }
+// Acquire and release, because ThreadSanitizer has no model of the fence that orders it.
+inline bool cas_relaxed(uint64_t* p, uint64_t expected, uint64_t desired) {
+  return cas_acq_rel(p, expected, desired);
+}
+inline uint32_t or_acquire(uint32_t* p, uint32_t bits) {
+  return __atomic_fetch_or(p, bits, __ATOMIC_ACQUIRE);
+}
+inline pair64 load_relaxed_pair(const uint64_t* p) {
+  return {load_relaxed(p), load_relaxed(p + 1)};
+}
 inline pair64 load_acquire_pair(const uint64_t* p) {
   return {load_acquire(p), load_acquire(p + 1)};
 }
@@ -262,6 +293,9 @@ inline word16 load16_relaxed_system(const word16* p) {
 }
 inline void store_mmio(uint32_t* p, uint32_t v) { store_relaxed_system(p, v); }
 inline void or_relaxed(uint64_t* p, uint64_t bits) { __atomic_fetch_or(p, bits, __ATOMIC_RELAXED); }
+inline void and_relaxed(uint64_t* p, uint64_t bits) {
+  __atomic_fetch_and(p, bits, __ATOMIC_RELAXED);
+}
 template <typename T>
 inline T load_plain(const T* p) {
   return *p;

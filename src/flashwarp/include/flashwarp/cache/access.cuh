@@ -64,9 +64,11 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   // The line need not be read only if all lanes of the group overwrite it whole.
   const uint32_t wholes = warp::ballot(mask, misses && whole);
   const bool overwrite = Op::kStores && (wholes & group) == group;
+  const geometry g = c.geometry;
+  const plain_source source = plain_source_of(c, v, mask, line);
   uint32_t kept;
   const claim mine =
-      claim_lines<Policy>(c, mask, misses && leader == lane, line, false, !overwrite, kept);
+      claim_lines<Policy>(c, g, mask, misses && leader == lane, line, false, !overwrite, kept);
 
   const uint32_t ahead = warp::ballot(mask, mine.has_dirty);
   if (ahead != 0) {
@@ -77,22 +79,22 @@ FW_DEVICE_NOINLINE miss_outcome serve_misses(line_cache& c, volume& v, uint32_t 
   const uint32_t fills = warp::ballot(mask, claimed && !overwrite) & ~kept;
   uint32_t status = 0;
   if (fills != 0) {
-    const uint32_t got = move_lines(c, v, mask, fills, nvme::kRead, {line, mine.way});
-    if ((fills >> lane) & 1) status = got;
+    uint32_t left = fills;
+    if (!warp::any(mask, !source.open)) {
+      const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(g, mine.way));
+      left = read_frames(*source.queue, mask, fills, fills, frame, source.address, source.bytes);
+    }
+    if (left != 0) {
+      const uint32_t got = move_lines(c, v, mask, left, nvme::kRead, {line, mine.way});
+      if ((left >> lane) & 1) status = got;
+    }
   }
-  // The lanes' tags went BUSY before the operation's stores to frames. A fill orders this by
-  // itself; frames without a fill need the fence.
-  if (Op::kStores && fills != claims) {
-    warp::sync(mask);
-    atomic::fence();
-  }
-
   // Each lane gets its leader's frame and status.
   const bool led = misses && ((claims >> leader) & 1) != 0;
   const uint64_t way = warp::take(mask, mine.way, leader);
   const uint32_t outcome = warp::take(mask, status, leader);
   const uint32_t members = warp::ballot(mask, led && outcome == nvme::kSuccess);
-  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(c.geometry, way)));
+  if (members != 0) op.visit(mask, members, reinterpret_cast<uint64_t>(frame_of(g, way)));
   warp::sync(mask);
   if (claimed) {
     if (status == nvme::kSuccess) {
@@ -155,13 +157,15 @@ FW_DEVICE_NOINLINE miss_outcome defer_misses(line_cache& c, volume& v, uint32_t 
 }
 
 // Runs `op` on the frame of `line` for each lane that `wants`. All lanes of `mask` call together.
-// `g` is the cache's geometry; callers that have it in constant memory pass that copy. Returns the
-// lane's NVMe status: kSuccess, or the error that is also in the volume's error record. If
-// `misses.allowed()`, `misses.defer(lanes)` may take the lanes that are not served, and returns
-// true. Their status is then kDeferred.
+// `g` is the cache's geometry; callers that have it in constant memory pass that copy. `looked`
+// says that all lanes have just looked for their lines in vain: they claim frames at once, because
+// the claim looks again. Returns the lane's NVMe status: kSuccess, or the error that is also in the
+// volume's error record. If `misses.allowed()`, `misses.defer(lanes)` may take the lanes that are
+// not served, and returns true. Their status is then kDeferred.
 template <typename Policy, typename Op, typename Misses>
 FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
-                          uint64_t line, bool whole, Op& op, tally& count, const Misses& misses) {
+                          uint64_t line, bool whole, Op& op, tally& count, const Misses& misses,
+                          bool looked = false) {
   nvme::deadline limit(v.queues[0].data);
   uint32_t step = 0;
   uint32_t status = 0;
@@ -169,8 +173,12 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
   while (warp::any(mask, pending)) {
     place at = {0, 0, false};
     bool busy = false;
-    if (pending) at = probe(g, line, busy);
-    const uint32_t hits = serve_hits<Policy>(g, mask, at, op);
+    uint32_t hits = 0;
+    if (!looked) {
+      if (pending) at = probe(g, line, busy);
+      hits = serve_hits<Policy>(g, mask, at, op);
+    }
+    looked = false;
     count.hits += base::popcount(hits);
     if ((hits >> warp::lane()) & 1) pending = false;
     // Make no claim for a line that is being filled: it would lock the set and find it BUSY again.
@@ -213,9 +221,9 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
 
 template <typename Policy, typename Op>
 FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t mask, bool wants,
-                          uint64_t line, bool whole, Op& op, tally& count) {
+                          uint64_t line, bool whole, Op& op, tally& count, bool looked = false) {
   const fetch_misses misses;
-  return access<Policy>(g, c, v, mask, wants, line, whole, op, count, misses);
+  return access<Policy>(g, c, v, mask, wants, line, whole, op, count, misses, looked);
 }
 
 // Claims a frame for the line of each lane that `asks`, and starts its fill. Returns whether the
@@ -223,8 +231,9 @@ FW_DEVICE uint32_t access(const geometry& g, line_cache& c, volume& v, uint32_t 
 template <typename Policy>
 FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, uint64_t line,
                            tally& count) {
+  const geometry g = c.geometry;
   uint32_t kept;
-  const claim mine = claim_lines<Policy>(c, mask, asks, line, true, true, kept);
+  const claim mine = claim_lines<Policy>(c, g, mask, asks, line, true, true, kept);
   // Start cleaning a dirty victim. A later call fills the line.
   const bool victim = mine.result == claim_result::kDirty;
   const uint32_t dirty = warp::ballot(mask, victim || mine.has_dirty);
@@ -236,8 +245,6 @@ FW_DEVICE bool start_fills(line_cache& c, volume& v, uint32_t mask, bool asks, u
   const uint32_t claims = warp::ballot(mask, mine.result == claim_result::kClaimed);
   const uint32_t fills = claims & ~kept;
   if (fills != 0) {
-    // The tags go BUSY before any stores to the frames.
-    atomic::fence();
     move_lines_detached(c, v, mask, fills, nvme::kRead, {line, mine.way});
   }
   count.misses += base::popcount(claims);

@@ -17,14 +17,6 @@ struct transfer {
   uint64_t way;   // the frame
 };
 
-// Copies the data of read commands to the frames of `members`.
-FW_DEVICE void fill_frames(uint32_t mask, uint32_t members, uint64_t frame, uint64_t source,
-                           uint64_t bytes) {
-  // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
-  atomic::fence();
-  warp::copy_each<warp::source::kStream>(mask, members, frame, source, bytes);
-}
-
 // Ends a copy out of a namespace in place: the loads of all lanes come before any lane's second
 // look at the path.
 FW_DEVICE void finish_loads(uint32_t mask) {
@@ -45,7 +37,9 @@ struct line_finisher {
     const bool read = what.opcode == nvme::kRead && status == nvme::kSuccess;
     const uint32_t reads = members & warp::ballot(mask, read);
     if (reads == 0) return status;
-    fill_frames(mask, reads, what.frame, what.source, what.bytes);
+    // The tags went BUSY before these stores (see `open_sets`), in another warp perhaps.
+    atomic::fence();
+    warp::copy_each<warp::source::kStream>(mask, reads, what.frame, what.source, what.bytes);
     if (q.data.leased == 0) return status;
     finish_loads(mask);
     return read && !nvme::is_current(q, what.source) ? uint32_t(nvme::kCommandAborted) : status;
@@ -105,17 +99,12 @@ FW_DEVICE_NOINLINE void stage_writes(const line_cache& c, const volume& v,
   atomic::fence_system();
 }
 
-// Copies the data of read commands to the frames of `members`, among the lanes whose commands
-// `ended`. Returns the lanes of `ended` that must read again, because the host left the path.
-FW_DEVICE_NOINLINE uint32_t land_reads(const line_cache& c, const volume& v,
-                                       const nvme::queue_pair& q, uint32_t mask, uint32_t ended,
-                                       uint32_t members, const transfer& t, uint64_t address) {
-  if (nvme::path_of(q) != nvme::kDirect) {
-    // Each lane has acquired its own completion; now all lanes read all of the data.
-    warp::sync(mask);
-    fill_frames(mask, members, reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)), address,
-                bytes_of_line(c, v, t.line));
-  }
+// Copies lines of read commands, or of the namespace itself, to the frames of `members`, which this
+// warp has claimed (see `open_sets`). Returns the lanes of `ended` that must read again, because
+// the host left the path.
+FW_DEVICE uint32_t read_frames(const nvme::queue_pair& q, uint32_t mask, uint32_t ended,
+                               uint32_t members, uint64_t frame, uint64_t address, uint64_t bytes) {
+  warp::copy_each<warp::source::kStream>(mask, members, frame, address, bytes);
   if (q.data.leased == 0) {
     warp::sync(mask);
     return 0;
@@ -125,6 +114,36 @@ FW_DEVICE_NOINLINE uint32_t land_reads(const line_cache& c, const volume& v,
   // changed.
   const bool ours = (ended >> warp::lane()) & 1;
   return warp::ballot(mask, ours && !nvme::is_current(q, address));
+}
+
+// As read_frames, for the commands that `ended`. On the direct path the data is there already.
+FW_DEVICE_NOINLINE uint32_t land_reads(const line_cache& c, const volume& v,
+                                       const nvme::queue_pair& q, uint32_t mask, uint32_t ended,
+                                       uint32_t members, const transfer& t, uint64_t address) {
+  // Each lane has acquired its own completion; now all lanes read all of the data.
+  warp::sync(mask);
+  if (nvme::path_of(q) == nvme::kDirect) members = 0;
+  return read_frames(q, mask, ended, members,
+                     reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)), address,
+                     bytes_of_line(c, v, t.line));
+}
+
+// Where a lane finds its line, if the warp can read the namespace without commands. A warp looks
+// this up ahead of its claim, so that the loads of both are in flight together.
+struct plain_source {
+  const nvme::queue_pair* queue;
+  uint64_t address;
+  uint64_t bytes;
+  bool open;  // no other lane's: lanes may see different paths
+};
+FW_DEVICE plain_source plain_source_of(const line_cache& c, const volume& v, uint32_t mask,
+                                       uint64_t line) {
+  const nvme::queue_pair& q = queue_of(v, take_seat(mask));
+  // Relaxed, and looked at again behind the copy: see `nvme::path_of`.
+  const uint32_t path = atomic::load_relaxed_system(&q.data.path);
+  const bool open = (v.spread == kOneNamespace) & (q.plain_reads != 0) & (path == nvme::kInPlace);
+  const uint64_t offset = (line - v.line_begin) << c.geometry.line_shift;
+  return {&q, q.data.mapped_base + offset, bytes_of_line(c, v, line), open};
 }
 
 // Moves the lines of `members` in place, without commands, if the queue pair permits that. Returns

@@ -116,9 +116,7 @@ struct set_view {
   FW_DEVICE void clear_mark(uint64_t way) {
     if (!has_way(way)) return;
     referenced &= ~(1u << way);
-    update(
-        &geometry.tags[first + way], [](uint64_t w) { return (w & tag::kReferenced) != 0; },
-        [](uint64_t w) { return w & ~tag::kReferenced; });
+    atomic::and_relaxed(&geometry.tags[first + way], ~tag::kReferenced);
   }
 
   FW_DEVICE bool has_way(uint64_t way) const {

@@ -183,24 +183,36 @@ struct claim {
   // kClaimed: the place in the host tier that the line leaves, and the one that the victim takes.
   uint32_t tier_from = kNoTierWay;
   uint32_t tier_to = kNoTierWay;
+  // What opens the set again, which stays locked until `open_sets`; null if this lane has no lock.
+  uint32_t* control = nullptr;
+  uint32_t hand = 0;
 };
 
 // Looks at all ways of the set, whose lock we hold. Returns kHit or kBusy if one of them has
 // `s.line`, else kBlocked.
-FW_DEVICE claim_result look_at_set(const geometry& g, set_view& s) {
+FW_DEVICE claim_result look_at_set(set_view& s) {
+  const geometry& g = s.geometry;
   claim_result result = claim_result::kBlocked;
   s.resident = s.candidates = s.referenced = s.dirty = 0;
   s.next = kNoWay;
-  for (uint32_t way = 0; way < g.ways; way++) {
-    const uint64_t word = atomic::load_relaxed(&g.tags[s.first + way]);
-    if (tag::state_of(word) == tag::kInvalid) continue;
-    const uint32_t bit = 1u << way;
-    s.resident |= bit;
-    if (tag::is_replaceable(word)) s.candidates |= bit;
-    if (tag::is_cleanable(word)) s.dirty |= bit;
-    if ((word & tag::kReferenced) != 0) s.referenced |= bit;
-    if (tag::line_of(word) != s.line) continue;
-    result = tag::state_of(word) == tag::kValid ? claim_result::kHit : claim_result::kBusy;
+  // Four words at a time, all loaded before the first is used: one trip to memory.
+  for (uint32_t first = 0; first < g.ways; first += 4) {
+    const atomic::pair64 low = atomic::load_relaxed_pair(&g.tags[s.first + first]);
+    const atomic::pair64 high = atomic::load_relaxed_pair(&g.tags[s.first + first + 2]);
+    const uint64_t words[4] = {low.first, low.second, high.first, high.second};
+    FW_UNROLL
+    for (uint32_t k = 0; k < 4; k++) {
+      const uint64_t word = words[k];
+      const bool valid = tag::state_of(word) == tag::kValid;
+      const uint32_t bit = tag::state_of(word) == tag::kInvalid ? 0 : 1u << (first + k);
+      s.resident |= bit;
+      if (tag::is_replaceable(word)) s.candidates |= bit;
+      if (tag::is_cleanable(word)) s.dirty |= bit;
+      if ((word & tag::kReferenced) != 0) s.referenced |= bit;
+      if (bit != 0 && tag::line_of(word) == s.line) {
+        result = valid ? claim_result::kHit : claim_result::kBusy;
+      }
+    }
   }
   return result;
 }
@@ -211,18 +223,18 @@ template <typename Policy>
 FW_DEVICE uint32_t choose_way(line_cache& c, set_view& s) {
   const uint32_t allowed = s.candidates;
   const uint32_t way = Policy::choose_victim(s);
-  if (way < c.geometry.ways && set_view::has(allowed, way)) return way;
+  if (way < s.geometry.ways && set_view::has(allowed, way)) return way;
   atomic::add_relaxed(&c.refusals, 1u);
   s.next = kNoWay;
   return base::lowest_bit(allowed);
 }
 
 // Starts cleaning the line that the policy expects to choose next.
-FW_DEVICE void clean_ahead(line_cache& c, const set_view& s, claim& out) {
-  if (s.next >= c.geometry.ways) return;
+FW_DEVICE void clean_ahead(const set_view& s, claim& out) {
+  if (s.next >= s.geometry.ways || !set_view::has(s.dirty, s.next)) return;
   const uint64_t way = s.first + s.next;
-  const uint64_t word = atomic::load_relaxed(&c.geometry.tags[way]);
-  if (!tag::is_cleanable(word) || !begin_write(&c.geometry.tags[way], tag::line_of(word))) return;
+  const uint64_t word = atomic::load_relaxed(&s.geometry.tags[way]);
+  if (!tag::is_cleanable(word) || !begin_write(&s.geometry.tags[way], tag::line_of(word))) return;
   out.has_dirty = true;
   out.dirty_way = way;
   out.dirty_word = word;
@@ -233,20 +245,23 @@ template <typename Policy>
 FW_DEVICE void claim_victim(line_cache& c, set_view& s, claim& out) {
   // Another thread may pin the victim or store to it first: then look and choose again. One try for
   // each way is enough, because the caller repeats the claim.
-  for (uint32_t attempt = 0; attempt < c.geometry.ways; attempt++) {
-    if (attempt != 0) look_at_set(c.geometry, s);
-    const uint32_t empty = ((1u << c.geometry.ways) - 1) & ~s.resident;
+  for (uint32_t attempt = 0; attempt < s.geometry.ways; attempt++) {
+    if (attempt != 0) look_at_set(s);
+    const uint32_t empty = ((1u << s.geometry.ways) - 1) & ~s.resident;
     if ((empty | s.candidates) != 0) {
-      const uint32_t likely = empty & (3u << home_of(c.geometry, s.line).likely);
+      const uint32_t likely = empty & (3u << home_of(s.geometry, s.line).likely);
       const uint32_t way = likely != 0  ? base::lowest_bit(likely)
                            : empty != 0 ? base::lowest_bit(empty)
                                         : choose_way<Policy>(c, s);
-      uint64_t* word = &c.geometry.tags[s.first + way];
-      const uint64_t old = update(
-          word, [](uint64_t w) { return tag::is_replaceable(w); },
-          [&](uint64_t w) { return tag::busy(w, s.line) | mark_at_birth<Policy>(); });
-      const uint64_t now = atomic::load_relaxed(word);
-      if (tag::state_of(now) != tag::kBusy || tag::line_of(now) != s.line) continue;
+      uint64_t* word = &s.geometry.tags[s.first + way];
+      // Relaxed: `open_sets` has a fence, before any lane uses the frame.
+      uint64_t now = 0;
+      uint64_t old = atomic::load_relaxed(word);
+      for (; tag::is_replaceable(old); old = atomic::load_relaxed(word)) {
+        now = tag::busy(old, s.line) | mark_at_birth<Policy>();
+        if (atomic::cas_relaxed(word, old, now)) break;
+      }
+      if (!tag::is_replaceable(old)) continue;
       s.resident |= 1u << way;
       Policy::on_fill(s, way);
       out.result = claim_result::kClaimed;
@@ -254,14 +269,14 @@ FW_DEVICE void claim_victim(line_cache& c, set_view& s, claim& out) {
       out.word = now;
       out.evicted = tag::state_of(old) == tag::kValid;
       out.victim = tag::line_of(old);
-      clean_ahead(c, s, out);
+      clean_ahead(s, out);
       return;
     }
     if (s.dirty == 0) break;
     s.candidates = s.dirty;
     const uint64_t way = s.first + choose_way<Policy>(c, s);
-    const uint64_t word = atomic::load_relaxed(&c.geometry.tags[way]);
-    if (tag::is_cleanable(word) && begin_write(&c.geometry.tags[way], tag::line_of(word))) {
+    const uint64_t word = atomic::load_relaxed(&s.geometry.tags[way]);
+    if (tag::is_cleanable(word) && begin_write(&s.geometry.tags[way], tag::line_of(word))) {
       out.result = claim_result::kDirty;
       out.way = way;
       out.word = word;
@@ -281,7 +296,7 @@ FW_DEVICE uint64_t tier_first(const line_cache& c, uint64_t set, uint64_t line) 
 // As claim_victim, for a cache with a host tier: also takes the line's place in the tier, and a
 // place for the victim. The whole warp moves the data later (claim_lines).
 template <typename Policy>
-FW_DEVICE_NOINLINE void claim_with_tier(line_cache& c, uint64_t set, set_view& s, claim& out) {
+FW_DEVICE void claim_both(line_cache& c, uint64_t set, set_view& s, claim& out) {
   uint32_t place = kNoTierWay;
   const uint64_t line = s.line;
   const uint64_t found = tier::find(c.tier, c.tier_ways, tier_first(c, set, line), line, place);
@@ -305,29 +320,55 @@ FW_DEVICE_NOINLINE void claim_with_tier(line_cache& c, uint64_t set, set_view& s
   if (enters) out.tier_to = tier::enter(c.tier, c.tier_ways, there, out.victim);
 }
 
-// Asks for a frame for `line`. One lane; never waits. claim_lines calls it, and then moves lines to
-// and from the host tier. `prefetched` says that the line is used later.
-template <typename Policy>
-FW_DEVICE_NOINLINE claim claim_frame(line_cache& c, uint64_t line, bool prefetched) {
+// What claim_frame does while it holds the lock. `hand` is the set's.
+template <typename Policy, bool kTier>
+FW_DEVICE claim claim_in(line_cache& c, const geometry& g, uint64_t set, uint64_t line,
+                         uint32_t hand, bool prefetched) {
   claim out;
-  const uint64_t set = set_of(c.geometry, line);
-  uint32_t* control = &c.set_control[set];
-  const uint32_t seen = atomic::load_relaxed(control);
-  if ((seen & kSetLocked) != 0 || !atomic::cas_acq_rel(control, seen, seen | kSetLocked)) {
-    return out;
-  }
-  set_view s = {c.geometry, set * c.geometry.ways, line, 0, 0, 0, 0, seen, kNoWay, prefetched};
-  const claim_result present = look_at_set(c.geometry, s);
+  set_view s = {g, set * g.ways, line, 0, 0, 0, 0, hand, kNoWay, prefetched};
+  const claim_result present = look_at_set(s);
   if (present != claim_result::kBlocked) {
     out.result = present;
-  } else if (c.tier_ways != 0) {
-    claim_with_tier<Policy>(c, set, s, out);
+  } else if constexpr (kTier) {
+    claim_both<Policy>(c, set, s, out);
   } else {
     claim_victim<Policy>(c, s, out);
   }
-  // Release: the tag changes become visible before the set can be locked again.
-  atomic::store_release(control, s.hand & ~kSetLocked);
+  out.control = &c.set_control[set];
+  out.hand = s.hand & ~kSetLocked;
   return out;
+}
+template <typename Policy>
+FW_DEVICE_NOINLINE claim claim_with_tier(line_cache& c, uint64_t set, uint64_t line, uint32_t hand,
+                                         bool prefetched) {
+  return claim_in<Policy, true>(c, c.geometry, set, line, hand, prefetched);
+}
+
+// Asks for a frame for `line`. One lane; never waits. claim_lines calls it, and then opens the set
+// and moves lines to and from the host tier. `prefetched` says that the line is used later.
+// Inlined, with a copy of the geometry, because what lies in memory costs a trip behind each fence.
+template <typename Policy>
+FW_DEVICE claim claim_frame(line_cache& c, const geometry& g, uint64_t line, bool prefetched) {
+  const uint64_t set = set_of(g, line);
+  // One trip: a set that is locked already stays as it is.
+  const uint32_t seen = atomic::or_acquire(&c.set_control[set], kSetLocked);
+  if ((seen & kSetLocked) != 0) return claim();
+  if (c.tier_ways != 0) return claim_with_tier<Policy>(c, set, line, seen, prefetched);
+  return claim_in<Policy, false>(c, g, set, line, seen, prefetched);
+}
+
+// Ends the claims of a warp: opens the sets that its lanes have locked. All lanes of `mask` call
+// together. One fence of every lane does three things. The changes of metadata come before the sets
+// can be locked again. What others did with the frames before comes before our lanes use them. And
+// the tags have gone BUSY before any lane stores to the frames: a reader that sees a new byte finds
+// its tag changed.
+FW_DEVICE void open_sets(uint32_t mask, const claim& mine) {
+  const bool locked = mine.control != nullptr;
+  if (!warp::any(mask, locked)) return;
+  // Each lane has claimed its own frame; now all lanes may store to all of them.
+  warp::sync(mask);
+  atomic::fence();
+  if (locked) atomic::store_relaxed(mine.control, mine.hand);
 }
 
 // End a fill. Release: the data, stored by lanes that this lane has synchronised with, comes first.

@@ -49,12 +49,6 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const 
   const uint32_t out = warp::ballot(mask, enters);
   const uint32_t in = warp::ballot(mask, leaves && wanted);
   const uint32_t both = in & warp::ballot(mask, leaves && mine.tier_from == mine.tier_to);
-  if ((out | in) != 0) {
-    // Each lane has acquired its own frame and places; now all lanes copy all of them.
-    warp::sync(mask);
-    // The tags went BUSY before these stores: a reader that sees a new byte finds its tag changed.
-    atomic::fence();
-  }
   const uint64_t bytes = line_bytes(c.geometry);
   for (uint32_t rest = out | in; rest != 0; rest &= rest - 1) {
     const uint32_t source = base::lowest_bit(rest);
@@ -81,10 +75,11 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const 
 // lanes of `mask` call together. Never waits. `kept` gets the lanes whose lines came into their
 // claimed frames from the host tier; only lanes with `wanted` get theirs.
 template <typename Policy>
-FW_DEVICE claim claim_lines(line_cache& c, uint32_t mask, bool asks, uint64_t line, bool prefetched,
-                            bool wanted, uint32_t& kept) {
+FW_DEVICE claim claim_lines(line_cache& c, const geometry& g, uint32_t mask, bool asks,
+                            uint64_t line, bool prefetched, bool wanted, uint32_t& kept) {
   claim mine;
-  if (asks) mine = claim_frame<Policy>(c, line, prefetched);
+  if (asks) mine = claim_frame<Policy>(c, g, line, prefetched);
+  open_sets(mask, mine);
   kept = c.tier_ways != 0 ? move_tier_lines(c, mask, mine, wanted) : 0;
   return mine;
 }

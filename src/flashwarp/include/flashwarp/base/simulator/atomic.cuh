@@ -44,7 +44,16 @@ inline T add_release(T* p, T v, FW_SITE) {
 }
 template <typename T>
 inline bool cas_acq_rel(T* p, T expected, T desired, FW_SITE) {
-  return simulator::compare_and_swap(p, expected, desired, sizeof(T), at);
+  return simulator::compare_and_swap(p, expected, desired, sizeof(T), order::kAcqRel, at);
+}
+inline bool cas_relaxed(uint64_t* p, uint64_t expected, uint64_t desired, FW_SITE) {
+  return simulator::compare_and_swap(p, expected, desired, sizeof(*p), order::kRelaxed, at);
+}
+inline uint32_t or_acquire(uint32_t* p, uint32_t bits, FW_SITE) {
+  return uint32_t(simulator::set_bits(p, bits, sizeof(*p), order::kAcquire, at));
+}
+inline pair64 load_relaxed_pair(const uint64_t* p, FW_SITE) {
+  return {load_relaxed(p, at), load_relaxed(p + 1, at)};
 }
 inline pair64 load_acquire_pair(const uint64_t* p, FW_SITE) {
   return {load_acquire(p, at), load_acquire(p + 1, at)};
@@ -61,6 +70,9 @@ inline word16 load16_relaxed_system(const word16* p, FW_SITE) {
 }
 inline void or_relaxed(uint64_t* p, uint64_t bits, FW_SITE) {
   simulator::set_bits(p, bits, sizeof(*p), order::kRelaxed, at);
+}
+inline void and_relaxed(uint64_t* p, uint64_t bits, FW_SITE) {
+  simulator::keep_bits(p, bits, sizeof(*p), order::kRelaxed, at);
 }
 
 inline void fence(FW_SITE) { simulator::fence(fence_kind::kDevice, at); }

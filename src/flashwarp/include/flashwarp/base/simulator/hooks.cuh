@@ -22,7 +22,9 @@ uint64_t load(const void* p, uint32_t bytes, order o, scope s, site at);
 void store(void* p, uint64_t value, uint32_t bytes, order o, scope s, site at);
 uint64_t add(void* p, uint64_t value, uint32_t bytes, order o, site at);
 uint64_t set_bits(void* p, uint64_t bits, uint32_t bytes, order o, site at);
-bool compare_and_swap(void* p, uint64_t expected, uint64_t desired, uint32_t bytes, site at);
+uint64_t keep_bits(void* p, uint64_t bits, uint32_t bytes, order o, site at);
+bool compare_and_swap(void* p, uint64_t expected, uint64_t desired, uint32_t bytes, order o,
+                      site at);
 void fence(fence_kind kind, site at);
 
 // Bulk data: contents of frames, buffers and queue entries.
