@@ -300,6 +300,8 @@ class Array(endings.Closing):
         """
         tensors = self._attachment.tensors
         if tensors is not None and tensors.serves(idx):
+            if self._attachment.in_child:
+                self._check_usable()  # before the turn, see `_locked`
             short = functools.partial(self._gather_tensors, idx, out, stream)
             rows = _native.holding(self.cache.turn, short)
             if rows is not None:
@@ -504,6 +506,8 @@ class Array(endings.Closing):
         """
         tensors = self._attachment.tensors
         if tensors is not None and tensors.serves(idx_or_slice):
+            if self._attachment.in_child:
+                self._check_usable()  # before the turn, see `_locked`
             operands = (idx_or_slice, stream)
             short = functools.partial(_in_turn, self, Array._prefetch_tensors, operands, {})
             if _native.holding(self.cache.turn, short):
@@ -767,7 +771,7 @@ class Array(endings.Closing):
         """
         if stream is None:
             self._attachment.idle_streams()
-        self._attachment.finish("a kernel", stream)
+        self._attachment.finish("a kernel", None if stream is None else stream_handle(stream))
 
     @property
     def controller(self) -> Service:
@@ -965,7 +969,11 @@ class Array(endings.Closing):
                 raise CaptureError(
                     f"{what} waits for its end, which a stream in a capture cannot: {instead}"
                 )
+            if rows is not None and rows.library not in ("numpy", chosen.library):
+                device.refuse_capture(what, instead)
+                device.order(device.current_stream(rows.library).handle, handle)
             device.order(None, handle)
+            self._attachment.note_blocking(handle)
             return handle
         device.refuse_capture(what, instead)
         if rows is not None and rows.library != "numpy":
@@ -973,7 +981,7 @@ class Array(endings.Closing):
             device.order(device.current_stream(rows.library).handle, None)
         return None
 
-    def _finish(self, what: str, run: object, stream: object) -> None:
+    def _finish(self, what: str, run: int | None, stream: object) -> None:
         """Wait for a launch on `run`, unless the caller has chosen the stream."""
         if stream is None:
             self._attachment.finish(what, run)
@@ -986,7 +994,9 @@ class Array(endings.Closing):
         launcher = attachment.launcher
         if launcher.service.changes != self._changes:
             self._drop_old_lines()
-        if stream is not None:
+        if stream is None:
+            attachment.note_launch()
+        else:
             attachment.join(stream_handle(stream), refreshes=True)
         return launcher.wake()
 
