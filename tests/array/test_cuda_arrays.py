@@ -493,6 +493,15 @@ def check_future_that_is_done_is_not_kept() -> None:
         assert not made._wanted
 
 
+def check_scatters_on_streams_of_threads_use_words_of_their_own() -> None:
+    """Handle 2 is another stream in each thread, so no stream orders them."""
+    with open_array() as x:
+        fake().fake_hold(0)
+        word = x._attachment.launcher._word_for_strays
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            assert len({word(2), word(2), pool.submit(word, 2).result(), word(1)}) == 3
+
+
 def check_call_that_was_launched_in_part_keeps_its_lane() -> None:
     with open_array() as x:
         fake().fake_hold(0)
