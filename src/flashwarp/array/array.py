@@ -732,9 +732,10 @@ class Array(endings.Closing):
     def check(self) -> None:
         """Raise what kernels have noted so far: failed transfers and indices out of bounds.
 
-        Does not wait: what is queued on a stream may note more. Use it after replays of CUDA graphs
-        that use the array, once their stream is done. Every other call does the same first. Takes a
-        microsecond if there is nothing.
+        Does not wait for streams: what is queued on one may note more. If something was noted, it
+        waits for calls of other threads, which raise their failures themselves. Use it after
+        replays of CUDA graphs that use the array, once their stream is done. Every other call does
+        the same first. Takes a microsecond if there is nothing.
 
         Raises
         ------
@@ -783,11 +784,11 @@ class Array(endings.Closing):
     def close(self) -> None:
         """Flush, wait for what is in flight, and release everything. May be called twice.
 
-        Blocks. Refuses while a CUDA graph with calls of the array exists. If the flush fails,
-        everything is released all the same, and the error is raised: it says what could not be
-        written and is lost. Unobserved failures of asynchronous calls are raised too. If a signal
-        handler raises meanwhile, as that of Ctrl-C does, the array is open and usable afterwards,
-        or closed.
+        Blocks. Refuses while a CUDA graph with calls of the array exists, or a stream that had
+        calls of it is being captured. If the flush fails, everything is released all the same, and
+        the error is raised: it says what could not be written and is lost. Unobserved failures of
+        asynchronous calls are raised too. If a signal handler raises meanwhile, as that of Ctrl-C
+        does, the array is open and usable afterwards, or closed.
         """
         if "_attachment" not in self.__dict__:  # pickled, and not used since
             self._recipe = None
