@@ -195,6 +195,7 @@ Result Context::order_now(Handle before, Handle after, Handle event) const {
   result = driver_.capture_info(after, &status, nullptr, nullptr, nullptr, nullptr);
   if (result != kSuccess) return result;
   if (status == kActive) return kCaptured;
+  const std::lock_guard<std::mutex> lock(ordering_);
   result = driver_.event_record(event, before);
   return result == kSuccess ? driver_.stream_wait_event(after, event, 0) : result;
 }

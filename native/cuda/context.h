@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace fw::native::cuda {
@@ -52,7 +53,7 @@ class Context {
   Result launch(Handle function, uint32_t blocks, uint32_t block_threads, void** params,
                 Handle stream) const;
   // Makes later work on `after` wait for the present work on `before`; an idle one costs no event.
-  // `event` is used inside the call only.
+  // `event` is used inside the call only, so threads may share it.
   Result order(Handle before, Handle after, Handle event) const;
   // `order` and `launch` in one, unless `stream` is being captured: then it does nothing, and
   // returns kCaptured.
@@ -83,6 +84,8 @@ class Context {
   const Driver& driver_;
   Handle context_;
   pid_t pid_;
+  // Another thread must not record the event of `order` between its record and the wait for it.
+  mutable std::mutex ordering_;
 };
 
 }  // namespace fw::native::cuda

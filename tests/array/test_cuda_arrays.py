@@ -5,12 +5,16 @@ Kernels do nothing in the fake driver, so the tests play their part.
 
 from __future__ import annotations
 
+import _thread
 import concurrent.futures
 import contextlib
 import ctypes
 import os
+import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +38,8 @@ from flashwarp.errors import (
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
+    DtypeError,
+    ForkError,
     StorageError,
 )
 from flashwarp.nvme import software as controller
@@ -254,6 +260,269 @@ def check_call_on_a_stream_allocates_and_waits_for_nothing() -> None:
         assert [fake().fake_count(name) for name in counted[:4]] == before[:4]
         assert fake().fake_count(b"cuCtxPushCurrent") - before[4] <= 3 * pushed
         fake().fake_hold(0)
+
+
+# Tensors.
+
+
+class Tensor:
+    """A tensor of torch, as far as the library asks."""
+
+    layout, is_cuda = "torch.strided", True
+
+    def __init__(self, memory: DeviceArray, dtype: object) -> None:
+        self.memory, self.shape, self.dtype, self.device = memory, memory.shape, dtype, "cuda:0"
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.memory.__cuda_array_interface__
+
+    def __dlpack__(self) -> None: ...
+
+    def numel(self) -> int:
+        return self.memory.size
+
+    def get_device(self) -> int:
+        return 0
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return self.memory.address
+
+
+class Dtype:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+def torch_on(stream: int) -> Any:
+    """Make a torch whose current stream is this one, and import it."""
+    Tensor.__module__ = "torch"
+    torch: Any = types.ModuleType("torch")
+    torch.Tensor, torch.dtype = Tensor, Dtype
+    for name in ("int64", "int32", "float64"):
+        setattr(torch, name, Dtype(name))
+    torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: stream)
+    torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
+    sys.modules["torch"] = torch
+    return torch
+
+
+def tensor(x: fw.Array, count: int) -> Any:
+    return Tensor(x.device.empty_array((count,), "i8"), sys.modules["torch"].int64)
+
+
+def check_tensors_go_the_short_way() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        before = fake().fake_count(b"cuStreamGetCaptureInfo")
+        assert x.gather(index, out=out, stream=1) is out
+        assert fake().fake_count(b"cuStreamGetCaptureInfo") == before + 1
+
+
+def check_tensor_is_not_filled_with_bytes_in_another_order() -> None:
+    memory = fw.storage.Memory(np.zeros(64, ">i8"))
+    with gpu() as device, fw.open(memory, "r", ">i8", device=device, cache="64 KiB") as x:
+        torch_on(1)
+        index, out = Tensor(device.empty_array((2,), "i8"), sys.modules["torch"].int64), None
+        out = Tensor(device.empty_array((2,), "i8"), sys.modules["torch"].int64)
+        with pytest.raises(DtypeError, match="out has dtype int64, the array >i8"):
+            x.gather(index, out=out)
+        with pytest.raises(DtypeError, match="torch has no dtype for >i8"):
+            x.gather(index)
+
+
+def check_values_of_another_library_are_waited_for() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index, values = x.device.empty_array((2,), "i8"), tensor(x, 2)
+        fake().fake_pend(1)
+        threading.Timer(0.05, lambda: fake().fake_pend(0)).start()
+
+        x.scatter(index, values)
+
+        assert fake().fake_waits(x.device.default_stream().handle, 1) == 1
+
+
+def check_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index = tensor(x, 2)
+        held, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with x.cache.turn:
+                held.set()
+                done.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        child = os.fork()
+        if not child:
+            signal.alarm(10)
+            try:
+                for call in (x.gather, x.prefetch):
+                    with pytest.raises(ForkError):
+                        call(index)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        done.set()
+        holder.join()
+
+
+def check_close_waits_for_a_call_whose_wait_was_interrupted() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        for interrupted, wait in (
+            (lambda: x.gather(index, out=out), x.synchronize),
+            (lambda: x.scatter(index, out), x.flush),
+            (lambda: x.prefetch(index), x.close),
+        ):
+            fake().fake_hold(1)
+            threading.Timer(0.1, _thread.interrupt_main).start()
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
+            threading.Timer(0.2, lambda: fake().fake_hold(0)).start()
+            began = time.monotonic()
+            wait()
+            assert time.monotonic() - began > 0.1
+
+
+def check_threads_that_order_streams_do_not_mix_their_events() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        own, side = x.device.default_stream().handle, x._attachment.calls._side.handle
+        beside = x.device.create_stream()
+        x.gather(index, out=out, stream=1)
+        fake().fake_hold(own)
+        fake().fake_pend(side)
+        fake().fake_record_slowly(100_000)
+        calling = threading.Thread(target=lambda: x.gather(index, out=out, stream=1))
+        calling.start()
+        time.sleep(0.03)
+
+        x.device.order(side, beside)
+        calling.join()
+        fake().fake_record_slowly(0)
+        fake().fake_pend(0)
+        fake().fake_hold(0)
+
+        assert fake().fake_waits(beside.handle, side) == 1
+        assert fake().fake_waits(1, own) == 1
+
+
+# Errors and waits.
+
+
+def check_failure_is_raised_by_the_call_that_waits_for_it() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        x.gather(index, out=out, stream=1)
+        fake().fake_hold(x.device.default_stream().handle)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            read = pool.submit(x.gather, np.array([1, 2]))
+            time.sleep(0.05)
+            note(x._attachment.launcher.volume.commands, 0, status=0x281, opcode=2)
+            threading.Timer(0.1, lambda: fake().fake_hold(0)).start()
+
+            x.check()
+            assert x.gather_async([1]).exception() is None
+            with pytest.raises(StorageError, match="gather failed at byte 0"):
+                read.result()
+
+
+def check_next_call_on_a_stream_raises_what_a_kernel_has_noted() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        x._join_launch(None)
+        note(x._attachment.launcher.volume.indices, 64)
+        with pytest.raises(BoundsError, match="index 64"):
+            x.gather(index, out=out, stream=1)
+
+
+def check_stream_whose_wait_failed_is_waited_for_again() -> None:
+    with open_array() as x:
+        index, out = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        x.gather(index, out=out, stream=OTHER)
+        with capturing(OTHER):
+            for refused in (x.synchronize, x.flush, x.close):
+                with pytest.raises(CaptureError):
+                    refused()
+        fake().fake_hold(OTHER)
+        threading.Timer(0.1, lambda: fake().fake_hold(0)).start()
+        began = time.monotonic()
+        x.flush()
+        assert time.monotonic() - began > 0.05
+
+
+def check_captured_stream_does_not_wait_for_a_future() -> None:
+    with open_array() as x:
+        out = x.device.empty_array((1,), "i8")
+        read = x.gather_async([1], out=out)
+        with capturing(OTHER), pytest.raises(CaptureError, match="before the capture"):
+            read.wait_on(OTHER)
+        fake().fake_hold(0)
+        read.result()
+        with capturing(OTHER):
+            assert read.wait_on(OTHER) is out, "it is done"
+
+
+def check_future_that_is_done_is_not_kept() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        made = x._attachment.calls
+        read = x.gather_async([1])
+        read.result()
+        made.hurry(read)  # as a thread does that has found it in flight before
+        limit = time.monotonic() + 5
+        while made._wanted and time.monotonic() < limit:
+            time.sleep(0.001)
+        assert not made._wanted
+
+
+def check_scatters_on_streams_of_threads_use_words_of_their_own() -> None:
+    """Handle 2 is another stream in each thread, so no stream orders them."""
+    with open_array() as x:
+        fake().fake_hold(0)
+        word = x._attachment.launcher._word_for_strays
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            assert len({word(2), word(2), pool.submit(word, 2).result(), word(1)}) == 3
+
+
+def check_call_that_was_launched_in_part_keeps_its_lane() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        index, values = x.device.empty_array((2,), "i8"), x.device.empty_array((2,), "i8")
+        x.scatter_async(index, values).result()
+        made, lanes = x._attachment.calls, []
+
+        def break_off(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(x.device.context, "launch_and_append", break_off)
+            with pytest.raises(KeyboardInterrupt):
+                x.scatter_async(index, values)
+        lanes = [lane for queue in made._queues for lane in queue.lanes]
+        ((lane, _),) = made._spoiled
+        note(lane.volume.indices, 70, status=1)
+
+        assert lane not in lanes
+        for _ in range(9):
+            assert x.scatter_async(index, values).exception() is None
 
 
 # Captures.

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef int CUresult;
 enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotReady = 600 };
@@ -20,7 +21,7 @@ static struct {
 } calls[kCallsMax];
 
 static int busy;
-static int context_depth;
+static _Thread_local int context_depth;
 static int live_allocations;
 static CUresult fault;
 
@@ -428,6 +429,10 @@ static int is_event(const struct event* event) {
 CUresult cuStreamWaitEvent(void* stream, struct event* event, unsigned flags) {
   ENTER_CONTEXT;
   if (!is_event(event) || flags != 0) return kInvalidValue;
+  if (is_captured(stream)) {
+    capture.status = kCaptureInvalidated;
+    return 905;  // the event is not of the capture
+  }
   if (wait_count == kWaitsMax) abort();
   waits[wait_count].waiting = stream;
   waits[wait_count++].awaited = event->stream;
@@ -450,10 +455,14 @@ CUresult cuEventDestroy(struct event* event) {
   --live_allocations;
   return kSuccess;
 }
+// How long a call to record an event takes.
+static unsigned record_us;
+void fake_record_slowly(unsigned microseconds) { record_us = microseconds; }
 CUresult cuEventRecord(struct event* event, void* stream) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
   event->stream = stream;
+  usleep(record_us);
   return check_stream(stream);
 }
 CUresult cuEventQuery(struct event* event) {

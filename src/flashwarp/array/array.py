@@ -300,6 +300,8 @@ class Array(endings.Closing):
         """
         tensors = self._attachment.tensors
         if tensors is not None and tensors.serves(idx):
+            if self._attachment.in_child:
+                self._check_usable()  # before the turn, see `_locked`
             short = functools.partial(self._gather_tensors, idx, out, stream)
             rows = _native.holding(self.cache.turn, short)
             if rows is not None:
@@ -504,6 +506,8 @@ class Array(endings.Closing):
         """
         tensors = self._attachment.tensors
         if tensors is not None and tensors.serves(idx_or_slice):
+            if self._attachment.in_child:
+                self._check_usable()  # before the turn, see `_locked`
             operands = (idx_or_slice, stream)
             short = functools.partial(_in_turn, self, Array._prefetch_tensors, operands, {})
             if _native.holding(self.cache.turn, short):
@@ -728,9 +732,10 @@ class Array(endings.Closing):
     def check(self) -> None:
         """Raise what kernels have noted so far: failed transfers and indices out of bounds.
 
-        Does not wait: what is queued on a stream may note more. Use it after replays of CUDA graphs
-        that use the array, once their stream is done. Every other call does the same first. Takes a
-        microsecond if there is nothing.
+        Does not wait for streams: what is queued on one may note more. If something was noted, it
+        waits for calls of other threads, which raise their failures themselves. Use it after
+        replays of CUDA graphs that use the array, once their stream is done. Every other call does
+        the same first. Takes a microsecond if there is nothing.
 
         Raises
         ------
@@ -767,7 +772,7 @@ class Array(endings.Closing):
         """
         if stream is None:
             self._attachment.idle_streams()
-        self._attachment.finish("a kernel", stream)
+        self._attachment.finish("a kernel", None if stream is None else stream_handle(stream))
 
     @property
     def controller(self) -> Service:
@@ -779,11 +784,11 @@ class Array(endings.Closing):
     def close(self) -> None:
         """Flush, wait for what is in flight, and release everything. May be called twice.
 
-        Blocks. Refuses while a CUDA graph with calls of the array exists. If the flush fails,
-        everything is released all the same, and the error is raised: it says what could not be
-        written and is lost. Unobserved failures of asynchronous calls are raised too. If a signal
-        handler raises meanwhile, as that of Ctrl-C does, the array is open and usable afterwards,
-        or closed.
+        Blocks. Refuses while a CUDA graph with calls of the array exists, or a stream that had
+        calls of it is being captured. If the flush fails, everything is released all the same, and
+        the error is raised: it says what could not be written and is lost. Unobserved failures of
+        asynchronous calls are raised too. If a signal handler raises meanwhile, as that of Ctrl-C
+        does, the array is open and usable afterwards, or closed.
         """
         if "_attachment" not in self.__dict__:  # pickled, and not used since
             self._recipe = None
@@ -965,7 +970,11 @@ class Array(endings.Closing):
                 raise CaptureError(
                     f"{what} waits for its end, which a stream in a capture cannot: {instead}"
                 )
+            if rows is not None and rows.library not in ("numpy", chosen.library):
+                device.refuse_capture(what, instead)
+                device.order(device.current_stream(rows.library).handle, handle)
             device.order(None, handle)
+            self._attachment.note_blocking(handle)
             return handle
         device.refuse_capture(what, instead)
         if rows is not None and rows.library != "numpy":
@@ -973,7 +982,7 @@ class Array(endings.Closing):
             device.order(device.current_stream(rows.library).handle, None)
         return None
 
-    def _finish(self, what: str, run: object, stream: object) -> None:
+    def _finish(self, what: str, run: int | None, stream: object) -> None:
         """Wait for a launch on `run`, unless the caller has chosen the stream."""
         if stream is None:
             self._attachment.finish(what, run)
@@ -986,7 +995,9 @@ class Array(endings.Closing):
         launcher = attachment.launcher
         if launcher.service.changes != self._changes:
             self._drop_old_lines()
-        if stream is not None:
+        if stream is None:
+            attachment.note_launch()
+        else:
             attachment.join(stream_handle(stream), refreshes=True)
         return launcher.wake()
 

@@ -117,7 +117,9 @@ class Attachment(endings.NotCopied):
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
             self.operands = Operands(cache.device, format, cache.device)
-            self.tensors = None if self.launcher.on_cpu else TensorCalls(self.launcher)
+            self.tensors = (
+                None if self.launcher.on_cpu else TensorCalls(self.launcher, self._streams)
+            )
             self.calls = Calls(self.launcher, self.operands, self._failures)
             endings.remember(self)
             made.pop_all()
@@ -148,9 +150,11 @@ class Attachment(endings.NotCopied):
 
     # Waiting.
 
-    def finish(self, what: str, stream: object) -> None:
+    def finish(self, what: str, stream: int | None) -> None:
         """Wait for a stream, and raise the failures of its launches; `what` names them."""
         self.device.synchronize(stream, timeout_s=time_limit_s())
+        if stream is not None:
+            self._streams.discard(stream)
         self._raise_failure(what)
 
     def join(self, stream: int, *, refreshes: bool = False) -> None:
@@ -165,12 +169,23 @@ class Attachment(endings.NotCopied):
         elif refreshes and self.launcher.service.leased:
             self.launcher.maintain("refresh_lines", stream=stream)
 
+    def note_launch(self) -> None:
+        """Note that there is work on the library's own stream for which no call waits."""
+        self._noted_late = True
+
+    def note_blocking(self, stream: int) -> None:
+        """Note a stream on which a call is about to wait for its launch.
+
+        If the wait is interrupted, the launch goes on, and `close` must wait for it.
+        """
+        self._streams.add(stream)
+        self.cache.streams.add(stream)
+
     def note_stream(self, stream: int) -> None:
         """Note that there is work on a stream of the caller's."""
         self._noted_late = True
-        if stream not in self._streams:
-            self._streams.add(stream)
-            self.cache.streams.add(stream)
+        self._streams.add(stream)
+        self.cache.streams.add(stream)
 
     def raise_noted(self) -> None:
         """Raise what earlier calls on streams, and replays, have noted so far. Does not wait."""
@@ -181,12 +196,16 @@ class Attachment(endings.NotCopied):
         """Raise what kernels have noted so far. Does not wait."""
         volume = self.launcher.volume
         if volume.commands.unread or volume.indices.unread:
-            self._raise_failure("a kernel or call on a stream")
+            # In the turn, because a call for which another thread waits raises what it has noted:
+            # otherwise its rows would pass for good ones.
+            take = partial(self._raise_failure, "a kernel or call on a stream")
+            endings.holding((self.cache.turn,), take)
 
     def idle_streams(self) -> None:
         """Wait for all streams of callers on which the array has work."""
-        while self._streams:
-            self.device.synchronize(self._streams.pop(), timeout_s=time_limit_s())
+        for stream in list(self._streams):
+            self.device.synchronize(stream, timeout_s=time_limit_s())
+            self._streams.discard(stream)
 
     def _finish_streams(self) -> None:
         self.idle_streams()
@@ -284,7 +303,12 @@ class Attachment(endings.NotCopied):
             raise
 
     def _refuse_graphs(self) -> None:
-        """Raise CaptureError if a CUDA graph still uses the array."""
+        """Raise CaptureError if a CUDA graph still uses the array, or a capture forbids to wait."""
+        if any(self._captured(stream) for stream in list(self._streams)):
+            raise CaptureError(
+                f"a stream on which the array {self.storage.path or 'in memory'} has work is being "
+                "captured into a CUDA graph, so nothing can wait for that work: end the capture"
+            )
         graphs, waited = self.launcher.graphs, Waited()
         # The driver tells the end of a graph in a thread of its own.
         while graphs.count and waited.look() < _GRAPHS_S:
@@ -295,6 +319,12 @@ class Attachment(endings.NotCopied):
                 f"{self.storage.path or 'in memory'} exist, and a replay would use its memory: "
                 "delete them first (torch: graph.reset())"
             )
+
+    def _captured(self, stream: int) -> bool:
+        try:
+            return self.device.capture(stream) is not None
+        except DeviceError:  # after a fault; or the stream does not exist any more
+            return False
 
     def close_lost(self) -> None:
         """Close it after its array was lost. The garbage collector calls this in any thread.

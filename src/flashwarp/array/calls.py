@@ -137,6 +137,7 @@ class Calls:
         # Guards everything below, and is notified of each change.
         self._changed = threading.Condition()
         self._queues: list[_Queue] = []
+        self._spoiled: list[tuple[_Lane, _Call]] = []  # of calls that were launched in part
         self._ending: set[_Call] = set()  # that left their queues, until their futures are done
         self._wanted: set[Future[Any]] = set()  # that threads wait for
         self._hurry = threading.Event()
@@ -278,7 +279,15 @@ class Calls:
         self._launcher.volume.cache.streams.add(queue.stream.handle)
         for before in call.after:
             self._operands.device.order(before, queue.stream)
-        call.start(lane.launcher, queue.stream.handle, End(lane.event.handle, queue.calls, call))
+        end = End(lane.event.handle, queue.calls, call)
+        try:
+            call.start(lane.launcher, queue.stream.handle, end)
+        except BaseException:
+            # A check of its indices may run, and note strays in the lane.
+            if call.verb == "scatter" and call not in queue.calls:
+                queue.lanes.remove(lane)
+                self._spoiled.append((lane, call))
+            raise
 
     # Ending them.
 
@@ -318,6 +327,8 @@ class Calls:
     def hurry(self, future: Future[Any]) -> None:
         """End a future as soon as its call is over: a thread waits for it."""
         self._wanted.add(future)
+        if future.done():  # meanwhile: then nothing takes it out any more
+            self._wanted.discard(future)
         self._hurry.set()
 
     def _has_calls(self) -> bool:
@@ -362,7 +373,9 @@ class Calls:
                 queue.calls.popleft()
                 call.lane = None
             self._changed.notify_all()
-        if not cancelled:
+        if cancelled:
+            self._wanted.discard(call.future)
+        else:
             self._deliver(call.future, result, error)
         with self._changed:
             self._ending.discard(call)
@@ -396,7 +409,6 @@ class Calls:
                 self._launcher.prefetch(rows, warps=1)
 
     def _deliver(self, future: Future[Any], result: object, error: Exception | None) -> None:
-        self._wanted.discard(future)
         try:
             if error is None:
                 future.set_result(result)
@@ -409,6 +421,7 @@ class Calls:
             _log.critical(
                 "a callback of %r ended with more than an exception", future, exc_info=True
             )
+        self._wanted.discard(future)
 
     # Waiting for them.
 
@@ -456,6 +469,11 @@ class Calls:
             raise ArgumentError(
                 "the rows go to host memory, where no stream can wait for them: use result(), or "
                 "give gather_async an `out` on the GPU"
+            )
+        if not future.done() and self._operands.device.capture(stream) is not None:
+            raise CaptureError(
+                "a stream in a capture cannot wait for an asynchronous call, which no replay would "
+                "repeat: wait before the capture, or capture gather(.., stream=)"
             )
         endings.holding([self._changed], functools.partial(self._order_after, future, stream))
 
@@ -533,5 +551,8 @@ class Calls:
                 lane.close()
             queue.stream.close()
             self._launcher.volume.cache.streams.discard(queue.stream.handle)
+        for lane, call in self._spoiled:
+            lane.close()
+            call.release()
         self._scratch.close()
         self._side.close()

@@ -123,6 +123,8 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         ArgumentError
             If a GPU reads rows that go to host memory, where no stream can wait for them: use
             `result`.
+        CaptureError
+            If the call is in flight and the stream is being captured into a CUDA graph.
         """
         self._check_process()
         self._calls.hold_stream(self, stream)

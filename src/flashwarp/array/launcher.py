@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -47,6 +48,9 @@ _PREPARED_MAX = 256
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=7Q4I2Q2I")
 assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
+
+# The handle that stands for another stream in each thread.
+_PER_THREAD = 2
 
 # Scatters that check their indices on the device: one for each stream, and for each captured one.
 _CHECKS_MAX = 4096
@@ -100,7 +104,7 @@ class Launcher:
         self._wake_call: _native.WakeCall | None = None
         # A word for each scatter that checks its indices on the device; the stream orders its use.
         self._strays: DeviceMemory | None = None
-        self._strays_of: dict[int, int] = {}
+        self._strays_of: dict[object, int] = {}
         self._strays_used = 0
         cache = volume.cache
         self._prepared: dict[object, Launch] = {}
@@ -310,7 +314,9 @@ class Launcher:
         device = self.volume.cache.device
         if self._strays is None:
             self._strays = device.allocate(4 * _CHECKS_MAX)
-        handle = -1 if stream is None else stream
+        handle: object = -1 if stream is None else stream
+        if stream == _PER_THREAD:
+            handle = stream, threading.get_ident()
         # Two graphs that were captured on one stream may run at the same time.
         captured = stream is not None and device.capture(stream) is not None
         place = None if captured else self._strays_of.get(handle)

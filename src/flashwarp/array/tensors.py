@@ -7,11 +7,14 @@ unusual goes the ordinary way, which also raises the errors.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
 from flashwarp.array.launcher import Launcher
 from flashwarp.device import stream_handle
+from flashwarp.device.foreign import torch_dtype
+from flashwarp.errors import DtypeError
 
 __all__ = ["TensorCalls"]
 
@@ -23,10 +26,13 @@ class TensorCalls:
     ----------
     launcher : Launcher
         The array's, on a GPU.
+    streams : set of int
+        Where the array may have work; the streams of calls are added.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, streams: set[int]) -> None:
         self._launcher = launcher
+        self._streams = streams
         self._ordinal = launcher.volume.cache.device.ordinal
         self._row_shape = launcher.format.row_shape
         self._row_bytes = launcher.format.row_bytes
@@ -42,7 +48,8 @@ class TensorCalls:
     def _find(self) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and hasattr(torch, "cuda"):  # imported completely
-            self._dtype = getattr(torch, self._launcher.format.dtype.name, None)
+            with contextlib.suppress(DtypeError):  # the ordinary way raises it
+                self._dtype = torch_dtype(torch, self._launcher.format.dtype)
             self._index_bytes = {torch.int64: 8, torch.int32: 4}
             self._torch = torch
         return self._torch
@@ -74,7 +81,12 @@ class TensorCalls:
             return None
         launch, params = self._launcher.gather_launch(indices, count, index_bytes, rows)
         self._launcher.wake()
+        # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
+        known = handle in self._streams
+        self._streams.add(handle)
         if not launch.after_own(params, handle):
+            if not known:
+                self._streams.discard(handle)
             return None
         self._launcher.moved.add(count)
         return out, handle
@@ -89,7 +101,13 @@ class TensorCalls:
         handle = current if stream is None else stream_handle(stream)
         launch, params = self._launcher.prefetch_launch(idx.data_ptr(), count, index_bytes)
         self._launcher.wake()
-        return handle if launch.after_own(params, handle) else None
+        known = handle in self._streams
+        self._streams.add(handle)
+        if launch.after_own(params, handle):
+            return handle
+        if not known:
+            self._streams.discard(handle)
+        return None
 
     def _usable(self, idx: Any, count: int) -> bool:
         return bool(

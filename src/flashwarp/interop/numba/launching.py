@@ -29,6 +29,10 @@ class _Extension:
             return kind, value
         _check_place(value)
         handle = _handle(stream)
+        if not handle:
+            # That stream is in no capture: a replay would not repeat the launch.
+            instead = "give it the stream, kernel[blocks, threads, stream]"
+            value.device.refuse_capture("a launch on numba's default stream", instead)
         # Work that the library has queued on its own stream comes first.
         value.device.order(None, handle)
         value._join_launch(handle)
