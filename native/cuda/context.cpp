@@ -26,6 +26,9 @@ constexpr int kInterfaceVersion = 12000;
 constexpr std::chrono::microseconds kAskedWithoutPause{20};
 constexpr std::chrono::microseconds kPause{20};
 
+// CU_STREAM_PER_THREAD; below it, 0 and CU_STREAM_LEGACY.
+constexpr uintptr_t kLastDefaultStream = 2;
+
 // CUDA_HOST_NODE_PARAMS.
 struct HostNode {
   void (*call)(void*);
@@ -189,7 +192,11 @@ Result Context::order(Handle before, Handle after, Handle event) const {
 
 Result Context::order_now(Handle before, Handle after, Handle event) const {
   const Relaxed relaxed(driver_);
-  Result result = driver_.stream_query(before);
+  Result result = kNotReady;
+  // An event on a default stream also covers other streams, which a query does not ask.
+  if (reinterpret_cast<uintptr_t>(before) > kLastDefaultStream) {
+    result = driver_.stream_query(before);
+  }
   if (result != kNotReady) return result;
   int status = 0;
   result = driver_.capture_info(after, &status, nullptr, nullptr, nullptr, nullptr);

@@ -299,13 +299,16 @@ def check_events_measure_and_order() -> None:
     assert end.elapsed_ms(start) == 1.5
     del start, end
 
-    device.order(1, None)
+    own = device.default_stream().handle
+    device.order(None, 1)
     assert fake().fake_count(b"cuStreamWaitEvent") == 0, "the stream is idle"
-    fake().fake_hold(1)
-    device.order(1, None)
+    fake().fake_hold(own)
+    device.order(None, 1)
     device.order(None, None)
     assert fake().fake_count(b"cuStreamWaitEvent") == 1
     fake().fake_hold(0)
+    device.order(1, None)
+    assert fake().fake_count(b"cuStreamWaitEvent") == 2, "it covers streams that are not asked"
     assert fake().fake_live_allocations() == before
 
 

@@ -51,7 +51,9 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
     )
 
     assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    # On a busy machine a compilation says that it takes long.
+    said = [line for line in result.stderr.splitlines() if "takes longer than" not in line]
+    assert said == []
 
 
 def modules_with_examples() -> list[str]:

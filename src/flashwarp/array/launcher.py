@@ -112,6 +112,8 @@ class Launcher:
             RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
         )[: -_ROW_MEMBERS.size]
         self._warps_at_once = cache.device.warps_at_once
+        # More warps than any GPU runs at a time make no other launch.
+        self._warps_max = 8 * self._warps_at_once if not self.on_cpu else 1 << 31
         self._batch = segments_per_batch(cache.line_bytes)
         self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
         # The struct `fw::array<T>` for kernels.
@@ -201,6 +203,7 @@ class Launcher:
         return self._prepared_launch("prefetch_rows", warps, len(params)), params
 
     def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
+        warps = min(warps, self._warps_max)
         launch = self._prepared.get((name, warps))
         return self._prepare(name, warps, param_bytes) if launch is None else launch
 
@@ -439,6 +442,11 @@ class Launcher:
         capture = device.capture(stream)
         if capture is None:
             return False
+        if capture == 0:
+            raise CaptureError(
+                "the legacy default stream cannot be used while another stream is being captured: "
+                "give the call the stream of the capture"
+            )
         if capture != self._capture:
             device.capture_count(stream, self.graphs)
             self._capture = capture
