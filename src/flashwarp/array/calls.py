@@ -393,20 +393,25 @@ class Calls:
 
     def _fetch_ahead(self, queue: _Queue) -> None:
         """Prefetch the lines of the reads behind the running one, as far as they fit."""
-        room = self._launcher.lines_ahead() if len(queue.calls) > 1 else 0
-        chosen = []
-        with self._changed:
-            for call in itertools.islice(queue.calls, 1, None):
-                room -= call.lines
-                if room < 0:
-                    break
-                if call.verb == "gather" and not call.fetching:
-                    call.fetching = True
-                    chosen.append(call.chosen)
-        for rows in chosen:
+        if len(queue.calls) < 2:
+            return
+        choose = functools.partial(self._reads_behind, queue, self._launcher.lines_ahead())
+        for rows in endings.holding([self._changed], choose):
             # If the array was closed meanwhile, no caller needs the lines any more.
             with contextlib.suppress(ClosedError):
                 self._launcher.prefetch(rows, warps=1)
+
+    @staticmethod
+    def _reads_behind(queue: _Queue, room: int) -> list[range | Index]:
+        chosen = []
+        for call in itertools.islice(queue.calls, 1, None):
+            room -= call.lines
+            if room < 0:
+                break
+            if call.verb == "gather" and not call.fetching:
+                call.fetching = True
+                chosen.append(call.chosen)
+        return chosen
 
     def _deliver(self, future: Future[Any], result: object, error: Exception | None) -> None:
         try:
