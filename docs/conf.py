@@ -15,6 +15,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 
+# Operators of torch are documented where torch is not installed, too.
+autodoc_mock_imports = ["torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # numpydoc sections carry the types
 autosummary_generate = True
