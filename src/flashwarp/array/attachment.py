@@ -310,7 +310,7 @@ class Attachment(endings.NotCopied):
                 "captured into a CUDA graph, so nothing can wait for that work: end the capture"
             )
         graphs, waited = self.launcher.graphs, Waited()
-        # The driver tells the end of a graph in a thread of its own.
+        # The driver counts a graph down some time after it was deleted.
         while graphs.count and waited.look() < _GRAPHS_S:
             time.sleep(_GRAPHS_POLL_S)
         if graphs.count:

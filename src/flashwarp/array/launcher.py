@@ -179,28 +179,36 @@ class Launcher:
         self, indices: int, count: int, index_bytes: int, buffer: int
     ) -> tuple[Launch, bytes]:
         """Prepare a gather of rows on a GPU: the launch, and its parameter."""
-        row = self.format.row_bytes
-        width = element_bytes(row, buffer)
-        if width is not None:
-            items, batch, most = count * (row // width), 1, 32
-            name, warps = f"gather_elements_{width}", -(-items // 32)
-        else:
-            items, most = count * self._segments, self._batch
-            batch = self._batch_of(items)
-            name, warps = "gather_rows", -(-items // batch)
-        deferred = self._deferral.of(items, warps, most, elements=width is not None)
-        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred)
-        return self._prepared_launch(name, warps, len(params)), params
+        return self._prepared_rows("gather", indices, count, index_bytes, buffer)
 
     def prefetch_launch(self, indices: int, count: int, index_bytes: int) -> tuple[Launch, bytes]:
         """Prepare a prefetch of rows on a GPU: the launch, and its parameter."""
-        segments = count * self._segments
-        batch = self._batch_of(segments)
-        warps = -(-segments // batch)
-        deferred = self._deferral.of(segments, warps, self._batch)
+        return self._prepared_rows("prefetch", indices, count, index_bytes, 0)
+
+    def _prepared_rows(
+        self, verb: str, indices: int, count: int, index_bytes: int, buffer: int
+    ) -> tuple[Launch, bytes]:
+        name, warps, batch, deferred = self._plan(verb, count, buffer)
         row = self.format.row_bytes
-        params = self._pack(indices, count, index_bytes, 0, row, batch, 0, deferred)
-        return self._prepared_launch("prefetch_rows", warps, len(params)), params
+        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred)
+        return self._prepared_launch(name, warps, len(params)), params
+
+    def _plan(self, verb: str, count: int, buffer: int) -> tuple[str, int, int, Deferred]:
+        """Choose the kernel for rows by index, its warps, their batch, and what it defers."""
+        row = self.format.row_bytes
+        width = None if verb == "prefetch" else element_bytes(row, buffer)
+        if width is None:
+            return self._plan_segments(verb, count * self._segments)
+        items = count * (row // width)
+        warps = self._warps(items)
+        deferred = self._deferral.of(items, warps, 32, elements=True)
+        return f"{verb}_elements_{width}", warps, 1, deferred
+
+    def _plan_segments(self, verb: str, segments: int) -> tuple[str, int, int, Deferred]:
+        """Choose as `_plan` does, for a kernel whose warps take lines of rows in batches."""
+        batch = self._batch_of(segments)
+        warps = self._warps(segments, batch)
+        return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)
 
     def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
         warps = min(warps, self._warps_max)
@@ -259,7 +267,6 @@ class Launcher:
         end: End | None = None,
     ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back."""
-        row = self.format.row_bytes
         self.moved.add(len(chosen))
         if self.watchers:
             self._show_rows(chosen)
@@ -269,26 +276,17 @@ class Launcher:
             self.volume.cache.device.clear(strays, 4, stream)
             params = self._row_params(chosen, 0, 1, strays)
             self._start("check_indices", params, self._warps(len(chosen)), stream)
-        width = None if isinstance(chosen, range) else element_bytes(row, buffer)
-        if width is not None:
-            items = len(chosen) * (row // width)
-            warps = self._warps(items)
-            params = self._row_params(
-                chosen, buffer, 1, strays, self._deferral.of(items, warps, 32, elements=True)
-            )
-            self._start(f"{verb}_elements_{width}", params, warps, stream, end=end)
-        else:
-            self._start_segments(f"{verb}_rows", chosen, buffer, stream, None, strays, end)
+        self._start_rows(verb, chosen, buffer, stream, None, strays, end)
 
     def prefetch(
         self, chosen: range | Index, stream: int | None = None, warps: int | None = None
     ) -> None:
         """Launch the prefetch of chosen rows; default: warps for all of them."""
-        self._start_segments("prefetch_rows", chosen, 0, stream, warps)
+        self._start_rows("prefetch", chosen, 0, stream, warps)
 
-    def _start_segments(
+    def _start_rows(
         self,
-        name: str,
+        verb: str,
         chosen: range | Index,
         buffer: int,
         stream: int | None,
@@ -296,16 +294,12 @@ class Launcher:
         strays: int = 0,
         end: End | None = None,
     ) -> None:
-        """Launch a kernel whose warps take lines of rows in batches."""
         if isinstance(chosen, range):
-            segments = self._lines(chosen)
+            name, useful, batch, deferred = self._plan_segments(verb, self._lines(chosen))
         else:
-            segments = len(chosen) * self._segments
-        batch = self._batch_of(segments)
-        useful = self._warps(segments, batch) if warps is None else warps
-        deferred = self._deferral.of(segments, useful, self._batch)
+            name, useful, batch, deferred = self._plan(verb, len(chosen), buffer)
         params = self._row_params(chosen, buffer, batch, strays, deferred)
-        self._start(name, params, useful, stream, end=end)
+        self._start(name, params, useful if warps is None else warps, stream, end=end)
 
     def _lines(self, chosen: range) -> int:
         begin = chosen.start * self.format.row_bytes
@@ -313,7 +307,7 @@ class Launcher:
         return _lines_between(begin, end, self.volume.cache.line_bytes)
 
     def _word_for_strays(self, stream: int | None) -> int:
-        """Return the address of the word by which a check tells the scatter behind it."""
+        """Return the address of the word in which a check counts strays for the next scatter."""
         device = self.volume.cache.device
         if self._strays is None:
             self._strays = device.allocate(4 * _CHECKS_MAX)

@@ -178,8 +178,8 @@ FW_DEVICE at_end decide(miss_list& m, const drain_limits& limits, uint32_t users
       continue;
     }
     if (drains) return at_end::kDrains;
-    // Draining blocks share few multiprocessors, so that other kernels lose few. Any block may
-    // drain once no more are left than shall drain.
+    // Draining blocks share few multiprocessors, so that other kernels lose few. If no more blocks
+    // are left than are asked to drain, any of them does.
     const bool here = base::spread_index() < limits.multiprocessors;
     const uint32_t blocks = draining + (inside - draining) / block::warp_count();
     // Either way another block is inside.
