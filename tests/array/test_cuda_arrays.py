@@ -9,12 +9,14 @@ import _thread
 import concurrent.futures
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -572,6 +574,23 @@ def check_array_does_not_close_before_its_graphs() -> None:
         fake().fake_destroy_graphs()
         x.close()
         assert x.closed
+
+
+def check_array_that_a_graph_uses_is_left_to_the_end_of_the_process() -> None:
+    device = gpu()
+    memory = fw.storage.Memory(np.zeros(64, np.int64))
+    x = fw.open(memory, "r+", "i8", device=device, cache="64 KiB")
+    index, out = device.empty_array((2,), "i8"), device.empty_array((2,), "i8")
+    with capturing(OTHER):
+        x.gather(index, out=out, stream=OTHER)
+    lost = weakref.ref(x)
+
+    with pytest.warns(ResourceWarning):
+        del x
+    gc.collect()
+
+    assert lost() is None
+    assert fake().fake_count(b"cuMemFreeHost") == 0, "a replay may still use it"
 
 
 def check_what_cannot_be_captured_says_so_and_leaves_the_capture() -> None:
