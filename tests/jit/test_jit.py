@@ -123,6 +123,22 @@ def test_kernel_resources_name_every_kernel_and_its_parameter_size(
     assert (kernels["fw_spill"].stack_bytes or 0) >= 256
 
 
+def test_kernel_resources_do_not_depend_on_the_order_of_the_log(
+    project: Path, cache: ArtifactCache
+) -> None:
+    artifact = build(project, cache)
+    title = "ptxas info    : Compiling entry function"
+    lines = artifact.log.splitlines(keepends=True)
+    titles = [line for line in lines if line.startswith(title)]
+    rest = [line for line in lines if not line.startswith(title)]
+
+    mixed = compiler.kernel_resources(artifact.cubin, "".join(titles + rest))
+
+    assert len(titles) == 2
+    assert mixed == artifact.kernels
+    assert mixed["fw_spill"].spill_store_bytes is not None
+
+
 def test_kernels_without_parameters_are_listed(cache: ArtifactCache) -> None:
     source = compiler.Source("program.cu", b"__global__ void nothing() {}", None)
 

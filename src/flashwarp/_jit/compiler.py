@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,9 +86,9 @@ class Source:
 
 @dataclass(frozen=True)
 class KernelResources:
-    """The resources of one kernel without the functions it calls; None if the log lacks them.
+    """The resources of one kernel without the functions it calls; None if the compiler tells none.
 
-    The sizes of the parameters come from the code itself and are always known.
+    Spills come from the assembler's log, the rest from the code itself.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Artifact:
     cubin : bytes
         The code, which the driver loads.
     log : str
-        The compiler's output, with every kernel's resources.
+        The compiler's output, with every kernel's spills.
     kernels : dict
         Resources by kernel name.
     from_cache : bool
@@ -426,82 +426,91 @@ def _read(path: Path) -> bytes:
         raise CompileError(f"device source {path} cannot be read: {error.strerror}") from error
 
 
-# The assembler's lines about each kernel.
+# What a cubin and the assembler's log have about each kernel.
 
-# "Compiling entry function 'fw_gather_rows' for 'sm_90'", then lines about it and what it calls.
-_LOG_KERNEL = re.compile(r"Compiling entry function '(\w+)'")
-_LOG_STACK = re.compile(
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads"
+# The assembler works on several functions at once, and mixes their lines: only neighbours belong
+# together.
+_LOG_SPILLS = re.compile(
+    r"Function properties for (?P<name>\w+)\n.*?"
+    r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
 )
-_LOG_REGISTERS = re.compile(r"Used (?P<registers>\d+) registers")
 
 
 def kernel_resources(cubin: bytes, log: str) -> dict[str, KernelResources]:
-    """List every kernel of a cubin by name: parameter size from its code, the rest from the log."""
-    _, *parts = _LOG_KERNEL.split(log)
-    reports = dict(zip(parts[::2], parts[1::2], strict=True))
-    # A kernel without parameters has no table of them, as a device function has none: the log names
-    # kernels alone.
-    return {
-        name: _resources(name, *(params or (0, ())), reports.get(name, ""))
-        for name, params in _kernel_params(cubin).items()
-        if params is not None or name in reports
-    }
+    """List every kernel of a cubin by name: spills from the log, the rest from its own tables."""
+    spills = {found["name"]: found for found in _LOG_SPILLS.finditer(log)}
+    try:
+        sections = dict(elf.sections(cubin))
+        symbols = elf.symbols(cubin)
+        counts = _function_counts(sections.get(_INFO, b""))
+        kernels = {}
+        for index, symbol in enumerate(symbols):
+            if not (symbol.is_function and symbol.other & _KERNEL_ENTRY):
+                continue
+            name = symbol.name
+            total, each = _params_of(sections.get(f"{_INFO}.{name}", b""))
+            found = spills.get(name)
+            kernels[name] = KernelResources(
+                name=name,
+                param_bytes=total,
+                each_param_bytes=each,
+                registers=counts.get((_CODE_REGISTERS, index)),
+                stack_bytes=counts.get((_CODE_STACK_BYTES, index)),
+                spill_store_bytes=int(found["stores"]) if found else None,
+                spill_load_bytes=int(found["loads"]) if found else None,
+            )
+    except struct.error as error:
+        raise CompileError(f"the compiled code is damaged: {error}") from error
+    return kernels
 
 
-def _resources(name: str, total: int, each: tuple[int, ...], report: str) -> KernelResources:
-    stack = _LOG_STACK.search(report)
-    registers = _LOG_REGISTERS.search(report)
-    return KernelResources(
-        name=name,
-        param_bytes=total,
-        each_param_bytes=each,
-        registers=int(registers["registers"]) if registers else None,
-        stack_bytes=int(stack["stack"]) if stack else None,
-        spill_store_bytes=int(stack["stores"]) if stack else None,
-        spill_load_bytes=int(stack["loads"]) if stack else None,
-    )
-
-
-# In a section .nv.info.KERNEL each attribute is a format byte, a code byte and 16 bits: a value, or
-# with format 4 the length of what follows. Code 0x19 holds the size of the kernel's parameters,
-# and a code 0x17 for each of them its number, its place, and its size above 18 other bits.
+# Section .nv.info describes all functions, section .nv.info.KERNEL a kernel's parameters. Each
+# attribute is a format byte, a code byte and 16 bits: a value, or with format 4 the length of what
+# follows. Codes 0x2f and 0x11 hold a function's index in the symbol table and its number of
+# registers, or bytes of stack. Code 0x19 holds the size of the kernel's parameters, and a code 0x17
+# for each of them its number, its place, and its size above 18 other bits.
+_INFO = ".nv.info"
+_KERNEL_ENTRY = 0x10  # in a symbol's `other`
 _ATTRIBUTE = struct.Struct("<BBH")
+_COUNT = struct.Struct("<II")
 _PARAM = struct.Struct("<IHHI")
 _FORMAT_SIZED = 4
+_CODE_REGISTERS = 0x2F
+_CODE_STACK_BYTES = 0x11
 _CODE_PARAM_BYTES = 0x19
 _CODE_PARAM = 0x17
 _PARAM_SIZE_SHIFT = 18
-_KERNEL_INFO = ".nv.info."
 
 
-def _kernel_params(cubin: bytes) -> dict[str, tuple[int, tuple[int, ...]] | None]:
-    """Find the sizes of the parameters of every function in the cubin's own tables."""
-    try:
-        return {
-            name.removeprefix(_KERNEL_INFO): _params_of(content)
-            for name, content in elf.sections(cubin)
-            if name.startswith(_KERNEL_INFO)
-        }
-    except struct.error as error:
-        raise CompileError(f"the compiled code is damaged: {error}") from error
-
-
-def _params_of(info: bytes) -> tuple[int, tuple[int, ...]] | None:
-    """Read the sizes, of all and of each; None for no parameters in constant memory."""
+def _attributes(info: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Yield each attribute's code, value and content."""
     position = 0
-    total = None
-    each: dict[int, int] = {}
     while position + _ATTRIBUTE.size <= len(info):
         form, code, value = _ATTRIBUTE.unpack_from(info, position)
         position += _ATTRIBUTE.size
+        nbytes = value if form == _FORMAT_SIZED else 0
+        yield code, value, info[position : position + nbytes]
+        position += nbytes
+
+
+def _function_counts(info: bytes) -> dict[tuple[int, int], int]:
+    """Read registers and bytes of stack, by code and the function's index."""
+    return {
+        (code, index): count
+        for code, _, content in _attributes(info)
+        if code in (_CODE_REGISTERS, _CODE_STACK_BYTES)
+        for index, count in (_COUNT.unpack(content),)
+    }
+
+
+def _params_of(info: bytes) -> tuple[int, tuple[int, ...]]:
+    """Read the sizes of a kernel's parameters: of all, and of each."""
+    total = 0
+    each: dict[int, int] = {}
+    for code, value, content in _attributes(info):
         if code == _CODE_PARAM_BYTES:
-            total = int(value)
+            total = value
         elif code == _CODE_PARAM:
-            _, ordinal, _, packed = _PARAM.unpack_from(info, position)
+            _, ordinal, _, packed = _PARAM.unpack_from(content)
             each[ordinal] = packed >> _PARAM_SIZE_SHIFT
-        position += value if form == _FORMAT_SIZED else 0
-    if total is None:
-        return None
     return total, tuple(each[ordinal] for ordinal in sorted(each))

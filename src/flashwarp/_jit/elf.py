@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from flashwarp.errors import CompileError
 
@@ -19,19 +20,36 @@ def sections(file: bytes) -> list[tuple[str, bytes]]:
     return [(name, content) for name, _, content in _read(file)]
 
 
+@dataclass(frozen=True)
+class Symbol:
+    """One entry of a symbol table: its name, and the fields of ELF's structure."""
+
+    name: str
+    info: int
+    other: int
+    section: int
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it names code."""
+        return self.info & 15 == _FUNCTION
+
+
+def symbols(file: bytes) -> list[Symbol]:
+    """List the symbols in the file's order, so that an index of the file's own finds its symbol."""
+    table = _read(file)
+    return [
+        Symbol(_string(table[header[6]][2], name), info, other, section)
+        for _, header, content in table
+        if header[1] == _SYMBOL_TABLE
+        for name, info, other, section, _, _ in _SYMBOL.iter_unpack(content)
+    ]
+
+
 def functions(file: bytes, section: str) -> list[str]:
     """List the names of the functions that lie in a section, in the file's order."""
-    table = _read(file)
-    numbers = {number for number, (name, _, _) in enumerate(table) if name == section}
-    names: list[str] = []
-    for _, header, content in table:
-        if header[1] != _SYMBOL_TABLE:
-            continue
-        strings = table[header[6]][2]
-        for name, info, _, place, _, _ in _SYMBOL.iter_unpack(content):
-            if place in numbers and info & 15 == _FUNCTION:
-                names.append(_string(strings, name))
-    return names
+    numbers = {number for number, (name, _) in enumerate(sections(file)) if name == section}
+    return [s.name for s in symbols(file) if s.section in numbers and s.is_function]
 
 
 def _read(file: bytes) -> list[tuple[str, tuple[int, ...], bytes]]:
