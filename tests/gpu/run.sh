@@ -29,8 +29,9 @@ fi
 # Kernels must not need eager loading: the default, lazy, is what users have.
 unset CUDA_MODULE_LOADING
 # --import-mode: the installed package is tested, not the sources beside the tests.
+failed=0
 "$python" -m pytest tests/gpu tests/array/test_kernel_api.py tests/program/test_programs.py -m gpu \
-  --import-mode=importlib -q -p no:cacheprovider "${spread[@]}" "$@"
+  --import-mode=importlib -q -p no:cacheprovider "${spread[@]}" "$@" || failed=$?
 
 sanitizer=$(command -v compute-sanitizer || true)
 if [[ -n $sanitizer && ${FLASHWARP_SANITIZE_GPU:-1} != 0 ]]; then
@@ -41,11 +42,10 @@ if [[ -n $sanitizer && ${FLASHWARP_SANITIZE_GPU:-1} != 0 ]]; then
       "$python" tests/gpu/sanitized.py > "$site/$tool.log" 2>&1 &
     running[$tool]=$!
   done
-  failed=0
   for tool in "${!running[@]}"; do
     wait "${running[$tool]}" || failed=$?
     echo "compute-sanitizer $tool"
     cat "$site/$tool.log"
   done
-  exit "$failed"
 fi
+exit "$failed"
