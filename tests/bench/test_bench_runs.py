@@ -44,6 +44,7 @@ SMALL = {
     "spmv": {"graph": "kron:8", "uniform": "urand:8", "runs": 1},
     "vectoradd": {"gib": 1 / 1024, "storage": "memory", "cache": "256 KiB", "runs": 1},
     "ctc": {"threads": 2, "blocks": 2, "model": "none", "runs": 1},
+    "dlrm": {"divide": 1 << 20, "dim": 16, "batch": 4, "steps": 2, "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "registers": {"arch": "sm_90"},
 }

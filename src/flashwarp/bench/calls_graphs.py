@@ -17,7 +17,7 @@ import flashwarp as fw
 from flashwarp.bench.calls_base import CallsBench
 from flashwarp.probe.timing import device_seconds
 
-__all__ = ["cold", "resident"]
+__all__ = ["MappedRows", "cold", "resident"]
 
 _RESIDENT = 32
 _COLD = (32, 1024)
@@ -25,7 +25,7 @@ _ROWS_OF_A_GRAPH = 2048
 
 
 @dataclass
-class _MappedRows:
+class MappedRows:
     """Rows in host memory at the address at which the GPU reads them."""
 
     address: int
@@ -92,7 +92,7 @@ def cold(bench: CallsBench, nbytes: int) -> None:
     ) as array:  # fmt: skip
         mapped = None
         if array.in_place is not None:
-            rows = _MappedRows(array.in_place, data.shape)
+            rows = MappedRows(array.in_place, data.shape)
             mapped = bench.torch.as_tensor(rows, device=f"cuda:{bench.device.ordinal}")
         for count in sorted({min(count, len(data) // 16) for count in _COLD}):
             _cold(bench, array, data, mapped, count)

@@ -1,0 +1,347 @@
+"""Inference of a recommender whose tables exceed the cache: AGILE's figures 7 to 10.
+
+A step looks 26 rows up for each of its samples and feeds them to two stacks of matrices. The
+synchronous way looks a batch up, then computes. The asynchronous way prefetches the next batch
+beside the computation of this one. The rows stand in one array, table behind table, as AGILE's do.
+Each table has the size that MLPerf's DLRM gives it, divided. Rows are drawn by Zipf's law: no log
+of clicks is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+import flashwarp as fw
+from flashwarp.bench.calls_graphs import MappedRows
+from flashwarp.config import parse_bytes
+from flashwarp.device import Device, resolve
+from flashwarp.errors import ArgumentError
+from flashwarp.nvme.queue_pair import DataPath
+from flashwarp.probe.report import Report, Row
+from flashwarp.probe.timing import device_seconds, in_turns
+
+__all__ = ["run"]
+
+# Rows of the 26 tables of MLPerf's DLRM, which come from Criteo's logs of clicks.
+_TABLES = (
+    39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10,
+    2208, 11938, 155, 4, 976, 14, 39979771, 25641295, 39664984, 585935, 12972, 108, 36,
+)  # fmt: skip
+_DENSE, _BOTTOM, _TOP = 13, 512, 1024
+# Matrix products of each stack, and the speedups of AGILE over BaM: synchronous, asynchronous.
+_CONFIGS = {
+    "config-1": (3, "1.30, 1.48 over BaM (AGILE Fig. 7)"),
+    "config-2": (1, "1.39, 1.63 over BaM (AGILE Fig. 7)"),
+    "config-3": (18, "1.27, 1.32 over BaM (AGILE Fig. 7)"),
+}
+_BATCHES = {
+    1: "1.46", 16: "1.75", 64: "1.57", 256: "1.43", 1024: "1.38", 2048: "1.48",
+}  # fmt: skip
+_QUEUE_PAIRS = {
+    1: "1.33, 1.32",
+    2: "1.31, 1.42",
+    4: "1.31, 1.44",
+    8: "1.30, 1.46",
+    16: "1.34, 1.46",
+}
+_DEPTH = 64
+_CACHE_SHARES = (1 / 512, 1 / 128, 1 / 32, 1 / 8, 1 / 2)
+_LEAST_CACHE = 1 << 20
+_PARTS = ("configs", "batches", "queue_pairs", "caches", "neighbours")
+
+
+def run(
+    device: str | None,
+    folder: Path,
+    divide: Annotated[int, "Divides the rows of each table; 20000 on the CPU device."] = 0,
+    dim: Annotated[int, "Elements of a row, float32."] = 128,
+    batch: Annotated[int, "Samples of a step."] = 2048,
+    steps: Annotated[int, "Steps that one measurement takes."] = 30,
+    cache: Annotated[str, "Bytes of the cache; empty: an eighth of the tables."] = "",
+    line: Annotated[str, "Bytes of a line."] = "4 KiB",
+    skew: Annotated[float, "Exponent of Zipf's law; not 1."] = 1.05,
+    drive: Annotated[str, "Modelled drive; empty: none."] = "980 Pro",
+    parts: Annotated[str, f"Which parts: {', '.join(_PARTS)}."] = ",".join(_PARTS),
+    runs: Annotated[int, "How often each way has its turn."] = 3,
+    seed: Annotated[int, "Of the rows that the samples ask for."] = 1,
+) -> Report:
+    """Time steps that wait for their rows, and steps that prefetch the next ones."""
+    chosen = parts.split(",")
+    if unknown := set(chosen) - set(_PARTS):
+        raise ArgumentError(f"parts={parts!r}: {unknown} are none of {', '.join(_PARTS)}")
+    if skew == 1:
+        raise ArgumentError("skew=1: draws are made for exponents other than 1, such as 1.05")
+    where = resolve(device)
+    bench = _Bench(
+        where, divide or (64 if where.kind == "cuda" else 20_000), dim, steps, runs, skew, seed
+    )
+    capacity = parse_bytes(cache) if cache else max(bench.data.nbytes // 8, _LEAST_CACHE)
+    bench.report = Report(
+        "Recommender",
+        where.describe(),
+        {
+            "rows": len(bench.data), "dim": dim, "batch": batch, "steps": steps, "line": line,
+            "cache": capacity, "skew": skew, "drive": drive,
+        },
+        {"samples": seed},
+    )  # fmt: skip
+    bench.line = line
+    path = folder / "tables.bin"
+    bench.data.tofile(path)
+    served: dict[str, dict[str, Any]] = {
+        "in place": {},
+        "page cache, bounce": {"path": path},
+    }
+    if drive:
+        served[f"modelled {drive}"] = {"model": drive}
+    if "configs" in chosen:
+        for name, how in served.items():
+            for config in _CONFIGS:
+                bench.compare(
+                    f"{config}, {name}", config, batch, capacity, how, _CONFIGS[config][1]
+                )
+    bounce = served["page cache, bounce"]
+    if "batches" in chosen:
+        for size, paper in _BATCHES.items():
+            what = f"batch of {size}, in place"
+            bench.compare(what, "config-1", size, capacity, {}, f"{paper} over BaM (AGILE Fig. 8)")
+    if "queue_pairs" in chosen:
+        for pairs, paper in _QUEUE_PAIRS.items():
+            how = {**bounce, "queue_pairs": pairs, "depth": _DEPTH}
+            what = f"{pairs} queue pairs of {_DEPTH}, bounce"
+            bench.compare(
+                what, "config-1", batch, capacity, how, f"{paper} over BaM (AGILE Fig. 9)"
+            )
+    if "caches" in chosen:
+        for share in _CACHE_SHARES:
+            nbytes = max(int(bench.data.nbytes * share), _LEAST_CACHE)
+            what = f"cache of {share:.1%} of the tables, in place"
+            bench.compare(
+                what, "config-1", batch, nbytes, {}, "0.95 to 1.73 over BaM (AGILE Fig. 10)"
+            )
+    if "neighbours" in chosen:
+        bench.neighbours(batch, capacity)
+    return bench.report
+
+
+class _Bench:
+    """The tables, the samples, and ways to take steps."""
+
+    report: Report
+    line: str
+
+    def __init__(
+        self, device: Device, divide: int, dim: int, steps: int, runs: int, skew: float, seed: int
+    ) -> None:
+        self.device, self.dim, self.steps, self.runs, self.skew = device, dim, steps, runs, skew
+        self.on_gpu = device.kind == "cuda"
+        self.xp: Any = importlib.import_module("torch") if self.on_gpu else np
+        self.rng = np.random.default_rng(seed)
+        self.tables = np.array([max(rows // divide, 1) for rows in _TABLES], np.int64)
+        self.firsts = np.concatenate(([0], np.cumsum(self.tables)[:-1]))
+        rows = np.arange(self.tables.sum(), dtype=np.uint32)[:, None] * np.uint32(0x9E3779B1)
+        mixed = rows + np.arange(dim, dtype=np.uint32) * np.uint32(0x85EBCA6B)
+        self.data = (mixed >> 9).astype(np.float32)
+        self.data *= 2.0**-23
+
+    def samples(self, batch: int) -> Any:
+        """Draw the rows of all steps of a measurement, and of one more."""
+        count = (self.steps + 1, batch, len(_TABLES))
+        least = 1 - self.skew
+        # Inverse of the distribution function of Zipf's law with real numbers for ranks.
+        width = np.power(self.tables + 1.0, least) - 1
+        ranks = np.power(self.rng.random(count) * width + 1, 1 / least).astype(np.int64) - 1
+        # Neighbours in rank are none in the table, which spares the cache nothing.
+        rows = ranks * 0x9E3779B1 % self.tables
+        return self.there(np.minimum(rows, self.tables - 1) + self.firsts)
+
+    def there(self, values: np.ndarray[Any, Any]) -> Any:
+        """Bring values to the device."""
+        return self.xp.from_numpy(values).cuda() if self.on_gpu else values
+
+    def model(self, config: str, batch: int) -> Callable[[Any], Any]:
+        """Return what computes a step out of its rows."""
+        products = _CONFIGS[config][0]
+
+        def weights(*shape: int) -> Any:
+            return self.there(self.rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32))
+
+        dense = self.there(self.rng.random((batch, _DENSE), np.float32))
+        first = weights(_DENSE, _BOTTOM)
+        bottom = [weights(_BOTTOM, _BOTTOM) for _ in range(min(products, 3))]
+        project = weights(len(_TABLES) * self.dim + _BOTTOM, _TOP)
+        top = [weights(_TOP, _TOP) for _ in range(min(products, 3))]
+
+        def forward(rows: Any) -> Any:
+            hidden = dense @ first
+            for k in range(products):
+                hidden = (hidden @ bottom[k % len(bottom)]).clip(min=0)
+            both = (rows.reshape(batch, -1), hidden)
+            hidden = self.xp.concatenate(both, 1) @ project
+            for k in range(products):
+                hidden = (hidden @ top[k % len(top)]).clip(min=0)
+            return hidden
+
+        return forward
+
+    @contextmanager
+    def opened(self, cache: int, how: dict[str, Any]) -> Iterator[fw.Array]:
+        """Open the tables: in memory, in a file through bounce buffers, or on a modelled drive."""
+        settings: dict[str, Any] = {
+            "dtype": np.float32, "shape": self.data.shape, "device": self.device, "cache": cache,
+            "line": self.line,
+        }  # fmt: skip
+        rings = {key: how[key] for key in ("queue_pairs", "depth", "model") if key in how}
+        source: Any = fw.storage.Memory(self.data, writable=False)
+        if rings or "path" in how:
+            served: DataPath = "bounce" if self.on_gpu else "direct"
+            settings["controller"] = fw.SoftwareController(data_path=served, **rings)
+        if "path" in how:
+            source = how["path"]
+            settings |= {"o_direct": False}
+        with fw.open(source, **settings) as array:
+            yield array
+
+    def compare(
+        self, what: str, config: str, batch: int, cache: int, how: dict[str, Any], paper: str
+    ) -> None:
+        """Add a row for steps that wait, and one for steps that prefetch."""
+        forward, rows = self.model(config, batch), self.rows(batch)
+        with self.opened(cache, how) as array:
+            ways = {
+                "synchronous": lambda: self.seconds(
+                    batch, lambda ids: self.waits(array, ids, rows, forward)
+                ),
+                "asynchronous": lambda: self.seconds(
+                    batch, lambda ids: self.ahead(array, ids, rows, forward)
+                ),
+            }
+            times = in_turns(ways, self.runs)
+            ids = self.samples(batch)
+            before = array.stats
+            self.waits(array, ids, rows, forward)
+            right = self.right(rows, ids)
+            after = array.stats
+        touched = after.hits + after.misses - before.hits - before.misses
+        hits = (after.hits - before.hits) / max(touched, 1)
+        rates = {name: batch / seconds for name, seconds in times.items()}
+        name = "synchronous steps"
+        self.add(f"{what}: {name}", rates["synchronous"], right, note=f"{hits:.0%} hits")
+        self.add(
+            f"{what}: asynchronous steps", rates["asynchronous"], right, name,
+            rates["synchronous"], paper,
+        )  # fmt: skip
+
+    def neighbours(self, batch: int, cache: int) -> None:
+        """Steps whose tables lie in memory of the device, or are read in place without a cache."""
+        config = "config-1"
+        forward, rows = self.model(config, batch), self.rows(batch)
+        with self.opened(cache, {}) as array:
+            table = self.there(self.data)
+            mapped = self._mapped(array)
+
+            def takes(source: Any) -> Callable[[], float]:
+                def steps(ids: Any) -> None:
+                    for k in range(self.steps):
+                        self.take(source, ids[k], rows)
+                        forward(rows)
+
+                return lambda: self.seconds(batch, steps)
+
+            ways = {
+                "ours": lambda: self.seconds(
+                    batch, lambda ids: self.ahead(array, ids, rows, forward)
+                ),
+                "table": takes(table),
+            }
+            if mapped is not None:
+                ways["mapped"] = takes(mapped)
+            times = in_turns(ways, self.runs)
+            ids = self.samples(batch)
+            self.waits(array, ids, rows, forward)
+            right = self.right(rows, ids)
+        ours = batch / times["ours"]
+        for way, name in (
+            ("table", "the same steps with the tables in the device's memory"),
+            ("mapped", "the same steps, each row read in place without a cache"),
+        ):
+            if way in times:
+                self.add(
+                    f"{config}, in place: asynchronous steps", ours, right, name,
+                    batch / times[way],
+                )  # fmt: skip
+
+    def _mapped(self, array: fw.Array) -> Any:
+        if not self.on_gpu or array.in_place is None:
+            return None
+        rows = MappedRows(array.in_place, self.data.shape)
+        return self.xp.as_tensor(rows, device=f"cuda:{self.device.ordinal}").view(self.xp.float32)
+
+    def rows(self, batch: int) -> Any:
+        """Make room for the rows of a step."""
+        shape = (batch * len(_TABLES), self.dim)
+        if self.on_gpu:
+            return self.xp.empty(shape, dtype=self.xp.float32, device="cuda")
+        return np.empty(shape, np.float32)
+
+    def take(self, table: Any, ids: Any, rows: Any) -> None:
+        """Look rows up in a table that the device can address."""
+        if self.on_gpu:
+            self.xp.index_select(table, 0, ids.reshape(-1), out=rows)
+        else:
+            table.take(ids.reshape(-1), 0, out=rows)
+
+    def waits(self, array: fw.Array, ids: Any, rows: Any, forward: Callable[[Any], Any]) -> None:
+        """Take steps, each of which looks its rows up first."""
+        stream = self.stream()
+        for k in range(self.steps):
+            array.gather(ids[k].reshape(-1), rows, stream)
+            forward(rows)
+
+    def ahead(self, array: fw.Array, ids: Any, rows: Any, forward: Callable[[Any], Any]) -> None:
+        """Take steps, each of which prefetches the rows of the next one beside its computation."""
+        stream = self.stream()
+        side = self.xp.cuda.Stream() if self.on_gpu else None
+        for k in range(self.steps):
+            array.gather(ids[k].reshape(-1), rows, stream)
+            if side is not None:
+                side.wait_stream(stream)
+            array.prefetch(ids[k + 1].reshape(-1), side)
+            forward(rows)
+
+    def stream(self) -> Any:
+        """Return torch's current stream; None on the CPU device."""
+        return self.xp.cuda.current_stream() if self.on_gpu else None
+
+    def seconds(self, batch: int, steps: Callable[[Any], object]) -> float:
+        """Return what one step takes, with samples that no step has seen."""
+        ids = self.samples(batch)
+        if self.on_gpu:
+            self.xp.cuda.synchronize()
+        taken = device_seconds(self.device, lambda: steps(ids), self.stream())
+        return taken / self.steps
+
+    def right(self, rows: Any, ids: Any) -> bool:
+        """Return whether these are the rows of the last step."""
+        if self.on_gpu:
+            self.xp.cuda.synchronize()
+            rows, ids = rows.cpu().numpy(), ids.cpu().numpy()
+        return bool(np.array_equal(rows, self.data[ids[self.steps - 1].reshape(-1)]))
+
+    def add(
+        self, name: str, rate: float, right: bool, other: str = "", reference: float = 0.0,
+        paper: str = "", note: str = "",
+    ) -> None:  # fmt: skip
+        """Report samples a second, in thousands."""
+        self.report.add(
+            Row(
+                name, rate / 1e3, "k samples/s", other, reference / 1e3, checked=right,
+                paper=paper, note=note, footprint=self.data.nbytes,
+            )
+        )  # fmt: skip
