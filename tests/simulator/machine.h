@@ -24,9 +24,13 @@ struct Thread {
 };
 
 // Makes the calling thread the `index`-th of `count`, for kernels that divide their work by that.
-inline void become(uint32_t index, uint32_t count) {
+// Its block has `warps` warps, and one of the launch's `barriers`.
+inline void become(uint32_t index, uint32_t count, uint32_t warps = 1,
+                   block_barrier* barriers = nullptr) {
   here->index = index;
   here->count = count;
+  here->block_warps = warps;
+  here->barrier = warps == 1 ? nullptr : barriers + index / kWidth / warps;
 }
 
 class Machine : public Hardware {

@@ -1163,6 +1163,14 @@ MUTANTS = {
             "deferral",
             "weak",
         ),
+        Mutant(
+            "misses-taken-late",
+            _MISSES,
+            "    block::sync();\n",
+            "",
+            "a warp still takes misses after another has left for its block: another launch's",
+            "deferral_blocks",
+        ),
     )
 }
 """By name; `docs/simulator.md` has them in a table."""

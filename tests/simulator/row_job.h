@@ -22,6 +22,11 @@ class RowJob {
     misses_ = {misses.list, misses.launch, blocks, 1 + uint32_t(values_.size() % kWidth)};
     look_ahead_ = 0;
   }
+  // Has blocks of several warps.
+  void divide(uint32_t block_warps, block_barrier* barriers) {
+    block_warps_ = block_warps;
+    barriers_ = barriers;
+  }
   // Accepts rows that cannot be read.
   void may_fail() { may_fail_ = true; }
   // First prefetches the rows, in a launch of its own that may still run when ours begins.
@@ -33,7 +38,7 @@ class RowJob {
   // By every thread of the job, which are `count`. All operations last from the first thread's
   // begin to the last one's end.
   void run(uint32_t index, uint32_t count) {
-    become(index, count);
+    become(index, count, block_warps_, barriers_);
     if (running_++ == 0) begin();
     fw::kernels::row_params p = params();
     if (prefetches_) {
@@ -94,6 +99,8 @@ class RowJob {
   fw::cache::list_use prefetch_misses_ = {};
   bool prefetches_ = false;
   bool may_fail_ = false;
+  uint32_t block_warps_ = 1;
+  block_barrier* barriers_ = nullptr;
   std::vector<int64_t> indices_;
   std::vector<uint64_t> values_;
   std::vector<uint32_t> operations_;

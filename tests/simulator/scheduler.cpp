@@ -80,6 +80,7 @@ void Scheduler::launch(uint32_t threads, uint32_t width,
     f.warp = f.is_host ? 0 : id / width;
     f.lane = f.is_host ? 0 : id % width;
     f.spread = uint32_t(mix(plan_.seed + (f.is_host ? ~id : f.warp)) % kMultiprocessors);
+    f.block_warps = 1;
     f.last_ran = points_;
     f.seen_changes = f.seen_own_changes = 0;
     f.read_stale = false;

@@ -145,6 +145,41 @@ FW_SCENARIO(deferral, "launches leave their misses to some warps, by way of one 
   }
 }
 
+FW_SCENARIO(deferral_blocks, "two launches in blocks of several warps share one list") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.plain = false;
+  // Each launch has two blocks: one leaves its misses to the other.
+  constexpr uint32_t kFirst = 4 * kWidth;
+  constexpr uint32_t kSecond = (kWidth == 32 ? 2 : 4) * kWidth;
+  shape.warps = (kFirst + kSecond) / kWidth;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  MissList misses(machine, kWidth == 1 ? 5 : kWidth == 4 ? 7 : 10);
+  for (uint32_t round = 0; round < 2; ++round) {
+    const uint32_t words = run.random.chance(50) ? 1 : 64;
+    const auto make = [&](uint32_t threads) {
+      const uint32_t rows = 1 + run.random.below(words == 64 ? 8 : 4 * kWidth);
+      RowJob job(data, words, rows, false, run.random);
+      job.defer(misses.next_launch(), 1);
+      job.divide(threads / kWidth / 2,
+                 machine.allocate<block_barrier>(2, "barriers", Sharing::kAtomic));
+      return job;
+    };
+    RowJob first = make(kFirst);
+    RowJob second = make(kSecond);
+    machine.launch([&](Thread& t) {
+      if (t.index < kFirst) {
+        first.run(t.index, kFirst);
+      } else {
+        second.run(t.index - kFirst, kSecond);
+      }
+    });
+    data.check();
+    machine.settle();
+  }
+}
+
 FW_SCENARIO(deferral_faults, "the same with gathers only, over disks that fail, wait and stop") {
   Shape shape = Shape::draw(run.random);
   shape.volumes = 1;

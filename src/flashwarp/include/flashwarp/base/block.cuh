@@ -1,7 +1,12 @@
-// The warps of a block and their barrier. On the CPU and in the simulator a block is one warp.
+// The warps of a block and their barrier. On the CPU a block is one warp; base/simulator/block.cuh
+// has the simulator's version.
 #pragma once
 
 #include "flashwarp/base/warp.cuh"
+
+#if defined(FW_SIMULATOR)
+#include "flashwarp/base/simulator/block.cuh"
+#endif
 
 namespace fw::block {
 
@@ -16,20 +21,14 @@ FW_DEVICE uint32_t count() { return gridDim.x; }
 FW_DEVICE bool any(bool predicate) { return __syncthreads_or(predicate) != 0; }
 FW_DEVICE uint32_t count_of(bool predicate) { return __syncthreads_count(predicate); }
 
-#else
+#elif !defined(FW_SIMULATOR)
 
-inline void sync() { warp::sync(warp::kFullMask); }
+inline void sync() {}
 inline uint32_t warp_rank() { return 0; }
 inline uint32_t warp_count() { return 1; }
 inline uint32_t count() { return warp::count(); }
-inline bool any(bool predicate) {
-  sync();
-  return warp::any(warp::kFullMask, predicate);
-}
-inline uint32_t count_of(bool predicate) {
-  sync();
-  return base::popcount(warp::ballot(warp::kFullMask, predicate));
-}
+inline bool any(bool predicate) { return predicate; }
+inline uint32_t count_of(bool predicate) { return predicate ? 1 : 0; }
 
 #endif
 

@@ -207,9 +207,10 @@ inline Function* opaque(Function* function) {
 
 #if defined(FW_SIMULATOR)
 
-// In the simulator a block is a warp. Always inlined, because programs of several widths are linked
-// together.
-FW_DEVICE uint32_t own_scope() { return simulator::here->index / FW_WARP_WIDTH + 1; }
+// Always inlined, because programs of several widths are linked together.
+FW_DEVICE uint32_t own_scope() {
+  return simulator::here->index / FW_WARP_WIDTH / simulator::here->block_warps + 1;
+}
 FW_DEVICE uint32_t scope_of(uint64_t address) {
   return simulator::is_of_block(reinterpret_cast<const void*>(address)) ? own_scope() : 0;
 }

@@ -230,8 +230,8 @@ FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiproce
   bool drains = false;
   while (true) {
     bool stays = false;
-    // The barriers before and after order the appending of all warps before the decision, and the
-    // decision before their taking.
+    // No warp of the block appends or takes while it decides, or after it has left: the list may be
+    // another launch's then. So there is a barrier before the decision, and one behind it.
     if (decides) stays = decide(m, limits, users, drains) == at_end::kDrains;
     if (!block::any(stays)) return;
     users = 1;
@@ -249,6 +249,7 @@ FW_DEVICE void end_deferring(const list_use& use, volume& v, uint32_t multiproce
       const bool more = !is_empty(m) || has_producers(m);
       if (!warp::any(mask, more && !limit.passed())) break;
     }
+    block::sync();
   }
 }
 

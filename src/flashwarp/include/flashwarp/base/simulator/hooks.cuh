@@ -50,12 +50,21 @@ uint64_t clock_ns();
 void pause(uint32_t ns);
 [[noreturn]] void fail_assertion(const char* condition, site at);
 
+// The barriers that the warps of one block meet at, one after the other. It lies in simulated
+// memory.
+struct block_barrier {
+  uint64_t arrived;    // warps, ever
+  uint64_t counts[4];  // of lanes, at the barrier with this number modulo 4
+};
+
 // The place of the running lane in its launch.
 struct thread_place {
   uint32_t lane = 0;
   uint32_t index = 0;  // of the thread in the launch
   uint32_t count = 1;
   uint32_t spread = 0;
+  uint32_t block_warps = 1;
+  block_barrier* barrier = nullptr;  // the block's; not used if a block is one warp
 };
 extern thread_place* here;
 
