@@ -36,21 +36,23 @@ class range {
       range_.advance();
       return *this;
     }
-    FW_DEVICE bool operator!=(sentinel) const { return range_.next_ < range_.end_; }
+    FW_DEVICE bool operator!=(sentinel) const { return range_.left_ != range_.stop_; }
     // The index of the current element.
-    FW_DEVICE uint64_t index() const { return range_.next_; }
+    FW_DEVICE uint64_t index() const {
+      return range_.batch_ + uint64_t(kBatch - range_.left_) * range_.stride_;
+    }
 
    private:
     range& range_;
   };
 
   FW_DEVICE range(const array<T>& a, uint64_t begin, uint64_t end, uint64_t stride = 1)
-      : array_(a), cursor_(a), begin_(begin), end_(end), stride_(stride), next_(begin) {
-    ahead_ = begin;
-  }
+      : array_(a), cursor_(a), begin_(begin), end_(end), stride_(stride), ahead_(begin) {}
   FW_DEVICE iterator begin() {
-    next_ = ahead_ = begin_;
-    left_ = 0;
+    ahead_ = begin_;
+    batch_ = begin_ - kBatch * stride_;
+    left_ = base_ = 0;
+    stop_ = begin_ < end_ ? kNever : 0;
     return iterator(*this);
   }
   FW_DEVICE sentinel end() const { return {}; }
@@ -76,25 +78,55 @@ class range {
   }
 
  private:
-  // The iterator's element. The batch moves down by one place for each, because only places that
-  // the compiler knows can be registers.
+  static constexpr uint32_t kNever = ~uint32_t(0);
+  // Elements that move down together. The iterator's element is always in the batch's first place,
+  // because only places that the compiler knows can be registers. To move the whole batch for each
+  // element would take more steps than all else: the loop would wait for the lanes' arithmetic. So
+  // each element moves its group by one place, and each group moves the rest by one group.
+  static constexpr uint32_t kGroup = kBatch >= 8 ? 4 : kBatch >= 2 ? 2 : 1;
+
+  // The iterator's element.
   FW_DEVICE value_type current() {
+    if (left_ == base_) next_group();
+    FW_ASSUME(left_ != base_);  // so that `advance` need not look
     if constexpr (array<T>::kWord) {
-      if (left_ == 0) left_ = load_batch(next_, values_);
       return values_[0];
     } else {
-      look_ahead(next_);
-      return cursor_[next_];
+      return cursor_[batch_];
     }
   }
+
   FW_DEVICE void advance() {
-    next_ += stride_;
+    if (left_ == base_) next_group();
+    left_--;
     if constexpr (array<T>::kWord) {
-      if (left_ == 0) return;
-      left_--;
       FW_UNROLL
-      for (uint32_t k = 1; k < kBatch; k++) values_[k - 1] = values_[k];
+      for (uint32_t k = 1; k < kGroup; k++) values_[k - 1] = values_[k];
     }
+  }
+
+  // Goes on to the next group of the batch, or to the next batch. There is another element.
+  FW_DEVICE void next_group() {
+    if (left_ == 0) {
+      next_batch();
+    } else if constexpr (array<T>::kWord) {
+      FW_UNROLL
+      for (uint32_t k = kGroup; k < kBatch; k++) values_[k - kGroup] = values_[k];
+    }
+    base_ = left_ - kGroup;
+  }
+
+  FW_DEVICE void next_batch() {
+    batch_ += kBatch * stride_;
+    left_ = kBatch;
+    uint32_t count = 1;
+    if constexpr (array<T>::kWord) {
+      count = load_batch(batch_, values_);
+    } else {
+      look_ahead(batch_);
+    }
+    const bool more = count == kBatch && end_ - batch_ > kBatch * stride_;
+    stop_ = more ? kNever : kBatch - count;
   }
 
   // Loads the elements from `i` on, as many as a batch has and the range still has. Returns how
@@ -125,9 +157,11 @@ class range {
   array<T> array_;
   cursor<T> cursor_;
   uint64_t begin_, end_, stride_;
-  uint64_t ahead_;     // the next element whose line to prefetch
-  uint64_t next_;      // the iterator's element
-  uint32_t left_ = 0;  // elements of the iterator's batch, from next_ on
+  uint64_t ahead_;  // the next element whose line to prefetch
+  uint64_t batch_;  // the first element of the iterator's batch
+  // Places of the batch from the iterator's element on; those behind its group; and those behind
+  // the range's last element, or kNever if that lies in a later batch.
+  uint32_t left_, base_, stop_;
   value_type values_[kBatch];
 };
 

@@ -54,6 +54,8 @@ typedef unsigned long long uintptr_t;
 // An uninitialised variable in a block's shared memory. On the CPU a block is one thread.
 #define FW_SHARED __shared__
 #define FW_UNROLL _Pragma("unroll")
+// What the compiler may take for granted.
+#define FW_ASSUME(condition) __builtin_assume(condition)
 // Bytes that a thread loads together and keeps in registers. The warps of a multiprocessor need
 // that much in flight to reach the bandwidth of its memory. Before sm_90, kernels of 64 registers
 // would spill with 64 bytes.
@@ -74,6 +76,7 @@ typedef unsigned long long uintptr_t;
 #define FW_GRID_CONSTANT
 #define FW_SHARED static thread_local
 #define FW_UNROLL
+#define FW_ASSUME(condition) FW_ASSERT(condition)
 #define FW_BATCH_BYTES 64
 #endif
 
