@@ -57,6 +57,7 @@ NATIVE_RANK = {name: rank for rank, name in enumerate(NATIVE_ROOMS)}
 # And where a feature is switched at compile time: shared.cuh.
 MAY_BRANCH_ON_COMPILER = {
     "shared.cuh",
+    "staging.cuh",
     "platform.cuh",
     "atomic.cuh",
     "warp.cuh",
