@@ -115,9 +115,10 @@ FW_DEVICE bool serve_short(const geometry& g, line_cache& c, volume& v, uint32_t
   const bool all = warp::any(mask, claimed);
   const uint64_t way = warp::broadcast(mask, mine.way, leader);
   const uint64_t frame = reinterpret_cast<uint64_t>(frame_of(g, way));
+  // The leader has acquired the set, and what others have written back; now all lanes read that.
+  warp::sync(mask);
   const auto open = [&] {
-    // As in `open_sets`. The leader has claimed the frame; now all lanes may store to it.
-    warp::sync(mask);
+    // What `open_sets` says. All lanes pass before they store to the frame.
     atomic::fence();
     if (locked) atomic::store_relaxed(control, mine.hand);
   };
@@ -130,13 +131,8 @@ FW_DEVICE bool serve_short(const geometry& g, line_cache& c, volume& v, uint32_t
     } else {
       warp::sync(mask);
     }
-    if (claimed) {
-      if (current) {
-        publish_fill(c, way, mine.word, false);
-      } else {
-        abandon_fill(c, way, mine.word);
-      }
-    }
+    if (claimed && current) publish_fill(c, way, mine.word, false);
+    if (claimed && !current) abandon_fill(c, way, mine.word);
   } else {
     open();
   }
