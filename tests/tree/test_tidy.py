@@ -64,7 +64,7 @@ MAY_BRANCH_ON_COMPILER = {
     "block.cuh",
     "assert.cuh",
 }
-MAY_USE_ASSEMBLY = {"platform.cuh", "atomic.cuh", "warp.cuh"}
+MAY_USE_ASSEMBLY = {"platform.cuh", "atomic.cuh", "warp.cuh", "staging.cuh"}
 MAY_INCLUDE_STANDARD_HEADERS = {"platform.cuh", "assert.cuh"}
 
 # With brackets, so that this file does not find itself.
