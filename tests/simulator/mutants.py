@@ -47,6 +47,7 @@ _CURSOR = "flashwarp/array/cursor.cuh"
 _COPY = "flashwarp/base/copy.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
+_SHORT = "flashwarp/cache/short_miss.cuh"
 _PLACE = "flashwarp/cache/placement.cuh"
 _COMMAND = "flashwarp/cache/line_command.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
@@ -928,6 +929,35 @@ MUTANTS = {
             "    if (!warp::any(mask, !source.open)) {\n",
             "    if (source.open) {\n",
             "lanes of a warp that see the path change go two ways",
+            "leases",
+            width=4,
+        ),
+        Mutant(
+            "short-way-without-fence",
+            _SHORT,
+            "    atomic::fence();\n    if (locked)",
+            "    if (locked)",
+            "bytes of the next line are seen before the tag goes BUSY",
+            "elements",
+            "weak",
+            width=4,
+        ),
+        Mutant(
+            "short-way-published-early",
+            _SHORT,
+            "    } else {\n      warp::sync(mask);\n    }\n    if (claimed && current)",
+            "    }\n    if (claimed && current)",
+            "the tag says filled before the other lanes' stores",
+            "elements",
+            "weak",
+            width=4,
+        ),
+        Mutant(
+            "short-way-keeps-left-pages",
+            _SHORT,
+            "      current = !warp::any(mask, !nvme::is_current(*from.queue, from.address));\n",
+            "",
+            "a line that was read while the host left the path is published",
             "leases",
             width=4,
         ),

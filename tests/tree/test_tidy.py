@@ -57,13 +57,14 @@ NATIVE_RANK = {name: rank for rank, name in enumerate(NATIVE_ROOMS)}
 # And where a feature is switched at compile time: shared.cuh.
 MAY_BRANCH_ON_COMPILER = {
     "shared.cuh",
+    "staging.cuh",
     "platform.cuh",
     "atomic.cuh",
     "warp.cuh",
     "block.cuh",
     "assert.cuh",
 }
-MAY_USE_ASSEMBLY = {"platform.cuh", "atomic.cuh", "warp.cuh"}
+MAY_USE_ASSEMBLY = {"platform.cuh", "atomic.cuh", "warp.cuh", "staging.cuh"}
 MAY_INCLUDE_STANDARD_HEADERS = {"platform.cuh", "assert.cuh"}
 
 # With brackets, so that this file does not find itself.

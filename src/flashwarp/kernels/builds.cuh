@@ -10,3 +10,6 @@
 
 // With -DFW_ALL_KERNELS=0 -DFW_ONLY_gather_rows=1, only `fw_gather_rows`.
 #define FW_BUILDS(name) (FW_ALL_KERNELS || FW_ONLY_##name)
+
+// All lanes of a warp run these kernels together: see base/staging.cuh.
+#define FW_WHOLE_WARPS 1

@@ -241,9 +241,37 @@ FW_DEVICE bool gather_resident(const cache::geometry& g, const segment& piece, u
   return true;
 }
 
-// Gathers the warp's segments, one after the other, until one is not resident. Takes those that it
-// has gathered out of `mine`. A call for a few rows does nothing else, so this way is short: the
-// instructions of a kernel that has just started are in no cache.
+// Takes one segment from the words of its line, on the short way of a miss.
+struct take_segment {
+  static constexpr bool kTakesWords = true;
+  segment piece;
+
+  FW_DEVICE void begin(uint64_t) {}
+  FW_DEVICE void word(uint64_t at, const atomic::word16& value) {
+    const uint64_t inside = at - piece.offset;
+    if (inside >= piece.bytes) return;
+    atomic::raw<16>::store_plain(reinterpret_cast<char*>(piece.buffer + inside), value);
+  }
+};
+
+// Fetches the line of one segment and copies the segment while the line passes. Returns false if
+// `for_each_segment` must do it.
+FW_DEVICE_NOINLINE bool gather_absent(cache::geometry g, cache::line_cache* c, cache::volume* v,
+                                      segment piece) {
+  const uint32_t mask = warp::kFullMask;
+  if (piece.bytes == 0 || (piece.offset | piece.buffer | piece.bytes) % 16 != 0) return false;
+  cache::counters& shard = cache::shard_of(*v);
+  take_segment take = {piece};
+  cache::tally count;
+  if (!cache::serve_short<policy>(g, *c, *v, mask, piece.line, take, count)) return false;
+  count.bytes_used = piece.bytes;
+  count.add_to(shard, mask);
+  return true;
+}
+
+// Gathers the warp's segments, one after the other, until one is neither resident nor fetched on
+// the short way. Takes those that it has gathered out of `mine`. A call for a few rows does nothing
+// else, so this way is short: the instructions of a kernel that has just started are in no cache.
 FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
   const cache::volume& v = *p.volume;
   uint64_t hits = 0;
@@ -255,9 +283,13 @@ FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
   const uint32_t epoch = cache::epoch_of(v);
   while (mine.begin < mine.end) {
     const segment piece = segment_of(p, line_begin, mine.begin, row);
-    if (!gather_resident(p.geometry, piece, epoch)) break;
-    hits++;
-    bytes += piece.bytes;
+    if (gather_resident(p.geometry, piece, epoch)) {
+      hits++;
+      bytes += piece.bytes;
+    } else if (warp::any(warp::kFullMask, epoch != 0) ||
+               !gather_absent(p.geometry, p.cache, p.volume, piece)) {
+      break;
+    }
     mine.begin += mine.stride;
     if (mine.begin < mine.end) row = row_of_item(p, mine.begin);
   }

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "flashwarp/cache/access.cuh"
+#include "flashwarp/cache/short_miss.cuh"
 
 namespace fw {
 
@@ -117,6 +118,53 @@ FW_DEVICE_NOINLINE uint32_t access_slow(cache::line_cache* c, cache::volume* v, 
   return status;
 }
 
+// Takes the 16 bytes of a line that have a lane's element, in flight together with the line.
+struct take_element {
+  static constexpr bool kTakesWords = false;
+  uint64_t offset;
+  atomic::word16 value;
+
+  FW_DEVICE void begin(uint64_t source) {
+    value = atomic::raw<16>::load_stream(reinterpret_cast<const char*>(source) + (offset & ~15ull));
+  }
+  FW_DEVICE void word(uint64_t, const atomic::word16&) {}
+};
+
+// Loads the 16 bytes around byte `offset` of a line on the short way of a miss, if all lanes that
+// use the array want the line. They have just looked for it in vain. The same code for elements of
+// all sizes.
+struct loaded_short {
+  atomic::word16 value;
+  bool served;
+};
+FW_DEVICE_NOINLINE loaded_short load_short(cache::line_cache* c, cache::volume* v, uint64_t line,
+                                           uint64_t offset) {
+  const uint32_t mask = active_on(v);
+  const cache::geometry g = c->geometry;
+  cache::counters& shard = cache::shard_of(*v);
+  take_element take = {offset, {}};
+  if (warp::any(mask, warp::match(mask, line) != mask)) return {{}, false};
+  cache::tally count;
+  const bool served = cache::serve_short<policy>(g, *c, *v, mask, line, take, count);
+  if (served) count.add_kernel_to(shard, mask);
+  warp::sync(mask);
+  return {take.value, served};
+}
+
+// The element of `kBytes` at byte `offset` of a line, of the 16 bytes around it.
+template <uint32_t kBytes>
+FW_DEVICE typename atomic::raw<kBytes>::type part_of(const atomic::word16& around,
+                                                     uint64_t offset) {
+  if constexpr (kBytes == 16) {
+    return around;
+  } else {
+    const uint64_t low = around.x | uint64_t(around.y) << 32;
+    const uint64_t high = around.z | uint64_t(around.w) << 32;
+    const uint64_t half = (offset & 8) == 0 ? low : high;
+    return typename atomic::raw<kBytes>::type(half >> (offset & 7) * 8);
+  }
+}
+
 // Records an index out of bounds, for the host to raise.
 FW_DEVICE_NOINLINE void refuse_index(cache::volume* v, uint64_t i) {
   cache::note_failure(v->indices, v->errors->indices, i, cache::kElements, 0);
@@ -138,6 +186,12 @@ FW_DEVICE_NOINLINE typename atomic::raw<kBytes>::type load_slow(cache::line_cach
   const uint64_t byte = i * kBytes;
   load_element<kBytes> op = {byte & (cache::line_bytes(c->geometry) - 1), {}};
   const uint64_t line = line_begin + (byte >> c->geometry.line_shift);
+  if constexpr (warp::kWarpWidth > 1) {
+    if (looked) {
+      const loaded_short got = load_short(c, v, line, op.offset);
+      if (got.served) return part_of<kBytes>(got.value, op.offset);
+    }
+  }
   const uint32_t status = access_slow(c, v, line, op, looked);
   // If the transfer failed, `op` may hold another line's bytes, from a try that lost its race.
   if (status != nvme::kSuccess) return {};

@@ -4,17 +4,13 @@
 // Frames are read and written with relaxed atomics (see atomic.cuh).
 #pragma once
 
-#include "flashwarp/base/atomic.cuh"
-#include "flashwarp/base/warp.cuh"
+#include "flashwarp/base/staging.cuh"
 
 namespace fw::warp {
 
 // The kind of source. `kFrame` is a frame, which may change during the copy. `kStream` is global
 // memory that is read once and does not change. `kOwn` is any memory of the caller.
 enum class source { kFrame, kStream, kOwn };
-
-// How many accesses each lane keeps in flight.
-inline constexpr uint32_t kCopyUnroll = 8;
 
 template <uint32_t kBytes, source kSource>
 FW_DEVICE typename atomic::raw<kBytes>::type load_word(const char* from) {
@@ -77,6 +73,9 @@ FW_DEVICE_NOINLINE void copy_narrow(uint32_t mask, char* to, const char* from, u
 // Copies `bytes` from `origin` to `target`; the ranges must not overlap.
 template <source kSource>
 FW_DEVICE void copy(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes) {
+  if constexpr (kSource == source::kStream) {
+    if (is_staged(mask, target, origin, bytes) && copy_staged(mask, target, origin, bytes)) return;
+  }
   char* to = reinterpret_cast<char*>(target);
   const char* from = reinterpret_cast<const char*>(origin);
   uint64_t done = 0;

@@ -94,6 +94,8 @@ struct set_view {
   // write-back starts now, so that the next fill does not wait for it.
   uint32_t next;
   const bool prefetched;  // the fill is a prefetch: the line's first hit is its use
+  // The tag words of the first ways, as the look at the set has loaded them.
+  uint64_t words[4];
 
   FW_DEVICE uint32_t ways() const { return geometry.ways; }
   FW_DEVICE static bool has(uint32_t mask, uint64_t way) {
@@ -117,6 +119,16 @@ struct set_view {
     if (!has_way(way)) return;
     referenced &= ~(1u << way);
     atomic::and_relaxed(&geometry.tags[first + way], ~tag::kReferenced);
+  }
+
+  // The tag word of `way`, without another trip to memory if it is known. It may be old.
+  FW_DEVICE uint64_t seen(uint32_t way) const {
+    if (way >= 4) return atomic::load_relaxed(&geometry.tags[first + way]);
+    const uint64_t low = (way & 1) == 0 ? words[0] : words[1];
+    const uint64_t high = (way & 1) == 0 ? words[2] : words[3];
+    const uint64_t word = (way & 2) == 0 ? low : high;
+    // `clear_mark` has cleared the mark in memory.
+    return has(referenced, way) ? word : word & ~tag::kReferenced;
   }
 
   FW_DEVICE bool has_way(uint64_t way) const {

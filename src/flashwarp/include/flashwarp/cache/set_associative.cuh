@@ -200,6 +200,10 @@ FW_DEVICE claim_result look_at_set(set_view& s) {
     const atomic::pair64 low = atomic::load_relaxed_pair(&g.tags[s.first + first]);
     const atomic::pair64 high = atomic::load_relaxed_pair(&g.tags[s.first + first + 2]);
     const uint64_t words[4] = {low.first, low.second, high.first, high.second};
+    if (first == 0) {
+      FW_UNROLL
+      for (uint32_t k = 0; k < 4; k++) s.words[k] = words[k];
+    }
     FW_UNROLL
     for (uint32_t k = 0; k < 4; k++) {
       const uint64_t word = words[k];
@@ -240,6 +244,39 @@ FW_DEVICE void clean_ahead(const set_view& s, claim& out) {
   out.dirty_word = word;
 }
 
+// The way that a fill takes: an empty one or, if there is none, the policy's victim.
+template <typename Policy>
+FW_DEVICE uint32_t way_to_fill(line_cache& c, set_view& s) {
+  const uint32_t empty = ((1u << s.geometry.ways) - 1) & ~s.resident;
+  const uint32_t likely = empty & (3u << home_of(s.geometry, s.line).likely);
+  return likely != 0  ? base::lowest_bit(likely)
+         : empty != 0 ? base::lowest_bit(empty)
+                      : choose_way<Policy>(c, s);
+}
+
+// Takes the way, in the set whose lock we hold. Returns false if another thread has pinned its line
+// or stored to it.
+template <typename Policy>
+FW_DEVICE bool take_way(set_view& s, uint32_t way, claim& out) {
+  uint64_t* word = &s.geometry.tags[s.first + way];
+  // Relaxed: `open_sets` has a fence, before any lane uses the frame.
+  uint64_t now = 0;
+  uint64_t old = s.seen(way);
+  for (; tag::is_replaceable(old); old = atomic::load_relaxed(word)) {
+    now = tag::busy(old, s.line) | mark_at_birth<Policy>();
+    if (atomic::cas_relaxed(word, old, now)) break;
+  }
+  if (!tag::is_replaceable(old)) return false;
+  s.resident |= 1u << way;
+  Policy::on_fill(s, way);
+  out.result = claim_result::kClaimed;
+  out.way = s.first + way;
+  out.word = now;
+  out.evicted = tag::state_of(old) == tag::kValid;
+  out.victim = tag::line_of(old);
+  return true;
+}
+
 // Takes an empty way, or the victim that the policy chose, in the set whose lock we hold.
 template <typename Policy>
 FW_DEVICE void claim_victim(line_cache& c, set_view& s, claim& out) {
@@ -249,26 +286,7 @@ FW_DEVICE void claim_victim(line_cache& c, set_view& s, claim& out) {
     if (attempt != 0) look_at_set(s);
     const uint32_t empty = ((1u << s.geometry.ways) - 1) & ~s.resident;
     if ((empty | s.candidates) != 0) {
-      const uint32_t likely = empty & (3u << home_of(s.geometry, s.line).likely);
-      const uint32_t way = likely != 0  ? base::lowest_bit(likely)
-                           : empty != 0 ? base::lowest_bit(empty)
-                                        : choose_way<Policy>(c, s);
-      uint64_t* word = &s.geometry.tags[s.first + way];
-      // Relaxed: `open_sets` has a fence, before any lane uses the frame.
-      uint64_t now = 0;
-      uint64_t old = atomic::load_relaxed(word);
-      for (; tag::is_replaceable(old); old = atomic::load_relaxed(word)) {
-        now = tag::busy(old, s.line) | mark_at_birth<Policy>();
-        if (atomic::cas_relaxed(word, old, now)) break;
-      }
-      if (!tag::is_replaceable(old)) continue;
-      s.resident |= 1u << way;
-      Policy::on_fill(s, way);
-      out.result = claim_result::kClaimed;
-      out.way = s.first + way;
-      out.word = now;
-      out.evicted = tag::state_of(old) == tag::kValid;
-      out.victim = tag::line_of(old);
+      if (!take_way<Policy>(s, way_to_fill<Policy>(c, s), out)) continue;
       clean_ahead(s, out);
       return;
     }
@@ -325,7 +343,7 @@ template <typename Policy, bool kTier>
 FW_DEVICE claim claim_in(line_cache& c, const geometry& g, uint64_t set, uint64_t line,
                          uint32_t hand, bool prefetched) {
   claim out;
-  set_view s = {g, set * g.ways, line, 0, 0, 0, 0, hand, kNoWay, prefetched};
+  set_view s = {g, set * g.ways, line, 0, 0, 0, 0, hand, kNoWay, prefetched, {}};
   const claim_result present = look_at_set(s);
   if (present != claim_result::kBlocked) {
     out.result = present;
