@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <iterator>
 #include <tuple>
 #include <vector>
 
@@ -29,35 +30,58 @@ struct Graphs {
   std::shared_ptr<GraphCount> count = std::make_shared<GraphCount>(0);
 };
 
+// The parameters of a launch, as the driver takes them. Each is a bytes object.
+class Params {
+ public:
+  explicit Params(const nb::tuple& arguments) : count_(arguments.size()) {
+    if (count_ > std::size(few_)) many_.resize(count_);
+    for (size_t i = 0; i < count_; ++i) {
+      data()[i] = PyBytes_AsString(arguments[i].ptr());
+      if (data()[i] == nullptr) throw nb::python_error();
+    }
+  }
+  // Null if there are none.
+  void** data() { return count_ == 0 ? nullptr : many_.empty() ? few_ : many_.data(); }
+
+ private:
+  size_t count_;
+  void* few_[16] = {};
+  std::vector<void*> many_;
+};
+
 Result launch(const Context& context, uintptr_t function, uint32_t blocks, uint32_t block_threads,
-              const std::vector<nb::bytes>& arguments, uintptr_t stream) {
-  std::vector<void*> params;
-  params.reserve(arguments.size());
-  for (const nb::bytes& each : arguments) params.push_back(const_cast<char*>(each.c_str()));
+              nb::tuple arguments, uintptr_t stream) {
+  Params params(arguments);
   // The driver waits for room if very many launches are queued.
   return unlocked([&] {
     return context.launch(handle(function), blocks, block_threads, params.data(), handle(stream));
   });
 }
 
-Result launch_after(const Context& context, uintptr_t before, uintptr_t event, uintptr_t function,
-                    uint32_t blocks, uint32_t block_threads, nb::bytes argument, uintptr_t stream) {
-  void* params[] = {const_cast<char*>(argument.c_str())};
+Result launch_among(const Context& context, nb::tuple others, bool both_ways, uintptr_t event,
+                    uintptr_t function, uint32_t blocks, uint32_t block_threads,
+                    nb::tuple arguments, uintptr_t stream) {
+  Params params(arguments);
+  std::vector<Handle> handles;
+  handles.reserve(others.size());
+  for (nb::handle each : others) handles.push_back(handle(nb::cast<uintptr_t>(each)));
   return unlocked([&] {
-    return context.launch_after(handle(before), handle(event), handle(function), blocks,
-                                block_threads, params, handle(stream));
+    return context.launch_among(handles, both_ways, handle(event), handle(function), blocks,
+                                block_threads, params.data(), handle(stream));
   });
 }
 
-// No line of Python runs between these steps, so no signal handler does.
-Result launch_and_append(const Context& context, uintptr_t function, uint32_t blocks,
-                         uint32_t block_threads, const std::vector<nb::bytes>& arguments,
-                         uintptr_t stream, uintptr_t event, nb::object calls, nb::object call) {
-  Result result = launch(context, function, blocks, block_threads, arguments, stream);
-  if (result != kSuccess) return result;
-  result = context.record(handle(event), handle(stream));
+// No line of Python runs between these steps, so no signal handler does. Returns the results of the
+// launch, and of the recording behind it.
+std::tuple<Result, Result> launch_and_append(const Context& context, uintptr_t function,
+                                             uint32_t blocks, uint32_t block_threads,
+                                             nb::tuple arguments, uintptr_t stream, uintptr_t event,
+                                             nb::object calls, nb::object call) {
+  const Result result = launch(context, function, blocks, block_threads, arguments, stream);
+  if (result != kSuccess) return {result, kSuccess};
+  const Result recorded = context.record(handle(event), handle(stream));
   calls.attr("append")(call);
-  return result;
+  return {result, recorded};
 }
 
 std::tuple<Result, bool, uint64_t> capture(const Context& context, uintptr_t stream) {
@@ -79,8 +103,9 @@ void bind_cuda(nb::module_& m) {
       .def("exit", &Context::exit)
       .def("launch", &launch, nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"),
            nb::arg("arguments"), nb::arg("stream"))
-      .def("launch_after", &launch_after, nb::arg("before"), nb::arg("event"), nb::arg("function"),
-           nb::arg("blocks"), nb::arg("block_threads"), nb::arg("argument"), nb::arg("stream"))
+      .def("launch_among", &launch_among, nb::arg("others"), nb::arg("both_ways"), nb::arg("event"),
+           nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
+           nb::arg("stream"))
       .def("launch_and_append", &launch_and_append, nb::arg("function"), nb::arg("blocks"),
            nb::arg("block_threads"), nb::arg("arguments"), nb::arg("stream"), nb::arg("event"),
            nb::arg("calls"), nb::arg("call"))

@@ -306,7 +306,7 @@ def torch_on(stream: int) -> Any:
     """Make a torch whose current stream is this one, and import it."""
     Tensor.__module__ = "torch"
     torch: Any = types.ModuleType("torch")
-    torch.Tensor, torch.dtype = Tensor, Dtype
+    torch.Tensor, torch.dtype, torch.strided = Tensor, Dtype, Tensor.layout
     for name in ("int64", "int32", "float64"):
         setattr(torch, name, Dtype(name))
     torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: stream)

@@ -462,7 +462,7 @@ CUresult cuEventRecord(struct event* event, void* stream) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
   event->stream = stream;
-  usleep(record_us);
+  if (record_us != 0) usleep(record_us);
   return check_stream(stream);
 }
 CUresult cuEventQuery(struct event* event) {
@@ -527,8 +527,9 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
                         void* stream, void** params, void** extra) {
   ENTER_CONTEXT;
   if ((intptr_t)function < 0xF000 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 ||
-      shared_bytes != 0 || params == NULL || extra != NULL)
+      shared_bytes != 0 || extra != NULL)
     return kInvalidValue;
+  if (params == NULL) return check_stream(stream);
   uint64_t* report = *(uint64_t**)params[0];
   report[0] = grid_x;
   report[1] = block_x;

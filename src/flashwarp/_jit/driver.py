@@ -434,23 +434,30 @@ class Context:
     ) -> None:
         """Launch a kernel; `params` are the bytes of its parameters, one by one."""
         self._require_open()
-        result = self._calls.launch(kernel.handle, blocks, block_threads, params, stream)
+        result = self._calls.launch(kernel.handle, blocks, block_threads, tuple(params), stream)
         if result:
             self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
 
-    def launch_after(
-        self, before: int, mark: int, size: tuple[Kernel, int, int], param: bytes, stream: int
+    def launch_among(
+        self,
+        others: tuple[int, ...],
+        both_ways: bool,
+        mark: int,
+        size: tuple[Kernel, int, int],
+        params: tuple[bytes, ...],
+        stream: int,
     ) -> bool:
-        """Launch a kernel of one parameter after the present work of stream `before`.
+        """Launch a kernel after the present work of other streams.
 
-        Returns False, and does nothing, if `stream` is being captured. `mark` is an event. `size`
-        is the kernel, and its blocks and their threads.
+        With `both_ways` their later work waits for the launch, too. Returns False, and does
+        nothing, if a stream that would wait is being captured. `mark` is an event. `size` is the
+        kernel, and its blocks and their threads.
         """
         kernel, blocks, threads = size
         if not self._open:
             self._require_open()
-        result = self._calls.launch_after(
-            before, mark, kernel.handle, blocks, threads, param, stream
+        result = self._calls.launch_among(
+            others, both_ways, mark, kernel.handle, blocks, threads, params, stream
         )
         if not result:
             return True
@@ -469,14 +476,17 @@ class Context:
     ) -> None:
         """Launch a kernel, record an event behind it, and append an entry to a list.
 
-        No signal handler runs between these steps. If the launch fails, nothing is appended.
+        No signal handler runs between these steps. If the launch fails, nothing is appended. If the
+        kernel runs and the recording fails, the entry is appended, and the error raised.
         """
         self._require_open()
-        result = self._calls.launch_and_append(
-            kernel.handle, blocks, block_threads, params, stream, *end
+        result, recorded = self._calls.launch_and_append(
+            kernel.handle, blocks, block_threads, tuple(params), stream, *end
         )
         if result:
             self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+        if recorded:
+            self._require(recorded, "cuEventRecord")
 
 
 def _launching(kernel: Kernel, blocks: int, block_threads: int) -> str:

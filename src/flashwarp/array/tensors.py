@@ -84,7 +84,7 @@ class TensorCalls:
         # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
         known = handle in self._streams
         self._streams.add(handle)
-        if not launch.after_own(params, handle):
+        if not launch.after_own((params,), handle):
             if not known:
                 self._streams.discard(handle)
             return None
@@ -103,7 +103,7 @@ class TensorCalls:
         self._launcher.wake()
         known = handle in self._streams
         self._streams.add(handle)
-        if launch.after_own(params, handle):
+        if launch.after_own((params,), handle):
             return handle
         if not known:
             self._streams.discard(handle)

@@ -58,10 +58,17 @@ class Launch(ABC):
     ) -> None:
         """Launch it."""
 
-    def after_own(self, argument: bytes, stream: int) -> bool:
+    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
         """Launch it on a GPU's stream, after what the library's own stream has queued.
 
         Returns False, and does nothing, if the stream is being captured.
+        """
+        raise NotImplementedError
+
+    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
+        """Launch it on a GPU's own stream, between the present and the later work of others.
+
+        Returns False, and does nothing, if one of these streams is being captured.
         """
         raise NotImplementedError
 

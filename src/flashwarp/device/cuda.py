@@ -358,6 +358,7 @@ class _CudaLaunch(Launch):
         self._device = device
         self._context = device.context
         self._size = kernel, blocks, block_threads
+        self._own = (device._stream.handle,)
 
     def __call__(
         self,
@@ -375,9 +376,18 @@ class _CudaLaunch(Launch):
         else:
             self._context.launch_and_append(*self._size, arguments, handle, end)
 
-    def after_own(self, argument: bytes, stream: int) -> bool:
-        return self._context.launch_after(
-            self._device._stream.handle, self._device._mark, self._size, argument, stream
+    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
+        if not self._size[1]:
+            return True
+        return self._context.launch_among(
+            self._own, False, self._device._mark, self._size, arguments, stream
+        )
+
+    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
+        if not self._size[1]:
+            return True
+        return self._context.launch_among(
+            others, True, self._device._mark, self._size, arguments, *self._own
         )
 
 
