@@ -16,6 +16,7 @@ using fw::native::cuda::Capture;
 using fw::native::cuda::Context;
 using fw::native::cuda::GraphCount;
 using fw::native::cuda::Handle;
+using fw::native::cuda::kCaptured;
 using fw::native::cuda::kSuccess;
 using fw::native::cuda::Result;
 
@@ -58,29 +59,47 @@ Result launch(const Context& context, uintptr_t function, uint32_t blocks, uint3
   });
 }
 
-Result launch_among(const Context& context, nb::tuple others, bool both_ways, uintptr_t event,
+std::vector<Handle> handles(const nb::tuple& values) {
+  std::vector<Handle> found;
+  found.reserve(values.size());
+  for (nb::handle each : values) found.push_back(handle(nb::cast<uintptr_t>(each)));
+  return found;
+}
+
+Result launch_among(const Context& context, nb::tuple others, bool both_ways, uintptr_t mark,
                     uintptr_t function, uint32_t blocks, uint32_t block_threads,
                     nb::tuple arguments, uintptr_t stream) {
   Params params(arguments);
-  std::vector<Handle> handles;
-  handles.reserve(others.size());
-  for (nb::handle each : others) handles.push_back(handle(nb::cast<uintptr_t>(each)));
+  const std::vector<Handle> among = handles(others);
   return unlocked([&] {
-    return context.launch_among(handles, both_ways, handle(event), handle(function), blocks,
+    return context.launch_among(among, both_ways, handle(mark), handle(function), blocks,
                                 block_threads, params.data(), handle(stream));
   });
 }
 
 // No line of Python runs between these steps, so no signal handler does. Returns the results of the
-// launch, and of the recording behind it.
-std::tuple<Result, Result> launch_and_append(const Context& context, uintptr_t function,
-                                             uint32_t blocks, uint32_t block_threads,
-                                             nb::tuple arguments, uintptr_t stream, uintptr_t event,
-                                             nb::object calls, nb::object call) {
-  const Result result = launch(context, function, blocks, block_threads, arguments, stream);
-  if (result != kSuccess) return {result, kSuccess};
-  const Result recorded = context.record(handle(event), handle(stream));
-  calls.attr("append")(call);
+// launch, after the present work of other streams, and of the recording behind it.
+std::tuple<Result, Result> launch_and_append(const Context& context, nb::tuple others,
+                                             uintptr_t mark, uintptr_t function, uint32_t blocks,
+                                             uint32_t block_threads, nb::tuple arguments,
+                                             uintptr_t stream, uintptr_t event, nb::object calls,
+                                             nb::object call) {
+  Params params(arguments);
+  const std::vector<Handle> among = handles(others);
+  Result recorded = kSuccess;
+  const Result result = unlocked([&] {
+    for (const Handle each : among) {
+      const Capture found = context.capture(each);
+      if (found.result != kSuccess) return found.result;
+      if (found.active) return kCaptured;
+    }
+    const Result launched =
+        context.launch_among(among, false, handle(mark), handle(function), blocks, block_threads,
+                             params.data(), handle(stream));
+    if (launched == kSuccess) recorded = context.record(handle(event), handle(stream));
+    return launched;
+  });
+  if (result == kSuccess) calls.attr("append")(call);
   return {result, recorded};
 }
 
@@ -106,9 +125,9 @@ void bind_cuda(nb::module_& m) {
       .def("launch_among", &launch_among, nb::arg("others"), nb::arg("both_ways"), nb::arg("event"),
            nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
            nb::arg("stream"))
-      .def("launch_and_append", &launch_and_append, nb::arg("function"), nb::arg("blocks"),
-           nb::arg("block_threads"), nb::arg("arguments"), nb::arg("stream"), nb::arg("event"),
-           nb::arg("calls"), nb::arg("call"))
+      .def("launch_and_append", &launch_and_append, nb::arg("others"), nb::arg("mark"),
+           nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
+           nb::arg("stream"), nb::arg("event"), nb::arg("calls"), nb::arg("call"))
       .def(
           "order",
           [](const Context& context, uintptr_t before, uintptr_t after, uintptr_t event) {

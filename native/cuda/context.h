@@ -56,8 +56,8 @@ class Context {
   // `event` is used inside the call only, so threads may share it.
   Result order(Handle before, Handle after, Handle event) const;
   // Launches after the present work on other streams; with `both_ways` their later work waits for
-  // the launch, too. If `stream` is being captured, or one that would wait, it does nothing, and
-  // returns kCaptured. `event` is as for `order`.
+  // the launch, too. If a stream that would wait is being captured, it does nothing, and returns
+  // kCaptured. `event` is as for `order`.
   Result launch_among(const std::vector<Handle>& others, bool both_ways, Handle event,
                       Handle function, uint32_t blocks, uint32_t block_threads, void** params,
                       Handle stream) const;

@@ -196,34 +196,32 @@ class CudaContext:
     def enter(self) -> int: ...
     def exit(self) -> None: ...
     def launch(
-        self,
-        function: int,
-        blocks: int,
-        block_threads: int,
-        arguments: Sequence[bytes],
-        stream: int,
+        self, function: int, blocks: int, block_threads: int, arguments: tuple, stream: int
     ) -> int: ...
-    def launch_after(
+    def launch_among(
         self,
-        before: int,
+        others: tuple,
+        both_ways: bool,
         event: int,
         function: int,
         blocks: int,
         block_threads: int,
-        argument: bytes,
+        arguments: tuple,
         stream: int,
     ) -> int: ...
     def launch_and_append(
         self,
+        others: tuple,
+        mark: int,
         function: int,
         blocks: int,
         block_threads: int,
-        arguments: Sequence[bytes],
+        arguments: tuple,
         stream: int,
         event: int,
         calls: object,
         call: object,
-    ) -> int: ...
+    ) -> tuple[int, int]: ...
     def order(self, before: int, after: int, event: int) -> int: ...
     def record(self, event: int, stream: int) -> int: ...
     def done(self, stream: int) -> int: ...

@@ -467,26 +467,30 @@ class Context:
 
     def launch_and_append(
         self,
-        kernel: Kernel,
-        blocks: int,
-        block_threads: int,
-        params: Sequence[bytes],
+        others: tuple[int, ...],
+        mark: int,
+        size: tuple[Kernel, int, int],
+        params: tuple[bytes, ...],
         stream: int,
         end: End,
-    ) -> None:
-        """Launch a kernel, record an event behind it, and append an entry to a list.
+    ) -> bool:
+        """Launch a kernel as `launch_among` does, record an event, and append an entry to a list.
 
-        No signal handler runs between these steps. If the launch fails, nothing is appended. If the
-        kernel runs and the recording fails, the entry is appended, and the error raised.
+        No signal handler runs between these steps. If the launch fails, nothing is appended. If
+        the kernel runs and only the recording fails, the entry is appended and the error raised.
         """
+        kernel, blocks, threads = size
         self._require_open()
         result, recorded = self._calls.launch_and_append(
-            kernel.handle, blocks, block_threads, tuple(params), stream, *end
+            others, mark, kernel.handle, blocks, threads, params, stream, *end
         )
+        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
+            return False
         if result:
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, threads))
         if recorded:
             self._require(recorded, "cuEventRecord")
+        return True
 
 
 def _launching(kernel: Kernel, blocks: int, block_threads: int) -> str:

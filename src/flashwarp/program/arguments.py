@@ -222,17 +222,18 @@ class _PointerParam(Param):
 
     def pack(self, argument: object, launch: Launch) -> bytes:
         if self._torch_dtypes:
-            # Two of these questions are asked of torch, all others would take longer than a launch.
+            # What every launch asks anew, since a tensor may have been changed.
             torch: Any = sys.modules["torch"]
+            tensor: Any = argument
             if (
                 type(argument) is torch.Tensor
-                and argument.dtype in self._torch_dtypes
-                and argument.layout is torch.strided
-                and argument.get_device() == launch.ordinal
-                and argument.is_contiguous()
+                and tensor.dtype in self._torch_dtypes
+                and tensor.layout is torch.strided
+                and tensor.get_device() == launch.ordinal
+                and tensor.is_contiguous()
             ):
                 launch.meet_torch()
-                return _ADDRESS.pack(argument.data_ptr())
+                return _ADDRESS.pack(tensor.data_ptr())
         return _ADDRESS.pack(self._address(argument, launch))
 
     def _address(self, argument: object, launch: Launch) -> int:
