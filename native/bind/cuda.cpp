@@ -26,6 +26,9 @@ namespace {
 
 Handle handle(uintptr_t value) { return reinterpret_cast<Handle>(value); }
 
+using Arguments = nb::typed<nb::tuple, nb::bytes, nb::ellipsis>;
+using Handles = nb::typed<nb::tuple, nb::int_, nb::ellipsis>;
+
 // What is counted lives as long as the object here, or a graph.
 struct Graphs {
   std::shared_ptr<GraphCount> count = std::make_shared<GraphCount>(0);
@@ -51,7 +54,7 @@ class Params {
 };
 
 Result launch(const Context& context, uintptr_t function, uint32_t blocks, uint32_t block_threads,
-              nb::tuple arguments, uintptr_t stream) {
+              Arguments arguments, uintptr_t stream) {
   Params params(arguments);
   // The driver waits for room if very many launches are queued.
   return unlocked([&] {
@@ -66,9 +69,9 @@ std::vector<Handle> handles(const nb::tuple& values) {
   return found;
 }
 
-Result launch_among(const Context& context, nb::tuple others, bool both_ways, uintptr_t mark,
+Result launch_among(const Context& context, Handles others, bool both_ways, uintptr_t mark,
                     uintptr_t function, uint32_t blocks, uint32_t block_threads,
-                    nb::tuple arguments, uintptr_t stream) {
+                    Arguments arguments, uintptr_t stream) {
   Params params(arguments);
   const std::vector<Handle> among = handles(others);
   return unlocked([&] {
@@ -79,9 +82,9 @@ Result launch_among(const Context& context, nb::tuple others, bool both_ways, ui
 
 // No line of Python runs between these steps, so no signal handler does. Returns the results of the
 // launch, after the present work of other streams, and of the recording behind it.
-std::tuple<Result, Result> launch_and_append(const Context& context, nb::tuple others,
-                                             uintptr_t mark, uintptr_t function, uint32_t blocks,
-                                             uint32_t block_threads, nb::tuple arguments,
+std::tuple<Result, Result> launch_and_append(const Context& context, Handles others, uintptr_t mark,
+                                             uintptr_t function, uint32_t blocks,
+                                             uint32_t block_threads, Arguments arguments,
                                              uintptr_t stream, uintptr_t event, nb::object calls,
                                              nb::object call) {
   Params params(arguments);

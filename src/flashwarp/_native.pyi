@@ -196,27 +196,32 @@ class CudaContext:
     def enter(self) -> int: ...
     def exit(self) -> None: ...
     def launch(
-        self, function: int, blocks: int, block_threads: int, arguments: tuple, stream: int
+        self,
+        function: int,
+        blocks: int,
+        block_threads: int,
+        arguments: tuple[bytes, ...],
+        stream: int,
     ) -> int: ...
     def launch_among(
         self,
-        others: tuple,
+        others: tuple[int, ...],
         both_ways: bool,
         event: int,
         function: int,
         blocks: int,
         block_threads: int,
-        arguments: tuple,
+        arguments: tuple[bytes, ...],
         stream: int,
     ) -> int: ...
     def launch_and_append(
         self,
-        others: tuple,
+        others: tuple[int, ...],
         mark: int,
         function: int,
         blocks: int,
         block_threads: int,
-        arguments: tuple,
+        arguments: tuple[bytes, ...],
         stream: int,
         event: int,
         calls: object,

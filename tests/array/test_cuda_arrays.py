@@ -505,6 +505,30 @@ def check_out_that_requires_a_gradient_is_refused() -> None:
         assert x.gather(index, out) is out
 
 
+def check_stream_of_another_gpu_is_named() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        there = x.device.create_stream().handle
+        torch_on(x.device.create_stream().handle)
+        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
+        fake().fake_foreign(there)
+        refused = rf"stream {there:#x} is of cuda:1, and the launch is on cuda:0"
+        for launch in (
+            lambda: x.gather(index, out, stream=there),
+            lambda: x.prefetch(index, stream=there),
+            lambda: x.prefetch(slice(0, 4), stream=there),
+            lambda: x.scatter(index, out, stream=there),
+            lambda: kernel(x, index, out, stream=there),
+        ):
+            with pytest.raises(ArgumentError, match=refused):
+                launch()
+        assert x.gather(index, out) is out
+        fake().fake_foreign(0)
+        assert fake().fake_context_depth() == 0
+        with pytest.raises(DeviceError, match="400"):
+            x.gather(index, out, stream=0x99)
+
+
 def check_values_of_another_library_are_waited_for() -> None:
     with open_array() as x:
         torch_on(1)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from flashwarp import _native
 from flashwarp._waiting import Waited
 from flashwarp.errors import (
+    ArgumentError,
     CaptureError,
     ClosedError,
     CompileError,
@@ -69,6 +70,7 @@ _ADVICE = {
 }
 
 # Results of the extension's calls: those of the driver, and our own.
+_INVALID_HANDLE = 400
 _NOT_READY = 600
 _CAPTURE_IMPLICIT = 906
 _FORKED = -1
@@ -436,7 +438,7 @@ class Context:
         self._require_open()
         result = self._calls.launch(kernel.handle, blocks, block_threads, tuple(params), stream)
         if result:
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+            self._refuse_launch(result, kernel, blocks, block_threads, stream)
 
     def launch_among(
         self,
@@ -462,7 +464,7 @@ class Context:
         if not result:
             return True
         if result not in (_CAPTURED, _CAPTURE_IMPLICIT):
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, threads))
+            self._refuse_launch(result, kernel, blocks, threads, stream)
         return False
 
     def launch_and_append(
@@ -487,14 +489,38 @@ class Context:
         if result in (_CAPTURED, _CAPTURE_IMPLICIT):
             return False
         if result:
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, threads))
+            self._refuse_launch(result, kernel, blocks, threads, stream)
         if recorded:
             self._require(recorded, "cuEventRecord")
         return True
 
+    def _refuse_launch(
+        self, result: int, kernel: Kernel, blocks: int, block_threads: int, stream: int
+    ) -> None:
+        """Raise why a launch failed."""
+        if result == _INVALID_HANDLE:
+            self._refuse_foreign(stream)
+        launching = f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads"
+        self._require(result, "cuLaunchKernel", launching)
 
-def _launching(kernel: Kernel, blocks: int, block_threads: int) -> str:
-    return f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads"
+    def _refuse_foreign(self, stream: int) -> None:
+        """Raise ArgumentError if a stream is of another device."""
+        with self:
+            try:
+                context = _call("cuStreamGetCtx", stream)
+            except DeviceError:  # there is no such stream, as the driver has said
+                return
+            if int(context) == int(self._handle):
+                return
+            _call("cuCtxPushCurrent", context)
+            try:
+                other = int(_call("cuCtxGetDevice"))
+            finally:
+                _call("cuCtxPopCurrent")
+        raise ArgumentError(
+            f"stream {stream:#x} is of cuda:{other}, and the launch is on cuda:{self.ordinal}: "
+            f"give it a stream of cuda:{self.ordinal}"
+        )
 
 
 class End(NamedTuple):

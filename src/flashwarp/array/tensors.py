@@ -12,9 +12,9 @@ import sys
 from typing import Any, TypeAlias
 
 from flashwarp.array.launcher import Launcher
-from flashwarp.device import stream_handle
+from flashwarp.device import Launch, stream_handle
 from flashwarp.device.foreign import torch_dtype
-from flashwarp.errors import DtypeError
+from flashwarp.errors import DtypeError, FlashwarpError
 
 __all__ = ["TensorCalls", "TensorRows"]
 
@@ -91,12 +91,7 @@ class TensorCalls:
         out, handle, which = found
         launch, params = self._launcher.gather_launch(*which)
         self._launcher.wake()
-        # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
-        known = handle in self._streams
-        self._streams.add(handle)
-        if not launch.after_own((params,), handle):
-            if not known:
-                self._streams.discard(handle)
+        if not self._launched(launch, params, handle):
             return None
         self._launcher.moved.add(which[1])
         return out, handle
@@ -111,13 +106,22 @@ class TensorCalls:
         handle = current if stream is None else stream_handle(stream)
         launch, params = self._launcher.prefetch_launch(idx.data_ptr(), count, index_bytes)
         self._launcher.wake()
-        known = handle in self._streams
-        self._streams.add(handle)
-        if launch.after_own((params,), handle):
-            return handle
-        if not known:
-            self._streams.discard(handle)
-        return None
+        return handle if self._launched(launch, params, handle) else None
+
+    def _launched(self, launch: Launch, params: bytes, stream: int) -> bool:
+        """Launch on a stream, and note it; return False if it is being captured."""
+        # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
+        known = stream in self._streams
+        self._streams.add(stream)
+        try:
+            launched = launch.after_own((params,), stream)
+        except FlashwarpError:
+            if not known:
+                self._streams.discard(stream)  # which may not exist
+            raise
+        if not launched and not known:
+            self._streams.discard(stream)
+        return launched
 
     def _usable(self, idx: Any, count: int) -> bool:
         return bool(
