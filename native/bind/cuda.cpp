@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <iterator>
 #include <tuple>
 #include <vector>
 
@@ -15,6 +16,7 @@ using fw::native::cuda::Capture;
 using fw::native::cuda::Context;
 using fw::native::cuda::GraphCount;
 using fw::native::cuda::Handle;
+using fw::native::cuda::kCaptured;
 using fw::native::cuda::kSuccess;
 using fw::native::cuda::Result;
 
@@ -24,40 +26,84 @@ namespace {
 
 Handle handle(uintptr_t value) { return reinterpret_cast<Handle>(value); }
 
+using Arguments = nb::typed<nb::tuple, nb::bytes, nb::ellipsis>;
+using Handles = nb::typed<nb::tuple, nb::int_, nb::ellipsis>;
+
 // What is counted lives as long as the object here, or a graph.
 struct Graphs {
   std::shared_ptr<GraphCount> count = std::make_shared<GraphCount>(0);
 };
 
+// The parameters of a launch, as the driver takes them. Each is a bytes object.
+class Params {
+ public:
+  explicit Params(const nb::tuple& arguments) : count_(arguments.size()) {
+    if (count_ > std::size(few_)) many_.resize(count_);
+    for (size_t i = 0; i < count_; ++i) {
+      data()[i] = PyBytes_AsString(arguments[i].ptr());
+      if (data()[i] == nullptr) throw nb::python_error();
+    }
+  }
+  // Null if there are none.
+  void** data() { return count_ == 0 ? nullptr : many_.empty() ? few_ : many_.data(); }
+
+ private:
+  size_t count_;
+  void* few_[16] = {};
+  std::vector<void*> many_;
+};
+
 Result launch(const Context& context, uintptr_t function, uint32_t blocks, uint32_t block_threads,
-              const std::vector<nb::bytes>& arguments, uintptr_t stream) {
-  std::vector<void*> params;
-  params.reserve(arguments.size());
-  for (const nb::bytes& each : arguments) params.push_back(const_cast<char*>(each.c_str()));
+              Arguments arguments, uintptr_t stream) {
+  Params params(arguments);
   // The driver waits for room if very many launches are queued.
   return unlocked([&] {
     return context.launch(handle(function), blocks, block_threads, params.data(), handle(stream));
   });
 }
 
-Result launch_after(const Context& context, uintptr_t before, uintptr_t event, uintptr_t function,
-                    uint32_t blocks, uint32_t block_threads, nb::bytes argument, uintptr_t stream) {
-  void* params[] = {const_cast<char*>(argument.c_str())};
+std::vector<Handle> handles(const nb::tuple& values) {
+  std::vector<Handle> found;
+  found.reserve(values.size());
+  for (nb::handle each : values) found.push_back(handle(nb::cast<uintptr_t>(each)));
+  return found;
+}
+
+Result launch_among(const Context& context, Handles others, bool both_ways, uintptr_t mark,
+                    uintptr_t function, uint32_t blocks, uint32_t block_threads,
+                    Arguments arguments, uintptr_t stream) {
+  Params params(arguments);
+  const std::vector<Handle> among = handles(others);
   return unlocked([&] {
-    return context.launch_after(handle(before), handle(event), handle(function), blocks,
-                                block_threads, params, handle(stream));
+    return context.launch_among(among, both_ways, handle(mark), handle(function), blocks,
+                                block_threads, params.data(), handle(stream));
   });
 }
 
-// No line of Python runs between these steps, so no signal handler does.
-Result launch_and_append(const Context& context, uintptr_t function, uint32_t blocks,
-                         uint32_t block_threads, const std::vector<nb::bytes>& arguments,
-                         uintptr_t stream, uintptr_t event, nb::object calls, nb::object call) {
-  Result result = launch(context, function, blocks, block_threads, arguments, stream);
-  if (result != kSuccess) return result;
-  result = context.record(handle(event), handle(stream));
-  calls.attr("append")(call);
-  return result;
+// No line of Python runs between these steps, so no signal handler does. Returns the results of the
+// launch, after the present work of other streams, and of the recording behind it.
+std::tuple<Result, Result> launch_and_append(const Context& context, Handles others, uintptr_t mark,
+                                             uintptr_t function, uint32_t blocks,
+                                             uint32_t block_threads, Arguments arguments,
+                                             uintptr_t stream, uintptr_t event, nb::object calls,
+                                             nb::object call) {
+  Params params(arguments);
+  const std::vector<Handle> among = handles(others);
+  Result recorded = kSuccess;
+  const Result result = unlocked([&] {
+    for (const Handle each : among) {
+      const Capture found = context.capture(each);
+      if (found.result != kSuccess) return found.result;
+      if (found.active) return kCaptured;
+    }
+    const Result launched =
+        context.launch_among(among, false, handle(mark), handle(function), blocks, block_threads,
+                             params.data(), handle(stream));
+    if (launched == kSuccess) recorded = context.record(handle(event), handle(stream));
+    return launched;
+  });
+  if (result == kSuccess) calls.attr("append")(call);
+  return {result, recorded};
 }
 
 std::tuple<Result, bool, uint64_t> capture(const Context& context, uintptr_t stream) {
@@ -79,11 +125,12 @@ void bind_cuda(nb::module_& m) {
       .def("exit", &Context::exit)
       .def("launch", &launch, nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"),
            nb::arg("arguments"), nb::arg("stream"))
-      .def("launch_after", &launch_after, nb::arg("before"), nb::arg("event"), nb::arg("function"),
-           nb::arg("blocks"), nb::arg("block_threads"), nb::arg("argument"), nb::arg("stream"))
-      .def("launch_and_append", &launch_and_append, nb::arg("function"), nb::arg("blocks"),
-           nb::arg("block_threads"), nb::arg("arguments"), nb::arg("stream"), nb::arg("event"),
-           nb::arg("calls"), nb::arg("call"))
+      .def("launch_among", &launch_among, nb::arg("others"), nb::arg("both_ways"), nb::arg("event"),
+           nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
+           nb::arg("stream"))
+      .def("launch_and_append", &launch_and_append, nb::arg("others"), nb::arg("mark"),
+           nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
+           nb::arg("stream"), nb::arg("event"), nb::arg("calls"), nb::arg("call"))
       .def(
           "order",
           [](const Context& context, uintptr_t before, uintptr_t after, uintptr_t event) {

@@ -190,34 +190,59 @@ Result Context::order(Handle before, Handle after, Handle event) const {
   return Current(*this).then([&] { return order_now(before, after, event); });
 }
 
-Result Context::order_now(Handle before, Handle after, Handle event) const {
-  const Relaxed relaxed(driver_);
-  Result result = kNotReady;
+// Whether a query proves that the stream has nothing to wait for; `result` is what failed.
+bool Context::idle(Handle stream, Result& result) const {
+  result = kSuccess;
   // An event on a default stream also covers other streams, which a query does not ask.
-  if (reinterpret_cast<uintptr_t>(before) > kLastDefaultStream) {
-    result = driver_.stream_query(before);
-  }
-  if (result != kNotReady) return result;
-  int status = 0;
-  result = driver_.capture_info(after, &status, nullptr, nullptr, nullptr, nullptr);
-  if (result != kSuccess) return result;
-  if (status == kActive) return kCaptured;
-  const std::lock_guard<std::mutex> lock(ordering_);
-  result = driver_.event_record(event, before);
-  return result == kSuccess ? driver_.stream_wait_event(after, event, 0) : result;
+  if (reinterpret_cast<uintptr_t>(stream) <= kLastDefaultStream) return false;
+  result = driver_.stream_query(stream);
+  if (result != kNotReady) return true;
+  result = kSuccess;
+  return false;
 }
 
-Result Context::launch_after(Handle before, Handle event, Handle function, uint32_t blocks,
-                             uint32_t block_threads, void** params, Handle stream) const {
+// kCaptured, kSuccess if it is not, or what failed.
+Result Context::is_captured(Handle stream) const {
+  int status = 0;
+  const Result result = driver_.capture_info(stream, &status, nullptr, nullptr, nullptr, nullptr);
+  return result == kSuccess && status != 0 ? kCaptured : result;
+}
+
+Result Context::order_now(Handle before, Handle after, Handle event) const {
+  const Relaxed relaxed(driver_);
+  Result result;
+  if (idle(before, result)) return result;
+  result = is_captured(after);
+  return result == kSuccess ? wait_now(before, {after}, event) : result;
+}
+
+Result Context::wait_now(Handle before, const std::vector<Handle>& after, Handle event) const {
+  const std::lock_guard<std::mutex> lock(ordering_);
+  Result result = driver_.event_record(event, before);
+  for (const Handle each : after) {
+    if (result == kSuccess && each != before) result = driver_.stream_wait_event(each, event, 0);
+  }
+  return result;
+}
+
+Result Context::launch_among(const std::vector<Handle>& others, bool both_ways, Handle event,
+                             Handle function, uint32_t blocks, uint32_t block_threads,
+                             void** params, Handle stream) const {
   return Current(*this).then([&] {
-    int status = 0;
-    Result result = driver_.capture_info(stream, &status, nullptr, nullptr, nullptr, nullptr);
+    Result result = is_captured(stream);
     if (result != kSuccess) return result;
-    if (status != 0) return kCaptured;
-    if (before != stream) result = order_now(before, stream, event);
-    if (result != kSuccess) return result;
-    return driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
-                                 nullptr);
+    for (const Handle other : others) {
+      if (both_ways && (result = is_captured(other)) != kSuccess) return result;
+    }
+    const Relaxed relaxed(driver_);
+    for (const Handle other : others) {
+      if (other != stream && !idle(other, result)) result = wait_now(other, {stream}, event);
+      if (result != kSuccess) return result;
+    }
+    result = driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
+                                   nullptr);
+    if (result != kSuccess || !both_ways || others.empty()) return result;
+    return wait_now(stream, others, event);
   });
 }
 

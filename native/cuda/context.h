@@ -55,10 +55,12 @@ class Context {
   // Makes later work on `after` wait for the present work on `before`; an idle one costs no event.
   // `event` is used inside the call only, so threads may share it.
   Result order(Handle before, Handle after, Handle event) const;
-  // `order` and `launch` in one, unless `stream` is being captured: then it does nothing, and
-  // returns kCaptured.
-  Result launch_after(Handle before, Handle event, Handle function, uint32_t blocks,
-                      uint32_t block_threads, void** params, Handle stream) const;
+  // Launches after the present work on other streams; with `both_ways` their later work waits for
+  // the launch, too. If a stream that would wait is being captured, it does nothing, and returns
+  // kCaptured. `event` is as for `order`.
+  Result launch_among(const std::vector<Handle>& others, bool both_ways, Handle event,
+                      Handle function, uint32_t blocks, uint32_t block_threads, void** params,
+                      Handle stream) const;
   Result record(Handle event, Handle stream) const;
   Result done(Handle stream) const;
   Result event_done(Handle event) const;
@@ -79,6 +81,10 @@ class Context {
  private:
   class Current;
 
+  bool idle(Handle stream, Result& result) const;
+  Result is_captured(Handle stream) const;
+  // Makes streams wait for the present work on one, whatever they are.
+  Result wait_now(Handle before, const std::vector<Handle>& after, Handle event) const;
   Result order_now(Handle before, Handle after, Handle event) const;
 
   const Driver& driver_;

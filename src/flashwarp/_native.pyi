@@ -200,30 +200,33 @@ class CudaContext:
         function: int,
         blocks: int,
         block_threads: int,
-        arguments: Sequence[bytes],
+        arguments: tuple[bytes, ...],
         stream: int,
     ) -> int: ...
-    def launch_after(
+    def launch_among(
         self,
-        before: int,
+        others: tuple[int, ...],
+        both_ways: bool,
         event: int,
         function: int,
         blocks: int,
         block_threads: int,
-        argument: bytes,
+        arguments: tuple[bytes, ...],
         stream: int,
     ) -> int: ...
     def launch_and_append(
         self,
+        others: tuple[int, ...],
+        mark: int,
         function: int,
         blocks: int,
         block_threads: int,
-        arguments: Sequence[bytes],
+        arguments: tuple[bytes, ...],
         stream: int,
         event: int,
         calls: object,
         call: object,
-    ) -> int: ...
+    ) -> tuple[int, int]: ...
     def order(self, before: int, after: int, event: int) -> int: ...
     def record(self, event: int, stream: int) -> int: ...
     def done(self, stream: int) -> int: ...

@@ -6,6 +6,7 @@ Kernels do nothing in the fake driver, so the tests play their part.
 from __future__ import annotations
 
 import _thread
+import asyncio
 import concurrent.futures
 import contextlib
 import ctypes
@@ -29,6 +30,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 import flashwarp as fw
 from flashwarp._jit import compiler, precompiled
 from flashwarp._jit.compiler import Artifact, KernelResources
+from flashwarp._jit.program import LoadedKernel
 from flashwarp.array import calls
 from flashwarp.array.rows import MaintenanceParams, RowParams
 from flashwarp.cache.cache import FailureSequence
@@ -37,6 +39,7 @@ from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     CaptureError,
+    ClosedError,
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
@@ -46,6 +49,7 @@ from flashwarp.errors import (
 )
 from flashwarp.nvme import software as controller
 from flashwarp.nvme.group import ControllerGroup
+from flashwarp.program.compiling import Kernel
 from support import fake_cuda
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
@@ -270,7 +274,7 @@ def check_call_on_a_stream_allocates_and_waits_for_nothing() -> None:
 class Tensor:
     """A tensor of torch, as far as the library asks."""
 
-    layout, is_cuda = "torch.strided", True
+    layout, is_cuda, requires_grad = "torch.strided", True, False
 
     def __init__(self, memory: DeviceArray, dtype: object) -> None:
         self.memory, self.shape, self.dtype, self.device = memory, memory.shape, dtype, "cuda:0"
@@ -306,7 +310,7 @@ def torch_on(stream: int) -> Any:
     """Make a torch whose current stream is this one, and import it."""
     Tensor.__module__ = "torch"
     torch: Any = types.ModuleType("torch")
-    torch.Tensor, torch.dtype = Tensor, Dtype
+    torch.Tensor, torch.dtype, torch.strided = Tensor, Dtype, Tensor.layout
     for name in ("int64", "int32", "float64"):
         setattr(torch, name, Dtype(name))
     torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: stream)
@@ -338,6 +342,191 @@ def check_tensor_is_not_filled_with_bytes_in_another_order() -> None:
             x.gather(index, out=out)
         with pytest.raises(DtypeError, match="torch has no dtype for >i8"):
             x.gather(index)
+
+
+def own_kernel(x: fw.Array) -> Kernel:
+    """`read`, of an array and two pointers, as if `compile` had made it."""
+    handle = x.device.built_in("gather_rows", x.cache.policy, ctypes.sizeof(RowParams)).handle
+    symbol = "_Z4readN2fw5arrayIxLj1EEEPKxPx"
+    sizes = (ctypes.sizeof(x.kernel_handle), 8, 8)
+    return Kernel(x.device, LoadedKernel(symbol, sizes, (0,) * 3, None, handle), x.cache.policy)
+
+
+def check_own_kernel_is_ordered_with_tensors_by_few_calls() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        beside = x.device.create_stream()
+        torch_on(beside.handle)
+        own = x.device.default_stream().handle
+        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
+        kernel(x, index, out, warps=1)
+        calls = "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery"
+        before = [fake().fake_count(call.encode()) for call in calls]
+
+        kernel(x, index, out, warps=1)
+
+        made = [fake().fake_count(call.encode()) for call in calls]
+        assert [now - then for now, then in zip(made, before, strict=True)] == [1, 1, 1, 1]
+        assert stream_of_last_launch(x) == own
+        assert fake().fake_waits(beside.handle, own) == 2, "torch's next work waits"
+        assert not fake().fake_waits(own, beside.handle), "it was idle"
+        fake().fake_hold(beside.handle)
+        kernel(x, index, out, warps=1)
+        assert fake().fake_waits(own, beside.handle) == 1, "torch's present work comes before"
+        fake().fake_hold(0)
+
+
+def check_own_kernel_is_not_launched_into_a_capture_of_its_operands() -> None:
+    with open_array() as x:
+        beside, captured = x.device.create_stream(), x.device.create_stream()
+        torch_on(beside.handle)
+        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
+
+        class Foreign:
+            @property
+            def __cuda_array_interface__(self) -> dict[str, Any]:
+                return {**index.__cuda_array_interface__, "stream": captured.handle}
+
+        before = fake().fake_count(b"cuLaunchKernel")
+        for stream, given in ((beside.handle, index), (captured.handle, Foreign())):
+            fake().fake_capture_begin(stream)
+            with pytest.raises(CaptureError, match=r"give (it|the launch) th"):
+                kernel(x, given, out, warps=1)
+            assert fake().fake_capture_end()
+        assert fake().fake_count(b"cuLaunchKernel") == before
+
+
+def check_own_kernel_looks_anew_at_what_may_have_changed() -> None:
+    with open_array() as x:
+        torch = torch_on(x.device.create_stream().handle)
+        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
+        kernel(x, index, out, warps=1)
+        index.dtype = torch.float64
+        with pytest.raises(DtypeError, match=r"int64.* has float64"):
+            kernel(x, index, out, warps=1)
+        index.dtype = torch.int64
+        index.is_contiguous = lambda: False
+        with pytest.raises(ArgumentError, match="not contiguous"):
+            kernel(x, index, out, warps=1)
+        del index.is_contiguous
+        index.get_device = lambda: 1
+        with pytest.raises(ArgumentError, match="on cuda:1, the kernel on cuda:0"):
+            kernel(x, index, out, warps=1)
+        del index.get_device
+        x.close()
+        with pytest.raises(ClosedError):
+            kernel(x, index, out, warps=1)
+
+
+def check_async_read_of_tensors_is_launched_by_one_call() -> None:
+    with open_array() as x:
+        beside = x.device.create_stream()
+        torch_on(beside.handle)
+        index, out = tensor(x, 2), tensor(x, 2)
+        fake().fake_hold(0)
+        assert x.gather_async(index, out).result() is out
+        fake().fake_hold(stream_of_last_launch(x))
+        counted = "cuLaunchKernel", "cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"
+        before = [fake().fake_count(call.encode()) for call in counted]
+        strays = x.gather_async(index, out)
+        made = [fake().fake_count(call.encode()) for call in counted]
+        assert not strays.done()
+        note(calls_of(x)[0].lane.volume.indices, 70, status=1)
+        fake().fake_hold(0)
+        with pytest.raises(BoundsError, match=r"index 70 .*gather_async"):
+            strays.result()
+        assert [now - then for now, then in zip(made, before, strict=True)] == [1, 1, 1, 0]
+
+        fake().fake_capture_begin(beside.handle)
+        with pytest.raises(CaptureError, match=r"use gather\(.., stream=\)"):
+            x.gather_async(index, out)
+        assert fake().fake_capture_end()
+
+
+def check_future_is_ended_for_whoever_waits_for_it() -> None:
+    """Nobody looks at calls for whose end nobody waits, but waits of any kind are seen at once."""
+    calls._REST_S = 60.0
+    with open_array() as x:
+        fake().fake_hold(0)
+        called = threading.Event()
+        x.gather_async([1]).add_done_callback(lambda _: called.set())
+        assert called.wait(10)
+        reads = [x.gather_async([k]) for k in range(3)]
+        assert not concurrent.futures.wait(reads, 10).not_done
+        assert len([*concurrent.futures.as_completed([x.gather_async([1])], 10)]) == 1
+        polled = x.gather_async([1])
+        end = time.monotonic() + 10
+        while not polled.done():
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+
+        async def awaits() -> Any:
+            return await x.gather_async([1])
+
+        assert asyncio.run(asyncio.wait_for(awaits(), 10)).shape == (1,)
+        # More calls than may be in flight, and one whose future nobody keeps.
+        kept = [x.gather_async([1]) for _ in range(100)]
+        assert all(read.result(10).shape == (1,) for read in kept)
+
+
+def check_call_whose_end_cannot_be_marked_is_not_lost() -> None:
+    with open_array() as x:
+        torch_on(x.device.create_stream().handle)
+        index, out = tensor(x, 2), tensor(x, 2)
+        fake().fake_hold(0)
+        x.gather_async(index, out).result()
+        lane = stream_of_last_launch(x)
+        fake().fake_hold(lane)
+        with failing("cuEventRecord", OUT_OF_MEMORY):
+            read = x.gather_async(index, out)
+        (call,) = calls_of(x)
+        note(call.lane.volume.indices, 70, status=1)
+        with pytest.raises(TimeoutError):
+            read.result(0.05)
+        assert read.wait_on(1) is out
+        assert fake().fake_waits(1, lane) == 1
+        fake().fake_hold(0)
+
+        with pytest.raises(BoundsError, match="index 70"):
+            read.result()
+        assert x.gather_async(index, out).result() is out
+
+
+def check_out_that_requires_a_gradient_is_refused() -> None:
+    with open_array() as x:
+        torch = torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        out.requires_grad = True
+        torch.is_grad_enabled = lambda: True
+        for call in (x.gather, x.gather_async):
+            with pytest.raises(ArgumentError, match=r"out requires a gradient.*no_grad"):
+                call(index, out)
+        torch.is_grad_enabled = lambda: False
+        assert x.gather(index, out) is out
+
+
+def check_stream_of_another_gpu_is_named() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        there = x.device.create_stream().handle
+        torch_on(x.device.create_stream().handle)
+        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
+        fake().fake_foreign(there)
+        refused = rf"stream {there:#x} is of cuda:1, and the launch is on cuda:0"
+        for launch in (
+            lambda: x.gather(index, out, stream=there),
+            lambda: x.prefetch(index, stream=there),
+            lambda: x.prefetch(slice(0, 4), stream=there),
+            lambda: x.scatter(index, out, stream=there),
+            lambda: kernel(x, index, out, stream=there),
+        ):
+            with pytest.raises(ArgumentError, match=refused):
+                launch()
+        assert x.gather(index, out) is out
+        fake().fake_foreign(0)
+        assert fake().fake_context_depth() == 0
+        with pytest.raises(DeviceError, match="400"):
+            x.gather(index, out, stream=0x99)
 
 
 def check_values_of_another_library_are_waited_for() -> None:

@@ -174,16 +174,27 @@ CUresult cuDevicePrimaryCtxRelease(int device) {
   (void)device;
   return kSuccess;
 }
+// The context of another GPU, whose streams cannot be created here, and which is never current for
+// long.
+static void* const other_context = (void*)0x07E6;
+static int in_other;
 CUresult cuCtxPushCurrent(void* context) {
   ENTER;
-  if (context != (void*)0xC0DE) return 201;
+  if (context != (void*)0xC0DE && context != other_context) return 201;
+  in_other = context == other_context;
   ++context_depth;
+  return kSuccess;
+}
+CUresult cuCtxGetDevice(int* device) {
+  ENTER;
+  *device = in_other;
   return kSuccess;
 }
 CUresult cuCtxPopCurrent(void** context) {
   ENTER;
   if (context_depth == 0) return 201;
   --context_depth;
+  in_other = 0;
   *context = (void*)0xC0DE;
   return kSuccess;
 }
@@ -266,6 +277,14 @@ CUresult cuMemHostUnregister(void* pointer) {
 // Streams are 0x57, 0x157, 0x257, ... in the order of their making, and 1, the legacy default.
 static intptr_t streams;
 static intptr_t held_stream;
+// A stream of the other GPU.
+static intptr_t foreign_stream;
+void fake_foreign(intptr_t stream) { foreign_stream = stream; }
+CUresult cuStreamGetCtx(void* stream, void** context) {
+  ENTER;
+  *context = foreign_stream == (intptr_t)stream ? other_context : (void*)0xC0DE;
+  return kSuccess;
+}
 static CUresult check_stream(void* stream) {
   const intptr_t handle = (intptr_t)stream;
   const int known = handle == 1 || (handle % 256 == 0x57 && handle / 256 < streams);
@@ -462,7 +481,7 @@ CUresult cuEventRecord(struct event* event, void* stream) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
   event->stream = stream;
-  usleep(record_us);
+  if (record_us != 0) usleep(record_us);
   return check_stream(stream);
 }
 CUresult cuEventQuery(struct event* event) {
@@ -527,8 +546,10 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
                         void* stream, void** params, void** extra) {
   ENTER_CONTEXT;
   if ((intptr_t)function < 0xF000 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 ||
-      shared_bytes != 0 || params == NULL || extra != NULL)
+      shared_bytes != 0 || extra != NULL)
     return kInvalidValue;
+  if (stream != NULL && (intptr_t)stream == foreign_stream) return 400;
+  if (params == NULL) return check_stream(stream);
   uint64_t* report = *(uint64_t**)params[0];
   report[0] = grid_x;
   report[1] = block_x;
@@ -556,6 +577,8 @@ static const struct {
     CALL(cuCtxPushCurrent),
     CALL(cuCtxPopCurrent),
     CALL(cuCtxGetCurrent),
+    CALL(cuCtxGetDevice),
+    CALL(cuStreamGetCtx),
     CALL(cuThreadExchangeStreamCaptureMode),
     CALL(cuStreamGetCaptureInfo),
     CALL(cuGraphAddHostNode),

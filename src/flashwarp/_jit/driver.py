@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from flashwarp import _native
 from flashwarp._waiting import Waited
 from flashwarp.errors import (
+    ArgumentError,
     CaptureError,
     ClosedError,
     CompileError,
@@ -69,6 +70,7 @@ _ADVICE = {
 }
 
 # Results of the extension's calls: those of the driver, and our own.
+_INVALID_HANDLE = 400
 _NOT_READY = 600
 _CAPTURE_IMPLICIT = 906
 _FORKED = -1
@@ -434,53 +436,91 @@ class Context:
     ) -> None:
         """Launch a kernel; `params` are the bytes of its parameters, one by one."""
         self._require_open()
-        result = self._calls.launch(kernel.handle, blocks, block_threads, params, stream)
+        result = self._calls.launch(kernel.handle, blocks, block_threads, tuple(params), stream)
         if result:
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+            self._refuse_launch(result, kernel, blocks, block_threads, stream)
 
-    def launch_after(
-        self, before: int, mark: int, size: tuple[Kernel, int, int], param: bytes, stream: int
+    def launch_among(
+        self,
+        others: tuple[int, ...],
+        both_ways: bool,
+        mark: int,
+        size: tuple[Kernel, int, int],
+        params: tuple[bytes, ...],
+        stream: int,
     ) -> bool:
-        """Launch a kernel of one parameter after the present work of stream `before`.
+        """Launch a kernel after the present work of other streams.
 
-        Returns False, and does nothing, if `stream` is being captured. `mark` is an event. `size`
-        is the kernel, and its blocks and their threads.
+        With `both_ways` their later work waits for the launch, too. Returns False, and does
+        nothing, if a stream that would wait is being captured. `mark` is an event. `size` is the
+        kernel, and its blocks and their threads.
         """
         kernel, blocks, threads = size
         if not self._open:
             self._require_open()
-        result = self._calls.launch_after(
-            before, mark, kernel.handle, blocks, threads, param, stream
+        result = self._calls.launch_among(
+            others, both_ways, mark, kernel.handle, blocks, threads, params, stream
         )
         if not result:
             return True
         if result not in (_CAPTURED, _CAPTURE_IMPLICIT):
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, threads))
+            self._refuse_launch(result, kernel, blocks, threads, stream)
         return False
 
     def launch_and_append(
         self,
-        kernel: Kernel,
-        blocks: int,
-        block_threads: int,
-        params: Sequence[bytes],
+        others: tuple[int, ...],
+        mark: int,
+        size: tuple[Kernel, int, int],
+        params: tuple[bytes, ...],
         stream: int,
         end: End,
-    ) -> None:
-        """Launch a kernel, record an event behind it, and append an entry to a list.
+    ) -> bool:
+        """Launch a kernel as `launch_among` does, record an event, and append an entry to a list.
 
-        No signal handler runs between these steps. If the launch fails, nothing is appended.
+        No signal handler runs between these steps. If the launch fails, nothing is appended. If
+        the kernel runs and only the recording fails, the entry is appended and the error raised.
         """
+        kernel, blocks, threads = size
         self._require_open()
-        result = self._calls.launch_and_append(
-            kernel.handle, blocks, block_threads, params, stream, *end
+        result, recorded = self._calls.launch_and_append(
+            others, mark, kernel.handle, blocks, threads, params, stream, *end
         )
+        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
+            return False
         if result:
-            self._require(result, "cuLaunchKernel", _launching(kernel, blocks, block_threads))
+            self._refuse_launch(result, kernel, blocks, threads, stream)
+        if recorded:
+            self._require(recorded, "cuEventRecord")
+        return True
 
+    def _refuse_launch(
+        self, result: int, kernel: Kernel, blocks: int, block_threads: int, stream: int
+    ) -> None:
+        """Raise why a launch failed."""
+        if result == _INVALID_HANDLE:
+            self._refuse_foreign(stream)
+        launching = f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads"
+        self._require(result, "cuLaunchKernel", launching)
 
-def _launching(kernel: Kernel, blocks: int, block_threads: int) -> str:
-    return f"kernel {kernel.name}, {blocks} blocks of {block_threads} threads"
+    def _refuse_foreign(self, stream: int) -> None:
+        """Raise ArgumentError if a stream is of another device."""
+        with self:
+            try:
+                context = _call("cuStreamGetCtx", stream)
+            except DeviceError:  # there is no such stream, as the driver has said
+                return
+            if int(context) == int(self._handle):
+                return
+            _call("cuCtxPushCurrent", context)
+            try:
+                other = int(_call("cuCtxGetDevice"))
+            finally:
+                _call("cuCtxPopCurrent")
+        raise ArgumentError(
+            f"stream {stream:#x} is of cuda:{other}, and the launch is on cuda:{self.ordinal}: "
+            f"give it a stream of cuda:{self.ordinal}"
+        )
 
 
 class End(NamedTuple):

@@ -293,6 +293,9 @@ class Array(endings.Closing):
             there; with `stream`, the next call, `check` or `synchronize` raises the error.
         IndexDtypeError
             If the indices are no integers.
+        ArgumentError, DtypeError
+            If `out` does not fit; if it is a tensor that requires a gradient while gradients are
+            recorded, which do not flow through an array; or if `stream` is of another device.
         CaptureError
             If the call cannot become part of the CUDA graph that is being captured.
         StorageError

@@ -120,7 +120,7 @@ class Attachment(endings.NotCopied):
             self.tensors = (
                 None if self.launcher.on_cpu else TensorCalls(self.launcher, self._streams)
             )
-            self.calls = Calls(self.launcher, self.operands, self._failures)
+            self.calls = Calls(self.launcher, self.operands, self._failures, self.tensors)
             endings.remember(self)
             made.pop_all()
 

@@ -31,6 +31,7 @@ from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Launcher, Verb
 from flashwarp.array.operands import Index, Operands, Rows, host_index
 from flashwarp.array.selection import rows_of_slice
+from flashwarp.array.tensors import TensorCalls
 from flashwarp.device import OwnedStream, stream_handle
 from flashwarp.device.scratch import Scratch
 from flashwarp.endings import first_of
@@ -53,8 +54,11 @@ _LINGER_S = 0.05
 # extension, without holding up threads of Python.
 _LOOK_S = 200e-6
 
-# How long the worker leaves Python to the thread that makes calls while no thread waits for one.
-_REST_S = 500e-6
+# How long the worker leaves Python to the thread that makes calls while nobody waits for one, and
+# how many calls it ends before it lets threads make new ones: a thread that makes calls goes on
+# without it, and each time that both want Python costs more than a call.
+_REST_S = 5e-3
+_ENDED_AT_ONCE = 32
 
 
 def time_limit_s() -> float:
@@ -69,6 +73,7 @@ class _Lane:
         self.volume = launcher.volume.with_own_errors(side)
         self.launcher = launcher.on(self.volume)
         self.event = launcher.volume.cache.device.event()
+        self.marked = True  # whether the event marks the end of the call
 
     def close(self) -> None:
         self.event.close()
@@ -88,6 +93,7 @@ class _Call:
     lines: int = 0  # that a prefetch of its rows asks for
     fetching: bool = False
     lane: _Lane | None = None
+    tensors: tuple[int, int, int, int] | None = None  # for `Launcher.gather_launch`
 
     @property
     def what(self) -> str:
@@ -127,8 +133,15 @@ class Calls:
     that use the array.
     """
 
-    def __init__(self, launcher: Launcher, operands: Operands, failures: Failures) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        operands: Operands,
+        failures: Failures,
+        tensors: TensorCalls | None = None,
+    ) -> None:
         self._launcher = launcher
+        self._tensors = tensors
         # For preparations beside the calls. Nothing that runs for long is ever queued on it.
         self._side = operands.device.create_stream()
         self._scratch = Scratch(operands.device, self._side)
@@ -153,6 +166,10 @@ class Calls:
 
     def make(self, verb: Verb, idx: object, operand: object, stream: object) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
+        if verb == "gather" and self._tensors is not None and self._tensors.serves(idx):
+            found = self._tensors.operands(idx, operand, stream)
+            if found is not None:
+                return self._make_short(idx, *found)
         chosen = self._choose(idx)
         library = self._operands.place_of(chosen)[1]
         gather = verb == "gather"
@@ -173,6 +190,17 @@ class Calls:
         else:
             future.set_running_or_notify_cancel()
             future.set_result(call.finish(None))
+        return future
+
+    def _make_short(
+        self, idx: object, out: Any, stream: int, which: tuple[int, int, int, int]
+    ) -> Future[Any]:
+        """Start a gather whose operands are tensors."""
+        indices, count, index_bytes, address = which
+        index = Index(indices, (count,), index_bytes, "torch", idx, checked=False)
+        rows = Rows(address, out, None, "torch")
+        future: Future[Any] = Future(self, out, on_host=False)
+        self._submit(_Call("gather", index, rows, (stream,), future, tensors=which))
         return future
 
     def _refuse_capture(self, verb: Verb, after: Sequence[int]) -> None:
@@ -276,18 +304,37 @@ class Calls:
         return lane
 
     def _launch(self, call: _Call, lane: _Lane, queue: _Queue) -> None:
-        self._launcher.volume.cache.streams.add(queue.stream.handle)
-        for before in call.after:
-            self._operands.device.order(before, queue.stream)
+        stream = queue.stream.handle
+        self._launcher.volume.cache.streams.add(stream)
+        lane.marked = True
         end = End(lane.event.handle, queue.calls, call)
         try:
-            call.start(lane.launcher, queue.stream.handle, end)
+            if call.tensors is not None:
+                launch, params = lane.launcher.gather_launch(*call.tensors)
+                lane.launcher.wake()
+                if not launch.append_after((params,), (*call.after,), stream, end):
+                    self._refuse_capture(call.verb, call.after)
+                    raise CaptureError("a stream of the library's is being captured")
+                self._launcher.moved.add(call.tensors[1])
+                return
+            for before in call.after:
+                self._operands.device.order(before, queue.stream)
+            call.start(lane.launcher, stream, end)
+        except DeviceError:
+            if call not in queue.calls:
+                self._spoil(call, lane, queue)
+                raise
+            # It runs, so its future raises what went wrong, once the stream is done.
+            lane.marked = False
         except BaseException:
-            # A check of its indices may run, and note strays in the lane.
-            if call.verb == "scatter" and call not in queue.calls:
-                queue.lanes.remove(lane)
-                self._spoiled.append((lane, call))
+            self._spoil(call, lane, queue)
             raise
+
+    def _spoil(self, call: _Call, lane: _Lane, queue: _Queue) -> None:
+        # A check of its indices may run, and note strays in the lane.
+        if call.verb == "scatter" and call not in queue.calls:
+            queue.lanes.remove(lane)
+            self._spoiled.append((lane, call))
 
     # Ending them.
 
@@ -303,29 +350,32 @@ class Calls:
                 if not self._changed.wait_for(self._has_calls, _LINGER_S):
                     self._worker = None
                     return
-            if self._step():
+            ended = 0
+            while ended < _ENDED_AT_ONCE and self._end_next():
+                ended += 1
+            if ended:
+                self._notify()
                 progress = time.monotonic()
                 continue
             waited = time.monotonic() - progress
             if waited > time_limit_s() and not threading.main_thread().is_alive():
                 self._abandon("the interpreter ends")
-            if self._awaited():
+            if self._wanted:
                 self._pause(_LOOK_S)
             else:
                 self._hurry.wait(_REST_S)
                 self._hurry.clear()
 
-    def _awaited(self) -> bool:
-        """Return whether a thread, a stream of futures or a callback waits for a call."""
+    def _notify(self) -> None:
         with self._changed:
-            first = [queue.calls[0].future for queue in self._queues if queue.calls]
-        return bool(self._wanted) or any(
-            future._waiters or future._done_callbacks  # type: ignore[attr-defined]
-            for future in first
-        )
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        """End what is over now: a thread asks for it, and does not wait."""
+        self._hurry.set()
 
     def hurry(self, future: Future[Any]) -> None:
-        """End a future as soon as its call is over: a thread waits for it."""
+        """End a future as soon as its call is over: a thread or a callback waits for it."""
         self._wanted.add(future)
         if future.done():  # meanwhile: then nothing takes it out any more
             self._wanted.discard(future)
@@ -335,9 +385,15 @@ class Calls:
         return any(queue.calls for queue in self._queues)
 
     def _step(self) -> bool:
-        """End one call, if one is over. Only the worker's thread may call it."""
+        """End one call, if one is over, and say so. Only the worker's thread may call it."""
+        ended = self._end_next()
+        if ended:
+            self._notify()
+        return ended
+
+    def _end_next(self) -> bool:
         for queue in self._queues:
-            if queue.calls and (self._launcher.on_cpu or self._is_over(queue.calls[0])):
+            if queue.calls and (self._launcher.on_cpu or self._is_over(queue, queue.calls[0])):
                 self._end(queue, queue.calls[0])
                 return True
         return False
@@ -346,13 +402,14 @@ class Calls:
         """Wait until a GPU has ended a call, but no longer than this."""
         with self._changed:
             first = [queue.calls[0].lane for queue in self._queues if queue.calls]
-        events = [lane.event for lane in first if lane is not None]
+        events = [lane.event for lane in first if lane is not None and lane.marked]
         self._operands.device.wait_any(events, seconds)
 
-    @staticmethod
-    def _is_over(call: _Call) -> bool:
+    def _is_over(self, queue: _Queue, call: _Call) -> bool:
         try:
-            return call.lane is None or call.lane.event.done()
+            if call.lane is None or call.lane.marked:
+                return call.lane is None or call.lane.event.done()
+            return self._operands.device.done(queue.stream)
         except Exception:  # the device failed: `_end` asks again and gives the future the error
             return True
 
@@ -372,7 +429,6 @@ class Calls:
                 self._ending.add(call)
                 queue.calls.popleft()
                 call.lane = None
-            self._changed.notify_all()
         if cancelled:
             self._wanted.discard(call.future)
         else:
@@ -384,8 +440,10 @@ class Calls:
         if self._launcher.on_cpu:
             self._fetch_ahead(queue)
             call.start(lane.launcher, None)
-        else:
+        elif lane.marked:
             lane.event.done()
+        else:
+            self._operands.device.done(queue.stream)
         failure = self._failures.take(call.what, lane.volume, alone=False)
         if failure is not None:
             raise failure
@@ -484,8 +542,13 @@ class Calls:
 
     def _order_after(self, future: Future[Any], stream: object) -> None:
         call = next((call for call in self._unfinished() if call.future is future), None)
-        if call is not None and call.lane is not None:
+        if call is None or call.lane is None:
+            return
+        if call.lane.marked:
             call.lane.event.wait_on(stream)
+            return
+        queue = next(queue for queue in self._queues if call in queue.calls)
+        self._operands.device.order(queue.stream, stream)
 
     # Unobserved failures, and the end.
 

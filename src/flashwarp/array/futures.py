@@ -28,8 +28,11 @@ class Helper(Protocol):
     def on_worker(self) -> bool:
         """Whether the calling thread is the one that ends calls, as in a callback."""
 
+    def look(self) -> None:
+        """End what is over now: a thread asks for it, and does not wait."""
+
     def hurry(self, future: Future[Any]) -> None:
-        """End a future as soon as its call is over: a thread waits for it."""
+        """End a future as soon as its call is over: a thread or a callback waits for it."""
 
     def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
         """Wait for futures, and return whether all are done."""
@@ -78,6 +81,32 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         self._on_host = on_host
         self._pid = os.getpid()
         self._observed = False
+
+    # The calls end futures for which somebody waits at once, and others when there is time. The
+    # functions of `concurrent.futures` wait by what they append to this list.
+
+    @property
+    def _waiters(self) -> list[Any]:
+        if not super().done():
+            self._calls.hurry(self)
+        return self._waiting
+
+    @_waiters.setter
+    def _waiters(self, waiting: list[Any]) -> None:
+        self._waiting = waiting
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        """Call `fn` with the future when it is done; at once if it is."""
+        super().add_done_callback(fn)
+        if not super().done():
+            self._calls.hurry(self)
+
+    def done(self) -> bool:
+        """Return whether the call has ended, or was cancelled. Does not block."""
+        if super().done():
+            return True
+        self._calls.look()
+        return super().done()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the call and return the rows; None for a write.
@@ -155,7 +184,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
 
     def __del__(self) -> None:
         # No caller has observed the failure, and none can any more: the array raises it.
-        if getattr(self, "_observed", True) or os.getpid() != self._pid or not self.done():
+        if getattr(self, "_observed", True) or os.getpid() != self._pid or not super().done():
             return
         if not self.cancelled():
             self._calls.lose(super().exception(0))

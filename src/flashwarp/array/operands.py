@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,6 +227,11 @@ class Operands:
             raise DtypeError(f"out has dtype {view.dtype}, the array {self.dtype}")
         if not view.contiguous or view.read_only:
             raise ArgumentError("out must be contiguous and writable")
+        if view.library == "torch" and out.requires_grad and sys.modules["torch"].is_grad_enabled():
+            raise ArgumentError(
+                "out requires a gradient, and none flows through an array in a storage: use a "
+                "tensor that does not require a gradient, or torch.no_grad()"
+            )
         if isinstance(chosen, Index) and _overlap(chosen, view):
             raise ArgumentError(
                 "out overlaps the indices, which kernels read while they write out: copy them"

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
+from typing import Any, TypeAlias
 
 from flashwarp.array.launcher import Launcher
-from flashwarp.device import stream_handle
+from flashwarp.device import Launch, stream_handle
 from flashwarp.device.foreign import torch_dtype
-from flashwarp.errors import DtypeError
+from flashwarp.errors import DtypeError, FlashwarpError
 
-__all__ = ["TensorCalls"]
+__all__ = ["TensorCalls", "TensorRows"]
+
+TensorRows: TypeAlias = tuple[Any, int, tuple[int, int, int, int]]
+"""Of a gather: its result, the stream that it follows, and what `Launcher.gather_launch` takes."""
 
 
 class TensorCalls:
@@ -54,8 +57,8 @@ class TensorCalls:
             self._torch = torch
         return self._torch
 
-    def gather(self, idx: Any, out: Any, stream: object) -> tuple[Any, int] | None:
-        """Queue a gather; return the result and its stream, or None if it goes the ordinary way."""
+    def operands(self, idx: Any, out: Any, stream: object) -> TensorRows | None:
+        """Describe the operands of a gather; None if it goes the ordinary way."""
         index_bytes = self._index_bytes.get(idx.dtype)
         count = idx.numel()
         if index_bytes is None or not self._usable(idx, count):
@@ -73,22 +76,24 @@ class TensorCalls:
             or out.get_device() != self._ordinal
             or out.shape != shape
             or not out.is_contiguous()
+            or (out.requires_grad and self._torch.is_grad_enabled())
         ):
             return None
         indices, rows = idx.data_ptr(), out.data_ptr()
         apart = indices + count * index_bytes <= rows or rows + count * self._row_bytes <= indices
-        if not apart:
+        return (out, handle, (indices, count, index_bytes, rows)) if apart else None
+
+    def gather(self, idx: Any, out: Any, stream: object) -> tuple[Any, int] | None:
+        """Queue a gather; return the result and its stream, or None if it goes the ordinary way."""
+        found = self.operands(idx, out, stream)
+        if found is None:
             return None
-        launch, params = self._launcher.gather_launch(indices, count, index_bytes, rows)
+        out, handle, which = found
+        launch, params = self._launcher.gather_launch(*which)
         self._launcher.wake()
-        # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
-        known = handle in self._streams
-        self._streams.add(handle)
-        if not launch.after_own(params, handle):
-            if not known:
-                self._streams.discard(handle)
+        if not self._launched(launch, params, handle):
             return None
-        self._launcher.moved.add(count)
+        self._launcher.moved.add(which[1])
         return out, handle
 
     def prefetch(self, idx: Any, stream: object) -> int | None:
@@ -101,13 +106,22 @@ class TensorCalls:
         handle = current if stream is None else stream_handle(stream)
         launch, params = self._launcher.prefetch_launch(idx.data_ptr(), count, index_bytes)
         self._launcher.wake()
-        known = handle in self._streams
-        self._streams.add(handle)
-        if launch.after_own(params, handle):
-            return handle
-        if not known:
-            self._streams.discard(handle)
-        return None
+        return handle if self._launched(launch, params, handle) else None
+
+    def _launched(self, launch: Launch, params: bytes, stream: int) -> bool:
+        """Launch on a stream, and note it; return False if it is being captured."""
+        # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
+        known = stream in self._streams
+        self._streams.add(stream)
+        try:
+            launched = launch.after_own((params,), stream)
+        except FlashwarpError:
+            if not known:
+                self._streams.discard(stream)  # which may not exist
+            raise
+        if not launched and not known:
+            self._streams.discard(stream)
+        return launched
 
     def _usable(self, idx: Any, count: int) -> bool:
         return bool(

@@ -58,10 +58,31 @@ class Launch(ABC):
     ) -> None:
         """Launch it."""
 
-    def after_own(self, argument: bytes, stream: int) -> bool:
+    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
         """Launch it on a GPU's stream, after what the library's own stream has queued.
 
         Returns False, and does nothing, if the stream is being captured.
+        """
+        raise NotImplementedError
+
+    def append_after(
+        self,
+        arguments: tuple[bytes, ...],
+        others: tuple[int, ...],
+        stream: int,
+        end: driver.End,
+    ) -> bool:
+        """Launch it on a GPU's stream after the present work of others, and mark its end.
+
+        Returns False, and does nothing, if one of these streams is being captured. If an error is
+        raised and `end` has its entry, the launch runs, and its end is not marked.
+        """
+        raise NotImplementedError
+
+    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
+        """Launch it on a GPU's own stream, between the present and the later work of others.
+
+        Returns False, and does nothing, if one of these streams is being captured.
         """
         raise NotImplementedError
 
@@ -420,6 +441,10 @@ class Device(endings.Closing, ABC):
     @abstractmethod
     def synchronize(self, stream: object = None, timeout_s: float = TIMEOUT_S) -> None:
         """Block until one stream is done; waits for no other stream. Raises DeviceTimeout."""
+
+    def done(self, stream: object) -> bool:  # noqa: ARG002
+        """Return whether a stream is done; raises what a kernel on it has failed with."""
+        return True
 
     def alive(self) -> bool:
         """Return whether kernels can run: after a fault on a GPU none can. Does not block."""

@@ -295,6 +295,9 @@ class CudaDevice(Device):
         done = functools.partial(self.context.stream_done, handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
 
+    def done(self, stream: object) -> bool:
+        return self.context.stream_done(self._handle(stream))
+
     def alive(self) -> bool:
         try:
             self.context.stream_done(self._stream.handle)
@@ -358,6 +361,7 @@ class _CudaLaunch(Launch):
         self._device = device
         self._context = device.context
         self._size = kernel, blocks, block_threads
+        self._own = (device._stream.handle,)
 
     def __call__(
         self,
@@ -373,11 +377,31 @@ class _CudaLaunch(Launch):
         if end is None:
             self._context.launch(*self._size, arguments, handle)
         else:
-            self._context.launch_and_append(*self._size, arguments, handle, end)
+            self.append_after((*arguments,), (), handle, end)
 
-    def after_own(self, argument: bytes, stream: int) -> bool:
-        return self._context.launch_after(
-            self._device._stream.handle, self._device._mark, self._size, argument, stream
+    def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
+        if not self._size[1]:
+            return True
+        return self._context.launch_among(
+            self._own, False, self._device._mark, self._size, arguments, stream
+        )
+
+    def append_after(
+        self,
+        arguments: tuple[bytes, ...],
+        others: tuple[int, ...],
+        stream: int,
+        end: driver.End,
+    ) -> bool:
+        return self._context.launch_and_append(
+            others, self._device._mark, self._size, arguments, stream, end
+        )
+
+    def among(self, arguments: tuple[bytes, ...], others: tuple[int, ...]) -> bool:
+        if not self._size[1]:
+            return True
+        return self._context.launch_among(
+            others, True, self._device._mark, self._size, arguments, *self._own
         )
 
 

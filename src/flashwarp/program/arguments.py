@@ -11,7 +11,10 @@ import ctypes
 import math
 import numbers
 import struct
-from dataclasses import dataclass
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,14 @@ from flashwarp._jit import spelling
 from flashwarp._jit.program import LoadedKernel
 from flashwarp.array.array import Array
 from flashwarp.device import ArrayView, Device, DeviceMemory, stream_handle
-from flashwarp.errors import ArgumentError, CompileError, DeviceError, DtypeError, ReadOnlyError
+from flashwarp.errors import (
+    ArgumentError,
+    CaptureError,
+    CompileError,
+    DeviceError,
+    DtypeError,
+    ReadOnlyError,
+)
 
 __all__ = ["Launch", "Param", "parse_signature"]
 
@@ -29,11 +39,21 @@ __all__ = ["Launch", "Param", "parse_signature"]
 class Launch:
     """Orders one launch with the work of other libraries, if it uses their arrays."""
 
+    __slots__ = ("_neighbours", "_torch", "device", "handle", "ordinal", "stream")
+
     def __init__(self, device: Device, stream: object) -> None:
         self.device = device
+        self.ordinal = device.ordinal
         self.stream = stream
         self.handle = None if stream is None or device.kind == "cpu" else stream_handle(stream)
         self._neighbours: dict[int, None] = {}
+        self._torch = False  # whether torch's current stream is a neighbour
+
+    def meet_torch(self) -> None:
+        """Note that the launch uses a tensor."""
+        if not self._torch and self.handle is None:
+            self._torch = True
+            self._neighbours[self.device.current_stream("torch").handle] = None
 
     def view(self, array: object) -> ArrayView:
         """Describe an argument, and note the streams that may use it."""
@@ -46,20 +66,29 @@ class Launch:
                 self._neighbours[seen.stream] = None
         return seen
 
-    def begin(self) -> None:
-        """Order the launch after the libraries' present work, and after our own uploads."""
+    def run(
+        self, prepared: devices.Launch, params: tuple[bytes, ...], uses: Sequence[object]
+    ) -> None:
+        """Launch after the libraries' present work, and after our own uploads.
+
+        Unless the caller chose a stream, the libraries' next work waits for the launch.
+        """
+        if self.device.kind == "cpu":
+            prepared(params, None, uses)
+            return
         if self.handle is not None:
-            self.device.order(None, self.handle)
+            if not prepared.after_own(params, self.handle):
+                self.device.order(None, self.handle)
+                prepared(params, self.handle, uses)
             return
         self.device.refuse_capture("a launch without stream=", "give it the stream")
-        for handle in self._neighbours:
-            self.device.order(handle, None)
-
-    def end(self) -> None:
-        """Order the libraries' next work after the launch, unless the caller chose a stream."""
-        if self.stream is None:
-            for handle in self._neighbours:
-                self.device.order(None, handle)
+        others = (*self._neighbours,)
+        if not prepared.among(params, others):
+            captured = next(each for each in others if self.device.capture(each) is not None)
+            raise CaptureError(
+                f"an argument of the launch is in use on stream {captured:#x}, which is being "
+                "captured into a CUDA graph: give the launch that stream"
+            )
 
 
 def parse_signature(signature: str, loaded: LoadedKernel) -> tuple[str, list[Param]]:
@@ -125,8 +154,23 @@ class _ArrayParam(Param):
     element_bytes: int
     constant: bool
     rank: int
+    # The array that was packed last, if any, and its bytes: a launch in a loop repeats them.
+    _last: list[tuple[weakref.ref[Array], bytes]] = field(
+        default_factory=list, compare=False, repr=False
+    )
 
     def pack(self, argument: object, launch: Launch) -> bytes:
+        last = self._last
+        if last:
+            array, packed = last[0]
+            # The caller checks whether the array is open, before each launch.
+            if array() is argument and argument is not None:
+                return packed
+        packed = self._pack(argument, launch)
+        self._last[:] = [(weakref.ref(argument), packed)]  # type: ignore[arg-type]
+        return packed
+
+    def _pack(self, argument: object, launch: Launch) -> bytes:
         if not isinstance(argument, Array):
             raise ArgumentError(
                 f"{self.place} takes a flashwarp.Array, not {type(argument).__name__}"
@@ -158,6 +202,8 @@ class _ArrayParam(Param):
         return handle
 
 
+_ADDRESS = struct.Struct("<Q")
+
 _ARRAY_PROTOCOLS = (
     "__flashwarp_view__",
     "__cuda_array_interface__",
@@ -171,9 +217,24 @@ class _PointerParam(Param):
     element: str
     element_bytes: int
     constant: bool
+    # Of tensors on the GPU that the parameter has taken.
+    _torch_dtypes: set[object] = field(default_factory=set, compare=False, repr=False)
 
     def pack(self, argument: object, launch: Launch) -> bytes:
-        return struct.pack("<Q", self._address(argument, launch))
+        if self._torch_dtypes:
+            # What every launch asks anew, since a tensor may have been changed.
+            torch: Any = sys.modules["torch"]
+            tensor: Any = argument
+            if (
+                type(argument) is torch.Tensor
+                and tensor.dtype in self._torch_dtypes
+                and tensor.layout is torch.strided
+                and tensor.get_device() == launch.ordinal
+                and tensor.is_contiguous()
+            ):
+                launch.meet_torch()
+                return _ADDRESS.pack(tensor.data_ptr())
+        return _ADDRESS.pack(self._address(argument, launch))
 
     def _address(self, argument: object, launch: Launch) -> int:
         if argument is None:
@@ -192,6 +253,8 @@ class _PointerParam(Param):
             )
         seen = launch.view(argument)
         self._check(seen, launch.device)
+        if seen.library == "torch" and seen.device_kind == "cuda":
+            self._torch_dtypes.add(argument.dtype)  # type: ignore[attr-defined]
         return seen.address
 
     def _memory_address(self, memory: DeviceMemory, launch: Launch) -> int:

@@ -17,6 +17,7 @@ from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.array.array import Array
+from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
@@ -287,14 +288,14 @@ class Kernel(endings.NotCopied):
         if prepared is None:
             prepared = self._prepare(warps, block_threads)
         arrays = [argument for argument in arguments if isinstance(argument, Array)]
-        launch_in_turn = functools.partial(self._launch, prepared, arguments, arrays, stream)
         if not arrays:
-            launch_in_turn()
+            self._launch(prepared, arguments, arrays, stream)
             return
-        self._check_policies(arrays)
-        caches = {array.cache for array in arrays}
+        caches = [array.cache for array in arrays]
+        self._check_policies(caches)
         # All launches take turns in one order, so that two never wait for each other.
-        ordered = caches if len(caches) == 1 else sorted(caches, key=id)
+        ordered = caches if len(caches) == 1 else sorted({*caches}, key=id)
+        launch_in_turn = functools.partial(self._launch, prepared, arguments, arrays, stream)
         endings.holding([cache.turn for cache in ordered], launch_in_turn)
 
     def _prepare(self, warps: int | None, block_threads: int) -> devices.Launch:
@@ -325,17 +326,15 @@ class Kernel(endings.NotCopied):
         try:
             for array in arrays:
                 uses += array._join_launch(stream)
-            launch.begin()
-            prepared(packed, launch.handle, uses)
-            launch.end()
+            launch.run(prepared, (*packed,), uses)
         finally:
             # A kept exception keeps this frame. That must not keep the arrays' files open.
             uses.clear()
 
-    def _check_policies(self, arrays: Sequence[Array]) -> None:
+    def _check_policies(self, caches: Sequence[Cache]) -> None:
         # The policy is compiled into the code, and another one may use words that the cache lacks.
-        for array in arrays:
-            wanted = array.cache.policy
+        for cache in caches:
+            wanted = cache.policy
             if wanted is not self._policy and wanted != self._policy:
                 raise ArgumentError(
                     f"{self.name} was compiled for caches with policy {self._policy.name!r}, and "
