@@ -33,7 +33,7 @@ inline constexpr uint32_t kPieces = 4;
 inline constexpr uint32_t kStagingTries = 32;
 inline constexpr uint32_t kStagingLocks = 1024;
 
-namespace detail {
+namespace staging {
 
 static __device__ uint32_t staging_locks[kStagingLocks];
 
@@ -97,7 +97,7 @@ FW_DEVICE void store_piece(uint32_t mask, char* to, uint32_t from, uint32_t byte
   }
 }
 
-}  // namespace detail
+}  // namespace staging
 
 // Whether `copy_staged` can copy this, and is the faster way.
 FW_DEVICE bool is_staged(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes) {
@@ -113,7 +113,7 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
   __shared__ alignas(8) uint64_t arrivals[kPieces];
   const uint32_t leader = base::lowest_bit(mask);
   const bool leads = lane() == leader;
-  uint32_t* lock = &detail::staging_locks[blockIdx.x % kStagingLocks];
+  uint32_t* lock = &staging::staging_locks[blockIdx.x % kStagingLocks];
   bool got = false;
   if (leads) {
     for (uint32_t k = 0; k < kStagingTries && !got; k++) {
@@ -123,18 +123,18 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
     }
   }
   if (!broadcast(mask, got, leader)) return false;
-  const uint32_t from = detail::shared_address(buffer);
-  const uint32_t barriers = detail::shared_address(arrivals);
+  const uint32_t from = staging::shared_address(buffer);
+  const uint32_t barriers = staging::shared_address(arrivals);
   const uint32_t end = uint32_t(bytes);
   const auto fetch = [&](uint32_t begin) {
     const uint32_t place = begin / kPieceBytes % kPieces;
     const uint32_t rest = end - begin;
-    detail::fetch_piece(from + place * kPieceBytes, origin + begin,
+    staging::fetch_piece(from + place * kPieceBytes, origin + begin,
                         rest < kPieceBytes ? rest : kPieceBytes, barriers + place * 8);
   };
   if (leads) {
-    for (uint32_t place = 0; place < kPieces; place++) detail::init_barrier(barriers + place * 8);
-    detail::fence_proxies();
+    for (uint32_t place = 0; place < kPieces; place++) staging::init_barrier(barriers + place * 8);
+    staging::fence_proxies();
     for (uint32_t at = 0; at < end && at < kPieces * kPieceBytes; at += kPieceBytes) fetch(at);
   }
   // The barriers are there before any lane waits at them.
@@ -143,20 +143,20 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
   for (uint32_t at = 0; at < end; at += kPieceBytes) {
     const uint32_t number = at / kPieceBytes;
     const uint32_t place = number % kPieces;
-    detail::wait_for_phase(barriers + place * 8, number / kPieces & 1);
+    staging::wait_for_phase(barriers + place * 8, number / kPieces & 1);
     const uint32_t rest = end - at;
-    detail::store_piece(mask, to + at, from + place * kPieceBytes,
+    staging::store_piece(mask, to + at, from + place * kPieceBytes,
                         rest < kPieceBytes ? rest : kPieceBytes);
     // All lanes have loaded the piece before another takes its place.
     sync(mask);
     const uint32_t next = at + kPieces * kPieceBytes;
     if (leads && next < end) {
-      detail::fence_proxies();
+      staging::fence_proxies();
       fetch(next);
     }
   }
   if (leads) {
-    for (uint32_t place = 0; place < kPieces; place++) detail::end_barrier(barriers + place * 8);
+    for (uint32_t place = 0; place < kPieces; place++) staging::end_barrier(barriers + place * 8);
     // Release: our loads from the buffer are over.
     atomic::store_release(lock, uint32_t(0));
   }
