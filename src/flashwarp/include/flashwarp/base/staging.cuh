@@ -130,7 +130,7 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
     const uint32_t place = begin / kPieceBytes % kPieces;
     const uint32_t rest = end - begin;
     staging::fetch_piece(from + place * kPieceBytes, origin + begin,
-                        rest < kPieceBytes ? rest : kPieceBytes, barriers + place * 8);
+                         rest < kPieceBytes ? rest : kPieceBytes, barriers + place * 8);
   };
   if (leads) {
     for (uint32_t place = 0; place < kPieces; place++) staging::init_barrier(barriers + place * 8);
@@ -146,7 +146,7 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
     staging::wait_for_phase(barriers + place * 8, number / kPieces & 1);
     const uint32_t rest = end - at;
     staging::store_piece(mask, to + at, from + place * kPieceBytes,
-                        rest < kPieceBytes ? rest : kPieceBytes);
+                         rest < kPieceBytes ? rest : kPieceBytes);
     // All lanes have loaded the piece before another takes its place.
     sync(mask);
     const uint32_t next = at + kPieces * kPieceBytes;
