@@ -96,33 +96,36 @@ bool fault_guard_holds() {
          now.sa_sigaction == &on_bus_error;
 }
 
-CopyResult guarded_copy(void* target, const void* source, size_t n) {
-  if (!signal_reaches_thread()) return CopyResult::kFailed;
-  const auto* from = static_cast<const char*>(source);
+void guarded_copy(GuardedCopy* copies, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) copies[i].result = CopyResult::kFailed;
+  if (!signal_reaches_thread()) return;
   Guard guard;
-  guard.begin = reinterpret_cast<uintptr_t>(source);
-  guard.end = guard.begin + n;
-  // Without saving the signal mask, which is a system call: the handler unblocks the signal itself.
-  if (sigsetjmp(guard.resume, 0) != 0) {
+  volatile uint32_t next = 0;
+  // A fault resumes here, behind the copy that it has ended. Without saving the signal mask, which
+  // is a system call: the handler unblocks the signal itself.
+  sigsetjmp(guard.resume, 0);
+  while (next < count) {
+    GuardedCopy& copy = copies[next];
+    next = next + 1;
+    guard.begin = reinterpret_cast<uintptr_t>(copy.source);
+    guard.end = guard.begin + copy.nbytes;
+    active = &guard;
+    // Orders these stores against the handler, which runs in this thread.
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+    if constexpr (FW_TSAN != 0) {
+      // Frames may be read while they are filled; in that build only atomic accesses may race.
+      warp::copy<warp::source::kStream>(warp::kFullMask, reinterpret_cast<uint64_t>(copy.target),
+                                        guard.begin, copy.nbytes);
+    } else {
+      std::memcpy(copy.target, copy.source, copy.nbytes);
+    }
+    // Acquire: the second load of the last byte comes after the loads of the copy.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const char last = static_cast<const volatile char*>(copy.source)[copy.nbytes - 1];
+    std::atomic_signal_fence(std::memory_order_seq_cst);
     active = nullptr;
-    return CopyResult::kFailed;
+    copy.result = last == 0 ? CopyResult::kEndsWithZero : CopyResult::kCopied;
   }
-  active = &guard;
-  // Orders these stores against the handler, which runs in this thread.
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  if constexpr (FW_TSAN != 0) {
-    // Frames may be read while they are filled; in that build only atomic accesses may race.
-    warp::copy<warp::source::kStream>(warp::kFullMask, reinterpret_cast<uint64_t>(target),
-                                      guard.begin, n);
-  } else {
-    std::memcpy(target, source, n);
-  }
-  // Acquire: the second load of the last byte comes after the loads of the copy.
-  std::atomic_thread_fence(std::memory_order_acquire);
-  const char last = *static_cast<const volatile char*>(from + n - 1);
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-  active = nullptr;
-  return last == 0 ? CopyResult::kEndsWithZero : CopyResult::kCopied;
 }
 
 }  // namespace fw::native

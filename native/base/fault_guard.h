@@ -47,8 +47,15 @@ enum class CopyResult {
   kFailed,        // a part of the source could not be read; the target is undefined
 };
 
-// Copies `n` > 0 bytes from a mapping. The handler must be installed. Reads the last byte again at
-// the end: if it is not zero, the file was not truncated before.
-CopyResult guarded_copy(void* target, const void* source, size_t n);
+struct GuardedCopy {
+  void* target;
+  const void* source;
+  size_t nbytes;  // more than 0
+  CopyResult result;
+};
+
+// Makes copies from mappings, and sets their results. The handler must be installed. Reads the last
+// byte of each again at its end: if it is not zero, the file was not truncated before.
+void guarded_copy(GuardedCopy* copies, uint32_t count);
 
 }  // namespace fw::native

@@ -33,6 +33,7 @@ class CpuPool {
   uint32_t threads() const { return thread_count_; }
 
  private:
+  struct Taken;
   struct Workers;
   const uint32_t thread_count_;
   std::unique_ptr<Workers> workers_;

@@ -74,6 +74,10 @@ class Controller {
   // returns 0), -1 if the controller has stopped.
   virtual int serve_some(uint32_t first_queue) = 0;
 
+  // The storage whose bytes a thread may copy without a command (`Storage::copy_cached`), if a
+  // queue pair permits it; null: each read passes the controller.
+  virtual Storage* host_storage() { return nullptr; }
+
   virtual ControllerProgress progress() const = 0;
 
   // Returns and forgets the failures since the last call, oldest first.

@@ -361,6 +361,19 @@ int FileStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* f
   return EAGAIN;
 }
 
+void FileStorage::copy_cached(base::host_copy* copies, uint32_t count) {
+  if (direct() || window_ == nullptr) return;
+  window_->read_each(copies, count);
+  if (census_ == nullptr) return;
+  for (uint32_t i = 0; i < count; ++i) {
+    if (copies[i].done) note_read(copies[i].offset, copies[i].bytes, false);
+  }
+}
+
+bool FileStorage::has_cached(uint64_t offset, uint64_t n) {
+  return !direct() && window_ != nullptr && window_->has(offset, n);
+}
+
 int FileStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
   if (int status = check_extent(offset, n)) return fail(status, offset, n, failure);

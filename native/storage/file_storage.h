@@ -58,6 +58,8 @@ class FileStorage final : public Storage {
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
   int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
+  void copy_cached(base::host_copy* copies, uint32_t count) override;
+  bool has_cached(uint64_t offset, uint64_t n) override;
   bool writes_inline() const override { return !direct(); }
   bool resolve(const Request& request, PieceList& pieces) override;
   bool resolve_flush(PieceList& pieces) override;

@@ -20,11 +20,9 @@
 namespace fw::native {
 namespace {
 
-// The smallest page of any machine, which gives the most flags of a chunk.
-constexpr uint64_t kSystemPageBytesMin = 4096;
-
-// Residency is looked up for this much at a time. It costs 2 us of kernel time, or 1 ms for a GiB.
-constexpr uint64_t kChunkBytes = 2 << 20;
+constexpr uint64_t kChunkBytes = PageCacheWindow::kChunkBytes;
+constexpr uint64_t kSystemPageBytesMin = PageCacheWindow::kSystemPageBytesMin;
+constexpr uint64_t kPagesMax = kChunkBytes / kSystemPageBytesMin;
 
 // How long a look is valid. Memory pressure takes seconds to empty a page cache in use. A page that
 // was evicted since the look is read by a fault, which is correct, but the thread cannot serve the
@@ -68,6 +66,13 @@ int64_t coarse_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
   return int64_t(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+// Loads the first bytes of a copy to come. The processor fetches the rest by itself.
+void fetch(const std::byte* from, uint64_t n) {
+  constexpr uint64_t kFetchBytes = 64;
+  constexpr uint64_t kMemoryLine = 64;
+  for (uint64_t i = 0; i < n && i < kFetchBytes; i += kMemoryLine) __builtin_prefetch(from + i);
 }
 
 bool has_size(int fd, uint64_t nbytes) {
@@ -120,14 +125,49 @@ PageCacheWindow::~PageCacheWindow() { munmap(map_, file_end_ - map_offset_); }
 
 bool PageCacheWindow::read(uint64_t offset, void* target, size_t n) {
   if (n == 0) return true;
+  base::host_copy copy = {offset, reinterpret_cast<uint64_t>(target), n, false};
+  read_each(&copy, 1);
+  return copy.done;
+}
+
+void PageCacheWindow::read_each(base::host_copy* copies, uint32_t count) {
   const int64_t now = coarse_ns();
-  const uint64_t begin = file_begin_ + offset;
-  const uint64_t end = begin + n;
-  if (!guard_holds(now) || !is_resident(begin, end, now)) return false;
-  const CopyResult result = guarded_copy(target, map_ + (begin - map_offset_), n);
+  if (!guard_holds(now)) return;
+  for (; count != 0; copies += std::min(count, kBatchMax), count -= std::min(count, kBatchMax)) {
+    read_batch(copies, std::min(count, kBatchMax), now);
+  }
+}
+
+void PageCacheWindow::read_batch(base::host_copy* copies, uint32_t count, int64_t now_ns) {
+  std::array<GuardedCopy, kBatchMax> guarded;
+  std::array<base::host_copy*, kBatchMax> whose;
+  uint32_t found = 0;
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint64_t begin = file_begin_ + copies[i].offset;
+    const uint64_t end = begin + copies[i].bytes;
+    if (copies[i].bytes == 0 || end > file_end_ || !is_resident(begin, end, now_ns)) continue;
+    const std::byte* source = map_ + (begin - map_offset_);
+    fetch(source, copies[i].bytes);
+    whose[found] = &copies[i];
+    guarded[found++] = {reinterpret_cast<void*>(copies[i].target), source, copies[i].bytes, {}};
+  }
+  guarded_copy(guarded.data(), found);
+  uint64_t end_of_zeros = 0;
+  for (uint32_t i = 0; i < found; ++i) {
+    if (guarded[i].result != CopyResult::kEndsWithZero) continue;
+    end_of_zeros = std::max(end_of_zeros, whose[i]->offset + whose[i]->bytes);
+  }
   // Behind the end of a truncated file, the rest of its last page reads as zeros.
-  return result == CopyResult::kCopied ||
-         (result == CopyResult::kEndsWithZero && has_size(fd_, end));
+  const bool whole = end_of_zeros == 0 || has_size(fd_, file_begin_ + end_of_zeros);
+  for (uint32_t i = 0; i < found; ++i) {
+    whose[i]->done = guarded[i].result == CopyResult::kCopied ||
+                     (guarded[i].result == CopyResult::kEndsWithZero && whole);
+  }
+}
+
+bool PageCacheWindow::has(uint64_t offset, size_t n) {
+  const uint64_t begin = file_begin_ + offset;
+  return begin + n <= file_end_ && is_resident(begin, begin + n, coarse_ns());
 }
 
 bool PageCacheWindow::guard_holds(int64_t now_ns) {
@@ -139,39 +179,56 @@ bool PageCacheWindow::guard_holds(int64_t now_ns) {
   return guard_holds_.load(std::memory_order_relaxed);
 }
 
+// Whether all pages of [begin, end) of the file were in the page cache at the last look.
 bool PageCacheWindow::is_resident(uint64_t begin, uint64_t end, int64_t now_ns) {
   const uint32_t second = uint32_t(now_ns / kLookValidNs) + 1;
   while (begin < end) {
     const uint64_t chunk = round_down(begin, kChunkBytes);
-    const uint64_t chunk_end = chunk + kChunkBytes;
-    const uint64_t stop = std::min(end, chunk_end);
-    // Relaxed: the mark orders no other memory.
+    const uint64_t stop = std::min(end, chunk + kChunkBytes);
     Seen& seen = seen_[(chunk - map_offset_) / kChunkBytes];
-    if (seen.load(std::memory_order_relaxed) != second) {
-      if (look(chunk, std::min(file_end_, chunk_end))) {
-        seen.store(second, std::memory_order_relaxed);
-      } else if (!look(begin, stop)) {
-        return false;
-      }
+    // Acquire: a thread that sees the time of a look sees its result, or a newer one.
+    if (seen.second.load(std::memory_order_acquire) != second) {
+      look(chunk, std::min(file_end_, chunk + kChunkBytes), seen);
+      seen.second.store(second, std::memory_order_release);
     }
+    if (!seen.has(begin - chunk, stop - chunk)) return false;
     begin = stop;
   }
   return true;
 }
 
-// Whether all pages of a range of the file are in the page cache.
-bool PageCacheWindow::look(uint64_t begin, uint64_t end) const {
+bool PageCacheWindow::Seen::has(uint64_t begin, uint64_t end) const {
+  // Relaxed: the flags order no other memory.
+  if (whole.load(std::memory_order_relaxed)) return true;
+  for (uint64_t page = begin / kSystemPageBytesMin; page * kSystemPageBytesMin < end; ++page) {
+    const uint64_t word = pages[page / 64].load(std::memory_order_relaxed);
+    if (((word >> (page % 64)) & 1) == 0) return false;
+  }
+  return true;
+}
+
+// Looks at the pages of a chunk.
+void PageCacheWindow::look(uint64_t begin, uint64_t end, Seen& seen) const {
   static const uint64_t page_bytes = uint64_t(sysconf(_SC_PAGESIZE));
-  begin = round_down(begin, page_bytes);
-  const uint64_t pages = round_up(end - begin, page_bytes) / page_bytes;
-  CachestatRange range = {begin, pages * page_bytes};
-  Cachestat found;
-  if (syscall(kCachestat, fd_, &range, &found, 0) == 0) return found.cached == pages;
-  if (errno != ENOSYS) return false;
-  std::array<unsigned char, kChunkBytes / kSystemPageBytesMin> flags;
-  return mincore(map_ + (begin - map_offset_), pages * page_bytes, flags.data()) == 0 &&
-         std::all_of(flags.begin(), flags.begin() + pages,
-                     [](unsigned char flag) { return (flag & 1) != 0; });
+  const uint64_t count = round_up(end - begin, page_bytes) / page_bytes;
+  CachestatRange range = {begin, count * page_bytes};
+  Cachestat found = {};
+  const bool counted = syscall(kCachestat, fd_, &range, &found, 0) == 0;
+  const bool whole = counted && found.cached == count;
+  seen.whole.store(whole, std::memory_order_relaxed);
+  if (whole) return;
+  for (std::atomic<uint64_t>& word : seen.pages) word.store(0, std::memory_order_relaxed);
+  if (!counted && errno != ENOSYS) return;
+  std::array<unsigned char, kPagesMax> flags;
+  if (mincore(map_ + (begin - map_offset_), count * page_bytes, flags.data()) != 0) return;
+  const auto is_cached = [](unsigned char flag) { return (flag & 1) != 0; };
+  // To a process that may not write the file, mincore says that it has all pages.
+  const bool all = std::all_of(flags.begin(), flags.begin() + count, is_cached);
+  if (all && counted) return;
+  for (uint64_t i = 0; i < count * page_bytes / kSystemPageBytesMin; ++i) {
+    if (!is_cached(flags[i * kSystemPageBytesMin / page_bytes])) continue;
+    seen.pages[i / 64].fetch_or(uint64_t(1) << (i % 64), std::memory_order_relaxed);
+  }
 }
 
 }  // namespace fw::native

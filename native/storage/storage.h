@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "flashwarp/base/platform.cuh"
 
 namespace fw::native {
 
@@ -134,6 +135,13 @@ class Storage {
 
   // As `read`, but returns EAGAIN instead of waiting for bytes that are not in memory.
   virtual int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure = nullptr) = 0;
+
+  // Makes those of `copies` whose bytes are in memory now, and marks them as done. Waits for
+  // nothing. A storage that every read has to pass makes none.
+  virtual void copy_cached(base::host_copy* /*copies*/, uint32_t /*count*/) {}
+
+  // Whether `copy_cached` would make a copy of [offset, offset + n).
+  virtual bool has_cached(uint64_t /*offset*/, uint64_t /*n*/) { return false; }
 
   // Whether `write` only copies into memory or the page cache.
   virtual bool writes_inline() const = 0;

@@ -47,6 +47,12 @@ class Stats:
     """Of `misses`, those of kernels that access the array element by element."""
     kernel_bytes_read: int = 0
     """Of `bytes_read`, the bytes for `kernel_misses`."""
+    bypasses: int = 0
+    """Of `misses`, those that left no line in the cache.
+
+    On the CPU device, gathers that are larger than the cache copy rows out of the page cache
+    straight to the caller. Such a row is a miss again the next time.
+    """
 
     @property
     def hit_rate(self) -> float:

@@ -154,13 +154,26 @@ def test_advice_names_the_figure_and_the_way_out(usage: Usage, told: tuple[str, 
     assert found[0].endswith(".")
 
 
-# The figures are those of real arrays.
+# The figures are those of real arrays, whose reads take commands as those past the page cache do.
 
 
 def opened(folder: Path, columns: int, mib: int = 16, **options: Any) -> fw.Array:
     path = folder / "x.npy"
     np.save(path, np.zeros((mib * MIB // (8 * columns), columns), np.int64))
-    return fw.open(path, device="cpu", **options)
+    return fw.open(path, device="cpu", controller=fw.SoftwareController(commands=True), **options)
+
+
+def test_short_rows_that_are_copied_out_of_the_page_cache_are_advised_nothing(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.ones((4096, 64), np.int64))
+    with fw.open(path, device="cpu", cache="1 MiB", o_direct=False) as x:
+        for seed in range(4):
+            x.gather(np.random.default_rng(seed).permutation(len(x)))
+
+        assert x.stats.io_amplification == 1
+        assert x.explain().advice == ()
 
 
 def test_short_rows_at_random_are_advised_a_line_that_fits(tmp_path: Path) -> None:

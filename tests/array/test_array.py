@@ -373,7 +373,12 @@ def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) 
     index = np.random.default_rng(0).permutation(4096)
     for o_direct in (False, True):
         with fw.open(
-            tmp_path / "x.npy", device="cpu", line=512, cache="64 KiB", o_direct=o_direct
+            tmp_path / "x.npy",
+            device="cpu",
+            line=512,
+            cache="64 KiB",
+            o_direct=o_direct,
+            controller=fw.SoftwareController(commands=True),
         ) as x:
             assert x._attachment.launcher.look_ahead() > 0, "nothing is known before the first rows"
 
@@ -385,7 +390,13 @@ def test_rows_are_looked_ahead_for_only_where_the_storage_waits(tmp_path: Path) 
 
 def test_prefetched_rows_come_without_another_call(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", random_array((64, 128), np.float32))
-    with fw.open(tmp_path / "x.npy", device="cpu", line=512, cache="256 KiB") as x:
+    with fw.open(
+        tmp_path / "x.npy",
+        device="cpu",
+        line=512,
+        cache="256 KiB",
+        controller=fw.SoftwareController(commands=True),
+    ) as x:
         x.prefetch(slice(0, 32))
 
         end = time.monotonic() + 10
@@ -492,7 +503,10 @@ def test_bytes_after_the_data_are_never_written(tmp_path: Path) -> None:
 
 def test_stats_add_up(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", random_array((256, 128), np.float32))  # a row is a line
-    with fw.open(tmp_path / "x.npy", "r+", device="cpu", line=512, cache="256 KiB") as x:
+    controller = fw.SoftwareController(commands=True)
+    with fw.open(
+        tmp_path / "x.npy", "r+", device="cpu", line=512, cache="256 KiB", controller=controller
+    ) as x:
         assert x.stats.commands == 0
         x.gather(np.arange(256))
         cold = x.stats

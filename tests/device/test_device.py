@@ -210,8 +210,8 @@ def test_cpu_launch_hands_bytes_to_the_native_pool(device: CpuDevice) -> None:
     device.close()
 
     assert pool.calls == [
-        (index, [struct], 1, [memory]),
-        (index, [struct], 2, []),
+        (index, [struct], 1, (memory,)),
+        (index, [struct], 2, ()),
         ("close",),
     ]
 

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "device_threads.h"
+#include "flashwarp/cache/read_around.cuh"
 #include "flashwarp/kernels/maintenance.cuh"
 
 using namespace fw::stress;
@@ -176,6 +177,9 @@ class Rig {
             return op.value;
           });
           break;
+        case 6:
+          check_batch(which, element, seen[which], random);
+          break;
         default:
           check(which, element, seen[which], [&] { return v.array[element]; });
       }
@@ -241,12 +245,44 @@ class Rig {
   template <typename Load>
   void check(uint32_t which, uint32_t element, std::vector<uint32_t>& seen, Load load) {
     const uint32_t finished = volumes_[which].finished[element].load(std::memory_order_acquire);
-    const uint64_t got = load();
+    check_value(which, element, finished, seen, load());
+  }
+
+  void check_value(uint32_t which, uint32_t element, uint32_t finished, std::vector<uint32_t>& seen,
+                   uint64_t got) {
     const uint32_t version = uint32_t(got);
     const uint64_t oldest = value_of(which, element, std::max(finished, seen[element]));
     if (got >> 32 != oldest >> 32) fail("a value of another place", element, got, oldest);
     if (version < uint32_t(oldest)) fail("an old value", element, got, oldest);
     seen[element] = version;
+  }
+
+  // Reads elements in a batch, as gathers do: out of frames, and around the cache.
+  void check_batch(uint32_t which, uint32_t first, std::vector<uint32_t>& seen,
+                   std::mt19937& random) {
+    using reader = cache::piece_reader<fw::policy>;
+    const fw::array<uint64_t>& a = volumes_[which].array;
+    cache::piece pieces[reader::kBatch];
+    uint64_t values[reader::kBatch];
+    uint32_t elements[reader::kBatch];
+    uint32_t finished[reader::kBatch];
+    const uint32_t count = 1 + random() % reader::kBatch;
+    for (uint32_t i = 0; i < count; ++i) {
+      elements[i] = i == 0 ? first : random() % g_.elements;
+      finished[i] = volumes_[which].finished[elements[i]].load(std::memory_order_acquire);
+      pieces[i] = {a.line_of(elements[i]), a.offset_of(elements[i]), 8, address(&values[i])};
+    }
+    cache::tally tally;
+    reader around(a.geometry, *a.volume, true);
+    const uint32_t rest = around.read(pieces, count, tally);
+    tally.add_to(*a.volume, fw::warp::active());
+    for (uint32_t i = 0; i < count; ++i) {
+      if (((rest >> i) & 1) == 0) {
+        check_value(which, elements[i], finished[i], seen, values[i]);
+      } else {
+        check(which, elements[i], seen, [&] { return a[elements[i]]; });
+      }
+    }
   }
 
   uint32_t replicas() const { return g_.spread == cache::kReplicated ? g_.namespaces : 1; }

@@ -6,8 +6,10 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <thread>
@@ -64,6 +66,7 @@ inline native::QueuePairAddresses make_queue_pair(Arena& arena, nvme::queue_pair
     q.data.buffers = address(arena.allocate<char>(size));
     regions.emplace_back(q.data.buffers, size);
   }
+  q.cached_reads = path == nvme::kDirect;
   q.depth_log2 = depth_log2;
   q.id = id;
   return {address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell), depth, id};
@@ -80,6 +83,7 @@ class Controllers {
              const Regions& regions, const native::ControllerOptions& options) {
     controllers_.push_back(std::make_unique<native::SoftwareController>(
         std::make_shared<native::MemoryStorage>(data, bytes, true), pairs, regions, options));
+    for (const native::QueuePairAddresses& pair : pairs) data_of_[pair.sq] = data;
     controllers_.back()->start();
   }
 
@@ -90,6 +94,8 @@ class Controllers {
     for (uint32_t i = 0; i < kThreads; ++i) {
       threads.emplace_back([&, i] {
         base::this_thread = {i, kThreads, &serve, this};
+        base::this_thread.find = &find;
+        base::this_thread.find_argument = this;
         work(i);
       });
     }
@@ -106,6 +112,36 @@ class Controllers {
     return moved;
   }
 
+  // Copies words out of the namespaces, to frames and to callers, slowly, so that other threads can
+  // store to a line that was absent, and write it back, meanwhile. What has changed during the copy
+  // is torn: a value that no thread has stored takes its place. Some copies are not made, as those
+  // of pages that have gone: their targets are undefined.
+  static base::host_source find(void* self, const void* sq) {
+    const auto& data_of = static_cast<Controllers*>(self)->data_of_;
+    const auto found = data_of.find(address(sq));
+    if (found == data_of.end()) return {};
+    return {&copy, &has, found->second};
+  }
+  static void copy(void* data, base::host_copy* copies, uint32_t count) {
+    for (bool again : {false, true}) {
+      for (uint32_t i = 0; i < count; ++i) {
+        if (i % 4 == 0) std::this_thread::yield();
+        for (uint64_t k = 0; k < copies[i].bytes; k += 8) {
+          const char* from = static_cast<const char*>(data) + copies[i].offset + k;
+          auto* to = reinterpret_cast<uint64_t*>(copies[i].target + k);
+          const uint64_t value = atomic::raw<8>::load(from);
+          // Relaxed atomic: readers of a frame may look at it while it is filled.
+          const bool torn = again && value != atomic::load_relaxed(to);
+          atomic::store_relaxed(to, torn ? ~uint64_t(0) : value);
+        }
+        if (again) copies[i].done = ++copies_ % 4 != 0;
+      }
+    }
+  }
+  static bool has(void*, uint64_t, uint64_t) { return true; }
+  static inline thread_local uint32_t copies_ = 0;
+
+  std::map<uint64_t, void*> data_of_;  // by the address of an SQ
   std::vector<std::unique_ptr<native::Controller>> controllers_;
 };
 

@@ -59,6 +59,7 @@ class SoftwareController final : public Controller {
   void launch_ends() override;
   int serve_some(uint32_t first_queue) override;
 
+  Storage* host_storage() override { return serving() ? context_.storage.get() : nullptr; }
   ControllerProgress progress() const override;
   std::vector<ErrorRecord> take_errors() override { return context_.errors.take(); }
   Description describe() const override;

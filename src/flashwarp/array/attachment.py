@@ -152,7 +152,8 @@ class Attachment(endings.NotCopied):
 
     def finish(self, what: str, stream: int | None) -> None:
         """Wait for a stream, and raise the failures of its launches; `what` names them."""
-        self.device.synchronize(stream, timeout_s=time_limit_s())
+        if not self.launcher.on_cpu:  # launches there end before they return
+            self.device.synchronize(stream, timeout_s=time_limit_s())
         if stream is not None:
             self._streams.discard(stream)
         self._raise_failure(what)

@@ -87,6 +87,8 @@ class Rows:
 def is_foreign(key: object) -> bool:
     """Return whether this is an array of another library. The host may not reach its elements."""
     kind = type(key)
+    if kind is np.ndarray:
+        return False
     return (hasattr(kind, "__dlpack__") and not isinstance(key, np.ndarray | np.generic)) or (
         # Of the object: for a tensor of torch, the attribute takes microseconds.
         hasattr(key, "__cuda_array_interface__")

@@ -154,7 +154,8 @@ def host_indices(indices: object, length: int) -> npt.NDArray[np.int64]:
     if array.dtype == np.uint64 and array.size and array.max() >= np.uint64(1 << 63):
         raise BoundsError(f"index {array.max()} is out of bounds for length {length}")
     array = np.ascontiguousarray(array, np.int64).reshape(array.shape)
-    if array.size:
+    # As unsigned numbers, negative ones are larger than all lengths: one pass finds both bounds.
+    if array.size and array.view(np.uint64).max() >= length:
         low, high = array.min(), array.max()
         if low < -length or high >= length:
             bad = array.reshape(-1)[np.argmax((array < -length) | (array >= length))]

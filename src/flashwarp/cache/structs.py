@@ -95,6 +95,6 @@ class CountersStruct(ctypes.Structure):
     _fields_ = (
         *u64("hits", "misses", "evictions", "write_backs", "bytes_read", "bytes_written"),
         *u64("bytes_used", "errors", "tier_hits", "tier_lines", "kernel_misses"),
-        *u64("kernel_bytes_read"),
-        ("_reserved", ctypes.c_uint64 * 4),
+        *u64("kernel_bytes_read", "bypasses"),
+        ("_reserved", ctypes.c_uint64 * 3),
     )

@@ -173,17 +173,7 @@ class CpuDevice(Device):
         uses: Sequence[object] = (),
         end: End | None = None,
     ) -> None:
-        self._check_usable()
-        threads = self.threads if warps is None else min(warps, self.threads)
-        if threads <= 0:
-            return
-        program, index = kernel.handle
-        try:
-            self._pool.launch_program(program, index, list(arguments), threads, list(uses))
-        except FlashwarpError:
-            raise
-        except RuntimeError as error:
-            raise self._ended(error) from error
+        self.prepare(kernel, warps)(arguments, None, uses)
 
     def prepare(self, kernel: LoadedKernel, warps: int | None, block_threads: int = 256) -> Launch:
         return _CpuLaunch(self, kernel, warps)
@@ -222,8 +212,8 @@ class CpuDevice(Device):
 class _CpuLaunch(Launch):
     def __init__(self, device: CpuDevice, kernel: LoadedKernel, warps: int | None) -> None:
         self._device = device
-        self._kernel = kernel
-        self._warps = warps
+        self._program, self._index = kernel.handle
+        self._threads = device.threads if warps is None else min(warps, device.threads)
 
     def __call__(
         self,
@@ -232,7 +222,16 @@ class _CpuLaunch(Launch):
         uses: Sequence[object] = (),
         end: End | None = None,
     ) -> None:
-        self._device.run_kernel(self._kernel, arguments, warps=self._warps, uses=uses)
+        device = self._device
+        device._check_usable()
+        if self._threads <= 0:
+            return
+        try:
+            device._pool.launch_program(self._program, self._index, arguments, self._threads, uses)
+        except FlashwarpError:
+            raise
+        except RuntimeError as error:
+            raise device._ended(error) from error
 
 
 class _CpuEvent(Event):

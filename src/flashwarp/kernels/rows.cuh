@@ -13,6 +13,7 @@
 #include "builds.cuh"
 #include "flashwarp/array.cuh"
 #include "flashwarp/cache/miss_list.cuh"
+#include "flashwarp/cache/read_around.cuh"
 
 namespace fw::kernels {
 
@@ -58,13 +59,9 @@ FW_DEVICE bool may_store(const row_params& p) {
 }
 
 // The piece of a row in one line.
-struct segment {
-  uint64_t line;    // global; kNoRow: the index is out of bounds
-  uint64_t offset;  // in the line
-  uint64_t bytes;   // 0: nothing
-  uint64_t buffer;  // address in the caller's buffer
-};
+using segment = cache::piece;
 
+// The line of a segment whose index is out of bounds.
 inline constexpr uint64_t kNoRow = ~uint64_t(0);
 
 // The piece of [begin, begin + bytes) of the array in its `part`-th line, for a buffer at `buffer`.
@@ -299,6 +296,68 @@ FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
   }
 }
 
+// The bytes of all rows, or of the range.
+FW_DEVICE uint64_t bytes_asked_for(const row_params& p) {
+  return p.indices != nullptr ? p.index_count * p.row_bytes : p.index_count;
+}
+
+// What a thread of the CPU device takes of a launch at a time.
+inline constexpr uint64_t kTakenBytes = 64 << 10;
+
+// Gathers segments with one thread of the CPU device: in batches what needs no wait, then the rest.
+// While the storage makes it wait, the thread takes one segment at a time, and prefetches others.
+template <typename Policy>
+FW_DEVICE void gather_by_thread(const row_params& p) {
+  using reader = cache::piece_reader<Policy>;
+  cache::line_cache& c = *p.cache;
+  cache::volume& v = *p.volume;
+  const uint32_t mask = warp::kFullMask;
+  const uint32_t batch = p.batch < reader::kBatch ? p.batch : reader::kBatch;
+  const uint64_t line = cache::line_bytes(p.geometry);
+  const uint64_t piece_bytes = p.indices != nullptr && p.row_bytes < line ? p.row_bytes : line;
+  warp::item_loop loop(segment_count(p), (kTakenBytes / piece_bytes / batch + 1) * batch);
+  cache::tally tally;
+  cache::tally ahead;
+  reader pieces_of(p.geometry, v, cache::streams(p.geometry, bytes_asked_for(p)));
+  const uint64_t line_begin = v.line_begin;
+  cache::refresh(c, v, mask);
+  // Segments in a row that needed neither a wait nor a prefetch.
+  uint64_t quiet = 0;
+  uint64_t first = 0;
+  uint64_t end = 0;
+  while (first < end || loop.next(first, end)) {
+    segment pieces[reader::kBatch];
+    const bool waits = quiet < p.look_ahead;
+    const uint32_t most = waits ? 1 : batch;
+    const uint32_t count = end - first < most ? uint32_t(end - first) : most;
+    for (uint32_t i = 0; i < count; i++) {
+      pieces[i] = segment_at(p, line_begin, first + i);
+      if (pieces[i].line == kNoRow) refuse_row<row_action::kGather>(p, first + i);
+      tally.bytes_used += pieces[i].bytes;
+    }
+    const uint32_t asked = ahead.misses;
+    if (waits && first + p.look_ahead < loop.part_end()) {
+      const segment next = segment_at(p, line_begin, first + p.look_ahead);
+      const bool asks = next.bytes != 0 && !pieces_of.is_in_memory(next);
+      cache::prefetch<Policy>(c, v, mask, asks, next.line, ahead);
+    }
+    const uint32_t misses = tally.misses;
+    bool waited = ahead.misses != asked;
+    for (uint32_t rest = pieces_of.read(pieces, count, tally); rest != 0; rest &= rest - 1) {
+      const segment& piece = pieces[base::lowest_bit(rest)];
+      waited = waited || !pieces_of.is_in_memory(piece);
+      copy_segments<false> op = {piece};
+      cache::access<Policy>(p.geometry, c, v, mask, true, piece.line, false, op, tally);
+    }
+    // If the page cache had a row that missed, it probably has the next ones too.
+    const bool cached = tally.misses != misses;
+    quiet = waited ? 0 : cached ? p.look_ahead : quiet + count;
+    first += count;
+  }
+  pieces_of.add_bypasses();
+  add_events(v, mask, tally, ahead);
+}
+
 // Moves or prefetches one segment for each lane; of 0 bytes: nothing.
 template <row_action kAction, typename Misses>
 FW_DEVICE void serve_segments(const row_params& p, const segment& piece, const Misses& misses,
@@ -373,6 +432,10 @@ FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine, bo
 template <row_action kAction>
 FW_DEVICE void move_segments(const row_params& p) {
   if (kAction == row_action::kScatter && !may_store(p)) return;
+  if constexpr (kAction == row_action::kGather && warp::kWarpWidth == 1) {
+    // Only the simulator defers with warps of one thread.
+    if (p.misses.blocks == 0) return gather_by_thread<policy>(p);
+  }
   warp::share mine = warp::share_of(segment_count(p), batch_of(p));
   if constexpr (kAction == row_action::kGather && warp::kWarpWidth > 1) {
     if (p.batch == 1) gather_residents(p, mine);
@@ -424,9 +487,20 @@ FW_DEVICE_NOINLINE void drain_elements(const row_params& p, bool entered) {
   add_events(v, warp::kFullMask, tally, {});
 }
 
+// The same launch for a thread of the CPU device, which has no lanes to divide a row among.
+FW_DEVICE row_params rows_of_elements(const row_params& p) {
+  row_params rows = p;
+  rows.segments = cache::line_bytes(p.geometry) % p.row_bytes == 0 ? 1 : 2;
+  rows.batch = cache::piece_reader<policy>::kBatch;
+  return rows;
+}
+
 // Moves rows of a few elements: each lane takes one element at a time.
 template <uint32_t kBytes, bool kStores>
 FW_DEVICE void for_each_element(const row_params& p) {
+  if constexpr (!kStores && warp::kWarpWidth == 1) {
+    if (p.misses.blocks == 0) return gather_by_thread<policy>(rows_of_elements(p));
+  }
   using word = atomic::raw<kBytes>;
   if (kStores && !may_store(p)) return;
   cache::line_cache& c = *p.cache;

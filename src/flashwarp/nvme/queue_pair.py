@@ -54,8 +54,8 @@ class QueuePairStruct(ctypes.Structure):
     _fields_ = (
         *u64("sq", "cq", "sq_doorbell", "cq_doorbell", "slots", "detached"),
         ("data", TransportStruct),
-        *u32("doorbell_kind", "plain_reads", "plain_writes"),
-        ("_pad0", ctypes.c_uint8 * 20),
+        *u32("doorbell_kind", "plain_reads", "plain_writes", "cached_reads"),
+        ("_pad0", ctypes.c_uint8 * 16),
         *u32("ticket", "depth_log2", "id", "failed"),
         ("_pad1", ctypes.c_uint8 * 16),
         *u32("publish_lock", "tail"),
@@ -129,6 +129,8 @@ class QueuePairs(NotCopied):
         "in_place": whether `leave_in_place` and `advance_epoch` may be called.
     plain_reads, plain_writes : bool
         "in_place": whether kernels read, and write, the namespace without commands.
+    cached_reads : bool
+        "direct": whether threads of the CPU device copy what is in the page cache without commands.
     timeout_s : float
         Bound of every wait of the device code.
     """
@@ -145,6 +147,7 @@ class QueuePairs(NotCopied):
         leased: bool = False,
         plain_reads: bool = False,
         plain_writes: bool = False,
+        cached_reads: bool = False,
         timeout_s: float,
     ) -> None:
         self.device = device
@@ -190,6 +193,7 @@ class QueuePairs(NotCopied):
             pair.data.leased = int(leased)
             pair.plain_reads = int(plain_reads)
             pair.plain_writes = int(plain_writes)
+            pair.cached_reads = int(cached_reads)
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(

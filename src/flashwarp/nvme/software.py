@@ -65,7 +65,8 @@ class SoftwareController(Controller):
         storage and device allow; `Array.explain` says which, and why.
     commands : bool
         Send a command for each read and write, also where the device reaches the namespace's own
-        memory and needs none: for tests and figures of the queue pairs.
+        memory, or the CPU device the page cache, and needs none: for tests and figures of the queue
+        pairs.
     model : SSDModel or str, optional
         A modelled drive, or the name of a built-in one, whose latency and ceilings completions keep
         to. Data moves as it does without. Default: none, as fast as the host is.
@@ -251,16 +252,26 @@ class SoftwareService(Service):
             if refusal:
                 path, self.reason = choose_path(storage, device, None, refusal)
         self.in_place_refusal = refusal
+        without_commands = self.model is None and not settings.commands
         self._plain_reads = (
-            path == "in_place"
-            and self.model is None
-            and not settings.commands
-            and isinstance(storage, Memory | File)
+            path == "in_place" and without_commands and isinstance(storage, Memory | File)
+        )
+        # What is not in the page cache, and all other transfers, go through the rings.
+        cached_reads = (
+            path == "direct"
+            and without_commands
+            and isinstance(storage, File)
+            and not storage.o_direct
         )
         if self._plain_reads:
             self.reason += ", without commands"
             # A flush of stores is a command.
             self.needs_wake = storage.writable
+        if cached_reads:
+            self.reason += (
+                "; what is in the page cache takes no commands, and leaves no lines if a gather is "
+                "larger than the cache"
+            )
         if path == "in_place" and isinstance(storage, File):
             held = "immutable=True" if storage.lease is None else "a lease holds writers off"
             self.reason += f"; {held}"
@@ -295,6 +306,7 @@ class SoftwareService(Service):
                 leased=lease is not None,
                 plain_reads=self._plain_reads,
                 plain_writes=self._plain_reads and storage.writable,
+                cached_reads=cached_reads,
                 timeout_s=defaults.timeout_s,
             )
             self._owned.callback(self._queues.close)

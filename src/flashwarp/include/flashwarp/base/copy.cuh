@@ -78,6 +78,7 @@ FW_DEVICE void copy(uint32_t mask, uint64_t target, uint64_t origin, uint64_t by
   }
   char* to = reinterpret_cast<char*>(target);
   const char* from = reinterpret_cast<const char*>(origin);
+  if (base::copy_at_once(to, from, bytes)) return;
   uint64_t done = 0;
   if ((target | origin) % 16 == 0) {
     done = bytes & ~uint64_t(15);

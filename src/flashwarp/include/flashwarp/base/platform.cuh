@@ -128,6 +128,24 @@ typedef unsigned long long uintptr_t;
 
 namespace fw::base {
 
+// One copy out of a namespace, of bytes that the host's memory may have now.
+struct host_copy {
+  uint64_t offset;  // in the namespace
+  uint64_t target;
+  uint64_t bytes;
+  bool done;
+};
+
+// A namespace whose bytes threads of the CPU device may copy themselves. Both functions wait for
+// nothing. Null: there is none.
+struct host_source {
+  // Makes the copies whose bytes are in memory now, and marks them as done. Of the others the
+  // target is undefined.
+  void (*copy)(void* source, host_copy* copies, uint32_t count) = nullptr;
+  bool (*has)(void* source, uint64_t offset, uint64_t bytes) = nullptr;
+  void* source = nullptr;
+};
+
 #if FW_ON_GPU
 
 inline constexpr uint32_t kWarpWidth = 32;
@@ -191,6 +209,12 @@ FW_DEVICE uint32_t spread_index() {
   return sm;
 }
 
+// Only threads of the CPU device copy from host memory past the queue pairs.
+FW_DEVICE host_source host_source_of(const void*) { return {}; }
+FW_DEVICE void prefetch(const void*) {}
+FW_DEVICE bool copy_at_once(void*, const void*, uint64_t) { return false; }
+FW_DEVICE uint64_t* taken_of(uint32_t) { return nullptr; }
+
 #else
 
 inline bool is_private(uint64_t) { return false; }
@@ -229,6 +253,10 @@ inline bool pause(uint32_t ns) {
 inline uint32_t thread_index() { return simulator::here->index; }
 inline uint32_t thread_count() { return simulator::here->count; }
 inline uint32_t spread_index() { return simulator::spread_index(); }
+inline host_source host_source_of(const void*) { return {}; }
+inline void prefetch(const void*) {}
+inline bool copy_at_once(void*, const void*, uint64_t) { return false; }
+inline uint64_t* taken_of(uint32_t) { return nullptr; }
 
 #else
 
@@ -246,8 +274,38 @@ struct thread_context {
   int (*serve)(void*) = nullptr;
   void* serve_argument = nullptr;
   uint32_t yields = 0;  // in a row, since there was work
+  // Finds the namespace of the queue pair with this SQ. Null outside a launch.
+  host_source (*find)(void*, const void* sq) = nullptr;
+  void* find_argument = nullptr;
+  // Of each thread's part of the work, the items that were taken, 64 bytes apart. Null: threads
+  // keep to their own parts.
+  uint64_t* taken = nullptr;
 };
 inline thread_local thread_context this_thread;
+
+// The namespace behind a queue pair, by the address of its SQ.
+inline host_source host_source_of(const void* sq) {
+  if (this_thread.find == nullptr) return {};
+  return this_thread.find(this_thread.find_argument, sq);
+}
+
+// How many items of a thread's part of a launch were taken, an atomic; null: see `taken`.
+inline uint64_t* taken_of(uint32_t part) {
+  return this_thread.taken == nullptr ? nullptr : this_thread.taken + 8 * part;
+}
+
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+// Copies a block in the widest accesses of the processor, if other threads may store to the source,
+// or load from the target, meanwhile: the C library's accesses then take no aligned element of up
+// to 8 bytes in parts. Returns false if the caller must copy by words, as for ThreadSanitizer.
+inline bool copy_at_once(void* to, const void* from, uint64_t bytes) {
+  if constexpr (FW_TSAN != 0) return false;
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  std::memcpy(to, from, bytes);
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+  return true;
+}
 
 inline uint64_t clock_ns() {
   timespec now;

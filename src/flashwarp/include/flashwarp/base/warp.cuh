@@ -4,7 +4,7 @@
 // Exactly the lanes in `mask` call a function that takes one, together.
 #pragma once
 
-#include "flashwarp/base/platform.cuh"
+#include "flashwarp/base/atomic.cuh"
 
 #if defined(FW_SIMULATOR)
 #include "flashwarp/base/simulator/warp.cuh"
@@ -94,6 +94,44 @@ FW_DEVICE share share_of(uint64_t items, uint32_t batch) {
     return {begin, begin + part < items ? begin + part : items, batch};
   }
 }
+
+// A thread's way through the items of a launch on the CPU device, `step` at a time: first its own
+// contiguous part, then what other threads have left of theirs. So a launch ends early although
+// some of its threads begin late: to wake a thread takes as long as to copy some hundred KiB. A
+// kernel that takes its items so does nothing else, because a thread may come when all are taken.
+class item_loop {
+ public:
+  FW_DEVICE item_loop(uint64_t items, uint64_t step)
+      : items_(items), step_(step), part_((items + count() - 1) / count()) {}
+
+  // The end of the part that the last items are of.
+  FW_DEVICE uint64_t part_end() const { return part_end_; }
+
+  // Takes the next items, [begin, end). Returns false if there are none left.
+  FW_DEVICE bool next(uint64_t& begin, uint64_t& end) {
+    for (; turn_ < count(); turn_++) {
+      const uint32_t whose = (index() + turn_) % count();
+      const uint64_t first = part_ * whose;
+      part_end_ = first + part_ < items_ ? first + part_ : items_;
+      uint64_t* taken = base::taken_of(whose);
+      if (taken == nullptr) turn_ = count();
+      // Look first: an addition would take the word from the threads that still find items.
+      if (taken != nullptr && atomic::load_relaxed(taken) >= part_) continue;
+      // Relaxed: the items are the caller's, who waits for all threads that take some.
+      begin = taken == nullptr ? first : first + atomic::add_relaxed(taken, step_);
+      end = taken == nullptr || begin + step_ > part_end_ ? part_end_ : begin + step_;
+      if (begin < part_end_) return true;
+    }
+    return false;
+  }
+
+ private:
+  const uint64_t items_;
+  const uint64_t step_;
+  const uint64_t part_;
+  uint64_t part_end_ = 0;
+  uint32_t turn_ = 0;
+};
 
 // The rank of this lane among the set bits of `members` (lanes below it).
 FW_DEVICE uint32_t rank_in(uint32_t members) {

@@ -146,12 +146,35 @@ FW_DEVICE plain_source plain_source_of(const line_cache& c, const volume& v, uin
   return {&q, q.data.mapped_base + offset, bytes_of_line(c, v, line), open};
 }
 
-// Moves the lines of `members` in place, without commands, if the queue pair permits that. Returns
-// the lanes that need a command: all, or those that have read while the host left the path.
+// Where a thread of the CPU device may copy from without commands; none on other devices.
+FW_DEVICE base::host_source cached_source(const nvme::queue_pair& q) {
+  if (q.cached_reads == 0 || nvme::path_of(q) != nvme::kDirect) return {};
+  return base::host_source_of(q.sq);
+}
+
+// Fills a frame, which this thread has claimed, from the page cache. Returns false if the line
+// needs a command.
+FW_DEVICE bool fill_from_cached(const line_cache& c, const volume& v, const nvme::queue_pair& q,
+                                const transfer& t) {
+  const base::host_source from = cached_source(q);
+  if (from.copy == nullptr) return false;
+  base::host_copy copy = {line_in_namespace(v, t.line) << c.geometry.line_shift,
+                          reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way)),
+                          bytes_of_line(c, v, t.line), false};
+  from.copy(from.source, &copy, 1);
+  return copy.done;
+}
+
+// Moves the lines of `members` in place, or out of the page cache, without commands, if the queue
+// pair permits that. Returns the lanes that need a command: all, or those that have read while the
+// host left the path.
 FW_DEVICE uint32_t move_in_place(const line_cache& c, const volume& v, const nvme::queue_pair& q,
                                  uint32_t mask, uint32_t members, uint8_t opcode,
                                  const transfer& t) {
   const bool reads = opcode == nvme::kRead;
+  if constexpr (warp::kWarpWidth == 1) {
+    if (reads && members != 0 && fill_from_cached(c, v, q, t)) return 0;
+  }
   if ((reads ? q.plain_reads : q.plain_writes) == 0) return members;
   // Lanes may see different paths while the host leaves this one; all of them must go one way.
   if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;

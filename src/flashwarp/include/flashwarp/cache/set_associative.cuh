@@ -34,7 +34,8 @@ struct alignas(64) counters {
   // so there are no hits or bytes used that these could be compared with.
   uint64_t kernel_misses;
   uint64_t kernel_bytes_read;
-  uint64_t reserved[4];
+  uint64_t bypasses;  // misses that were copied around the cache
+  uint64_t reserved[3];
 };
 static_assert(sizeof(counters) == 128);
 inline constexpr uint32_t kCounterShards = 64;

@@ -67,6 +67,9 @@ struct alignas(128) queue_pair {
   // read or write must pass the controller, as a modelled drive needs it.
   uint32_t plain_reads;
   uint32_t plain_writes;  // never under a lease, whose path may change
+  // 1: while the path is kDirect, threads of the CPU device copy what is in the page cache without
+  // commands, to frames or, around them, to callers (cache/read_around.cuh).
+  uint32_t cached_reads;
   // For submitters: the next ticket. Free-running: entry = ticket mod depth, turn = ticket / depth.
   alignas(128) uint32_t ticket;
   uint32_t depth_log2;
@@ -88,6 +91,7 @@ FW_CHECK_OFFSET(queue_pair, data, 48);
 FW_CHECK_OFFSET(queue_pair, doorbell_kind, 96);
 FW_CHECK_OFFSET(queue_pair, plain_reads, 100);
 FW_CHECK_OFFSET(queue_pair, plain_writes, 104);
+FW_CHECK_OFFSET(queue_pair, cached_reads, 108);
 FW_CHECK_OFFSET(queue_pair, ticket, 128);
 FW_CHECK_OFFSET(queue_pair, depth_log2, 132);
 FW_CHECK_OFFSET(queue_pair, id, 136);

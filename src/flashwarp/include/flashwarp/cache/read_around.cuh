@@ -1,0 +1,222 @@
+// Reads of pieces of lines by one thread of the CPU device, in batches: out of frames, and around
+// the cache if the launch streams.
+//
+// A launch streams if it asks for more bytes than the cache has: its lines would evict each other,
+// and the lines of other launches, before anybody asks for them again. If such a line is in no
+// frame and its bytes are in the page cache, the thread copies them straight to the caller. A fill
+// would move a whole line, and then the same bytes a second time, within one memory. Every other
+// miss fills a frame. A thread takes a batch of pieces at a time, so that the loads of many pieces
+// are in flight together.
+#pragma once
+
+#include "flashwarp/cache/access.cuh"
+
+namespace fw::cache {
+
+// A part of one line, and where it goes. `bytes` 0: nothing.
+struct piece {
+  uint64_t line;    // global
+  uint64_t offset;  // in the line
+  uint64_t bytes;
+  uint64_t buffer;  // address in the caller's buffer
+};
+
+// The namespaces of a volume that threads may copy from.
+struct host_sources {
+  base::host_source of[kNamespacesMax];
+  bool any = false;
+};
+
+FW_DEVICE host_sources host_sources_of(const volume& v) {
+  host_sources found;
+  const uint32_t count = v.spread == kOneNamespace ? 1 : v.namespace_count;
+  for (uint32_t n = 0; n < count; n++) {
+    const nvme::queue_pair& q = v.spread == kOneNamespace ? v.queues[0] : queue_on(v, 0, n);
+    found.of[n] = cached_source(q);
+    found.any = found.any || found.of[n].copy != nullptr;
+  }
+  return found;
+}
+
+// Whether a launch that asks for `bytes` streams.
+FW_DEVICE bool streams(const geometry& g, uint64_t bytes) {
+  return bytes > g.set_count * g.ways * line_bytes(g);
+}
+
+inline constexpr uint32_t kWaysMax = 16;
+
+// What a thread saw of a set in which a line was absent.
+struct set_look {
+  uint64_t first;  // way
+  uint64_t words[kWaysMax];
+};
+
+// Looks at the set of `line`. Returns true if no frame holds or awaits the line; else `at` says
+// whether one holds it.
+FW_DEVICE bool look_for_absent(const geometry& g, uint64_t line, set_look& look, place& at) {
+  at = {0, 0, false};
+  bool absent = true;
+  for (uint32_t k = 0; k < g.ways; k++) {
+    // Acquire: pairs with the release that published the fill, after its data.
+    const uint64_t word = atomic::load_acquire(&g.tags[look.first + k]);
+    look.words[k] = word;
+    if (tag::line_of(word) != line || tag::state_of(word) == tag::kInvalid) continue;
+    absent = false;
+    if (tag::holds(word, line)) at = {look.first + k, word, true};
+  }
+  return absent;
+}
+
+// The second look: whether the line was absent all the time since the first. A store to the line
+// needs a frame of the set, and to take one changes its generation. So if no generation has
+// changed, nobody has stored to the line, and the namespace had its bytes. A fence_acquire() must
+// come between the loads of the bytes and this.
+FW_DEVICE bool still_absent(const geometry& g, const set_look& look) {
+  uint64_t changes = 0;  // of generations: another line's fill may end meanwhile
+  for (uint32_t k = 0; k < g.ways; k++) {
+    const uint64_t now = atomic::load_relaxed(&g.tags[look.first + k]);
+    changes |= now ^ look.words[k];
+  }
+  return (changes & tag::kGenerationMask) == 0;
+}
+
+// Serves pieces from frames; if the launch streams, those of absent lines from the page cache. All
+// waits, fills and errors are left to `access`: returns the pieces that it must serve, as bits.
+template <typename Policy>
+class piece_reader {
+ public:
+  static constexpr uint32_t kBatch = 32;
+
+  FW_DEVICE piece_reader(const geometry& g, volume& v, bool streams)
+      : geometry_(g), volume_(v), sources_(host_sources_of(v)), streams_(streams) {}
+
+  // Whether the page cache has a piece, so that no access to it waits.
+  FW_DEVICE bool is_in_memory(const piece& what) const {
+    if (!sources_.any) return false;
+    const base::host_source& from = sources_.of[namespace_of(what.line)];
+    return from.has != nullptr && from.has(from.source, offset_of(what), what.bytes);
+  }
+
+  // Adds the bypasses to the volume's. No member of `tally`, which kernels of a GPU keep too.
+  FW_DEVICE void add_bypasses() {
+    if (bypasses_ != 0) atomic::add_relaxed(&shard_of(volume_).bypasses, bypasses_);
+    bypasses_ = 0;
+  }
+
+  FW_DEVICE uint32_t read(const piece* pieces, uint32_t count, tally& events) {
+    uint32_t rest = count == 32 ? ~0u : (1u << count) - 1;
+    uint32_t absent = 0;
+    uint32_t resident = 0;
+    for (uint32_t i = 0; i < count; i++) {
+      looks_[i].first = set_of(geometry_, pieces[i].line) * geometry_.ways;
+      base::prefetch(&geometry_.tags[looks_[i].first]);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+      if (pieces[i].bytes == 0) {
+        rest &= ~(1u << i);
+      } else if (look_for_absent(geometry_, pieces[i].line, looks_[i], at_[i])) {
+        absent |= 1u << i;
+      } else if (at_[i].found) {
+        resident |= 1u << i;
+        fetch(frame_of(geometry_, at_[i].way) + pieces[i].offset, pieces[i].bytes);
+      }
+    }
+    if (resident != 0) rest &= ~read_resident(pieces, resident, events);
+    if (absent != 0 && streams_ && sources_.any) rest &= ~read_absent(pieces, absent, events);
+    return rest;
+  }
+
+ private:
+  // Enough of a piece that the processor fetches the rest by itself.
+  static constexpr uint64_t kFetchBytes = 64;
+  static constexpr uint64_t kMemoryLine = 64;
+
+  FW_DEVICE static void fetch(const char* from, uint64_t bytes) {
+    for (uint64_t i = 0; i < bytes && i < kFetchBytes; i += kMemoryLine) base::prefetch(from + i);
+  }
+
+  FW_DEVICE uint64_t offset_of(const piece& what) const {
+    return (line_in_namespace(volume_, what.line) << geometry_.line_shift) + what.offset;
+  }
+
+  FW_DEVICE uint32_t namespace_of(uint64_t line) const {
+    if (volume_.spread == kOneNamespace) return 0;
+    if (volume_.spread == kStriped) return striped(volume_, line - volume_.line_begin).on;
+    return choose_replica(volume_, 0, line, 0);
+  }
+
+  FW_DEVICE uint32_t read_resident(const piece* pieces, uint32_t members, tally& events) {
+    for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
+      const uint32_t i = base::lowest_bit(rest);
+      const char* from = frame_of(geometry_, at_[i].way) + pieces[i].offset;
+      warp::copy<warp::source::kFrame>(warp::kFullMask, pieces[i].buffer,
+                                       reinterpret_cast<uint64_t>(from), pieces[i].bytes);
+    }
+    // The loads of the frames come before the second look at the tags.
+    atomic::fence_acquire();
+    uint32_t served = 0;
+    for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
+      const uint32_t i = base::lowest_bit(rest);
+      if (!still_holds(geometry_, at_[i].way, at_[i].word)) continue;
+      Policy::on_hit(geometry_, at_[i].way, at_[i].word);
+      served |= 1u << i;
+    }
+    events.hits += base::popcount(served);
+    return served;
+  }
+
+  FW_DEVICE uint32_t read_absent(const piece* pieces, uint32_t members, tally& events) {
+    uint32_t served = 0;
+    const uint32_t namespaces = volume_.spread == kOneNamespace ? 1 : volume_.namespace_count;
+    for (uint32_t n = 0; n < namespaces; n++) {
+      if (sources_.of[n].copy == nullptr) continue;
+      uint32_t count = 0;
+      uint32_t here = 0;
+      for (uint32_t rest = members; rest != 0; rest &= rest - 1) {
+        const uint32_t i = base::lowest_bit(rest);
+        if (namespaces != 1 && namespace_of(pieces[i].line) != n) continue;
+        here |= 1u << i;
+        count = add_copy(count, offset_of(pieces[i]), pieces[i]);
+        copy_of_[i] = count - 1;
+      }
+      sources_.of[n].copy(sources_.of[n].source, copies_, count);
+      // The loads of the bytes come before the second look at the tags.
+      atomic::fence_acquire();
+      for (uint32_t rest = here; rest != 0; rest &= rest - 1) {
+        const uint32_t i = base::lowest_bit(rest);
+        if (!copies_[copy_of_[i]].done || !still_absent(geometry_, looks_[i])) continue;
+        served |= 1u << i;
+        events.misses++;
+        bypasses_++;
+        events.bytes_read += pieces[i].bytes;
+      }
+    }
+    return served;
+  }
+
+  // Adds a copy, or extends the last one: a row that straddles lines is one copy. Returns how many
+  // there are.
+  FW_DEVICE uint32_t add_copy(uint32_t count, uint64_t offset, const piece& what) {
+    if (count != 0) {
+      base::host_copy& last = copies_[count - 1];
+      if (last.offset + last.bytes == offset && last.target + last.bytes == what.buffer) {
+        last.bytes += what.bytes;
+        return count;
+      }
+    }
+    copies_[count] = {offset, what.buffer, what.bytes, false};
+    return count + 1;
+  }
+
+  const geometry& geometry_;
+  volume& volume_;
+  const host_sources sources_;
+  const bool streams_;
+  uint64_t bypasses_ = 0;  // pieces that came from the page cache
+  set_look looks_[kBatch];
+  place at_[kBatch];
+  base::host_copy copies_[kBatch];
+  uint32_t copy_of_[kBatch];
+};
+
+}  // namespace fw::cache
