@@ -80,7 +80,7 @@ class range {
  private:
   static constexpr uint32_t kNever = ~uint32_t(0);
   // Lines that a range looks for together.
-  static constexpr uint32_t kLooks = 2;
+  static constexpr uint32_t kLooks = 4;
   // Elements that move down together. The iterator's element is always in the batch's first place,
   // because only places that the compiler knows can be registers. To move the whole batch for each
   // element would take more steps than all else: the loop would wait for the lanes' arithmetic. So
