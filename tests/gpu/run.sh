@@ -39,7 +39,7 @@ if [[ -n $sanitizer && ${FLASHWARP_SANITIZE_GPU:-1} != 0 ]]; then
   for tool in memcheck racecheck synccheck; do
     # Ten minutes: an instrumented kernel polls slowly, and its time limit would pass.
     FLASHWARP_TIMEOUT_S=600 "$sanitizer" --tool "$tool" --error-exitcode 7 \
-      "$python" tests/gpu/sanitized.py > "$site/$tool.log" 2>&1 &
+      "$python" tests/gpu/sanitized.py "$tool" > "$site/$tool.log" 2>&1 &
     running[$tool]=$!
   done
   for tool in "${!running[@]}"; do
