@@ -1,6 +1,6 @@
 """A small pass over every built-in kernel, for compute-sanitizer. Run by run.sh.
 
-    python sanitized.py TOOL
+python sanitized.py TOOL
 """
 
 from __future__ import annotations
