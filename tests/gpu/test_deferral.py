@@ -177,6 +177,47 @@ def test_replays_of_a_graph_defer_their_misses(table, device, blocks):
         graph.reset()
 
 
+@pytest.mark.parametrize("first", ["graph", "call"])
+def test_the_list_goes_from_one_launch_to_another(table, device, first, monkeypatch):
+    """Many launches on two streams, each at a time when the other drains the list or leaves it."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("FLASHWARP_DRAIN_BLOCKS", "8")
+    path, content = table
+    rows = torch.from_numpy(content).cuda()
+    rng = np.random.default_rng(8)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    index = [torch.zeros(6_000, dtype=torch.int64, device="cuda") for _ in streams]
+    outs = [torch.zeros(6_000, 1024, dtype=torch.int32, device="cuda") for _ in streams]
+    controller = fw.SoftwareController(data_path="bounce")
+    graph = torch.cuda.CUDAGraph()
+    ours = {"graph": 0, "call": 1}[first]
+
+    with fw.open(path, device=device, cache="4 MiB", controller=controller) as x:
+        x.gather(index[0], outs[0])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=streams[0]):
+            x.gather(index[0], outs[0], stream=streams[0])
+        for _ in range(60):
+            for each in index:
+                each.copy_(torch.from_numpy(rng.integers(0, ROWS, 6_000)))
+            torch.cuda.synchronize()
+            for turn in (ours, 1 - ours, ours, 1 - ours):
+                with torch.cuda.stream(streams[turn]):
+                    if turn == 0:
+                        graph.replay()
+                    else:
+                        x.gather(index[1], outs[1], stream=streams[1])
+            torch.cuda.synchronize()
+            for each, out in zip(index, outs, strict=True):
+                wrong = (out != rows[each]).any(1).nonzero()
+                assert wrong.numel() == 0, (
+                    f"{wrong.numel()} rows differ, first {wrong[:4].tolist()}"
+                )
+                out.zero_()
+            x.check()
+        graph.reset()
+
+
 def test_small_calls_do_not_defer(table, device, blocks):
     torch = pytest.importorskip("torch")
     path, content = table

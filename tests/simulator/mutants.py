@@ -1136,8 +1136,8 @@ MUTANTS = {
         Mutant(
             "misses-of-any-launch",
             _MISSES,
-            "    if (seen != 0 && list_state::launch(seen) != launch) return false;\n",
-            "",
+            "    if (list_state::launch(seen) != launch) return false;\n",
+            "    if (list_state::launch(seen) != launch) launch = list_state::launch(seen);\n",
             "blocks of one launch take the items of another for their own",
             "deferral",
         ),
@@ -1160,7 +1160,7 @@ MUTANTS = {
         Mutant(
             "misses-taken-twice",
             _MISSES,
-            "ours = atomic::cas_acq_rel(&m.head, head, head + count);",
+            "ours = atomic::cas_relaxed(&m.head, head, head + count);",
             "ours = atomic::add_relaxed(&m.head, uint64_t(count)) != ~uint64_t(0);",
             "two warps take the same entries, and skip as many",
             "deferral",
@@ -1168,8 +1168,8 @@ MUTANTS = {
         Mutant(
             "misses-left-unmarked",
             _MISSES,
-            "seen, left | list_state::kLeftBehind",
-            "seen, left",
+            "behind = left | list_state::kLeftBehind;",
+            "behind = left;",
             "a block leaves although another has appended and left since it found the list empty",
             "deferral",
             "weak",
@@ -1177,8 +1177,8 @@ MUTANTS = {
         Mutant(
             "misses-mark-unacquired",
             _MISSES,
-            "      atomic::cas_acq_rel(&m.state, seen, seen & ~list_state::kLeftBehind);\n"
-            "      continue;\n",
+            "        atomic::cas_acq_rel(&m.state, seen, seen & ~list_state::kLeftBehind);\n"
+            "        continue;\n",
             "",
             "the block that entries are left to does not see them, and leaves too",
             "deferral",

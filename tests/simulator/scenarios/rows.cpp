@@ -14,7 +14,7 @@ class MissList {
         machine.allocate<uint64_t>(words, "misses", Sharing::kAtomic));
     list_->capacity_log2 = capacity_log2;
     machine.at_rest([this] {
-      rest::require(list_->state == 0, "a list of misses has users");
+      rest::require(fw::cache::list_state::users(list_->state) == 0, "a list of misses has users");
       rest::require(list_->head == list_->tail, "deferred misses were left behind");
     });
   }

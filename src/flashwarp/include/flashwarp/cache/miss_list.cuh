@@ -19,7 +19,7 @@ namespace fw::cache {
 // The list's memory begins with this and is zero at first; the host frees it with the volume. The
 // words that producers, consumers and leavers change are apart.
 struct miss_list {
-  alignas(128) uint64_t state;  // 0: free; otherwise who uses it, see `list_state`
+  alignas(128) uint64_t state;  // who uses it, see `list_state`
   alignas(128) uint64_t head;   // entries that were taken, ever
   alignas(128) uint64_t tail;   // entries that were appended, ever
   alignas(128) uint32_t capacity_log2;
@@ -32,8 +32,9 @@ FW_CHECK_OFFSET(miss_list, tail, 256);
 FW_CHECK_OFFSET(miss_list, capacity_log2, 384);
 
 // A list's state word: bits 0-13 count the users, which are warps that have appended and blocks
-// that drain. Bits 14-21 count the blocks that drain. Bit 22 says that a block has left while
-// entries were there. Bits 23-63 are the launch's number.
+// that drain; for a moment also warps of other launches, which find out that they are none. A list
+// without users is free. Bits 14-21 count the blocks that drain. Bit 22 says that a block has left
+// while entries were there. Bits 23-63 are the launch's number.
 namespace list_state {
 inline constexpr uint64_t kUser = 1;
 inline constexpr uint64_t kUserMask = (1u << 14) - 1;
@@ -74,9 +75,18 @@ FW_DEVICE bool can_enter(const list_use& use) {
 FW_DEVICE bool enter(miss_list& m, uint64_t launch) {
   while (true) {
     const uint64_t seen = atomic::load_relaxed(&m.state);
-    if (seen != 0 && list_state::launch(seen) != launch) return false;
-    const uint64_t word = (launch << list_state::kLaunchShift) | seen;
-    if (atomic::cas_acq_rel(&m.state, seen, word + list_state::kUser)) return true;
+    if (list_state::users(seen) == 0) {
+      const uint64_t word = (launch << list_state::kLaunchShift) + list_state::kUser;
+      if (atomic::cas_acq_rel(&m.state, seen, word)) return true;
+      continue;
+    }
+    if (list_state::launch(seen) != launch) return false;
+    // All warps of a launch come at once. Of their compare-and-swaps one would succeed in the time
+    // that a trip to the word takes; additions succeed at once.
+    const uint64_t before = atomic::add_acquire(&m.state, list_state::kUser);
+    if (list_state::launch(before) == launch) return true;
+    // The list has changed hands meanwhile.
+    atomic::add_release(&m.state, ~list_state::kUser + 1);
   }
 }
 
@@ -141,10 +151,12 @@ FW_DEVICE uint32_t take(miss_list& m, uint32_t mask, uint32_t most, uint32_t& it
   const uint32_t absent = ~warp::ballot(mask, stored) & mask;
   const uint32_t count = absent != 0 ? base::lowest_bit(absent) : warp::kWarpWidth;
   if (count == 0) return 0;
-  // All lanes have loaded their entries before the first one gives the places to producers.
+  // All lanes have loaded their entries before the first one gives the places to producers. What it
+  // stores to `head` depends on these loads, so it needs no release, which would wait for the rows
+  // that the warp has stored, while other warps take and this one's look at `head` gets old.
   warp::sync(mask);
   bool ours = false;
-  if (warp::lane() == 0) ours = atomic::cas_acq_rel(&m.head, head, head + count);
+  if (warp::lane() == 0) ours = atomic::cas_relaxed(&m.head, head, head + count);
   return warp::any(mask, ours) ? count : 0;
 }
 
@@ -160,38 +172,38 @@ struct drain_limits {
 // Decides whether the calling block, which has `users` of the list's users, leaves or drains. One
 // thread. A block that drains is one user; `drains` says that it has drained already.
 FW_DEVICE at_end decide(miss_list& m, const drain_limits& limits, uint32_t users, bool drains) {
+  // Releases what the block has done, before the word is loaded: many blocks come at once, and one
+  // changes the word in the time between another's load and its change.
+  atomic::fence();
   while (true) {
     const uint64_t seen = atomic::load_relaxed(&m.state);
-    // Each block leaves with its own entries taken, or leaves them behind with this mark. The block
-    // that clears the mark acquires them, and is inside still: it is the one that they are left to.
-    // As long as a mark is set none leaves with an empty list, or entries could come between its
-    // look and its leaving.
-    if ((seen & list_state::kLeftBehind) != 0) {
-      atomic::cas_acq_rel(&m.state, seen, seen & ~list_state::kLeftBehind);
-      continue;
-    }
-    const uint32_t inside = list_state::users(seen);
-    const uint32_t draining = list_state::drainers(seen);
     const uint64_t left = seen - users * list_state::kUser - (drains ? list_state::kDrainer : 0);
     if (is_empty(m)) {
-      if (atomic::cas_acq_rel(&m.state, seen, inside == users ? 0 : left)) return at_end::kLeaves;
+      // Each block leaves with its own entries taken, or leaves them behind with this mark. The
+      // block that clears the mark acquires them, and is inside still: it is the one that they are
+      // left to. As long as a mark is set none leaves with an empty list, or entries could come
+      // between its look and its leaving.
+      if ((seen & list_state::kLeftBehind) != 0) {
+        atomic::cas_acq_rel(&m.state, seen, seen & ~list_state::kLeftBehind);
+        continue;
+      }
+      if (atomic::cas_relaxed(&m.state, seen, left)) return at_end::kLeaves;
       continue;
     }
     if (drains) return at_end::kDrains;
-    // Draining blocks share few multiprocessors, so that other kernels lose few. If no more blocks
-    // are left than are asked to drain, any of them does.
+    const uint32_t draining = list_state::drainers(seen);
+    // Draining blocks share few multiprocessors, so that other kernels lose few: one that lies
+    // elsewhere leaves if enough others seem to be left. Only a block that drains is sure to be.
     const bool here = base::spread_index() < limits.multiprocessors;
-    const uint32_t blocks = draining + (inside - draining) / block::warp_count();
-    // Either way another block is inside.
-    const bool enough = draining >= limits.blocks || (!here && blocks > limits.blocks);
-    if (enough) {
-      if (atomic::cas_acq_rel(&m.state, seen, left | list_state::kLeftBehind)) {
-        return at_end::kLeaves;
-      }
+    const uint32_t others = list_state::users(seen) - draining;
+    const uint32_t blocks = draining + others / block::warp_count();
+    if (draining != 0 && (draining >= limits.blocks || (!here && blocks > limits.blocks))) {
+      const uint64_t behind = left | list_state::kLeftBehind;
+      if (atomic::cas_relaxed(&m.state, seen, behind)) return at_end::kLeaves;
       continue;
     }
     const uint64_t joined = left + list_state::kUser + list_state::kDrainer;
-    if (atomic::cas_acq_rel(&m.state, seen, joined)) return at_end::kDrains;
+    if (atomic::cas_relaxed(&m.state, seen, joined)) return at_end::kDrains;
   }
 }
 
