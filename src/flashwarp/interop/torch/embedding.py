@@ -47,7 +47,7 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-class _TableModule(torch.nn.Module):
+class _TableModule(torch.nn.Module):  # type: ignore[misc]
     """What both modules have in common: a table, and who closes it."""
 
     _pooling = Pooling.NONE
@@ -189,7 +189,8 @@ class _TableModule(torch.nn.Module):
                 'the table is read-only, so it cannot be trained: open it with mode="r+"'
             )
         self._trains = requires_grad
-        return super().requires_grad_(requires_grad)
+        super().requires_grad_(requires_grad)
+        return self
 
     def _keep(self, ids: torch.Tensor, gradients: torch.Tensor) -> None:
         if not self.array.writable:
@@ -439,11 +440,11 @@ class EmbeddingBag(_TableModule):
         super().close()
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(torch.autograd.Function):  # type: ignore[misc]
     """Rows whose backward keeps their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, module: Embedding) -> Any:
+    def forward(ctx: Any, _anchor: torch.Tensor, ids: torch.Tensor, module: Embedding) -> Any:
         ctx.save_for_backward(ids)
         ctx.module = module
         return look_up(module._lookup, ids)
@@ -460,13 +461,13 @@ class _Rows(torch.autograd.Function):
         return None, None, None
 
 
-class _Bags(torch.autograd.Function):
+class _Bags(torch.autograd.Function):  # type: ignore[misc]
     """Pooled rows whose backward keeps the gradient of each."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        anchor: torch.Tensor,
+        _anchor: torch.Tensor,
         ids: torch.Tensor,
         offsets: torch.Tensor | None,
         weights: torch.Tensor | None,
@@ -486,11 +487,9 @@ class _Bags(torch.autograd.Function):
         bag, counts = _bags_of(ids, offsets, module)
         bags = gradient.shape[0]
         each = gradient[bag.clamp(max=max(bags - 1, 0))]
-        rows = None
-        if module.mode == "max" or ctx.needs_input_grad[3]:
-            rows = look_up(module._single, flat)
         of_weights = None
         if ctx.needs_input_grad[3]:
+            rows = look_up(module._single, flat)
             of_weights = (each.float() * rows).sum(-1).masked_fill(~counts, 0)
             of_weights = of_weights.reshape(weights.shape).to(weights.dtype)
         if module._trains:
@@ -498,7 +497,8 @@ class _Bags(torch.autograd.Function):
                 size = torch.zeros(bags, device=ids.device).index_add(0, bag, counts.float())
                 each = each / size.clamp(min=1)[bag].unsqueeze(-1).to(each.dtype)
             elif module.mode == "max":
-                each = each * _first_maxima(rows.to(pooled.dtype), bag, counts, pooled)
+                rows = look_up(module._single, flat).to(pooled.dtype)
+                each = each * _first_maxima(rows, bag, counts, pooled)
             elif weights is not None:
                 each = each * weights.reshape(-1, 1).to(each.dtype)
             each = each.masked_fill(~counts.unsqueeze(-1), 0)
@@ -554,7 +554,7 @@ def _stored(array: Array, stored: torch.dtype | None) -> torch.dtype:
     known = ", ".join(str(each).removeprefix("torch.") for each in NUMBERS)
     own: torch.dtype | None = getattr(torch, array.dtype.name, None)
     result = own if stored is None else stored
-    if result not in NUMBERS or not array.dtype.isnative:
+    if result is None or result not in NUMBERS or not array.dtype.isnative:
         raise DtypeError(
             f"rows of dtype {array.dtype if stored is None else stored} cannot be converted: a "
             f"table stores {known}; stored= names the type of elements that the array has as "
