@@ -22,6 +22,7 @@ except ImportError as _error:
     ) from _error
 
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
+from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.operators import gather, scatter
 
-__all__ = ["Embedding", "EmbeddingBag", "gather", "scatter"]
+__all__ = ["Embedding", "EmbeddingBag", "EmbeddingGroup", "gather", "scatter"]

@@ -27,7 +27,7 @@ from flashwarp.interop.torch.lookups import (
 )
 from flashwarp.table.lookup import Pooling, Scales, Table
 
-__all__ = ["Embedding", "EmbeddingBag"]
+__all__ = ["Embedding", "EmbeddingBag", "check_bags"]
 
 TableLike: TypeAlias = Array | str | os.PathLike[str]
 ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
@@ -423,7 +423,7 @@ class EmbeddingBag(_TableModule):
             of which a GPU makes empty bags.
         IndexDtypeError, DtypeError, ArgumentError, ClosedError
         """
-        _check_bags(input, offsets, per_sample_weights, self.mode)
+        check_bags(input, offsets, per_sample_weights, self._pooling, 2)
         needs = self._trains or (
             per_sample_weights is not None and per_sample_weights.requires_grad
         )
@@ -486,17 +486,26 @@ def _padding(padding_idx: int | None, rows: int) -> int | None:
     return number + rows if number < 0 else number
 
 
-def _check_bags(
-    ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None, mode: str
+def check_bags(
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    pooling: Pooling,
+    axes: int,
 ) -> None:
-    if ids.ndim == 2 and offsets is not None:
-        raise ArgumentError("offsets for ids of two axes, each row of which is a bag: leave them")
-    if ids.ndim == 1 and (offsets is None or offsets.ndim != 1):
-        raise ArgumentError("ids of one axis need offsets of one axis: where each bag begins")
-    if ids.ndim not in (1, 2):
-        raise ArgumentError(f"ids of shape {tuple(ids.shape)}: bags take one axis or two")
-    if weights is not None and mode != "sum":
-        raise ArgumentError(f'per_sample_weights with mode="{mode}": they are for mode="sum"')
+    """Raise ArgumentError unless ids are divided into bags: by offsets, or with so many axes."""
+    if offsets is None and ids.ndim != axes:
+        raise ArgumentError(
+            f"ids of shape {tuple(ids.shape)} and no offsets: without offsets they have {axes} "
+            "axes, and the last is a bag"
+        )
+    if offsets is not None and (ids.ndim != 1 or offsets.ndim != 1):
+        raise ArgumentError(
+            f"ids of shape {tuple(ids.shape)} and offsets of shape {tuple(offsets.shape)}: with "
+            "offsets both have one axis"
+        )
+    if weights is not None and pooling is not Pooling.SUM:
+        raise ArgumentError(f'per_sample_weights are for mode="sum", not {pooling.name.lower()!r}')
 
 
 def _torch_device(array: Array) -> torch.device:
