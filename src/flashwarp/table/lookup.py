@@ -359,7 +359,9 @@ class Lookup:
         run: int,
         warp_items: int,
     ) -> bytes:
-        """Return the bytes of `LookupParams`."""
+        """Return the bytes of `LookupParams`; raises if an array cannot be used."""
+        for array in self._arrays:
+            array._check_usable()  # before the turn, which a thread of a parent may have held
         ahead = self.tables[0].array._attachment.launcher.look_ahead() if self._on_cpu else 0
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
@@ -380,8 +382,6 @@ class Lookup:
             warps = max(1, min(warps, moved // _BYTES_WORTH_A_THREAD))
         launch = self._prepare(name, warps, len(params))
         act = functools.partial(self._launch_in_turn, launch, params, ids, stream)
-        for array in self._arrays:
-            array._check_usable()  # before the turn, which a thread of a parent may have held
         endings.holding(self._turns, act)
 
     def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
