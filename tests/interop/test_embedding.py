@@ -366,7 +366,7 @@ def test_ids_are_integers_of_32_or_64_bits(x, dtype):
         ({"stored": torch.float16}, DtypeError, "stored=torch.float16 for an array of float32"),
         ({"stored": torch.int64}, DtypeError, "a table stores float32"),
         ({"padding_idx": ROWS}, ArgumentError, "padding_idx"),
-        ({"rows": range(0, ROWS + 1)}, ArgumentError, "of an array of 1000 rows"),
+        ({"rows": range(ROWS + 1)}, ArgumentError, "of an array of 1000 rows"),
         ({"rows": range(0, ROWS, 2)}, ArgumentError, "without gaps"),
         ({"scales": torch.rand(ROWS + 1)}, ArgumentError, "scales of shape .1001"),
         ({"scales": torch.rand(ROWS, 5)}, ArgumentError, "blocks divides 24"),

@@ -44,6 +44,10 @@ def ids(*shape, seed=0):
     return made
 
 
+def offsets_of(count, last):
+    return torch.tensor([*OFFSETS, count] if last else OFFSETS)
+
+
 def beside(weights, **options):
     """Torch's module with these weights."""
     return torch.nn.EmbeddingBag(*weights.shape, _weight=weights.clone(), **options)
@@ -76,7 +80,7 @@ def test_bags_of_one_length(x, weights, mode, padding):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_bags_with_offsets(x, weights, mode, last, dtype):
-    index, offsets = ids(60).to(dtype), torch.tensor(OFFSETS, dtype=dtype)
+    index, offsets = ids(60).to(dtype), offsets_of(60, last).to(dtype)
     options = {"mode": mode, "include_last_offset": last, "padding_idx": PADDING}
 
     pooled = fw.torch.EmbeddingBag(x, **options)(index, offsets)
@@ -103,6 +107,18 @@ def test_bags_with_weights(x, weights, dtype):
 
     expected = beside(weights, mode="sum")(index, offsets, factors.float())
     torch.testing.assert_close(pooled, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ids_behind_the_last_offset_are_in_no_bag(x, weights):
+    """Torch counts them or not, depending on the padding, and gives them undefined gradients."""
+    table = fw.torch.EmbeddingBag(x, mode="sum", include_last_offset=True)
+    index = torch.arange(8)
+
+    pooled = table(index, torch.tensor([0, 2, 5]))
+    pooled.sum().backward()
+
+    torch.testing.assert_close(pooled, torch.stack([weights[:2].sum(0), weights[2:5].sum(0)]))
+    assert dense(table.pending, weights).sum(1)[:8].tolist() == [WIDTH] * 5 + [0] * 3
 
 
 def test_no_bags_and_no_ids(x):
@@ -160,7 +176,7 @@ def test_rows_wider_than_a_warp_takes_at_once(tmp_path, width):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_each_row_of_a_bag_gets_its_gradient(x, weights, mode, last):
-    index, offsets = ids(60), torch.tensor(OFFSETS)
+    index, offsets = ids(60), offsets_of(60, last)
     options = {"mode": mode, "include_last_offset": last, "padding_idx": PADDING}
     table, other = fw.torch.EmbeddingBag(x, **options), beside(weights, **options)
     pooled, expected = table(index, offsets), other(index, offsets)
@@ -228,7 +244,7 @@ def test_operands_that_do_not_fit_are_refused(x, index, offsets, factors, match)
 def test_weights_are_for_sums_of_floats(x):
     with pytest.raises(ArgumentError, match="are for mode=\"sum\", not 'mean'"):
         fw.torch.EmbeddingBag(x, mode="mean")(ids(3, 2), None, torch.rand(3, 2))
-    with pytest.raises(DtypeError, match="per_sample_weights has dtype torch.float64"):
+    with pytest.raises(DtypeError, match="weights has dtype"):
         fw.torch.EmbeddingBag(x, mode="sum")(ids(3, 2), None, torch.rand(3, 2).double())
     with pytest.raises(ArgumentError, match="mode='min'"):
         fw.torch.EmbeddingBag(x, mode="min")
