@@ -79,7 +79,9 @@ class TensorLookup:
         self.pooling = pooling
         self.last_offset = last_offset
         self.keep = keep
-        self.handle = f"lookup {next(_numbers)}"
+        # With all that compiled code depends on: compilers that keep code find it by this text.
+        what = f"{len(tables)} tables, {self.lookup.dim} {dtype} {pooling.name} {last_offset}"
+        self.handle = f"lookup {next(_numbers)}: {what}"
         _lookups[self.handle] = self
 
     @property
