@@ -107,10 +107,10 @@ class _Bags(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _, _, weights, pooled = ctx.saved_tensors
+        ids, offsets, weights, pooled = ctx.saved_tensors
         of_weights: list[torch.Tensor] = []
         column = 0
-        pieces = _pieces(*ctx.saved_tensors[:3], len(ctx.parts), ctx.last_offset)
+        pieces = _pieces(ids, offsets, weights, len(ctx.parts), ctx.last_offset)
         for part, bags in zip(ctx.parts, pieces, strict=True):
             columns = slice(column, column + part.lookup.dim)
             column = columns.stop
