@@ -1,4 +1,4 @@
-"""Operators of torch that read and store rows of arrays larger than memory.
+"""Operators and modules of torch that read and store rows of arrays larger than memory.
 
     import flashwarp.torch
 
@@ -9,6 +9,8 @@
 Eager code, `torch.compile` and captures of CUDA graphs may call them. On a GPU they work in the
 order of torch's current stream and wait for nothing; the next call on the array, or
 `Array.check`, raises what went wrong. On the CPU device they raise it themselves.
+
+`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ except ImportError as _error:
         "pip install 'flashwarp[torch]'"
     ) from _error
 
+from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
+from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.operators import gather, scatter
 
-__all__ = ["gather", "scatter"]
+__all__ = ["Embedding", "EmbeddingBag", "EmbeddingGroup", "gather", "scatter"]
