@@ -22,6 +22,7 @@ except ImportError as _error:
     ) from _error
 
 from flashwarp.interop.torch.embedding import Embedding
+from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 
-__all__ = ["Embedding", "gather", "scatter"]
+__all__ = ["Embedding", "Offloaded", "gather", "offload", "scatter"]

@@ -58,7 +58,7 @@ class Composite(Storage, ABC):
     _options: tuple[Any, ...] = ()
     """What `__init__` takes besides the members."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Any]) -> None:
         self.parts = self._checked(members)
         self.paths = tuple(
             files.check_name(part.path if isinstance(part, Extent) else part)
@@ -240,6 +240,9 @@ class Concatenated(Composite):
     [11, 12, 0, 1, 2]
     """
 
+    def __init__(self, members: Sequence[Member | tuple[files.PathLike, int, int]]) -> None:
+        super().__init__(members)
+
     @classmethod
     def _member(cls, given: Any) -> str | Extent | Storage:
         if not isinstance(given, tuple):
@@ -273,6 +276,9 @@ class Replicated(Composite):
     ArgumentError
         For other members, a storage named twice, or unequal sizes.
     """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(members)
 
     def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
         return _native.ReplicatedStorage(natives)
