@@ -21,8 +21,8 @@ except ImportError as _error:
         "pip install 'flashwarp[torch]'"
     ) from _error
 
-from flashwarp.interop.torch.embedding import Embedding
+from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 
-__all__ = ["Embedding", "Offloaded", "gather", "offload", "scatter"]
+__all__ = ["Embedding", "EmbeddingBag", "Offloaded", "gather", "offload", "scatter"]
