@@ -35,15 +35,18 @@ pytestmark = [
 ]
 
 ROWS, WIDTH = 700, 20
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-          torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.float64: "F64"}  # fmt: skip
+_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8",
+    torch.uint8: "U8", torch.int64: "I64",
+}  # fmt: skip
 
 
 def save(path, tensors, align=8):
     """Write a safetensors file, as its own library does."""
     header, at, data = {}, 0, []
     for name, tensor in tensors.items():
-        held = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        held = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape),
                         "data_offsets": [at, at + len(held)]}  # fmt: skip
         at += len(held)
@@ -177,6 +180,39 @@ def test_rows_are_converted_to_the_dtype_of_the_module(tmp_path, dtype, stored, 
     with small(module, tmp_path / "x.safetensors", "0"), torch.no_grad():
         assert torch.equal(module(tokens), held.to(dtype)[tokens])
         assert module[0].weight.dtype == dtype
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("shape", [(), (1,), (ROWS,), (ROWS, 1), (ROWS, 4)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_rows_are_multiplied_by_their_scales(tmp_path, stored, shape, kind, tokens):
+    module = nn.Sequential(nn.Embedding(ROWS, WIDTH)).eval()
+    held = (torch.randn(ROWS, WIDTH) * 20).to(stored)
+    scales = torch.rand(shape).to(kind)
+    save(tmp_path / "x.safetensors", {"0.weight": held, "0.weight_scale": scales})
+    blocks = scales.float().reshape(-1, scales.shape[-1] if scales.ndim == 2 else 1)
+    expected = held.float() * blocks.repeat_interleave(WIDTH // blocks.shape[1], 1)
+
+    with small(module, tmp_path / "x.safetensors", "0"), torch.no_grad():
+        torch.testing.assert_close(module(tokens), expected[tokens], rtol=0, atol=0)
+
+
+def test_parts_have_their_own_scales(tmp_path, tokens):
+    module = nn.Sequential(nn.Embedding(ROWS, WIDTH)).eval()
+    held, scales = torch.randn(ROWS, WIDTH).to(torch.float8_e4m3fn), torch.rand(ROWS)
+    tensors = {}
+    for i, rows in enumerate(torch.arange(ROWS).tensor_split([11, 400])):
+        tensors[f"0.shard_{i}.weight"] = held[rows]
+        tensors[f"0.shard_{i}.weight_scale"] = scales[rows]
+    save(tmp_path / "x.safetensors", tensors)
+
+    with small(module, tmp_path / "x.safetensors", "0"), torch.no_grad():
+        assert torch.equal(module(tokens), (held.float() * scales[:, None])[tokens])
+
+    del tensors["0.shard_1.weight_scale"]
+    save(tmp_path / "x.safetensors", tensors)
+    with pytest.raises(FileFormatError, match="2 of 3 parts"):
+        small(module, tmp_path / "x.safetensors", "0")
 
 
 def test_a_table_in_parts_is_one(tmp_path, tokens):
@@ -461,7 +497,7 @@ def test_a_name_that_two_tensors_have_is_refused(tmp_path, model):
         small(model, tmp_path / "x", "table")
 
 
-@pytest.mark.parametrize("wrong", [ROWS, 1 << 40])
+@pytest.mark.parametrize("wrong", [ROWS, -1, 1 << 40])
 def test_ids_out_of_bounds_are_an_index_error(model, folder, wrong):
     with small(model, folder, "table"):
         with pytest.raises(IndexError):
@@ -501,13 +537,29 @@ def test_rows_that_lookups_change_are_refused(model, folder):
         small(model, folder, "scaled")
 
 
-def test_scaled_rows_are_not_looked_up_without_their_scales(tmp_path, model):
+def test_scales_that_fit_no_rows_are_refused(tmp_path, model):
     held = torch.zeros(ROWS, WIDTH).to(torch.float8_e4m3fn)
-    tensors = {"table.weight": held, "table.weight_scale": torch.ones(ROWS, 1)}
-    save(tmp_path / "x.safetensors", tensors)
+    for scales, error in [
+        (torch.ones(ROWS - 1), FileFormatError),
+        (torch.ones(ROWS, 1).bfloat16(), DtypeError),
+        (torch.ones(6, 1), FileFormatError),
+        (torch.ones(ROWS, 3), ArgumentError),
+    ]:
+        save(tmp_path / "x", {"table.weight": held, "table.weight_scale_inv": scales})
+        with pytest.raises(error):
+            small(model, tmp_path / "x", "table")
+    one = torch.ones(1)
+    save(tmp_path / "x", {"table.weight": held, "table.weight_scale": one, "table.scale": one})
+    with pytest.raises(ArgumentError, match="could have the scales"):
+        small(model, tmp_path / "x", "table")
+    assert isinstance(model.table.weight, nn.Parameter)
 
-    with pytest.raises(DtypeError, match="weight_scale"):
-        small(model, tmp_path, "table")
+
+def test_integers_without_scales_are_refused(tmp_path, model):
+    save(tmp_path / "x", {"table.weight": torch.zeros(ROWS, WIDTH, dtype=torch.int8)})
+
+    with pytest.raises(DtypeError, match="no scales"):
+        small(model, tmp_path / "x", "table")
 
 
 def test_rss_stays_within_the_limit(tmp_path):

@@ -124,3 +124,26 @@ def test_threads_sleep_on_while_an_array_can_submit_no_command(writable: bool) -
             x.gather(np.arange(8))
 
         assert (x.controller.stats()["wakes"] == before) != writable
+
+
+@pytest.mark.parametrize(("offset", "path"), [(8, "in_place"), (4096 + 24, "in_place"), (12, "")])
+def test_data_that_begins_at_a_word_is_read_in_place(
+    offset: int, path: str, tmp_path: Path
+) -> None:
+    held = words()
+    (tmp_path / "x").write_bytes(b"." * offset + held.tobytes() + b"behind")
+    index = np.random.default_rng(5).integers(0, held.size, 2000)
+    options: dict[str, Any] = {
+        "dtype": "int64", "shape": held.shape, "offset": offset, "device": "cpu", "line": LINE,
+        "cache": LINES * LINE // 8,
+    }  # fmt: skip
+    asked = fw.SoftwareController(data_path="in_place")
+
+    if not path:
+        with pytest.raises(fw.errors.ArgumentError, match="in_place"):
+            fw.open(tmp_path / "x", controller=asked, **options)
+        return
+    with fw.open(tmp_path / "x", controller=asked, **options) as x:
+        assert x.explain().path == path
+        np.testing.assert_array_equal(x.gather(index), held[index])
+        assert x.in_place is None

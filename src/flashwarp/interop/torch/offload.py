@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 import torch
 
-import flashwarp
 from flashwarp.array.array import Array
+from flashwarp.array.opening import open as open_array
 from flashwarp.cache.cache import LINE_BYTES_MIN, Cache, check_line
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, resolve
@@ -38,6 +38,7 @@ from flashwarp.interop.torch.embedding import Embedding
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import Policy, resolve_policy
 from flashwarp.storage.composite import Concatenated, Extent
+from flashwarp.storage.files import open_for_reading
 from flashwarp.storage.safetensors import Checkpoint, Tensor, read_checkpoint
 
 __all__ = ["OffloadReport", "Offloaded", "TableReport", "TableWeight", "offload"]
@@ -49,15 +50,19 @@ _STORED = {
     "BF16": ("u2", torch.bfloat16),
     "F8_E4M3": ("u1", torch.float8_e4m3fn),
     "F8_E5M2": ("u1", torch.float8_e5m2),
+    "I8": ("i1", torch.int8),
 }
+# Of these, the dtypes whose rows are multiplied by scales, if the checkpoint has any.
+_SCALED = ("F8_E4M3", "F8_E5M2", "I8")
+_FLOATS = ("F32", "F16", "BF16")
 
 # What libraries put before the name of a module, or leave out, without meaning another one.
 _WRAPPERS = frozenset(
     ["module", "_orig_mod", "model", "base_model", "language_model", "text_model", "transformer"]
 )
 
-# Names of the numbers by which rows of few bits are multiplied.
-_SCALES = ("weight_scale", "weight_scale_inv", "weight.scale", "scale", "scales")
+# Names of scales, after the name of their module.
+_SCALE_NAMES = ("weight_scale", "weight_scale_inv", "weight.scale", "scale", "scales")
 
 # Memory of an array on a GPU beside its lines: at most 8 MiB of missed lines, queues and counters.
 _ARRAY_GPU_BYTES = 10 << 20
@@ -69,6 +74,7 @@ _CACHE_BYTES = 1 << 20
 _LINE_METADATA_BYTES = 8 + 4 + 4
 _TIER_METADATA_BYTES = 8
 
+_PAGE_BYTES = 4096
 _QUEUE_PAIRS = 32
 _DEPTH_MIN, _DEPTH_MAX = 16, 256
 _LINE_BYTES_AUTO_MAX = 4096
@@ -188,6 +194,8 @@ class _Table:
     weight: torch.Tensor
     tensors: list[Tensor] = field(default_factory=list)
     """Whose rows follow one another."""
+    scales: list[Tensor] = field(default_factory=list)
+    """Those of `tensors`, if they have any."""
 
     @property
     def name(self) -> str:
@@ -198,17 +206,58 @@ class _Table:
         return self.tensors[0].nbytes // max(1, self.tensors[0].shape[0])
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def pinned_bytes(self) -> int:
+        """Bytes of the pages that hold it, at most."""
+        tensors = [*self.tensors, *self.scales]
+        return sum(tensor.nbytes for tensor in tensors) + 2 * _PAGE_BYTES * len(tensors)
 
-    def open(self, **options: Any) -> Array:
-        kind = _STORED[self.tensors[0].dtype][0]
-        options |= {"dtype": kind, "shape": tuple(self.weight.shape)}
-        if len(self.tensors) == 1:
-            tensor = self.tensors[0]
-            return flashwarp.open(tensor.path, offset=tensor.offset, **options)
-        extents = [Extent(t.path, t.offset, t.nbytes) for t in self.tensors]
-        return flashwarp.open(Concatenated(_joined(extents)), **options)
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all rows are multiplied by one number."""
+        return len(self.scales) == 1 and math.prod(self.scales[0].shape) == 1
+
+    @property
+    def array_count(self) -> int:
+        """How many arrays it takes: one for the rows, and one for scales of rows."""
+        return 2 if self.scales and not self.has_one_scale else 1
+
+    def open(self, opened: contextlib.ExitStack, **options: Any) -> _Opened:
+        """Open the rows, and the scales unless there is one."""
+        rows = opened.enter_context(_open_rows(self.tensors, **options))
+        if self.array_count == 1:
+            return _Opened(rows, None)
+        return _Opened(rows, opened.enter_context(_open_rows(self.scales, **options)))
+
+    def scale(self, device: torch.device) -> torch.Tensor:
+        """Read the one scale."""
+        (tensor,) = self.scales
+        with open_for_reading(tensor.path) as file:
+            file.seek(tensor.offset)
+            data = bytearray(file.read(tensor.nbytes))
+        return torch.frombuffer(data, dtype=_STORED[tensor.dtype][1])[0].to(device)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The arrays of a table."""
+
+    rows: Array
+    scales: Array | None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        return (self.rows,) if self.scales is None else (self.rows, self.scales)
+
+
+def _open_rows(tensors: Sequence[Tensor], **options: Any) -> Array:
+    """Open tensors, whose rows follow one another, as an array."""
+    first = tensors[0]
+    shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
+    options |= {"dtype": _STORED[first.dtype][0], "shape": shape}
+    if len(tensors) == 1:
+        return open_array(first.path, offset=first.offset, **options)
+    extents = [Extent(t.path, t.offset, t.nbytes) for t in tensors]
+    return open_array(Concatenated(_joined(extents)), **options)
 
 
 def _joined(extents: Sequence[Extent]) -> list[Extent]:
@@ -441,12 +490,35 @@ def _check_tensors(table: _Table, checkpoint: Mapping[str, Tensor]) -> None:
         raise DtypeError(
             f"{first}: rows of this dtype cannot be looked up, only {', '.join(_STORED)}"
         )
-    base = first.name.removesuffix("weight")
-    scales = [base + suffix for suffix in _SCALES if base + suffix in checkpoint]
-    if scales:
-        raise DtypeError(
-            f"{first} is multiplied by {checkpoint[scales[0]]}: scaled rows are not looked up yet"
-        )
+    if first.dtype in _SCALED:
+        table.scales = _scales_of(table, checkpoint)
+
+
+def _scales_of(table: _Table, checkpoint: Mapping[str, Tensor]) -> list[Tensor]:
+    """Find the scales of a table's tensors."""
+    found: list[Tensor] = []
+    for tensor in table.tensors:
+        base = tensor.name.removesuffix("weight")
+        here = [checkpoint[base + n] for n in _SCALE_NAMES if base + n in checkpoint]
+        if len(here) > 1:
+            raise ArgumentError(f"{tensor} could have the scales {here[0]} or {here[1]}")
+        found += here
+    first = table.tensors[0]
+    if not found and first.dtype == "I8":
+        raise DtypeError(f"{first} has no scales, as {first.name}_scale: integers are no weights")
+    if not found:
+        return []
+    if len(found) != len(table.tensors):
+        raise FileFormatError(f"{first} has scales in {len(found)} of {len(table.tensors)} parts")
+    if len(found) == 1 and math.prod(found[0].shape) == 1 and found[0].dtype in _FLOATS:
+        return found
+    for scales, tensor in zip(found, table.tensors, strict=True):
+        one_each = len(scales.shape) in (1, 2) and scales.shape[0] == tensor.shape[0]
+        if not one_each or scales.shape[1:] != found[0].shape[1:]:
+            raise FileFormatError(f"{scales} has not a scale, or several, for each row of {tensor}")
+        if scales.dtype not in ("F32", "F16") or scales.dtype != found[0].dtype:
+            raise DtypeError(f"{scales}: scales of rows must be F32 or F16, all of one dtype")
+    return found
 
 
 # Within which limits.
@@ -456,10 +528,10 @@ def _check_tensors(table: _Table, checkpoint: Mapping[str, Tensor]) -> None:
 class _Need:
     """What the tables need of a cache."""
 
-    tables: int
+    arrays: int
     line_bytes: int
     lines_per_row: int
-    """At most, of any table."""
+    """At most, of any table; scales take one more."""
     row_bytes: int
     """Of the longest row."""
 
@@ -472,7 +544,8 @@ class _Need:
         else:
             line_bytes = check_line(line)
         lines = max(_lines_of_a_row(table.row_bytes, line_bytes) for table in tables)
-        return cls(len(tables), line_bytes, lines, longest)
+        arrays = sum(table.array_count for table in tables)
+        return cls(arrays, line_bytes, lines + (arrays > len(tables)), longest)
 
 
 def _lines_of_a_row(row_bytes: int, line_bytes: int) -> int:
@@ -499,9 +572,9 @@ class _Plan:
         self.checks_lookups = True
         self.ways = 4
         self.on_gpu = device.kind == "cuda"
-        self.fixed = _CACHE_BYTES + need.tables * _ARRAY_GPU_BYTES if self.on_gpu else 0
+        self.fixed = _CACHE_BYTES + need.arrays * _ARRAY_GPU_BYTES if self.on_gpu else 0
         self.depth = self._depth() if self.on_gpu else 0
-        self.rings = need.tables * self._ring_bytes(self.depth) if self.on_gpu else 0
+        self.rings = need.arrays * self._ring_bytes(self.depth) if self.on_gpu else 0
         self.capacity = self._capacity(0)
         least = self.ways * need.line_bytes
         if self.capacity < least:
@@ -513,12 +586,12 @@ class _Plan:
     def _depth(self) -> int:
         """Return the entries of a ring: at most half of the host memory is for buffers."""
         depth = _DEPTH_MAX
-        while depth > _DEPTH_MIN and self.need.tables * self._ring_bytes(depth) > self.ram // 2:
+        while depth > _DEPTH_MIN and self.need.arrays * self._ring_bytes(depth) > self.ram // 2:
             depth //= 2
-        least = self.need.tables * self._ring_bytes(depth)
+        least = self.need.arrays * self._ring_bytes(depth)
         if least > self.ram:
             raise CacheError(
-                f"ram={self.ram} bytes are less than the buffers of {self.need.tables} tables "
+                f"ram={self.ram} bytes are less than the buffers of {self.need.arrays} arrays "
                 f"need: give at least {least} bytes"
             )
         return depth
@@ -556,20 +629,20 @@ class _Plan:
 
     def open(
         self, tables: Sequence[_Table], opened: contextlib.ExitStack
-    ) -> tuple[Cache, list[Array]]:
+    ) -> tuple[Cache, list[_Opened]]:
         """Open a cache and all tables: all in place if they fit, else all by rings."""
-        pinned = sum(table.nbytes + 2 * 4096 for table in tables)
+        pinned = sum(table.pinned_bytes for table in tables)
         if self.on_gpu and pinned + self.rings <= self.ram:
             with contextlib.ExitStack() as attempt:
                 found = self._open(tables, attempt, self.ram - self.rings - pinned, None)
-                if any(array.controller.path == "in_place" for array in found[1]):
+                if any(each.rows.controller.path == "in_place" for each in found[1]):
                     opened.enter_context(attempt.pop_all())
                     return found
         return self._open(tables, opened, self.ram - self.rings, "bounce")
 
     def _open(
         self, tables: Sequence[_Table], opened: contextlib.ExitStack, spare: int, path: Any
-    ) -> tuple[Cache, list[Array]]:
+    ) -> tuple[Cache, list[_Opened]]:
         tier = self._tier(spare) if self.on_gpu else None
         self.capacity = self._capacity(tier or 0)
         cache = opened.enter_context(
@@ -578,11 +651,11 @@ class _Plan:
         settings = {}
         if self.on_gpu:
             settings["controller"] = SoftwareController(_QUEUE_PAIRS, self.depth, data_path=path)
-        arrays = [
-            opened.enter_context(table.open(cache=cache, immutable=self.immutable, **settings))
+        found = [
+            table.open(opened, cache=cache, immutable=self.immutable, **settings)
             for table in tables
         ]
-        return cache, arrays
+        return cache, found
 
     def _tier(self, spare: int) -> int | None:
         """Return the bytes of host memory below the cache; None if they are too few for one."""
@@ -611,19 +684,18 @@ class TableWeight:
     is_meta = False
     grad = None
 
-    def __init__(
-        self, table: _Table, array: Array, plan: _Plan, device: torch.device, clock: _Clock
-    ) -> None:
+    def __init__(self, table: _Table, arrays: _Opened, plan: _Plan, device: torch.device) -> None:
         dtype = table.weight.dtype
         stored = _STORED[table.tensors[0].dtype][1]
-        self.rows = Embedding(array, dtype=dtype, stored=stored)
+        scales: Any = table.scale(device) if table.has_one_scale else arrays.scales
+        self.rows = Embedding(arrays.rows, scales=scales, dtype=dtype, stored=stored)
         self.name = table.name
         self.shape = torch.Size(table.weight.shape)
         self.dtype, self.device, self.ndim = dtype, device, 2
         self.requires_grad = bool(table.weight.requires_grad)
         self._module = table.modules[0]
         self._plan = plan
-        self.clock = clock
+        self.clock = _Clock()
         self.closed = False
 
     @classmethod
@@ -809,18 +881,19 @@ class Offloaded(Closing):
         self,
         tables: Sequence[_Table],
         cache: Cache,
-        arrays: Sequence[Array],
+        arrays: Sequence[_Opened],
         plan: _Plan,
     ) -> None:
         self._closed = False
+        self._arrays = [array for each in arrays for array in each.arrays]
         self._plan = plan
         self._tables = list(tables)
         self.cache = cache
-        self.tables = {n: a for t, a in zip(tables, arrays, strict=True) for n in t.names}
+        self.tables = {n: a.rows for t, a in zip(tables, arrays, strict=True) for n in t.names}
         device = torch.device(plan.device.name)
         self._weights = [
-            TableWeight(table, array, plan, device, _Clock())
-            for table, array in zip(tables, arrays, strict=True)
+            TableWeight(table, opened, plan, device)
+            for table, opened in zip(tables, arrays, strict=True)
         ]
         for table, weight in zip(tables, self._weights, strict=True):
             # Its memory goes as soon as nobody else holds the parameter.
@@ -853,7 +926,7 @@ class Offloaded(Closing):
             )
         plan, held = self._plan, self.cache.capacity + self.cache.metadata_bytes
         pinned = sum(
-            table.nbytes + 2 * 4096
+            table.pinned_bytes
             for table in self._tables
             if self.tables[table.name].controller.path == "in_place"
         )
@@ -873,8 +946,10 @@ class Offloaded(Closing):
         """
         if self._closed:
             return
-        for array in self.tables.values():
+        for array in self._arrays:
             array.close()
+        for weight in self._weights:
+            weight.rows.close()
         self.cache.close()
         self._closed = True
         for table, weight in zip(self._tables, self._weights, strict=True):
