@@ -22,7 +22,16 @@ except ImportError as _error:
     ) from _error
 
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
+from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 
-__all__ = ["Embedding", "EmbeddingBag", "Offloaded", "gather", "offload", "scatter"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingGroup",
+    "Offloaded",
+    "gather",
+    "offload",
+    "scatter",
+]
