@@ -161,9 +161,17 @@ def offload(
 
     Examples
     --------
-    >>> with flashwarp.torch.offload(model, "*.ngram_embedding", "checkpoint/") as tables:
-    ...     model.generate(**inputs)  # doctest: +SKIP
-    ...     print(tables.report())
+    >>> import json, torch, flashwarp.torch
+    >>> entry = {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]}
+    >>> head = json.dumps({"model.ngrams.weight": entry}).encode()
+    >>> rows = torch.arange(6.0).numpy().tobytes()
+    >>> with open("x.safetensors", "wb") as file:
+    ...     _ = file.write(len(head).to_bytes(8, "little") + head + rows)
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.ModuleDict({"ngrams": torch.nn.Embedding(3, 2)}).eval()
+    >>> with flashwarp.torch.offload(model, "ngrams", "x.safetensors", device="cpu"):
+    ...     model["ngrams"](torch.tensor([2, 0])).tolist()
+    [[4.0, 5.0], [0.0, 1.0]]
     """
     tables = _tables_of(model, _patterns(pattern))
     _refuse_ties(model, tables)
@@ -532,8 +540,8 @@ class _Need:
     line_bytes: int
     lines_per_row: int
     """At most, of any table; scales take one more."""
-    row_bytes: int
-    """Of the longest row."""
+    lines: int
+    """Of all tables and their scales."""
 
     @classmethod
     def of(cls, tables: Sequence[_Table], line: int | str | None) -> _Need:
@@ -545,7 +553,9 @@ class _Need:
             line_bytes = check_line(line)
         lines = max(_lines_of_a_row(table.row_bytes, line_bytes) for table in tables)
         arrays = sum(table.array_count for table in tables)
-        return cls(arrays, line_bytes, lines + (arrays > len(tables)), longest)
+        held = [tensor for table in tables for tensor in (*table.tensors, *table.scales)]
+        whole = sum(tensor.nbytes // line_bytes + 1 for tensor in held)
+        return cls(arrays, line_bytes, lines + (arrays > len(tables)), whole)
 
 
 def _lines_of_a_row(row_bytes: int, line_bytes: int) -> int:
@@ -597,11 +607,13 @@ class _Plan:
         return depth
 
     def _capacity(self, tier_bytes: int) -> int:
-        """Return the bytes of lines that leave room for all the rest."""
+        """Return the bytes of lines that leave room for all the rest, and hold all at most."""
         limit = self.gpu if self.on_gpu else min(self.gpu, self.ram)
         limit -= self.fixed + tier_bytes // self.need.line_bytes * _TIER_METADATA_BYTES
         line = self.need.line_bytes
-        return max(0, limit // (line + _LINE_METADATA_BYTES) * line)
+        # The number of sets is rounded down to an odd one.
+        whole = self.need.lines + 2 * self.ways
+        return min(max(0, limit // (line + _LINE_METADATA_BYTES)), whole) * line
 
     def bytes_for(self, capacity: int) -> int:
         """Return the limit that leaves `capacity` bytes of lines."""
@@ -616,8 +628,7 @@ class _Plan:
 
     def check_rows(self, rows: int) -> None:
         """Raise CacheError if the cache cannot hold so many rows at a time."""
-        lines = rows * self.need.lines_per_row
-        # The number of sets is rounded down to an odd one.
+        lines = min(rows * self.need.lines_per_row, self.need.lines)
         held = self.capacity // self.need.line_bytes - 2 * self.ways
         if lines > held:
             needed = self.bytes_for((lines + 2 * self.ways) * self.need.line_bytes)
