@@ -233,6 +233,17 @@ def test_a_table_in_parts_is_one(tmp_path, tokens):
         small(module, tmp_path, "ngram*")
 
 
+def test_a_model_may_be_a_table_itself(tmp_path, tokens):
+    module = nn.Embedding(ROWS, WIDTH).eval()
+    weight = module.weight.detach().clone()
+    save(tmp_path / "x", {"weight": weight})
+    save(tmp_path / "parts", {"part_0.weight": weight[:9], "part_1.weight": weight[9:]})
+
+    for name in ("x", "parts"):
+        with small(module, tmp_path / name, "*"), torch.no_grad():
+            assert torch.equal(module(tokens), weight[tokens])
+
+
 def test_two_modules_with_one_parameter_share_a_table(tmp_path, tokens):
     model = nn.ModuleDict({"encoder": nn.Embedding(ROWS, WIDTH), "decoder": Table(ROWS, WIDTH)})
     model["decoder"].weight = model["encoder"].weight

@@ -23,7 +23,7 @@ import torch
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
 from flashwarp.cache.cache import LINE_BYTES_MIN, Cache, check_line
-from flashwarp.config import integer, parse_bytes
+from flashwarp.config import cores, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.endings import Closing
 from flashwarp.errors import (
@@ -365,7 +365,7 @@ def _refuse_ties(model: torch.nn.Module, tables: Sequence[_Table]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(_memory_of(parameter), []).append(name)
     for table in tables:
-        mine = {f"{name}.weight" for name in table.names}
+        mine = set(map(_weight_of, table.names))
         others = [name for name in owners[_memory_of(table.weight)] if name not in mine]
         if others:
             raise ArgumentError(
@@ -417,14 +417,18 @@ def _find_tensors(
 def _tensors_named(names: Sequence[str], checkpoint: Mapping[str, Tensor]) -> list[Tensor]:
     """Find the tensors of a table by the names of its modules."""
     for name in names:
-        found = _whole(f"{name}.weight", checkpoint) or _parts(name, checkpoint)
+        found = _whole(_weight_of(name), checkpoint) or _parts(name, checkpoint)
         if found:
             return found
-    wanted = f"{names[0]}.weight"
+    wanted = _weight_of(names[0])
     raise ArgumentError(
         f"the checkpoint has no tensor for {wanted!r}{_near(wanted, checkpoint)}; give its name, "
         f"names={{{names[0]!r}: ...}}"
     )
+
+
+def _weight_of(module: str) -> str:
+    return f"{module}.weight" if module else "weight"
 
 
 def _whole(name: str, checkpoint: Mapping[str, Tensor]) -> list[Tensor]:
@@ -442,7 +446,8 @@ def _whole(name: str, checkpoint: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _parts(name: str, checkpoint: Mapping[str, Tensor]) -> list[Tensor]:
     """Find the parts of a table that was split by rows, ``NAME.shard_0.weight`` and so on."""
-    pattern = re.compile(re.escape(_bare(name)) + r"\.(?:[a-z]+_)?([0-9]{1,9})\.weight")
+    begin = re.escape(_bare(f"{name}.")) if name else ""
+    pattern = re.compile(begin + r"(?:[a-z]+_)?([0-9]{1,9})\.weight")
     parts: dict[int, Tensor] = {}
     for each, tensor in checkpoint.items():
         match = pattern.fullmatch(_bare(each))
@@ -661,7 +666,11 @@ class _Plan:
         )
         settings = {}
         if self.on_gpu:
-            settings["controller"] = SoftwareController(_QUEUE_PAIRS, self.depth, data_path=path)
+            # They poll: more threads than cores, over all arrays, would wait for each other.
+            threads = max(1, min(8, cores() // 2) // self.need.arrays)
+            settings["controller"] = SoftwareController(
+                _QUEUE_PAIRS, self.depth, threads, data_path=path
+            )
         found = [
             table.open(opened, cache=cache, immutable=self.immutable, **settings)
             for table in tables
