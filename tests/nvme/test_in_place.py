@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.storage import Memory, Replicated, Striped
+from flashwarp.storage.file import Mapping
 
 LINE = 512
 LINES = 64
@@ -147,3 +150,14 @@ def test_data_that_begins_at_a_word_is_read_in_place(
         assert x.explain().path == path
         np.testing.assert_array_equal(x.gather(index), held[index])
         assert x.in_place is None
+
+
+def test_a_mapping_begins_at_the_page_of_the_data(tmp_path: Path) -> None:
+    content = os.urandom(20_000)
+    (tmp_path / "x").write_bytes(content)
+
+    mapping = Mapping(tmp_path / "x", 15_000, 9_000)
+
+    assert mapping.nbytes == 15_000 - 8_192, "what lies before is not pinned"
+    assert ctypes.string_at(mapping.origin + 9_000, 6_000) == content[9_000:15_000]
+    mapping.close()
