@@ -73,6 +73,8 @@ _CACHE_BYTES = 1 << 20
 # A tag and a word of the policy for each line, a word for each set.
 _LINE_METADATA_BYTES = 8 + 4 + 4
 _TIER_METADATA_BYTES = 8
+# Its subsets are of whole lines.
+_TIER_SPARE_LINES = 64
 
 _PAGE_BYTES = 4096
 _QUEUE_PAIRS = 32
@@ -591,9 +593,10 @@ class _Plan:
         self.depth = self._depth() if self.on_gpu else 0
         self.rings = need.arrays * self._ring_bytes(self.depth) if self.on_gpu else 0
         self.capacity = self._capacity(0)
-        least = self.ways * need.line_bytes
-        if self.capacity < least:
-            self._refuse_gpu(self.bytes_for(least), "one set of the cache")
+        self.least = self.ways * need.line_bytes
+        """Bytes of lines that the cache must have."""
+        if self.capacity < self.least:
+            self._refuse_gpu(self.bytes_for(self.least), "one set of the cache")
 
     def _ring_bytes(self, depth: int) -> int:
         return _ARRAY_HOST_BYTES + _QUEUE_PAIRS * depth * self.need.line_bytes
@@ -634,14 +637,15 @@ class _Plan:
     def check_rows(self, rows: int) -> None:
         """Raise CacheError if the cache cannot hold so many rows at a time."""
         lines = min(rows * self.need.lines_per_row, self.need.lines)
-        held = self.capacity // self.need.line_bytes - 2 * self.ways
-        if lines > held:
-            needed = self.bytes_for((lines + 2 * self.ways) * self.need.line_bytes)
+        least = (lines + 2 * self.ways) * self.need.line_bytes
+        if self.capacity < least:
+            needed = self.bytes_for(least)
             self._refuse_gpu(
                 needed,
                 f"a step of {rows} rows, each in up to {self.need.lines_per_row} lines of "
                 f"{self.need.line_bytes} bytes,",
             )
+        self.least = max(self.least, least)
 
     def open(
         self, tables: Sequence[_Table], opened: contextlib.ExitStack
@@ -678,9 +682,16 @@ class _Plan:
         return cache, found
 
     def _tier(self, spare: int) -> int | None:
-        """Return the bytes of host memory below the cache; None if they are too few for one."""
-        least = self._capacity(0) // self.ways + self.need.line_bytes
-        return spare if spare >= least else None
+        """Return the bytes of host memory below the cache; None if they are too few for one.
+
+        It has no more lines than the tables, and its tags leave the cache what it must have.
+        """
+        line = self.need.line_bytes
+        tier = min(spare, (self.need.lines + _TIER_SPARE_LINES) * line)
+        while tier >= line and self._capacity(tier) < max(self.least, self._capacity(0) // 2):
+            tier //= 2
+        enough = tier >= self._capacity(tier) // self.ways + line
+        return tier if enough else None
 
 
 # In the place of a parameter.
