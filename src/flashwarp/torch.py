@@ -1,4 +1,4 @@
-"""Operators of torch that read and store rows of arrays larger than memory.
+"""Operators and modules of torch that read and store rows of arrays larger than memory.
 
     import flashwarp.torch
 
@@ -9,6 +9,8 @@
 Eager code, `torch.compile` and captures of CUDA graphs may call them. On a GPU they work in the
 order of torch's current stream and wait for nothing; the next call on the array, or
 `Array.check`, raises what went wrong. On the CPU device they raise it themselves.
+
+`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files.
 """
 
 from __future__ import annotations

@@ -139,11 +139,11 @@ struct word_place {
 // the error is in the volume's record. `failed` says so.
 FW_DEVICE_NOINLINE atomic::word16 load_missing(const cache::geometry& g, cache::line_cache& c,
                                                cache::volume& v, uint32_t mask, bool wants,
-                                               word_place at, cache::tally& tally, bool& failed) {
+                                               word_place at, bool& failed) {
   load_table_word op = {at.offset, at.bytes, {0, 0, 0, 0}};
   cache::tally count;
   const uint32_t status = cache::access<policy>(g, c, v, mask, wants, at.line, false, op, count);
-  tally.add(count);
+  count.add_to(v, mask);
   failed = wants && status != nvme::kSuccess;
   return wants && !failed ? op.value : atomic::word16{0, 0, 0, 0};
 }
@@ -157,12 +157,10 @@ FW_DEVICE word_place place_of(const cache::geometry& g, const cache::volume& v, 
 FW_DEVICE_NOINLINE float scale_in_array(const table_scales& s, uint32_t mask, bool wants,
                                         uint64_t k) {
   const uint32_t bytes = base::bytes_of(s.number);
-  cache::tally events;
   bool failed;
   const atomic::word16 word =
       load_missing(s.geometry, *s.cache, *s.volume, mask, wants,
-                   place_of(s.geometry, *s.volume, k * bytes, bytes), events, failed);
-  add_events(*s.volume, mask, events, {});
+                   place_of(s.geometry, *s.volume, k * bytes, bytes), failed);
   return number_at(&word.x, s.number, 0);
 }
 
@@ -175,45 +173,59 @@ FW_DEVICE float number_in(const atomic::word16& word, uint32_t i) {
   return base::to_float<kNumber>(bits >> (i % kPerPart * 8 * base::bytes_of(kNumber)));
 }
 
+// The bits of a value as a number of the output.
+FW_DEVICE uint32_t bits_as(base::number kind, float value) {
+  if (kind == base::number::kFloat32) return base::bits_of(value);
+  return kind == base::number::kFloat16 ? base::float16_of(value) : base::bfloat16_of(value);
+}
+
+// Values that a lane stores; a copy of them may be in memory.
+template <uint32_t kCount>
+struct lane_values {
+  float numbers[kCount];
+};
+
+// Stores the first `count` of the values as numbers of the output, one after the other.
+template <uint32_t kCount>
+FW_DEVICE_NOINLINE void store_each(char* to, base::number kind, const lane_values<kCount>& values,
+                                   uint32_t count) {
+  const bool wide = kind == base::number::kFloat32;
+  for (uint32_t i = 0; i < count; i++) {
+    const uint32_t bits = bits_as(kind, values.numbers[i]);
+    if (wide) {
+      atomic::raw<4>::store_plain(to + i * 4, bits);
+    } else {
+      atomic::raw<2>::store_plain(to + i * 2, uint16_t(bits));
+    }
+  }
+}
+
 // Stores the first `count` of the values as numbers of the output.
 template <uint32_t kCount>
 FW_DEVICE void store_numbers(char* to, base::number kind, const float (&values)[kCount],
                              uint32_t count) {
   const uint64_t address = reinterpret_cast<uint64_t>(to);
-  if (kind == base::number::kFloat32) {
-    if (count == kCount && address % 16 == 0) {
-      FW_UNROLL
-      for (uint32_t i = 0; i < kCount; i += 4) {
-        atomic::raw<16>::store_plain(to + i * 4,
-                                     {base::bits_of(values[i]), base::bits_of(values[i + 1]),
-                                      base::bits_of(values[i + 2]), base::bits_of(values[i + 3])});
-      }
-      return;
-    }
+  if (count != kCount || address % 16 != 0) {
+    lane_values<kCount> copy;
     FW_UNROLL
-    for (uint32_t i = 0; i < kCount; i++) {
-      if (i < count) atomic::raw<4>::store_plain(to + i * 4, base::bits_of(values[i]));
-    }
+    for (uint32_t i = 0; i < kCount; i++) copy.numbers[i] = values[i];
+    base::opaque (&store_each<kCount>)(to, kind, copy, count);
     return;
   }
-  uint32_t bits[kCount];
-  FW_UNROLL
-  for (uint32_t i = 0; i < kCount; i++) {
-    bits[i] =
-        kind == base::number::kFloat16 ? base::float16_of(values[i]) : base::bfloat16_of(values[i]);
-  }
-  if (count == kCount && address % 8 == 0) {
+  if (kind == base::number::kFloat32) {
     FW_UNROLL
     for (uint32_t i = 0; i < kCount; i += 4) {
-      const uint64_t low = bits[i] | bits[i + 1] << 16;
-      const uint64_t high = bits[i + 2] | bits[i + 3] << 16;
-      atomic::raw<8>::store_plain(to + i * 2, low | high << 32);
+      atomic::raw<16>::store_plain(to + i * 4,
+                                   {base::bits_of(values[i]), base::bits_of(values[i + 1]),
+                                    base::bits_of(values[i + 2]), base::bits_of(values[i + 3])});
     }
     return;
   }
   FW_UNROLL
-  for (uint32_t i = 0; i < kCount; i++) {
-    if (i < count) atomic::raw<2>::store_plain(to + i * 2, uint16_t(bits[i]));
+  for (uint32_t i = 0; i < kCount; i += 4) {
+    const uint32_t low = bits_as(kind, values[i]) | bits_as(kind, values[i + 1]) << 16;
+    const uint32_t high = bits_as(kind, values[i + 2]) | bits_as(kind, values[i + 3]) << 16;
+    atomic::raw<8>::store_plain(to + i * 2, uint64_t(high) << 32 | low);
   }
 }
 
@@ -267,6 +279,20 @@ FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint6
   return r;
 }
 
+// What a warp counts of a table's volume beside the events of its misses.
+struct lookup_events {
+  uint32_t hits = 0;        // the same in each lane
+  uint64_t bytes_used = 0;  // the lane's own
+};
+FW_DEVICE void add_lookup_events(cache::volume& v, lookup_events& events) {
+  cache::counters& shard = cache::shard_of(v);
+  if (events.bytes_used != 0) atomic::add_relaxed(&shard.bytes_used, events.bytes_used);
+  if (warp::lane() == 0 && events.hits != 0) {
+    atomic::add_relaxed(&shard.hits, uint64_t(events.hits));
+  }
+  events = lookup_events();
+}
+
 // What a lane knows of one id, for all lanes of its group.
 struct found_row {
   uint64_t row;    // of the array
@@ -281,7 +307,7 @@ struct found_row {
 // Looks for the lines of the tile of one id for each lane, and fetches those that are missing.
 template <bool kPools>
 FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, const lookup_run& run,
-                             uint64_t k, cache::tally& tally) {
+                             uint64_t k, lookup_events& events) {
   cache::volume& v = *t.volume;
   const cache::geometry& g = t.geometry;
   const uint32_t mask = warp::kFullMask;
@@ -302,22 +328,17 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   if (two) f.second = cache::probe(g, line + 1);
   uint32_t hits = base::popcount(warp::ballot(mask, f.first.found));
   if (t.straddles != 0) hits += base::popcount(warp::ballot(mask, f.second.found));
-  tally.hits += hits;
+  events.hits += hits;
   bool failed = false;
   if (warp::any(mask, f.wants && !f.first.found)) {
-    cache::tally events;
     const word_place at = {line, 0, t.word_bytes};
-    base::opaque (&load_missing)(g, *t.cache, v, mask, f.wants && !f.first.found, at, events,
-                                 failed);
-    tally.add(events);
+    base::opaque (&load_missing)(g, *t.cache, v, mask, f.wants && !f.first.found, at, failed);
     if (f.wants && !f.first.found) f.first = cache::probe(g, line);
   }
   if (t.straddles != 0 && warp::any(mask, two && !f.second.found)) {
-    cache::tally events;
     const word_place at = {line + 1, 0, t.word_bytes};
     bool lost = false;
-    base::opaque (&load_missing)(g, *t.cache, v, mask, two && !f.second.found, at, events, lost);
-    tally.add(events);
+    base::opaque (&load_missing)(g, *t.cache, v, mask, two && !f.second.found, at, lost);
     failed = failed || lost;
     if (two && !f.second.found) f.second = cache::probe(g, line + 1);
   }
@@ -325,7 +346,7 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   f.usable = f.wants && f.first.found && (!two || f.second.found);
   if (f.usable) policy::on_hit(g, f.first.way, f.first.word);
   if (f.usable && two) policy::on_hit(g, f.second.way, f.second.word);
-  if (f.wants) tally.bytes_used += run.tile_bytes;
+  if (f.wants) events.bytes_used += run.tile_bytes;
   return f;
 }
 
@@ -354,10 +375,19 @@ struct pool {
   uint64_t rows = 0;
 };
 
+// Makes the next of the rows that a lane holds the first.
+FW_DEVICE void move_up(atomic::word16 (&words)[kRowsHeld][kLaneWords]) {
+  FW_UNROLL
+  for (uint32_t r = 1; r < kRowsHeld; r++) {
+    FW_UNROLL
+    for (uint32_t c = 0; c < kLaneWords; c++) words[r - 1][c] = words[r][c];
+  }
+}
+
 // Looks up one run for each group of the warp: the `warp_item`-th of a table.
 template <base::number kNumber, bool kPools>
 FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t table,
-                       uint64_t warp_item, cache::tally& tally) {
+                       uint64_t warp_item, lookup_events& events) {
   constexpr uint32_t kBytes = base::bytes_of(kNumber);
   constexpr uint32_t kCount = 16 / kBytes;
   const uint32_t mask = warp::kFullMask;
@@ -375,7 +405,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
   pool<kCount> bag;
 
   for (uint64_t first = run.begin; warp::any(mask, first < run.end); first += t.lanes) {
-    found_row mine = find_row<kPools>(p, t, run, first + sub, tally);
+    found_row mine = find_row<kPools>(p, t, run, first + sub, events);
     if (scaled) mine.scale = scale_of_row(t.scales, mask, mine.wants, mine.row - t.row_begin);
     const uint64_t from = mine.row * t.row_bytes + run.tile_begin;
     const uint64_t inside = from & (cache::line_bytes(t.geometry) - 1);
@@ -414,8 +444,8 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
       atomic::fence_acquire();
       warp::sync(mask);
       const uint32_t good = warp::ballot(mask, still_usable(t, mine));
-      FW_UNROLL
-      for (uint32_t r = 0; r < kRowsHeld; r++) {
+      // Not unrolled, because there is much code for a row: the rows move up instead.
+      for (uint32_t r = 0; r < kRowsHeld; r++, move_up(words)) {
         const bool any_row = q + r < t.lanes;
         const uint64_t k = first + q + r;
         const uint32_t source = leader + (any_row ? q + r : t.lanes - 1);
@@ -427,14 +457,11 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
           for (uint32_t c = 0; c < kLaneWords; c++) {
             const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
             const bool wants = again && offset < run.tile_bytes;
-            cache::tally events;
             bool failed;
             const atomic::word16 loaded = base::opaque(&load_missing)(
                 t.geometry, *t.cache, *t.volume, mask, wants,
-                place_of(t.geometry, *t.volume, begin + offset, t.word_bytes), events, failed);
-            if (wants) words[r][c] = loaded;
-            events.hits = 0;
-            tally.add(events);
+                place_of(t.geometry, *t.volume, begin + offset, t.word_bytes), failed);
+            if (wants) words[0][c] = loaded;
           }
         }
         const float weight = warp::take(mask, mine.weight, source);
@@ -457,7 +484,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
           float values[kCount];
           FW_UNROLL
           for (uint32_t i = 0; i < kCount; i++) {
-            values[i] = has ? number_in<kNumber>(words[r][c], i) : 0.0f;
+            values[i] = has ? number_in<kNumber>(words[0][c], i) : 0.0f;
             if (scaled && has) values[i] *= scale;
           }
           if constexpr (kPools) {
@@ -501,20 +528,20 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
 
 template <bool kPools>
 FW_DEVICE void look_up_any(const lookup_params& p, const lookup_table& t, uint64_t table,
-                           uint64_t warp_item, cache::tally& tally) {
+                           uint64_t warp_item, lookup_events& events) {
   switch (t.number) {
     case base::number::kFloat32:
-      return look_up<base::number::kFloat32, kPools>(p, t, table, warp_item, tally);
+      return look_up<base::number::kFloat32, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat16:
-      return look_up<base::number::kFloat16, kPools>(p, t, table, warp_item, tally);
+      return look_up<base::number::kFloat16, kPools>(p, t, table, warp_item, events);
     case base::number::kBfloat16:
-      return look_up<base::number::kBfloat16, kPools>(p, t, table, warp_item, tally);
+      return look_up<base::number::kBfloat16, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat8E4m3:
-      return look_up<base::number::kFloat8E4m3, kPools>(p, t, table, warp_item, tally);
+      return look_up<base::number::kFloat8E4m3, kPools>(p, t, table, warp_item, events);
     case base::number::kFloat8E5m2:
-      return look_up<base::number::kFloat8E5m2, kPools>(p, t, table, warp_item, tally);
+      return look_up<base::number::kFloat8E5m2, kPools>(p, t, table, warp_item, events);
     case base::number::kInt8:
-      return look_up<base::number::kInt8, kPools>(p, t, table, warp_item, tally);
+      return look_up<base::number::kInt8, kPools>(p, t, table, warp_item, events);
   }
 }
 
@@ -534,8 +561,9 @@ FW_DEVICE lookup_run ids_of(const lookup_params& p, uint64_t table) {
 
 // Starts the fills of the rows of one id for each lane.
 FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, uint64_t table,
-                                uint64_t warp_item, cache::tally& tally) {
+                                uint64_t warp_item) {
   const uint32_t mask = warp::kFullMask;
+  cache::tally tally;
   const lookup_run ids = ids_of(p, table);
   const uint64_t k = ids.begin + warp_item * warp::kWarpWidth + warp::lane();
   const bool mine = k >= ids.begin && k < ids.end;
@@ -549,6 +577,7 @@ FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, u
     base::opaque (&cache::prefetch<policy>)(*t.cache, *t.volume, mask, wants&& line <= last,
                                             t.volume->line_begin + line, tally);
   }
+  tally.add_to(*t.volume, mask);
 }
 
 // What a launch does with the rows of its ids.
@@ -560,24 +589,24 @@ FW_DEVICE void for_each_lookup(const lookup_params& p) {
   const uint32_t mask = warp::kFullMask;
   const warp::share mine = warp::share_of(p.table_count * p.warp_items, 1);
   const lookup_table* current = nullptr;
-  cache::tally tally;
+  lookup_events events;
   for (uint64_t i = mine.begin; i < mine.end; i += mine.stride) {
     const uint64_t table = p.tables == nullptr ? 0 : i / p.warp_items;
     const lookup_table& t = p.tables == nullptr ? p.table : p.tables[table];
     if (&t != current) {
-      if (current != nullptr) add_events(*current->volume, mask, tally, {});
+      if (current != nullptr) add_lookup_events(*current->volume, events);
       current = &t;
       cache::refresh(*t.cache, *t.volume, mask);
       if (t.scales.volume != nullptr) cache::refresh(*t.scales.cache, *t.scales.volume, mask);
     }
     const uint64_t item = i - table * p.warp_items;
     if constexpr (kAction == lookup_action::kPrefetch) {
-      prefetch_rows_of(p, t, table, item, tally);
+      prefetch_rows_of(p, t, table, item);
     } else {
-      look_up_any<kAction == lookup_action::kBags>(p, t, table, item, tally);
+      look_up_any<kAction == lookup_action::kBags>(p, t, table, item, events);
     }
   }
-  if (current != nullptr) add_events(*current->volume, mask, tally, {});
+  if (current != nullptr) add_lookup_events(*current->volume, events);
 }
 
 }  // namespace fw::kernels
