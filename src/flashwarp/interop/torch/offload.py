@@ -806,8 +806,13 @@ class _Clock:
             self.seconds += time.perf_counter() - begin
             self.count += 1
             return
-        if torch.cuda.is_current_stream_capturing() or len(self._pending) >= _TIMINGS_MAX:
+        # A look at an event would end the capture.
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        if len(self._pending) >= _TIMINGS_MAX:
             self._collect(wait=False)
+        if len(self._pending) >= _TIMINGS_MAX:
             yield
             return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
