@@ -170,6 +170,8 @@ void bind_storages(nb::module_& m) {
   nb::class_<StripedStorage, Storage>(m, "StripedStorage")
       .def(nb::init<StorageList, uint32_t, uint64_t>(), nb::arg("members"), nb::arg("stripe_bytes"),
            nb::arg("nbytes") = 0);
+  nb::class_<ConcatenatedStorage, Storage>(m, "ConcatenatedStorage")
+      .def(nb::init<StorageList>(), nb::arg("members"));
   nb::class_<ReplicatedStorage, Storage>(m, "ReplicatedStorage")
       .def(nb::init<StorageList>(), nb::arg("members"));
 }

@@ -1,4 +1,4 @@
-// Striping and replication; see composite_storage.h.
+// Striping, concatenation and replication; see composite_storage.h.
 #include "storage/composite_storage.h"
 
 #include <algorithm>
@@ -45,6 +45,18 @@ uint64_t striped_nbytes(const StorageList& members, uint32_t stripe_bytes, uint6
                                 ": give a shorter stripe");
   }
   return asked != 0 ? asked : held;
+}
+
+uint64_t concatenated_nbytes(const StorageList& members) {
+  require_members(members);
+  uint64_t sum = 0;
+  for (const auto& member : members) {
+    if (member->nbytes() > uint64_t(INT64_MAX) - sum) {
+      throw std::invalid_argument("the members have more than 2^63 - 1 bytes together");
+    }
+    sum += member->nbytes();
+  }
+  return sum;
 }
 
 uint64_t replicated_nbytes(const StorageList& members) {
@@ -110,47 +122,40 @@ Description CompositeStorage::describe_as(const std::string& kind) const {
   return description;
 }
 
-StripedStorage::StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes)
-    : CompositeStorage(members, striped_nbytes(members, stripe_bytes, nbytes)),
-      stripe_bytes_(stripe_bytes) {}
-
 template <typename Visit>
-int StripedStorage::for_each_part(uint64_t offset, uint64_t n, Visit visit) const {
+int PartitionedStorage::for_each_part(uint64_t offset, uint64_t n, Visit visit) const {
   uint64_t done = 0;
   while (done != n) {
-    const uint64_t stripe = (offset + done) / stripe_bytes_;
-    const uint64_t inside = (offset + done) % stripe_bytes_;
-    const uint64_t step = std::min(n - done, stripe_bytes_ - inside);
-    const uint64_t row = stripe / members_.size();
-    Storage& member = *members_[stripe % members_.size()];
-    if (int status = visit(member, row * stripe_bytes_ + inside, step, done)) return status;
+    const Place place = locate(offset + done);
+    const uint64_t step = std::min(n - done, place.run_bytes);
+    if (int status = visit(*members_[place.member], place.offset, step, done)) return status;
     done += step;
   }
   return 0;
 }
 
-int StripedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+int PartitionedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
   if (int status = check_range(offset, n)) return status;
   return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t to) {
     return member.read(from, at(data, to), step, failure);
   });
 }
 
-int StripedStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+int PartitionedStorage::read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) {
   if (int status = check_range(offset, n)) return status;
   return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t to) {
     return member.read_nowait(from, at(data, to), step, failure);
   });
 }
 
-int StripedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
+int PartitionedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
   return for_each_part(offset, n, [&](Storage& member, uint64_t to, uint64_t step, uint64_t from) {
     return member.write(to, at(data, from), step, failure);
   });
 }
 
-bool StripedStorage::resolve(const Request& request, PieceList& pieces) {
+bool PartitionedStorage::resolve(const Request& request, PieceList& pieces) {
   const auto add = [&](Storage& member, uint64_t from, uint64_t step, uint64_t done) {
     Request part = request;
     part.offset = from;
@@ -161,24 +166,35 @@ bool StripedStorage::resolve(const Request& request, PieceList& pieces) {
   return for_each_part(request.offset, request.nbytes, add) == 0;
 }
 
-uint32_t StripedStorage::replica_count() const {
+uint32_t PartitionedStorage::replica_count() const {
   uint32_t count = 1;
   for (const auto& member : members_) count = std::max(count, member->replica_count());
   return count;
 }
 
-int StripedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
+int PartitionedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
   return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t) {
     return member.discard(from, step, failure);
   });
 }
 
-int StripedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
+int PartitionedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return status;
   return for_each_part(offset, n, [&](Storage& member, uint64_t from, uint64_t step, uint64_t) {
     return member.write_zeroes(from, step, failure);
   });
+}
+
+StripedStorage::StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes)
+    : PartitionedStorage(members, striped_nbytes(members, stripe_bytes, nbytes)),
+      stripe_bytes_(stripe_bytes) {}
+
+StripedStorage::Place StripedStorage::locate(uint64_t offset) const {
+  const uint64_t stripe = offset / stripe_bytes_;
+  const uint64_t inside = offset % stripe_bytes_;
+  const uint64_t row = stripe / members_.size();
+  return {stripe % members_.size(), row * stripe_bytes_ + inside, stripe_bytes_ - inside};
 }
 
 Description StripedStorage::describe() const {
@@ -186,6 +202,22 @@ Description StripedStorage::describe() const {
   description.add("stripe_bytes", uint64_t(stripe_bytes_));
   return description;
 }
+
+ConcatenatedStorage::ConcatenatedStorage(StorageList members)
+    : PartitionedStorage(members, concatenated_nbytes(members)) {
+  uint64_t end = 0;
+  for (const auto& member : members_) ends_.push_back(end += member->nbytes());
+}
+
+ConcatenatedStorage::Place ConcatenatedStorage::locate(uint64_t offset) const {
+  // The first member that ends behind the byte; so members without bytes are passed over.
+  const auto found = std::upper_bound(ends_.begin(), ends_.end(), offset);
+  const size_t member = size_t(found - ends_.begin());
+  const uint64_t begin = member == 0 ? 0 : ends_[member - 1];
+  return {member, offset - begin, *found - offset};
+}
+
+Description ConcatenatedStorage::describe() const { return describe_as("concatenated"); }
 
 ReplicatedStorage::ReplicatedStorage(StorageList members)
     : CompositeStorage(members, replicated_nbytes(members)) {}

@@ -1,4 +1,4 @@
-// Storages made of storages: striped over several, or copied to several.
+// Storages made of storages: striped over several, one behind another, or copied to several.
 //
 // They own no bytes. They translate offsets and call their members, so every guarantee of storage.h
 // that the members give holds here too.
@@ -35,12 +35,9 @@ class CompositeStorage : public Storage {
   const StorageList members_;
 };
 
-// Stripe k of the namespace is stripe k / members of member k mod members.
-class StripedStorage final : public CompositeStorage {
+// Each byte lies in one member, which `locate` finds. A transfer is split where the member changes.
+class PartitionedStorage : public CompositeStorage {
  public:
-  // `nbytes` 0 means all whole stripes that every member can hold.
-  StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes);
-
   int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
   int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
   int read_nowait(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
@@ -48,14 +45,51 @@ class StripedStorage final : public CompositeStorage {
   uint32_t replica_count() const override;
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
-  Description describe() const override;
+
+ protected:
+  using CompositeStorage::CompositeStorage;
+
+  // Where a byte of the namespace lies, and how many bytes of the namespace follow there.
+  struct Place {
+    size_t member;
+    uint64_t offset;
+    uint64_t run_bytes;
+  };
+  virtual Place locate(uint64_t offset) const = 0;
 
  private:
   // Calls visit(member, member offset, bytes, offset in the request) until one returns non-zero.
   template <typename Visit>
   int for_each_part(uint64_t offset, uint64_t n, Visit visit) const;
+};
 
+// Stripe k of the namespace is stripe k / members of member k mod members.
+class StripedStorage final : public PartitionedStorage {
+ public:
+  // `nbytes` 0 means all whole stripes that every member can hold.
+  StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes);
+
+  Description describe() const override;
+
+ protected:
+  Place locate(uint64_t offset) const override;
+
+ private:
   const uint32_t stripe_bytes_;
+};
+
+// The members one behind another, in order.
+class ConcatenatedStorage final : public PartitionedStorage {
+ public:
+  explicit ConcatenatedStorage(StorageList members);
+
+  Description describe() const override;
+
+ protected:
+  Place locate(uint64_t offset) const override;
+
+ private:
+  std::vector<uint64_t> ends_;  // of each member, in the namespace
 };
 
 // Every member holds the whole namespace. Reads take turns and try the next member after an error;

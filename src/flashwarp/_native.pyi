@@ -91,6 +91,9 @@ class FileStorage(Storage):
 class StripedStorage(Storage):
     def __init__(self, members: Sequence[Storage], stripe_bytes: int, nbytes: int = 0) -> None: ...
 
+class ConcatenatedStorage(Storage):
+    def __init__(self, members: Sequence[Storage]) -> None: ...
+
 class ReplicatedStorage(Storage):
     def __init__(self, members: Sequence[Storage]) -> None: ...
 

@@ -25,6 +25,15 @@ except ImportError as _error:
 
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.group import EmbeddingGroup
+from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 
-__all__ = ["Embedding", "EmbeddingBag", "EmbeddingGroup", "gather", "scatter"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingGroup",
+    "Offloaded",
+    "gather",
+    "offload",
+    "scatter",
+]

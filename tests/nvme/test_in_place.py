@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 import flashwarp as fw
 from flashwarp.storage import Memory, Replicated, Striped
+from flashwarp.storage.file import Mapping
 
 LINE = 512
 LINES = 64
@@ -124,3 +127,37 @@ def test_threads_sleep_on_while_an_array_can_submit_no_command(writable: bool) -
             x.gather(np.arange(8))
 
         assert (x.controller.stats()["wakes"] == before) != writable
+
+
+@pytest.mark.parametrize(("offset", "path"), [(8, "in_place"), (4096 + 24, "in_place"), (12, "")])
+def test_data_that_begins_at_a_word_is_read_in_place(
+    offset: int, path: str, tmp_path: Path
+) -> None:
+    held = words()
+    (tmp_path / "x").write_bytes(b"." * offset + held.tobytes() + b"behind")
+    index = np.random.default_rng(5).integers(0, held.size, 2000)
+    options: dict[str, Any] = {
+        "dtype": "int64", "shape": held.shape, "offset": offset, "device": "cpu", "line": LINE,
+        "cache": LINES * LINE // 8,
+    }  # fmt: skip
+    asked = fw.SoftwareController(data_path="in_place")
+
+    if not path:
+        with pytest.raises(fw.errors.ArgumentError, match="in_place"):
+            fw.open(tmp_path / "x", controller=asked, **options)
+        return
+    with fw.open(tmp_path / "x", controller=asked, **options) as x:
+        assert x.explain().path == path
+        np.testing.assert_array_equal(x.gather(index), held[index])
+        assert x.in_place is None
+
+
+def test_a_mapping_begins_at_the_page_of_the_data(tmp_path: Path) -> None:
+    content = os.urandom(20_000)
+    (tmp_path / "x").write_bytes(content)
+
+    mapping = Mapping(tmp_path / "x", 15_000, 9_000)
+
+    assert mapping.nbytes == 15_000 - 8_192, "what lies before is not pinned"
+    assert ctypes.string_at(mapping.origin + 9_000, 6_000) == content[9_000:15_000]
+    mapping.close()

@@ -427,11 +427,13 @@ def test_offset_that_cannot_be(tmp_path: Path, options: dict[str, Any], words: s
         open_raw(tmp_path / "f", **options)
 
 
-@pytest.mark.parametrize(("offset", "aligned"), [(8, False), (16, True), (4096, True), (1, False)])
+@pytest.mark.parametrize(
+    ("offset", "aligned"), [(8, True), (16, True), (4096, True), (1, False), (4, False)]
+)
 def test_only_aligned_data_is_read_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, aligned: bool
 ) -> None:
-    """Loads of a GPU fault at any other address."""
+    """Warps would copy from any other address by less than words of 8 bytes."""
     NUMBERS.tofile(tmp_path / "f")
     reach = file_access.file_storage
     asked: list[bool] = []

@@ -11,7 +11,7 @@ import pytest
 
 from flashwarp import _native
 from flashwarp.errors import PathError
-from flashwarp.storage import File, Memory, Replicated, Storage, Striped
+from flashwarp.storage import Concatenated, File, Memory, Replicated, Storage, Striped
 from flashwarp.testing import ControllerContract, Faulty, Host, Recording, StorageContract
 
 STRIPE = 4096
@@ -61,6 +61,23 @@ class FileBackend(Backend):
 class StripedBackend(Backend):
     def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
         return striped_of(folder, content, writable, o_direct=self.o_direct)
+
+
+class ConcatenatedBackend(Backend):
+    """Three parts of uneven lengths, which end inside of blocks and of commands."""
+
+    def ends(self, nbytes: int) -> list[int]:
+        return [nbytes // 3 + 1, nbytes // 3 + 702, nbytes]
+
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
+        begin, members = 0, []
+        for i, end in enumerate(self.ends(len(content))):
+            part = content[begin:end]
+            members.append(
+                file_of(folder / f"c{i}", part, writable, offset=96 * i, o_direct=self.o_direct)
+            )
+            begin = end
+        return Concatenated(members)
 
 
 class ReplicatedBackend(Backend):
@@ -126,6 +143,17 @@ class TestStriped(StripedBackend, StorageContract):
 
 
 class TestStripedDirectFiles(TestStriped):
+    o_direct = True
+
+
+class TestConcatenated(ConcatenatedBackend, StorageContract):
+    def damage(self, folder: Path, storage: Storage) -> tuple[int, int]:
+        of_zero = 192 - self.ends(self.nbytes)[1]
+        os.truncate(folder / "c2", self.nbytes // 2 + of_zero)
+        return errno.ENODATA, of_zero
+
+
+class TestConcatenatedDirectFiles(TestConcatenated):
     o_direct = True
 
 
@@ -222,6 +250,14 @@ class TestControllerOfStriped(Engines, StripedBackend, ControllerContract):
 
 
 class TestControllerOfStripedDirectFiles(TestControllerOfStriped):
+    o_direct = True
+
+
+class TestControllerOfConcatenated(Engines, ConcatenatedBackend, ControllerContract):
+    pass
+
+
+class TestControllerOfConcatenatedDirectFiles(TestControllerOfConcatenated):
     o_direct = True
 
 

@@ -21,6 +21,7 @@ EXAMPLES = ROOT / "examples"
         ("kernel.py", None, ["cpu"]),
         ("torch_custom_op.py", "torch", ["cpu"]),
         ("decode_loop.py", "torch", ["--device=cpu", "--rows=4096", "--width=64", "--tokens=20"]),
+        ("offload_ngram.py", "torch", ["--device=cpu", "--rows=4096", "--tokens=20"]),
     ],
 )
 def test_example_runs(name: str, needs: str | None, arguments: list[str], tmp_path: Path) -> None:

@@ -724,10 +724,10 @@ class Array(endings.Closing):
         """Device address at which kernels may read the elements past the cache, or None.
 
         An address is given if the array uses the in-place path, lies on one storage that is open
-        for reading, and no drive is modelled; for a file, also only on a GPU, and while its lease
-        holds or with ``immutable=True``. Valid until `close`. After a writer has opened the file,
-        this is None, and memory at an earlier address may show the old file, in part or whole: ask
-        again before each launch.
+        for reading, and no drive is modelled; for a file, also only on a GPU, if its data begins at
+        a multiple of 16 bytes, and while its lease holds or with ``immutable=True``. Valid until
+        `close`. After a writer has opened the file, this is None, and memory at an earlier address
+        may show the old file, in part or whole: ask again before each launch.
         """
         self._check_usable()
         return self.controller.in_place or None

@@ -77,8 +77,8 @@ def open(  # noqa: A001 - the door of the library, as numpy.memmap has its
     ----------
     path_or_storage : path-like or Storage
         A ``.npy`` file; or any file, or a storage, together with `dtype`. Files are regular files
-        or block devices. `storage.Striped` and `storage.Replicated` make one array of several files
-        or storages. A storage stays the caller's.
+        or block devices. `storage.Striped`, `storage.Concatenated` and `storage.Replicated` make
+        one array of several files or storages. A storage stays the caller's.
     mode : {"r", "r+"}
         Read, or read and write.
     dtype, shape : optional
@@ -259,7 +259,7 @@ class _Request:
         """Return it with paths that hold in any folder; None if it needs the caller's storages."""
         given = self.path_or_storage
         if isinstance(given, Composite) and len(given.paths) == len(given.parts):
-            return replace(self, path_or_storage=given.of(list(map(os.path.abspath, given.paths))))
+            return replace(self, path_or_storage=given.absolute())
         if isinstance(given, Namespace):
             return None
         return replace(self, path_or_storage=os.path.abspath(files.check_name(given)))

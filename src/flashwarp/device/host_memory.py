@@ -27,12 +27,12 @@ class PinnedFiles:
     """How many bytes of the page cache the arrays of a process may have pinned, all together.
 
     Pinned pages of files count as available memory, so no look at the memory shows them. Arrays on
-    one file pin the same pages, which count once. Thread-safe.
+    the same bytes of a file pin the same pages, which count once. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sizes: dict[tuple[int, int], list[int]] = {}
+        self._sizes: dict[tuple[int, ...], list[int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -41,9 +41,11 @@ class PinnedFiles:
             return self._sum()
 
     def reserve(
-        self, file: tuple[int, int], nbytes: int, most: int
+        self, file: tuple[int, ...], nbytes: int, most: int
     ) -> tuple[Callable[[], None] | None, int]:
-        """Count `nbytes` of a file, given by device and inode, if all together are at most `most`.
+        """Count `nbytes` of a file, if all together are at most `most`.
+
+        `file` is its device and inode, and the byte at which they begin.
 
         Returns
         -------
@@ -71,7 +73,7 @@ class PinnedFiles:
     def _sum(self) -> int:
         return sum(max(sizes) for sizes in self._sizes.values())
 
-    def _remove(self, file: tuple[int, int], nbytes: int) -> None:
+    def _remove(self, file: tuple[int, ...], nbytes: int) -> None:
         self._sizes[file].remove(nbytes)
         if not self._sizes[file]:
             del self._sizes[file]

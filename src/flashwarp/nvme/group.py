@@ -17,7 +17,7 @@ from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import QueuePairs, QueueTable
 from flashwarp.nvme.software import SoftwareController, choose_path
 from flashwarp.storage import Namespace, Striped
-from flashwarp.storage.composite import Composite
+from flashwarp.storage.composite import Composite, Concatenated
 
 __all__ = ["NAMESPACES_MAX", "ControllerGroup", "GroupService", "choose_controllers"]
 
@@ -69,6 +69,8 @@ def _obstacle(controller: Controller, storage: Composite, device: Device, line_b
         return f"an array has at most {NAMESPACES_MAX} controllers"
     if any(isinstance(member, Composite) for member in members):
         return "a member is itself striped or replicated"
+    if isinstance(storage, Concatenated):
+        return "a line may hold the end of one member and the beginning of the next"
     if isinstance(storage, Striped) and storage.stripe_bytes % line_bytes:
         return f"stripes of {storage.stripe_bytes} bytes are no multiple of a line, {line_bytes}"
     if isinstance(controller, ControllerGroup):

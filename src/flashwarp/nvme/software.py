@@ -165,6 +165,9 @@ def choose_path(
     return "bounce", why + tried
 
 
+# The longest load of a GPU thread, and so the strictest alignment.
+_LOAD_BYTES_MAX = 16
+
 # If a device refuses one registration of a file's pages, it may accept them in pieces. A multiple
 # of all page sizes.
 _PIECE_BYTES = 1 << 30
@@ -464,11 +467,13 @@ class SoftwareService(Service):
         """Address at which the device may read the storage past the cache; 0: it may not.
 
         Only if the storage takes no writes, and no drive is modelled. A file has one only for a
-        GPU, which has pinned its pages.
+        GPU, which has pinned its pages, and only if its data is aligned for any load.
         """
         if self._queues is None or self._served is None or self.path != "in_place":
             return 0
-        if isinstance(self._served, File) and self._queues.device.kind == "cpu":
+        if isinstance(self._served, File) and (
+            self._queues.device.kind == "cpu" or self._mapped_base % _LOAD_BYTES_MAX
+        ):
             return 0
         if self.model is not None or self._served.writable:
             return 0

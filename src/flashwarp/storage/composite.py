@@ -1,4 +1,4 @@
-"""Striped and replicated storages, and which arrays a storage serves."""
+"""Striped, concatenated and replicated storages, and which arrays a storage serves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from flashwarp import _native
 from flashwarp.config import SIZE_MAX, integer, parse_bytes
@@ -14,9 +14,27 @@ from flashwarp.errors import ArgumentError, LockedError
 from flashwarp.storage import files
 from flashwarp.storage.base import Namespace, Storage
 
-__all__ = ["Composite", "Member", "Replicated", "Striped", "members_of", "serve"]
+__all__ = [
+    "Composite",
+    "Concatenated",
+    "Extent",
+    "Member",
+    "Replicated",
+    "Striped",
+    "members_of",
+    "serve",
+]
 
 Member: TypeAlias = files.PathLike | Storage
+
+
+class Extent(NamedTuple):
+    """Bytes [offset, offset + nbytes) of a file; a member of `Concatenated`."""
+
+    path: files.PathLike
+    offset: int
+    nbytes: int
+
 
 # A shorter stripe would split blocks of O_DIRECT; the native storage checks the same.
 _STRIPE_BYTES_MIN = 4096
@@ -31,18 +49,22 @@ class Composite(Storage, ABC):
 
     Attributes
     ----------
-    parts : tuple of str or Storage
+    parts : tuple of str, Extent or Storage
         The members as they were given.
     paths : tuple of str
-        Those that are paths.
+        The files of those that `flashwarp.open` opens.
     """
 
     _options: tuple[Any, ...] = ()
     """What `__init__` takes besides the members."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self.parts = _checked(members)
-        self.paths = tuple(part for part in self.parts if isinstance(part, str))
+    def __init__(self, members: Sequence[Any]) -> None:
+        self.parts = self._checked(members)
+        self.paths = tuple(
+            files.check_name(part.path if isinstance(part, Extent) else part)
+            for part in self.parts
+            if not isinstance(part, Storage)
+        )
         if self.paths:
             Namespace.__init__(self, 0, path=", ".join(self.paths))
             return
@@ -57,9 +79,35 @@ class Composite(Storage, ABC):
     def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
         """Make the native storage."""
 
-    def of(self, members: Sequence[Member]) -> Self:
+    @classmethod
+    def _checked(cls, members: Sequence[Any]) -> tuple[str | Extent | Storage, ...]:
+        """Return the members, names of files as text; raise ArgumentError for what is none."""
+        if isinstance(members, str | bytes) or not isinstance(members, Sequence):
+            raise ArgumentError(f"members={members!r} is not a sequence of storages and paths")
+        if not members:
+            raise ArgumentError("members is empty: give one storage or path at least")
+        parts = tuple(map(cls._member, members))
+        storages = [part for part in parts if isinstance(part, Storage)]
+        leaves = [leaf for storage in storages for leaf in members_of(storage)]
+        if len(set(map(id, leaves))) != len(leaves):
+            raise ArgumentError("a storage is named twice: its bytes would be in two places")
+        return parts
+
+    @classmethod
+    def _member(cls, given: Any) -> str | Extent | Storage:
+        if isinstance(given, Namespace) and not isinstance(given, Storage):
+            raise ArgumentError(
+                f"{given!r} describes a namespace without its bytes: give a Storage"
+            )
+        return given if isinstance(given, Storage) else files.check_name(given)
+
+    def of(self, members: Sequence[Any]) -> Self:
         """Return the same composite of other members."""
         return type(self)(members, *self._options)
+
+    def absolute(self) -> Self:
+        """Return the same composite with paths that name the same files in any folder."""
+        return self.of([_absolute(part) for part in self.parts])
 
     @property
     def members(self) -> tuple[Storage, ...]:
@@ -160,6 +208,58 @@ class Striped(Composite):
         return _native.StripedStorage(natives, stripe_bytes, nbytes or 0)
 
 
+class Concatenated(Composite):
+    """Several storages as one, one behind another.
+
+    So rows of a table that lie in several files, or in several places of a file, are one array.
+
+    Parameters
+    ----------
+    members : sequence of Storage, path-like or (path, offset, nbytes)
+        At least one, and none without bytes; no storage twice. Paths, and ranges of bytes of files,
+        are for `flashwarp.open`.
+
+    Raises
+    ------
+    ArgumentError
+        For other members, a storage named twice, or a range that cannot be.
+
+    Notes
+    -----
+    One controller serves all members, because a line may hold the end of one and the beginning of
+    the next. So a GPU reads the files through its rings, never in place.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> np.arange(10, dtype="i4").tofile("a.bin")
+    >>> np.arange(10, 20, dtype="i4").tofile("b.bin")
+    >>> parts = fw.storage.Concatenated([("b.bin", 4, 8), ("a.bin", 0, 12)])
+    >>> with fw.open(parts, dtype="i4", device="cpu") as x:
+    ...     x[:].tolist()
+    [11, 12, 0, 1, 2]
+    """
+
+    def __init__(self, members: Sequence[Member | tuple[files.PathLike, int, int]]) -> None:
+        super().__init__(members)
+
+    @classmethod
+    def _member(cls, given: Any) -> str | Extent | Storage:
+        if not isinstance(given, tuple):
+            return super()._member(given)
+        if len(given) != 3:
+            raise ArgumentError(f"{given!r} is no range of a file: give (path, offset, nbytes)")
+        path, offset, nbytes = given
+        return Extent(
+            files.check_name(path),
+            integer("offset", offset, 0, SIZE_MAX),
+            integer("nbytes", nbytes, 1, SIZE_MAX),
+        )
+
+    def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
+        return _native.ConcatenatedStorage(natives)
+
+
 class Replicated(Composite):
     """Several storages with the same bytes: reads go round robin, writes to all.
 
@@ -177,24 +277,17 @@ class Replicated(Composite):
         For other members, a storage named twice, or unequal sizes.
     """
 
+    def __init__(self, members: Sequence[Member]) -> None:
+        super().__init__(members)
+
     def _combine(self, natives: list[_native.Storage]) -> _native.Storage:
         return _native.ReplicatedStorage(natives)
 
 
-def _checked(members: Sequence[Member]) -> tuple[str | Storage, ...]:
-    if isinstance(members, str | bytes) or not isinstance(members, Sequence):
-        raise ArgumentError(f"members={members!r} is not a sequence of storages and paths")
-    if not members:
-        raise ArgumentError("members is empty: give one storage or path at least")
-    for each in members:
-        if isinstance(each, Namespace) and not isinstance(each, Storage):
-            raise ArgumentError(f"{each!r} describes a namespace without its bytes: give a Storage")
-    parts = tuple(e if isinstance(e, Storage) else files.check_name(e) for e in members)
-    storages = [part for part in parts if isinstance(part, Storage)]
-    leaves = [leaf for storage in storages for leaf in members_of(storage)]
-    if len(set(map(id, leaves))) != len(leaves):
-        raise ArgumentError("a storage is named twice: its bytes would be in two places")
-    return parts
+def _absolute(part: str | Extent | Storage) -> str | Extent | Storage:
+    if isinstance(part, Extent):
+        return part._replace(path=os.path.abspath(part.path))
+    return os.path.abspath(part) if isinstance(part, str) else part
 
 
 def members_of(storage: Namespace) -> tuple[Namespace, ...]:

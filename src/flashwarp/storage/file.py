@@ -114,7 +114,7 @@ class File(Storage):
                 nbytes or 0,
                 writable,
                 "direct" if o_direct else "buffered",
-                0 if _mapping is None else _mapping.address,
+                0 if _mapping is None else _mapping.origin,
                 copies,
                 lock,
                 _name,
@@ -218,16 +218,26 @@ class BlockDevice(File):
 
 
 class Mapping:
-    """A file's pages, mapped read-only, which a GPU reads in place."""
+    """A file's pages, mapped read-only, which a GPU reads in place.
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    Maps bytes [begin, end) of the file, and what lies before them on their first page.
+    """
+
+    def __init__(self, path: Path, end: int, begin: int = 0) -> None:
+        start = begin - begin % mmap.ALLOCATIONGRANULARITY
+        self.nbytes = end - start
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             self.identity = status.st_dev, status.st_ino
-            self._map = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._map = mmap.mmap(
+                file.fileno(), self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start
+            )
         self._view = np.frombuffer(self._map, np.uint8)
         self.address = int(self._view.ctypes.data)
-        self.nbytes = nbytes
+        self.origin = (self.address - start) % (1 << 64)  # as the extension adds
+        """Where byte 0 of the file would lie."""
+        self.pages = (*self.identity, start)
+        """What names its pages: device, inode, and the first byte in the file."""
 
     def residency(self) -> float:
         """Share of its pages that are in the page cache now."""

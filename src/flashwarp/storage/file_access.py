@@ -23,6 +23,7 @@ from flashwarp.device import Device, host_memory
 from flashwarp.errors import PathError
 from flashwarp.storage import npy
 from flashwarp.storage.base import Namespace, Storage
+from flashwarp.storage.composite import Concatenated
 from flashwarp.storage.file import File, Mapping
 from flashwarp.storage.lease import Lease
 from flashwarp.storage.memory import Memory
@@ -279,8 +280,9 @@ class Access:
     immutable: bool = False
 
 
-# The longest load of a GPU thread, and so the strictest alignment.
-_LOAD_BYTES_MAX = 16
+# Warps copy lines by words from where they lie, and by the byte if these are not aligned at all:
+# over a link, that takes longer than the rings. Safetensors files begin their data so.
+_WORD_BYTES = 8
 
 
 def reach(
@@ -316,6 +318,7 @@ def reach(
     # All files together must fit the memory, so each reserves what the others take.
     reserved = host_bytes(nbytes) + nbytes if files else 0
     in_place = all(isinstance(part, FilePart | Memory) for part in source.parts)
+    in_place = in_place and not isinstance(source.composite, Concatenated)
     storages, why = _open_parts(source.parts, access, reserved, in_place, opened)
     opened_files = [s for s in storages if isinstance(s, File)]
     if len({s.mapping is None for s in opened_files}) > 1:
@@ -346,12 +349,11 @@ def _open_parts(
         if not isinstance(part, FilePart):
             storages.append(part)
             continue
-        # Device code loads elements from where they lie, so these must be aligned.
         storage, why = file_storage(
             part,
             access,
             opened,
-            in_place=in_place and part.layout.offset % _LOAD_BYTES_MAX == 0,
+            in_place=in_place and part.layout.offset % _WORD_BYTES == 0,
             reserved_bytes=reserved_bytes - part.layout.nbytes,
         )
         if isinstance(storage, File) and part.layout.identity not in (None, storage.identity):
@@ -379,7 +381,7 @@ def file_storage(
     if layout.nbytes == 0:
         # There are no bytes. One block of memory stands in, so the rest needs no special case.
         return Memory(np.zeros(512, np.uint8), access.writable), "the array is empty"
-    resident, mapping, notes = _residency(path, layout.offset + layout.nbytes)
+    resident, mapping, notes = _residency(path, layout.offset, layout.nbytes)
     alignment = _native.direct_io_alignment(path) if access.o_direct is None else ""
     defaults = config.current()
     facts = FileFacts(
@@ -441,7 +443,7 @@ def _read_in_place(
         if access.device.kind == "cuda":
             budget = int(available_bytes * config.current().in_place_budget)
             release, others = host_memory.pinned_files.reserve(
-                mapping.identity, mapping.nbytes, budget
+                mapping.pages, mapping.nbytes, budget
             )
             if release is None:
                 return (
@@ -472,12 +474,12 @@ def _read_in_place(
 _RESIDENCY_BYTES_MAX = 64 << 30
 
 
-def _residency(path: str, nbytes: int) -> tuple[float | None, Mapping | None, str]:
-    """Share of the file in the page cache, the mapping used to look, and why it is unknown."""
+def _residency(path: str, offset: int, nbytes: int) -> tuple[float | None, Mapping | None, str]:
+    """Share of a range in the page cache, the mapping used to look, and why it is unknown."""
     if nbytes > _RESIDENCY_BYTES_MAX:
         return None, None, ""
     try:
-        mapping = Mapping(Path(path), nbytes)
+        mapping = Mapping(Path(path), offset + nbytes, offset)
     except (OSError, ValueError) as error:
         _log.info("cannot map %s: %s", path, error)
         return None, None, ""

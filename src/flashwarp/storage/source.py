@@ -17,7 +17,7 @@ from flashwarp.dtypes import check_dtype, check_shape
 from flashwarp.errors import ArgumentError, FileFormatError
 from flashwarp.storage import containers, files, npy
 from flashwarp.storage.base import Namespace
-from flashwarp.storage.composite import Composite, Replicated
+from flashwarp.storage.composite import Composite, Concatenated, Extent, Replicated
 
 __all__ = ["FilePart", "Shape", "Source", "look", "names_files"]
 
@@ -92,8 +92,8 @@ def look(
         return Source(kind, _shape(shape, kind), (given,))
     if isinstance(given, list | tuple):
         raise ArgumentError(
-            "several files or storages make one array as storage.Striped([...]) or "
-            "storage.Replicated([...]): give one of these"
+            "several files or storages make one array as storage.Striped([...]), "
+            "storage.Concatenated([...]) or storage.Replicated([...]): give one of these"
         )
     path = files.check_name(given)
     files.check(path, writable)
@@ -104,6 +104,8 @@ def look(
 def _look_at_members(
     given: Composite, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
 ) -> Source:
+    if isinstance(given, Concatenated):
+        return _look_at_extents(given, kind, shape, offset)
     if not isinstance(given, Replicated):
         if kind is None:
             raise ArgumentError("stripes are raw data: give the dtype of the array")
@@ -122,9 +124,40 @@ def _look_at_members(
             raise ArgumentError("an empty array has nothing to replicate: open one of its files")
         kind, lengths = first.dtype, first.shape
     parts = tuple(
-        FilePart(part, layouts[part]) if isinstance(part, str) else part for part in given.parts
+        part if isinstance(part, Namespace) else FilePart(str(part), layouts[str(part)])
+        for part in given.parts
     )
     return Source(kind, lengths, parts, given)
+
+
+def _look_at_extents(
+    given: Concatenated, kind: np.dtype[Any] | None, shape: Shape | None, offset: int | None
+) -> Source:
+    if kind is None:
+        raise ArgumentError("what is concatenated is raw data: give the dtype of the array")
+    if offset is not None:
+        raise ArgumentError(
+            "offset= is not for storage.Concatenated: give (path, offset, nbytes) as a member"
+        )
+    parts = tuple(
+        part if isinstance(part, Namespace) else _extent_of(part, kind) for part in given.parts
+    )
+    return Source(kind, _shape(shape, kind), parts, given)
+
+
+def _extent_of(part: str | Extent, kind: np.dtype[Any]) -> FilePart:
+    """Return the bytes of a file, which must be no container if all of it was given."""
+    path, offset, nbytes = (part, None, None) if isinstance(part, str) else part
+    name = files.check_name(path)
+    found = _Head.of(name, kind, offset)
+    if found.is_npy:
+        raise FileFormatError(
+            f"{name} is a .npy file, whose header would be data: give (path, offset, nbytes)"
+        )
+    layout = found.raw_layout(np.dtype(np.uint8), nbytes, offset or 0)
+    if layout.nbytes == 0:
+        raise ArgumentError(f"{name} is empty: leave it out")
+    return FilePart(name, layout)
 
 
 def _shape(shape: Shape | None, dtype: np.dtype[Any]) -> tuple[int, ...] | None:
