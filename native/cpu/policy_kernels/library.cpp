@@ -18,6 +18,7 @@ constexpr fw::entry kEntries[] = {
     FW_ENTRY(fw_flush_lines),         FW_ENTRY(fw_invalidate_lines),
     FW_ENTRY(fw_drop_tier),           FW_ENTRY(fw_quiesce),
     FW_ENTRY(fw_submit_command),      FW_ENTRY(fw_refresh_lines),
+    FW_ENTRY(fw_sum_gradients),       FW_ENTRY(fw_update_rows),
 };
 
 }  // namespace

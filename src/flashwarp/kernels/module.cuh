@@ -4,3 +4,4 @@
 
 #include "maintenance.cuh"
 #include "rows.cuh"
+#include "update.cuh"
