@@ -21,6 +21,7 @@ except ImportError as _error:
         "pip install 'flashwarp[torch]'"
     ) from _error
 
+from flashwarp.interop.torch.embedding import Embedding
 from flashwarp.interop.torch.operators import gather, scatter
 
-__all__ = ["gather", "scatter"]
+__all__ = ["Embedding", "gather", "scatter"]
