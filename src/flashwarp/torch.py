@@ -23,5 +23,18 @@ except ImportError as _error:
 
 from flashwarp.interop.torch.embedding import Embedding
 from flashwarp.interop.torch.operators import gather, scatter
+from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+from flashwarp.table.checkpoint import restore_table
+from flashwarp.table.making import create_table
 
-__all__ = ["Embedding", "gather", "scatter"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Embedding",
+    "RowWiseAdagrad",
+    "create_table",
+    "gather",
+    "restore_table",
+    "scatter",
+]

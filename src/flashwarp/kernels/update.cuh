@@ -37,8 +37,8 @@ struct update_params {
   uint32_t width;  // weights of a row
   float rate;
   float epsilon;
-  float beta1;
-  float beta2;
+  float mean_rate;    // Adam: how far a mean moves towards the gradient, 1 - beta1
+  float square_rate;  // and a mean square towards its square, 1 - beta2
 };
 static_assert(sizeof(update_params) == 200);
 
@@ -160,11 +160,11 @@ FW_DEVICE_NOINLINE void update_row(const update_params& p, uint64_t row, uint64_
       break;
     }
     case kAdam: {
-      const float keep1 = 1 - p.beta1;
-      const float keep2 = 1 - p.beta2;
+      const float mean_rate = p.mean_rate;
+      const float square_rate = p.square_rate;
       for_each_weight<2>(width, row, gradient, [=](float& w, float& mean, float& square, float g) {
-        mean += (g - mean) * keep1;
-        square += (g * g - square) * keep2;
+        mean += (g - mean) * mean_rate;
+        square += (g * g - square) * square_rate;
         w -= rate * (mean / (base::square_root(square) + epsilon));
       });
       break;
