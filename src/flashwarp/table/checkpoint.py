@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashwarp.errors import CheckpointError, ExistingFileError
+from flashwarp.errors import CheckpointError, ExistingFileError, FlashwarpError
 from flashwarp.storage import files
 from flashwarp.table.record import Record, record_path
 
@@ -63,18 +63,25 @@ def save(
             (draft / "checkpoint.json").write_text(json.dumps({"step": step, "tables": names}))
             _sync(draft / "checkpoint.json")
             _sync(draft)
-            os.rename(draft, target)
+            _take_name(draft, target)
             unless_done.pop_all()
         _sync(Path(folder))
     except OSError as error:
-        if isinstance(error, files.PathError):
+        if isinstance(error, FlashwarpError):
             raise
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise ExistingFileError(
-                errno.EEXIST, "another process has made this checkpoint", str(target)
-            ) from error
         raise files.write_error(error, str(target)) from error
     return target
+
+
+def _take_name(draft: Path, target: Path) -> None:
+    try:
+        os.rename(draft, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        raise ExistingFileError(
+            errno.EEXIST, "another process has made this checkpoint", str(target)
+        ) from error
 
 
 def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> bool:
