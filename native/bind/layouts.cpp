@@ -45,6 +45,10 @@ nb::dict layouts() {
   FW_STRUCTURE("host_tier", cache::host_tier, frames, subsets)
   FW_STRUCTURE("array", array<float>, cache, length)
   FW_STRUCTURE("row_params", kernels::row_params, rows, segments, batch, misses)
+  FW_STRUCTURE("table_scales", kernels::table_scales, volume, stride, columns, number)
+  FW_STRUCTURE("lookup_table", kernels::lookup_table, volume, row_count, scales, number, straddles)
+  FW_STRUCTURE("lookup_params", kernels::lookup_params, tables, ids, out, bags, run, table_count,
+               pooling)
   FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, batch)
   FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, opcode, drop)

@@ -21,7 +21,7 @@ except ImportError as _error:
         "pip install 'flashwarp[torch]'"
     ) from _error
 
-from flashwarp.interop.torch.embedding import Embedding
+from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from flashwarp.table.checkpoint import restore_table
@@ -32,6 +32,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "Embedding",
+    "EmbeddingBag",
     "RowWiseAdagrad",
     "create_table",
     "gather",

@@ -174,6 +174,38 @@ def test_read_only_tables_are_refused(tmp_path):
     module.close()
 
 
+def test_tables_with_scales_are_refused(tmp_path):
+    fw.torch.create_table(tmp_path / "t.npy", ROWS, 4, optimizer="sgd")
+    scales = torch.ones(ROWS)
+    with (
+        fw.torch.Embedding(tmp_path / "t.npy", scales=scales, mode="r+", device="cpu") as module,
+        pytest.raises(errors.ArgumentError, match="scales"),
+    ):
+        SGD(module)
+
+
+def test_bags_are_trained(tmp_path):
+    fw.torch.create_table(tmp_path / "t.npy", ROWS, 8, optimizer="adagrad")
+    with fw.open(tmp_path / "t.npy", "r+", device="cpu", cache="16 KiB") as array:
+        module = fw.torch.EmbeddingBag(array, mode="sum", dim=8)
+        reference = torch.nn.EmbeddingBag(ROWS, 8, mode="sum", sparse=True)
+        with torch.no_grad():
+            reference.weight.copy_(torch.from_numpy(weights(module)))
+        ids, offsets = torch.arange(60) % 25, torch.tensor([0, 4, 4, 31])
+        for each, optimizer in (
+            (module, Adagrad(module)),
+            (reference, torch.optim.Adagrad(reference.parameters())),
+        ):
+            for _ in range(3):
+                optimizer.zero_grad()
+                each(ids, offsets).pow(2).sum().backward()
+                optimizer.step()
+
+        np.testing.assert_allclose(
+            weights(module), reference.weight.detach().numpy(), rtol=1e-5, atol=1e-6
+        )
+
+
 def test_a_second_trainer_is_refused(tmp_path):
     module = table(tmp_path / "t.npy", 4)
     with pytest.raises(errors.LockedError):

@@ -4,4 +4,5 @@
 
 #include "maintenance.cuh"
 #include "rows.cuh"
+#include "table.cuh"
 #include "update.cuh"

@@ -1,1 +1,1 @@
-"""Tables whose rows are weights of a model: how they are updated, made and kept."""
+"""Tables larger than memory: lookups of rows by id, and training of the rows, by kernels."""

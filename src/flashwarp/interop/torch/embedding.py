@@ -1,98 +1,595 @@
-"""`Embedding`: torch's module of that name, over a table larger than memory."""
+"""`Embedding` and `EmbeddingBag`: torch's modules of that name, over tables larger than memory.
+
+A module owns no parameter: its rows stay in the storage of a `flashwarp.Array`, and forward reads
+those that it needs. If the array is writable, backward leaves the gradients of the rows in
+`pending`, for an optimizer that stores to the array.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
-import flashwarp
 from flashwarp.array.array import Array
+from flashwarp.array.opening import open as open_array
+from flashwarp.config import integer
+from flashwarp.device import stream_handle
+from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
-from flashwarp.interop.torch.operators import gather
+from flashwarp.interop.torch.lookups import (
+    COMPUTED,
+    NUMBERS,
+    TensorLookup,
+    keep_gradients,
+    look_up,
+)
+from flashwarp.interop.torch.operators import _stream_of
+from flashwarp.table.lookup import Ids, Pooling, Scales, Table
 
-__all__ = ["Embedding"]
+__all__ = ["Embedding", "EmbeddingBag"]
 
-_COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
+TableLike: TypeAlias = Array | str | os.PathLike[str]
+ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
+Mode: TypeAlias = Literal["sum", "mean", "max"]
+
+_POOLINGS = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
+
+# What torch's modules offer and ours do not: the values that change nothing, and why not others.
+_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "max_norm": ((None,), "a lookup reads rows and never stores them"),
+    "norm_type": ((2.0,), "there is no max_norm"),
+    "scale_grad_by_freq": ((False,), "divide the gradients in `pending` by your own counts"),
+    "sparse": ((True,), "gradients are those of the rows that were looked up, never dense"),
+    "_weight": ((None,), "rows lie in a storage: store them with flashwarp.create"),
+    "_freeze": ((None,), 'open the array with mode="r", or call requires_grad_(False)'),
+}
 
 
-class Embedding(torch.nn.Module):
-    """Rows of a table in a storage, as `torch.nn.Embedding` returns those of a parameter."""
+class _TableModule(torch.nn.Module):  # type: ignore[misc]
+    """What both modules have in common: a table, and who closes it."""
+
+    _pooling = Pooling.NONE
 
     def __init__(
         self,
-        table: Array | str | os.PathLike[str],
+        table: TableLike,
         *,
-        scales: Any = None,
+        scales: ScalesLike | None = None,
         dim: int | None = None,
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
         padding_idx: int | None = None,
+        last_offset: bool = False,
         **opening: Any,
     ) -> None:
         super().__init__()
-        self._owns = not isinstance(table, Array)
-        array = table if isinstance(table, Array) else flashwarp.open(table, **opening)
-        self.array = array
-        if array.ndim != 2:
-            raise ArgumentError(f"a table has two axes, rows and elements, not {array.shape}")
-        self.num_embeddings, width = array.shape
-        self.embedding_dim = width if dim is None else dim
-        if not 1 <= self.embedding_dim <= width:
-            raise ArgumentError(f"dim={dim} of rows of {width} elements")
-        self.stored = stored or getattr(torch, array.dtype.name)
-        self.dtype = dtype or (self.stored if self.stored in _COMPUTED else torch.float32)
-        if self.dtype not in _COMPUTED:
-            raise DtypeError(f"dtype={self.dtype}: use float32, float16 or bfloat16")
-        if scales is not None:
-            raise ArgumentError("scales= does not work yet")
-        if padding_idx is not None and padding_idx < 0:
-            padding_idx += self.num_embeddings
-        self.padding_idx = padding_idx
+        for name in _REFUSED.keys() & opening.keys():
+            _check_refused(name, opening.pop(name))
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._opened: list[Array] = []
+        try:
+            self._set_up(table, scales, dim, dtype, stored, padding_idx, last_offset, opening)
+        except BaseException:
+            self.close()
+            raise
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
-        """Return the rows of `input`, ids of any shape."""
-        if self.array.writable and torch.is_grad_enabled():
-            rows: torch.Tensor = _Trained.apply(self._anchor, input, self)
-            return rows
-        return self._rows(input)
+    def _set_up(
+        self,
+        table: TableLike,
+        scales: ScalesLike | None,
+        dim: int | None,
+        dtype: torch.dtype | None,
+        stored: torch.dtype | None,
+        padding_idx: int | None,
+        last_offset: bool,
+        opening: dict[str, Any],
+    ) -> None:
+        self.array = array = self._array_of(table, opening)
+        if array.ndim != 2 or not array.shape[1]:
+            raise ArgumentError(
+                f"an array of shape {array.shape} is no table, which has two axes: rows, and the "
+                "elements of a row"
+            )
+        self.num_embeddings, width = array.shape
+        self.embedding_dim = _dim(dim, width)
+        self.stored = _stored(array, stored)
+        self.dtype = self._result(dtype)
+        self.padding_idx = _padding(padding_idx, self.num_embeddings)
+        self.scales = scales
+        self.table = Table(
+            array,
+            NUMBERS[self.stored],
+            self.embedding_dim,
+            range(self.num_embeddings),
+            self.padding_idx,
+            None if scales is None else self._scales_of(scales),
+        )
+        self._lookup = TensorLookup(
+            [self.table], self.dtype, self._pooling, last_offset=last_offset, keep=self._keep
+        )
+        # Backward comes to inputs that need a gradient, and ids cannot.
+        self._anchor = torch.zeros((), requires_grad=True, device=_torch_device(array))
+        self._trains = array.writable
 
-    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = gather(self.array, ids)
-        if self.stored != rows.dtype:
-            rows = rows.view(self.stored)
-        return rows[..., : self.embedding_dim].to(self.dtype)
+    def _array_of(self, table: TableLike, opening: dict[str, Any]) -> Array:
+        if isinstance(table, Array):
+            if opening:
+                raise ArgumentError(
+                    f"{', '.join(opening)}: the array is open, and these are for a path"
+                )
+            return table
+        if not isinstance(table, str | os.PathLike):
+            raise ArgumentError(
+                f"the table is a path or a flashwarp.Array, not {type(table).__name__}: create its "
+                "file first, with flashwarp.create or numpy.save"
+            )
+        opened = open_array(table, **opening)
+        self._opened.append(opened)
+        return opened
 
-    def note(self, ids: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Append gradients of rows to `pending`, for an optimizer."""
+    def _result(self, dtype: torch.dtype | None) -> torch.dtype:
+        if dtype is None:
+            return self.stored if self.stored in COMPUTED else torch.float32
+        if dtype not in COMPUTED:
+            raise DtypeError(f"dtype={dtype}: rows are converted to float32, float16 or bfloat16")
+        return dtype
+
+    def _scales_of(self, scales: ScalesLike) -> Scales:
+        if isinstance(scales, str | os.PathLike):
+            scales = open_array(scales, cache=self.array.cache)
+            self._opened.append(scales)
+        if isinstance(scales, Array):
+            dtype: torch.dtype = torch_dtype(torch, scales.dtype)
+            address, array = 0, scales
+            device: Any = scales.device.name
+            here = scales.device is self.array.device
+        elif isinstance(scales, torch.Tensor):
+            dtype, device, array = scales.dtype, scales.device, None
+            here = scales.device == _torch_device(self.array)
+            # Kernels read it as long as the module lives.
+            self.scales = scales = scales.detach().contiguous()
+            address = scales.data_ptr()
+        else:
+            raise ArgumentError(
+                f"scales is a path, a flashwarp.Array or a tensor, not {type(scales).__name__}"
+            )
+        if not here:
+            raise ArgumentError(
+                f"the scales are on {device}, and the table on {self.array.device.name!r}: both "
+                "must be on one device"
+            )
+        if dtype not in COMPUTED:
+            raise DtypeError(f"scales of dtype {dtype}: use float32, float16 or bfloat16")
+        blocks = self._blocks(tuple(scales.shape))
+        columns = self.embedding_dim // max(1, blocks)
+        return Scales(NUMBERS[dtype], blocks, columns, array, address)
+
+    def _blocks(self, shape: tuple[int, ...]) -> int:
+        """Return how many scales a row has; 0: there is one for the table."""
+        rows, dim = self.num_embeddings, self.embedding_dim
+        if shape in ((), (1,), (1, 1)) and (rows != 1 or shape == ()):
+            return 0
+        if len(shape) in (1, 2) and shape[0] == rows:
+            blocks = shape[1] if len(shape) == 2 else 1
+            if blocks and dim % blocks == 0:
+                return blocks
+        raise ArgumentError(
+            f"scales of shape {shape} for a table of {rows} rows of {dim}: give one, one for each "
+            f"row as ({rows},), or ({rows}, blocks), where blocks divides {dim}"
+        )
+
+    # Training.
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Say whether forward records what backward needs; raises ReadOnlyError if it cannot."""
+        if requires_grad and not self.array.writable:
+            raise ReadOnlyError(
+                'the table is read-only, so it cannot be trained: open it with mode="r+"'
+            )
+        self._trains = requires_grad
+        super().requires_grad_(requires_grad)
+        return self
+
+    def _keep(self, ids: torch.Tensor, gradients: torch.Tensor) -> None:
         if not self.array.writable:
-            raise ReadOnlyError('the table is read-only: open it with mode="r+" to train it')
+            raise ReadOnlyError(
+                'the table is read-only, so its gradients lead nowhere: open it with mode="r+"'
+            )
         self.pending.append((ids, gradients))
 
+    # Ahead, and the end.
+
     def prefetch(self, ids: torch.Tensor, stream: object = None) -> None:
-        """Start fetching the rows of `ids` into the cache; does not wait for their data."""
-        self.array.prefetch(ids.reshape(-1), stream)
+        """Start fetching the rows of ids into the cache; does not wait for their data.
+
+        Parameters
+        ----------
+        ids : torch.Tensor
+            As forward takes them: those of a later step.
+        stream : optional
+            GPU only: where the work is queued. Default: torch's current stream.
+
+        Notes
+        -----
+        On a stream of its own a prefetch runs beside the present step, whose rows it may evict from
+        a cache that is too small for both. Rows that find no free frame are skipped.
+        """
+        self._lookup.check(ids, None, None)
+        ids = ids.contiguous()
+        places = Ids(ids.data_ptr(), ids.numel(), ids.element_size())
+        handle = _stream_of(ids) if stream is None else stream_handle(stream)
+        self._lookup.lookup.prefetch(places, handle)
 
     def close(self) -> None:
-        """Close the array, if the module has opened it."""
-        if self._owns:
-            self.array.close()
+        """Close the arrays that the module has opened. Afterwards forward raises ClosedError."""
+        lookup = self.__dict__.get("_lookup")
+        if lookup is not None:
+            lookup.close()
+        while self._opened:
+            self._opened.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def extra_repr(self) -> str:
+        """Describe the table in the module's representation."""
+        facts = f"{self.num_embeddings}, {self.embedding_dim}"
+        if self.padding_idx is not None:
+            facts += f", padding_idx={self.padding_idx}"
+        return f"{facts}, dtype={self.dtype}, stored={self.stored}, array={self.array!r}"
 
 
-class _Trained(torch.autograd.Function):
-    """A lookup whose backward keeps the gradients of its rows."""
+class Embedding(_TableModule):
+    """Rows of a table in a storage, as `torch.nn.Embedding` returns those of a parameter.
+
+    Parameters
+    ----------
+    table : path-like or flashwarp.Array
+        Of shape ``(rows, width)``. A path is opened with `flashwarp.open`, and closed by `close`.
+    scales : path-like, flashwarp.Array or torch.Tensor, optional
+        Factors of the rows: one, one for each row, or one for each row and block of columns, of
+        shape ``(rows, blocks)``. float32, float16 or bfloat16. A tensor stays in memory; a path or
+        an array is read through the cache.
+    dim : int, optional
+        The first `dim` elements of a row are its weights. What follows, such as the state of an
+        optimizer, is not read. Default: all.
+    dtype : torch.dtype, optional
+        What forward returns: float32, float16 or bfloat16. Default: that of the table, if it is one
+        of these, else float32. Rows are converted while they are read.
+    stored : torch.dtype, optional
+        What the elements are, if the array has them as integers of as many bytes, because numpy has
+        no such type: float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8. Default: the array's
+        dtype.
+    padding_idx : int, optional
+        An id whose row gets no gradient; negative ones count from the end. It is read like any
+        other, as with torch.
+    **opening
+        For `flashwarp.open`, if the table is a path: `mode`, `cache`, `device`, `line` and others.
+
+    Attributes
+    ----------
+    array : Array
+    num_embeddings, embedding_dim : int
+        Rows, and weights of a row.
+    padding_idx : int or None
+    pending : list of (torch.Tensor, torch.Tensor)
+        What backward has left for an optimizer: int64 ids ``[n]`` and gradients ``[n, dim]`` of
+        their rows. An id may repeat. Optimizers take all of it.
+
+    Raises
+    ------
+    ArgumentError, DtypeError
+        For an array that is no table, and for arguments that do not fit it.
+    FlashwarpError
+        What `flashwarp.open` raises.
+
+    Notes
+    -----
+    A module has no parameters, and `state_dict` no rows: those stay in the storage. Methods may be
+    called by several threads, as those of the array. Copies and pickles raise CopyError.
+
+    If the array is writable and gradients are recorded, the result requires a gradient. Rows of a
+    read-only array never do. `requires_grad_` chooses otherwise.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np, torch
+    >>> import flashwarp.torch
+    >>> np.save("table.npy", np.arange(8, dtype="float32").reshape(4, 2))
+    >>> with fw.torch.Embedding("table.npy", device="cpu") as table:
+    ...     table(torch.tensor([[3, 1]])).tolist()
+    [[[6.0, 7.0], [2.0, 3.0]]]
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
+        """Return the rows of ids.
+
+        Parameters
+        ----------
+        input : torch.Tensor
+            int64 or int32 ids of any shape, on the array's device.
+
+        Returns
+        -------
+        torch.Tensor
+            Of shape ``input.shape + (embedding_dim,)``.
+
+        Raises
+        ------
+        BoundsError
+            On the CPU device, for an id below 0 or past the last row. On a GPU its row is zero, and
+            the next call on the array, `Array.check` or `Array.synchronize` raises.
+        IndexDtypeError, ArgumentError
+            For ids of another dtype or on another device.
+        ClosedError
+
+        Notes
+        -----
+        On a GPU the call waits for nothing, in the order of torch's current stream. It can be part
+        of a CUDA graph, whose replays read the present ids, and of `torch.compile`.
+        """
+        if self._trains and torch.is_grad_enabled():
+            rows: torch.Tensor = _Rows.apply(self._anchor, input, self)
+            return rows
+        return look_up(self._lookup, input)
+
+
+class EmbeddingBag(_TableModule):
+    """Sums, means or maxima of bags of rows, as `torch.nn.EmbeddingBag` computes them.
+
+    Parameters
+    ----------
+    table, scales, dim, dtype, stored, **opening
+        As for `Embedding`.
+    mode : {"mean", "sum", "max"}
+        How the rows of a bag become one. A bag without rows gives zeros.
+    padding_idx : int, optional
+        An id that is no part of any bag; negative ones count from the end.
+    include_last_offset : bool
+        Whether `offsets` have one more, the end of the last bag.
+
+    Attributes
+    ----------
+    array, num_embeddings, embedding_dim, padding_idx, pending
+        As of `Embedding`. The gradients are those of the rows that were pooled; of the padding
+        they are zero.
+
+    Notes
+    -----
+    Sums are made in float32, in the order of the ids, and converted once. So a sum of float32 rows
+    has the bits of torch's on a GPU; with `per_sample_weights`, and for means, the last bit may
+    differ, because compilers and CPUs round products and quotients differently.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np, torch
+    >>> import flashwarp.torch
+    >>> np.save("bags.npy", np.arange(8, dtype="float32").reshape(4, 2))
+    >>> with fw.torch.EmbeddingBag("bags.npy", mode="sum", device="cpu") as table:
+    ...     table(torch.tensor([3, 1, 0]), torch.tensor([0, 2])).tolist()
+    [[8.0, 10.0], [0.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        table: TableLike,
+        *,
+        mode: Mode = "mean",
+        include_last_offset: bool = False,
+        **options: Any,
+    ) -> None:
+        if mode not in _POOLINGS:
+            raise ArgumentError(f"mode={mode!r}: use 'sum', 'mean' or 'max'")
+        self._pooling = _POOLINGS[mode]
+        super().__init__(table, last_offset=include_last_offset, **options)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        # For gradients of weights, and of maxima.
+        self._single = TensorLookup([self.table], torch.float32)
+
+    def forward(
+        self,
+        input: torch.Tensor,  # noqa: A002 - as torch names it
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return one row for each bag of ids.
+
+        Parameters
+        ----------
+        input : torch.Tensor
+            int64 or int32 ids on the array's device. With two axes each row is a bag.
+        offsets : torch.Tensor, optional
+            For ids of one axis: where each bag begins. The first is 0.
+        per_sample_weights : torch.Tensor, optional
+            A factor for each id, of the shape of `input`. For ``mode="sum"``.
+
+        Returns
+        -------
+        torch.Tensor
+            Of shape ``(bags, embedding_dim)``.
+
+        Raises
+        ------
+        BoundsError
+            As `Embedding.forward` raises it; also for offsets that decrease, or lie past the ids,
+            of which a GPU makes empty bags.
+        IndexDtypeError, DtypeError, ArgumentError, ClosedError
+        """
+        _check_bags(input, offsets, per_sample_weights, self.mode)
+        needs = self._trains or (
+            per_sample_weights is not None and per_sample_weights.requires_grad
+        )
+        if needs and torch.is_grad_enabled():
+            pooled: torch.Tensor = _Bags.apply(
+                self._anchor, input, offsets, per_sample_weights, self
+            )
+            return pooled
+        return look_up(self._lookup, input, offsets, per_sample_weights)
+
+    def close(self) -> None:
+        """Close the arrays that the module has opened. Afterwards forward raises ClosedError."""
+        single = self.__dict__.get("_single")
+        if single is not None:
+            single.close()
+        super().close()
+
+
+class _Rows(torch.autograd.Function):  # type: ignore[misc]
+    """Rows whose backward keeps their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, ids: torch.Tensor, table: Embedding) -> Any:
+    def forward(ctx: Any, _anchor: torch.Tensor, ids: torch.Tensor, module: Embedding) -> Any:
         ctx.save_for_backward(ids)
-        ctx.table = table
-        return table._rows(ids)
+        ctx.module = module
+        return look_up(module._lookup, ids)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        ctx.table.note(ids.reshape(-1).long(), gradient.reshape(-1, ctx.table.embedding_dim))
+        module = ctx.module
+        rows = gradient.reshape(-1, module.embedding_dim)
+        ids = ids.reshape(-1).long()
+        if module.padding_idx is not None:
+            rows = rows.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
+        keep_gradients(module._lookup, ids, rows)
         return None, None, None
+
+
+class _Bags(torch.autograd.Function):  # type: ignore[misc]
+    """Pooled rows whose backward keeps the gradient of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        _anchor: torch.Tensor,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        module: EmbeddingBag,
+    ) -> Any:
+        pooled = look_up(module._lookup, ids, offsets, weights)
+        kept = pooled if module.mode == "max" else None
+        ctx.save_for_backward(ids, offsets, weights, kept)
+        ctx.module = module
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ids, offsets, weights, pooled = ctx.saved_tensors
+        module = ctx.module
+        flat = ids.reshape(-1).long()
+        bag, counts = _bags_of(ids, offsets, module)
+        bags = gradient.shape[0]
+        each = gradient[bag.clamp(max=max(bags - 1, 0))]
+        of_weights = None
+        if ctx.needs_input_grad[3]:
+            rows = look_up(module._single, flat)
+            of_weights = (each.float() * rows).sum(-1).masked_fill(~counts, 0)
+            of_weights = of_weights.reshape(weights.shape).to(weights.dtype)
+        if module._trains:
+            if module.mode == "mean":
+                size = torch.zeros(bags, device=ids.device).index_add(0, bag, counts.float())
+                each = each / size.clamp(min=1)[bag].unsqueeze(-1).to(each.dtype)
+            elif module.mode == "max":
+                rows = look_up(module._single, flat).to(pooled.dtype)
+                each = each * _first_maxima(rows, bag, counts, pooled)
+            elif weights is not None:
+                each = each * weights.reshape(-1, 1).to(each.dtype)
+            each = each.masked_fill(~counts.unsqueeze(-1), 0)
+            keep_gradients(module._lookup, flat, each)
+        return None, None, None, of_weights, None
+
+
+def _bags_of(
+    ids: torch.Tensor, offsets: torch.Tensor | None, module: EmbeddingBag
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bag of each id, and whether the id counts in it. Waits for nothing on a GPU."""
+    places = torch.arange(ids.numel(), device=ids.device)
+    flat = ids.reshape(-1)
+    counts = torch.ones_like(flat, dtype=torch.bool)
+    if module.padding_idx is not None:
+        counts = flat != module.padding_idx
+    if offsets is None:
+        return places // max(1, ids.shape[1]), counts
+    begins = offsets[:-1] if module.include_last_offset else offsets
+    if module.include_last_offset:
+        counts = counts & (places < offsets[-1])
+    return torch.searchsorted(begins.long(), places, right=True) - 1, counts
+
+
+def _first_maxima(
+    rows: torch.Tensor, bag: torch.Tensor, counts: torch.Tensor, pooled: torch.Tensor
+) -> torch.Tensor:
+    """Return one where a row is the first of its bag that has the maximum, else zero."""
+    none = rows.shape[0]
+    places = torch.arange(none, device=rows.device).unsqueeze(-1)
+    here = (rows == pooled[bag]) & counts.unsqueeze(-1)
+    found = torch.where(here, places, none)
+    first = torch.full(pooled.shape, none, device=rows.device, dtype=found.dtype)
+    first = first.scatter_reduce(0, bag.unsqueeze(-1).expand_as(found), found, "amin")
+    return (first[bag] == places).to(pooled.dtype)
+
+
+# Checks.
+
+
+def _check_refused(name: str, value: object) -> None:
+    harmless, why = _REFUSED[name]
+    if not any(value is each or value == each for each in harmless):
+        raise ArgumentError(f"{name}={value!r} does not work with tables in a storage: {why}")
+
+
+def _dim(dim: int | None, width: int) -> int:
+    return width if dim is None else integer("dim", dim, 1, width)
+
+
+def _stored(array: Array, stored: torch.dtype | None) -> torch.dtype:
+    """Return what the elements of a table are."""
+    known = ", ".join(str(each).removeprefix("torch.") for each in NUMBERS)
+    own: torch.dtype | None = getattr(torch, array.dtype.name, None)
+    result = own if stored is None else stored
+    if result is None or result not in NUMBERS or not array.dtype.isnative:
+        raise DtypeError(
+            f"rows of dtype {array.dtype if stored is None else stored} cannot be converted: a "
+            f"table stores {known}; stored= names the type of elements that the array has as "
+            "integers"
+        )
+    if result is not own and (
+        array.dtype.kind not in "iuV" or result.itemsize != array.dtype.itemsize
+    ):
+        raise DtypeError(
+            f"stored={stored} for an array of {array.dtype}: open its file with an integer dtype "
+            f"of {result.itemsize} bytes"
+        )
+    return result
+
+
+def _padding(padding_idx: int | None, rows: int) -> int | None:
+    if padding_idx is None:
+        return None
+    number = integer("padding_idx", padding_idx, -rows, rows - 1)
+    return number + rows if number < 0 else number
+
+
+def _check_bags(
+    ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None, mode: str
+) -> None:
+    if ids.ndim == 2 and offsets is not None:
+        raise ArgumentError("offsets for ids of two axes, each row of which is a bag: leave them")
+    if ids.ndim == 1 and (offsets is None or offsets.ndim != 1):
+        raise ArgumentError("ids of one axis need offsets of one axis: where each bag begins")
+    if ids.ndim not in (1, 2):
+        raise ArgumentError(f"ids of shape {tuple(ids.shape)}: bags take one axis or two")
+    if weights is not None and mode != "sum":
+        raise ArgumentError(f'per_sample_weights with mode="{mode}": they are for mode="sum"')
+
+
+def _torch_device(array: Array) -> torch.device:
+    device: Any = array.device
+    return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.ordinal)

@@ -62,6 +62,8 @@ class _TableOptimizer(torch.optim.Optimizer):
         array, dim = module.array, int(module.embedding_dim)
         if any(array is table.module.array for table in self._tables.values()):
             raise ArgumentError("a table appears twice: give it once, by one module")
+        if module.scales is not None:
+            raise ArgumentError("a table with scales cannot be trained: its rows are quantised")
         update = RowUpdate(array, dim, self._rule, module.padding_idx)
         path = array._attachment.storage.path or None
         record = None if path is None else Record.read(path)

@@ -1,0 +1,258 @@
+"""The operators of torch by which modules look rows up, and the tensors that they take.
+
+As `operators` does, an operator takes a text for what is no tensor, and changes the tensor that
+stands for the rows of all arrays on a device, so that compilers keep the order of reads and stores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DtypeError, IndexDtypeError
+from flashwarp.interop.torch.operators import _order_of, _stream_of
+from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
+
+__all__ = ["NUMBERS", "Keep", "TensorLookup", "keep_gradients", "look_up"]
+
+NUMBERS = {
+    torch.float32: Number.FLOAT32,
+    torch.float16: Number.FLOAT16,
+    torch.bfloat16: Number.BFLOAT16,
+    torch.float8_e4m3fn: Number.FLOAT8_E4M3,
+    torch.float8_e5m2: Number.FLOAT8_E5M2,
+    torch.int8: Number.INT8,
+}
+"""What tables may store."""
+
+COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
+"""What lookups return, and what scales and weights may be."""
+
+Keep: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
+
+_library = torch.library.Library("flashwarp", "FRAGMENT")
+_library.define(
+    "look_up(Tensor ids, Tensor? offsets, Tensor? weights, Tensor(a!) order, str lookup) -> Tensor"
+)
+_library.define("keep_gradients(Tensor ids, Tensor gradients, Tensor(a!) order, str lookup) -> ()")
+
+_numbers = itertools.count(1)
+_lookups: weakref.WeakValueDictionary[str, TensorLookup] = weakref.WeakValueDictionary()
+
+
+class TensorLookup:
+    """Lookups with tensors, in one table or in several.
+
+    Parameters
+    ----------
+    tables : sequence of Table
+    dtype : torch.dtype
+        Of the result.
+    pooling : Pooling
+    last_offset : bool
+        Whether offsets have one more, the end of the last bag.
+    keep : callable, optional
+        Takes the ids and the gradients of rows.
+
+    Attributes
+    ----------
+    handle : str
+        Stands for it among the arguments of operators.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        dtype: torch.dtype,
+        pooling: Pooling = Pooling.NONE,
+        *,
+        last_offset: bool = False,
+        keep: Keep | None = None,
+    ) -> None:
+        self.lookup = Lookup(tables)
+        self.dtype = dtype
+        self.pooling = pooling
+        self.last_offset = last_offset
+        self.keep = keep
+        self.handle = f"lookup {next(_numbers)}"
+        _lookups[self.handle] = self
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a row of the result."""
+        return self.lookup.dim
+
+    @property
+    def tables(self) -> int:
+        """How many tables it has."""
+        return len(self.lookup.tables)
+
+    def close(self) -> None:
+        """Let operators know it no more."""
+        _lookups.pop(self.handle, None)
+        self.lookup.close()
+
+    # What operators do, and what compilers ask.
+
+    def shape(self, ids: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, ...]:
+        """Return the shape of the result; raises what `check` raises."""
+        lead = ids.shape
+        if self.tables > 1 and offsets is None:
+            if not ids.ndim or ids.shape[0] != self.tables:
+                raise ArgumentError(
+                    f"ids of shape {tuple(ids.shape)} for {self.tables} tables: the first axis "
+                    "counts the tables"
+                )
+            lead = ids.shape[1:]
+        if self.pooling is Pooling.NONE:
+            return (*lead, self.dim)
+        if offsets is not None:
+            bags = offsets.shape[0] - self.last_offset
+            return (bags // self.tables, self.dim)
+        return (*lead[:-1], self.dim)
+
+    def check(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> None:
+        """Raise for operands that do not fit."""
+        device = self.lookup.device
+        for name, tensor in (("input", ids), ("offsets", offsets), ("per_sample_weights", weights)):
+            if tensor is None:
+                continue
+            kind, ordinal = tensor.device.type, tensor.device.index
+            if kind != device.kind or (kind == "cuda" and ordinal != device.ordinal):
+                raise ArgumentError(
+                    f"{name} is on {tensor.device}, and the table on {device.name!r}: move {name}"
+                )
+            if name != "per_sample_weights" and tensor.dtype not in (torch.int64, torch.int32):
+                raise IndexDtypeError(f"{name} has dtype {tensor.dtype}: use int64 or int32")
+        if weights is not None:
+            if weights.dtype not in COMPUTED:
+                raise DtypeError(
+                    f"per_sample_weights has dtype {weights.dtype}: use float32, float16 or "
+                    "bfloat16"
+                )
+            if weights.shape != ids.shape:
+                raise ArgumentError(
+                    f"per_sample_weights has shape {tuple(weights.shape)}, and the input "
+                    f"{tuple(ids.shape)}: give each id its weight"
+                )
+        if offsets is not None:
+            self._check_offsets(offsets)
+
+    def _check_offsets(self, offsets: torch.Tensor) -> None:
+        bags = offsets.shape[0] - self.last_offset
+        if bags < 0 or bags % self.tables:
+            raise ArgumentError(
+                f"{offsets.shape[0]} offsets for {self.tables} tables"
+                f"{', of which the last is the end' if self.last_offset else ''}: give each table "
+                "as many bags"
+            )
+
+    def run(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Look up; on a GPU in the order of torch's current stream."""
+        self.check(ids, offsets, weights)
+        found = ids.new_empty(self.shape(ids, offsets), dtype=self.dtype)
+        ids = ids.contiguous()
+        places = Ids(ids.data_ptr(), ids.numel(), ids.element_size())
+        out, number, stream = found.data_ptr(), NUMBERS[self.dtype], _stream_of(ids)
+        if self.pooling is Pooling.NONE:
+            self.lookup.rows(places, out, number, stream)
+            return found
+        factors = None
+        if weights is not None:
+            weights = weights.contiguous()
+            factors = Weights(weights.data_ptr(), NUMBERS[weights.dtype])
+        count = found.numel() // self.dim
+        if offsets is None:
+            bags = Bags(count, ids.shape[-1])
+        else:
+            offsets = offsets.contiguous()
+            bags = Bags(
+                count,
+                offsets=offsets.data_ptr(),
+                offset_count=offsets.numel(),
+                offset_bytes=offsets.element_size(),
+            )
+        self.lookup.bags(places, bags, self.pooling, factors, out, number, stream)
+        return found
+
+
+def _lookup_of(handle: str) -> TensorLookup:
+    try:
+        return _lookups[handle]
+    except KeyError:
+        raise ClosedError(f"the table of {handle!r} is closed, or of another process") from None
+
+
+def look_up(
+    lookup: TensorLookup,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Look up as an operator of torch, without a gradient."""
+    order = _order_of(str(ids.device))
+    found: torch.Tensor = torch.ops.flashwarp.look_up.default(
+        ids, offsets, weights, order, lookup.handle
+    )
+    return found
+
+
+def keep_gradients(lookup: TensorLookup, ids: torch.Tensor, gradients: torch.Tensor) -> None:
+    """Give the gradients of rows to `TensorLookup.keep`, as an operator of torch."""
+    order = _order_of(str(ids.device))
+    torch.ops.flashwarp.keep_gradients.default(ids, gradients, order, lookup.handle)
+
+
+def _look_up(
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    _order: torch.Tensor,
+    handle: str,
+) -> torch.Tensor:
+    return _lookup_of(handle).run(ids, offsets, weights)
+
+
+def _shape_of_lookup(
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    _order: torch.Tensor,
+    handle: str,
+) -> torch.Tensor:
+    lookup = _lookup_of(handle)
+    lookup.check(ids, offsets, weights)
+    return ids.new_empty(lookup.shape(ids, offsets), dtype=lookup.dtype)
+
+
+def _keep_gradients(
+    ids: torch.Tensor, gradients: torch.Tensor, _order: torch.Tensor, handle: str
+) -> None:
+    lookup = _lookup_of(handle)
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "the backward of a table cannot become part of a CUDA graph, because a replay would "
+            "give its gradients to no optimizer: capture the forward under torch.no_grad(), or "
+            'compile without mode="reduce-overhead"'
+        )
+    if lookup.keep is not None:
+        lookup.keep(ids, gradients)
+
+
+def _nothing(ids: torch.Tensor, gradients: torch.Tensor, _order: torch.Tensor, handle: str) -> None:
+    """Stand for `keep_gradients` while compilers trace."""
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("look_up", _look_up, _key)
+    _library.impl("keep_gradients", _keep_gradients, _key)
+torch.library.register_fake("flashwarp::look_up", _shape_of_lookup, lib=_library)
+torch.library.register_fake("flashwarp::keep_gradients", _nothing, lib=_library)

@@ -1,0 +1,585 @@
+// Lookups in tables: rows by their ids, converted, scaled and pooled on the way to the caller.
+//
+// A row has numbers of up to 32 bits, of which the first are its weights. A group of lanes, one for
+// each word of a row, takes a run of ids: the ids of a bag, or ids whose rows go to the caller one
+// by one. Each lane of a group finds the lines of one id, and the warp fetches all that are missing
+// with one batch of commands. Then the group takes the rows in the order of their ids, a few at a
+// time. Rows that are longer than a group are divided into tiles.
+//
+// A sum cannot be taken back. So a word is added only after the second look at its tag: what has
+// failed that is loaded again, through an access that retries. Sums are made in float32, in the
+// order of the ids.
+#pragma once
+
+#include "builds.cuh"
+#include "flashwarp/array.cuh"
+#include "flashwarp/base/number.cuh"
+#include "rows.cuh"
+
+namespace fw::kernels {
+
+// What becomes of the rows of a bag. The host has the same values.
+enum class pooling : uint32_t { kNone = 0, kSum = 1, kMean = 2, kMax = 3 };
+
+// The numbers that the weights of a table are multiplied by.
+struct table_scales {
+  cache::geometry geometry;  // if they lie in an array: its cache and volume
+  cache::line_cache* cache;
+  cache::volume* volume;  // null: in memory
+  const void* memory;     // null, too: there are none
+  uint64_t stride;        // of a row; 0: one scale for the table
+  uint32_t columns;       // how many weights have one scale
+  base::number number;
+};
+static_assert(sizeof(table_scales) == 80);
+
+// One table: rows of an array. It does not change, so tables of a group lie in device memory.
+struct lookup_table {
+  cache::geometry geometry;  // the array's
+  cache::line_cache* cache;
+  cache::volume* volume;
+  uint64_t row_bytes;
+  uint64_t row_begin;   // the table's first row in the array
+  uint64_t row_count;   // of the table
+  uint64_t padding;     // the id that is no part of any bag; row_count or more: none
+  uint64_t out_column;  // where its weights begin in a row of the output, in numbers
+  table_scales scales;
+  base::number number;
+  uint32_t dim;         // weights of a row
+  uint32_t word_bytes;  // that a lane loads at a time, 1 to 16; a divisor of row_bytes
+  uint32_t words;       // of a row that have weights
+  uint32_t lanes;       // of a group; a power of two
+  uint32_t straddles;   // 0: no tile of a row lies in two lines
+};
+static_assert(sizeof(lookup_table) == 200);
+
+struct lookup_params {
+  lookup_table table;          // if there is one
+  const lookup_table* tables;  // of a group, in device memory; or null
+  const void* ids;             // int64 or int32, of one table after the other
+  const void* offsets;         // of the first id of each bag; null: all bags have `bag_ids`
+  const void* weights;         // a factor for each id; or null
+  char* out;
+  uint64_t id_count;  // of all tables
+  uint64_t bags;      // of each table; without pooling: its ids
+  uint64_t bag_ids;
+  uint64_t offset_count;  // the last bag ends at id_count unless there is one offset more
+  uint64_t out_stride;    // from one row of the output to the next, in numbers
+  uint64_t run;           // without pooling: ids that a group takes, one after the other
+  uint64_t warp_items;    // of each table
+  uint64_t look_ahead;    // ids that a warp prefetches ahead; 0: none
+  uint32_t table_count;
+  uint32_t index_bytes;  // of ids, 4 or 8
+  uint32_t offset_bytes;
+  base::number weight_number;
+  base::number out_number;
+  kernels::pooling pooling;
+};
+static_assert(sizeof(lookup_params) == 328);
+
+// Words of a row that one lane takes. On the CPU a lane is a whole group.
+inline constexpr uint32_t kLaneWords = 32 / warp::kWarpWidth;
+
+// Rows of which a lane has its words in flight.
+inline constexpr uint32_t kRowsHeld = warp::kWarpWidth > 1 ? 4 : 1;
+
+FW_DEVICE int64_t integer_at(const void* integers, uint32_t bytes, uint64_t k) {
+  return bytes == 4 ? int64_t(static_cast<const int32_t*>(integers)[k])
+                    : static_cast<const int64_t*>(integers)[k];
+}
+
+FW_DEVICE float number_at(const void* numbers, base::number kind, uint64_t k) {
+  if (kind == base::number::kFloat32) return static_cast<const float*>(numbers)[k];
+  const uint32_t bits = static_cast<const uint16_t*>(numbers)[k];
+  return kind == base::number::kFloat16 ? base::to_float<base::number::kFloat16>(bits)
+                                        : base::to_float<base::number::kBfloat16>(bits);
+}
+
+// Loads a word of up to 16 bytes from a frame. What follows it in the result is zero.
+FW_DEVICE_NOINLINE atomic::word16 load_narrow(const char* from, uint32_t bytes) {
+  atomic::word16 word = {0, 0, 0, 0};
+  if (bytes == 8) {
+    const uint64_t value = atomic::raw<8>::load(from);
+    word.x = uint32_t(value);
+    word.y = uint32_t(value >> 32);
+  } else if (bytes == 4) {
+    word.x = atomic::raw<4>::load(from);
+  } else {
+    word.x = bytes == 2 ? atomic::raw<2>::load(from) : atomic::raw<1>::load(from);
+  }
+  return word;
+}
+FW_DEVICE atomic::word16 load_frame(const char* from, uint32_t bytes) {
+  if (bytes == 16) return atomic::raw<16>::load(from);
+  return base::opaque(&load_narrow)(from, bytes);
+}
+
+// An operation of `cache::access` that loads one word of each lane.
+struct load_table_word {
+  static constexpr bool kStores = false;
+  uint64_t offset;
+  uint32_t bytes;
+  atomic::word16 value;
+
+  FW_DEVICE void visit(uint32_t, uint32_t members, uint64_t frame) {
+    if ((members >> warp::lane()) & 1) {
+      value = load_frame(reinterpret_cast<const char*>(frame) + offset, bytes);
+    }
+  }
+};
+
+// A word of an array that a lane wants.
+struct word_place {
+  uint64_t line;  // global
+  uint64_t offset;
+  uint32_t bytes;
+};
+
+// Loads one word for each lane that `wants`, however long that takes. Zeros if it cannot be read:
+// the error is in the volume's record. `failed` says so.
+FW_DEVICE_NOINLINE atomic::word16 load_missing(const cache::geometry& g, cache::line_cache& c,
+                                               cache::volume& v, uint32_t mask, bool wants,
+                                               word_place at, cache::tally& tally, bool& failed) {
+  load_table_word op = {at.offset, at.bytes, {0, 0, 0, 0}};
+  cache::tally count;
+  const uint32_t status = cache::access<policy>(g, c, v, mask, wants, at.line, false, op, count);
+  tally.add(count);
+  failed = wants && status != nvme::kSuccess;
+  return wants && !failed ? op.value : atomic::word16{0, 0, 0, 0};
+}
+
+FW_DEVICE word_place place_of(const cache::geometry& g, const cache::volume& v, uint64_t byte,
+                              uint32_t bytes) {
+  return {v.line_begin + (byte >> g.line_shift), byte & (cache::line_bytes(g) - 1), bytes};
+}
+
+// The `k`-th scale of a table whose scales lie in an array, for each lane that `wants`.
+FW_DEVICE_NOINLINE float scale_in_array(const table_scales& s, uint32_t mask, bool wants,
+                                        uint64_t k) {
+  const uint32_t bytes = base::bytes_of(s.number);
+  cache::tally events;
+  bool failed;
+  const atomic::word16 word =
+      load_missing(s.geometry, *s.cache, *s.volume, mask, wants,
+                   place_of(s.geometry, *s.volume, k * bytes, bytes), events, failed);
+  add_events(*s.volume, mask, events, {});
+  return number_at(&word.x, s.number, 0);
+}
+
+// The `i`-th number of a word. `i` is a constant after unrolling.
+template <base::number kNumber>
+FW_DEVICE float number_in(const atomic::word16& word, uint32_t i) {
+  constexpr uint32_t kPerPart = 4 / base::bytes_of(kNumber);
+  const uint32_t part = i / kPerPart;
+  const uint32_t bits = part == 0 ? word.x : part == 1 ? word.y : part == 2 ? word.z : word.w;
+  return base::to_float<kNumber>(bits >> (i % kPerPart * 8 * base::bytes_of(kNumber)));
+}
+
+// Stores the first `count` of the values as numbers of the output.
+template <uint32_t kCount>
+FW_DEVICE void store_numbers(char* to, base::number kind, const float (&values)[kCount],
+                             uint32_t count) {
+  const uint64_t address = reinterpret_cast<uint64_t>(to);
+  if (kind == base::number::kFloat32) {
+    if (count == kCount && address % 16 == 0) {
+      FW_UNROLL
+      for (uint32_t i = 0; i < kCount; i += 4) {
+        atomic::raw<16>::store_plain(to + i * 4,
+                                     {base::bits_of(values[i]), base::bits_of(values[i + 1]),
+                                      base::bits_of(values[i + 2]), base::bits_of(values[i + 3])});
+      }
+      return;
+    }
+    FW_UNROLL
+    for (uint32_t i = 0; i < kCount; i++) {
+      if (i < count) atomic::raw<4>::store_plain(to + i * 4, base::bits_of(values[i]));
+    }
+    return;
+  }
+  uint32_t bits[kCount];
+  FW_UNROLL
+  for (uint32_t i = 0; i < kCount; i++) {
+    bits[i] =
+        kind == base::number::kFloat16 ? base::float16_of(values[i]) : base::bfloat16_of(values[i]);
+  }
+  if (count == kCount && address % 8 == 0) {
+    FW_UNROLL
+    for (uint32_t i = 0; i < kCount; i += 4) {
+      const uint64_t low = bits[i] | bits[i + 1] << 16;
+      const uint64_t high = bits[i + 2] | bits[i + 3] << 16;
+      atomic::raw<8>::store_plain(to + i * 2, low | high << 32);
+    }
+    return;
+  }
+  FW_UNROLL
+  for (uint32_t i = 0; i < kCount; i++) {
+    if (i < count) atomic::raw<2>::store_plain(to + i * 2, uint16_t(bits[i]));
+  }
+}
+
+// A group's run of ids in one tile of their rows.
+struct lookup_run {
+  uint64_t begin, end;  // among the ids
+  uint64_t out_row;     // of the first id; or of the bag
+  uint64_t tile_begin;  // bytes of a row before the tile
+  uint32_t tile_bytes;  // 0: the group has nothing to do
+};
+
+// Notes what is out of bounds, for the host to raise: an id, or the offset of a bag.
+FW_DEVICE_NOINLINE void note_id(cache::volume& v, uint64_t id) {
+  cache::note_failure(v.indices, v.errors->indices, id, cache::kRows, 0);
+}
+
+// The `item`-th run of a table.
+template <bool kPools>
+FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint64_t table,
+                            uint64_t item) {
+  const uint32_t whole = t.lanes * kLaneWords * t.word_bytes;
+  const uint32_t bytes = t.words * t.word_bytes;
+  const uint32_t tiles = (bytes + whole - 1) / whole;
+  const uint64_t number = tiles == 1 ? item : item / tiles;
+  const uint32_t tile_begin = uint32_t(item - number * tiles) * whole;
+  const uint32_t rest = bytes - tile_begin;
+  lookup_run r = {0, 0, number, tile_begin, rest < whole ? rest : whole};
+  if constexpr (kPools) {
+    if (number >= p.bags) return {0, 0, 0, 0, 0};
+    const uint64_t bag = table * p.bags + number;
+    if (p.offsets == nullptr) {
+      r.begin = bag * p.bag_ids;
+      r.end = r.begin + p.bag_ids;
+      return r;
+    }
+    const bool last = bag + 1 >= p.offset_count;
+    r.begin = uint64_t(integer_at(p.offsets, p.offset_bytes, bag));
+    r.end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, bag + 1));
+    if (r.begin > r.end || r.end > p.id_count) {
+      if (tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
+        note_id(*t.volume, r.begin > p.id_count ? r.begin : r.end);
+      r.begin = r.end = 0;
+    }
+  } else {
+    r.out_row = number * p.run;
+    if (r.out_row >= p.bags) return {0, 0, 0, 0, 0};
+    const uint64_t after = p.bags - r.out_row;
+    r.begin = table * p.bags + r.out_row;
+    r.end = r.begin + (after < p.run ? after : p.run);
+  }
+  return r;
+}
+
+// What a lane knows of one id, for all lanes of its group.
+struct found_row {
+  uint64_t row;    // of the array
+  bool wants;      // whether it has a row that counts
+  bool usable;     // whether all lines of the tile are resident
+  uint64_t split;  // bytes of the tile in its first line
+  cache::place first, second;
+  float weight;
+  float scale;  // of the whole row
+};
+
+// Looks for the lines of the tile of one id for each lane, and fetches those that are missing.
+template <bool kPools>
+FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, const lookup_run& run,
+                             uint64_t k, cache::tally& tally) {
+  cache::volume& v = *t.volume;
+  const cache::geometry& g = t.geometry;
+  const uint32_t mask = warp::kFullMask;
+  found_row f = {0, false, false, 0, {0, 0, false}, {0, 0, false}, 1.0f, 1.0f};
+  const bool mine = k < run.end;
+  const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : 0;
+  const bool stray = mine && id >= t.row_count;
+  if (stray && run.tile_begin == 0) note_id(v, id);
+  f.row = t.row_begin + id;
+  f.wants = mine && !stray && !(kPools && id == t.padding);
+  if (kPools && p.weights != nullptr && mine) f.weight = number_at(p.weights, p.weight_number, k);
+
+  const uint64_t from = f.row * t.row_bytes + run.tile_begin;
+  const uint64_t line = v.line_begin + (from >> g.line_shift);
+  f.split = cache::line_bytes(g) - (from & (cache::line_bytes(g) - 1));
+  const bool two = t.straddles != 0 && f.wants && f.split < run.tile_bytes;
+  if (f.wants) f.first = cache::probe(g, line);
+  if (two) f.second = cache::probe(g, line + 1);
+  uint32_t hits = base::popcount(warp::ballot(mask, f.first.found));
+  if (t.straddles != 0) hits += base::popcount(warp::ballot(mask, f.second.found));
+  tally.hits += hits;
+  bool failed = false;
+  if (warp::any(mask, f.wants && !f.first.found)) {
+    cache::tally events;
+    const word_place at = {line, 0, t.word_bytes};
+    base::opaque (&load_missing)(g, *t.cache, v, mask, f.wants && !f.first.found, at, events,
+                                 failed);
+    tally.add(events);
+    if (f.wants && !f.first.found) f.first = cache::probe(g, line);
+  }
+  if (t.straddles != 0 && warp::any(mask, two && !f.second.found)) {
+    cache::tally events;
+    const word_place at = {line + 1, 0, t.word_bytes};
+    bool lost = false;
+    base::opaque (&load_missing)(g, *t.cache, v, mask, two && !f.second.found, at, events, lost);
+    tally.add(events);
+    failed = failed || lost;
+    if (two && !f.second.found) f.second = cache::probe(g, line + 1);
+  }
+  f.wants = f.wants && !failed;
+  f.usable = f.wants && f.first.found && (!two || f.second.found);
+  if (f.usable) policy::on_hit(g, f.first.way, f.first.word);
+  if (f.usable && two) policy::on_hit(g, f.second.way, f.second.word);
+  if (f.wants) tally.bytes_used += run.tile_bytes;
+  return f;
+}
+
+// The scale of each lane's own row; of tables with several for a row, their first, so that all of
+// them are in the cache.
+FW_DEVICE float scale_of_row(const table_scales& s, uint32_t mask, bool wants, uint64_t row) {
+  float scale = 1.0f;
+  if (s.volume != nullptr) {
+    scale = base::opaque(&scale_in_array)(s, mask, wants, row * s.stride);
+  } else if (wants) {
+    scale = number_at(s.memory, s.number, row * s.stride);
+  }
+  return scale;
+}
+
+// Whether the lane's loads of a frame since `find_row` saw the data of its lines.
+FW_DEVICE bool still_usable(const lookup_table& t, const found_row& f) {
+  if (!f.usable || !cache::still_holds(t.geometry, f.first.way, f.first.word)) return false;
+  return !f.second.found || cache::still_holds(t.geometry, f.second.way, f.second.word);
+}
+
+// The state of a group's bag, of which each lane has its words' numbers.
+template <uint32_t kCount>
+struct pool {
+  float sums[kLaneWords][kCount] = {};
+  uint64_t rows = 0;
+};
+
+// Looks up one run for each group of the warp: the `warp_item`-th of a table.
+template <base::number kNumber, bool kPools>
+FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t table,
+                       uint64_t warp_item, cache::tally& tally) {
+  constexpr uint32_t kBytes = base::bytes_of(kNumber);
+  constexpr uint32_t kCount = 16 / kBytes;
+  const uint32_t mask = warp::kFullMask;
+  const uint32_t groups = warp::kWarpWidth / t.lanes;
+  const uint32_t sub = warp::lane() & (t.lanes - 1);
+  const uint32_t leader = warp::lane() - sub;
+  const uint64_t item = warp_item * groups + warp::lane() / t.lanes;
+  const lookup_run run = run_at<kPools>(p, t, table, item);
+  const uint64_t tile_column = run.tile_begin / kBytes;
+  const bool scaled = t.scales.volume != nullptr || t.scales.memory != nullptr;
+  const bool blocks = scaled && t.scales.stride > 1;
+  const uint32_t word_count = t.word_bytes / kBytes;
+  const uint32_t out_bytes = base::bytes_of(p.out_number);
+  char* const out = p.out + (run.out_row * p.out_stride + t.out_column) * out_bytes;
+  pool<kCount> bag;
+
+  for (uint64_t first = run.begin; warp::any(mask, first < run.end); first += t.lanes) {
+    found_row mine = find_row<kPools>(p, t, run, first + sub, tally);
+    if (scaled) mine.scale = scale_of_row(t.scales, mask, mine.wants, mine.row);
+    const uint64_t from = mine.row * t.row_bytes + run.tile_begin;
+    const uint64_t inside = from & (cache::line_bytes(t.geometry) - 1);
+    // Addresses of the tile, as if all of it were in its first line, or all in its second.
+    uint64_t one = 0;
+    uint64_t two = 0;
+    if (mine.usable) {
+      one = reinterpret_cast<uint64_t>(cache::frame_of(t.geometry, mine.first.way)) + inside;
+      two = reinterpret_cast<uint64_t>(cache::frame_of(t.geometry, mine.second.way)) - mine.split;
+    }
+    const uint32_t present = warp::ballot(mask, mine.wants);
+    for (uint32_t q = 0; q < t.lanes; q += kRowsHeld) {
+      if (!warp::any(mask, first + q < run.end)) break;
+      atomic::word16 words[kRowsHeld][kLaneWords];
+      FW_UNROLL
+      for (uint32_t r = 0; r < kRowsHeld; r++) {
+        // Past the last lane of a group its last one again, which costs less than a condition.
+        const uint32_t source = leader + (q + r < t.lanes ? q + r : t.lanes - 1);
+        const uint64_t low = warp::take(mask, one, source);
+        uint64_t high = low;
+        uint64_t split = ~uint64_t(0);
+        if (t.straddles != 0) {
+          high = warp::take(mask, two, source);
+          split = warp::take(mask, mine.split, source);
+        }
+        for (uint32_t c = 0; c < kLaneWords; c++) {
+          const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
+          words[r][c] = {0, 0, 0, 0};
+          if (low != 0 && offset < run.tile_bytes) {
+            const uint64_t at = (offset < split ? low : high) + offset;
+            words[r][c] = load_frame(reinterpret_cast<const char*>(at), t.word_bytes);
+          }
+        }
+      }
+      // The loads of the frames come before the second look at their tags.
+      atomic::fence_acquire();
+      warp::sync(mask);
+      const uint32_t good = warp::ballot(mask, still_usable(t, mine));
+      FW_UNROLL
+      for (uint32_t r = 0; r < kRowsHeld; r++) {
+        const bool any_row = q + r < t.lanes;
+        const uint64_t k = first + q + r;
+        const uint32_t source = leader + (any_row ? q + r : t.lanes - 1);
+        const bool inside_run = any_row && k < run.end;
+        const bool has = inside_run && ((present >> source) & 1) != 0;
+        const bool again = has && ((good >> source) & 1) == 0;
+        if (warp::any(mask, again)) {
+          const uint64_t begin = warp::take(mask, from, source);
+          for (uint32_t c = 0; c < kLaneWords; c++) {
+            const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
+            const bool wants = again && offset < run.tile_bytes;
+            cache::tally events;
+            bool failed;
+            const atomic::word16 loaded = base::opaque(&load_missing)(
+                t.geometry, *t.cache, *t.volume, mask, wants,
+                place_of(t.geometry, *t.volume, begin + offset, t.word_bytes), events, failed);
+            if (wants) words[r][c] = loaded;
+            events.hits = 0;
+            tally.add(events);
+          }
+        }
+        const float weight = warp::take(mask, mine.weight, source);
+        const float row_scale = warp::take(mask, mine.scale, source);
+        const uint64_t row = blocks ? warp::take(mask, mine.row, source) : 0;
+        for (uint32_t c = 0; c < kLaneWords; c++) {
+          const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
+          const uint64_t column = tile_column + offset / kBytes;
+          const bool covers = inside_run && offset < run.tile_bytes && column < t.dim;
+          float scale = row_scale;
+          if (blocks) {
+            const uint64_t at = row * t.scales.stride + column / t.scales.columns;
+            if (t.scales.volume == nullptr) {
+              if (covers && has) scale = number_at(t.scales.memory, t.scales.number, at);
+            } else {
+              scale = base::opaque(&scale_in_array)(t.scales, mask, covers && has, at);
+            }
+          }
+          if (!covers) continue;
+          float values[kCount];
+          FW_UNROLL
+          for (uint32_t i = 0; i < kCount; i++) {
+            values[i] = has ? number_in<kNumber>(words[r][c], i) : 0.0f;
+            if (scaled && has) values[i] *= scale;
+          }
+          if constexpr (kPools) {
+            if (!has) continue;
+            float (&sums)[kCount] = bag.sums[c];
+            FW_UNROLL
+            for (uint32_t i = 0; i < kCount; i++) {
+              if (p.pooling == pooling::kMax) {
+                if (bag.rows == 0 || values[i] > sums[i]) sums[i] = values[i];
+              } else {
+                sums[i] += p.weights != nullptr ? values[i] * weight : values[i];
+              }
+            }
+          } else {
+            const uint64_t rest = t.dim - column;
+            char* const to = out + ((k - run.begin) * p.out_stride + column) * out_bytes;
+            store_numbers(to, p.out_number, values,
+                          rest < word_count ? uint32_t(rest) : word_count);
+          }
+        }
+        if (has) bag.rows++;
+      }
+    }
+  }
+  if constexpr (kPools) {
+    for (uint32_t c = 0; c < kLaneWords; c++) {
+      const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
+      const uint64_t column = tile_column + offset / kBytes;
+      if (offset >= run.tile_bytes || column >= t.dim) continue;
+      float (&sums)[kCount] = bag.sums[c];
+      if (p.pooling == pooling::kMean && bag.rows != 0) {
+        FW_UNROLL
+        for (uint32_t i = 0; i < kCount; i++) sums[i] /= float(bag.rows);
+      }
+      const uint64_t rest = t.dim - column;
+      store_numbers(out + column * out_bytes, p.out_number, sums,
+                    rest < word_count ? uint32_t(rest) : word_count);
+    }
+  }
+}
+
+template <bool kPools>
+FW_DEVICE void look_up_any(const lookup_params& p, const lookup_table& t, uint64_t table,
+                           uint64_t warp_item, cache::tally& tally) {
+  switch (t.number) {
+    case base::number::kFloat32:
+      return look_up<base::number::kFloat32, kPools>(p, t, table, warp_item, tally);
+    case base::number::kFloat16:
+      return look_up<base::number::kFloat16, kPools>(p, t, table, warp_item, tally);
+    case base::number::kBfloat16:
+      return look_up<base::number::kBfloat16, kPools>(p, t, table, warp_item, tally);
+    case base::number::kFloat8E4m3:
+      return look_up<base::number::kFloat8E4m3, kPools>(p, t, table, warp_item, tally);
+    case base::number::kFloat8E5m2:
+      return look_up<base::number::kFloat8E5m2, kPools>(p, t, table, warp_item, tally);
+    case base::number::kInt8:
+      return look_up<base::number::kInt8, kPools>(p, t, table, warp_item, tally);
+  }
+}
+
+// Starts the fills of the rows of one id for each lane.
+FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, uint64_t table,
+                                uint64_t warp_item, cache::tally& tally) {
+  const uint32_t mask = warp::kFullMask;
+  const uint64_t k = warp_item * warp::kWarpWidth + warp::lane();
+  const bool mine = k < p.bags;
+  const uint64_t id =
+      mine ? uint64_t(integer_at(p.ids, p.index_bytes, table * p.bags + k)) : t.row_count;
+  const bool wants = mine && id < t.row_count;
+  if (mine && !wants) note_id(*t.volume, id);
+  const uint32_t shift = t.geometry.line_shift;
+  const uint64_t from = (t.row_begin + id) * t.row_bytes;
+  const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;
+  for (uint64_t line = from >> shift; warp::any(mask, wants && line <= last); line++) {
+    base::opaque (&cache::prefetch<policy>)(*t.cache, *t.volume, mask, wants&& line <= last,
+                                            t.volume->line_begin + line, tally);
+  }
+}
+
+// What a launch does with the rows of its ids.
+enum class lookup_action { kRows, kBags, kPrefetch };
+
+// Serves the warp's items, of one table after the other.
+template <lookup_action kAction>
+FW_DEVICE void for_each_lookup(const lookup_params& p) {
+  const uint32_t mask = warp::kFullMask;
+  const warp::share mine = warp::share_of(p.table_count * p.warp_items, 1);
+  const lookup_table* current = nullptr;
+  cache::tally tally;
+  for (uint64_t i = mine.begin; i < mine.end; i += mine.stride) {
+    const uint64_t table = p.tables == nullptr ? 0 : i / p.warp_items;
+    const lookup_table& t = p.tables == nullptr ? p.table : p.tables[table];
+    if (&t != current) {
+      if (current != nullptr) add_events(*current->volume, mask, tally, {});
+      current = &t;
+      cache::refresh(*t.cache, *t.volume, mask);
+      if (t.scales.volume != nullptr) cache::refresh(*t.scales.cache, *t.scales.volume, mask);
+    }
+    const uint64_t item = i - table * p.warp_items;
+    if constexpr (kAction == lookup_action::kPrefetch) {
+      prefetch_rows_of(p, t, table, item, tally);
+    } else {
+      look_up_any<kAction == lookup_action::kBags>(p, t, table, item, tally);
+    }
+  }
+  if (current != nullptr) add_events(*current->volume, mask, tally, {});
+}
+
+}  // namespace fw::kernels
+
+#if FW_BUILDS(look_up_rows)
+FW_KERNEL_RESIDENT(2) fw_look_up_rows(const FW_GRID_CONSTANT fw::kernels::lookup_params p) {
+  fw::kernels::for_each_lookup<fw::kernels::lookup_action::kRows>(p);
+}
+#endif
+#if FW_BUILDS(look_up_bags)
+FW_KERNEL_RESIDENT(2) fw_look_up_bags(const FW_GRID_CONSTANT fw::kernels::lookup_params p) {
+  fw::kernels::for_each_lookup<fw::kernels::lookup_action::kBags>(p);
+}
+#endif
+#if FW_BUILDS(prefetch_ids)
+FW_KERNEL_RESIDENT(4) fw_prefetch_ids(const FW_GRID_CONSTANT fw::kernels::lookup_params p) {
+  fw::kernels::for_each_lookup<fw::kernels::lookup_action::kPrefetch>(p);
+}
+#endif

@@ -1,0 +1,419 @@
+"""`Lookup`: launches of the kernels that look rows up in one table, or in several at once.
+
+It knows addresses and numbers, and no library that owns them: `interop` has the tensors. On a GPU a
+call is queued on the caller's stream, waits for nothing and allocates nothing, so it can be part of
+a CUDA graph. On the CPU device it is done when it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashwarp import endings
+from flashwarp.array.array import Array
+from flashwarp.device import DeviceMemory, Launch
+from flashwarp.errors import ArgumentError
+from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
+
+__all__ = ["Bags", "Ids", "Lookup", "Number", "Pooling", "Scales", "Table", "Weights"]
+
+# Lanes of a warp on a GPU, and bytes that a lane loads at a time.
+_LANES = 32
+_WORD_BYTES = 16
+
+# Words of a row that one warp takes together: on the CPU device one lane takes all of them.
+_TILE_WORDS = 32
+
+# Waking a thread of the CPU device takes 50 us, as long as converting about this much.
+_BYTES_WORTH_A_THREAD = 64 << 10
+
+# A GPU that has this many times the warps that fill it is better given longer runs.
+_WARPS_WANTED = 2
+
+_PREPARED_MAX = 256
+
+_CALL = struct.Struct("=12Q6I")
+assert LookupParams.ids.offset + _CALL.size == ctypes.sizeof(LookupParams)
+
+_NO_PADDING = (1 << 64) - 1
+
+
+class Number(enum.IntEnum):
+    """How a number is stored: `base::number` of the headers."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    FLOAT8_E4M3 = 3
+    FLOAT8_E5M2 = 4
+    INT8 = 5
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one."""
+        return (4, 2, 2, 1, 1, 1)[self]
+
+
+class Pooling(enum.IntEnum):
+    """What becomes of the rows of a bag: `kernels::pooling` of the headers."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    MAX = 3
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The factors of a table's weights: in an array, or at an address of device memory.
+
+    Attributes
+    ----------
+    number : Number
+        A float type.
+    blocks : int
+        Scales of a row; 0: one for the table.
+    columns : int
+        Weights of a row that share a scale.
+    array : Array, optional
+    address : int
+        If there is no array.
+    """
+
+    number: Number
+    blocks: int
+    columns: int
+    array: Array | None = None
+    address: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of an array, and what their bytes mean.
+
+    Attributes
+    ----------
+    array : Array
+        Of two axes.
+    number : Number
+        What its elements are, whatever dtype the array has.
+    dim : int
+        Weights of a row; what follows them is not read.
+    rows : range
+        The rows of the array that are the table's, without gaps.
+    padding : int, optional
+        The id that is left out of bags.
+    scales : Scales, optional
+    """
+
+    array: Array
+    number: Number
+    dim: int
+    rows: range
+    padding: int | None = None
+    scales: Scales | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next."""
+        return self.array.shape[1] * self.array.dtype.itemsize
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes that a lane loads at a time: of one row, and of one block of scales."""
+        block = 0
+        if self.scales is not None and self.scales.blocks > 1:
+            block = self.scales.columns * self.number.nbytes
+        return math.gcd(_WORD_BYTES, self.row_bytes, block)
+
+    @property
+    def words(self) -> int:
+        """Words of a row that have weights."""
+        return -(-self.dim * self.number.nbytes // self.word_bytes)
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a GPU that take a row together."""
+        return min(_LANES, 1 << (self.words - 1).bit_length())
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a row that they take at a time."""
+        words = self.lanes if self.array.device.kind == "cuda" else _TILE_WORDS
+        return words * self.word_bytes
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a row."""
+        return -(-self.words * self.word_bytes // self.tile_bytes)
+
+    @property
+    def straddles(self) -> bool:
+        """Whether a tile may lie in two lines."""
+        line = self.array.cache.line_bytes
+        return line % self.row_bytes != 0 and self.row_bytes % self.tile_bytes != 0
+
+    def struct(self, out_column: int) -> LookupTableStruct:
+        """Return the table as kernels have it; its weights go to this column of the output."""
+        launcher = self.array._attachment.launcher
+        cache = launcher.volume.cache
+        return LookupTableStruct(
+            geometry=cache.geometry,
+            cache=cache.address,
+            volume=launcher.volume.address,
+            row_bytes=self.row_bytes,
+            row_begin=self.rows.start,
+            row_count=len(self.rows),
+            padding=_NO_PADDING if self.padding is None else self.padding,
+            out_column=out_column,
+            scales=TableScalesStruct() if self.scales is None else _scales_struct(self.scales),
+            number=self.number,
+            dim=self.dim,
+            word_bytes=self.word_bytes,
+            words=self.words,
+            lanes=self.lanes if self.array.device.kind == "cuda" else 1,
+            straddles=self.straddles,
+        )
+
+
+def _scales_struct(scales: Scales) -> TableScalesStruct:
+    made = TableScalesStruct(
+        memory=scales.address,
+        stride=scales.blocks,
+        columns=scales.columns,
+        number=scales.number,
+    )
+    if scales.array is not None:
+        volume = scales.array._attachment.launcher.volume
+        made.geometry = volume.cache.geometry
+        made.cache = volume.cache.address
+        made.volume = volume.address
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Ids of all tables, one table after the other, where kernels read them."""
+
+    address: int
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A factor for each id, where kernels read them."""
+
+    address: int
+    number: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """How ids are divided into bags: by offsets, or, without, each `ids_each`."""
+
+    count: int
+    """Of each table."""
+    ids_each: int = 0
+    offsets: int = 0
+    offset_count: int = 0
+    offset_bytes: int = 8
+
+
+class Lookup:
+    """The launches of lookups in one or several tables of one device.
+
+    Parameters
+    ----------
+    tables : sequence of Table
+        Whose arrays have caches of one policy. Their weights lie side by side in the output.
+
+    Raises
+    ------
+    ArgumentError
+        For tables on different devices, or with caches of different policies.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = tuple(tables)
+        first = self.tables[0].array
+        self.device = first.device
+        self._policy = first.cache.policy
+        for table in self.tables:
+            self._check_beside(first, table.array)
+            if table.scales is not None and table.scales.array is not None:
+                self._check_beside(first, table.scales.array)
+        arrays = [table.array for table in self.tables]
+        arrays += [
+            each.scales.array
+            for each in self.tables
+            if each.scales is not None and each.scales.array is not None
+        ]
+        self._arrays = tuple(dict.fromkeys(arrays))
+        caches = {array.cache for array in self._arrays}
+        self._turns = [cache.turn for cache in sorted(caches, key=id)]
+        self._structs = b"".join(bytes(each) for each in self._table_structs())
+        self._memory: DeviceMemory | None = None
+        if len(self.tables) == 1:
+            self._members = self._structs + struct.pack("=Q", 0)
+        else:
+            self._memory = self.device.allocate(len(self._structs))
+            self.device.upload(self._memory.address, self._structs)
+            empty = bytes(ctypes.sizeof(LookupTableStruct))
+            self._members = empty + struct.pack("=Q", self._memory.address)
+        self._on_cpu = self.device.kind == "cpu"
+        self._prepared: dict[tuple[str, int], Launch] = {}
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a row of the output."""
+        return sum(table.dim for table in self.tables)
+
+    def _check_beside(self, first: Array, other: Array) -> None:
+        if other.device is not first.device:
+            raise ArgumentError(
+                f"arrays on {first.device.name} and {other.device.name}: open all on one device"
+            )
+        if other.cache.policy != self._policy:
+            raise ArgumentError(
+                f"caches of policies {self._policy.name!r} and {other.cache.policy.name!r}: one "
+                "kernel serves all tables of a lookup, so give their caches one policy"
+            )
+
+    def _table_structs(self) -> list[LookupTableStruct]:
+        made, column = [], 0
+        for table in self.tables:
+            made.append(table.struct(column))
+            column += table.dim
+        return made
+
+    # Calls.
+
+    def rows(self, ids: Ids, out: int, out_number: Number, stream: int | None) -> None:
+        """Copy the rows of ids to `out`, as many ids for each table, converted to `out_number`.
+
+        On a GPU this waits for nothing: the next call on the array, or `Array.check`, raises what
+        went wrong. An id that is out of bounds has a row of zeros.
+        """
+        count = ids.count // len(self.tables)
+        run = self._run(count)
+        bags = Bags(count)
+        warps = self._warp_items(-(-count // run))
+        params = self._pack(ids, bags, Pooling.NONE, None, out, out_number, run, warps)
+        self._launch("look_up_rows", params, warps, ids, stream)
+
+    def bags(
+        self,
+        ids: Ids,
+        bags: Bags,
+        pooling: Pooling,
+        weights: Weights | None,
+        out: int,
+        out_number: Number,
+        stream: int | None,
+    ) -> None:
+        """Pool the rows of each bag to one row of `out`; empty bags are zeros. As `rows`."""
+        warps = self._warp_items(bags.count)
+        params = self._pack(ids, bags, pooling, weights, out, out_number, 1, warps)
+        self._launch("look_up_bags", params, warps, ids, stream)
+
+    def prefetch(self, ids: Ids, stream: int | None) -> None:
+        """Start fetching the lines of rows into the cache; as `rows`."""
+        count = ids.count // len(self.tables)
+        warps = -(-count // (1 if self._on_cpu else _LANES))
+        params = self._pack(ids, Bags(count), Pooling.NONE, None, 0, Number.FLOAT32, 1, warps)
+        self._launch("prefetch_ids", params, warps, ids, stream)
+
+    def _run(self, count: int) -> int:
+        """Choose how many ids a group takes one after the other."""
+        if self._on_cpu:
+            return 1
+        wanted = _WARPS_WANTED * self.device.warps_at_once
+        warps = len(self.tables) * self._warp_items(count)
+        longest = min(table.lanes for table in self.tables)
+        return max(1, min(longest, warps // wanted))
+
+    def _warp_items(self, runs: int) -> int:
+        """Count the items of a table's warps, for so many runs of ids."""
+        if self._on_cpu:
+            return max(runs * table.tiles for table in self.tables)
+        return max(-(-runs * each.tiles * each.lanes // _LANES) for each in self.tables)
+
+    def _pack(
+        self,
+        ids: Ids,
+        bags: Bags,
+        pooling: Pooling,
+        weights: Weights | None,
+        out: int,
+        out_number: Number,
+        run: int,
+        warp_items: int,
+    ) -> bytes:
+        """Return the bytes of `LookupParams`."""
+        ahead = self.tables[0].array._attachment.launcher.look_ahead() if self._on_cpu else 0
+        factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
+        return self._members + _CALL.pack(
+            *(ids.address, bags.offsets, factors[0], out),
+            *(ids.count, bags.count, bags.ids_each, bags.offset_count, self.dim, run),
+            *(warp_items, ahead),
+            *(len(self.tables), ids.nbytes, bags.offset_bytes, factors[1], out_number, pooling),
+        )
+
+    def _launch(
+        self, name: str, params: bytes, warp_items: int, ids: Ids, stream: int | None
+    ) -> None:
+        warps = warp_items * len(self.tables)
+        if not warps:
+            return
+        if self._on_cpu:
+            moved = ids.count * max(table.row_bytes for table in self.tables)
+            warps = max(1, min(warps, moved // _BYTES_WORTH_A_THREAD))
+        launch = self._prepare(name, warps, len(params))
+        act = functools.partial(self._launch_in_turn, launch, params, ids, stream)
+        for array in self._arrays:
+            array._check_usable()  # before the turn, which a thread of a parent may have held
+        endings.holding(self._turns, act)
+
+    def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
+        # More warps than any GPU runs at a time make no other launch.
+        warps = min(warps, 8 * self.device.warps_at_once) if not self._on_cpu else warps
+        launch = self._prepared.get((name, warps))
+        if launch is None:
+            kernel = self.device.built_in(name, self._policy, param_bytes)
+            launch = self.device.prepare(kernel, warps, self.device.block_threads_for(warps))
+            if len(self._prepared) >= _PREPARED_MAX:
+                self._prepared.clear()
+            self._prepared[name, warps] = launch
+        return launch
+
+    def _launch_in_turn(self, launch: Launch, params: bytes, ids: Ids, stream: int | None) -> None:
+        uses: list[object] = []
+        try:
+            for array in self._arrays:
+                array._begin()
+                array._attachment.launcher.moved.add(ids.count)
+                if stream is not None:
+                    array._attachment.join(stream)
+                uses += array._attachment.launcher.wake()
+            if stream is not None:
+                # Uploads, and calls that are queued on the library's own stream, come first.
+                self.device.order(None, stream)
+            launch((params,), stream, uses)
+        finally:
+            # A kept exception keeps this frame. That must not keep the arrays' files open.
+            uses.clear()
+        if stream is None:
+            for array in self._arrays:
+                array._attachment.finish("a lookup", None)
+
+    def close(self) -> None:
+        """Free what it has in device memory; the arrays stay open."""
+        if self._memory is not None:
+            self._memory.close()
