@@ -174,7 +174,7 @@ class _Writer:
                 )
             block[:, : self.dim] = weights
         block[:, self.state[0]] = self.state[1]
-        rest = memoryview(block).cast("B")
+        rest = block.data.cast("B")
         place = self.offset + first * self.width * 4
         while rest:
             written = os.pwrite(self.descriptor, rest, place)

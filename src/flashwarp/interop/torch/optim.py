@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashwarp.errors import ArgumentError, CheckpointError
+from flashwarp.errors import ArgumentError, CaptureError, CheckpointError
 from flashwarp.table import checkpoint
 from flashwarp.table.record import Record
 from flashwarp.table.update import RULES, Gradients, Rates, RowUpdate, Rule
@@ -29,7 +29,7 @@ class _Trained:
     marked: bool = False  # the record says that rows change
 
 
-class _TableOptimizer(torch.optim.Optimizer):
+class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """What the optimizers of tables share; `step`, `zero_grad` and `checkpoint` are of all."""
 
     _rule: Rule
@@ -120,7 +120,7 @@ class _TableOptimizer(torch.optim.Optimizer):
         """Return a factor of the learning rate that depends on the step."""
         return None
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the rows whose gradients `backward` has noted since `zero_grad`.
 
@@ -138,8 +138,10 @@ class _TableOptimizer(torch.optim.Optimizer):
         BoundsError, StorageError
             On the CPU device. On a GPU, the next call on the array raises them. Rows without an
             error are updated.
-        CheckpointError
-            If the record beside the table cannot be marked as changing.
+        PathError
+            If the record beside the table cannot be marked as changing. Then no row has changed.
+        CaptureError
+            If a learning rate on the host is captured.
 
         Notes
         -----
@@ -161,6 +163,13 @@ class _TableOptimizer(torch.optim.Optimizer):
 
     def _update(self, table: _Trained, group: dict[str, Any], state: dict[str, Any]) -> None:
         ids, values = _joined(table)
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+            if isinstance(group["lr"], torch.Tensor) and not group["lr"].is_cuda:
+                raise CaptureError(
+                    "a step whose lr is a tensor on the host cannot become part of a CUDA graph: "
+                    "put it on the GPU"
+                )
+            self._captured = True
         self._mark(table)
         state["step"].add_(1)
         count = ids.numel()
@@ -169,7 +178,6 @@ class _TableOptimizer(torch.optim.Optimizer):
         stream = None
         if values.is_cuda:
             stream = int(torch.cuda.current_stream(values.device).cuda_stream)
-            self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         ids, order = torch.sort(ids, stable=True)  # equal ids: always the same sum
         sums = torch.empty_like(values)
         copies = values.new_empty(table.update.copies_bytes(count) // 4)
@@ -242,7 +250,8 @@ class _TableOptimizer(torch.optim.Optimizer):
 
         Notes
         -----
-        Blocks until all steps have ended and everything is durable. The new folder appears whole,
+        Blocks until all steps have ended and everything is durable; synchronise streams on which
+        graphs with steps are replayed first. The new folder appears whole,
         with all tables as they are after the same step, or not at all. A file system with shared
         blocks (XFS, btrfs) copies in milliseconds; others copy every byte. Without `folder`, a
         later crash leaves rows that are newer than the checkpoint, and no way back to it.
