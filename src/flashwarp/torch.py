@@ -22,6 +22,7 @@ except ImportError as _error:
     ) from _error
 
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
+from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from flashwarp.table.checkpoint import restore_table
@@ -33,6 +34,7 @@ __all__ = [
     "Adam",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingGroup",
     "RowWiseAdagrad",
     "create_table",
     "gather",

@@ -60,9 +60,9 @@ struct lookup_params {
   const void* offsets;         // of the first id of each bag; null: all bags have `bag_ids`
   const void* weights;         // a factor for each id; or null
   char* out;
-  uint64_t id_count;  // of all tables
-  uint64_t bags;      // of each table; without pooling: its ids
-  uint64_t bag_ids;
+  uint64_t id_count;      // of all tables
+  uint64_t bags;          // of each table; without pooling: its ids
+  uint64_t bag_ids;       // without offsets, ids of a bag; without pooling 1
   uint64_t offset_count;  // the last bag ends at id_count unless there is one offset more
   uint64_t out_stride;    // from one row of the output to the next, in numbers
   uint64_t run;           // without pooling: ids that a group takes, one after the other
@@ -376,7 +376,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
 
   for (uint64_t first = run.begin; warp::any(mask, first < run.end); first += t.lanes) {
     found_row mine = find_row<kPools>(p, t, run, first + sub, tally);
-    if (scaled) mine.scale = scale_of_row(t.scales, mask, mine.wants, mine.row);
+    if (scaled) mine.scale = scale_of_row(t.scales, mask, mine.wants, mine.row - t.row_begin);
     const uint64_t from = mine.row * t.row_bytes + run.tile_begin;
     const uint64_t inside = from & (cache::line_bytes(t.geometry) - 1);
     // Addresses of the tile, as if all of it were in its first line, or all in its second.
@@ -446,7 +446,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
           const bool covers = inside_run && offset < run.tile_bytes && column < t.dim;
           float scale = row_scale;
           if (blocks) {
-            const uint64_t at = row * t.scales.stride + column / t.scales.columns;
+            const uint64_t at = (row - t.row_begin) * t.scales.stride + column / t.scales.columns;
             if (t.scales.volume == nullptr) {
               if (covers && has) scale = number_at(t.scales.memory, t.scales.number, at);
             } else {
@@ -518,14 +518,28 @@ FW_DEVICE void look_up_any(const lookup_params& p, const lookup_table& t, uint64
   }
 }
 
+// The ids of a table: from `begin` on, below `end`.
+FW_DEVICE lookup_run ids_of(const lookup_params& p, uint64_t table) {
+  if (p.offsets == nullptr) {
+    const uint64_t count = p.bags * p.bag_ids;
+    return {table * count, (table + 1) * count, 0, 0, 0};
+  }
+  const uint64_t first = table * p.bags;
+  const uint64_t after = first + p.bags;
+  const bool last = after >= p.offset_count;
+  const uint64_t begin = uint64_t(integer_at(p.offsets, p.offset_bytes, first));
+  const uint64_t end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, after));
+  return {begin, end < p.id_count ? end : p.id_count, 0, 0, 0};
+}
+
 // Starts the fills of the rows of one id for each lane.
 FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, uint64_t table,
                                 uint64_t warp_item, cache::tally& tally) {
   const uint32_t mask = warp::kFullMask;
-  const uint64_t k = warp_item * warp::kWarpWidth + warp::lane();
-  const bool mine = k < p.bags;
-  const uint64_t id =
-      mine ? uint64_t(integer_at(p.ids, p.index_bytes, table * p.bags + k)) : t.row_count;
+  const lookup_run ids = ids_of(p, table);
+  const uint64_t k = ids.begin + warp_item * warp::kWarpWidth + warp::lane();
+  const bool mine = k >= ids.begin && k < ids.end;
+  const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : t.row_count;
   const bool wants = mine && id < t.row_count;
   if (mine && !wants) note_id(*t.volume, id);
   const uint32_t shift = t.geometry.line_shift;

@@ -303,7 +303,7 @@ class Lookup:
         """
         count = ids.count // len(self.tables)
         run = self._run(count)
-        bags = Bags(count)
+        bags = Bags(count, 1)
         warps = self._warp_items(-(-count // run))
         params = self._pack(ids, bags, Pooling.NONE, None, out, out_number, run, warps)
         self._launch("look_up_rows", params, warps, ids, stream)
@@ -323,11 +323,14 @@ class Lookup:
         params = self._pack(ids, bags, pooling, weights, out, out_number, 1, warps)
         self._launch("look_up_bags", params, warps, ids, stream)
 
-    def prefetch(self, ids: Ids, stream: int | None) -> None:
-        """Start fetching the lines of rows into the cache; as `rows`."""
-        count = ids.count // len(self.tables)
-        warps = -(-count // (1 if self._on_cpu else _LANES))
-        params = self._pack(ids, Bags(count), Pooling.NONE, None, 0, Number.FLOAT32, 1, warps)
+    def prefetch(self, ids: Ids, bags: Bags | None, stream: int | None) -> None:
+        """Start fetching the lines of rows into the cache; as `rows`, or with `bags` as `bags`."""
+        if bags is None:
+            bags = Bags(ids.count // len(self.tables), 1)
+        # With offsets all ids may be of one table.
+        most = ids.count if bags.offsets else bags.count * bags.ids_each
+        warps = -(-most // (1 if self._on_cpu else _LANES))
+        params = self._pack(ids, bags, Pooling.NONE, None, 0, Number.FLOAT32, 1, warps)
         self._launch("prefetch_ids", params, warps, ids, stream)
 
     def _run(self, count: int) -> int:
@@ -356,7 +359,9 @@ class Lookup:
         run: int,
         warp_items: int,
     ) -> bytes:
-        """Return the bytes of `LookupParams`."""
+        """Return the bytes of `LookupParams`; raises if an array cannot be used."""
+        for array in self._arrays:
+            array._check_usable()  # before the turn, which a thread of a parent may have held
         ahead = self.tables[0].array._attachment.launcher.look_ahead() if self._on_cpu else 0
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
@@ -377,8 +382,6 @@ class Lookup:
             warps = max(1, min(warps, moved // _BYTES_WORTH_A_THREAD))
         launch = self._prepare(name, warps, len(params))
         act = functools.partial(self._launch_in_turn, launch, params, ids, stream)
-        for array in self._arrays:
-            array._check_usable()  # before the turn, which a thread of a parent may have held
         endings.holding(self._turns, act)
 
     def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:

@@ -18,17 +18,16 @@ from flashwarp.config import integer
 from flashwarp.device import stream_handle
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
+from flashwarp.interop.torch.gradients import Part, look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import (
     COMPUTED,
     NUMBERS,
     TensorLookup,
-    keep_gradients,
     look_up,
 )
-from flashwarp.interop.torch.operators import _stream_of
-from flashwarp.table.lookup import Ids, Pooling, Scales, Table
+from flashwarp.table.lookup import Pooling, Scales, Table
 
-__all__ = ["Embedding", "EmbeddingBag"]
+__all__ = ["Embedding", "EmbeddingBag", "check_bags"]
 
 TableLike: TypeAlias = Array | str | os.PathLike[str]
 ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
@@ -57,6 +56,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         table: TableLike,
         *,
         scales: ScalesLike | None = None,
+        rows: range | None = None,
         dim: int | None = None,
         dtype: torch.dtype | None = None,
         stored: torch.dtype | None = None,
@@ -70,7 +70,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._opened: list[Array] = []
         try:
-            self._set_up(table, scales, dim, dtype, stored, padding_idx, last_offset, opening)
+            self._set_up(table, scales, rows, dim, dtype, stored, padding_idx, last_offset, opening)
         except BaseException:
             self.close()
             raise
@@ -79,6 +79,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         self,
         table: TableLike,
         scales: ScalesLike | None,
+        rows: range | None,
         dim: int | None,
         dtype: torch.dtype | None,
         stored: torch.dtype | None,
@@ -92,7 +93,8 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
                 f"an array of shape {array.shape} is no table, which has two axes: rows, and the "
                 "elements of a row"
             )
-        self.num_embeddings, width = array.shape
+        self.rows = _rows(rows, array.shape[0])
+        self.num_embeddings, width = len(self.rows), array.shape[1]
         self.embedding_dim = _dim(dim, width)
         self.stored = _stored(array, stored)
         self.dtype = self._result(dtype)
@@ -102,13 +104,14 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             array,
             NUMBERS[self.stored],
             self.embedding_dim,
-            range(self.num_embeddings),
+            self.rows,
             self.padding_idx,
             None if scales is None else self._scales_of(scales),
         )
         self._lookup = TensorLookup(
             [self.table], self.dtype, self._pooling, last_offset=last_offset, keep=self._keep
         )
+        self._single = TensorLookup([self.table], torch.float32)
         # Backward comes to inputs that need a gradient, and ids cannot.
         self._anchor = torch.zeros((), requires_grad=True, device=_torch_device(array))
         self._trains = array.writable
@@ -192,6 +195,9 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         super().requires_grad_(requires_grad)
         return self
 
+    def _part(self) -> Part:
+        return Part(self._lookup, self._single, self._trains)
+
     def _keep(self, ids: torch.Tensor, gradients: torch.Tensor) -> None:
         if not self.array.writable:
             raise ReadOnlyError(
@@ -216,17 +222,14 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         On a stream of its own a prefetch runs beside the present step, whose rows it may evict from
         a cache that is too small for both. Rows that find no free frame are skipped.
         """
-        self._lookup.check(ids, None, None)
-        ids = ids.contiguous()
-        places = Ids(ids.data_ptr(), ids.numel(), ids.element_size())
-        handle = _stream_of(ids) if stream is None else stream_handle(stream)
-        self._lookup.lookup.prefetch(places, handle)
+        handle = None if stream is None else stream_handle(stream)
+        self._single.prefetch(ids, None, handle)
 
     def close(self) -> None:
         """Close the arrays that the module has opened. Afterwards forward raises ClosedError."""
-        lookup = self.__dict__.get("_lookup")
-        if lookup is not None:
-            lookup.close()
+        for name in ("_lookup", "_single"):
+            if name in self.__dict__:
+                self.__dict__[name].close()
         while self._opened:
             self._opened.pop().close()
 
@@ -255,6 +258,8 @@ class Embedding(_TableModule):
         Factors of the rows: one, one for each row, or one for each row and block of columns, of
         shape ``(rows, blocks)``. float32, float16 or bfloat16. A tensor stays in memory; a path or
         an array is read through the cache.
+    rows : range, optional
+        Which rows of the array are the table's; id 0 is the first of them. Default: all.
     dim : int, optional
         The first `dim` elements of a row are its weights. What follows, such as the state of an
         optimizer, is not read. Default: all.
@@ -334,8 +339,7 @@ class Embedding(_TableModule):
         of a CUDA graph, whose replays read the present ids, and of `torch.compile`.
         """
         if self._trains and torch.is_grad_enabled():
-            rows: torch.Tensor = _Rows.apply(self._anchor, input, self)
-            return rows
+            return look_up_rows(self._lookup, (self._part(),), self._anchor, input)
         return look_up(self._lookup, input)
 
 
@@ -389,8 +393,6 @@ class EmbeddingBag(_TableModule):
         super().__init__(table, last_offset=include_last_offset, **options)
         self.mode = mode
         self.include_last_offset = include_last_offset
-        # For gradients of weights, and of maxima.
-        self._single = TensorLookup([self.table], torch.float32)
 
     def forward(
         self,
@@ -421,119 +423,16 @@ class EmbeddingBag(_TableModule):
             of which a GPU makes empty bags.
         IndexDtypeError, DtypeError, ArgumentError, ClosedError
         """
-        _check_bags(input, offsets, per_sample_weights, self.mode)
+        check_bags(input, offsets, per_sample_weights, self._pooling, 2)
         needs = self._trains or (
             per_sample_weights is not None and per_sample_weights.requires_grad
         )
         if needs and torch.is_grad_enabled():
-            pooled: torch.Tensor = _Bags.apply(
-                self._anchor, input, offsets, per_sample_weights, self
+            return look_up_bags(
+                *(self._lookup, (self._part(),), self._anchor),
+                *(input, offsets, per_sample_weights),
             )
-            return pooled
         return look_up(self._lookup, input, offsets, per_sample_weights)
-
-    def close(self) -> None:
-        """Close the arrays that the module has opened. Afterwards forward raises ClosedError."""
-        single = self.__dict__.get("_single")
-        if single is not None:
-            single.close()
-        super().close()
-
-
-class _Rows(torch.autograd.Function):  # type: ignore[misc]
-    """Rows whose backward keeps their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, _anchor: torch.Tensor, ids: torch.Tensor, module: Embedding) -> Any:
-        ctx.save_for_backward(ids)
-        ctx.module = module
-        return look_up(module._lookup, ids)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        module = ctx.module
-        rows = gradient.reshape(-1, module.embedding_dim)
-        ids = ids.reshape(-1).long()
-        if module.padding_idx is not None:
-            rows = rows.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
-        keep_gradients(module._lookup, ids, rows)
-        return None, None, None
-
-
-class _Bags(torch.autograd.Function):  # type: ignore[misc]
-    """Pooled rows whose backward keeps the gradient of each."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _anchor: torch.Tensor,
-        ids: torch.Tensor,
-        offsets: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        module: EmbeddingBag,
-    ) -> Any:
-        pooled = look_up(module._lookup, ids, offsets, weights)
-        kept = pooled if module.mode == "max" else None
-        ctx.save_for_backward(ids, offsets, weights, kept)
-        ctx.module = module
-        return pooled
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ids, offsets, weights, pooled = ctx.saved_tensors
-        module = ctx.module
-        flat = ids.reshape(-1).long()
-        bag, counts = _bags_of(ids, offsets, module)
-        bags = gradient.shape[0]
-        each = gradient[bag.clamp(max=max(bags - 1, 0))]
-        of_weights = None
-        if ctx.needs_input_grad[3]:
-            rows = look_up(module._single, flat)
-            of_weights = (each.float() * rows).sum(-1).masked_fill(~counts, 0)
-            of_weights = of_weights.reshape(weights.shape).to(weights.dtype)
-        if module._trains:
-            if module.mode == "mean":
-                size = torch.zeros(bags, device=ids.device).index_add(0, bag, counts.float())
-                each = each / size.clamp(min=1)[bag].unsqueeze(-1).to(each.dtype)
-            elif module.mode == "max":
-                rows = look_up(module._single, flat).to(pooled.dtype)
-                each = each * _first_maxima(rows, bag, counts, pooled)
-            elif weights is not None:
-                each = each * weights.reshape(-1, 1).to(each.dtype)
-            each = each.masked_fill(~counts.unsqueeze(-1), 0)
-            keep_gradients(module._lookup, flat, each)
-        return None, None, None, of_weights, None
-
-
-def _bags_of(
-    ids: torch.Tensor, offsets: torch.Tensor | None, module: EmbeddingBag
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bag of each id, and whether the id counts in it. Waits for nothing on a GPU."""
-    places = torch.arange(ids.numel(), device=ids.device)
-    flat = ids.reshape(-1)
-    counts = torch.ones_like(flat, dtype=torch.bool)
-    if module.padding_idx is not None:
-        counts = flat != module.padding_idx
-    if offsets is None:
-        return places // max(1, ids.shape[1]), counts
-    begins = offsets[:-1] if module.include_last_offset else offsets
-    if module.include_last_offset:
-        counts = counts & (places < offsets[-1])
-    return torch.searchsorted(begins.long(), places, right=True) - 1, counts
-
-
-def _first_maxima(
-    rows: torch.Tensor, bag: torch.Tensor, counts: torch.Tensor, pooled: torch.Tensor
-) -> torch.Tensor:
-    """Return one where a row is the first of its bag that has the maximum, else zero."""
-    none = rows.shape[0]
-    places = torch.arange(none, device=rows.device).unsqueeze(-1)
-    here = (rows == pooled[bag]) & counts.unsqueeze(-1)
-    found = torch.where(here, places, none)
-    first = torch.full(pooled.shape, none, device=rows.device, dtype=found.dtype)
-    first = first.scatter_reduce(0, bag.unsqueeze(-1).expand_as(found), found, "amin")
-    return (first[bag] == places).to(pooled.dtype)
 
 
 # Checks.
@@ -543,6 +442,16 @@ def _check_refused(name: str, value: object) -> None:
     harmless, why = _REFUSED[name]
     if not any(value is each or value == each for each in harmless):
         raise ArgumentError(f"{name}={value!r} does not work with tables in a storage: {why}")
+
+
+def _rows(rows: range | None, count: int) -> range:
+    if rows is None:
+        return range(count)
+    if not isinstance(rows, range) or rows.step != 1:
+        raise ArgumentError(f"rows={rows!r}: give a range without gaps, such as range(0, {count})")
+    if not 0 <= rows.start < rows.stop <= count:
+        raise ArgumentError(f"rows={rows!r} of an array of {count} rows")
+    return rows
 
 
 def _dim(dim: int | None, width: int) -> int:
@@ -577,17 +486,26 @@ def _padding(padding_idx: int | None, rows: int) -> int | None:
     return number + rows if number < 0 else number
 
 
-def _check_bags(
-    ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None, mode: str
+def check_bags(
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    pooling: Pooling,
+    axes: int,
 ) -> None:
-    if ids.ndim == 2 and offsets is not None:
-        raise ArgumentError("offsets for ids of two axes, each row of which is a bag: leave them")
-    if ids.ndim == 1 and (offsets is None or offsets.ndim != 1):
-        raise ArgumentError("ids of one axis need offsets of one axis: where each bag begins")
-    if ids.ndim not in (1, 2):
-        raise ArgumentError(f"ids of shape {tuple(ids.shape)}: bags take one axis or two")
-    if weights is not None and mode != "sum":
-        raise ArgumentError(f'per_sample_weights with mode="{mode}": they are for mode="sum"')
+    """Raise ArgumentError unless ids are divided into bags: by offsets, or with so many axes."""
+    if offsets is None and ids.ndim != axes:
+        raise ArgumentError(
+            f"ids of shape {tuple(ids.shape)} and no offsets: without offsets they have {axes} "
+            "axes, and the last is a bag"
+        )
+    if offsets is not None and (ids.ndim != 1 or offsets.ndim != 1):
+        raise ArgumentError(
+            f"ids of shape {tuple(ids.shape)} and offsets of shape {tuple(offsets.shape)}: with "
+            "offsets both have one axis"
+        )
+    if weights is not None and pooling is not Pooling.SUM:
+        raise ArgumentError(f'per_sample_weights are for mode="sum", not {pooling.name.lower()!r}')
 
 
 def _torch_device(array: Array) -> torch.device:

@@ -7,6 +7,7 @@ stands for the rows of all arrays on a device, so that compilers keep the order 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -160,7 +161,7 @@ class TensorLookup:
         self.check(ids, offsets, weights)
         found = ids.new_empty(self.shape(ids, offsets), dtype=self.dtype)
         ids = ids.contiguous()
-        places = Ids(ids.data_ptr(), ids.numel(), ids.element_size())
+        places = _ids(ids)
         out, number, stream = found.data_ptr(), NUMBERS[self.dtype], _stream_of(ids)
         if self.pooling is Pooling.NONE:
             self.lookup.rows(places, out, number, stream)
@@ -169,19 +170,35 @@ class TensorLookup:
         if weights is not None:
             weights = weights.contiguous()
             factors = Weights(weights.data_ptr(), NUMBERS[weights.dtype])
-        count = found.numel() // self.dim
-        if offsets is None:
-            bags = Bags(count, ids.shape[-1])
-        else:
-            offsets = offsets.contiguous()
-            bags = Bags(
-                count,
-                offsets=offsets.data_ptr(),
-                offset_count=offsets.numel(),
-                offset_bytes=offsets.element_size(),
-            )
+        offsets = None if offsets is None else offsets.contiguous()
+        bags = self._bags(ids, offsets)
         self.lookup.bags(places, bags, self.pooling, factors, out, number, stream)
         return found
+
+    def prefetch(self, ids: torch.Tensor, offsets: torch.Tensor | None, stream: int | None) -> None:
+        """Start fetching what a lookup would read; `stream` is a handle on a GPU."""
+        self.check(ids, offsets, None)
+        self.shape(ids, offsets)
+        ids = ids.contiguous()
+        offsets = None if offsets is None else offsets.contiguous()
+        bags = None if offsets is None else self._bags(ids, offsets)
+        handle = _stream_of(ids) if stream is None else stream
+        self.lookup.prefetch(_ids(ids), bags, handle)
+
+    def _bags(self, ids: torch.Tensor, offsets: torch.Tensor | None) -> Bags:
+        """Return how contiguous ids are divided into bags, as many for each table."""
+        if offsets is None:
+            return Bags(math.prod(ids.shape[:-1]) // self.tables, ids.shape[-1])
+        return Bags(
+            (offsets.numel() - self.last_offset) // self.tables,
+            offsets=offsets.data_ptr(),
+            offset_count=offsets.numel(),
+            offset_bytes=offsets.element_size(),
+        )
+
+
+def _ids(ids: torch.Tensor) -> Ids:
+    return Ids(ids.data_ptr(), ids.numel(), ids.element_size())
 
 
 def _lookup_of(handle: str) -> TensorLookup:

@@ -1,0 +1,415 @@
+"""`flashwarp.torch.Embedding` on the CPU device, beside torch's."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+
+import flashwarp as fw
+import flashwarp.torch
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    CopyError,
+    DtypeError,
+    IndexDtypeError,
+    MissingFileError,
+    ReadOnlyError,
+)
+
+# Inductor starts processes and warns of what it lacks here.
+pytestmark = [
+    pytest.mark.filterwarnings("default::UserWarning"),
+    pytest.mark.filterwarnings("default::FutureWarning"),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+]
+
+ROWS, WIDTH = 1000, 24
+
+# How numpy holds what torch names.
+HELD = {
+    torch.float32: "f4",
+    torch.float16: "f2",
+    torch.bfloat16: "u2",
+    torch.float8_e4m3fn: "u1",
+    torch.float8_e5m2: "u1",
+    torch.int8: "i1",
+}
+
+
+def stored_as(tmp_path, weights, mode="r", **options):
+    """Open a file that has these weights, as numpy can."""
+    held = np.dtype(HELD[weights.dtype])
+    (tmp_path / "table").write_bytes(weights.contiguous().view(torch.uint8).numpy().tobytes())
+    options = {"device": "cpu", "cache": "64 KiB", "line": 512, **options}
+    return fw.open(tmp_path / "table", mode, held, tuple(weights.shape), **options)
+
+
+def numbers(rows, width, dtype, seed=0):
+    made = torch.Generator().manual_seed(seed)
+    if dtype is torch.int8:
+        return torch.randint(-128, 128, (rows, width), generator=made).to(dtype)
+    return (3 * torch.randn(rows, width, generator=made)).to(dtype)
+
+
+def ids(*shape, rows=ROWS, seed=0, dtype=torch.int64):
+    made = torch.Generator().manual_seed(seed)
+    return torch.randint(0, rows, shape, generator=made).to(dtype)
+
+
+def same_bits(a, b):
+    """Whether numbers are the same, up to which of the bits say that one is no number."""
+    kind = {4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
+    known = ~b.isnan()
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+        a.view(kind)[known], b.view(kind)[known]
+    )
+
+
+@pytest.fixture
+def weights():
+    return numbers(ROWS, WIDTH, torch.float32)
+
+
+@pytest.fixture
+def x(tmp_path, weights):
+    with stored_as(tmp_path, weights, "r+") as opened:
+        yield opened
+
+
+# What it returns.
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 0, 4)])
+def test_rows_are_those_of_torch(x, weights, shape, dtype):
+    index = ids(*shape, dtype=dtype)
+
+    rows = fw.torch.Embedding(x)(index)
+
+    assert rows.shape == (*shape, WIDTH)
+    assert torch.equal(rows, torch.nn.Embedding.from_pretrained(weights)(index))
+
+
+@pytest.mark.parametrize("width", [1, 3, 10, 32, 128, 130, 1000, 2500])
+@pytest.mark.parametrize("line", [512, 4096])
+def test_rows_of_any_width_straddle_lines(tmp_path, width, line):
+    weights = numbers(200, width, torch.float32)
+    with stored_as(tmp_path, weights, line=line, cache="256 KiB") as x:
+        index = ids(300, rows=200)
+
+        assert torch.equal(fw.torch.Embedding(x)(index), weights[index])
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stored", HELD)
+@pytest.mark.parametrize(("width", "dim"), [(96, 96), (160, 128), (10, 7)])
+def test_rows_are_converted(tmp_path, stored, out, width, dim):
+    weights = numbers(300, width, stored)
+    with stored_as(tmp_path, weights) as x:
+        index = ids(50, rows=300)
+
+        rows = fw.torch.Embedding(x, stored=stored, dim=dim, dtype=out)(index)
+
+        assert rows.dtype == out
+        assert same_bits(rows, weights.float()[index, :dim].to(out))
+
+
+@pytest.mark.parametrize(
+    "stored", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float16, torch.bfloat16]
+)
+def test_every_code_is_converted_as_torch_converts_it(tmp_path, stored):
+    count = 1 << 8 * stored.itemsize
+    kind = torch.uint8 if stored.itemsize == 1 else torch.uint16
+    codes = torch.arange(count, dtype=torch.int32).to(kind).view(stored).reshape(-1, 16)
+    with stored_as(tmp_path, codes) as x:
+        rows = fw.torch.Embedding(x, stored=stored, dtype=torch.float32)(torch.arange(count // 16))
+
+        assert same_bits(rows, codes.float())
+
+
+@pytest.mark.parametrize("out", [torch.float16, torch.bfloat16])
+def test_floats_are_rounded_as_torch_rounds_them(tmp_path, out):
+    bits = np.random.default_rng(0).integers(0, 1 << 32, (4096, 64), np.uint64).astype(np.uint32)
+    weights = torch.from_numpy(bits.view(np.float32).copy())
+    edges = [65519.9, 65520, 2**-24, 2**-25, 1.0001 * 2**-25, 2**-14, -0.0, float("inf"), 3.39e38]
+    weights[0, : len(edges)] = torch.tensor(edges)
+    with stored_as(tmp_path, weights) as x:
+        rows = fw.torch.Embedding(x, dtype=out)(torch.arange(4096))
+
+        assert same_bits(rows, weights.to(out))
+
+
+def test_integers_are_float32_unless_asked(tmp_path):
+    with stored_as(tmp_path, numbers(9, 8, torch.int8)) as x:
+        assert fw.torch.Embedding(x)(ids(3, rows=9)).dtype == torch.float32
+
+
+SCALES = {
+    "one": lambda rows, dim: torch.tensor(0.37),
+    "row": lambda rows, dim: torch.rand(rows),
+    "column": lambda rows, dim: torch.rand(rows, 1),
+    "blocks": lambda rows, dim: torch.rand(rows, dim // 32),
+    "narrow": lambda rows, dim: torch.rand(rows, dim // 4),
+}
+
+
+def scaled(weights, scales, index):
+    rows, factors = weights.float()[index], scales.float()
+    if factors.ndim == 0:
+        return rows * factors
+    factors = factors.reshape(len(weights), -1)
+    return rows * factors[index].repeat_interleave(rows.shape[-1] // factors.shape[1], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8, torch.float32])
+@pytest.mark.parametrize("kind", SCALES)
+def test_rows_are_scaled(tmp_path, kind, stored, dtype):
+    weights, index = numbers(400, 96, stored), ids(70, rows=400)
+    scales = SCALES[kind](400, 96).to(dtype)
+    with stored_as(tmp_path, weights) as x:
+        rows = fw.torch.Embedding(x, stored=stored, scales=scales)(index)
+
+    assert torch.equal(rows, scaled(weights, scales, index))
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("how", ["array", "path"])
+def test_scales_are_read_through_a_cache(tmp_path, kind, how):
+    weights, index = numbers(4000, 96, torch.int8), ids(300, rows=4000)
+    scales = SCALES[kind](4000, 96)
+    np.save(tmp_path / "scales.npy", scales.numpy())
+    with (
+        stored_as(tmp_path, weights, cache="32 KiB") as x,
+        fw.open(tmp_path / "scales.npy", cache="16 KiB", line=512, device=x.device) as s,
+    ):
+        given = s if how == "array" else tmp_path / "scales.npy"
+        with fw.torch.Embedding(x, scales=given) as table:
+            assert torch.equal(table(index), scaled(weights, scales, index))
+        if how == "array":
+            assert s.stats.bytes_read > 0
+            assert not s.closed
+
+
+def test_some_rows_of_an_array_are_a_table(x, weights):
+    scales = torch.rand(300)
+    table = fw.torch.Embedding(x, rows=range(200, 500), scales=scales)
+    index = ids(40, rows=300)
+
+    assert table.num_embeddings == 300
+    assert torch.equal(table(index), weights[200:500][index] * scales[index, None])
+    with pytest.raises(BoundsError, match="index 300 is out of bounds"):
+        table(torch.tensor([300]))
+
+
+def test_a_path_is_opened_and_closed_with_the_module(tmp_path, weights):
+    np.save(tmp_path / "t.npy", weights.numpy())
+
+    with fw.torch.Embedding(tmp_path / "t.npy", device="cpu", cache="64 KiB") as table:
+        assert torch.equal(table(torch.tensor([5])), weights[[5]])
+        array = table.array
+
+    assert array.closed
+    with pytest.raises(ClosedError, match="is closed"):
+        table(torch.tensor([5]))
+
+
+def test_an_array_stays_open_after_its_module(x):
+    with fw.torch.Embedding(x):
+        pass
+
+    assert not x.closed
+
+
+def test_a_module_shows_its_table_and_has_no_parameters(x):
+    table = fw.torch.Embedding(x, padding_idx=-1)
+
+    assert table.padding_idx == ROWS - 1
+    assert repr(table).startswith("Embedding(1000, 24, padding_idx=999, dtype=torch.float32")
+    assert list(table.parameters()) == []
+    assert table.state_dict() == {}
+
+
+def test_ids_may_have_strides(x, weights):
+    index = ids(20, 2)[:, 0]
+
+    assert torch.equal(fw.torch.Embedding(x)(index), weights[index])
+
+
+# Ahead.
+
+
+def test_prefetched_rows_are_there(x, weights):
+    table, index = fw.torch.Embedding(x), torch.arange(0, 50, 5).reshape(2, 5)
+
+    table.prefetch(index)
+    before = x.stats
+    rows = table(index)
+
+    assert before.bytes_read > 0
+    assert x.stats.bytes_read == before.bytes_read
+    assert torch.equal(rows, weights[index])
+
+
+# Training.
+
+
+def test_backward_leaves_the_gradients_of_rows(x, weights):
+    table, index = fw.torch.Embedding(x, padding_idx=3), ids(40, 5)
+    index[0] = 3
+    beside = torch.nn.Embedding(ROWS, WIDTH, padding_idx=3, _weight=weights.clone())
+    factors = torch.rand(40, 5, WIDTH)
+
+    (table(index) * factors).sum().backward()
+    (beside(index) * factors).sum().backward()
+
+    ((kept, gradients),) = table.pending
+    assert (kept.dtype, kept.shape, gradients.shape) == (torch.int64, (200,), (200, WIDTH))
+    assert torch.equal(kept, index.reshape(-1))
+    dense = torch.zeros(ROWS, WIDTH).index_add(0, kept, gradients)
+    torch.testing.assert_close(dense, beside.weight.grad)
+
+
+def test_each_backward_appends(x):
+    table = fw.torch.Embedding(x)
+
+    for _ in range(3):
+        table(ids(4)).sum().backward()
+
+    assert len(table.pending) == 3
+
+
+def test_rows_need_no_gradient_where_none_is_recorded(x):
+    table = fw.torch.Embedding(x)
+
+    with torch.no_grad():
+        assert not table(ids(4)).requires_grad
+    assert table(ids(4)).requires_grad
+    table.requires_grad_(False)
+    assert not table(ids(4)).requires_grad
+    assert not table.pending
+
+
+def test_a_read_only_table_is_not_trained(tmp_path, weights):
+    with stored_as(tmp_path, weights) as x:
+        table = fw.torch.Embedding(x)
+
+        assert not table(ids(4)).requires_grad
+        with pytest.raises(ReadOnlyError, match='open it with mode="r\\+"'):
+            table.requires_grad_()
+
+
+# Compiled.
+
+
+@pytest.fixture
+def compiled():
+    """Compile as users are told to; each test compiles anew."""
+    torch.compiler.reset()
+    return lambda function, **how: torch.compile(function, fullgraph=True, **how)
+
+
+def test_compiled_model_reads_rows(tmp_path, weights, compiled):
+    with stored_as(tmp_path, weights) as x:
+        table, other = fw.torch.Embedding(x), torch.rand(WIDTH, 8)
+        layer = compiled(lambda i: torch.relu(table(i // 2) @ other), mode="reduce-overhead")
+
+        for length in (6, 6, 9):
+            index = ids(length, seed=length)
+            torch.testing.assert_close(layer(index), torch.relu(weights[index // 2] @ other))
+
+
+def test_compiled_training_leaves_the_same_gradients(x, compiled):
+    table = fw.torch.Embedding(x)
+    model = torch.nn.Sequential(table, torch.nn.Linear(WIDTH, 3))
+    index = ids(8, 5)
+
+    compiled(model)(index).square().sum().backward()
+    model(index).square().sum().backward()
+
+    (first, second), table.pending = table.pending, []
+    torch.testing.assert_close(first, second)
+
+
+# Misuse.
+
+
+@pytest.mark.parametrize("stray", [-1, ROWS, 1 << 40])
+def test_an_id_out_of_bounds_raises(x, stray):
+    table = fw.torch.Embedding(x)
+
+    with pytest.raises(BoundsError, match=f"index {stray} is out of bounds .* 1000"):
+        table(torch.tensor([0, stray]))
+    table(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32, torch.bool])
+def test_ids_are_integers_of_32_or_64_bits(x, dtype):
+    with pytest.raises(IndexDtypeError, match="use int64 or int32"):
+        fw.torch.Embedding(x)(torch.zeros(3, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"dim": 0}, ArgumentError, "dim"),
+        ({"dim": WIDTH + 1}, ArgumentError, "dim"),
+        ({"dtype": torch.float64}, DtypeError, "converted to float32, float16 or bfloat16"),
+        ({"stored": torch.float16}, DtypeError, "stored=torch.float16 for an array of float32"),
+        ({"stored": torch.int64}, DtypeError, "a table stores float32"),
+        ({"padding_idx": ROWS}, ArgumentError, "padding_idx"),
+        ({"rows": range(ROWS + 1)}, ArgumentError, "of an array of 1000 rows"),
+        ({"rows": range(0, ROWS, 2)}, ArgumentError, "without gaps"),
+        ({"scales": torch.rand(ROWS + 1)}, ArgumentError, "scales of shape .1001"),
+        ({"scales": torch.rand(ROWS, 5)}, ArgumentError, "blocks divides 24"),
+        ({"scales": torch.rand(ROWS).double()}, DtypeError, "scales of dtype torch.float64"),
+        ({"scales": [1.0]}, ArgumentError, "not list"),
+        ({"max_norm": 1.0}, ArgumentError, "never stores them"),
+        ({"scale_grad_by_freq": True}, ArgumentError, "your own counts"),
+        ({"sparse": False}, ArgumentError, "never dense"),
+        ({"cache": "1 MiB"}, ArgumentError, "cache: the array is open"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(x, options, error, match):
+    with pytest.raises(error, match=match):
+        fw.torch.Embedding(x, **options)
+
+
+def test_what_changes_nothing_in_torch_is_accepted(x):
+    fw.torch.Embedding(x, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=True)
+
+
+@pytest.mark.parametrize("shape", [(ROWS * WIDTH,), (10, 100, WIDTH)])
+def test_an_array_of_other_axes_is_no_table(tmp_path, weights, shape):
+    np.save(tmp_path / "t.npy", weights.numpy().reshape(shape))
+
+    with pytest.raises(ArgumentError, match="is no table, which has two axes"):
+        fw.torch.Embedding(tmp_path / "t.npy", device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i8", "u1", ">f4"])
+def test_elements_without_a_conversion_are_refused(tmp_path, dtype):
+    np.save(tmp_path / "t.npy", np.zeros((4, 4), dtype))
+
+    with pytest.raises(DtypeError, match="cannot be converted"):
+        fw.torch.Embedding(tmp_path / "t.npy", device="cpu")
+
+
+def test_what_is_no_table_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="not int: create its file first"):
+        fw.torch.Embedding(1000)
+    with pytest.raises(MissingFileError):
+        fw.torch.Embedding(tmp_path / "absent.npy", device="cpu")
+
+
+def test_a_module_is_not_copied(x):
+    with pytest.raises(CopyError):
+        copy.deepcopy(fw.torch.Embedding(x))

@@ -1,0 +1,133 @@
+"""Lookups without a library of tensors: layouts, and what they read."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp import _native
+from flashwarp.errors import ArgumentError, BoundsError, ClosedError
+from flashwarp.table import structs
+from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table
+
+MIRRORS = {
+    "table_scales": structs.TableScalesStruct,
+    "lookup_table": structs.LookupTableStruct,
+    "lookup_params": structs.LookupParams,
+}
+ROWS, WIDTH = 3000, 40
+
+
+@pytest.mark.parametrize("name", MIRRORS)
+def test_mirrored_structures_have_the_same_layout(name):
+    mirror = MIRRORS[name]
+    members = {m: n for (structure, m), n in _native.layouts().items() if structure == name}
+
+    assert ctypes.sizeof(mirror) == members.pop("")
+    assert {m: getattr(mirror, m).offset for m in members} == members
+
+
+@pytest.fixture
+def content():
+    return np.random.default_rng(3).random((ROWS, WIDTH), np.float32)
+
+
+@pytest.fixture
+def x(tmp_path, content):
+    np.save(tmp_path / "x.npy", content)
+    with fw.open(tmp_path / "x.npy", device="cpu", cache="64 KiB", line=512) as opened:
+        yield opened
+
+
+def table(x, **options):
+    return Table(x, Number.FLOAT32, WIDTH, range(ROWS), **options)
+
+
+def where(ids):
+    return Ids(ids.ctypes.data, ids.size, ids.itemsize)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+def test_rows_are_those_of_the_array(x, content, dtype):
+    ids = np.random.default_rng(4).integers(0, ROWS, 1000).astype(dtype)
+    out = np.empty((1000, WIDTH), np.float32)
+
+    Lookup([table(x)]).rows(where(ids), out.ctypes.data, Number.FLOAT32, None)
+
+    assert (out == content[ids]).all()
+
+
+def test_repeated_ids_fetch_their_lines_once(x, content):
+    ids = np.tile(np.arange(100, 110), 500)
+    out = np.empty((ids.size, WIDTH), np.float32)
+
+    Lookup([table(x)]).rows(where(ids), out.ctypes.data, Number.FLOAT32, None)
+
+    lines = {byte // 512 for row in range(100, 110) for byte in (row * 160, row * 160 + 159)}
+    assert (out == content[ids]).all()
+    assert x.stats.bytes_read == len(lines) * 512
+    assert x.stats.bytes_used == ids.size * WIDTH * 4
+
+
+def test_prefetch_brings_what_a_lookup_then_finds(x, content):
+    ids = np.arange(0, 64, 2)
+    out = np.empty((32, WIDTH), np.float32)
+    lookup = Lookup([table(x)])
+
+    lookup.prefetch(where(ids), None, None)
+    before = x.stats
+    lookup.rows(where(ids), out.ctypes.data, Number.FLOAT32, None)
+
+    assert before.bytes_read > 0
+    assert (x.stats.misses, x.stats.bytes_read) == (before.misses, before.bytes_read)
+    assert (out == content[ids]).all()
+
+
+@pytest.mark.parametrize("stray", [-1, ROWS, 1 << 40, -(1 << 63)])
+def test_an_id_out_of_bounds_has_a_row_of_zeros_and_raises(x, content, stray):
+    ids = np.array([5, stray, 7])
+    out = np.full((3, WIDTH), np.nan, np.float32)
+
+    with pytest.raises(BoundsError, match=f"index {stray} is out of bounds .* 3000"):
+        Lookup([table(x)]).rows(where(ids), out.ctypes.data, Number.FLOAT32, None)
+
+    assert (out[[0, 2]] == content[[5, 7]]).all()
+    assert (out[1] == 0).all()
+    assert (x[5] == content[5]).all()  # the error was of that call
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 3], [0, 2, 11], [0, -1, 4]])
+def test_bags_of_which_an_offset_is_wrong_are_empty_and_raise(x, content, offsets):
+    ids, begins = np.arange(10), np.array(offsets)
+    out = np.full((3, WIDTH), np.nan, np.float32)
+    bags = Bags(3, offsets=begins.ctypes.data, offset_count=3)
+
+    with pytest.raises(BoundsError, match="is out of bounds"):
+        Lookup([table(x)]).bags(
+            where(ids), bags, Pooling.SUM, None, out.ctypes.data, Number.FLOAT32, None
+        )
+
+    assert not np.isnan(out).any()
+
+
+def test_a_lookup_of_a_closed_array_raises(tmp_path, content):
+    np.save(tmp_path / "x.npy", content)
+    with fw.open(tmp_path / "x.npy", device="cpu") as x:
+        lookup = Lookup([table(x)])
+    ids, out = np.arange(3), np.empty((3, WIDTH), np.float32)
+
+    with pytest.raises(ClosedError, match="is closed"):
+        lookup.rows(where(ids), out.ctypes.data, Number.FLOAT32, None)
+
+
+def test_tables_of_caches_with_other_policies_are_refused(x, tmp_path, content):
+    np.save(tmp_path / "y.npy", content)
+    with (
+        fw.Cache("64 KiB", device=x.device, line=512, policy="lru") as cache,
+        fw.open(tmp_path / "y.npy", cache=cache) as y,
+        pytest.raises(ArgumentError, match="caches of policies 'clock' and 'lru'"),
+    ):
+        Lookup([table(x), table(y)])
