@@ -330,6 +330,24 @@ def test_training_resumes_with_the_same_bits(tmp_path):
     module.close()
 
 
+def test_records_follow_a_table_by_any_name(tmp_path, monkeypatch):
+    """A table that was opened by a link and a relative path, after which the folder changes."""
+    (tmp_path / "data").mkdir()
+    table(tmp_path / "data" / "t.npy", 4).close()
+    (tmp_path / "link.npy").symlink_to(tmp_path / "data" / "t.npy")
+    monkeypatch.chdir(tmp_path)
+    module = reopened("link.npy", 4)
+    optimizer = SGD(module, lr=1.0)
+    monkeypatch.chdir("/")
+    train(module, optimizer, range(2))
+    optimizer.checkpoint(tmp_path / "c")
+
+    assert Record.read(tmp_path / "data" / "t.npy").step == 2
+    assert os.listdir(tmp_path / "c" / "step-000000000002")
+    assert sorted(os.listdir(tmp_path)) == ["c", "data", "link.npy"]
+    module.close()
+
+
 def test_a_failed_checkpoint_leaves_the_record(tmp_path):
     module = table(tmp_path / "t.npy", 4)
     optimizer = SGD(module, lr=1.0)

@@ -65,7 +65,9 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if module.scales is not None:
             raise ArgumentError("a table with scales cannot be trained: its rows are quantised")
         update = RowUpdate(array, dim, self._rule, module.padding_idx)
-        path = array._attachment.storage.path or None
+        path = array._attachment.storage.path
+        # The process may change its folder later.
+        path = os.path.realpath(path) if path else None
         record = None if path is None else Record.read(path)
         if path is not None:
             self._check_record(path, record, array.shape, dim, accept_newer)
