@@ -52,5 +52,7 @@ nb::dict layouts() {
   FW_STRUCTURE("list_use", cache::list_use, list, launch, blocks, batch)
   FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, opcode, drop)
+  FW_STRUCTURE("sum_params", kernels::sum_params, sums, count, width)
+  FW_STRUCTURE("update_params", kernels::update_params, sums, padding, rule, width, epsilon)
   return result;
 }

@@ -90,6 +90,20 @@ class ReadOnlyError(FlashwarpError, ValueError):
     """The caller stored to an array that was opened for reading."""
 
 
+class CheckpointError(FlashwarpError, RuntimeError):
+    """A table that is trained is not in the state of its last checkpoint, or of its optimizer.
+
+    Attributes
+    ----------
+    step : int or None
+        Steps of the optimizer at the last checkpoint, if a record of the table says so.
+    """
+
+    def __init__(self, message: str, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class ShareError(FlashwarpError, RuntimeError):
     """A kernel ended without releasing lines that it had acquired through a share table.
 

@@ -27,13 +27,22 @@ from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
+from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+from flashwarp.table.checkpoint import restore_table
+from flashwarp.table.making import create_table
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingGroup",
     "Offloaded",
+    "RowWiseAdagrad",
+    "create_table",
     "gather",
     "offload",
+    "restore_table",
     "scatter",
 ]

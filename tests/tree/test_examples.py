@@ -20,6 +20,7 @@ EXAMPLES = ROOT / "examples"
     [
         ("kernel.py", None, ["cpu"]),
         ("torch_custom_op.py", "torch", ["cpu"]),
+        ("two_tower.py", "torch", ["cpu"]),
         ("decode_loop.py", "torch", ["--device=cpu", "--rows=4096", "--width=64", "--tokens=20"]),
         ("offload_ngram.py", "torch", ["--device=cpu", "--rows=4096", "--tokens=20"]),
     ],

@@ -284,6 +284,27 @@ class Launcher:
         """Launch the prefetch of chosen rows; default: warps for all of them."""
         self._start_rows("prefetch", chosen, 0, stream, warps)
 
+    def update(
+        self,
+        ids: int,
+        count: int,
+        buffer: int,
+        tail: bytes,
+        sums: bytes,
+        warps: int,
+        stream: int | None,
+    ) -> None:
+        """Launch the update of rows by gradients: `SumParams`, and `UpdateParams` behind `rows`."""
+        row, batch = self.format.row_bytes, self._batch_of(count)
+        params = self._pack(ids, count, 8, buffer, row, batch, 0, NOT_DEFERRED) + tail
+        self._start("sum_gradients", sums, self._warps(count, batch), stream)
+        self._start("update_rows", params, min(warps, self._warps(count, batch)), stream)
+
+    @property
+    def lines_per_row(self) -> int:
+        """The most lines that one row touches."""
+        return self._segments
+
     def _start_rows(
         self,
         verb: str,

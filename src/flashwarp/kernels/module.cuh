@@ -5,3 +5,4 @@
 #include "maintenance.cuh"
 #include "rows.cuh"
 #include "table.cuh"
+#include "update.cuh"

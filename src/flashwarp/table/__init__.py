@@ -1,1 +1,1 @@
-"""Tables larger than memory: lookups of rows by id, converted, scaled and pooled by a kernel."""
+"""Tables larger than memory: lookups of rows by id, and training of the rows, by kernels."""

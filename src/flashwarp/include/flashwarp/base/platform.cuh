@@ -193,6 +193,7 @@ FW_DEVICE void trap_in_debug() {
 }
 
 FW_DEVICE uint64_t multiply_high(uint64_t a, uint64_t b) { return __umul64hi(a, b); }
+FW_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 FW_DEVICE uint32_t popcount(uint32_t bits) { return __popc(bits); }
 // Index of the lowest set bit; `bits` must not be zero.
 FW_DEVICE uint32_t lowest_bit(uint32_t bits) { return __ffs(bits) - 1; }
@@ -224,6 +225,7 @@ inline void trap_in_debug() {}
 inline uint64_t multiply_high(uint64_t a, uint64_t b) {
   return uint64_t((static_cast<unsigned __int128>(a) * b) >> 64);
 }
+inline float square_root(float x) { return __builtin_sqrtf(x); }
 inline uint32_t popcount(uint32_t bits) { return uint32_t(__builtin_popcount(bits)); }
 inline uint32_t lowest_bit(uint32_t bits) { return uint32_t(__builtin_ctz(bits)); }
 

@@ -1,0 +1,181 @@
+"""Making the file of a table: weights drawn in blocks by several threads, never held whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp.errors import ArgumentError
+from flashwarp.storage import files, npy
+from flashwarp.table.record import Record, record_path
+from flashwarp.table.update import RULES, Rule
+
+__all__ = ["Initial", "create_table", "rule_of"]
+
+Initial: TypeAlias = (
+    Literal["normal", "uniform", "zeros"] | Callable[[int, int], npt.NDArray[np.float32]]
+)
+
+# Rows that a thread draws and writes at a time take this many bytes.
+_BLOCK_BYTES = 16 << 20
+_THREADS_MAX = 16
+
+# Rows begin at multiples of 16 bytes, so that kernels copy them in words of 16.
+_WORD_ELEMENTS = 4
+
+
+def rule_of(optimizer: str) -> Rule:
+    """Return the rule with a name."""
+    try:
+        return RULES[optimizer]
+    except (KeyError, TypeError):
+        raise ArgumentError(
+            f"optimizer={optimizer!r}: there are {', '.join(map(repr, RULES))}"
+        ) from None
+
+
+def create_table(
+    path: str | os.PathLike[str],
+    rows: int,
+    dim: int,
+    *,
+    optimizer: str = "rowwise_adagrad",
+    init: Initial = "normal",
+    scale: float = 1.0,
+    state: float = 0.0,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> None:
+    """Make the file of an embedding table that is trained, and the record beside it.
+
+    The file is a ``.npy`` file of float32. A row has `dim` weights, then the state of the
+    optimizer, then zeros up to a multiple of 16 bytes.
+
+    Parameters
+    ----------
+    path : path-like
+        Where; the record is at this path with ``.training.json`` behind it.
+    rows, dim : int
+        Rows of the table, and weights of a row.
+    optimizer : {"rowwise_adagrad", "sgd", "adagrad", "adam"}
+        Whose state the rows hold: 1, 0, `dim` or 2 `dim` elements.
+    init : {"normal", "uniform", "zeros"} or callable
+        How weights are drawn: normal with standard deviation `scale`, or uniform between -`scale`
+        and `scale`. A callable is called as ``init(first, rows)``, by several threads, and returns
+        an array of shape ``(rows, dim)``: the weights from row `first` on.
+    scale : float
+        See `init`.
+    state : float
+        Value of each element of state, as ``initial_accumulator_value`` of `torch.optim.Adagrad`.
+    seed : int
+        The same seed gives the same weights, with any number of threads.
+    overwrite : bool
+        Replace a table that is there and not open for writing.
+
+    Raises
+    ------
+    ExistingFileError, MissingFileError, LockedError, PathError
+        As `flashwarp.create`.
+    ArgumentError
+        For sizes, names or weights that cannot work.
+
+    Notes
+    -----
+    Blocks until the file is durable. All rows are written, at the rate of the storage or of numpy's
+    generators, whichever is lower. If `init` is "zeros" and `state` 0, nothing is written, and the
+    file is sparse. Host memory: 16 MiB for each of up to 16 threads. The file
+    appears whole, or a failed call or a crash leaves what was there, perhaps without its record;
+    a table without a record is refused by optimizers with state.
+
+    Examples
+    --------
+    >>> import flashwarp.torch
+    >>> flashwarp.torch.create_table("items.npy", 10_000, 64, scale=0.1)
+    """
+    rule = rule_of(optimizer)
+    rows, dim = _count("rows", rows, 1), _count("dim", dim, 1)
+    width = -(-rule.width(dim) // _WORD_ELEMENTS) * _WORD_ELEMENTS
+    draw = _weights(init, float(scale), _count("seed", seed, 0), dim)
+    layout = npy.empty_layout((rows, width), np.float32)
+    target = files.check_new(files.check_name(path), overwrite)
+    with files.Draft(target, overwrite, lock=True) as draft:
+        try:
+            npy.write_empty(draft.descriptor, layout)
+            if draw is not None or state:
+                block = max(1, _BLOCK_BYTES // (4 * width))
+                write = _Writer(draft.descriptor, layout.offset, rows, width, dim, draw)
+                write.state = slice(dim, rule.width(dim)), float(state)
+                with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
+                    for _ in pool.map(write, range(0, rows, block), [block] * -(-rows // block)):
+                        pass
+                os.fsync(draft.descriptor)
+        except OSError as error:
+            raise files.write_error(error, target) from error
+        # A record of an older table must not describe this one, not even after a crash.
+        with contextlib.suppress(FileNotFoundError):
+            Path(record_path(target)).unlink()
+        draft.publish()
+    Record(rule.name, rows, dim, width).write(target)
+
+
+def _count(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ArgumentError(f"{name}={value!r}: use an integer, at least {least}")
+    return int(value)
+
+
+def _weights(
+    init: Initial, scale: float, seed: int, dim: int
+) -> Callable[[int, int], npt.NDArray[np.float32]] | None:
+    """Return what draws the weights of some rows; None: zeros."""
+    if callable(init):
+        return init
+    if init == "zeros":
+        return None
+    if init not in ("normal", "uniform"):
+        raise ArgumentError(f"init={init!r}: use 'normal', 'uniform', 'zeros' or a callable")
+
+    def draw(first: int, rows: int) -> npt.NDArray[np.float32]:
+        # A generator for each block, so that threads need no order.
+        random = np.random.Generator(np.random.Philox(key=[seed, first]))
+        if init == "normal":
+            return random.standard_normal((rows, dim), np.float32) * np.float32(scale)
+        return (random.random((rows, dim), np.float32) * 2 - 1) * np.float32(scale)
+
+    return draw
+
+
+class _Writer:
+    """Writes blocks of rows to a file; several threads call it."""
+
+    def __init__(
+        self, descriptor: int, offset: int, rows: int, width: int, dim: int, draw: Any
+    ) -> None:
+        self.descriptor, self.offset, self.rows = descriptor, offset, rows
+        self.width, self.dim, self.draw = width, dim, draw
+        self.state: tuple[slice, float] = (slice(0), 0.0)
+
+    def __call__(self, first: int, count: int) -> None:
+        count = min(count, self.rows - first)
+        block = np.zeros((count, self.width), np.float32)
+        if self.draw is not None:
+            weights = np.asarray(self.draw(first, count))
+            if weights.shape != (count, self.dim):
+                raise ArgumentError(
+                    f"init gave shape {weights.shape} for rows {first} to {first + count}, which "
+                    f"have shape {(count, self.dim)}"
+                )
+            block[:, : self.dim] = weights
+        block[:, self.state[0]] = self.state[1]
+        rest = block.data.cast("B")
+        place = self.offset + first * self.width * 4
+        while rest:
+            written = os.pwrite(self.descriptor, rest, place)
+            rest, place = rest[written:], place + written
