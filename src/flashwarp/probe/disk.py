@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flashwarp.storage import npy
 from flashwarp.storage.file import Mapping
@@ -30,6 +31,7 @@ __all__ = [
     "fill_page_cache",
     "measure_ceiling",
     "measure_writes",
+    "read_blocks",
     "resident_fraction",
 ]
 
@@ -167,29 +169,34 @@ def measure_writes(file: Path, size: int) -> tuple[int, float]:
         os.close(fd)
 
 
+def read_blocks(
+    path: Path, blocks: NDArray[np.int64], nbytes: int, depth: int
+) -> NDArray[np.uint8]:
+    """Read blocks of `nbytes` past the page cache, `depth` at a time; return them back to back.
+
+    Raises OSError where a disk or its file system refuses.
+    """
+    into = np.frombuffer(mmap.mmap(-1, max(len(blocks), 1) * nbytes), dtype=np.uint8)
+    with _Queue(path, nbytes, depth) as queue:
+        free, begun = queue.slots, 0
+        while begun < len(blocks) or len(free) < depth:
+            slots = free[: len(blocks) - begun]
+            numbers = np.arange(begun, begun + len(slots))
+            queue.submit(slots, blocks[numbers], into.ctypes.data + numbers * nbytes)
+            begun += len(slots)
+            busy = depth - len(free) + len(slots)
+            free = np.concatenate((free[len(slots) :], queue.ended(min(busy, max(1, depth // 4)))))
+    return into[: len(blocks) * nbytes]
+
+
 def _reads_per_s(path: Path, nbytes: int, depth: int, seconds: float, sequential: bool) -> float:
-    if platform.machine() not in _AIO_CALLS:
-        raise NotImplementedError(f"no Linux AIO call numbers for {platform.machine()}")
-    setup, destroy, getevents, submit = _AIO_CALLS[platform.machine()]
     blocks = path.stat().st_size // nbytes
-    slots = np.arange(depth, dtype=np.uint64)
     # An anonymous mapping is page-aligned, which is all that O_DIRECT can ask of memory.
     buffer = np.frombuffer(mmap.mmap(-1, depth * nbytes), dtype=np.uint8)
-    commands = np.zeros(depth, _IOCB)
-    commands["data"] = slots
-    commands["nbytes"] = nbytes
-    commands["buffer"] = buffer.ctypes.data + slots * np.uint64(nbytes)
-    addresses = commands.ctypes.data + slots * np.uint64(_IOCB.itemsize)
-    events = np.zeros(depth, _IO_EVENT)
     random = np.random.default_rng(0)
-    free, done, position = slots, 0, 0
-    with contextlib.ExitStack() as undo:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        undo.callback(os.close, fd)
-        commands["fd"] = fd
-        context = ctypes.c_ulong(0)
-        _system_call(setup, ctypes.c_long(depth), ctypes.byref(context))
-        undo.callback(_system_call, destroy, context)
+    done, position = 0, 0
+    with _Queue(path, nbytes, depth) as queue:
+        free = queue.slots
         start = time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds:
             if sequential:
@@ -197,29 +204,76 @@ def _reads_per_s(path: Path, nbytes: int, depth: int, seconds: float, sequential
                 position += len(free)
             else:
                 block = random.integers(0, blocks, len(free))
-            commands["offset"][free] = block * nbytes
-            pointers = addresses[free]
-            _system_call(
-                submit, context, ctypes.c_long(len(free)), ctypes.c_void_p(pointers.ctypes.data)
-            )
+            queue.submit(free, block, buffer.ctypes.data + free * nbytes)
             # A quarter of the queue at a time: deep enough to batch, and the disk never runs dry.
-            count = _system_call(
-                getevents,
-                context,
-                ctypes.c_long(max(1, depth // 4)),
-                ctypes.c_long(depth),
-                ctypes.c_void_p(events.ctypes.data),
-                None,
-            )
-            results = events["result"][:count]
-            if (results != nbytes).any():
-                bad = int(results[results != nbytes][0])
-                raise OSError(
-                    -bad if bad < 0 else errno.EIO, f"read of {nbytes} bytes returned {bad}"
-                )
-            free = events["data"][:count].copy()
-            done += count
+            free = queue.ended(max(1, depth // 4))
+            done += len(free)
     return done / elapsed
+
+
+class _Queue:
+    """Reads of one size from a file by the asynchronous I/O of Linux."""
+
+    def __init__(self, path: Path, nbytes: int, depth: int) -> None:
+        if platform.machine() not in _AIO_CALLS:
+            raise NotImplementedError(f"no Linux AIO call numbers for {platform.machine()}")
+        self._path, self._nbytes, self._depth = path, nbytes, depth
+        self.slots = np.arange(depth, dtype=np.int64)
+        self._commands = np.zeros(depth, _IOCB)
+        self._commands["data"] = self.slots
+        self._commands["nbytes"] = nbytes
+        self._addresses = self._commands.ctypes.data + self.slots * _IOCB.itemsize
+        self._events = np.zeros(depth, _IO_EVENT)
+        self._context = ctypes.c_ulong(0)
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> _Queue:
+        setup, destroy, *_ = _AIO_CALLS[platform.machine()]
+        with contextlib.ExitStack() as undo:
+            fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
+            undo.callback(os.close, fd)
+            self._commands["fd"] = fd
+            _system_call(setup, ctypes.c_long(self._depth), ctypes.byref(self._context))
+            undo.callback(_system_call, destroy, self._context)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def submit(
+        self, slots: NDArray[np.int64], blocks: NDArray[np.int64], addresses: NDArray[np.int64]
+    ) -> None:
+        """Start a read of each block to its address, in slots that are free."""
+        if not len(slots):
+            return
+        self._commands["offset"][slots] = blocks * self._nbytes
+        self._commands["buffer"][slots] = addresses
+        pointers = self._addresses[slots]
+        _system_call(
+            _AIO_CALLS[platform.machine()][3],
+            self._context,
+            ctypes.c_long(len(slots)),
+            ctypes.c_void_p(pointers.ctypes.data),
+        )
+
+    def ended(self, least: int) -> NDArray[np.int64]:
+        """Wait until some reads have ended; return their slots."""
+        count = _system_call(
+            _AIO_CALLS[platform.machine()][2],
+            self._context,
+            ctypes.c_long(least),
+            ctypes.c_long(self._depth),
+            ctypes.c_void_p(self._events.ctypes.data),
+            None,
+        )
+        results = self._events["result"][:count]
+        if (results != self._nbytes).any():
+            bad = int(results[results != self._nbytes][0])
+            raise OSError(
+                -bad if bad < 0 else errno.EIO, f"read of {self._nbytes} bytes returned {bad}"
+            )
+        return self._events["data"][:count].astype(np.int64)
 
 
 def _system_call(number: int, *arguments: Any) -> int:

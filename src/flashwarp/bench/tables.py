@@ -1,0 +1,409 @@
+"""A table larger than memory inside a step, beside what programs do today.
+
+The table has the shape of the n-gram tables of language models: rows of 160 bytes in FP8, a few of
+which a step reads at random. A step computes ids, looks their rows up, and feeds them to a model of
+some matrices. On a GPU it is one CUDA graph, unless its way needs the ids on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+import flashwarp as fw
+from flashwarp.bench.calls_graphs import MappedRows
+from flashwarp.config import parse_bytes
+from flashwarp.device import Device, resolve
+from flashwarp.probe import disk
+from flashwarp.probe.report import Report, Row
+from flashwarp.probe.timing import in_turns
+
+__all__ = ["run"]
+
+_ROW_BYTES = 160
+_DECODED = (16, 1024)
+_PREFILL = 32_768
+_EQUAL = 10_000_000
+_THREADS = 32
+_QUEUE_DEPTH = 64
+_BLOCK = 4096
+_WHOLE = 5 * _BLOCK  # rows that fill blocks: O_DIRECT reads whole ones
+_MODEL = {"cuda": (4096, 32), "cpu": (128, 2)}  # elements of a layer, and layers
+_TOKENS = 512
+_FIRST_ROW_BYTES = 40 << 30
+
+
+def run(
+    device: str | None,
+    folder: Path,
+    size: Annotated[str, "Bytes of the table; empty: 8 GiB, 16 MiB on the CPU device."] = "",
+    budget: Annotated[str, "Bytes of GPU memory for the cache; empty: an eighth."] = "",
+    hot: Annotated[float, "The part of the table that the decoding steps draw from."] = 0.002,
+    steps: Annotated[int, "Steps that one measurement takes."] = 100,
+    runs: Annotated[int, "How often each way has its turn."] = 5,
+    seed: Annotated[int, "Of the ids."] = 1,
+) -> Report:
+    """Time steps that read rows of a table: resident, pinned, by the host, and by us."""
+    where = resolve(device)
+    on_gpu = where.kind == "cuda"
+    nbytes = parse_bytes(size) if size else (8 << 30 if on_gpu else 16 << 20)
+    cache = parse_bytes(budget) if budget else nbytes // 8
+    rows = nbytes // _WHOLE * (_WHOLE // _ROW_BYTES)
+    bench = _Tables(where, folder / "table.bin", rows, cache, hot, steps, runs, seed)
+    bench.report = Report(
+        "Tables larger than memory",
+        where.describe(),
+        {
+            "rows": bench.rows, "row_bytes": _ROW_BYTES, "cache": cache, "hot": hot,
+            "steps": steps, "hidden": bench.hidden, "layers": bench.layers,
+        },
+        {"ids": seed},
+    )  # fmt: skip
+    bench.first_row(folder / "sparse.bin")
+    with bench.ways() as ways:
+        for count in _DECODED:
+            bench.decode(ways, count)
+        bench.equal(ways)
+    bench.prefill()
+    return bench.report
+
+
+@dataclass
+class _Way:
+    """A way to look rows up: ids on the device in, rows in bfloat16 out."""
+
+    name: str
+    lookup: Callable[[Any], Any]
+    needs_host: bool = False
+
+
+class _Model:
+    """What a step does beside its lookup, and the state that steps hand on."""
+
+    def __init__(self, bench: _Tables, count: int) -> None:
+        torch, place = bench.torch, bench.place
+        self.torch, self.rows = torch, bench.rows
+        made = torch.Generator().manual_seed(1)
+
+        def weights(*shape: int) -> Any:
+            values = torch.randn(shape, generator=made) * (2 / shape[0]) ** 0.5
+            return values.to(place, torch.bfloat16)
+
+        self.first = weights(_ROW_BYTES, bench.hidden) / 16
+        self.layers = [weights(bench.hidden, bench.hidden) for _ in range(bench.layers)]
+        self.last = torch.zeros(count, dtype=torch.int64, device=place)
+        self.number = torch.arange(count, dtype=torch.int64, device=place)
+        self.place = torch.zeros(1, dtype=torch.int64, device=place)
+        self.span = torch.full((1,), bench.hot, dtype=torch.int64, device=place)
+        self.history = torch.zeros((_TOKENS, count), dtype=torch.int64, device=place)
+
+    def step(self, lookup: Callable[[Any], Any]) -> None:
+        """Compute ids from the last tokens, look their rows up, and choose the next tokens."""
+        mixed = self.last * 0x9E3779B1 + self.place * 0x85EBCA6B + self.number * 0xC2B2AE35
+        mixed = (mixed ^ (mixed >> 15)) * 0x2C1B3C6D
+        ids = (mixed >> 7 & (1 << 40) - 1) % self.span * 0x9E3779B1 % self.rows
+        hidden = lookup(ids) @ self.first
+        for layer in self.layers:
+            hidden = (hidden @ layer).relu()
+        self.last.copy_(hidden.argmax(1))
+        self.history.index_copy_(0, self.place % _TOKENS, self.last[None])
+        self.place += 1
+
+    def restart(self) -> None:
+        """Begin again."""
+        for state in (self.last, self.place, self.history):
+            state.zero_()
+
+
+class _Tables:
+    """The table's file, and the ways to look its rows up."""
+
+    report: Report
+
+    def __init__(
+        self, device: Device, path: Path, rows: int, cache: int, hot: float, steps: int, runs: int,
+        seed: int,
+    ) -> None:  # fmt: skip
+        # flashwarp.torch says what to install where torch is missing.
+        self.modules: Any = importlib.import_module("flashwarp.torch")
+        self.torch: Any = importlib.import_module("torch")
+        self.device, self.path, self.rows, self.cache = device, path, rows, cache
+        self.hot = max(int(rows * hot), 1)
+        self.steps, self.runs = steps, runs
+        self.on_gpu = device.kind == "cuda"
+        self.place = f"cuda:{device.ordinal}" if self.on_gpu else "cpu"
+        self.hidden, self.layers = _MODEL[device.kind]
+        self.rng = np.random.default_rng(seed)
+        self._write()
+        self.map = np.memmap(path, np.uint8, "r", shape=(rows, _ROW_BYTES))
+        self.pool = ThreadPoolExecutor(_THREADS)
+
+    def _write(self) -> None:
+        """Write codes of FP8 that tell their row, none of which is NaN."""
+        column = np.arange(_ROW_BYTES, dtype=np.uint32) * np.uint32(0x85EBCA6B)
+        with self.path.open("wb") as file:
+            for first in range(0, self.rows, 1 << 18):
+                row = np.arange(first, min(first + (1 << 18), self.rows), dtype=np.uint32)
+                mixed = row[:, None] * np.uint32(0x9E3779B1) + column
+                ((mixed >> np.uint32(20)) % np.uint32(0x7F)).astype(np.uint8).tofile(file)
+
+    def opened(self, **settings: Any) -> fw.Array:
+        """Open the table."""
+        return fw.open(
+            self.path, dtype=np.uint8, shape=(self.rows, _ROW_BYTES), device=self.device, **settings
+        )
+
+    def module(self, array: fw.Array) -> Any:
+        """Make the module that reads an array."""
+        torch = self.torch
+        return self.modules.Embedding(array, stored=torch.float8_e4m3fn, dtype=torch.bfloat16)
+
+    def dequantised(self, rows: Any) -> Any:
+        """Convert rows of codes, as the ways without us have to."""
+        return rows.view(self.torch.float8_e4m3fn).to(self.torch.bfloat16)
+
+    @contextlib.contextmanager
+    def ways(self) -> Iterator[dict[str, _Way]]:
+        """Open the table in all ways."""
+        torch = self.torch
+        resident = torch.from_numpy(np.fromfile(self.path, np.uint8)).view(self.rows, _ROW_BYTES)
+        resident = resident.to(self.place)
+
+        def select(table: Any) -> Callable[[Any], Any]:
+            return lambda ids: self.dequantised(torch.index_select(table, 0, ids))
+
+        ways = {"resident": _Way("the table in the device's memory", select(resident))}
+        with contextlib.ExitStack() as undo:
+            controller = fw.SoftwareController(data_path="bounce") if self.on_gpu else None
+            budget = undo.enter_context(
+                self.opened(cache=self.cache, o_direct=False, controller=controller)
+            )
+            if self.on_gpu:
+                place = undo.enter_context(self.opened(o_direct=False, immutable=True))
+                ways["in place"] = _Way(f"ours, {place.explain().path}", self.module(place))
+                if place.in_place is not None:
+                    mapped = MappedRows(place.in_place, (self.rows, _ROW_BYTES // 4))
+                    table = torch.as_tensor(mapped, device=self.place).view(torch.uint8)
+                    ways["pinned"] = _Way("index_select of pinned memory", select(table))
+            ways["budget"] = _Way(
+                f"ours, a cache of {self.cache >> 20} MiB, {budget.explain().path}",
+                self.module(budget),
+            )
+            ways["mapped"] = _Way(
+                f"{_THREADS} threads that gather from a memory map, and a copy", self._by_map, True
+            )
+            yield ways
+
+    def _by_map(self, ids: Any) -> Any:
+        """Gather on the host, whose map waits for the file."""
+        rows = ids.cpu().numpy()
+        found = self._pinned(len(rows))
+        into, step = found.numpy(), -(-len(rows) // _THREADS)
+        parts = range(0, len(rows), step)
+        list(
+            self.pool.map(lambda k: self.map.take(rows[k : k + step], 0, into[k : k + step]), parts)
+        )
+        return self.dequantised(found.to(self.place, non_blocking=True))
+
+    def _by_queue(self, ids: Any) -> Any:
+        """Read the blocks of rows past the page cache, some at a time, and copy the rows out."""
+        rows = ids.cpu().numpy()
+        first = rows * _ROW_BYTES
+        blocks, where = np.unique(
+            np.stack((first, first + _ROW_BYTES - 1)) // _BLOCK, return_inverse=True
+        )
+        read = disk.read_blocks(self.path, blocks, _BLOCK, _QUEUE_DEPTH)
+        offset = where.reshape(2, -1)[0] * _BLOCK + first % _BLOCK
+        # A row that ends in the next block: that block is the next of `blocks`, too.
+        found = self._pinned(len(rows))
+        np.take(read, offset[:, None] + np.arange(_ROW_BYTES), out=found.numpy())
+        return self.dequantised(found.to(self.place, non_blocking=True))
+
+    def _pinned(self, count: int) -> Any:
+        torch = self.torch
+        return torch.empty((count, _ROW_BYTES), dtype=torch.uint8, pin_memory=self.on_gpu)
+
+    def decode(self, ways: dict[str, _Way], count: int) -> None:
+        """Steps whose rows come from a part of the table that has been read before."""
+        model = _Model(self, count)
+        steps = {name: self._stepper(model, way) for name, way in ways.items()}
+        timed = {name: self._timed(model, step) for name, step in steps.items()}
+        times = in_turns(timed, self.runs)
+        tokens = {}
+        for name, step in steps.items():
+            model.restart()
+            for _ in range(_TOKENS):
+                step()
+            tokens[name] = model.history.clone()
+        del steps, timed  # graphs keep arrays open
+        best = "pinned" if "pinned" in times else "mapped"
+        for name, way in ways.items():
+            if name == best:
+                continue
+            seconds = times[name]
+            more = (seconds - times["resident"]) * 1e6
+            self.report.add(
+                Row(
+                    f"a step with {count} rows, {way.name}", seconds * 1e6, "us", ways[best].name,
+                    times[best] * 1e6,
+                    checked=bool(self.torch.equal(tokens[name], tokens["resident"])),
+                    note=f"{more:+.1f} us beside the resident table; {_TOKENS} tokens compared",
+                )
+            )  # fmt: skip
+
+    def _stepper(self, model: _Model, way: _Way) -> Callable[[], object]:
+        """Return what takes a step: a graph's replay where it can be."""
+
+        def step() -> None:
+            model.step(way.lookup)
+
+        with self.torch.no_grad():
+            if not self.on_gpu or way.needs_host:
+                step()
+                return step
+            cuda = self.torch.cuda
+            side = cuda.Stream()
+            side.wait_stream(cuda.current_stream())
+            with cuda.stream(side):
+                step()
+            cuda.current_stream().wait_stream(side)
+            graph = cuda.CUDAGraph()
+            with cuda.graph(graph):
+                step()
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def _timed(self, model: _Model, step: Callable[[], object]) -> Callable[[], float]:
+        """Time steps; those before have read the same rows."""
+
+        def measure() -> float:
+            model.restart()
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(self.steps):
+                step()
+            self._wait()
+            return (time.perf_counter() - start) / self.steps
+
+        return measure
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
+
+    def equal(self, ways: dict[str, _Way]) -> None:
+        """Compare rows of all of the table, many of them twice, with those of a resident table."""
+        name = "in place" if "in place" in ways else "budget"
+        count = min(_EQUAL, 4 * self.rows)
+        right, done, seconds = True, 0, 0.0
+        while done < count:
+            ids = self.torch.from_numpy(self.rng.integers(0, self.rows, min(count - done, 1 << 20)))
+            ids = ids.to(self.place)
+            expected = ways["resident"].lookup(ids)
+            self._wait()
+            start = time.perf_counter()
+            found = ways[name].lookup(ids)
+            self._wait()
+            seconds += time.perf_counter() - start
+            right &= bool(self.torch.equal(found, expected))
+            done += len(ids)
+        self.report.add(
+            Row(
+                f"{count} random rows, {ways[name].name}", count / seconds / 1e6, "M rows/s",
+                checked=right, footprint=self.rows * _ROW_BYTES,
+            )
+        )  # fmt: skip
+
+    def prefill(self) -> None:
+        """Rows of which none has been read: past the page cache, and by a memory map."""
+        count = min(_PREFILL, self.rows // 8)
+        ceiling = disk.measure_ceiling(self.path, _BLOCK)
+        with self.opened(cache=self.cache, o_direct=True) as array:
+            module = self.module(array)
+            draws = iter(self.rng.permutation(self.rows))
+            last: list[Any] = []
+
+            def timed(lookup: Callable[[Any], Any], cold: Callable[[], object]) -> Any:
+                def measure() -> float:
+                    ids = np.fromiter(draws, np.int64, count)
+                    there = self.torch.from_numpy(ids).to(self.place)
+                    cold()
+                    self._wait()
+                    start = time.perf_counter()
+                    rows = lookup(there)
+                    self._wait()
+                    last[:] = [ids, rows]
+                    return time.perf_counter() - start
+
+                return measure
+
+            def drop() -> None:
+                disk.drop_page_cache(self.path)
+
+            self.map = np.memmap(self.path, np.uint8, "r", shape=(self.rows, _ROW_BYTES))
+            runs = min(self.runs, self.rows // (3 * count) - 1)
+            times = in_turns(
+                {
+                    "map": timed(self._by_map, self._forget),
+                    "queue": timed(self._by_queue, drop),
+                    "ours": timed(module, drop),
+                },
+                max(runs, 1),
+            )
+            ids, rows = last
+            expected = self.dequantised(self.torch.from_numpy(self.map[ids]))
+            right = bool(self.torch.equal(rows.cpu(), expected))
+            self._forget()
+        blocks = len(np.unique(ids * _ROW_BYTES // _BLOCK))
+        rates = {name: count / seconds / 1e3 for name, seconds in times.items()}
+        possible = ceiling.random_reads_per_s * count / blocks / 1e3
+        against = {
+            "the disk's random reads (Linux AIO)": possible,
+            f"{_THREADS} threads that gather from a memory map": rates["map"],
+            f"Linux AIO, {_QUEUE_DEPTH} deep, into staging memory": rates["queue"],
+        }
+        for name, reference in against.items():
+            self.report.add(
+                Row(
+                    f"{count} rows that nothing has read, O_DIRECT", rates["ours"], "k rows/s",
+                    name, reference, checked=right, footprint=self.rows * _ROW_BYTES,
+                )
+            )  # fmt: skip
+
+    def _forget(self) -> None:
+        """Drop the file's pages, which a map would keep."""
+        del self.map
+        disk.drop_page_cache(self.path)
+        self.map = np.memmap(self.path, np.uint8, "r", shape=(self.rows, _ROW_BYTES))
+
+    def first_row(self, path: Path) -> None:
+        """Open a table of 40 GiB, most of it a hole, and read a row."""
+        rows = _FIRST_ROW_BYTES // _ROW_BYTES
+        with path.open("wb") as file:
+            file.truncate(rows * _ROW_BYTES)
+            file.seek((rows - 1) * _ROW_BYTES)
+            file.write(bytes(range(_ROW_BYTES)))
+        ids = self.torch.tensor([rows - 1], device=self.place)
+        self.opened(cache="16 MiB").close()  # the device has been used before
+        start = time.perf_counter()
+        with fw.open(path, dtype=np.uint8, shape=(rows, _ROW_BYTES), device=self.device) as array:
+            module = self.modules.Embedding(array)
+            found = module(ids).cpu()
+            seconds = time.perf_counter() - start
+            how = array.explain().path
+        path.unlink()
+        right = found.flatten().tolist() == list(range(_ROW_BYTES))
+        self.report.add(
+            Row(
+                f"open a table of {_FIRST_ROW_BYTES >> 30} GiB and read a row, {how}", seconds, "s",
+                checked=right,
+            )
+        )  # fmt: skip
