@@ -98,6 +98,9 @@ class Launcher:
         self.format = format
         self.on_cpu = volume.cache.device.kind == "cpu"
         self.watchers: list[Watcher] = []
+        # Whether a thread of the CPU device takes segments as they come. Several at a time, it
+        # serves those that hit first; a trace is of accesses in their order.
+        self.in_order = False
         self.moved = Moved()
         self.graphs = _native.CudaGraphs()
         self._capture: int | None = None  # that `graphs` has counted last
@@ -218,7 +221,7 @@ class Launcher:
     def _batch_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
         if self.on_cpu:
-            return self._batch
+            return 1 if self.in_order or self.watchers else self._batch
         # A warp copies one line after the other. So a few lines go to a warp each.
         return min(self._batch, max(1, segments // self._warps_at_once))
 

@@ -86,10 +86,11 @@ def replay(
             np.uint8,
             (count, _LINE_BYTES),
             cache=cache,
-            controller=SoftwareController(queue_pairs=1),
+            controller=SoftwareController(queue_pairs=1, commands=True),
             # Nothing is fetched ahead on this path, so accesses come in the order of the trace.
             strict="in_place",
         )
+        array._attachment.launcher.in_order = True
         with cache, array:
             rows = np.empty((min(_CHUNK, len(lines)), _LINE_BYTES), np.uint8)
             for first in range(0, len(lines), _CHUNK):
