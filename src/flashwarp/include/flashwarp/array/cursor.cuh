@@ -128,9 +128,17 @@ class cursor {
   template <uint32_t kCount>
   FW_DEVICE bool load_line(uint64_t i, uint64_t stride, uint32_t count, word (&words)[kCount]) {
     const char* from = address_of(i);
-    FW_UNROLL
-    for (uint32_t k = 0; k < kCount; k++) {
-      if (k < count) words[k] = atomic::raw<kAccessBytes>::load(from + k * stride * sizeof(T));
+    // A look at `count` for each load would cost more than the loads.
+    if (count == kCount) {
+      FW_UNROLL
+      for (uint32_t k = 0; k < kCount; k++) {
+        words[k] = atomic::raw<kAccessBytes>::load(from + k * stride * sizeof(T));
+      }
+    } else {
+      FW_UNROLL
+      for (uint32_t k = 0; k < kCount; k++) {
+        if (k < count) words[k] = atomic::raw<kAccessBytes>::load(from + k * stride * sizeof(T));
+      }
     }
     // The loads come before the second look. Acquire loads would wait for each other.
     atomic::fence_acquire();

@@ -79,6 +79,8 @@ class range {
 
  private:
   static constexpr uint32_t kNever = ~uint32_t(0);
+  // Lines that a range looks for together.
+  static constexpr uint32_t kLooks = 2;
   // Elements that move down together. The iterator's element is always in the batch's first place,
   // because only places that the compiler knows can be registers. To move the whole batch for each
   // element would take more steps than all else: the loop would wait for the lanes' arithmetic. So
@@ -143,15 +145,42 @@ class range {
     return count;
   }
 
-  // Prefetches kRangeLinesAhead lines at first, then one more for each line left behind.
+  // Prefetches lines until at least kRangeLinesAhead are ahead of element `i`.
   FW_DEVICE void look_ahead(uint64_t i) {
     // One line a step, or the line of each element where they are further apart.
     const uint64_t line_elements = cache::line_bytes(array_.geometry) / sizeof(T);
     const uint64_t step = stride_ < line_elements ? line_elements : stride_;
     while (ahead_ < end_ && ahead_ < i + kRangeLinesAhead * step) {
-      array_.prefetch(ahead_);
-      ahead_ += step;
+      const uint64_t to = ahead_ + kLooks * step;
+      const bool held = likely_held(step);
+      do {
+        if (!held) array_.prefetch(ahead_);
+        ahead_ += step;
+      } while (ahead_ < end_ && ahead_ != to);
     }
+  }
+
+  // Whether the next kLooks lines to prefetch are all in their likely places. The looks are in
+  // flight together, so most ranges over resident lines wait once for several. They are relaxed,
+  // because no data is loaded for them.
+  FW_DEVICE bool likely_held(uint64_t step) const {
+    const cache::geometry& g = array_.geometry;
+    atomic::pair64 words[kLooks] = {};
+    FW_UNROLL
+    for (uint32_t k = 0; k < kLooks; k++) {
+      const cache::home at = cache::home_of(g, array_.line_of(ahead_ + k * step));
+      if (ahead_ + k * step < end_) {
+        words[k] = atomic::load_relaxed_pair(&g.tags[at.set * g.ways + at.likely]);
+      }
+    }
+    bool held = true;
+    FW_UNROLL
+    for (uint32_t k = 0; k < kLooks; k++) {
+      const uint64_t line = array_.line_of(ahead_ + k * step);
+      held = held && (ahead_ + k * step >= end_ || cache::tag::holds(words[k].first, line) ||
+                      cache::tag::holds(words[k].second, line));
+    }
+    return held;
   }
 
   array<T> array_;
