@@ -128,6 +128,7 @@ struct take_element {
     value = atomic::raw<16>::load_stream(reinterpret_cast<const char*>(source) + (offset & ~15ull));
   }
   FW_DEVICE void word(uint64_t, const atomic::word16&) {}
+  FW_DEVICE void piece(uint32_t at, uint32_t from) { warp::load_staged(value, offset - at, from); }
 };
 
 // Loads the 16 bytes around byte `offset` of a line on the short way of a miss, if all lanes that

@@ -74,7 +74,8 @@ FW_DEVICE_NOINLINE void copy_narrow(uint32_t mask, char* to, const char* from, u
 template <source kSource>
 FW_DEVICE void copy(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes) {
   if constexpr (kSource == source::kStream) {
-    if (is_staged(mask, target, origin, bytes) && copy_staged(mask, target, origin, bytes)) return;
+    const bool staged = target % 16 == 0 && is_staged(mask, origin, bytes);
+    if (staged && copy_staged(mask, target, origin, bytes)) return;
   }
   char* to = reinterpret_cast<char*>(target);
   const char* from = reinterpret_cast<const char*>(origin);

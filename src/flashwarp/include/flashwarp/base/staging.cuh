@@ -1,11 +1,12 @@
-// Copies of global or host memory by few lanes of a warp, through shared memory.
+// Copies of global or host memory through shared memory, by the copy engine.
 //
-// A lane has a few loads in flight, so that alone it takes 44 us for 4 KiB of host memory. The
+// A lane has a few loads in flight, so that alone it takes 44 us for 4 KiB of host memory. A whole
+// warp has enough, but they need registers, and a fence waits for them. The
 // multiprocessor's copy engine (cp.async.bulk, from sm_90 on) fetches them at once. It could store
 // to the frame as well; but it works through another proxy, whose stores a reader's second look at
 // the tag does not order. So the lanes store what it has fetched.
 //
-// The buffer is static shared memory of each kernel that may miss, kStagingBytes of it. A lock for
+// The buffer is static shared memory of each kernel that may miss, 4,224 bytes of it. A lock for
 // each block, in device memory, says who uses it: shared memory begins with unknown values. Kernels
 // whose warps are always whole define FW_WHOLE_WARPS and have no buffer.
 #pragma once
@@ -24,11 +25,12 @@ inline constexpr uint32_t kCopyUnroll = 8;
 
 #if FW_ON_GPU && __CUDA_ARCH__ >= 900 && !FW_WHOLE_WARPS
 
+inline constexpr bool kHasStaging = true;
 // More lanes copy as fast without the buffer.
 inline constexpr uint32_t kStagingLanes = 8;
-// While the lanes store one piece, the others are on their way.
+// While the lanes store one piece, the others are on their way: all of them, up to 4 KiB.
 inline constexpr uint32_t kPieceBytes = 512;
-inline constexpr uint32_t kPieces = 4;
+inline constexpr uint32_t kPieces = 8;
 // How often a warp tries to get the buffer before it copies without.
 inline constexpr uint32_t kStagingTries = 32;
 inline constexpr uint32_t kStagingLocks = 1024;
@@ -45,8 +47,11 @@ FW_DEVICE void init_barrier(uint32_t barrier) {
 FW_DEVICE void end_barrier(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// Orders what was done to the buffer before what the copy engine does next.
-FW_DEVICE void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Orders what lanes did to the buffer before what the copy engine does next. It does not wait for
+// the stores to the frame.
+FW_DEVICE void fence_buffer() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same for the memory that it reads, which lanes of other warps may have written back.
+FW_DEVICE void fence_source() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // Starts to fetch `bytes`, a multiple of 16. `barrier` ends its phase when they are there.
 FW_DEVICE void fetch_piece(uint32_t to, uint64_t from, uint32_t bytes, uint32_t barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -77,95 +82,179 @@ FW_DEVICE atomic::word16 load_shared(uint32_t from) {
   return v;
 }
 
+// Stores a whole piece to the frame, by one lane. Loads four words ahead of those that it stores.
+FW_DEVICE void store_piece_alone(char* to, uint32_t from) {
+  using word = atomic::raw<16>;
+  constexpr uint32_t kAhead = 4;
+  constexpr uint32_t kWords = kPieceBytes / 16;
+  atomic::word16 values[2][kAhead];
+  FW_UNROLL
+  for (uint32_t u = 0; u < kAhead; u++) values[0][u] = load_shared(from + u * 16);
+  FW_UNROLL
+  for (uint32_t w = 0; w < kWords; w += kAhead) {
+    const uint32_t half = w / kAhead & 1;
+    FW_UNROLL
+    for (uint32_t u = 0; u < kAhead; u++) {
+      const uint32_t next = w + kAhead + u;
+      if (next < kWords) values[half ^ 1][u] = load_shared(from + next * 16);
+    }
+    FW_UNROLL
+    for (uint32_t u = 0; u < kAhead; u++) word::store(to + (w + u) * 16, values[half][u]);
+  }
+}
+
 // Stores one piece to the frame, by all lanes of the mask.
 FW_DEVICE void store_piece(uint32_t mask, char* to, uint32_t from, uint32_t bytes) {
   using word = atomic::raw<16>;
   const uint32_t step = base::popcount(mask) * 16;
-  const uint32_t first = rank_in(mask) * 16;
-  for (uint32_t round = 0; round < bytes; round += step * kCopyUnroll) {
-    atomic::word16 values[kCopyUnroll];
-    const uint32_t at = round + first;
-    // What lies behind the piece is loaded, and not stored.
-    FW_UNROLL
-    for (uint32_t u = 0; u < kCopyUnroll; u++) {
-      values[u] = load_shared(from + ((at + u * step) & (kPieceBytes - 1)));
-    }
-    FW_UNROLL
-    for (uint32_t u = 0; u < kCopyUnroll; u++) {
-      if (at + u * step < bytes) word::store(to + at + u * step, values[u]);
-    }
+  if (step == 16 && bytes == kPieceBytes) {
+    store_piece_alone(to, from);
+    return;
   }
+  for (uint32_t at = rank_in(mask) * 16; at < bytes; at += step) {
+    word::store(to + at, load_shared(from + at));
+  }
+}
+
+struct memory {
+  alignas(128) char buffer[kPieces * kPieceBytes];
+  alignas(8) uint64_t arrivals[kPieces];
+};
+FW_DEVICE uint32_t memory_of_block() {
+  __shared__ alignas(128) char bytes[sizeof(memory)];
+  return shared_address(bytes);
+}
+FW_DEVICE uint32_t piece_of(uint32_t at) { return memory_of_block() + at % sizeof(memory::buffer); }
+FW_DEVICE uint32_t barrier_of(uint32_t at) {
+  return memory_of_block() + uint32_t(sizeof(memory::buffer)) + at / kPieceBytes % kPieces * 8;
+}
+FW_DEVICE uint32_t* lock_of_block() { return &staging_locks[blockIdx.x % kStagingLocks]; }
+
+FW_DEVICE void fetch(uint64_t origin, uint32_t at, uint32_t end) {
+  const uint32_t rest = end - at;
+  fetch_piece(piece_of(at), origin + at, rest < kPieceBytes ? rest : kPieceBytes, barrier_of(at));
+}
+FW_DEVICE void wait_for_piece(uint32_t at) {
+  wait_for_phase(barrier_of(at), at / uint32_t(sizeof(memory::buffer)) & 1);
+}
+FW_DEVICE void end_barriers() {
+  FW_UNROLL
+  for (uint32_t k = 0; k < kPieces; k++) end_barrier(barrier_of(k * kPieceBytes));
 }
 
 }  // namespace staging
 
-// Whether `copy_staged` can copy this, and is the faster way.
-FW_DEVICE bool is_staged(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes) {
-  return base::popcount(mask) <= kStagingLanes && (target | origin | bytes) % 16 == 0 &&
-         bytes >= 256;
+// Whether a copy from `origin` to a frame is the faster way through the buffer, which needs that
+// all are aligned. Frames are.
+FW_DEVICE bool is_staged(uint32_t mask, uint64_t origin, uint64_t bytes) {
+  return base::popcount(mask) <= kStagingLanes && (origin | bytes) % 16 == 0 && bytes >= 256;
+}
+
+// Takes the block's buffer for a copy, by at most `tries`. Returns false if it did not come free.
+FW_DEVICE bool take_buffer(uint32_t mask, uint32_t tries) {
+  const uint32_t leader = base::lowest_bit(mask);
+  bool got = false;
+  if (lane() == leader) {
+    for (uint32_t k = 0; k < tries && !got; k++) {
+      if (k != 0) base::pause(200);
+      // Acquire: the last user's loads from the buffer are over.
+      got = atomic::or_acquire(staging::lock_of_block(), 1) == 0;
+    }
+  }
+  return broadcast(mask, got, leader);
+}
+// Gives the buffer back, by the leader, and behind a fence: our loads from the buffer are over.
+FW_DEVICE void give_buffer() { atomic::store_relaxed(staging::lock_of_block(), uint32_t(0)); }
+
+// Starts to fetch. Either `end_staged` or `cancel_staged` follows. `changes` says that lanes may
+// have stored to the source.
+FW_DEVICE void begin_staged(uint32_t mask, uint64_t origin, uint64_t bytes, bool changes) {
+  if (lane() == base::lowest_bit(mask)) {
+    FW_UNROLL
+    for (uint32_t k = 0; k < kPieces; k++) {
+      staging::init_barrier(staging::barrier_of(k * kPieceBytes));
+    }
+    staging::fence_buffer();
+    if (changes) staging::fence_source();
+    const uint32_t end = uint32_t(bytes);
+    for (uint32_t at = 0; at < end && at < kPieces * kPieceBytes; at += kPieceBytes) {
+      staging::fetch(origin, at, end);
+    }
+  }
+  // The barriers are there before any lane waits at them.
+  sync(mask);
+}
+
+// Stores what was fetched to the frame, and fetches the rest of longer lines. `take.piece(at,
+// from)` gets each piece: its first byte in the line, and its address in shared memory.
+template <typename Take>
+FW_DEVICE void end_staged(uint32_t mask, uint64_t target, uint64_t origin, uint64_t bytes,
+                          Take& take) {
+  const bool leads = lane() == base::lowest_bit(mask);
+  const uint32_t end = uint32_t(bytes);
+  for (uint32_t at = 0; at < end; at += kPieceBytes) {
+    staging::wait_for_piece(at);
+    const uint32_t rest = end - at;
+    take.piece(at, staging::piece_of(at));
+    staging::store_piece(mask, reinterpret_cast<char*>(target) + at, staging::piece_of(at),
+                         rest < kPieceBytes ? rest : kPieceBytes);
+    const uint32_t next = at + kPieces * kPieceBytes;
+    if (next >= end) continue;
+    // All lanes have loaded the piece before another takes its place.
+    sync(mask);
+    if (leads) {
+      staging::fence_buffer();
+      staging::fetch(origin, next, end);
+    }
+  }
+  // No lane waits any more.
+  sync(mask);
+  if (leads) staging::end_barriers();
+}
+
+// Loads the 16 bytes around byte `offset` of a piece that was fetched to `from`, if it is in there.
+FW_DEVICE void load_staged(atomic::word16& value, uint64_t offset, uint32_t from) {
+  if (offset < kPieceBytes) value = staging::load_shared(from + (uint32_t(offset) & ~15u));
+}
+
+// Ends a copy that has no frame: waits until nothing more comes.
+FW_DEVICE_NOINLINE void cancel_staged(uint32_t mask, uint64_t bytes) {
+  const uint32_t end = uint32_t(bytes);
+  for (uint32_t at = 0; at < end && at < kPieces * kPieceBytes; at += kPieceBytes) {
+    staging::wait_for_piece(at);
+  }
+  sync(mask);
+  if (lane() == base::lowest_bit(mask)) staging::end_barriers();
 }
 
 // Copies `bytes` from global memory to a frame, by few lanes. Returns false, and copies nothing, if
 // the block's buffer did not come free.
 FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t origin,
                                     uint64_t bytes) {
-  __shared__ alignas(128) char buffer[kPieces * kPieceBytes];
-  __shared__ alignas(8) uint64_t arrivals[kPieces];
-  const uint32_t leader = base::lowest_bit(mask);
-  const bool leads = lane() == leader;
-  uint32_t* lock = &staging::staging_locks[blockIdx.x % kStagingLocks];
-  bool got = false;
-  if (leads) {
-    for (uint32_t k = 0; k < kStagingTries && !got; k++) {
-      if (k != 0) base::pause(200);
-      // Acquire: the last user's loads from the buffer are over.
-      got = atomic::cas_acq_rel(lock, uint32_t(0), uint32_t(1));
-    }
-  }
-  if (!broadcast(mask, got, leader)) return false;
-  const uint32_t from = staging::shared_address(buffer);
-  const uint32_t barriers = staging::shared_address(arrivals);
-  const uint32_t end = uint32_t(bytes);
-  const auto fetch = [&](uint32_t begin) {
-    const uint32_t place = begin / kPieceBytes % kPieces;
-    const uint32_t rest = end - begin;
-    staging::fetch_piece(from + place * kPieceBytes, origin + begin,
-                         rest < kPieceBytes ? rest : kPieceBytes, barriers + place * 8);
-  };
-  if (leads) {
-    for (uint32_t place = 0; place < kPieces; place++) staging::init_barrier(barriers + place * 8);
-    staging::fence_proxies();
-    for (uint32_t at = 0; at < end && at < kPieces * kPieceBytes; at += kPieceBytes) fetch(at);
-  }
-  // The barriers are there before any lane waits at them.
-  sync(mask);
-  char* const to = reinterpret_cast<char*>(target);
-  for (uint32_t at = 0; at < end; at += kPieceBytes) {
-    const uint32_t number = at / kPieceBytes;
-    const uint32_t place = number % kPieces;
-    staging::wait_for_phase(barriers + place * 8, number / kPieces & 1);
-    const uint32_t rest = end - at;
-    staging::store_piece(mask, to + at, from + place * kPieceBytes,
-                         rest < kPieceBytes ? rest : kPieceBytes);
-    // All lanes have loaded the piece before another takes its place.
-    sync(mask);
-    const uint32_t next = at + kPieces * kPieceBytes;
-    if (leads && next < end) {
-      staging::fence_proxies();
-      fetch(next);
-    }
-  }
-  if (leads) {
-    for (uint32_t place = 0; place < kPieces; place++) staging::end_barrier(barriers + place * 8);
-    // Release: our loads from the buffer are over.
-    atomic::store_release(lock, uint32_t(0));
+  struct {
+    FW_DEVICE void piece(uint32_t, uint32_t) {}
+  } nothing;
+  if (!take_buffer(mask, kStagingTries)) return false;
+  begin_staged(mask, origin, bytes, true);
+  end_staged(mask, target, origin, bytes, nothing);
+  if (lane() == base::lowest_bit(mask)) {
+    atomic::fence();
+    give_buffer();
   }
   return true;
 }
 
 #else
 
-FW_DEVICE constexpr bool is_staged(uint32_t, uint64_t, uint64_t, uint64_t) { return false; }
+inline constexpr bool kHasStaging = false;
+FW_DEVICE constexpr bool is_staged(uint32_t, uint64_t, uint64_t) { return false; }
+FW_DEVICE constexpr bool take_buffer(uint32_t, uint32_t) { return false; }
+FW_DEVICE constexpr void give_buffer() {}
+FW_DEVICE constexpr void begin_staged(uint32_t, uint64_t, uint64_t, bool) {}
+template <typename Take>
+FW_DEVICE constexpr void end_staged(uint32_t, uint64_t, uint64_t, uint64_t, Take&) {}
+FW_DEVICE constexpr void cancel_staged(uint32_t, uint64_t) {}
+FW_DEVICE void load_staged(atomic::word16&, uint64_t, uint32_t) {}
 FW_DEVICE constexpr bool copy_staged(uint32_t, uint64_t, uint64_t, uint64_t) { return false; }
 
 #endif

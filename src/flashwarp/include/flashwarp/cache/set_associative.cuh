@@ -398,6 +398,12 @@ FW_DEVICE void abandon_fill(line_cache& c, uint64_t way, uint64_t busy_word) {
   atomic::store_release(&c.geometry.tags[way], tag::emptied(busy_word));
 }
 
+// Ends a fill of a clean line, behind a fence() of the caller.
+FW_DEVICE void end_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool filled) {
+  atomic::store_relaxed(&c.geometry.tags[way],
+                        filled ? tag::filled(busy_word, false) : tag::emptied(busy_word));
+}
+
 // The volume that owns a global line number.
 FW_DEVICE volume& volume_of(const line_cache& c, uint64_t line) {
   for (uint32_t i = 0; i < kVolumesMax; i++) {
