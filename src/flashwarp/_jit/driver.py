@@ -257,6 +257,10 @@ class Context:
         self._require_open()
         self._calls.wait_any(events, int(seconds * 1e6))
 
+    def end_calls(self, queues: list[Any]) -> int:
+        """End what is over in queues of asynchronous calls; see `Device.end_calls`."""
+        return self._calls.end_calls(queues)
+
     def _is_done(self, result: int, name: str) -> bool:
         if result == _NOT_READY:
             return False

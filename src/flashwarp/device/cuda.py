@@ -311,6 +311,9 @@ class CudaDevice(Device):
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         self.context.wait_any([event.handle for event in events], seconds)
 
+    def end_calls(self, queues: list[Any]) -> int:
+        return self.context.end_calls(queues)
+
     def describe(self) -> str:
         major, minor = self.context.compute_capability
         gib = self.memory_info().total_bytes / (1 << 30)
