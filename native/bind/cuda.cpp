@@ -130,7 +130,7 @@ Found look_at(const Context& context, const nb::object& call, bool& over) {
 // Python runs, so no signal handler and no other thread comes between. What it leaves needs a
 // thread: kSlow if a callback, a waiter of another library or a copy to the host does, kFailed if a
 // failure of a call that is over does.
-int end_calls(const Context& context, nb::list queues) {
+int end_calls(const Context& context, nb::typed<nb::list, nb::object> queues) {
   Found found = kQuick;
   for (nb::handle each : queues) {
     const auto calls = nb::borrow<nb::object>(each);
