@@ -244,8 +244,13 @@ class Context:
                 "it: do this before or after the capture"
             )
         if poll_s:
-            return self._is_done(self._calls.poll(stream, int(poll_s * 1e6)), "cuStreamQuery")
+            return self.poll(stream, poll_s)
         return self._is_done(self._calls.done(stream), "cuStreamQuery")
+
+    def poll(self, stream: int, seconds: float) -> bool:
+        """Do as `stream_done`, on a stream that is in no capture."""
+        self._require_open()
+        return self._is_done(self._calls.poll(stream, int(seconds * 1e6)), "cuStreamQuery")
 
     def event_done(self, event: int) -> bool:
         """Return whether an event is done; raises as `stream_done` does."""

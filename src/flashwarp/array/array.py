@@ -323,7 +323,7 @@ class Array(endings.Closing):
                 return None
             rows, handle = launched
             if stream is None:
-                attachment.finish("gather", handle)
+                attachment.finish_launch("gather", handle)
             else:
                 attachment.note_stream(handle)
         except DeviceError as error:

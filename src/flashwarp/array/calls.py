@@ -533,7 +533,7 @@ class Calls:
             lane.event.done()
         else:
             self._operands.device.done(queue.stream)
-        failure = self._failures.take(call.what, lane.volume, alone=False)
+        failure = self._failures.take(call.what, lane.volume)
         if failure is not None:
             raise failure
         return call.finish(None if self._launcher.on_cpu else queue.stream)

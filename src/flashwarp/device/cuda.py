@@ -295,6 +295,9 @@ class CudaDevice(Device):
         done = functools.partial(self.context.stream_done, handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
 
+    def soon_done(self, stream: int) -> bool:
+        return self.context.poll(stream, _POLL_S)
+
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
 
