@@ -269,6 +269,38 @@ def check_call_on_a_stream_allocates_and_waits_for_nothing() -> None:
         fake().fake_hold(0)
 
 
+def check_operands_on_the_host_are_kept_for_a_stream() -> None:
+    """Freeing them would wait for all kernels of the GPU."""
+    with open_array() as x:
+        out = x.device.empty_array((2,), "i8")
+        fake().fake_hold(1)
+
+        def use() -> None:
+            x.gather([1, 2], out=out, stream=1)
+            x.scatter([1, 2], [3, 4], stream=1)
+            x.scatter([1, 2], out, stream=1)
+            x.prefetch([1, 2], stream=1)
+
+        before = fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")
+        for _ in range(3):
+            use()
+        freed, made = fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")
+        fake().fake_hold(0)
+        assert freed == before[0]
+        assert made == before[1] + 3 * 5, "none is lent twice"
+        for _ in range(12):
+            use()
+            x.synchronize()
+        before = fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")
+        for _ in range(20):
+            use()
+        assert (fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")) == before
+        fake().fake_hold(1)
+        use()
+        fake().fake_hold(0)
+    assert fake().fake_live_allocations() == 0
+
+
 # Tensors.
 
 

@@ -38,7 +38,7 @@ from flashwarp.array.operands import Index, Operands, Rows, host_index
 from flashwarp.array.selection import rows_of_slice
 from flashwarp.array.tensors import TensorCalls
 from flashwarp.cache.structs import ErrorRecordStruct, FailureStruct
-from flashwarp.device import OwnedStream, stream_handle
+from flashwarp.device import DeviceArray, Event, OwnedStream, stream_handle
 from flashwarp.device.scratch import Scratch
 from flashwarp.endings import first_of
 from flashwarp.errors import (
@@ -167,6 +167,9 @@ class Calls:
         self._side = operands.device.create_stream()
         self._scratch = Scratch(operands.device, self._side)
         self._operands = operands.copying_to(self._scratch, self._side)
+        # Copies of host operands that streams of the caller's use, each with what comes after.
+        self._lent: deque[tuple[Event, Sequence[DeviceArray]]] = deque()
+        self._events: list[Event] = []  # that mark nothing
         self._failures = failures
         # Guards everything below, and is notified of each change.
         self._changed = threading.Condition()
@@ -183,6 +186,27 @@ class Calls:
         # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+    # Copies for calls on streams of the caller's.
+
+    @property
+    def operands(self) -> Operands:
+        """Copies host operands to memory that is lent: freeing it would wait for all kernels."""
+        return self._operands
+
+    def lend(self, copies: Sequence[DeviceArray], stream: int) -> None:
+        """Keep copies until the present work of a stream is done. In the array's turn."""
+        # Two for each that is added, so that few are kept although one stream takes long.
+        for event, held in [self._lent.popleft() for _ in range(min(2, len(self._lent)))]:
+            if not event.done():
+                self._lent.append((event, held))
+                continue
+            for each in held:
+                each.close()
+            self._events.append(event)
+        event = self._events.pop() if self._events else self._operands.device.event()
+        event.record(stream)
+        self._lent.append((event, copies))
 
     # Making calls.
 
@@ -724,6 +748,12 @@ class Calls:
         for lane, call in self._spoiled:
             lane.close()
             call.release()
+        for event, held in self._lent:
+            event.close()
+            for each in held:
+                each.close()
+        for event in self._events:
+            event.close()
         self._scratch.close()
         self._side.close()
 
