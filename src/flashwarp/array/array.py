@@ -796,6 +796,10 @@ class Array(endings.Closing):
         the error is raised: it says what could not be written and is lost. Unobserved failures of
         asynchronous calls are raised too. If a signal handler raises meanwhile, as that of Ctrl-C
         does, the array is open and usable afterwards, or closed.
+
+        Stream 2, the per-thread default stream, stands for another stream in each thread. `close`
+        waits for the calling thread's alone: first call ``synchronize(2)`` in the other threads
+        that gave it to calls.
         """
         if "_attachment" not in self.__dict__:  # pickled, and not used since
             self._recipe = None
