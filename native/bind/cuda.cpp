@@ -17,6 +17,7 @@ using fw::native::cuda::Context;
 using fw::native::cuda::GraphCount;
 using fw::native::cuda::Handle;
 using fw::native::cuda::kCaptured;
+using fw::native::cuda::kNotReady;
 using fw::native::cuda::kSuccess;
 using fw::native::cuda::Result;
 
@@ -106,6 +107,60 @@ std::tuple<Result, Result> launch_and_append(const Context& context, Handles oth
   return {result, recorded};
 }
 
+// What `end_calls` returns.
+enum Found : int { kQuick, kSlow, kFailed };
+
+// Whether a call at the head of its queue is over, and of those that need nothing more.
+Found look_at(const Context& context, const nb::object& call, bool& over) {
+  over = false;
+  if (!nb::cast<bool>(call.attr("quick"))) return kSlow;
+  const nb::tuple watched(call.attr("lane").attr("watched"));
+  const Result result = context.event_done(handle(nb::cast<uintptr_t>(watched[0])));
+  if (result == kNotReady) return kQuick;
+  if (result != kSuccess) return kFailed;
+  for (size_t i = 1; i < watched.size(); ++i) {
+    const auto* noted = reinterpret_cast<const volatile uint32_t*>(nb::cast<uintptr_t>(watched[i]));
+    if (*noted != 0) return kFailed;
+  }
+  over = true;
+  return kQuick;
+}
+
+// Ends the calls that are over and need nothing more, each queue's from the front: no line of
+// Python runs, so no signal handler and no other thread comes between. What it leaves needs a
+// thread: kSlow if a callback, a waiter of another library or a copy to the host does, kFailed if a
+// failure of a call that is over does.
+int end_calls(const Context& context, nb::typed<nb::list, nb::object> queues) {
+  Found found = kQuick;
+  for (nb::handle each : queues) {
+    const auto calls = nb::borrow<nb::object>(each);
+    while (nb::len(calls) != 0) {
+      const nb::object call = calls[0];
+      bool over = false;
+      const Found looked = look_at(context, call, over);
+      if (looked > found) found = looked;
+      if (!over) break;
+      const nb::object future = call.attr("future");
+      const nb::object lock = future.attr("_condition");
+      // Whoever holds it is about to wait for the future, or to add a callback.
+      if (!nb::cast<bool>(lock.attr("acquire")(false))) break;
+      const bool hurried = nb::cast<bool>(future.attr("hurried"));
+      if (!hurried) {
+        future.attr("_result") = call.attr("result");
+        future.attr("_state") = "FINISHED";
+        call.attr("lane") = nb::none();
+        calls.attr("popleft")();
+      }
+      lock.attr("release")();
+      if (hurried) {
+        if (found == kQuick) found = kSlow;
+        break;
+      }
+    }
+  }
+  return found;
+}
+
 std::tuple<Result, bool, uint64_t> capture(const Context& context, uintptr_t stream) {
   const Capture found = context.capture(handle(stream));
   return {found.result, found.active, found.id};
@@ -131,6 +186,7 @@ void bind_cuda(nb::module_& m) {
       .def("launch_and_append", &launch_and_append, nb::arg("others"), nb::arg("mark"),
            nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
            nb::arg("stream"), nb::arg("event"), nb::arg("calls"), nb::arg("call"))
+      .def("end_calls", &end_calls, nb::arg("queues"))
       .def(
           "order",
           [](const Context& context, uintptr_t before, uintptr_t after, uintptr_t event) {

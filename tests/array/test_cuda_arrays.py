@@ -28,6 +28,7 @@ pytest.importorskip("cuda.bindings.driver")
 pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
+from flashwarp import endings
 from flashwarp._jit import compiler, precompiled
 from flashwarp._jit.compiler import Artifact, KernelResources
 from flashwarp._jit.program import LoadedKernel
@@ -268,6 +269,38 @@ def check_call_on_a_stream_allocates_and_waits_for_nothing() -> None:
         fake().fake_hold(0)
 
 
+def check_operands_on_the_host_are_kept_for_a_stream() -> None:
+    """Freeing them would wait for all kernels of the GPU."""
+    with open_array() as x:
+        out = x.device.empty_array((2,), "i8")
+        fake().fake_hold(1)
+
+        def use() -> None:
+            x.gather([1, 2], out=out, stream=1)
+            x.scatter([1, 2], [3, 4], stream=1)
+            x.scatter([1, 2], out, stream=1)
+            x.prefetch([1, 2], stream=1)
+
+        before = fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")
+        for _ in range(3):
+            use()
+        freed, made = fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")
+        fake().fake_hold(0)
+        assert freed == before[0]
+        assert made == before[1] + 3 * 5, "none is lent twice"
+        for _ in range(12):
+            use()
+            x.synchronize()
+        before = fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")
+        for _ in range(20):
+            use()
+        assert (fake().fake_count(b"cuMemFree"), fake().fake_count(b"cuMemAlloc")) == before
+        fake().fake_hold(1)
+        use()
+        fake().fake_hold(0)
+    assert fake().fake_live_allocations() == 0
+
+
 # Tensors.
 
 
@@ -441,6 +474,111 @@ def check_async_read_of_tensors_is_launched_by_one_call() -> None:
         with pytest.raises(CaptureError, match=r"use gather\(.., stream=\)"):
             x.gather_async(index, out)
         assert fake().fake_capture_end()
+
+
+def worker_lives() -> bool:
+    return any(thread.name == "flashwarp calls" for thread in threading.enumerate())
+
+
+def check_async_reads_of_tensors_need_no_thread() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        read = x.gather_async(index, out)  # its stream is held
+        assert not read.done()
+        with pytest.raises(TimeoutError):
+            read.result(0.01)
+        assert read.wait_on(1) is out
+        later = [x.gather_async(index, out) for _ in range(20)]
+        fake().fake_hold(0)
+        assert read.result(10) is out
+        assert all(each.result(10) is out and each.exception() is None for each in later)
+        # More than may be in flight: each makes room.
+        assert x.scatter_async(index, out).result(10) is None
+        many = [x.gather_async(index, out) for _ in range(200)]
+        assert many[-1].result(10) is out
+        x.flush()
+        assert all(each.done() for each in many)
+        assert not worker_lives()
+
+        called = threading.Event()
+        x.gather_async(index, out).add_done_callback(lambda _: called.set())
+        assert called.wait(10)
+        end = time.monotonic() + 10
+        while worker_lives():
+            assert time.monotonic() < end, "nobody needs it"
+            time.sleep(1e-3)
+
+
+def check_next_call_gives_back_what_dropped_reads_keep() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index = tensor(x, 2)
+        dropped = weakref.ref(out := tensor(x, 2))
+        x.gather_async(index, out)
+        del out
+        fake().fake_hold(0)
+        assert dropped() is not None
+        x.check()
+        assert dropped() is None
+
+
+def check_next_call_raises_the_failure_of_a_dropped_future() -> None:
+    with open_array() as x:
+        torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        for use in (lambda: x.gather_async(index, out), x.check, x.synchronize, x.flush):
+            fake().fake_hold(LANE)
+            x.gather_async(index, out)
+            (call,) = calls_of(x)
+            note(call.lane.volume.indices, 70, status=1)
+            del call
+            x.check()  # the call is not over
+            fake().fake_hold(0)
+            with pytest.raises(BoundsError, match=r"index 70 .*gather_async") as caught:
+                use()
+            assert "dropped" in caught.value.__notes__[-1]
+            x.check()
+
+
+def check_threads_share_the_ending_of_calls() -> None:
+    """Some ask, some wait by callbacks, and every future ends once."""
+    with open_array() as x:
+        torch_on(1)
+        fake().fake_hold(0)
+        index, out = tensor(x, 2), tensor(x, 2)
+        called = []
+
+        def use(how: int) -> int:
+            for turn in range(100):
+                read = x.gather_async(index, out)
+                if (how + turn) % 3 == 0:
+                    read.add_done_callback(lambda each: called.append(each.result(0)))
+                if (how + turn) % 3 == 1:
+                    assert concurrent.futures.wait([read], 10).done == {read}
+                assert read.result(10) is out
+            return how
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert [*pool.map(use, range(4))] == [0, 1, 2, 3]
+        x.flush()
+        assert called == [out] * sum((how + k) % 3 == 0 for how in range(4) for k in range(100))
+
+
+def check_calls_end_with_the_interpreter() -> None:
+    """When it ends, no thread can be started."""
+    with open_array() as x, pytest.MonkeyPatch.context() as patch:
+        torch_on(1)
+        index, out = tensor(x, 2), tensor(x, 2)
+        failed, read = x.gather_async(index, out), x.gather_async([1, 2])
+        note(calls_of(x)[0].lane.volume.indices, 70, status=1)
+        assert not worker_lives()
+        patch.setattr(threading.Thread, "start", lambda _: pytest.fail("started"))
+        patch.setattr(endings, "_ended", True)
+        fake().fake_hold(0)
+        assert isinstance(x._attachment.close(), BoundsError)
+        assert failed.done()
+        assert read.result(0).shape == (2,)
 
 
 def check_future_is_ended_for_whoever_waits_for_it() -> None:

@@ -147,7 +147,9 @@ def test_nothing_that_is_noted_while_somebody_reads_gets_lost(
     told, reads = 0, 0
     while True:
         last = ended.is_set()
-        failure = x._attachment._failures.take("a read", x._attachment.launcher.volume, alone=True)
+        failure = x._attachment._failures.take(
+            "a read", x._attachment.launcher.volume, lambda: True
+        )
         if failure is not None:
             told += int(re.findall("first of (.*) such", str(failure))[0])
             reads += 1

@@ -244,8 +244,13 @@ class Context:
                 "it: do this before or after the capture"
             )
         if poll_s:
-            return self._is_done(self._calls.poll(stream, int(poll_s * 1e6)), "cuStreamQuery")
+            return self.poll(stream, poll_s)
         return self._is_done(self._calls.done(stream), "cuStreamQuery")
+
+    def poll(self, stream: int, seconds: float) -> bool:
+        """Do as `stream_done`, on a stream that is in no capture."""
+        self._require_open()
+        return self._is_done(self._calls.poll(stream, int(seconds * 1e6)), "cuStreamQuery")
 
     def event_done(self, event: int) -> bool:
         """Return whether an event is done; raises as `stream_done` does."""
@@ -256,6 +261,10 @@ class Context:
         """Wait until one of these events is done, or failed, but no longer than this."""
         self._require_open()
         self._calls.wait_any(events, int(seconds * 1e6))
+
+    def end_calls(self, queues: list[Any]) -> int:
+        """End what is over in queues of asynchronous calls; see `Device.end_calls`."""
+        return self._calls.end_calls(queues)
 
     def _is_done(self, result: int, name: str) -> bool:
         if result == _NOT_READY:

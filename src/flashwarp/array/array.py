@@ -31,7 +31,7 @@ from flashwarp.array import handles
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Verb, Watcher
-from flashwarp.array.operands import Index, Rows, host_empty, host_index, is_foreign
+from flashwarp.array.operands import Index, Operands, Rows, host_empty, host_index, is_foreign
 from flashwarp.array.rows import ArrayStruct, RowFormat
 from flashwarp.array.selection import Selection, rows_of_slice, select
 from flashwarp.cache.cache import Cache
@@ -323,7 +323,7 @@ class Array(endings.Closing):
                 return None
             rows, handle = launched
             if stream is None:
-                attachment.finish("gather", handle)
+                attachment.finish_launch("gather", handle)
             else:
                 attachment.note_stream(handle)
         except DeviceError as error:
@@ -340,7 +340,7 @@ class Array(endings.Closing):
     @_locked
     def _gather(self, idx: object, out: object, stream: object) -> Any:
         self._need_axis()
-        operands = self._attachment.operands
+        operands = self._operands_of(stream)
         index = operands.index(idx)
         target = operands.target(out, index, stream)
         self._move("gather", index, target, stream)
@@ -534,17 +534,19 @@ class Array(endings.Closing):
     @_locked
     def _prefetch(self, idx_or_slice: object, stream: object) -> None:
         self._need_axis()
+        operands = self._operands_of(stream)
         chosen: range | Index
         if isinstance(idx_or_slice, slice):
             rows = rows_of_slice(idx_or_slice, self.shape[0])
             in_order = rows.step == 1 or len(rows) < 2
-            chosen = rows if in_order else self._attachment.operands.index(host_index(rows))
+            chosen = rows if in_order else operands.index(host_index(rows))
         else:
-            chosen = self._attachment.operands.index(idx_or_slice)
+            chosen = operands.index(idx_or_slice)
         if not len(chosen) or not self._format.row_bytes:
             return
         run = self._join("prefetch", chosen, None, stream)
         self._attachment.launcher.prefetch(chosen, run)
+        self._lend(chosen, None, run, stream)
         self._finish("prefetch", run, stream)
 
     # Writing.
@@ -579,10 +581,12 @@ class Array(endings.Closing):
         """
         self._need_writable()
         self._need_axis()
-        index = self._attachment.operands.index(idx)
-        source = self._attachment.operands.source(values, index)
+        operands = self._operands_of(stream)
+        index = operands.index(idx)
+        source = operands.source(values, index)
         self._move("scatter", index, source, stream)
-        source.release()
+        if stream is None:  # else it is lent to the stream
+            source.release()
 
     def scatter_async(self, idx: object, values: object, stream: object = None) -> Future[None]:
         """Start storing rows, ``self[idx] = values``, and return a future.
@@ -792,6 +796,10 @@ class Array(endings.Closing):
         the error is raised: it says what could not be written and is lost. Unobserved failures of
         asynchronous calls are raised too. If a signal handler raises meanwhile, as that of Ctrl-C
         does, the array is open and usable afterwards, or closed.
+
+        Stream 2, the per-thread default stream, stands for another stream in each thread. `close`
+        waits for the calling thread's alone: first call ``synchronize(2)`` in the other threads
+        that gave it to calls.
         """
         if "_attachment" not in self.__dict__:  # pickled, and not used since
             self._recipe = None
@@ -945,7 +953,23 @@ class Array(endings.Closing):
             return
         run = self._join(verb, chosen, rows, stream)
         self._attachment.launcher.move(verb, chosen, rows.address, run)
+        self._lend(chosen, rows, run, stream)
         self._finish(verb, run, stream)
+
+    def _operands_of(self, stream: object) -> Operands:
+        """Return what copies the host operands of a call, perhaps on a stream of the caller's."""
+        attachment = self._attachment
+        own = stream is None or self.device.kind == "cpu"
+        return attachment.operands if own else attachment.calls.operands
+
+    def _lend(
+        self, chosen: range | Index, rows: Rows | None, run: int | None, stream: object
+    ) -> None:
+        """Keep the copies of host operands until a stream of the caller's has passed the call."""
+        index = chosen.held if isinstance(chosen, Index) else None
+        copies = [each for each in (index, None if rows is None else rows.held) if each is not None]
+        if copies and stream is not None and run is not None:
+            self._attachment.calls.lend(copies, run)
 
     def _join(
         self, what: str, chosen: range | Index, rows: Rows | None, stream: object

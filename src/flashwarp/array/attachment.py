@@ -158,6 +158,14 @@ class Attachment(endings.NotCopied):
             self._streams.discard(stream)
         self._raise_failure(what)
 
+    def finish_launch(self, what: str, stream: int) -> None:
+        """Do as `finish`, right after a launch on a GPU's stream, which is in no capture then."""
+        if not self.device.soon_done(stream):
+            self.finish(what, stream)
+            return
+        self._streams.discard(stream)
+        self._raise_failure(what)
+
     def join(self, stream: int, *, refreshes: bool = False) -> None:
         """Prepare for a launch on a stream of the caller's, which may be in a capture.
 
@@ -213,9 +221,12 @@ class Attachment(endings.NotCopied):
         self._raise_failure("a call on a stream")
 
     def _raise_failure(self, what: str) -> None:
-        failure = self._failures.take(what, self.launcher.volume, alone=not self.calls.busy)
+        failure = self._failures.take(what, self.launcher.volume, self._alone)
         if failure is not None:
             raise failure
+
+    def _alone(self) -> bool:
+        return not self.calls.busy
 
     def reason_of(self, error: DeviceError) -> FlashwarpError:
         """Return why a kernel was stopped, if `error` came from that; else `error`."""

@@ -3,8 +3,13 @@
 On a GPU a call is launched at once, on one of a few streams that the library owns. On the CPU
 device, where launches end before they return, a worker thread launches one call after the other,
 and prefetches the lines of the next calls meanwhile. Each call has its own error record, so a
-failure belongs to exactly one call. The worker ends calls and runs their callbacks. It lives while
-calls are in flight, and the interpreter waits for it. At most `config.async_calls` are in flight.
+failure belongs to exactly one call. At most `config.async_calls` are in flight.
+
+The worker ends calls and runs their callbacks, and the interpreter waits for it. On the CPU device
+it lives while calls are in flight. On a GPU most calls need no thread: whoever asks about one, or
+makes another, ends what is over by one call of the extension. The worker is started for the others:
+those with callbacks or waiters of `concurrent.futures`, with rows for the host, and those that have
+failed.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ from flashwarp.array.launcher import Launcher, Verb
 from flashwarp.array.operands import Index, Operands, Rows, host_index
 from flashwarp.array.selection import rows_of_slice
 from flashwarp.array.tensors import TensorCalls
-from flashwarp.device import OwnedStream, stream_handle
+from flashwarp.cache.structs import ErrorRecordStruct, FailureStruct
+from flashwarp.device import DeviceArray, Event, OwnedStream, stream_handle
 from flashwarp.device.scratch import Scratch
 from flashwarp.endings import first_of
 from flashwarp.errors import (
@@ -54,6 +60,10 @@ _LINGER_S = 0.05
 # extension, without holding up threads of Python.
 _LOOK_S = 200e-6
 
+# Of `Device.end_calls`: what calls need of the worker.
+_NO_THREAD = 0
+_FAILED = 2
+
 # How long the worker leaves Python to the thread that makes calls while nobody waits for one, and
 # how many calls it ends before it lets threads make new ones: a thread that makes calls goes on
 # without it, and each time that both want Python costs more than a call.
@@ -74,6 +84,13 @@ class _Lane:
         self.launcher = launcher.on(self.volume)
         self.event = launcher.volume.cache.device.event()
         self.marked = True  # whether the event marks the end of the call
+        # For `Device.end_calls`: the event, and words that are 0 until kernels note a failure.
+        errors = self.volume.errors.address + FailureStruct.number.offset
+        self.watched = (
+            self.event.handle,
+            errors + ErrorRecordStruct.commands.offset,
+            errors + ErrorRecordStruct.indices.offset,
+        )
 
     def close(self) -> None:
         self.event.close()
@@ -94,6 +111,8 @@ class _Call:
     fetching: bool = False
     lane: _Lane | None = None
     tensors: tuple[int, int, int, int] | None = None  # for `Launcher.gather_launch`
+    quick: bool = False  # whether `Device.end_calls` may end it, with this result
+    result: Any = None
 
     @property
     def what(self) -> str:
@@ -121,7 +140,9 @@ class _Queue:
     lanes: list[_Lane] = field(default_factory=list)
 
     def free_lane(self) -> _Lane | None:
-        taken = {id(call.lane) for call in self.calls}
+        if not self.calls:
+            return self.lanes[0] if self.lanes else None
+        taken = {id(call.lane) for call in [*self.calls]}  # which other threads may end
         return next((lane for lane in self.lanes if id(lane) not in taken), None)
 
 
@@ -146,10 +167,14 @@ class Calls:
         self._side = operands.device.create_stream()
         self._scratch = Scratch(operands.device, self._side)
         self._operands = operands.copying_to(self._scratch, self._side)
+        # Copies of host operands that streams of the caller's use, each with what comes after.
+        self._lent: deque[tuple[Event, Sequence[DeviceArray]]] = deque()
+        self._events: list[Event] = []  # that mark nothing
         self._failures = failures
         # Guards everything below, and is notified of each change.
         self._changed = threading.Condition()
         self._queues: list[_Queue] = []
+        self._all: list[Any] = []  # the calls of each queue, for `Device.end_calls`
         self._spoiled: list[tuple[_Lane, _Call]] = []  # of calls that were launched in part
         self._ending: set[_Call] = set()  # that left their queues, until their futures are done
         self._wanted: set[Future[Any]] = set()  # that threads wait for
@@ -161,6 +186,27 @@ class Calls:
         # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+
+    # Copies for calls on streams of the caller's.
+
+    @property
+    def operands(self) -> Operands:
+        """Copies host operands to memory that is lent: freeing it would wait for all kernels."""
+        return self._operands
+
+    def lend(self, copies: Sequence[DeviceArray], stream: int) -> None:
+        """Keep copies until the present work of a stream is done. In the array's turn."""
+        # Two for each that is added, so that few are kept although one stream takes long.
+        for event, held in [self._lent.popleft() for _ in range(min(2, len(self._lent)))]:
+            if not event.done():
+                self._lent.append((event, held))
+                continue
+            for each in held:
+                each.close()
+            self._events.append(event)
+        event = self._events.pop() if self._events else self._operands.device.event()
+        event.record(stream)
+        self._lent.append((event, copies))
 
     # Making calls.
 
@@ -186,6 +232,8 @@ class Calls:
         lines = self._launcher.lines_of(chosen) if gather and self._launcher.on_cpu else 0
         call = _Call(verb, chosen, rows, after, future, lines)
         if len(chosen) * self._launcher.format.row_bytes:
+            call.quick = not self._launcher.on_cpu and rows.held is None and not _copied(chosen)
+            call.result = rows.array if gather else None
             self._submit(call)
         else:
             future.set_running_or_notify_cancel()
@@ -200,7 +248,9 @@ class Calls:
         index = Index(indices, (count,), index_bytes, "torch", idx, checked=False)
         rows = Rows(address, out, None, "torch")
         future: Future[Any] = Future(self, out, on_host=False)
-        self._submit(_Call("gather", index, rows, (stream,), future, tensors=which))
+        call = _Call("gather", index, rows, (stream,), future, tensors=which)
+        call.quick, call.result = True, out
+        self._submit(call)
         return future
 
     def _refuse_capture(self, verb: Verb, after: Sequence[int]) -> None:
@@ -249,11 +299,17 @@ class Calls:
                     f"(FLASHWARP_ASYNC_CALLS), and none ended in {limit_s:g} s"
                 )
             self._hurry.set()
-            if not self.on_worker:
+            if not self.ends_here:
                 endings.holding([self._changed], functools.partial(self._changed.wait, STEP_MAX_S))
-            elif not self._step():
+            elif not (self._step() if self.on_worker else self._look_again()):
                 self._pause(_LOOK_S)
         return queue
+
+    def _look_again(self) -> bool:
+        """End what is over; return whether that has made room."""
+        before = len(self._unfinished())
+        self.look()
+        return len(self._unfinished()) < before
 
     def _enter(self, call: _Call) -> _Queue | None:
         """Give the call a lane on the stream that has the fewest calls, and launch it there.
@@ -263,12 +319,14 @@ class Calls:
         """
         if self._closed:
             raise ClosedError("the array is closed")
-        in_flight = sum([len(queue.calls) for queue in self._queues])
+        lengths = [*map(len, self._all)]
+        in_flight = sum(lengths)
         if in_flight >= self._most:
             return None
-        if self._worker is None or not self._queues:
+        if not lengths or (self._launcher.on_cpu and self._worker is None):
             endings.uninterrupted(self._prepare)
-        queue = min(self._queues, key=lambda q: len(q.calls))
+            lengths = [*map(len, self._all)]
+        queue = self._queues[lengths.index(min(lengths))]
         call.lane = queue.free_lane()
         if call.lane is None:
             call.lane = endings.uninterrupted(functools.partial(self._add_lane, queue))
@@ -282,21 +340,36 @@ class Calls:
         return queue
 
     def _prepare(self) -> None:
-        """Start the worker, and create the streams."""
-        if self._worker is None:
-            # Not a daemon: a launch that runs while the interpreter is torn down would crash.
-            worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
-            try:
-                worker.start()
-            except RuntimeError as error:
-                raise DeviceError(
-                    f"the thread that ends asynchronous calls cannot be started ({error}): raise "
-                    "the limit of processes (ulimit -u) or of memory (ulimit -v)"
-                ) from error
-            self._worker = worker
+        """Start the worker if it runs the calls, and create the streams."""
+        if self._launcher.on_cpu:
+            self._start_worker()
         if not self._queues:
             streams = 1 if self._launcher.on_cpu else config.current("async_streams").async_streams
             self._queues = [_Queue(self._operands.device.create_stream()) for _ in range(streams)]
+            self._all = [queue.calls for queue in self._queues]
+
+    def _start_worker(self) -> None:
+        if self._worker is not None:
+            return
+        # Not a daemon: a launch that runs while the interpreter is torn down would crash.
+        worker = threading.Thread(target=self._work, name="flashwarp calls", daemon=False)
+        try:
+            worker.start()
+        except RuntimeError as error:
+            raise DeviceError(
+                f"the thread that ends asynchronous calls cannot be started ({error}): raise "
+                "the limit of processes (ulimit -u) or of memory (ulimit -v)"
+            ) from error
+        self._worker = worker
+
+    def _need_worker(self) -> None:
+        """Let the worker look, and start it on a GPU if it does not live."""
+        self._hurry.set()
+        if self._launcher.on_cpu:  # it lives while there are calls
+            return
+        # The worker leaves while it holds `_changed`, and only if `_hurry` is not set.
+        start = functools.partial(endings.uninterrupted, self._start_worker)
+        endings.holding([self._changed], lambda: self._worker or start())
 
     def _add_lane(self, queue: _Queue) -> _Lane:
         lane = _Lane(self._launcher, self._side)
@@ -325,7 +398,7 @@ class Calls:
                 self._spoil(call, lane, queue)
                 raise
             # It runs, so its future raises what went wrong, once the stream is done.
-            lane.marked = False
+            lane.marked = call.quick = False
         except BaseException:
             self._spoil(call, lane, queue)
             raise
@@ -343,13 +416,14 @@ class Calls:
         """Whether the calling thread is the one that ends calls, as in a callback."""
         return self._worker is not None and threading.get_ident() == self._worker.ident
 
+    @property
+    def ends_here(self) -> bool:
+        """Whether the calling thread ends calls while it waits: on a GPU, or in a callback."""
+        return not self._launcher.on_cpu or self.on_worker
+
     def _work(self) -> None:
         progress = time.monotonic()
-        while True:
-            with self._changed:
-                if not self._changed.wait_for(self._has_calls, _LINGER_S):
-                    self._worker = None
-                    return
+        while self._stays():
             ended = 0
             while ended < _ENDED_AT_ONCE and self._end_next():
                 ended += 1
@@ -364,22 +438,57 @@ class Calls:
                 self._pause(_LOOK_S)
             else:
                 self._hurry.wait(_REST_S)
+
+    def _stays(self) -> bool:
+        """Wait for work, and return whether the worker stays; if not, it has left."""
+        if not self._launcher.on_cpu:
+            if not self._needed():
+                self._hurry.wait(_LINGER_S)
+            self._hurry.clear()
+        with self._changed:
+            if self._launcher.on_cpu:
+                stays = self._changed.wait_for(self._has_calls, _LINGER_S)
                 self._hurry.clear()
+            else:
+                stays = self._needed() or self._hurry.is_set()
+            if not stays:
+                self._worker = None
+            return stays
+
+    def _needed(self) -> bool:
+        """Whether calls on a GPU need the worker."""
+        return bool(self._wanted) or self._operands.device.end_calls(self._all) != _NO_THREAD
 
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def look(self) -> None:
-        """End what is over now: a thread asks for it, and does not wait."""
-        self._hurry.set()
+    def look(self) -> int:
+        """End what is over now: a thread asks for it, and does not wait.
+
+        Returns what `Device.end_calls` does; the worker looks at what it has left.
+        """
+        if self._launcher.on_cpu:
+            self._hurry.set()
+            return _NO_THREAD
+        left = self._operands.device.end_calls(self._all)
+        if left == _NO_THREAD:
+            return left
+        if endings.ended():  # no thread can be started, and none is left
+            while self._step():
+                pass
+        else:
+            self._need_worker()
+        return left
 
     def hurry(self, future: Future[Any]) -> None:
         """End a future as soon as its call is over: a thread or a callback waits for it."""
+        future.hurried = True
         self._wanted.add(future)
-        if future.done():  # meanwhile: then nothing takes it out any more
+        if concurrent.futures.Future.done(future):  # meanwhile: nothing takes it out any more
             self._wanted.discard(future)
-        self._hurry.set()
+        else:
+            self._need_worker()
 
     def _has_calls(self) -> bool:
         return any(queue.calls for queue in self._queues)
@@ -393,15 +502,15 @@ class Calls:
 
     def _end_next(self) -> bool:
         for queue in self._queues:
-            if queue.calls and (self._launcher.on_cpu or self._is_over(queue, queue.calls[0])):
-                self._end(queue, queue.calls[0])
-                return True
+            for call in [*itertools.islice(queue.calls, 1)]:
+                if self._launcher.on_cpu or self._is_over(queue, call):
+                    self._end(queue, call)
+                    return True
         return False
 
     def _pause(self, seconds: float) -> None:
         """Wait until a GPU has ended a call, but no longer than this."""
-        with self._changed:
-            first = [queue.calls[0].lane for queue in self._queues if queue.calls]
+        first = [call.lane for calls in self._all for call in [*itertools.islice(calls, 1)]]
         events = [lane.event for lane in first if lane is not None and lane.marked]
         self._operands.device.wait_any(events, seconds)
 
@@ -414,6 +523,10 @@ class Calls:
             return True
 
     def _end(self, queue: _Queue, call: _Call) -> None:
+        # From here on `Device.end_calls` leaves it alone. It may have ended it already.
+        call.quick = False
+        if not queue.calls or queue.calls[0] is not call:
+            return
         lane = call.lane
         cancelled = self._launcher.on_cpu and not call.future.set_running_or_notify_cancel()
         result, error = None, None
@@ -444,7 +557,7 @@ class Calls:
             lane.event.done()
         else:
             self._operands.device.done(queue.stream)
-        failure = self._failures.take(call.what, lane.volume, alone=False)
+        failure = self._failures.take(call.what, lane.volume)
         if failure is not None:
             raise failure
         return call.finish(None if self._launcher.on_cpu else queue.stream)
@@ -491,23 +604,31 @@ class Calls:
     @property
     def busy(self) -> bool:
         """Whether any is in flight."""
+        if self._all and not self._launcher.on_cpu:
+            self.look()
         return bool(self._ending) or any(queue.calls for queue in self._queues)
 
     def _unfinished(self) -> list[_Call]:
         """Return the calls whose futures are not done; `_changed` must be held."""
-        return [*self._ending, *(call for queue in self._queues for call in queue.calls)]
+        return [*self._ending, *(call for calls in self._all for call in [*calls])]
 
     def wait_for(self, futures: Iterable[Future[Any]], timeout: float | None) -> bool:
         """Wait for futures, and return whether all are done."""
         futures = list(futures)
-        if not self.on_worker:
+        if not self.ends_here:
             return not concurrent.futures.wait(futures, timeout).not_done
         end = None if timeout is None else time.monotonic() + timeout
         while not all(future.done() for future in futures):
-            if end is not None and time.monotonic() >= end:
+            left = math.inf if end is None else end - time.monotonic()
+            if left <= 0:
                 return False
-            if not self._step():
-                self._pause(_LOOK_S)
+            if self.on_worker or endings.ended():
+                if self._step():
+                    continue
+            elif self._worker is not None:
+                # Some need it, so it ends all: it and this thread would only take turns.
+                return not concurrent.futures.wait(futures, None if end is None else left).not_done
+            self._pause(min(_LOOK_S, left))
         return True
 
     def wait(self) -> None:
@@ -542,10 +663,11 @@ class Calls:
 
     def _order_after(self, future: Future[Any], stream: object) -> None:
         call = next((call for call in self._unfinished() if call.future is future), None)
-        if call is None or call.lane is None:
+        lane = None if call is None else call.lane
+        if call is None or lane is None:
             return
-        if call.lane.marked:
-            call.lane.event.wait_on(stream)
+        if lane.marked:
+            lane.event.wait_on(stream)
             return
         queue = next(queue for queue in self._queues if call in queue.calls)
         self._operands.device.order(queue.stream, stream)
@@ -563,6 +685,10 @@ class Calls:
 
     def raise_lost(self) -> None:
         """Raise the failures of dropped futures: the first, with notes about the others."""
+        looks = self._all and not self._launcher.on_cpu and not self.on_worker
+        if looks and self.look() == _FAILED:
+            # The worker reads the failure, and notifies.
+            endings.holding([self._changed], functools.partial(self._changed.wait, STEP_MAX_S))
         if self._lost:
             error = first_of(self._take_lost())
             if error is not None:
@@ -613,7 +739,7 @@ class Calls:
 
     def _release(self) -> None:
         with self._changed:
-            queues, self._queues = self._queues, []
+            queues, self._queues, self._all = self._queues, [], []
         for queue in queues:
             for lane in queue.lanes:
                 lane.close()
@@ -622,5 +748,16 @@ class Calls:
         for lane, call in self._spoiled:
             lane.close()
             call.release()
+        for event, held in self._lent:
+            event.close()
+            for each in held:
+                each.close()
+        for event in self._events:
+            event.close()
         self._scratch.close()
         self._side.close()
+
+
+def _copied(chosen: range | Index) -> bool:
+    """Whether the index is a copy that was made for the call."""
+    return isinstance(chosen, Index) and chosen.held is not None

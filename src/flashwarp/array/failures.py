@@ -12,6 +12,7 @@ import math
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from flashwarp import config, endings
@@ -71,7 +72,9 @@ class Failures:
         # Entries of the log that were read for another call's failure.
         self._log: deque[dict[str, Any]] = deque(maxlen=_LOG_ENTRIES_MAX)
 
-    def take(self, what: str, volume: Volume, *, alone: bool) -> FlashwarpError | None:
+    def take(
+        self, what: str, volume: Volume, alone: Callable[[], bool] = lambda: False
+    ) -> FlashwarpError | None:
         """Return the error of what kernels noted in `volume` since the last call, or None.
 
         Parameters
@@ -79,9 +82,9 @@ class Failures:
         what : str
             The operation, for the message.
         volume : Volume
-        alone : bool
-            Whether no other call of the array is in flight, so that new entries of the log belong
-            to this one.
+        alone : callable
+            Returns whether no other call of the array is in flight, so that new entries of the log
+            belong to this one.
 
         Notes
         -----
@@ -93,7 +96,7 @@ class Failures:
             stray = self._stray(strays, what)
         if not failed:
             return stray
-        failure = self._failure(what, failed, volume.cache.line_bytes, alone)
+        failure = self._failure(what, failed, volume.cache.line_bytes, alone())
         if stray is not None:
             failure.add_note(f"and {stray}")
         return failure

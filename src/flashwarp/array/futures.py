@@ -25,10 +25,10 @@ class Helper(Protocol):
     """The calls of an array, as far as its futures need them."""
 
     @property
-    def on_worker(self) -> bool:
-        """Whether the calling thread is the one that ends calls, as in a callback."""
+    def ends_here(self) -> bool:
+        """Whether the calling thread ends calls while it waits: on a GPU, or in a callback."""
 
-    def look(self) -> None:
+    def look(self) -> object:
         """End what is over now: a thread asks for it, and does not wait."""
 
     def hurry(self, future: Future[Any]) -> None:
@@ -62,6 +62,10 @@ class Future(NotCopied, concurrent.futures.Future[T]):
     future is dropped before, the next call of the array raises its failure. If a failure is still
     unobserved when the array is closed, `Array.close` raises it.
 
+    On a GPU a call that nobody asks about keeps its operands until somebody asks about a call of
+    the array, or makes one. A thread of the library's runs only while one is needed: for callbacks,
+    ``await``, the functions of `concurrent.futures`, rows that go to the host, and failures.
+
     Callbacks run in the thread that ends calls, so a slow callback delays the other calls. A
     callback may call the array. Its exceptions are logged, as `concurrent.futures` does.
 
@@ -81,6 +85,8 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         self._on_host = on_host
         self._pid = os.getpid()
         self._observed = False
+        # Whether the thread that ends calls must end this one: others call and wake nobody.
+        self.hurried = False
 
     # The calls end futures for which somebody waits at once, and others when there is time. The
     # functions of `concurrent.futures` wait by what they append to this list.
@@ -97,6 +103,7 @@ class Future(NotCopied, concurrent.futures.Future[T]):
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Call `fn` with the future when it is done; at once if it is."""
+        self.hurried = True
         super().add_done_callback(fn)
         if not super().done():
             self._calls.hurry(self)
@@ -166,15 +173,15 @@ class Future(NotCopied, concurrent.futures.Future[T]):
         return asyncio.wrap_future(self).__await__()
 
     def _help(self, timeout: float | None) -> float | None:
-        """If this thread is the worker that ends calls, end the calls before this one."""
+        """If this thread can end calls, end those before this one; return what is left to wait."""
         self._check_process()
         if self.done():
             return timeout
-        if not self._calls.on_worker:
-            self._calls.hurry(self)
-            return timeout
-        self._calls.wait_for([self], timeout)
-        return 0
+        if self._calls.ends_here:
+            self._calls.wait_for([self], timeout)
+            return 0
+        self._calls.hurry(self)
+        return timeout
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid and not self.done():

@@ -42,11 +42,15 @@ Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
 _BYTES_WORTH_A_THREAD = 128 << 10
 
+# What a buffer's address must be known of to choose the kernel; see `element_bytes`.
+_ALIGNMENT_MAX = 16
+
 # Launches that are kept prepared: one for each size of call.
 _PREPARED_MAX = 256
 
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=7Q4I2Q2I")
+_FIRST_ROW_MEMBERS = struct.Struct("=3Q")  # those that differ between calls of one size
 assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
 
 # The handle that stands for another stream in each thread.
@@ -111,6 +115,8 @@ class Launcher:
         self._strays_used = 0
         cache = volume.cache
         self._prepared: dict[object, Launch] = {}
+        # For small calls on rows by index: the launch, and all but the first members.
+        self._prepared_small: dict[object, tuple[Launch, bytes]] = {}
         self._array_members = bytes(
             RowParams(geometry=cache.geometry, cache=cache.address, volume=volume.address)
         )[: -_ROW_MEMBERS.size]
@@ -191,10 +197,22 @@ class Launcher:
     def _prepared_rows(
         self, verb: str, indices: int, count: int, index_bytes: int, buffer: int
     ) -> tuple[Launch, bytes]:
+        kind = verb, count, index_bytes, buffer & _ALIGNMENT_MAX - 1
+        small = self._prepared_small.get(kind)
+        if small is not None:
+            launch, rest = small
+            first = _FIRST_ROW_MEMBERS.pack(indices, count, buffer)
+            return launch, self._array_members + first + rest
         name, warps, batch, deferred = self._plan(verb, count, buffer)
         row = self.format.row_bytes
         params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred)
-        return self._prepared_launch(name, warps, len(params)), params
+        launch = self._prepared_launch(name, warps, len(params))
+        if warps < self._warps_at_once:  # so small that it never defers
+            if len(self._prepared_small) >= _PREPARED_MAX:
+                self._prepared_small.clear()
+            begin = len(self._array_members) + _FIRST_ROW_MEMBERS.size
+            self._prepared_small[kind] = launch, params[begin:]
+        return launch, params
 
     def _plan(self, verb: str, count: int, buffer: int) -> tuple[str, int, int, Deferred]:
         """Choose the kernel for rows by index, its warps, their batch, and what it defers."""

@@ -96,6 +96,9 @@ class FailureSequence:
         stream: OwnedStream | None,
     ) -> None:
         self._entries = entries
+        numbers = memoryview(entries).cast("B").cast("I")
+        first = FailureStruct.number.offset // 4
+        self._numbers = numbers[first :: ctypes.sizeof(FailureStruct) // 4]
         self._log = log
         self._device = device
         self._stream = stream
@@ -110,8 +113,8 @@ class FailureSequence:
 
         False, too, if they found the record full after the last read: the next `read` finds those.
         """
-        number: int = self._entries[self._read % FAILURES_KEPT].number
-        return number == (self._read + 1) & 0xFFFFFFFF
+        read = self._read
+        return self._numbers[read % FAILURES_KEPT] == (read + 1) & 0xFFFFFFFF
 
     def first(self) -> FailureStruct | None:
         """Return the oldest unread failure and leave it unread; needs no transfer."""
@@ -124,7 +127,7 @@ class FailureSequence:
         reads their number from the device: a transfer of 4 bytes. If the device fails, so that the
         host cannot acknowledge entries, they stay unread.
         """
-        if self._read < FAILURES_KEPT and self._entry(self._read) is None:
+        if self._read < FAILURES_KEPT and not self.unread:
             return _NOTHING
         return endings.holding([self._lock], self._read_on)
 

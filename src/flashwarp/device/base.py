@@ -457,6 +457,18 @@ class Device(endings.Closing, ABC):
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         """Wait until one of these events is done, but no longer than this. Raises nothing."""
 
+    def soon_done(self, stream: int) -> bool:
+        """Return whether a GPU's stream is done, waiting a little. It must be in no capture."""
+        raise NotImplementedError
+
+    def end_calls(self, queues: list[Any]) -> int:
+        """End the asynchronous calls of a GPU that are over and need nothing more; see `Calls`.
+
+        Does not wait. Returns what the first calls of the queues need of a thread: 0, nothing; 1,
+        to be ended; 2, a failure of a call that is over to be read.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def describe(self) -> str:
         """Describe the device in one line for people: name, model, size."""

@@ -295,6 +295,9 @@ class CudaDevice(Device):
         done = functools.partial(self.context.stream_done, handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
 
+    def soon_done(self, stream: int) -> bool:
+        return self.context.poll(stream, _POLL_S)
+
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
 
@@ -310,6 +313,9 @@ class CudaDevice(Device):
 
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         self.context.wait_any([event.handle for event in events], seconds)
+
+    def end_calls(self, queues: list[Any]) -> int:
+        return self.context.end_calls(queues)
 
     def describe(self) -> str:
         major, minor = self.context.compute_capability
