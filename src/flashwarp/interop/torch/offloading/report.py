@@ -26,7 +26,7 @@ class TableReport:
     bytes_from_host: int
     """Read from the tier in pinned host memory."""
     seconds_per_lookup: float | None
-    """Mean of eager lookups; None if all were compiled or in graphs."""
+    """Mean of eager lookups, of one of 16 on a GPU; None if all were compiled or in graphs."""
 
     @property
     def hit_rate(self) -> float:
