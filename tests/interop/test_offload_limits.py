@@ -27,7 +27,9 @@ from flashwarp._jit.compiler import Artifact, KernelResources
 from flashwarp.array.rows import MaintenanceParams
 from flashwarp.device.cuda import CudaDevice
 from flashwarp.errors import CacheError
-from flashwarp.interop.torch import offload
+from flashwarp.interop.torch.offloading.modules import tables_of
+from flashwarp.interop.torch.offloading.plan import Need, Plan
+from flashwarp.interop.torch.offloading.tensors import find_tensors
 from flashwarp.storage.safetensors import read_checkpoint
 from support import fake_cuda
 
@@ -85,9 +87,9 @@ def checkpoint(folder: str, tables: int, row_bytes: int) -> tuple[nn.Module, Pat
 @contextlib.contextmanager
 def opened(device: CudaDevice, model: nn.Module, path: Path, ram: int, gpu_bytes: int) -> Any:
     """Open the tables of a model as `offload` does; yields their paths and the plan."""
-    tables = offload._tables_of(model, ["*"])
-    offload._find_tensors(tables, read_checkpoint(path), {})
-    plan = offload._Plan(device, offload._Need.of(tables, None), ram, gpu_bytes, "lru", True)
+    tables = tables_of(model, ["*"])
+    find_tensors(tables, read_checkpoint(path), {})
+    plan = Plan(device, Need.of(tables, None), ram, gpu_bytes, "lru", True)
     with contextlib.ExitStack() as stack:
         _, found = plan.open(tables, stack)
         yield {each.rows.controller.path for each in found}, plan

@@ -119,12 +119,12 @@ class Table:
     padding: int | None = None
     scales: Scales | None = None
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         """Bytes from one row to the next."""
         return self.array.shape[1] * self.array.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def word_bytes(self) -> int:
         """Bytes that a lane loads at a time: of one row, and of one block of scales."""
         block = 0
@@ -132,28 +132,28 @@ class Table:
             block = self.scales.columns * self.number.nbytes
         return math.gcd(_WORD_BYTES, self.row_bytes, block)
 
-    @property
+    @functools.cached_property
     def words(self) -> int:
         """Words of a row that have weights."""
         return -(-self.dim * self.number.nbytes // self.word_bytes)
 
-    @property
+    @functools.cached_property
     def lanes(self) -> int:
         """Lanes of a GPU that take a row together."""
         return min(_LANES, 1 << (self.words - 1).bit_length())
 
-    @property
+    @functools.cached_property
     def tile_bytes(self) -> int:
         """Bytes of a row that they take at a time."""
         words = self.lanes if self.array.device.kind == "cuda" else _TILE_WORDS
         return words * self.word_bytes
 
-    @property
+    @functools.cached_property
     def tiles(self) -> int:
         """Tiles of a row."""
         return -(-self.words * self.word_bytes // self.tile_bytes)
 
-    @property
+    @functools.cached_property
     def straddles(self) -> bool:
         """Whether a tile may lie in two lines."""
         line = self.array.cache.line_bytes

@@ -1,0 +1,127 @@
+"""A table of a model whose rows stay in a checkpoint, and the arrays that read them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashwarp.array.array import Array
+from flashwarp.array.opening import open as open_array
+from flashwarp.storage.composite import Concatenated, Extent
+from flashwarp.storage.files import open_for_reading
+from flashwarp.storage.safetensors import Tensor
+
+__all__ = ["STORED", "ModelTable", "OpenedTable", "weight_name"]
+
+# numpy's dtype of the stored bytes, and torch's of the numbers.
+STORED = {
+    "F32": ("f4", torch.float32),
+    "F16": ("f2", torch.float16),
+    "BF16": ("u2", torch.bfloat16),
+    "F8_E4M3": ("u1", torch.float8_e4m3fn),
+    "F8_E5M2": ("u1", torch.float8_e5m2),
+    "I8": ("i1", torch.int8),
+}
+
+_PAGE_BYTES = 4096
+
+
+@dataclass
+class ModelTable:
+    """A table of the model, and where its rows lie."""
+
+    names: list[str]
+    """Of the modules that use it."""
+    modules: list[torch.nn.Module]
+    weight: torch.Tensor
+    tensors: list[Tensor] = field(default_factory=list)
+    """Whose rows follow one another."""
+    scales: list[Tensor] = field(default_factory=list)
+    """Those of `tensors`, if they have any."""
+
+    @property
+    def name(self) -> str:
+        """That of the first module."""
+        return self.names[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a stored row, without scales."""
+        return self.tensors[0].nbytes // max(1, self.tensors[0].shape[0])
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the pages that hold it, at most."""
+        tensors = [*self.tensors, *self.scales]
+        return sum(tensor.nbytes for tensor in tensors) + 2 * _PAGE_BYTES * len(tensors)
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether all rows are multiplied by one number."""
+        return len(self.scales) == 1 and math.prod(self.scales[0].shape) == 1
+
+    @property
+    def array_count(self) -> int:
+        """How many arrays it takes: one for the rows, and one for scales of rows."""
+        return 2 if self.scales and not self.has_one_scale else 1
+
+    def open(self, opened: contextlib.ExitStack, **options: Any) -> OpenedTable:
+        """Open the rows, and the scales unless there is one."""
+        rows = opened.enter_context(_open_rows(self.tensors, **options))
+        if self.array_count == 1:
+            return OpenedTable(rows, None)
+        return OpenedTable(rows, opened.enter_context(_open_rows(self.scales, **options)))
+
+    def scale(self, device: torch.device) -> torch.Tensor:
+        """Read the one scale."""
+        (tensor,) = self.scales
+        with open_for_reading(tensor.path) as file:
+            file.seek(tensor.offset)
+            data = bytearray(file.read(tensor.nbytes))
+        return torch.frombuffer(data, dtype=STORED[tensor.dtype][1])[0].to(device)
+
+
+@dataclass(frozen=True)
+class OpenedTable:
+    """The arrays of a table."""
+
+    rows: Array
+    scales: Array | None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Both, or the rows alone."""
+        return (self.rows,) if self.scales is None else (self.rows, self.scales)
+
+
+def weight_name(module: str) -> str:
+    """Return the name of the parameter of a module, in a checkpoint."""
+    return f"{module}.weight" if module else "weight"
+
+
+def _open_rows(tensors: Sequence[Tensor], **options: Any) -> Array:
+    """Open tensors, whose rows follow one another, as an array."""
+    first = tensors[0]
+    shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
+    options |= {"dtype": STORED[first.dtype][0], "shape": shape}
+    if len(tensors) == 1:
+        return open_array(first.path, offset=first.offset, **options)
+    extents = [Extent(t.path, t.offset, t.nbytes) for t in tensors]
+    return open_array(Concatenated(_joined(extents)), **options)
+
+
+def _joined(extents: Sequence[Extent]) -> list[Extent]:
+    """Join ranges of a file that follow one another, so that fewer files are open."""
+    joined = [extents[0]]
+    for extent in extents[1:]:
+        last = joined[-1]
+        if extent.path == last.path and extent.offset == last.offset + last.nbytes:
+            joined[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
+        else:
+            joined.append(extent)
+    return joined

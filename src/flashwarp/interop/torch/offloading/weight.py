@@ -1,0 +1,167 @@
+"""What takes the place of a parameter: it answers lookups, and holds no rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashwarp.errors import ArgumentError, ClosedError, ReadOnlyError
+from flashwarp.interop.torch.embedding import Embedding
+from flashwarp.interop.torch.offloading.plan import Plan
+from flashwarp.interop.torch.offloading.table import STORED, ModelTable, OpenedTable
+
+__all__ = ["TableWeight"]
+
+# Pairs of events that are kept until a GPU has passed them.
+_TIMINGS_MAX = 256
+_TIMED_EVERY = 16
+
+
+class TableWeight:
+    """The weight of an offloaded table: it has its shape, dtype and device, but no memory.
+
+    `torch.nn.functional.embedding` looks its rows up. Any other function of torch raises
+    ArgumentError, since it would need the whole table.
+
+    Attributes
+    ----------
+    shape, dtype, device
+        Of the rows that lookups return.
+    requires_grad : bool
+        Whether the parameter was to be trained. If so, a module in training refuses lookups while
+        gradients are recorded; set it to False if the table is to stay as it is.
+    """
+
+    is_meta = False
+    grad = None
+
+    def __init__(
+        self, table: ModelTable, arrays: OpenedTable, plan: Plan, device: torch.device
+    ) -> None:
+        dtype = table.weight.dtype
+        stored = STORED[table.tensors[0].dtype][1]
+        scales: Any = table.scale(device) if table.has_one_scale else arrays.scales
+        self.rows = Embedding(arrays.rows, scales=scales, dtype=dtype, stored=stored)
+        self.name = table.name
+        self.shape = torch.Size(table.weight.shape)
+        self.dtype, self.device, self.ndim = dtype, device, 2
+        self.requires_grad = bool(table.weight.requires_grad)
+        self._module = table.modules[0]
+        self._plan = plan
+        self.clock = Clock()
+        self.closed = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Look rows up, or refuse what torch was asked for."""
+        del types
+        if func is torch.nn.functional.embedding:
+            found = args[1] if len(args) > 1 else (kwargs or {})["weight"]
+            if isinstance(found, cls) and isinstance(args[0], torch.Tensor):
+                return found.look_up(args[0])
+        name = getattr(func, "__name__", repr(func))
+        raise ArgumentError(
+            f"{name} would need all rows of an offloaded table at once: only "
+            "torch.nn.functional.embedding looks rows up"
+        )
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `ids`, of any shape."""
+        if self.closed:
+            raise ClosedError(f"the table {self.name!r} was offloaded, and is closed")
+        if self.requires_grad and self._module.training and torch.is_grad_enabled():
+            raise ReadOnlyError(
+                f"{self.name!r} is in training, and reads its rows from a checkpoint, which stays "
+                "as it is: use model.eval(), torch.no_grad(), or set requires_grad of its weight "
+                "to False"
+            )
+        rows: torch.Tensor
+        if torch.compiler.is_compiling():
+            rows = self.rows(ids)
+            return rows
+        if self._plan.checks_lookups:
+            self._plan.check_rows(ids.numel())
+        begin = self.clock.begin(ids)
+        # Past the hooks of modules, which nobody can have added to this one.
+        rows = self.rows.forward(ids)
+        if begin is not None:
+            self.clock.end(begin)
+        return rows
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one length."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return the number of axes."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return int(self.shape.numel())
+
+    def element_size(self) -> int:
+        """Return the bytes of an element of the rows that lookups return."""
+        return int(self.dtype.itemsize)
+
+    def __repr__(self) -> str:
+        return f"TableWeight({self.name!r}, {list(self.shape)}, {self.dtype}, {self.device})"
+
+
+class Clock:
+    """How long eager lookups of a table took."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        self._lookups = 0
+        self._pending: list[tuple[Any, Any]] = []
+
+    def begin(self, ids: torch.Tensor) -> Any:
+        """Begin to time a lookup; None: this one is not timed.
+
+        On a GPU one of 16 is, by events, because these take 10 us of the host. None is in captures.
+        """
+        if not ids.is_cuda:
+            return time.perf_counter()
+        self._lookups += 1
+        if self._lookups % _TIMED_EVERY != 1 or torch.cuda.is_current_stream_capturing():
+            return None
+        if len(self._pending) >= _TIMINGS_MAX:
+            self._collect(wait=False)
+        if len(self._pending) >= _TIMINGS_MAX:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self, begin: Any) -> None:
+        """End it."""
+        if isinstance(begin, float):
+            self.seconds += time.perf_counter() - begin
+            self.count += 1
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._pending.append((begin, event))
+
+    def _collect(self, wait: bool) -> None:
+        while self._pending and (wait or self._pending[0][1].query()):
+            first, last = self._pending.pop(0)
+            last.synchronize()
+            self.seconds += first.elapsed_time(last) / 1e3
+            self.count += 1
+
+    def mean(self) -> float | None:
+        """Return the mean seconds of a lookup, or None; waits for the GPU."""
+        self._collect(wait=True)
+        return self.seconds / self.count if self.count else None

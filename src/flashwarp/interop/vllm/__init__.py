@@ -1,0 +1,1 @@
+"""Tables of models that vLLM runs, read from their checkpoints; `plugin` is the door."""

@@ -1,0 +1,58 @@
+"""`register`: vLLM calls it in each of its processes, because flashwarp has an entry point for it.
+
+Without ``FLASHWARP_VLLM_TABLES`` it does nothing, and imports nothing. With it, n-gram tables of
+models stay in the checkpoint that it names. A version of vLLM that is not listed here is refused,
+because the classes that hold these tables are no public interface, and change between versions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+
+from flashwarp.errors import ArgumentError
+
+__all__ = ["KNOWN_VERSIONS", "register"]
+
+KNOWN_VERSIONS = ("0.33.0",)
+
+_TABLES = "FLASHWARP_VLLM_TABLES"
+_RAM, _GPU = "FLASHWARP_VLLM_RAM", "FLASHWARP_VLLM_GPU"
+
+_ABSTRACT = "vllm.models.qwen4_exp.common.ngram_embedding"
+# Who makes the tables, by classes that it has imported under these names.
+_MAKER = "vllm.models.qwen4_exp.nvidia.ngram_embedding"
+_MADE = ("Qwen4ExpPLEPinnedHostEmbedding", "Qwen4ExpPLEDeviceEmbedding")
+
+
+def register() -> None:
+    """Let vLLM leave the n-gram tables of Qwen4Exp models in their checkpoint.
+
+    Does nothing unless the environment has ``FLASHWARP_VLLM_TABLES``, the folder of the checkpoint.
+    ``FLASHWARP_VLLM_RAM`` and ``FLASHWARP_VLLM_GPU`` limit the memory of each table, as `ram` and
+    `gpu` of `flashwarp.torch.offload`. May be called several times.
+
+    Raises
+    ------
+    ArgumentError
+        If vLLM is of a version that this adapter does not know: its tables would silently be
+        resident, or read wrongly.
+    """
+    files = os.environ.get(_TABLES)
+    if not files:
+        return
+    version = importlib.metadata.version("vllm")
+    if version not in KNOWN_VERSIONS:
+        raise ArgumentError(
+            f"{_TABLES} is set, and vLLM is of version {version}, whose tables flashwarp does not "
+            f"know: install {' or '.join(KNOWN_VERSIONS)}, or unset it"
+        )
+    tables = importlib.import_module("flashwarp.interop.vllm.table")
+    abstract = importlib.import_module(_ABSTRACT)
+    maker = importlib.import_module(_MAKER)
+    limits = {"ram": os.environ.get(_RAM, "2 GiB"), "gpu": os.environ.get(_GPU, "1 GiB")}
+    made = tables.table_class(abstract.Qwen4ExpPLEEmbedding, files, **limits)
+    for name in _MADE:
+        getattr(maker, name)  # one that is missing must not be added in silence
+        setattr(maker, name, made)
