@@ -14,7 +14,7 @@ import torch
 
 import flashwarp as fw
 import flashwarp.torch
-from flashwarp.errors import BoundsError, CaptureError
+from flashwarp.errors import BoundsError
 from flashwarp.testing import Faulty
 
 pytestmark = [
@@ -332,13 +332,22 @@ def test_backward_leaves_the_gradients_of_rows(stored_as, mode):
     torch.testing.assert_close(dense, other.weight.grad)
 
 
-def test_a_backward_is_not_captured(stored_as):
+def test_replays_of_a_backward_store_the_gradients(stored_as):
     x = stored_as(numbers(ROWS, 32, torch.float32), "r+")
-    table, index = fw.torch.Embedding(x), ids(50)
+    table, index, factors = fw.torch.Embedding(x), ids(50), torch.ones(50, 32, device="cuda")
 
-    with pytest.raises(CaptureError, match="cannot become part of a CUDA graph"):
-        captured(lambda: table(index).sum().backward())
+    graph = captured(lambda: (table(index) * factors).sum().backward())
+    outside, inside = table.pending
+    factors.fill_(3)
+    graph.replay()
     torch.cuda.synchronize()
+
+    assert outside.capture is None
+    assert inside.capture is not None
+    assert torch.equal(outside[1], torch.ones_like(factors))
+    assert torch.equal(inside[0], index)
+    assert torch.equal(inside[1], factors)
+    graph.reset()
 
 
 # Misuse.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import numpy as np
@@ -119,6 +120,16 @@ def step(module, optimizer, ids):
     optimizer.step()
 
 
+@contextlib.contextmanager
+def new_graph():
+    """Yield a graph that is gone before its table is closed, even if a test fails."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        yield graph
+    finally:
+        graph.reset()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_in_a_graph_equal_steps_outside(tmp_path, device, name):
     """Lookup, backward and step in one graph; the learning rate and the ids change in between."""
@@ -128,16 +139,16 @@ def test_steps_in_a_graph_equal_steps_outside(tmp_path, device, name):
     results = []
     for graphed in (False, True):
         path = tmp_path / f"{graphed}.npy"
-        with table(path, 32, device, name) as module:
+        with table(path, 32, device, name) as module, new_graph() as graph:
             rate = torch.tensor(0.1, device="cuda")
             optimizer = make(module, lr=rate)
             ids = batches[0].clone()
 
             side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 step(module, optimizer, ids)  # loads the kernels
             side.synchronize()
-            graph = torch.cuda.CUDAGraph()
             if graphed:
                 with torch.cuda.graph(graph, stream=side):
                     step(module, optimizer, ids)
@@ -153,7 +164,6 @@ def test_steps_in_a_graph_equal_steps_outside(tmp_path, device, name):
             assert Record.read(path).changing == graphed
             optimizer.checkpoint(last=True)
             assert Record.read(path) == Record(name, ROWS, 32, module.array.shape[1], 7, False)
-            graph.reset()
             results.append(weights(module))
             gc.collect()
 
@@ -194,20 +204,55 @@ def test_gradients_on_the_host_are_refused(tmp_path, device):
 
 
 def test_a_captured_rate_on_the_host_is_refused(tmp_path, device):
-    with table(tmp_path / "t.npy", 8, device, "sgd") as module:
+    with table(tmp_path / "t.npy", 8, device, "sgd") as module, new_graph() as graph:
         optimizer = SGD(module, lr=torch.tensor(0.1))
         ids = torch.tensor([1]).cuda()
         step(module, optimizer, ids)
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), pytest.raises(errors.CaptureError, match="lr"):
             step(module, optimizer, ids)
-        graph.reset()
+
+
+def test_captured_gradients_are_for_a_step_in_the_same_capture(tmp_path, device):
+    """A step elsewhere would use the gradients once, and replays would lose theirs."""
+    with contextlib.ExitStack() as stack:
+        module = stack.enter_context(table(tmp_path / "t.npy", 8, device, "sgd"))
+        first, second = stack.enter_context(new_graph()), stack.enter_context(new_graph())
+        optimizer = SGD(module, lr=1.0)
+        ids = torch.tensor([1, 2]).cuda()
+        step(module, optimizer, ids)
+        module.array.synchronize()
+        before = weights(module)
+
+        optimizer.zero_grad()
+        with torch.cuda.graph(first):
+            module(ids).sum().backward()
+        with pytest.raises(errors.CaptureError, match="capture the step behind the backward"):
+            optimizer.step()
+        with (
+            torch.cuda.graph(second),
+            pytest.raises(errors.CaptureError, match="capture the step behind the backward"),
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        module.array.synchronize()
+        np.testing.assert_array_equal(weights(module), before)
+
+
+def test_a_captured_step_takes_no_gradients_from_outside(tmp_path, device):
+    """Replays would read their memory after `zero_grad` has freed it."""
+    with table(tmp_path / "t.npy", 8, device, "sgd") as module, new_graph() as graph:
+        optimizer = SGD(module, lr=1.0)
+        ids = torch.tensor([1]).cuda()
+        step(module, optimizer, ids)
+        with torch.cuda.graph(graph):
+            module(ids).sum().backward()
+            with pytest.raises(errors.CaptureError, match="outside of the capture"):
+                optimizer.step()
 
 
 def test_checkpoint_in_a_capture_is_refused(tmp_path, device):
-    with table(tmp_path / "t.npy", 8, device, "sgd") as module:
+    with table(tmp_path / "t.npy", 8, device, "sgd") as module, new_graph() as graph:
         optimizer = SGD(module)
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), pytest.raises(errors.CaptureError):
             optimizer.checkpoint()
-        graph.reset()

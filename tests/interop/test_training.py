@@ -274,6 +274,70 @@ def test_wrong_arguments_are_refused(tmp_path):
     module.close()
 
 
+def test_the_newest_optimizer_trains_a_table(tmp_path):
+    """Two would apply the same gradients."""
+    module = table(tmp_path / "t.npy", 4, init="zeros")
+    older, newer = SGD(module, lr=1.0), SGD(module, lr=2.0)
+    module(torch.tensor([7])).sum().backward()
+    for call in (older.step, older.checkpoint):
+        with pytest.raises(errors.ArgumentError, match="a newer optimizer trains the table"):
+            call()
+    newer.step()
+    assert weights(module)[7, 0] == -2
+    del newer
+    with pytest.raises(errors.ArgumentError, match="a newer optimizer"):
+        older.step()
+    module.close()
+
+
+def test_some_rows_of_an_array_are_not_trained(tmp_path):
+    """Their ids would be other rows."""
+    with table(tmp_path / "t.npy", 4) as module:
+        part = fw.torch.Embedding(module.array, rows=range(5, 9))
+        with pytest.raises(errors.ArgumentError, match="range\\(5, 9\\) of an array of 400"):
+            SGD(part)
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Stand for captures, which the CPU device has none of: a cell with the number of one."""
+    number = [None]
+    for where in ("gradients", "optim"):
+        name = f"flashwarp.interop.torch.{where}.capture_of"
+        monkeypatch.setattr(name, lambda *_: number[0])
+    return number
+
+
+@pytest.mark.parametrize(
+    ("backward", "step"),
+    [(None, 1), (1, None), (1, 2), (None, None), (1, 1)],
+)
+def test_gradients_stay_in_their_capture(tmp_path, capture, backward, step):
+    fw.torch.create_table(tmp_path / "other.npy", ROWS, 4, optimizer="sgd", init="zeros")
+    with (
+        table(tmp_path / "t.npy", 4, init="zeros") as module,
+        reopened(tmp_path / "other.npy", 4) as other,
+    ):
+        optimizer = SGD([other, module], lr=1.0)
+        capture[0] = step
+        other(torch.tensor([3])).sum().backward()
+        capture[0] = backward
+        module(torch.tensor([3])).sum().backward()
+        capture[0] = step
+        if step == backward:
+            optimizer.step()
+            assert weights(module)[3, 0] == -1
+            return
+        with pytest.raises(errors.CaptureError, match=r"zero_grad\(\)"):
+            optimizer.step()
+        assert not weights(other).any()  # all tables are checked before the first changes
+        optimizer.zero_grad()
+        optimizer.step()
+        module(torch.tensor([3])).sum().backward()
+        optimizer.step()
+        assert weights(module)[3, 0] == -1
+
+
 def test_ids_out_of_bounds_raise(tmp_path):
     module = table(tmp_path / "t.npy", 4, init="zeros")
     optimizer = SGD(module, lr=1.0)

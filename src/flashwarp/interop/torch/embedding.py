@@ -18,7 +18,7 @@ from flashwarp.config import integer
 from flashwarp.device import stream_handle
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
-from flashwarp.interop.torch.gradients import Part, look_up_bags, look_up_rows
+from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import (
     COMPUTED,
     NUMBERS,
@@ -203,7 +203,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             raise ReadOnlyError(
                 'the table is read-only, so its gradients lead nowhere: open it with mode="r+"'
             )
-        self.pending.append((ids, gradients))
+        self.pending.append(Kept(ids, gradients, self.array.device))
 
     # Ahead, and the end.
 
@@ -284,7 +284,8 @@ class Embedding(_TableModule):
     padding_idx : int or None
     pending : list of (torch.Tensor, torch.Tensor)
         What backward has left for an optimizer: int64 ids ``[n]`` and gradients ``[n, dim]`` of
-        their rows. An id may repeat. Optimizers take all of it.
+        their rows. An id may repeat. Optimizers take all of it. What a backward leaves during the
+        capture of a CUDA graph is for a step in the same capture.
 
     Raises
     ------

@@ -11,10 +11,37 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashwarp.device import Device
 from flashwarp.interop.torch.lookups import TensorLookup, keep_gradients, look_up
+from flashwarp.interop.torch.operators import _stream_of
 from flashwarp.table.lookup import Pooling
 
-__all__ = ["Part", "look_up_bags", "look_up_rows"]
+__all__ = ["Kept", "Part", "capture_of", "look_up_bags", "look_up_rows"]
+
+
+class Kept(tuple[torch.Tensor, torch.Tensor]):
+    """What a backward has left: ids, and the gradients of their rows.
+
+    Attributes
+    ----------
+    capture : int or None
+        The capture of a CUDA graph of which the backward is part: only its replays store to the
+        tensors.
+    """
+
+    capture: int | None
+
+    def __new__(cls, ids: torch.Tensor, gradients: torch.Tensor, device: Device) -> Kept:
+        """Note which capture the current stream takes part in."""
+        self = super().__new__(cls, (ids, gradients))
+        self.capture = capture_of(device, ids)
+        return self
+
+
+def capture_of(device: Device, tensor: torch.Tensor) -> int | None:
+    """Return the number of the capture in which torch's current stream takes part, or None."""
+    stream = _stream_of(tensor)
+    return None if stream is None else device.capture(stream)
 
 
 class Part(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DtypeError, IndexDtypeError
+from flashwarp.errors import ArgumentError, ClosedError, DtypeError, IndexDtypeError
 from flashwarp.interop.torch.operators import _order_of, _stream_of
 from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
 
@@ -268,12 +268,6 @@ def _keep_gradients(
     ids: torch.Tensor, gradients: torch.Tensor, _order: torch.Tensor, handle: str
 ) -> None:
     lookup = _lookup_of(handle)
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            "the backward of a table cannot become part of a CUDA graph, because a replay would "
-            "give its gradients to no optimizer: capture the forward under torch.no_grad(), or "
-            'compile without mode="reduce-overhead"'
-        )
     if lookup.keep is not None:
         lookup.keep(ids, gradients)
 

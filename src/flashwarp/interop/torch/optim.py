@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,20 @@ from typing import Any
 
 import torch
 
+from flashwarp.array.array import Array
 from flashwarp.errors import ArgumentError, CaptureError, CheckpointError
+from flashwarp.interop.torch.gradients import capture_of
 from flashwarp.table import checkpoint
 from flashwarp.table.record import Record
 from flashwarp.table.update import RULES, Gradients, Rates, RowUpdate, Rule
 
 __all__ = ["SGD", "Adagrad", "Adam", "RowWiseAdagrad"]
+
+
+# The newest optimizer of each table. Two would apply the same gradients twice.
+_owners: weakref.WeakKeyDictionary[Array, weakref.ref[_TableOptimizer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(eq=False)
@@ -57,6 +66,7 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for param, table in self._tables.items():
             step = 0 if table.record is None else table.record.step
             self.state[param]["step"] = self._on_device(table, torch.tensor(step))
+            _owners[table.module.array] = weakref.ref(self)
 
     def _open(self, module: torch.nn.Module, accept_newer: bool) -> _Trained:
         array, dim = module.array, int(module.embedding_dim)
@@ -64,6 +74,11 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             raise ArgumentError("a table appears twice: give it once, by one module")
         if module.scales is not None:
             raise ArgumentError("a table with scales cannot be trained: its rows are quantised")
+        if len(module.rows) != array.shape[0]:
+            raise ArgumentError(
+                f"a table of the rows {module.rows} of an array of {array.shape[0]} cannot be "
+                "trained: open all of its rows"
+            )
         update = RowUpdate(array, dim, self._rule, module.padding_idx)
         path = array._attachment.storage.path
         # The process may change its folder later.
@@ -143,7 +158,12 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         PathError
             If the record beside the table cannot be marked as changing. Then no row has changed.
         CaptureError
-            If a learning rate on the host is captured.
+            If a learning rate on the host is captured; if gradients come from a capture and the
+            step is not part of it, because replays would give them to no optimizer; and if a
+            captured step would take gradients from outside, whose memory replays must not read.
+            No row has changed then.
+        ArgumentError
+            If a newer optimizer trains one of the tables, or gradients do not fit.
 
         Notes
         -----
@@ -156,22 +176,31 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                table = self._tables[param]
-                if table.module.pending:
-                    self._update(table, group, self.state[param])
+        self._check_owner()
+        updates = [
+            (self._tables[param], group, self.state[param])
+            for group in self.param_groups
+            for param in group["params"]
+            if self._tables[param].module.pending
+        ]
+        # Before any row changes.
+        captures = [_capture_of_step(table, group["lr"]) for table, group, _ in updates]
+        self._captured = self._captured or any(each is not None for each in captures)
+        for update in updates:
+            self._update(*update)
         return loss
+
+    def _check_owner(self) -> None:
+        for table in self._tables.values():
+            owner = _owners.get(table.module.array)
+            if owner is None or owner() is not self:
+                raise ArgumentError(
+                    f"a newer optimizer trains the table {table.path or 'in memory'}, and both "
+                    "would apply the same gradients: use the newer one"
+                )
 
     def _update(self, table: _Trained, group: dict[str, Any], state: dict[str, Any]) -> None:
         ids, values = _joined(table)
-        if values.is_cuda and torch.cuda.is_current_stream_capturing():
-            if isinstance(group["lr"], torch.Tensor) and not group["lr"].is_cuda:
-                raise CaptureError(
-                    "a step whose lr is a tensor on the host cannot become part of a CUDA graph: "
-                    "put it on the GPU"
-                )
-            self._captured = True
         self._mark(table)
         state["step"].add_(1)
         count = ids.numel()
@@ -242,7 +271,8 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Raises
         ------
         ArgumentError
-            For `extra` without `folder`, and for `folder` if a table lies in no file of its own.
+            For `extra` without `folder`, for `folder` if a table lies in no file of its own, and if
+            a newer optimizer trains one of the tables.
         StorageError, BoundsError
             As `Array.flush`: then there is no checkpoint, and the records stay as they were.
         ExistingFileError, PathError
@@ -258,6 +288,7 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         blocks (XFS, btrfs) copies in milliseconds; others copy every byte. Without `folder`, a
         later crash leaves rows that are newer than the checkpoint, and no way back to it.
         """
+        self._check_owner()
         if folder is None and extra is not None:
             raise ArgumentError("extra= is saved in a folder: give folder= too")
         if folder is not None and not all(
@@ -339,6 +370,34 @@ def _tables_in(module: object) -> list[torch.nn.Module]:
             "a model with one inside"
         )
     return found
+
+
+def _capture_of_step(table: _Trained, rate: float | torch.Tensor) -> int | None:
+    """Return the capture that a step becomes part of, or None; raises CaptureError if it cannot."""
+    pending = table.module.pending
+    now = capture_of(table.update.array.device, pending[0][1])
+    for each in pending:
+        noted = getattr(each, "capture", None)
+        if noted == now:
+            continue
+        if noted is not None:
+            raise CaptureError(
+                "gradients of a table come from a backward in the capture of a CUDA graph, and the "
+                "step is not in that capture, so replays would give them to no optimizer: capture "
+                "the step behind the backward, or neither (torch.compile without "
+                'mode="reduce-overhead"), and drop them by zero_grad()'
+            )
+        raise CaptureError(
+            "gradients of a table come from a backward outside of the capture, and replays of the "
+            "step would read them when they are gone: call zero_grad() and backward() in the "
+            "capture"
+        )
+    if now is not None and isinstance(rate, torch.Tensor) and not rate.is_cuda:
+        raise CaptureError(
+            "a step whose lr is a tensor on the host cannot become part of a CUDA graph: put it "
+            "on the GPU"
+        )
+    return now
 
 
 def _joined(table: _Trained) -> tuple[torch.Tensor, torch.Tensor]:
