@@ -58,6 +58,8 @@ _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _LEASE = "flashwarp/cache/lease.cuh"
 _ROWS = "flashwarp/kernels/rows.cuh"
+_TABLE = "flashwarp/kernels/table.cuh"
+_UPDATE = "flashwarp/kernels/update.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
 _SHARE = "flashwarp/cache/share_table.cuh"
 _VIEW = "flashwarp/array/shared.cuh"
@@ -223,6 +225,63 @@ MUTANTS = {
             "rows",
             "weak",
             4,
+        ),
+        Mutant(
+            "lookup-no-second-look",
+            _TABLE,
+            "if (!f.usable || !cache::still_holds(t.geometry, f.first.way, f.first.word))",
+            "if (!f.usable)",
+            "a row whose frame was refilled while it was converted is another row's",
+            "lookups",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "lookup-without-fence",
+            _TABLE,
+            "      atomic::fence_acquire();\n      warp::sync(mask);\n      const uint32_t good",
+            "      warp::sync(mask);\n      const uint32_t good",
+            "the second look overtakes the loads of a row, and a refill goes unnoticed",
+            "lookups",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "lookup-unsynchronised",
+            _TABLE,
+            "    warp::sync(mask);\n    for (uint32_t q = 0;",
+            "    for (uint32_t q = 0;",
+            "lanes load from a line whose fill only a neighbour has acquired",
+            "lookups",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "update-unpinned",
+            _UPDATE,
+            "static constexpr bool kStores = true;",
+            "static constexpr bool kStores = false;",
+            "a row is updated in a frame that is not dirty, or that another line gets meanwhile",
+            "updates",
+        ),
+        Mutant(
+            "update-unsynchronised",
+            _UPDATE,
+            "    // Each lane has acquired its own line; now all lanes use all of them.\n"
+            "    warp::sync(mask);\n",
+            "",
+            "lanes update a row in a line whose fill only a neighbour has acquired",
+            "updates",
+            "weak",
+            4,
+        ),
+        Mutant(
+            "update-of-each-place",
+            _UPDATE,
+            "(first == 0 || ids[first - 1] != ids[first])",
+            "true",
+            "a row whose id repeats is updated again, by what no chunk has added up",
+            "updates",
         ),
         Mutant(
             "late-fill-frees-frame",

@@ -417,6 +417,8 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
       two = reinterpret_cast<uint64_t>(cache::frame_of(t.geometry, mine.second.way)) - mine.split;
     }
     const uint32_t present = warp::ballot(mask, mine.wants);
+    // Each lane has acquired its own lines; now the lanes of its group load from all of them.
+    warp::sync(mask);
     for (uint32_t q = 0; q < t.lanes; q += kRowsHeld) {
       if (!warp::any(mask, first + q < run.end)) break;
       atomic::word16 words[kRowsHeld][kLaneWords];
