@@ -165,7 +165,7 @@ class _Tables:
         self.place = f"cuda:{device.ordinal}" if self.on_gpu else "cpu"
         self.hidden, self.layers = _MODEL[device.kind]
         self.rng = np.random.default_rng(seed)
-        write_table({"table.weight": path}, rows, _ROW_BYTES, seed)
+        write_table({path: ["table.weight"]}, rows, _ROW_BYTES, seed)
         self.map = self._mapped()
         self.pool = ThreadPoolExecutor(_THREADS)
 

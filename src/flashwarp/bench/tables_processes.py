@@ -69,7 +69,7 @@ class _Done:
 
 def compare_processes(report: Report, limits: Limits, small: Path) -> None:
     """Add rows for the memory of a process, and for two that read one table."""
-    write_table({"table.weight": small}, _SMALL_ROWS, limits.row_bytes, limits.seed)
+    write_table({small: ["table.weight"]}, _SMALL_ROWS, limits.row_bytes, limits.seed)
     disk.drop_page_cache(limits.path)
     with contextlib.ExitStack() as undo:
         found: list[_Done] = []
