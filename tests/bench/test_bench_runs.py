@@ -17,6 +17,7 @@ from flashwarp.bench import (
     cc,
     ctc,
     defaults,
+    dlrm,
     first_light,
     ngrams,
     registers,
@@ -110,6 +111,37 @@ def test_rows_of_written_tables_all_differ(tmp_path, files):
     assert rows.shape == (16 * 500, 160)
     assert rows.max() == 0x7E
     assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_recommenders_modules_are_compared_with_torchs(tmp_path):
+    pytest.importorskip("torch")
+    rows = right(
+        dlrm.run("cpu", tmp_path, divide=1 << 20, dim=8, batch=4, steps=2, runs=1, parts="modules")
+    )
+
+    assert list(rows) == [
+        f"config-1, {how}: {mode} steps by flashwarp.torch.EmbeddingGroup"
+        for how in ("in place", "page cache, bounce")
+        for mode in ("synchronous", "asynchronous")
+    ]
+    assert all("torch.nn.EmbeddingBag" in row.reference_name for row in rows.values())
+
+
+def test_wrong_rows_of_a_recommender_are_found(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(
+        dlrm._Bench, "_by_bag", lambda self, *_: lambda ids: ids.reshape(-1)[:, None] * 0.0
+    )
+    report = dlrm.run(
+        "cpu", tmp_path, divide=1 << 20, dim=8, batch=4, steps=2, runs=1, parts="modules"
+    )
+
+    assert len(report.wrong) == 4
+
+
+def test_recommenders_refuse_parts_that_are_none(tmp_path):
+    with pytest.raises(ArgumentError, match="tape"):
+        dlrm.run("cpu", tmp_path, parts="configs,tape")
 
 
 def test_ngrams_refuse_texts_that_are_too_short(tmp_path):
