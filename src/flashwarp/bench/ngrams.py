@@ -108,7 +108,8 @@ def run(
             Row(
                 f"{name}, offloaded, {table.path}", count / median(ours_s[1:]), "tokens/s",
                 "the table in the device's memory", count / median(their_s[1:]), checked=right,
-                note="both by transformers' code, call by call", footprint=nbytes,
+                note="both by transformers' code, call by call; the files are in the page cache",
+                footprint=nbytes,
             )
         )  # fmt: skip
     touched = len(np.unique(ids))
