@@ -7,6 +7,7 @@ import json
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from flashwarp._jit.compiler import Source, compile_source
@@ -16,16 +17,20 @@ from flashwarp.bench import (
     cc,
     ctc,
     defaults,
+    dlrm,
     first_light,
+    ngrams,
     registers,
     small_memory,
     spmv,
+    tables_file,
     tiers,
     vectoradd,
     vectoradd_files,
 )
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, FlashwarpError
+from flashwarp.storage.safetensors import read_checkpoint
 from support.architectures import ARCHITECTURES
 
 ALL_PARTS = "memory,file,by_degree,drives,kinds,queue_pairs,cache_sizes,reuse"
@@ -46,10 +51,13 @@ SMALL = {
     "ctc": {"threads": 2, "blocks": 2, "model": "none", "runs": 1},
     "dlrm": {"divide": 1 << 20, "dim": 16, "batch": 4, "steps": 2, "runs": 1},
     "tables": {"size": "1 MiB", "steps": 2, "runs": 1},
+    "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "registers": {"arch": "sm_90"},
 }
 """Options for a run of a second."""
+
+NEEDS = {"tables": ["torch"], "ngrams": ["torch", "transformers.models.qwen4_exp"]}
 
 RATES = re.compile("(GB|rows|k|M|G|G entries)/s")
 
@@ -62,8 +70,8 @@ def right(report):
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_record_says_how_its_figures_came_about(name, tmp_path, monkeypatch):
-    if name == "tables":
-        pytest.importorskip("torch")
+    for needed in NEEDS.get(name, ()):
+        pytest.importorskip(needed)
     run = importlib.import_module(f"flashwarp.bench.{name}").run
     given = {"device": "cpu", "folder": tmp_path}
     wanted = {key: given[key] for key in given if key in inspect.signature(run).parameters}
@@ -87,6 +95,62 @@ def test_a_record_says_how_its_figures_came_about(name, tmp_path, monkeypatch):
     assert record["rows"]
     for row in record["rows"]:
         assert row["footprint"] > 0 or not RATES.fullmatch(row["unit"]), row["name"]
+
+
+@pytest.mark.parametrize("files", [1, 4])
+def test_rows_of_written_tables_all_differ(tmp_path, files):
+    names = [f"t.shard_{number}.weight" for number in range(16)]
+    each = 16 // files
+    paths = {tmp_path / f"{k}.safetensors": names[k * each : (k + 1) * each] for k in range(files)}
+    tables_file.write_table(paths, 16 * 500, 160, 1)
+
+    found = read_checkpoint(list(paths))
+    tensors = [found[name] for name in names]
+    rows = np.concatenate([np.memmap(t.path, np.uint8, "r", t.offset, t.shape) for t in tensors])
+
+    assert rows.shape == (16 * 500, 160)
+    assert rows.max() == 0x7E
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_recommenders_modules_are_compared_with_torchs(tmp_path):
+    pytest.importorskip("torch")
+    rows = right(
+        dlrm.run("cpu", tmp_path, divide=1 << 20, dim=8, batch=4, steps=2, runs=1, parts="modules")
+    )
+
+    assert list(rows) == [
+        f"config-1, {how}: {mode} steps by flashwarp.torch.EmbeddingGroup"
+        for how in ("in place", "page cache, bounce")
+        for mode in ("synchronous", "asynchronous")
+    ]
+    assert all("torch.nn.EmbeddingBag" in row.reference_name for row in rows.values())
+
+
+def test_wrong_rows_of_a_recommender_are_found(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(
+        dlrm._Bench, "_by_bag", lambda self, *_: lambda ids: ids.reshape(-1)[:, None] * 0.0
+    )
+    report = dlrm.run(
+        "cpu", tmp_path, divide=1 << 20, dim=8, batch=4, steps=2, runs=1, parts="modules"
+    )
+
+    assert len(report.wrong) == 4
+
+
+def test_recommenders_refuse_parts_that_are_none(tmp_path):
+    with pytest.raises(ArgumentError, match="tape"):
+        dlrm.run("cpu", tmp_path, parts="configs,tape")
+
+
+def test_ngrams_refuse_texts_that_are_too_short(tmp_path):
+    for needed in NEEDS["ngrams"]:
+        pytest.importorskip(needed)
+    (tmp_path / "text").write_text("some words")
+
+    with pytest.raises(ArgumentError, match="3 tokens, and 2 windows of 20 need 40"):
+        ngrams.run("cpu", tmp_path, text=str(tmp_path / "text"), prefill=16, decode=4, runs=1)
 
 
 @pytest.mark.parametrize("bench", [bfs, cc])

@@ -4,14 +4,15 @@ A step looks 26 rows up for each of its samples and feeds them to two stacks of 
 synchronous way looks a batch up, then computes. The asynchronous way prefetches the next batch
 beside the computation of this one. The rows stand in one array, table behind table, as AGILE's do.
 Each table has the size that MLPerf's DLRM gives it, divided. Rows are drawn by Zipf's law: no log
-of clicks is read.
+of clicks is read. AGILE's figures stand over BaM; of its two modes, the ratio is given here.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,25 +36,21 @@ _TABLES = (
 )  # fmt: skip
 _DENSE, _BOTTOM, _TOP = 13, 512, 1024
 # Matrix products of each stack, and the speedups of AGILE over BaM: synchronous, asynchronous.
-_CONFIGS = {
-    "config-1": (3, "1.30, 1.48 over BaM (AGILE Fig. 7)"),
-    "config-2": (1, "1.39, 1.63 over BaM (AGILE Fig. 7)"),
-    "config-3": (18, "1.27, 1.32 over BaM (AGILE Fig. 7)"),
-}
+_CONFIGS = {"config-1": (3, 1.30, 1.48), "config-2": (1, 1.39, 1.63), "config-3": (18, 1.27, 1.32)}
 _BATCHES = {
     1: "1.46", 16: "1.75", 64: "1.57", 256: "1.43", 1024: "1.38", 2048: "1.48",
 }  # fmt: skip
 _QUEUE_PAIRS = {
-    1: "1.33, 1.32",
-    2: "1.31, 1.42",
-    4: "1.31, 1.44",
-    8: "1.30, 1.46",
-    16: "1.34, 1.46",
+    1: (1.33, 1.32),
+    2: (1.31, 1.42),
+    4: (1.31, 1.44),
+    8: (1.30, 1.46),
+    16: (1.34, 1.46),
 }
 _DEPTH = 64
 _CACHE_SHARES = (1 / 512, 1 / 128, 1 / 32, 1 / 8, 1 / 2)
 _LEAST_CACHE = 1 << 20
-_PARTS = ("configs", "batches", "queue_pairs", "caches", "neighbours")
+_PARTS = ("configs", "batches", "queue_pairs", "caches", "neighbours", "modules")
 
 
 def run(
@@ -67,12 +64,16 @@ def run(
     line: Annotated[str, "Bytes of a line."] = "4 KiB",
     skew: Annotated[float, "Exponent of Zipf's law; not 1."] = 1.05,
     drive: Annotated[str, "Modelled drive; empty: none."] = "980 Pro",
-    parts: Annotated[str, f"Which parts: {', '.join(_PARTS)}."] = ",".join(_PARTS),
+    parts: Annotated[
+        str, f"Of {', '.join(_PARTS)}; empty: all, the last one if torch is there."
+    ] = "",
     runs: Annotated[int, "How often each way has its turn."] = 3,
     seed: Annotated[int, "Of the rows that the samples ask for."] = 1,
 ) -> Report:
     """Time steps that wait for their rows, and steps that prefetch the next ones."""
-    chosen = parts.split(",")
+    chosen = parts.split(",") if parts else list(_PARTS)
+    if not parts and importlib.util.find_spec("torch") is None:
+        chosen.remove("modules")
     if unknown := set(chosen) - set(_PARTS):
         raise ArgumentError(f"parts={parts!r}: {unknown} are none of {', '.join(_PARTS)}")
     if skew == 1:
@@ -103,9 +104,11 @@ def run(
     if "configs" in chosen:
         for name, how in served.items():
             for config in _CONFIGS:
+                waiting, ahead = _CONFIGS[config][1:]
                 bench.compare(
-                    f"{config}, {name}", config, batch, capacity, how, _CONFIGS[config][1]
-                )
+                    f"{config}, {name}", config, batch, capacity, how, _paper(waiting, ahead, 7),
+                    round(ahead / waiting, 2) if "path" in how else 0.0,
+                )  # fmt: skip
     bounce = served["page cache, bounce"]
     if "batches" in chosen:
         for size, paper in _BATCHES.items():
@@ -114,12 +117,10 @@ def run(
                 what, "config-1", size, capacity, bounce, f"{paper} over BaM (AGILE Fig. 8)"
             )
     if "queue_pairs" in chosen:
-        for pairs, paper in _QUEUE_PAIRS.items():
+        for pairs, (waiting, ahead) in _QUEUE_PAIRS.items():
             how = {**bounce, "queue_pairs": pairs, "depth": _DEPTH}
             what = f"{pairs} queue pairs of {_DEPTH}, bounce"
-            bench.compare(
-                what, "config-1", batch, capacity, how, f"{paper} over BaM (AGILE Fig. 9)"
-            )
+            bench.compare(what, "config-1", batch, capacity, how, _paper(waiting, ahead, 9))
     if "caches" in chosen:
         for share in _CACHE_SHARES:
             nbytes = max(int(bench.data.nbytes * share), _LEAST_CACHE)
@@ -129,7 +130,14 @@ def run(
             )
     if "neighbours" in chosen:
         bench.neighbours(batch, capacity)
+    if "modules" in chosen:
+        bench.modules(batch, capacity, {name: served[name] for name in list(served)[:2]})
     return bench.report
+
+
+def _paper(waiting: float, ahead: float, figure: int) -> str:
+    """Return what AGILE's two modes reached."""
+    return f"{ahead / waiting:.2f} ({ahead} and {waiting} over BaM, AGILE Fig. {figure})"
 
 
 class _Bench:
@@ -151,17 +159,23 @@ class _Bench:
         mixed = rows + np.arange(dim, dtype=np.uint32) * np.uint32(0x85EBCA6B)
         self.data = (mixed >> 9).astype(np.float32)
         self.data *= 2.0**-23
+        self.random: Any = self.rng.random
+        if self.on_gpu:
+            made = self.xp.Generator("cuda").manual_seed(seed)
+            self.random = lambda shape: self.xp.rand(
+                shape, generator=made, dtype=self.xp.float64, device="cuda"
+            )
 
     def samples(self, batch: int) -> Any:
         """Draw the rows of all steps of a measurement, and of one more."""
         count = (self.steps + 1, batch, len(_TABLES))
         least = 1 - self.skew
         # Inverse of the distribution function of Zipf's law with real numbers for ranks.
-        width = np.power(self.tables + 1.0, least) - 1
-        ranks = np.power(self.rng.random(count) * width + 1, 1 / least).astype(np.int64) - 1
+        width = self.there(np.power(self.tables + 1.0, least) - 1)
+        ranks = (self.random(count) * width + 1) ** (1 / least)
+        ranks = (ranks.long() if self.on_gpu else ranks.astype(np.int64)) - 1
         # Neighbours in rank are none in the table, which spares the cache nothing.
-        rows = ranks * 0x9E3779B1 % self.tables
-        return self.there(np.minimum(rows, self.tables - 1) + self.firsts)
+        return ranks * 0x9E3779B1 % self.there(self.tables) + self.there(self.firsts)
 
     def there(self, values: np.ndarray[Any, Any]) -> Any:
         """Bring values to the device."""
@@ -211,8 +225,9 @@ class _Bench:
             yield array
 
     def compare(
-        self, what: str, config: str, batch: int, cache: int, how: dict[str, Any], paper: str
-    ) -> None:
+        self, what: str, config: str, batch: int, cache: int, how: dict[str, Any], paper: str,
+        target: float = 0.0,
+    ) -> None:  # fmt: skip
         """Add a row for steps that wait, and one for steps that prefetch."""
         forward, rows = self.model(config, batch), self.rows(batch)
         with self.opened(cache, how) as array:
@@ -230,14 +245,17 @@ class _Bench:
             self.waits(array, ids, rows, forward)
             right = self.right(rows, ids)
             after = array.stats
+            ids = self.samples(batch)
+            self.ahead(array, ids, rows, forward)
+            right_ahead = self.right(rows, ids)
         touched = after.hits + after.misses - before.hits - before.misses
         hits = (after.hits - before.hits) / max(touched, 1)
         rates = {name: batch / seconds for name, seconds in times.items()}
         name = "synchronous steps"
         self.add(f"{what}: {name}", rates["synchronous"], right, note=f"{hits:.0%} hits")
         self.add(
-            f"{what}: asynchronous steps", rates["asynchronous"], right, name,
-            rates["synchronous"], paper,
+            f"{what}: asynchronous steps", rates["asynchronous"], right_ahead, name,
+            rates["synchronous"], paper, target=target,
         )  # fmt: skip
 
     def neighbours(self, batch: int, cache: int) -> None:
@@ -266,7 +284,7 @@ class _Bench:
                 ways["mapped"] = takes(mapped)
             times = in_turns(ways, self.runs)
             ids = self.samples(batch)
-            self.waits(array, ids, rows, forward)
+            self.ahead(array, ids, rows, forward)
             right = self.right(rows, ids)
         ours = batch / times["ours"]
         for way, name in (
@@ -278,6 +296,91 @@ class _Bench:
                     f"{config}, in place: asynchronous steps", ours, right, name,
                     batch / times[way],
                 )  # fmt: skip
+
+    def modules(self, batch: int, cache: int, served: dict[str, dict[str, Any]]) -> None:
+        """Steps by torch's modules, and by ours in their place.
+
+        torch has all tables in one `EmbeddingBag`, so that one launch serves them, as ours does.
+        """
+        torch: Any = importlib.import_module("torch")
+        ours: Any = importlib.import_module("flashwarp.torch")
+        forward = self.model("config-1", batch)
+        side = torch.cuda.Stream() if self.on_gpu else None
+        ways: dict[str, Callable[[Any], Any]] = {}
+        mapped = None
+        with ExitStack() as undo:
+            for name, how in served.items():
+                array = undo.enter_context(self.opened(cache, how))
+                mapped = self._mapped(array) if mapped is None else mapped
+                group = ours.EmbeddingGroup(
+                    [
+                        ours.EmbeddingBag(array, mode="sum", rows=range(first, first + rows))
+                        for first, rows in zip(self.firsts, self.tables, strict=True)
+                    ]
+                )
+                undo.callback(group.close)
+                ways[f"{name}: synchronous"] = self._by_group(group, forward, None, False)
+                ways[f"{name}: asynchronous"] = self._by_group(group, forward, side, True)
+            theirs = {"the tables in the device's memory": torch.as_tensor(self.there(self.data))}
+            if mapped is not None:
+                theirs["the tables in pinned memory (UVA)"] = mapped
+            for name, table in theirs.items():
+                bag = torch.nn.EmbeddingBag.from_pretrained(table, mode="sum")
+                ways[name] = self._by_bag(bag, forward)
+
+            def timed(way: Callable[[Any], Any]) -> Callable[[], float]:
+                return lambda: self.seconds(batch, way)
+
+            with torch.no_grad():
+                times = in_turns({name: timed(way) for name, way in ways.items()}, self.runs)
+                ids = self.samples(batch)
+                right = {name: self.right(way(ids), ids) for name, way in ways.items()}
+        for name in ways:
+            for other in theirs:
+                if name not in theirs:
+                    self.add(
+                        f"config-1, {name} steps by flashwarp.torch.EmbeddingGroup",
+                        batch / times[name], right[name] and right[other],
+                        f"torch.nn.EmbeddingBag, {other}", batch / times[other],
+                    )  # fmt: skip
+
+    def _by_group(
+        self, group: Any, forward: Callable[[Any], Any], side: Any, prefetches: bool
+    ) -> Callable[[Any], Any]:
+        """Return what takes steps by our modules, and returns the last rows."""
+
+        def steps(ids: Any) -> Any:
+            # A bag of one row for each sample, table by table.
+            bags = self._tensor(ids - self.there(self.firsts)).permute(0, 2, 1)[..., None]
+            bags = bags.contiguous()
+            for k in range(self.steps):
+                rows = group(bags[k])
+                if prefetches:
+                    if side is not None:
+                        side.wait_stream(self.stream())
+                    group.prefetch(bags[k + 1], stream=side)
+                forward(self._plain(rows))
+            return self._plain(rows).reshape(-1, self.dim)
+
+        return steps
+
+    def _by_bag(self, bag: Any, forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return what takes steps by torch's module, and returns the last rows."""
+
+        def steps(ids: Any) -> Any:
+            bags = self._tensor(ids).reshape(len(ids), -1, 1)
+            for k in range(self.steps):
+                rows = bag(bags[k])
+                forward(self._plain(rows))
+            return self._plain(rows)
+
+        return steps
+
+    def _tensor(self, values: Any) -> Any:
+        return values if self.on_gpu else importlib.import_module("torch").from_numpy(values)
+
+    def _plain(self, tensor: Any) -> Any:
+        return tensor if self.on_gpu else tensor.numpy()
 
     def _mapped(self, array: fw.Array) -> Any:
         if not self.on_gpu or array.in_place is None:
@@ -338,12 +441,12 @@ class _Bench:
 
     def add(
         self, name: str, rate: float, right: bool, other: str = "", reference: float = 0.0,
-        paper: str = "", note: str = "",
+        paper: str = "", note: str = "", target: float = 0.0,
     ) -> None:  # fmt: skip
         """Report samples a second, in thousands."""
         self.report.add(
             Row(
-                name, rate / 1e3, "k samples/s", other, reference / 1e3, checked=right,
+                name, rate / 1e3, "k samples/s", other, reference / 1e3, target, right,
                 paper=paper, note=note, footprint=self.data.nbytes,
             )
         )  # fmt: skip

@@ -10,7 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def _remove(place: Path) -> None:
 
 def events_of(
     call: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], group: Path | None
-) -> Iterator[Any]:
+) -> Generator[Any]:
     """Yield what the generator `call` yields in a process of its own, a member of `group`."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
