@@ -408,3 +408,33 @@ def test_ids_of_a_group_that_do_not_fit_are_refused(open_as):
         group([torch.zeros(k, dtype=torch.int64) for k in range(len(DIMS))])
     with pytest.raises(ArgumentError, match="are for tables of EmbeddingBag"):
         group(torch.zeros(3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ids_before_the_first_offset_get_no_gradient(x, mode):
+    """They once got that of the last bag, and a GPU an index below 0."""
+    ours = fw.torch.EmbeddingBag(x, mode=mode)
+    slopes = torch.tensor([[1.0], [10.0]])
+
+    try:
+        (ours(torch.tensor([5, 6, 8]), torch.tensor([1, 2])) * slopes).sum().backward()
+    except BoundsError:
+        return  # refused, as torch does on a CPU
+
+    ((_, gradients),) = ours.pending
+    assert gradients[:, 0].tolist() == [0, 1, 10]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tables", [1, 2])
+def test_ids_without_bags_have_a_backward(x, mode, tables):
+    modules = [fw.torch.EmbeddingBag(x, mode=mode) for _ in range(tables)]
+    ours = fw.torch.EmbeddingGroup(modules)
+    none = torch.tensor([], dtype=torch.int64)
+    factors = torch.rand(3, requires_grad=True) if mode == "sum" else None
+
+    pooled = ours(torch.tensor([5, 6, 8]), none, factors)
+    pooled.sum().backward()
+
+    assert pooled.shape == (0, tables * WIDTH)
+    assert factors is None or not factors.grad.any()
