@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ import torch
 
 import flashwarp as fw
 import flashwarp.torch
-from flashwarp.errors import ArgumentError, BoundsError, DtypeError
+from flashwarp.errors import ArgumentError, BoundsError, ClosedError, DtypeError
 
 # Inductor starts processes and warns of what it lacks here.
 pytestmark = [
@@ -438,3 +440,37 @@ def test_ids_without_bags_have_a_backward(x, mode, tables):
 
     assert pooled.shape == (0, tables * WIDTH)
     assert factors is None or not factors.grad.any()
+
+
+def test_a_group_closes_while_threads_look_up(tmp_path):
+    """Close once freed the tables of the group beneath a kernel, which crashed."""
+    np.save(tmp_path / "ones.npy", np.ones((5000, 64), "f4"))
+    with fw.open(tmp_path / "ones.npy", device="cpu", cache="64 KiB") as ones:
+        for _ in range(10):
+            group = fw.torch.EmbeddingGroup([fw.torch.Embedding(ones) for _ in range(2)])
+            begun, wrong = threading.Barrier(5), []
+            threads = [
+                threading.Thread(target=look_up_until_closed, args=(group, begun, wrong))
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            begun.wait(60)
+            group.close()
+            for thread in threads:
+                thread.join(60)
+            assert not any(thread.is_alive() for thread in threads)
+            assert not wrong
+
+
+def look_up_until_closed(group, begun, wrong):
+    """Look ones up; note what is none."""
+    try:
+        for turn in range(10_000):
+            if not (group(torch.randint(0, 5000, (2, 500))) == 1).all():
+                wrong.append(turn)
+            if turn == 0:
+                begun.wait(60)
+    except ClosedError:
+        return
+    wrong.append("not closed")
