@@ -16,6 +16,7 @@ import flashwarp.torch
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
+    CaptureError,
     ClosedError,
     CopyError,
     DtypeError,
@@ -413,3 +414,23 @@ def test_what_is_no_table_is_refused(tmp_path):
 def test_a_module_is_not_copied(x):
     with pytest.raises(CopyError):
         copy.deepcopy(fw.torch.Embedding(x))
+
+
+def test_close_that_was_refused_can_be_repeated(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", np.ones((4, 4), "f4"))
+    module = fw.torch.Embedding(tmp_path / "x.npy", device="cpu")
+    close = fw.Array.close
+    monkeypatch.setattr(fw.Array, "close", refuse)
+    with pytest.raises(CaptureError):
+        module.close()
+    monkeypatch.setattr(fw.Array, "close", close)
+    assert module(torch.tensor([1])).shape == (1, 4)
+
+    module.close()
+
+    assert module.array.closed
+
+
+def refuse(_array):
+    """Do as `Array.close` while a CUDA graph uses it."""
+    raise CaptureError("1 CUDA graphs with calls of the array exist")

@@ -226,12 +226,17 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         self._single.prefetch(ids, None, handle)
 
     def close(self) -> None:
-        """Close the arrays that the module has opened. Afterwards forward raises ClosedError."""
+        """Close the arrays that the module has opened. Afterwards forward raises ClosedError.
+
+        Raises CaptureError while a CUDA graph reads the table, which then stays open: delete the
+        graph, and call it again.
+        """
+        while self._opened:
+            self._opened[-1].close()
+            self._opened.pop()
         for name in ("_lookup", "_single"):
             if name in self.__dict__:
                 self.__dict__[name].close()
-        while self._opened:
-            self._opened.pop().close()
 
     def __enter__(self) -> Self:
         return self

@@ -142,9 +142,9 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
 
     def close(self) -> None:
         """Free what the group has in device memory, and close its tables."""
-        self._lookup.close()
-        for table in self.tables:
+        for table in self.tables:  # they raise while a CUDA graph reads them
             table.close()
+        self._lookup.close()
 
 
 def _kind(module: Embedding | EmbeddingBag) -> tuple[str, str, bool, torch.dtype]:
