@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -411,9 +412,13 @@ def test_what_is_no_table_is_refused(tmp_path):
         fw.torch.Embedding(tmp_path / "absent.npy", device="cpu")
 
 
-def test_a_module_is_not_copied(x):
-    with pytest.raises(CopyError):
-        copy.deepcopy(fw.torch.Embedding(x))
+@pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_module_is_not_copied(x, act):
+    module = fw.torch.Embedding(x)
+
+    for each in (module, fw.torch.EmbeddingGroup([module])):
+        with pytest.raises(CopyError, match="save the state_dict"):
+            act(each if act is not copy.copy else module)
 
 
 def test_close_that_was_refused_can_be_repeated(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from flashwarp.array.opening import open as open_array
 from flashwarp.config import integer
 from flashwarp.device import stream_handle
 from flashwarp.device.foreign import torch_dtype
-from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
+from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
 from flashwarp.interop.torch.gradients import Part, look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import (
     COMPUTED,
@@ -237,6 +237,13 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         for name in ("_lookup", "_single"):
             if name in self.__dict__:
                 self.__dict__[name].close()
+
+    def __getstate__(self) -> object:
+        """Refuse copies and pickles."""
+        raise CopyError(
+            f"a module over {self.array!r} cannot be copied or pickled: save the state_dict of the "
+            "model, which has no rows, and open the table again where you need it"
+        )
 
     def __enter__(self) -> Self:
         return self
