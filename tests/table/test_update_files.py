@@ -189,3 +189,12 @@ def test_only_tables_of_checkpoints_are_restored(tmp_path):
     Record("rowwise_adagrad", 50, 4, 8, 9, changing=True).write(tmp_path / "u.npy")
     with pytest.raises(errors.CheckpointError, match="trained"):
         restore_table(tmp_path / "u.npy", tmp_path / "t.npy")
+
+
+@pytest.mark.parametrize("name", ["scale", "state"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1 percent", None])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, name, value):
+    with pytest.raises(errors.ArgumentError, match=f"{name}="):
+        create_table(tmp_path / "t.npy", 10, 4, **{name: value})
+
+    assert not list(tmp_path.iterdir())
