@@ -198,3 +198,11 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, name, value):
         create_table(tmp_path / "t.npy", 10, 4, **{name: value})
 
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_is_nested_too_deeply_is_refused(tmp_path):
+    create_table(tmp_path / "t.npy", 10, 4)
+    Path(record_path(tmp_path / "t.npy")).write_text("[" * 100_000)
+
+    with pytest.raises(errors.FileFormatError, match="is no record of a table"):
+        Record.read(tmp_path / "t.npy")
