@@ -263,6 +263,29 @@ def test_cache_is_not_closed_under_its_arrays(path: Path, device: CpuDevice) -> 
     cache.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*was not closed:ResourceWarning")
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_array_leaves_its_cache_to_those_that_use_it(path: Path, lost: bool) -> None:
+    """It once raised, and kept its file open and locked until the process ended."""
+    other = path.with_name("other.npy")
+    np.save(other, np.full((4, 4), 7.0))
+    x = fw.open(path, "r+", device="cpu")
+    x[0] = 5
+    y = fw.open(other, cache=x.cache)
+    assert y[1].tolist() == [7] * 4
+
+    if not lost:
+        x.close()
+    del x
+    gc.collect()
+
+    assert not descriptors_of(path)
+    assert y[2].tolist() == [7] * 4
+    y.close()
+    with fw.open(path, "r+", device="cpu") as again:
+        assert (again[0] == 5).all()
+
+
 def test_closed_array_holds_no_file(path: Path) -> None:
     def mapped() -> bool:
         return str(path) in Path("/proc/self/maps").read_text()

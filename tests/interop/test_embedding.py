@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import flashwarp.torch
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
+    CaptureError,
     ClosedError,
     CopyError,
     DtypeError,
@@ -410,6 +412,53 @@ def test_what_is_no_table_is_refused(tmp_path):
         fw.torch.Embedding(tmp_path / "absent.npy", device="cpu")
 
 
-def test_a_module_is_not_copied(x):
-    with pytest.raises(CopyError):
-        copy.deepcopy(fw.torch.Embedding(x))
+@pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_module_is_not_copied(x, act):
+    module = fw.torch.Embedding(x)
+
+    for each in (module, fw.torch.EmbeddingGroup([module])):
+        with pytest.raises(CopyError, match="save the state_dict"):
+            act(each if act is not copy.copy else module)
+
+
+def test_close_that_was_refused_can_be_repeated(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", np.ones((4, 4), "f4"))
+    module = fw.torch.Embedding(tmp_path / "x.npy", device="cpu")
+    close = fw.Array.close
+    monkeypatch.setattr(fw.Array, "close", refuse)
+    with pytest.raises(CaptureError):
+        module.close()
+    monkeypatch.setattr(fw.Array, "close", close)
+    assert module(torch.tensor([1])).shape == (1, 4)
+
+    module.close()
+
+    assert module.array.closed
+
+
+def refuse(_array):
+    """Do as `Array.close` while a CUDA graph uses it."""
+    raise CaptureError("1 CUDA graphs with calls of the array exist")
+
+
+@pytest.mark.parametrize("ids", [[1, 2], 1, None, np.array([1, 2]), "1"], ids=repr)
+@pytest.mark.parametrize("trains", [False, True])
+def test_ids_that_are_no_tensor_are_refused(x, ids, trains):
+    module = fw.torch.Embedding(x)
+    if trains:
+        module._trains = True
+
+    for act in (module, module.prefetch):
+        with pytest.raises(ArgumentError, match=f"of type {type(ids).__name__}: give a tensor"):
+            act(ids)
+    with pytest.raises(ArgumentError, match=r"give a tensor|no ids"):
+        fw.torch.EmbeddingGroup([module, module])(ids)
+
+
+def test_a_group_needs_a_list_of_ids(x):
+    module = fw.torch.Embedding(x)
+
+    with pytest.raises(ArgumentError, match="no ids"):
+        fw.torch.EmbeddingGroup([module])([])
+    with pytest.raises(ArgumentError, match="sequence of Embedding"):
+        fw.torch.EmbeddingGroup(module)

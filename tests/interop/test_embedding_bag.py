@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ import torch
 
 import flashwarp as fw
 import flashwarp.torch
-from flashwarp.errors import ArgumentError, BoundsError, DtypeError
+from flashwarp.errors import ArgumentError, BoundsError, ClosedError, DtypeError
 
 # Inductor starts processes and warns of what it lacks here.
 pytestmark = [
@@ -408,3 +410,76 @@ def test_ids_of_a_group_that_do_not_fit_are_refused(open_as):
         group([torch.zeros(k, dtype=torch.int64) for k in range(len(DIMS))])
     with pytest.raises(ArgumentError, match="are for tables of EmbeddingBag"):
         group(torch.zeros(3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ids_before_the_first_offset_get_no_gradient(x, mode):
+    """They once got that of the last bag, and a GPU an index below 0."""
+    ours = fw.torch.EmbeddingBag(x, mode=mode)
+    slopes = torch.tensor([[1.0], [10.0]])
+
+    try:
+        (ours(torch.tensor([5, 6, 8]), torch.tensor([1, 2])) * slopes).sum().backward()
+    except BoundsError:
+        return  # refused, as torch does on a CPU
+
+    ((_, gradients),) = ours.pending
+    assert gradients[:, 0].tolist() == [0, 1, 10]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tables", [1, 2])
+def test_ids_without_bags_have_a_backward(x, mode, tables):
+    modules = [fw.torch.EmbeddingBag(x, mode=mode) for _ in range(tables)]
+    ours = fw.torch.EmbeddingGroup(modules)
+    none = torch.tensor([], dtype=torch.int64)
+    factors = torch.rand(3, requires_grad=True) if mode == "sum" else None
+
+    pooled = ours(torch.tensor([5, 6, 8]), none, factors)
+    pooled.sum().backward()
+
+    assert pooled.shape == (0, tables * WIDTH)
+    assert factors is None or not factors.grad.any()
+
+
+def test_a_group_closes_while_threads_look_up(tmp_path):
+    """Close once freed the tables of the group beneath a kernel, which crashed."""
+    np.save(tmp_path / "ones.npy", np.ones((5000, 64), "f4"))
+    with fw.open(tmp_path / "ones.npy", device="cpu", cache="64 KiB") as ones:
+        for _ in range(10):
+            group = fw.torch.EmbeddingGroup([fw.torch.Embedding(ones) for _ in range(2)])
+            begun, wrong = threading.Barrier(5), []
+            threads = [
+                threading.Thread(target=look_up_until_closed, args=(group, begun, wrong))
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            begun.wait(60)
+            group.close()
+            for thread in threads:
+                thread.join(60)
+            assert not any(thread.is_alive() for thread in threads)
+            assert not wrong
+
+
+def look_up_until_closed(group, begun, wrong):
+    """Look ones up; note what is none."""
+    try:
+        for turn in range(10_000):
+            if not (group(torch.randint(0, 5000, (2, 500))) == 1).all():
+                wrong.append(turn)
+            if turn == 0:
+                begun.wait(60)
+    except ClosedError:
+        return
+    wrong.append("not closed")
+
+
+@pytest.mark.parametrize("name", ["input", "offsets", "per_sample_weights"])
+def test_operands_of_bags_that_are_no_tensors_are_refused(x, name):
+    ours = fw.torch.EmbeddingBag(x, mode="sum")
+    given = {"input": torch.tensor([1]), "offsets": torch.tensor([0])}
+
+    with pytest.raises(ArgumentError, match=f"{name} is of type list"):
+        ours(**given | {name: [1]})

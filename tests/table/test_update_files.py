@@ -189,3 +189,20 @@ def test_only_tables_of_checkpoints_are_restored(tmp_path):
     Record("rowwise_adagrad", 50, 4, 8, 9, changing=True).write(tmp_path / "u.npy")
     with pytest.raises(errors.CheckpointError, match="trained"):
         restore_table(tmp_path / "u.npy", tmp_path / "t.npy")
+
+
+@pytest.mark.parametrize("name", ["scale", "state"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "1 percent", None])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, name, value):
+    with pytest.raises(errors.ArgumentError, match=f"{name}="):
+        create_table(tmp_path / "t.npy", 10, 4, **{name: value})
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_is_nested_too_deeply_is_refused(tmp_path):
+    create_table(tmp_path / "t.npy", 10, 4)
+    Path(record_path(tmp_path / "t.npy")).write_text("[" * 100_000)
+
+    with pytest.raises(errors.FileFormatError, match="is no record of a table"):
+        Record.read(tmp_path / "t.npy")

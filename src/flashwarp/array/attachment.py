@@ -364,6 +364,8 @@ class Attachment(endings.NotCopied):
     def _close(self, late: DeviceTimeout | None) -> BaseException | None:
         if self.closed:
             return None
+        if self._owns_cache and self.cache.serves_besides(self.launcher.volume):
+            self._owns_cache = False  # it is freed when the last of the others has lost it
         failure = self._settle()
         if self.launcher.graphs.count:
             # The interpreter ends. A replay may still run, so nothing is freed.

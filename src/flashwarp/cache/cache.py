@@ -662,6 +662,11 @@ class Cache(Closing):
             )
         return begin
 
+    def serves_besides(self, volume: Volume) -> bool:
+        """Whether other arrays use the cache, besides that of `volume`."""
+        with self._lock:
+            return any(each is not volume for each in self._volumes.values())
+
     def detach(self, volume: Volume) -> None:
         """Remove an array that has no lines left, after `withdraw`."""
         with self._lock:

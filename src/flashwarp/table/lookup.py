@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.device import DeviceMemory, Launch
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, ClosedError
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 __all__ = ["Bags", "Ids", "Lookup", "Number", "Pooling", "Scales", "Table", "Weights"]
@@ -260,6 +260,7 @@ class Lookup:
         self._turns = [cache.turn for cache in sorted(caches, key=id)]
         self._structs = b"".join(bytes(each) for each in self._table_structs())
         self._memory: DeviceMemory | None = None
+        self._closed = False
         if len(self.tables) == 1:
             self._members = self._structs + struct.pack("=Q", 0)
         else:
@@ -397,7 +398,10 @@ class Lookup:
         return launch
 
     def _launch_in_turn(self, launch: Launch, params: bytes, ids: Ids, stream: int | None) -> None:
-        uses: list[object] = []
+        # Taken before the look: what `close` frees later stays until the launch has ended.
+        uses: list[object] = [] if self._memory is None else list(self._memory.owners)
+        if self._closed:
+            raise ClosedError("the lookup is closed")
         try:
             for array in self._arrays:
                 array._begin()
@@ -418,5 +422,6 @@ class Lookup:
 
     def close(self) -> None:
         """Free what it has in device memory; the arrays stay open."""
+        self._closed = True
         if self._memory is not None:
             self._memory.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +103,8 @@ def create_table(
     rule = rule_of(optimizer)
     rows, dim = _count("rows", rows, 1), _count("dim", dim, 1)
     width = -(-rule.width(dim) // _WORD_ELEMENTS) * _WORD_ELEMENTS
-    draw = _weights(init, float(scale), _count("seed", seed, 0), dim)
+    scale, state = _finite("scale", scale), _finite("state", state)
+    draw = _weights(init, scale, _count("seed", seed, 0), dim)
     layout = npy.empty_layout((rows, width), np.float32)
     target = files.check_new(files.check_name(path), overwrite)
     with files.Draft(target, overwrite, lock=True) as draft:
@@ -111,7 +113,7 @@ def create_table(
             if draw is not None or state:
                 block = max(1, _BLOCK_BYTES // (4 * width))
                 write = _Writer(draft.descriptor, layout.offset, rows, width, dim, draw)
-                write.state = slice(dim, rule.width(dim)), float(state)
+                write.state = slice(dim, rule.width(dim)), state
                 with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
                     for _ in pool.map(write, range(0, rows, block), [block] * -(-rows // block)):
                         pass
@@ -129,6 +131,16 @@ def _count(name: str, value: int, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ArgumentError(f"{name}={value!r}: use an integer, at least {least}")
     return int(value)
+
+
+def _finite(name: str, value: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ArgumentError(f"{name}={value!r}: use a finite number")
+    return number
 
 
 def _weights(

@@ -65,7 +65,7 @@ class Record:
         try:
             found = json.loads(text)
             return _parse(found)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FileFormatError(
                 f"{path} is no record of a table ({error}): restore the table from a checkpoint"
             ) from error

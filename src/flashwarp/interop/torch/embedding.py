@@ -17,7 +17,7 @@ from flashwarp.array.opening import open as open_array
 from flashwarp.config import integer
 from flashwarp.device import stream_handle
 from flashwarp.device.foreign import torch_dtype
-from flashwarp.errors import ArgumentError, DtypeError, ReadOnlyError
+from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
 from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import (
     COMPUTED,
@@ -27,7 +27,7 @@ from flashwarp.interop.torch.lookups import (
 )
 from flashwarp.table.lookup import Pooling, Scales, Table
 
-__all__ = ["Embedding", "EmbeddingBag", "check_bags"]
+__all__ = ["Embedding", "EmbeddingBag", "check_bags", "check_tensors"]
 
 TableLike: TypeAlias = Array | str | os.PathLike[str]
 ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
@@ -136,7 +136,9 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         if dtype is None:
             return self.stored if self.stored in COMPUTED else torch.float32
         if dtype not in COMPUTED:
-            raise DtypeError(f"dtype={dtype}: rows are converted to float32, float16 or bfloat16")
+            raise DtypeError(
+                f"dtype={dtype!r}: rows are converted to float32, float16 or bfloat16 of torch"
+            )
         return dtype
 
     def _scales_of(self, scales: ScalesLike) -> Scales:
@@ -222,16 +224,29 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         On a stream of its own a prefetch runs beside the present step, whose rows it may evict from
         a cache that is too small for both. Rows that find no free frame are skipped.
         """
+        check_tensors(ids=ids)
         handle = None if stream is None else stream_handle(stream)
         self._single.prefetch(ids, None, handle)
 
     def close(self) -> None:
-        """Close the arrays that the module has opened. Afterwards forward raises ClosedError."""
+        """Close the arrays that the module has opened. Afterwards forward raises ClosedError.
+
+        Raises CaptureError while a CUDA graph reads the table, which then stays open: delete the
+        graph, and call it again.
+        """
+        while self._opened:
+            self._opened[-1].close()
+            self._opened.pop()
         for name in ("_lookup", "_single"):
             if name in self.__dict__:
                 self.__dict__[name].close()
-        while self._opened:
-            self._opened.pop().close()
+
+    def __getstate__(self) -> object:
+        """Refuse copies and pickles."""
+        raise CopyError(
+            f"a module over {self.array!r} cannot be copied or pickled: save the state_dict of the "
+            "model, which has no rows, and open the table again where you need it"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -339,6 +354,8 @@ class Embedding(_TableModule):
         On a GPU the call waits for nothing, in the order of torch's current stream. It can be part
         of a CUDA graph, whose replays read the present ids, and of `torch.compile`.
         """
+        if not isinstance(input, torch.Tensor):
+            check_tensors(input=input)
         if self._trains and torch.is_grad_enabled():
             return look_up_rows(self._lookup, (self._part(),), self._anchor, input)
         return look_up(self._lookup, input)
@@ -487,6 +504,15 @@ def _padding(padding_idx: int | None, rows: int) -> int | None:
     return number + rows if number < 0 else number
 
 
+def check_tensors(**given: object) -> None:
+    """Raise ArgumentError for what is neither a tensor nor None, as arguments by name."""
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) and (value is not None or name in ("input", "ids")):
+            raise ArgumentError(
+                f"{name} is of type {type(value).__name__}: give a tensor on the table's device"
+            )
+
+
 def check_bags(
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
@@ -495,6 +521,7 @@ def check_bags(
     axes: int,
 ) -> None:
     """Raise ArgumentError unless ids are divided into bags: by offsets, or with so many axes."""
+    check_tensors(input=ids, offsets=offsets, per_sample_weights=weights)
     if offsets is None and ids.ndim != axes:
         raise ArgumentError(
             f"ids of shape {tuple(ids.shape)} and no offsets: without offsets they have {axes} "

@@ -135,6 +135,9 @@ class _Bags(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ids, offsets, weights, pooled = ctx.saved_tensors
+        if len(gradient) == 0:  # without bags no id is in one
+            none = None if weights is None else torch.zeros_like(weights)
+            return None, None, None, none, None, None
         of_weights: list[torch.Tensor] = []
         column = 0
         pieces = _pieces(ids, offsets, weights, len(ctx.parts), ctx.last_offset)
@@ -167,7 +170,7 @@ class _BagsOfTable:
     weights : torch.Tensor or None
         A factor for each id.
     inside : torch.Tensor or None
-        Whether an id is in its bag; the last offset may come before the last id.
+        Whether an id is in its bag: it may come before the first, or behind the last offset.
     """
 
     def __init__(
@@ -212,20 +215,23 @@ def _pieces(
         return
     begins = (offsets[:-1] if last_offset else offsets).long()
     places = torch.arange(ids.numel(), device=ids.device)
-    inside = places < offsets[-1] if last_offset else None
+    inside = places >= begins[0]
+    if last_offset:
+        inside &= places < offsets[-1]
     count = len(begins) // tables
     bounds = [0, ids.numel()]
     if tables > 1:
-        bounds = [*begins[::count].tolist(), ids.numel()]
+        bounds = [0, *begins[count::count].tolist(), ids.numel()]
     for place in range(tables):
         of_table = slice(bounds[place], bounds[place + 1])
         first = place * count
         bag = torch.searchsorted(begins[first : first + count], places[of_table], right=True) - 1
+        bag = bag.clamp_(min=0)  # of ids before the first bag, which are not inside
         yield _BagsOfTable(
             ids[of_table],
             bag,
             None if weights is None else weights[of_table],
-            None if inside is None else inside[of_table],
+            inside[of_table],
         )
 
 

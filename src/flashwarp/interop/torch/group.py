@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from flashwarp.device import stream_handle
 from flashwarp.errors import ArgumentError
-from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag, check_bags
+from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag, check_bags, check_tensors
 from flashwarp.interop.torch.gradients import look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import TensorLookup, look_up
 from flashwarp.table.lookup import Pooling
@@ -53,7 +53,7 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, tables: Sequence[Embedding] | Sequence[EmbeddingBag]) -> None:
         super().__init__()
-        listed = list(tables)
+        listed = list(tables) if isinstance(tables, Iterable) else []
         if not listed or not all(isinstance(each, Embedding | EmbeddingBag) for each in listed):
             raise ArgumentError("tables is a sequence of Embedding, or of EmbeddingBag")
         kinds = {_kind(each) for each in listed}
@@ -142,9 +142,9 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
 
     def close(self) -> None:
         """Free what the group has in device memory, and close its tables."""
-        self._lookup.close()
-        for table in self.tables:
+        for table in self.tables:  # they raise while a CUDA graph reads them
             table.close()
+        self._lookup.close()
 
 
 def _kind(module: Embedding | EmbeddingBag) -> tuple[str, str, bool, torch.dtype]:
@@ -153,6 +153,12 @@ def _kind(module: Embedding | EmbeddingBag) -> tuple[str, str, bool, torch.dtype
 
 
 def _stacked(ids: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not isinstance(ids, list | tuple):
+        raise ArgumentError(f"ids of type {type(ids).__name__}: give a tensor, or a list of them")
+    for each in ids:
+        check_tensors(ids=each)
+    if not ids:
+        raise ArgumentError("no ids: give a tensor of ids for each table")
     shapes = {tuple(each.shape) for each in ids}
     if len(shapes) != 1:
         raise ArgumentError(
