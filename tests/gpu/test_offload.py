@@ -120,6 +120,42 @@ def test_a_table_in_parts_with_scales_is_looked_up(tmp_path, weight, device):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("immutable", [True, False])
+def test_a_table_in_parts_of_two_files_is_read_in_place(immutable, tmp_path, weight, device):
+    """Parts in the order of their names, as libraries write them: of 13, the second is part 1."""
+    parts = [f"ngram_embedding.shard_{i}.weight" for i in range(13)]
+    held = dict(zip(parts, weight.tensor_split(13), strict=True))
+    names = sorted(held)
+    save(tmp_path / "x-1.safetensors", {name: held[name] for name in names[:5]}, 8)
+    save(tmp_path / "x-2.safetensors", {name: held[name] for name in names[5:]})
+    model, ids = model_on_meta(), torch.randperm(ROWS, device="cuda").repeat(2)
+    resident = weight.cuda()
+
+    with (
+        torch.no_grad(),
+        offload(
+            model, "*", tmp_path, ram="256 MiB", gpu="16 MiB", device=device, rows_per_step=1,
+            immutable=immutable,
+        ) as tables,
+    ):  # fmt: skip
+        array = tables.tables["ngram_embedding"]
+        # A file system without leases leaves only the promise.
+        assert array.controller.path == "in_place" or not immutable
+        before = array.stats.commands
+        assert torch.equal(model.ngram_embedding(ids), resident[ids])
+        array.check()
+        graph, few = torch.cuda.CUDAGraph(), ids[:100].clone()
+        with torch.cuda.graph(graph):
+            out = model.ngram_embedding(few)
+        few.copy_(ids[500:600])
+        graph.replay()
+        assert torch.equal(out, resident[few])
+        if array.controller.path == "in_place":
+            assert array.stats.commands == before
+        del graph, out
+        gc.collect()
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_ids_and_rows_are_one_graph(path, tmp_path, weight, device):
     save(tmp_path / "x.safetensors", {"ngram_embedding.weight": weight})

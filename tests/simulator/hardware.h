@@ -240,6 +240,16 @@ class Hardware {
     return false;
   }
 
+  // Divides a namespace within its first line, and within a later one.
+  void read_in_parts(nvme::queue_pair& q, uint64_t bytes) {
+    const uint64_t ends[] = {8, 24, kLineBytes, kLineBytes * 3 / 2, bytes};
+    auto* parts = allocate<nvme::mapped_part>(5, "parts");
+    for (uint32_t i = 0; i < 5; ++i) parts[i] = {ends[i], q.data.mapped_base};
+    q.parts = parts;
+    q.part_count = 5;
+    q.plain_reads = 0;
+  }
+
   void attach_namespace(uint32_t number, uint32_t index, nvme::queue_pair* queues) {
     Namespace& ns = volumes_[number].namespaces.emplace_back();
     const uint64_t bytes = namespace_bytes();
@@ -294,6 +304,8 @@ class Hardware {
       }
       q.plain_reads = shape_.plain;
       q.plain_writes = shape_.plain && !shape_.leased;
+      const bool divided = shape_.parts && shape_.plain && bytes > 2 * kLineBytes;
+      if (divided) read_in_parts(q, bytes);
       q.depth_log2 = depth_log2;
       q.id = i + 1;
       pairs.push_back({address(q.sq), address(q.cq), address(q.sq_doorbell), address(q.cq_doorbell),

@@ -974,6 +974,14 @@ MUTANTS = {
             "leases",
         ),
         Mutant(
+            "pages-left-unseen-in-parts",
+            _COMMAND,
+            "    again |= read_frames(q, mask, now, now, frame, address, bytes);\n",
+            "    read_frames(q, mask, now, now, frame, address, bytes);\n",
+            "so does one from the parts of a namespace",
+            "leases",
+        ),
+        Mutant(
             "plain-reads-of-some-lanes",
             _COMMAND,
             "  if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;\n",

@@ -29,7 +29,9 @@ struct Shape {
   uint32_t first_deeper = 0;  // the rings of namespace 0 have this many times two as many entries
   bool leased = false;        // kInPlace: the pages may be left while kernels run
   bool plain = false;         // kInPlace: reads, and writes without a lease, take no commands
-  int bad = -1;               // the one namespace that faults are for; -1: all
+  // With `plain`: reads look each line up among the parts of the namespace.
+  bool parts = false;
+  int bad = -1;  // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {
     Shape s;
@@ -43,6 +45,8 @@ struct Shape {
     s.depth_log2 = 1 + random.below(4);
     s.path = random.pick(kPaths);
     s.plain = random.chance(40);
+    // No draw: seeds give the runs that they gave.
+    s.parts = s.plain && s.lines > 9;
     s.controllers = 1 + random.chance(20);
     s.warps = 2 + random.below(kWidth == 32 ? 1 : 3);
     return s;

@@ -42,6 +42,47 @@ def test_rows_of_all_parts_are_one_array(tmp_path, content, o_direct):
         assert "one controller for all 4 members" in str(x.explain())
 
 
+@pytest.mark.parametrize("line", [512, 4096])
+def test_memory_in_parts_is_read_in_place(content, line):
+    """Lines that lie in one part, in two, and in many that are shorter than they are."""
+    flat = content.reshape(-1)
+    cuts = [8, 24, 512, 1000, 1008, 1016, 1024, 6000, 6001, 20_000]
+    parts = [Memory(part.copy(), writable=False) for part in np.split(flat, cuts)]
+    ids = np.random.default_rng(1).integers(-900, 900, 5000)
+
+    with fw.open(Concatenated(parts), dtype="u1", shape=content.shape, device="cpu", line=line,
+                 cache="16 KiB") as x:  # fmt: skip
+        assert x.controller.path == "in_place"
+        assert x.in_place is None
+        assert np.array_equal(x.gather(ids), content[ids])
+        assert np.array_equal(x[:], content)
+        x.prefetch(slice(0, 100))
+        assert np.array_equal(x[:100], content[:100])
+        assert x.stats.misses > 0
+        assert x.stats.commands == 0
+
+
+@pytest.mark.parametrize("how", ["written", "commands"])
+def test_memory_in_parts_that_needs_commands_is_not_read_in_place(content, how):
+    parts = [Memory(half.reshape(-1).copy()) for half in np.split(content, 2)]
+    mode = "r+" if how == "written" else "r"
+    settings = fw.SoftwareController(commands=how == "commands")
+
+    with fw.open(Concatenated(parts), mode, "u1", content.shape, device="cpu", line=512,
+                 cache="16 KiB", controller=settings) as x:  # fmt: skip
+        assert x.controller.path == "direct"
+        assert np.array_equal(x[:], content)
+        assert x.stats.commands > 0
+
+
+def test_commands_in_parts_in_place_are_refused(content):
+    parts = [Memory(half.reshape(-1).copy(), writable=False) for half in np.split(content, 2)]
+    settings = fw.SoftwareController(commands=True, data_path="in_place")
+
+    with pytest.raises(ArgumentError, match="one address for all of its members"):
+        fw.open(Concatenated(parts), dtype="u1", device="cpu", controller=settings)
+
+
 def test_stores_go_to_their_parts_and_nowhere_else(tmp_path, content):
     members = parts_of(tmp_path, content)
     with fw.open(Concatenated(members), "r+", "u1", content.shape, device="cpu") as x:

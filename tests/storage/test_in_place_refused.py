@@ -26,7 +26,7 @@ from flashwarp.device.cuda import CudaDevice
 from flashwarp.device.host_memory import PinnedFiles
 from flashwarp.errors import DataPathError, DeviceError
 from flashwarp.nvme import software
-from flashwarp.storage import Memory, Striped
+from flashwarp.storage import Concatenated, Memory, Striped
 from flashwarp.storage.lease import Lease
 from support import fake_cuda
 from support.fake_cuda import fake
@@ -171,6 +171,48 @@ def check_stripes_of_which_one_is_refused_all_take_the_rings() -> None:
             assert host_memory.pinned_files.nbytes == 0
             for path in paths:
                 assert seconds_to_open_for_writing(path) < OPEN_S_MAX
+
+
+def check_parts_are_read_in_place_until_one_of_their_files_is_written() -> None:
+    may_register()
+    with TemporaryDirectory() as folder, gpu() as device:
+        paths = [make(folder, "a"), make(folder, "b")]
+        parts = [(paths[0], 8, 4096), (paths[1], 16, NBYTES - 16), (paths[0], 8192, 1000)]
+        with opened(Concatenated(parts), device, strict="in_place") as x:
+            assert x.controller.plain_reads
+            assert x.in_place is None
+            assert "a lease holds writers off" in str(x.explain())
+            assert host_memory.pinned_files.nbytes > 0
+            assert seconds_to_open_for_writing(paths[1]) < OPEN_S_MAX
+            assert x.controller.path == "bounce"
+            assert seconds_to_open_for_writing(paths[0]) < OPEN_S_MAX
+        assert host_memory.pinned_files.nbytes == 0
+        with opened(Concatenated(parts), device, immutable=True) as x:
+            assert x.controller.path == "in_place"
+            assert "immutable=True" in str(x.explain())
+
+
+def check_parts_that_are_no_whole_words_take_the_rings() -> None:
+    may_register()
+    with TemporaryDirectory() as folder, gpu() as device:
+        path = make(folder)
+        for parts in ([(path, 0, 12), (path, 16, 4)], [(path, 4, 8), (path, 16, 8)]):
+            with opened(Concatenated(parts), device) as x:
+                assert x.explain().path == "bounce"
+
+
+def check_parts_of_which_one_is_refused_all_take_the_rings() -> None:
+    may_register(most=NBYTES // 2)
+    with TemporaryDirectory() as folder, gpu() as device:
+        paths = [make(folder, "a"), make(folder, "b")]
+        parts = [(paths[0], 0, 4096), (paths[1], 0, NBYTES)]
+        opened(paths[0], device, shape=(8,)).close()  # loads kernels
+        before = fake().fake_live_allocations()
+        with opened(Concatenated(parts), device) as x:
+            assert f"registering {NBYTES} read-only bytes" in reason_of(x)
+            for path in paths:
+                assert seconds_to_open_for_writing(path) < OPEN_S_MAX
+        assert fake().fake_live_allocations() == before
 
 
 def check_arrays_share_the_budget_of_pinned_files() -> None:

@@ -7,6 +7,7 @@ has stopped.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,7 +16,16 @@ from flashwarp import _native
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
 
-__all__ = ["DATA_PATHS", "DataPath", "QueueCounters", "QueuePairs", "QueueTable", "u32", "u64"]
+__all__ = [
+    "DATA_PATHS",
+    "DataPath",
+    "MappedPart",
+    "QueueCounters",
+    "QueuePairs",
+    "QueueTable",
+    "u32",
+    "u64",
+]
 
 DataPath = Literal["in_place", "bounce", "direct"]
 DATA_PATHS: tuple[DataPath, ...] = get_args(DataPath)
@@ -55,7 +65,7 @@ class QueuePairStruct(ctypes.Structure):
         *u64("sq", "cq", "sq_doorbell", "cq_doorbell", "slots", "detached"),
         ("data", TransportStruct),
         *u32("doorbell_kind", "plain_reads", "plain_writes", "cached_reads"),
-        ("_pad0", ctypes.c_uint8 * 16),
+        *u64("parts", "part_count"),
         *u32("ticket", "depth_log2", "id", "failed"),
         ("_pad1", ctypes.c_uint8 * 16),
         *u32("publish_lock", "tail"),
@@ -65,6 +75,18 @@ class QueuePairStruct(ctypes.Structure):
         *u32("doorbells", "helps"),
         ("_pad4", ctypes.c_uint8 * 24),
     )
+
+
+class MappedPart(NamedTuple):
+    """Mirror of `nvme::mapped_part`."""
+
+    end: int
+    """The byte of the namespace behind its last."""
+    base: int
+    """Device address of its first byte, less that byte's number in the namespace; modulo 2^64."""
+
+
+_PART = struct.Struct("=2Q")
 
 
 class LeaseStruct(ctypes.Structure):
@@ -129,6 +151,8 @@ class QueuePairs(NotCopied):
         "in_place": whether `leave_in_place` and `advance_epoch` may be called.
     plain_reads, plain_writes : bool
         "in_place": whether kernels read, and write, the namespace without commands.
+    parts : sequence of MappedPart
+        "in_place": where kernels read the namespace without commands, if it has no one address.
     cached_reads : bool
         "direct": whether threads of the CPU device copy what is in the page cache without commands.
     timeout_s : float
@@ -147,6 +171,7 @@ class QueuePairs(NotCopied):
         leased: bool = False,
         plain_reads: bool = False,
         plain_writes: bool = False,
+        parts: Sequence[MappedPart] = (),
         cached_reads: bool = False,
         timeout_s: float,
     ) -> None:
@@ -164,7 +189,8 @@ class QueuePairs(NotCopied):
         heartbeat_bytes = _DOORBELL_STRIDE
         self._rings = device.allocate_host(rings + heartbeat_bytes)
         pair_bytes = ctypes.sizeof(QueuePairStruct)
-        self._memory = device.allocate(count * (pair_bytes + depth * (8 + _DETACHED_BYTES)))
+        pairs_bytes = count * (pair_bytes + depth * (8 + _DETACHED_BYTES))
+        self._memory = device.allocate(pairs_bytes + len(parts) * _PART.size)
         self._epoch = self._own_epoch = Epoch(device) if leased else None
         # The lease's keeper may come while the structs move into a table.
         self._lock = threading.Lock()
@@ -194,6 +220,8 @@ class QueuePairs(NotCopied):
             pair.plain_reads = int(plain_reads)
             pair.plain_writes = int(plain_writes)
             pair.cached_reads = int(cached_reads)
+            pair.parts = self.address + pairs_bytes if parts else 0
+            pair.part_count = len(parts)
             pair.depth_log2 = depth.bit_length() - 1
             pair.id = i + 1
             self.native.append(
@@ -208,6 +236,9 @@ class QueuePairs(NotCopied):
                 )
             )
         device.upload(self.address, bytes(self._structs))
+        if parts:
+            places = b"".join(_PART.pack(*part) for part in parts)
+            device.upload(self.address + pairs_bytes, places)
 
     def move_to(self, address: int, epoch: Epoch | None) -> None:
         """Move the structs that kernels use, and share an epoch; before any kernel has used them.

@@ -23,9 +23,9 @@ from flashwarp.errors import (
     StorageError,
 )
 from flashwarp.nvme import Controller, Destination, Service
-from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, QueuePairs
+from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath, MappedPart, QueuePairs
 from flashwarp.storage import File, Memory, Namespace, Storage
-from flashwarp.storage.composite import members_of
+from flashwarp.storage.composite import Concatenated, members_of
 from flashwarp.storage.file import Mapping
 
 if TYPE_CHECKING:
@@ -144,6 +144,7 @@ def choose_path(
     leased = isinstance(storage, File) and storage.lease is not None
     safe = leased or isinstance(storage, Memory) or device.kind == "cuda"
     mappable = bool(storage.native.mapped_base) and safe
+    mappable = mappable or bool(_parts_of(storage, device))
     if wanted == "in_place" and not mappable:
         refusal = storage.lease_refusal if isinstance(storage, File) else ""
         raise ArgumentError(
@@ -165,6 +166,24 @@ def choose_path(
     return "bounce", why + tried
 
 
+def _parts_of(storage: Storage, device: Device) -> list[MappedPart]:
+    """Return where a device reads a concatenation in place; none if it cannot.
+
+    Stores go through commands, which have one address for the namespace. So it takes none.
+    """
+    if not isinstance(storage, Concatenated) or storage.writable:
+        return []
+    parts, begin = [], 0
+    for member in storage.members:
+        base = int(member.native.mapped_base)
+        if not base or not (isinstance(member, Memory) or device.kind == "cuda"):
+            return []
+        end = begin + member.nbytes
+        parts.append(MappedPart(end, (base - begin) % (1 << 64)))
+        begin = end
+    return parts
+
+
 # The longest load of a GPU thread, and so the strictest alignment.
 _LOAD_BYTES_MAX = 16
 
@@ -178,6 +197,10 @@ def register(storage: Storage, device: Device) -> Iterator[Registration]:
 
     Yields each registration that the caller must close. Raises DeviceError if the device refuses.
     """
+    if isinstance(storage, Concatenated):
+        for member in storage.members:
+            yield from register(member, device)
+        return
     held = storage.mapping if isinstance(storage, File) else storage
     if not isinstance(held, Mapping | Memory):
         return
@@ -249,15 +272,22 @@ class SoftwareService(Service):
         self._broken = False
         defaults = config.current()
         refusal = destination.in_place_refusal
+        without_commands = self.model is None and not settings.commands
+        if not without_commands and _parts_of(storage, device):
+            refusal = refusal or "commands need one address for all of its members"
+            if settings.asked_path == "in_place":
+                raise ArgumentError(f"data_path='in_place' cannot be had: {refusal}")
         path, self.reason = choose_path(storage, device, settings.asked_path, refusal)
         if path == "in_place" and device.kind == "cuda":
             refusal = self._register(storage, device)
             if refusal:
                 path, self.reason = choose_path(storage, device, None, refusal)
         self.in_place_refusal = refusal
-        without_commands = self.model is None and not settings.commands
+        parts = _parts_of(storage, device) if path == "in_place" else []
         self._plain_reads = (
-            path == "in_place" and without_commands and isinstance(storage, Memory | File)
+            path == "in_place"
+            and without_commands
+            and (bool(parts) or isinstance(storage, Memory | File))
         )
         # What is not in the page cache, and all other transfers, go through the rings.
         cached_reads = (
@@ -275,19 +305,18 @@ class SoftwareService(Service):
                 "; what is in the page cache takes no commands, and leaves no lines if a gather is "
                 "larger than the cache"
             )
-        if path == "in_place" and isinstance(storage, File):
-            held = "immutable=True" if storage.lease is None else "a lease holds writers off"
-            self.reason += f"; {held}"
+        files = [member for member in members_of(storage) if isinstance(member, File)]
+        leases = [file.lease for file in files if file.lease is not None]
+        if path == "in_place" and files:
+            self.reason += f"; {'a lease holds writers off' if leases else 'immutable=True'}"
         if self.model is not None:
             self.reason += f"; {self.model}"
-        lease = storage.lease if isinstance(storage, File) else None
         if path != "in_place":
-            lease = None
-            for member in members_of(storage):
-                if isinstance(member, File):
-                    member.leave_pages()
+            leases = []
+            for file in files:
+                file.leave_pages()
         # A file that is read in place under a lease may have to go through buffers later.
-        buffered = path == "bounce" or lease is not None
+        buffered = path == "bounce" or bool(leases)
         count, depth, threads = self._geometry(path, buffered, destination, defaults)
         # A launch that has all cores serves itself whenever it waits; a thread of ours would only
         # take a core from it. If threads= was given, its threads work nevertheless.
@@ -306,8 +335,9 @@ class SoftwareService(Service):
                 path,
                 mapped_base=self._mapped_base,
                 buffer_bytes=destination.line_bytes if buffered else 0,
-                leased=lease is not None,
-                plain_reads=self._plain_reads,
+                leased=bool(leases),
+                plain_reads=self._plain_reads and not parts,
+                parts=parts,
                 plain_writes=self._plain_reads and storage.writable,
                 cached_reads=cached_reads,
                 timeout_s=defaults.timeout_s,
@@ -334,13 +364,15 @@ class SoftwareService(Service):
                     "limit of processes (ulimit -u), or ask for fewer threads"
                 ) from error
             self.path = path
-            if lease is not None:
+            if leases:
                 self.leased = True
                 self._side = device.create_stream()
                 self._owned.callback(self._side.close)
                 # Closed first, because a break uses the rings.
-                self._owned.callback(lease.close)
-                lease.watch(self._leave_in_place, self._file_changed)
+                for lease in leases:
+                    self._owned.callback(lease.close)
+                for lease in leases:
+                    lease.watch(self._leave_in_place, self._file_changed)
         except BaseException:
             self.stop()
             raise

@@ -227,7 +227,8 @@ class Concatenated(Composite):
     Notes
     -----
     One controller serves all members, because a line may hold the end of one and the beginning of
-    the next. So a GPU reads the files through its rings, never in place.
+    the next. A GPU reads the members in place as it reads one file, if they are read-only: then its
+    kernels search for the member of a line that is missing, and take a line from several.
 
     Examples
     --------

@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -318,7 +318,9 @@ def reach(
     # All files together must fit the memory, so each reserves what the others take.
     reserved = host_bytes(nbytes) + nbytes if files else 0
     in_place = all(isinstance(part, FilePart | Memory) for part in source.parts)
-    in_place = in_place and not isinstance(source.composite, Concatenated)
+    if isinstance(source.composite, Concatenated):
+        # A thread of the CPU device would die of SIGBUS if one of the files were cut.
+        in_place = in_place and access.device.kind == "cuda" and _words_stay_whole(source.parts)
     storages, why = _open_parts(source.parts, access, reserved, in_place, opened)
     opened_files = [s for s in storages if isinstance(s, File)]
     if len({s.mapping is None for s in opened_files}) > 1:
@@ -333,6 +335,12 @@ def reach(
     composite = source.composite.of([s for s in storages if isinstance(s, Storage)])
     opened.callback(composite.close)
     return composite, why
+
+
+def _words_stay_whole(parts: Sequence[FilePart | Namespace]) -> bool:
+    """Whether parts that follow one another begin at words."""
+    sizes = [part.layout.nbytes if isinstance(part, FilePart) else part.nbytes for part in parts]
+    return all(nbytes % _WORD_BYTES == 0 for nbytes in sizes[:-1])
 
 
 def _open_parts(

@@ -147,6 +147,8 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             self._opened.append(scales)
         if isinstance(scales, Array):
             dtype: torch.dtype = torch_dtype(torch, scales.dtype)
+            if dtype == torch.uint16:  # numpy has no bfloat16, and no scale is an integer
+                dtype = torch.bfloat16
             address, array = 0, scales
             device: Any = scales.device.name
             here = scales.device is self.array.device
@@ -271,8 +273,8 @@ class Embedding(_TableModule):
         Of shape ``(rows, width)``. A path is opened with `flashwarp.open`, and closed by `close`.
     scales : path-like, flashwarp.Array or torch.Tensor, optional
         Factors of the rows: one, one for each row, or one for each row and block of columns, of
-        shape ``(rows, blocks)``. float32, float16 or bfloat16. A tensor stays in memory; a path or
-        an array is read through the cache.
+        shape ``(rows, blocks)``. float32, float16 or bfloat16, which an array has as uint16. A
+        tensor stays in memory; a path or an array is read through the cache.
     rows : range, optional
         Which rows of the array are the table's; id 0 is the first of them. Default: all.
     dim : int, optional

@@ -165,6 +165,42 @@ FW_DEVICE bool fill_from_cached(const line_cache& c, const volume& v, const nvme
   return copy.done;
 }
 
+// Reads the lines of `members` from the parts of a namespace. A line may lie in several of them.
+// Returns the lanes that must read again, as `read_frames`.
+FW_DEVICE_NOINLINE uint32_t read_parts(const line_cache& c, const volume& v,
+                                       const nvme::queue_pair& q, uint32_t mask, uint32_t members,
+                                       const transfer& t) {
+  const bool mine = (members >> warp::lane()) & 1;
+  uint64_t at = line_in_namespace(v, t.line) << c.geometry.line_shift;
+  uint64_t left = mine ? bytes_of_line(c, v, t.line) : 0;
+  uint64_t frame = reinterpret_cast<uint64_t>(frame_of(c.geometry, t.way));
+  uint64_t low = 0;
+  for (uint64_t high = mine ? q.part_count - 1 : 0; low < high;) {
+    const uint64_t middle = (low + high) / 2;
+    const bool behind = q.parts[middle].end <= at;
+    low = behind ? middle + 1 : low;
+    high = behind ? high : middle;
+  }
+  uint32_t again = 0;
+  // Each lane has acquired its own line; now all lanes copy all of them.
+  warp::sync(mask);
+  for (; warp::any(mask, left != 0); low++) {
+    const uint32_t now = warp::ballot(mask, left != 0);
+    uint64_t address = 0;
+    uint64_t bytes = 0;
+    if (left != 0) {
+      const nvme::mapped_part part = q.parts[low];
+      address = part.base + at;
+      bytes = part.end - at < left ? part.end - at : left;
+    }
+    again |= read_frames(q, mask, now, now, frame, address, bytes);
+    at += bytes;
+    frame += bytes;
+    left -= bytes;
+  }
+  return again;
+}
+
 // Moves the lines of `members` in place, or out of the page cache, without commands, if the queue
 // pair permits that. Returns the lanes that need a command: all, or those that have read while the
 // host left the path.
@@ -175,9 +211,11 @@ FW_DEVICE uint32_t move_in_place(const line_cache& c, const volume& v, const nvm
   if constexpr (warp::kWarpWidth == 1) {
     if (reads && members != 0 && fill_from_cached(c, v, q, t)) return 0;
   }
-  if ((reads ? q.plain_reads : q.plain_writes) == 0) return members;
+  const bool in_parts = reads && q.parts != nullptr;
+  if ((reads ? q.plain_reads : q.plain_writes) == 0 && !in_parts) return members;
   // Lanes may see different paths while the host leaves this one; all of them must go one way.
   if (warp::any(mask, nvme::path_of(q) != nvme::kInPlace)) return members;
+  if (in_parts) return read_parts(c, v, q, mask, members, t);
   const bool mine = (members >> warp::lane()) & 1;
   const uint64_t address = mine ? data_address(c, v, q, nvme::kInPlace, 0, t) : 0;
   if (reads) return land_reads(c, v, q, mask, members, members, t, address);

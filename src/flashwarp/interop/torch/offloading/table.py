@@ -109,10 +109,10 @@ def _open_rows(tensors: Sequence[Tensor], **options: Any) -> Array:
     first = tensors[0]
     shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
     options |= {"dtype": STORED[first.dtype][0], "shape": shape}
-    if len(tensors) == 1:
+    extents = _joined([Extent(t.path, t.offset, t.nbytes) for t in tensors])
+    if len(extents) == 1:
         return open_array(first.path, offset=first.offset, **options)
-    extents = [Extent(t.path, t.offset, t.nbytes) for t in tensors]
-    return open_array(Concatenated(_joined(extents)), **options)
+    return open_array(Concatenated(extents), **options)
 
 
 def _joined(extents: Sequence[Extent]) -> list[Extent]:

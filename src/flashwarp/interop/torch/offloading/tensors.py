@@ -162,6 +162,6 @@ def _scales_of(table: ModelTable, checkpoint: Mapping[str, Tensor]) -> list[Tens
         one_each = len(scales.shape) in (1, 2) and scales.shape[0] == tensor.shape[0]
         if not one_each or scales.shape[1:] != found[0].shape[1:]:
             raise FileFormatError(f"{scales} has not a scale, or several, for each row of {tensor}")
-        if scales.dtype not in ("F32", "F16") or scales.dtype != found[0].dtype:
-            raise DtypeError(f"{scales}: scales of rows must be F32 or F16, all of one dtype")
+        if scales.dtype not in _FLOATS or scales.dtype != found[0].dtype:
+            raise DtypeError(f"{scales}: scales of rows must be F32, F16 or BF16, all of one dtype")
     return found
