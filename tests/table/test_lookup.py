@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 
 import numpy as np
 import pytest
@@ -93,6 +94,48 @@ def test_prefetch_brings_what_a_lookup_then_finds(x, content):
     assert before.bytes_read > 0
     assert (x.stats.misses, x.stats.bytes_read) == (before.misses, before.bytes_read)
     assert (out == content[ids]).all()
+
+
+@pytest.mark.parametrize("pools", [False, True])
+@pytest.mark.parametrize("number", [Number.FLOAT32, Number.FLOAT16])
+def test_rows_are_fetched_ahead_where_the_storage_makes_a_thread_wait(
+    tmp_path, content, number, pools
+):
+    """Each read takes 5 ms, so one after the other they would take two seconds."""
+    latency = (4900, 5000, 5100)
+    model = fw.SSDModel(
+        name="slow",
+        read_iops=((4096, 1e6),),
+        write_iops=((4096, 1e6),),
+        read_bytes_per_s=1e10,
+        write_bytes_per_s=1e10,
+        read_latency_us=latency,
+        write_latency_us=latency,
+        units=256,
+    )
+    content.tofile(tmp_path / "x.bin")
+    ids = np.random.default_rng(5).permutation(ROWS)[:400]
+    out = np.empty((400, WIDTH), np.float32)
+    with fw.open(
+        *(tmp_path / "x.bin", "r", "f4", (ROWS, WIDTH)),
+        device="cpu",
+        cache="1 MiB",
+        line=512,
+        controller=fw.SoftwareController(model=model),
+    ) as x:
+        lookup, bags = Lookup([table(x)]), Bags(20, 20)
+        begin = time.perf_counter()
+        if pools:
+            lookup.bags(where(ids), bags, Pooling.SUM, None, out.ctypes.data, number, None)
+        else:
+            lookup.rows(where(ids), out.ctypes.data, number, None)
+        took = time.perf_counter() - begin
+        lines = {byte // 512 for row in ids for byte in (row * 160, row * 160 + 159)}
+        accesses = sum(2 if row * 160 % 512 > 512 - 160 else 1 for row in ids.tolist())
+
+        assert took < 1
+        assert x.stats.misses == len(lines)
+        assert x.stats.hits == accesses - len(lines)
 
 
 @pytest.mark.parametrize(

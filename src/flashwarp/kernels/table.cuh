@@ -314,7 +314,12 @@ struct lookup_events {
 };
 FW_DEVICE void add_lookup_events(cache::volume& v, lookup_events& events) {
   cache::counters& shard = cache::shard_of(v);
-  events.hits -= events.fetched < events.hits ? events.fetched : events.hits;
+  if (kLooksAhead && events.fetched != 0) {
+    // Some of the accesses that found them have counted themselves.
+    const uint64_t hits = atomic::load_relaxed(&shard.hits) + events.hits;
+    const uint64_t fetched = events.fetched < hits ? events.fetched : hits;
+    atomic::add_relaxed(&shard.hits, uint64_t(0) - fetched);
+  }
   if (events.bytes_used != 0) atomic::add_relaxed(&shard.bytes_used, events.bytes_used);
   if (warp::lane() == 0 && events.hits != 0) {
     atomic::add_relaxed(&shard.hits, uint64_t(events.hits));
