@@ -446,21 +446,28 @@ FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t
   cache::tally rows;
   cache::tally scales;
   events.quiet++;
-  for (uint64_t next = events.looked_to > k ? events.looked_to : k; next < to; next++) {
+  bool waits = true;
+  uint64_t next = events.looked_to > k ? events.looked_to : k;
+  for (; next < to && waits; next++) {
     const uint64_t id = uint64_t(integer_at(p.ids, p.index_bytes, next));
     if (id >= t.row_count || (kPools && id == t.padding)) continue;
     const uint64_t from = (t.row_begin + id) * t.row_bytes;
     const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;
-    for (uint64_t line = from >> shift; line <= last; line++) {
-      cache::prefetch<policy>(*t.cache, *t.volume, mask, true, t.volume->line_begin + line, rows);
+    for (uint64_t at = from >> shift; at <= last; at++) {
+      const uint64_t line = t.volume->line_begin + at;
+      const uint32_t misses = rows.misses;
+      cache::prefetch<policy>(*t.cache, *t.volume, mask, true, line, rows);
+      // What is there at once need not be asked for ahead, where it may be evicted before its use.
+      if (rows.misses != misses && cache::probe(t.geometry, line).found) waits = false;
     }
     if (s.volume == nullptr) continue;
     const word_place at = place_of(s.geometry, *s.volume, id * s.stride * base::bytes_of(s.number),
                                    base::bytes_of(s.number));
     cache::prefetch<policy>(*s.cache, *s.volume, mask, true, at.line, scales);
   }
-  events.looked_to = to;
+  events.looked_to = next;
   if (rows.misses != 0 || scales.misses != 0) events.quiet = 0;
+  if (!waits) events.quiet = p.look_ahead;
   events.fetched += rows.misses;
   // A prefetch counts no hits.
   rows.add_to(*t.volume, mask);
