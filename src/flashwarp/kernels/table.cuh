@@ -465,9 +465,9 @@ FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t
                                    base::bytes_of(s.number));
     cache::prefetch<policy>(*s.cache, *s.volume, mask, true, at.line, scales);
   }
-  events.looked_to = next;
+  // If the storage is fast, ask again after as many ids as a look ahead has.
+  events.looked_to = waits ? next : next + p.look_ahead;
   if (rows.misses != 0 || scales.misses != 0) events.quiet = 0;
-  if (!waits) events.quiet = p.look_ahead;
   events.fetched += rows.misses;
   // A prefetch counts no hits.
   rows.add_to(*t.volume, mask);
