@@ -44,7 +44,7 @@ nb::dict layouts() {
   FW_STRUCTURE("geometry", cache::geometry, frames, set_reciprocal, line_shift)
   FW_STRUCTURE("host_tier", cache::host_tier, frames, subsets)
   FW_STRUCTURE("array", array<float>, cache, length)
-  FW_STRUCTURE("row_params", kernels::row_params, rows, segments, batch, misses)
+  FW_STRUCTURE("row_params", kernels::row_params, rows, from_front, segments, batch, misses)
   FW_STRUCTURE("table_scales", kernels::table_scales, volume, stride, columns, number)
   FW_STRUCTURE("lookup_table", kernels::lookup_table, volume, row_count, scales, number, straddles)
   FW_STRUCTURE("lookup_params", kernels::lookup_params, tables, ids, out, bags, run, table_count,

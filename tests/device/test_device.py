@@ -226,7 +226,7 @@ def test_cpu_launch_of_unknown_kernel_is_refused(device: CpuDevice) -> None:
 def test_cpu_launch_with_a_struct_of_another_size_is_refused(device: CpuDevice) -> None:
     device.__dict__["_pool"] = FakePool()
 
-    with pytest.raises(DeviceError, match=r"fw_gather_rows takes a struct of 152 bytes.* has 3"):
+    with pytest.raises(DeviceError, match=r"fw_gather_rows takes a struct of 168 bytes.* has 3"):
         device.launch("gather_rows", b"123", warps=1)
 
 

@@ -149,6 +149,30 @@ def test_floats_are_rounded_as_torch_rounds_them(tmp_path, out):
         assert same_bits(rows, weights.to(out))
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "dim"), [(None, None), (range(100, 900), None), (None, 13)])
+def test_rows_of_the_same_type_keep_their_bits(tmp_path, stored, rows, dim):
+    """Quiet and signalling NaNs have their bits, too, which arithmetic would change."""
+    kind = {4: torch.int32, 2: torch.int16}[stored.itemsize]
+    bits = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 1 << 16, (ROWS, 24 * stored.itemsize // 2), np.uint16)
+    ).view(kind)
+    signalling = {torch.float32: 0x7F800001, torch.float16: 0x7C01, torch.bfloat16: 0x7F81}
+    bits[::3] = signalling[stored]
+    with stored_as(tmp_path, bits.view(stored)) as x:
+        options = {"stored": stored, "rows": rows, "dim": dim}
+        table = fw.torch.Embedding(x, **options)
+        index = ids(3000, rows=table.num_embeddings)
+
+        found = table(index)
+
+        both = fw.torch.EmbeddingGroup([table, table])(torch.stack([index, index]))
+    expected = bits[(0 if rows is None else rows.start) + index, : table.embedding_dim]
+    assert found.dtype == stored
+    assert torch.equal(found.view(kind), expected)
+    assert torch.equal(both.view(kind), torch.cat([expected, expected], -1))
+
+
 def test_integers_are_float32_unless_asked(tmp_path):
     with stored_as(tmp_path, numbers(9, 8, torch.int8)) as x:
         assert fw.torch.Embedding(x)(ids(3, rows=9)).dtype == torch.float32

@@ -82,6 +82,7 @@ class RowJob {
     p.rows = reinterpret_cast<char*>(values_.data());
     p.row_bytes = row_words_ * 8;
     p.row_count = a.length / row_words_;
+    p.from_end = p.row_count;
     p.look_ahead = look_ahead_;
     p.misses = misses_;
     p.index_bytes = 8;

@@ -44,8 +44,9 @@ _CAPACITY_EXCEEDED = 0x081
 _WRITE_FAULT = 0x280
 _UNRECOVERED_READ = 0x281
 _WRITE = 0x01
-# `index_of` of the headers: the index counts rows, not elements.
+# `index_of` of the headers: the index counts rows, or the ids of a lookup, not elements.
 _ROWS = 1
+_OFFSETS = 2
 _OPERATIONS = {0x00: "flush", _WRITE: "write", 0x02: "read"}
 
 
@@ -112,6 +113,11 @@ class Failures:
         first = strays.kept[0] if strays.kept else None
         known = "an index" if first is None else _index(first)
         more = f", the first of {strays.count} such"
+        if first is not None and first.status == _OFFSETS:
+            return BoundsError(
+                f"offset {_signed(first)} of a bag lies before the one in front of it, or past the "
+                f"last id{more}, in {what}: its bag is empty"
+            )
         if first is None or first.status != _ROWS:
             return self._stray_element(known, more)
         return BoundsError(
@@ -195,9 +201,13 @@ class Failures:
 
 
 def _index(stray: FailureStruct) -> str:
+    return f"index {_signed(stray)}"
+
+
+def _signed(stray: FailureStruct) -> int:
     # Kernels note a negative index modulo 2^64.
     where = int(stray.where)
-    return f"index {where - ((where >> 63) << 64)}"
+    return where - ((where >> 63) << 64)
 
 
 def _failure_without_log(

@@ -34,10 +34,14 @@ from flashwarp.device import CpuDevice, DeviceMemory, Launch
 from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.nvme import Service
 
-__all__ = ["Launcher", "Verb", "Watcher"]
+__all__ = ["Counting", "Launcher", "Verb", "Watcher"]
 
 Verb: TypeAlias = Literal["gather", "scatter"]
 Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
+
+Counting: TypeAlias = tuple[int, int, int]
+"""How indices count rows: where the rows end, the row of index 0, and what makes a negative index a
+row; 0: it is out of bounds."""
 
 # Waking a thread of the CPU device takes 50 us, as long as copying this much.
 _BYTES_WORTH_A_THREAD = 128 << 10
@@ -49,7 +53,7 @@ _ALIGNMENT_MAX = 16
 _PREPARED_MAX = 256
 
 # The members of `RowParams` behind those of the array.
-_ROW_MEMBERS = struct.Struct("=7Q4I2Q2I")
+_ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
 _FIRST_ROW_MEMBERS = struct.Struct("=3Q")  # those that differ between calls of one size
 assert RowParams.indices.offset + _ROW_MEMBERS.size == ctypes.sizeof(RowParams)
 
@@ -125,6 +129,7 @@ class Launcher:
         self._warps_max = 8 * self._warps_at_once if not self.on_cpu else 1 << 31
         self._batch = segments_per_batch(cache.line_bytes)
         self._segments = segments_per_row(max(1, format.row_bytes), cache.line_bytes)
+        self._counting: Counting = (format.row_count, 0, format.row_count)
         # The struct `fw::array<T>` for kernels.
         self.handle = bytes(
             ArrayStruct(
@@ -157,6 +162,7 @@ class Launcher:
         batch: int,
         strays: int = 0,
         deferred: Deferred = NOT_DEFERRED,
+        counting: Counting | None = None,
     ) -> bytes:
         """Return the parameters for chosen rows, to or from `buffer`."""
         row = self.format.row_bytes
@@ -165,7 +171,7 @@ class Launcher:
             which = (0, len(chosen) * row, 8, buffer, chosen.start * row)
         else:
             which = (chosen.address, len(chosen), chosen.itemsize, buffer, row)
-        return self._pack(*which, batch, strays, deferred)
+        return self._pack(*which, batch, strays, deferred, counting)
 
     def _pack(
         self,
@@ -177,27 +183,39 @@ class Launcher:
         batch: int,
         strays: int,
         deferred: Deferred,
+        counting: Counting | None = None,
     ) -> bytes:
         """Return the bytes of `RowParams`."""
         return self._array_members + _ROW_MEMBERS.pack(
-            *(indices, count, buffer, row_bytes, self.format.row_count),
+            *(indices, count, buffer, row_bytes, *(counting or self._counting)),
             *(self.look_ahead(), strays, index_bytes, self._segments, batch, 0, *deferred),
         )
 
     def gather_launch(
-        self, indices: int, count: int, index_bytes: int, buffer: int
+        self,
+        indices: int,
+        count: int,
+        index_bytes: int,
+        buffer: int,
+        counting: Counting | None = None,
     ) -> tuple[Launch, bytes]:
         """Prepare a gather of rows on a GPU: the launch, and its parameter."""
-        return self._prepared_rows("gather", indices, count, index_bytes, buffer)
+        return self._prepared_rows("gather", indices, count, index_bytes, buffer, counting)
 
     def prefetch_launch(self, indices: int, count: int, index_bytes: int) -> tuple[Launch, bytes]:
         """Prepare a prefetch of rows on a GPU: the launch, and its parameter."""
         return self._prepared_rows("prefetch", indices, count, index_bytes, 0)
 
     def _prepared_rows(
-        self, verb: str, indices: int, count: int, index_bytes: int, buffer: int
+        self,
+        verb: str,
+        indices: int,
+        count: int,
+        index_bytes: int,
+        buffer: int,
+        counting: Counting | None = None,
     ) -> tuple[Launch, bytes]:
-        kind = verb, count, index_bytes, buffer & _ALIGNMENT_MAX - 1
+        kind = verb, count, index_bytes, buffer & _ALIGNMENT_MAX - 1, counting
         small = self._prepared_small.get(kind)
         if small is not None:
             launch, rest = small
@@ -205,7 +223,7 @@ class Launcher:
             return launch, self._array_members + first + rest
         name, warps, batch, deferred = self._plan(verb, count, buffer)
         row = self.format.row_bytes
-        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred)
+        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred, counting)
         launch = self._prepared_launch(name, warps, len(params))
         if warps < self._warps_at_once:  # so small that it never defers
             if len(self._prepared_small) >= _PREPARED_MAX:
@@ -286,18 +304,19 @@ class Launcher:
         buffer: int,
         stream: int | None = None,
         end: End | None = None,
+        counting: Counting | None = None,
     ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back."""
         self.moved.add(len(chosen))
         if self.watchers:
-            self._show_rows(chosen)
+            self._show_rows(chosen, counting)
         strays = 0
         if verb == "scatter" and isinstance(chosen, Index) and not chosen.checked:
             strays = self._word_for_strays(stream)
             self.volume.cache.device.clear(strays, 4, stream)
             params = self._row_params(chosen, 0, 1, strays)
             self._start("check_indices", params, self._warps(len(chosen)), stream)
-        self._start_rows(verb, chosen, buffer, stream, None, strays, end)
+        self._start_rows(verb, chosen, buffer, stream, None, strays, end, counting)
 
     def prefetch(
         self, chosen: range | Index, stream: int | None = None, warps: int | None = None
@@ -335,12 +354,13 @@ class Launcher:
         warps: int | None,
         strays: int = 0,
         end: End | None = None,
+        counting: Counting | None = None,
     ) -> None:
         if isinstance(chosen, range):
             name, useful, batch, deferred = self._plan_segments(verb, self._lines(chosen))
         else:
             name, useful, batch, deferred = self._plan(verb, len(chosen), buffer)
-        params = self._row_params(chosen, buffer, batch, strays, deferred)
+        params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
         self._start(name, params, useful if warps is None else warps, stream, end=end)
 
     def _lines(self, chosen: range) -> int:
@@ -371,23 +391,24 @@ class Launcher:
                 self._strays_of[handle] = place
         return self._strays.address + 4 * place
 
-    def _show_rows(self, chosen: range | Index) -> None:
+    def _show_rows(self, chosen: range | Index, counting: Counting | None) -> None:
         row = self.format.row_bytes
         if isinstance(chosen, range):
             self._show(np.array([chosen.start * row]), len(chosen) * row)
         else:
-            self._show(self._rows_of(chosen) * row, row)
+            self._show(self._rows_of(chosen, counting or self._counting) * row, row)
 
     def _show(self, starts: npt.NDArray[np.int64], nbytes: int) -> None:
         for watcher in self.watchers:
             watcher(starts, nbytes)
 
-    def _rows_of(self, index: Index) -> npt.NDArray[np.int64]:
-        """Copy indices to the host, counted from the front."""
+    def _rows_of(self, index: Index, counting: Counting) -> npt.NDArray[np.int64]:
+        """Copy indices to the host, as rows of the array."""
         kind = np.int32 if index.itemsize == 4 else np.int64
         raw = self.volume.cache.device.download(index.address, len(index) * index.itemsize)
         found = np.frombuffer(raw, kind).astype(np.int64)
-        return np.where(found < 0, found + self.format.row_count, found)
+        _, from_front, from_end = counting
+        return found + np.where(found < 0, from_end, from_front)
 
     def _warps(self, items: int, batch: int = 32) -> int:
         if self.on_cpu:

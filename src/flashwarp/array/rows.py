@@ -87,7 +87,7 @@ class RowParams(ctypes.Structure):
     _fields_ = (
         ("geometry", GeometryStruct),
         *u64("cache", "volume", "indices", "index_count", "rows", "row_bytes", "row_count"),
-        *u64("look_ahead", "strays"),
+        *u64("from_front", "from_end", "look_ahead", "strays"),
         *u32("index_bytes", "segments", "batch", "reserved"),
         ("misses", ListUseStruct),
     )

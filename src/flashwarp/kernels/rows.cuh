@@ -21,11 +21,13 @@ struct row_params {
   cache::geometry geometry;  // the cache's
   cache::line_cache* cache;
   cache::volume* volume;
-  const void* indices;   // int64 or int32, negative from the end; null: a contiguous range
+  const void* indices;   // int64 or int32; null: a contiguous range
   uint64_t index_count;  // rows asked for; or bytes of the range
   char* rows;            // the caller's buffer: rows back to back
   uint64_t row_bytes;    // of one row; for a range: byte offset of its start in the array
-  uint64_t row_count;    // rows of the array
+  uint64_t row_count;    // rows of the array; or where the rows that indices count end in it
+  uint64_t from_front;   // the row of index 0
+  uint64_t from_end;     // what makes a negative index a row; 0: it is out of bounds
   uint64_t look_ahead;   // items that a warp prefetches ahead; 0: none
   uint32_t* strays;      // counts indices out of bounds, if a scatter depends on that; or null
   uint32_t index_bytes;  // 4 or 8
@@ -34,17 +36,17 @@ struct row_params {
   uint32_t reserved;
   cache::list_use misses;  // where the launch lists its misses
 };
-static_assert(sizeof(row_params) == 152);
+static_assert(sizeof(row_params) == 168);
 
 FW_DEVICE int64_t index_at(const row_params& p, uint64_t k) {
   return p.index_bytes == 4 ? int64_t(static_cast<const int32_t*>(p.indices)[k])
                             : static_cast<const int64_t*>(p.indices)[k];
 }
 
-// The caller's index `k`, counted from the front; row_count or more if it is out of bounds.
+// The array's row of the caller's index `k`; row_count or more if the index is out of bounds.
 FW_DEVICE uint64_t row_of(const row_params& p, uint64_t k) {
   const int64_t i = index_at(p, k);
-  return uint64_t(i < 0 ? i + int64_t(p.row_count) : i);
+  return uint64_t(i) + (i < 0 ? p.from_end : p.from_front);
 }
 
 // Notes that index `k` is out of bounds, for the host to raise.

@@ -6,6 +6,9 @@
 // with one batch of commands. Then the group takes the rows in the order of their ids, a few at a
 // time. Rows that are longer than a group are divided into tiles.
 //
+// Rows that need no conversion keep their bits. Whole rows of one table that need none go through
+// the kernels of rows.cuh.
+//
 // A sum cannot be taken back. So a word is added only after the second look at its tag: what has
 // failed that is loaded again, through an access that retries. Sums are made in float32, in the
 // order of the ids.
@@ -229,6 +232,23 @@ FW_DEVICE void store_numbers(char* to, base::number kind, const float (&values)[
   }
 }
 
+// Stores the first `bytes` of a word to an address that is not aligned to it.
+FW_DEVICE_NOINLINE void store_halves(char* to, atomic::word16 word, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; i += 2) {
+    const uint32_t part = i < 4 ? word.x : i < 8 ? word.y : i < 12 ? word.z : word.w;
+    atomic::raw<2>::store_plain(to + i, uint16_t(part >> i % 4 * 8));
+  }
+}
+
+// Stores the first `bytes` of a word, numbers of two bytes or four, as they are.
+FW_DEVICE void store_bits(char* to, const atomic::word16& word, uint32_t bytes) {
+  if (bytes == 16 && reinterpret_cast<uint64_t>(to) % 16 == 0) {
+    atomic::raw<16>::store_plain(to, word);
+  } else {
+    base::opaque (&store_halves)(to, word, bytes);
+  }
+}
+
 // A group's run of ids in one tile of their rows.
 struct lookup_run {
   uint64_t begin, end;  // among the ids
@@ -237,9 +257,12 @@ struct lookup_run {
   uint32_t tile_bytes;  // 0: the group has nothing to do
 };
 
-// Notes what is out of bounds, for the host to raise: an id, or the offset of a bag.
+// Notes an id that is out of bounds, or an offset that no bag can have, for the host to raise.
 FW_DEVICE_NOINLINE void note_id(cache::volume& v, uint64_t id) {
   cache::note_failure(v.indices, v.errors->indices, id, cache::kRows, 0);
+}
+FW_DEVICE_NOINLINE void note_offset(cache::volume& v, uint64_t offset) {
+  cache::note_failure(v.indices, v.errors->indices, offset, cache::kOffsets, 0);
 }
 
 // The `item`-th run of a table.
@@ -266,7 +289,7 @@ FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint6
     r.end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, bag + 1));
     if (r.begin > r.end || r.end > p.id_count) {
       if (tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
-        note_id(*t.volume, r.begin > p.id_count ? r.begin : r.end);
+        note_offset(*t.volume, r.begin > p.id_count ? r.begin : r.end);
       r.begin = r.end = 0;
     }
   } else {
@@ -283,9 +306,20 @@ FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint6
 struct lookup_events {
   uint32_t hits = 0;        // the same in each lane
   uint64_t bytes_used = 0;  // the lane's own
+  // Of a thread that looks ahead: how far it has, for how many ids nothing was missing since, and
+  // the lines that it fetched. An access finds each of them, but the launch caused a miss for it.
+  uint64_t looked_to = 0;
+  uint64_t quiet = 0;
+  uint32_t fetched = 0;
 };
 FW_DEVICE void add_lookup_events(cache::volume& v, lookup_events& events) {
   cache::counters& shard = cache::shard_of(v);
+  if (kLooksAhead && events.fetched != 0) {
+    // Some of the accesses that found them have counted themselves.
+    const uint64_t hits = atomic::load_relaxed(&shard.hits) + events.hits;
+    const uint64_t fetched = events.fetched < hits ? events.fetched : hits;
+    atomic::add_relaxed(&shard.hits, uint64_t(0) - fetched);
+  }
   if (events.bytes_used != 0) atomic::add_relaxed(&shard.bytes_used, events.bytes_used);
   if (warp::lane() == 0 && events.hits != 0) {
     atomic::add_relaxed(&shard.hits, uint64_t(events.hits));
@@ -331,6 +365,7 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   events.hits += hits;
   bool failed = false;
   if (warp::any(mask, f.wants && !f.first.found)) {
+    if constexpr (kLooksAhead) events.quiet = 0;
     const word_place at = {line, 0, t.word_bytes};
     base::opaque (&load_missing)(g, *t.cache, v, mask, f.wants && !f.first.found, at, failed);
     if (f.wants && !f.first.found) f.first = cache::probe(g, line);
@@ -384,6 +419,61 @@ FW_DEVICE void move_up(atomic::word16 (&words)[kRowsHeld][kLaneWords]) {
   }
 }
 
+// The ids of a table: from `begin` on, below `end`.
+FW_DEVICE lookup_run ids_of(const lookup_params& p, uint64_t table) {
+  if (p.offsets == nullptr) {
+    const uint64_t count = p.bags * p.bag_ids;
+    return {table * count, (table + 1) * count, 0, 0, 0};
+  }
+  const uint64_t first = table * p.bags;
+  const uint64_t after = first + p.bags;
+  const bool last = after >= p.offset_count;
+  const uint64_t begin = uint64_t(integer_at(p.offsets, p.offset_bytes, first));
+  const uint64_t end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, after));
+  return {begin, end < p.id_count ? end : p.id_count, 0, 0, 0};
+}
+
+// Starts the fills of what a thread of the CPU device reads from the `k`-th id on, as long as the
+// storage makes it wait.
+template <bool kPools>
+FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t, uint64_t table,
+                                   uint64_t k, lookup_events& events) {
+  const uint32_t mask = warp::kFullMask;
+  const uint64_t end = ids_of(p, table).end;
+  const uint64_t to = k + p.look_ahead < end ? k + p.look_ahead : end;
+  const uint32_t shift = t.geometry.line_shift;
+  const table_scales& s = t.scales;
+  cache::tally rows;
+  cache::tally scales;
+  events.quiet++;
+  bool waits = true;
+  uint64_t next = events.looked_to > k ? events.looked_to : k;
+  for (; next < to && waits; next++) {
+    const uint64_t id = uint64_t(integer_at(p.ids, p.index_bytes, next));
+    if (id >= t.row_count || (kPools && id == t.padding)) continue;
+    const uint64_t from = (t.row_begin + id) * t.row_bytes;
+    const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;
+    for (uint64_t at = from >> shift; at <= last; at++) {
+      const uint64_t line = t.volume->line_begin + at;
+      const uint32_t misses = rows.misses;
+      cache::prefetch<policy>(*t.cache, *t.volume, mask, true, line, rows);
+      // What is there at once need not be asked for ahead, where it may be evicted before its use.
+      if (rows.misses != misses && cache::probe(t.geometry, line).found) waits = false;
+    }
+    if (s.volume == nullptr) continue;
+    const word_place at = place_of(s.geometry, *s.volume, id * s.stride * base::bytes_of(s.number),
+                                   base::bytes_of(s.number));
+    cache::prefetch<policy>(*s.cache, *s.volume, mask, true, at.line, scales);
+  }
+  // If the storage is fast, ask again after as many ids as a look ahead has.
+  events.looked_to = waits ? next : next + p.look_ahead;
+  if (rows.misses != 0 || scales.misses != 0) events.quiet = 0;
+  events.fetched += rows.misses;
+  // A prefetch counts no hits.
+  rows.add_to(*t.volume, mask);
+  if (s.volume != nullptr) scales.add_to(*s.volume, mask);
+}
+
 // Looks up one run for each group of the warp: the `warp_item`-th of a table.
 template <base::number kNumber, bool kPools>
 FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t table,
@@ -402,9 +492,15 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
   const uint32_t word_count = t.word_bytes / kBytes;
   const uint32_t out_bytes = base::bytes_of(p.out_number);
   char* const out = p.out + (run.out_row * p.out_stride + t.out_column) * out_bytes;
+  const bool keeps_bits = !kPools && !scaled && p.out_number == kNumber;
   pool<kCount> bag;
 
   for (uint64_t first = run.begin; warp::any(mask, first < run.end); first += t.lanes) {
+    if constexpr (kLooksAhead) {
+      if (run.tile_begin == 0 && events.quiet < p.look_ahead) {
+        base::opaque (&look_ahead<kPools>)(p, t, table, first, events);
+      }
+    }
     found_row mine = find_row<kPools>(p, t, run, first + sub, events);
     if (scaled) mine.scale = scale_of_row(t.scales, mask, mine.wants, mine.row - t.row_begin);
     const uint64_t from = mine.row * t.row_bytes + run.tile_begin;
@@ -483,6 +579,15 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
             }
           }
           if (!covers) continue;
+          const uint64_t rest = t.dim - column;
+          const uint32_t used = rest < word_count ? uint32_t(rest) : word_count;
+          char* const to = out + ((k - run.begin) * p.out_stride + column) * out_bytes;
+          if constexpr (!kPools && kBytes > 1) {
+            if (keeps_bits) {
+              store_bits(to, words[0][c], used * kBytes);
+              continue;
+            }
+          }
           float values[kCount];
           FW_UNROLL
           for (uint32_t i = 0; i < kCount; i++) {
@@ -501,10 +606,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
               }
             }
           } else {
-            const uint64_t rest = t.dim - column;
-            char* const to = out + ((k - run.begin) * p.out_stride + column) * out_bytes;
-            store_numbers(to, p.out_number, values,
-                          rest < word_count ? uint32_t(rest) : word_count);
+            store_numbers(to, p.out_number, values, used);
           }
         }
         if (has) bag.rows++;
@@ -545,20 +647,6 @@ FW_DEVICE void look_up_any(const lookup_params& p, const lookup_table& t, uint64
     case base::number::kInt8:
       return look_up<base::number::kInt8, kPools>(p, t, table, warp_item, events);
   }
-}
-
-// The ids of a table: from `begin` on, below `end`.
-FW_DEVICE lookup_run ids_of(const lookup_params& p, uint64_t table) {
-  if (p.offsets == nullptr) {
-    const uint64_t count = p.bags * p.bag_ids;
-    return {table * count, (table + 1) * count, 0, 0, 0};
-  }
-  const uint64_t first = table * p.bags;
-  const uint64_t after = first + p.bags;
-  const bool last = after >= p.offset_count;
-  const uint64_t begin = uint64_t(integer_at(p.offsets, p.offset_bytes, first));
-  const uint64_t end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, after));
-  return {begin, end < p.id_count ? end : p.id_count, 0, 0, 0};
 }
 
 // Starts the fills of the rows of one id for each lane.

@@ -40,7 +40,7 @@ struct update_params {
   float mean_rate;    // Adam: how far a mean moves towards the gradient, 1 - beta1
   float square_rate;  // and a mean square towards its square, 1 - beta2
 };
-static_assert(sizeof(update_params) == 200);
+static_assert(sizeof(update_params) == 216);
 
 FW_DEVICE void sum_chunk(const sum_params& p, uint64_t begin, uint64_t end) {
   for (uint64_t first = begin; first < end;) {

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from flashwarp import endings
 from flashwarp.array.array import Array
+from flashwarp.array.operands import Index
 from flashwarp.device import DeviceMemory, Launch
-from flashwarp.errors import ArgumentError, ClosedError
+from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError
 from flashwarp.table.structs import LookupParams, LookupTableStruct, TableScalesStruct
 
 __all__ = ["Bags", "Ids", "Lookup", "Number", "Pooling", "Scales", "Table", "Weights"]
@@ -153,6 +154,11 @@ class Table:
         """Tiles of a row."""
         return -(-self.words * self.word_bytes // self.tile_bytes)
 
+    @property
+    def whole(self) -> bool:
+        """Whether its rows are the weights of the array's rows, and nothing else."""
+        return self.scales is None and self.dim == self.array.shape[1]
+
     @functools.cached_property
     def straddles(self) -> bool:
         """Whether a tile may lie in two lines."""
@@ -270,6 +276,11 @@ class Lookup:
             self._members = empty + struct.pack("=Q", self._memory.address)
         self._on_cpu = self.device.kind == "cpu"
         self._prepared: dict[tuple[str, int], Launch] = {}
+        # Ids below 0 are out of bounds, as torch has it.
+        rows = self.tables[0].rows
+        self._counting = (rows.stop, rows.start, 0)
+        self._whole = len(self.tables) == 1 and self.tables[0].whole
+        self._longest_run = min(table.lanes for table in self.tables)
 
     @property
     def dim(self) -> int:
@@ -300,8 +311,12 @@ class Lookup:
         """Copy the rows of ids to `out`, as many ids for each table, converted to `out_number`.
 
         On a GPU this waits for nothing: the next call on the array, or `Array.check`, raises what
-        went wrong. An id that is out of bounds has a row of zeros.
+        went wrong. An id that is out of bounds has a row of zeros. Rows that need no conversion
+        keep their bits.
         """
+        if self._whole and out_number is self.tables[0].number:
+            self._gather(ids, out, stream)
+            return
         count = ids.count // len(self.tables)
         run = self._run(count)
         bags = Bags(count, 1)
@@ -334,14 +349,69 @@ class Lookup:
         params = self._pack(ids, bags, Pooling.NONE, None, 0, Number.FLOAT32, 1, warps)
         self._launch("prefetch_ids", params, warps, ids, stream)
 
+    def _gather(self, ids: Ids, out: int, stream: int | None) -> None:
+        """Copy whole rows as they are stored, as a gather of the array does."""
+        if ids.count:
+            self._arrays[0]._check_usable()  # before the turn, see `_pack`
+            act = functools.partial(self._gather_in_turn, ids, out, stream)
+            endings.holding(self._turns, act)
+
+    def _gather_in_turn(self, ids: Ids, out: int, stream: int | None) -> None:
+        array = self._arrays[0]
+        array._begin()
+        attachment = array._attachment
+        launcher = attachment.launcher
+        if stream is not None and not launcher.watchers:
+            which = (ids.address, ids.count, ids.nbytes, out)
+            launch, params = launcher.gather_launch(*which, self._counting)
+            launcher.wake()
+            if self._launched(launch, params, stream):
+                launcher.moved.add(ids.count)
+                return
+        if stream is not None:
+            self._join(stream)
+        index = Index(ids.address, (ids.count,), ids.nbytes, "", None, checked=False)
+        launcher.move("gather", index, out, stream, counting=self._counting)
+        if stream is None:
+            attachment.finish("a lookup", None)
+
+    def _launched(self, launch: Launch, params: bytes, stream: int) -> bool:
+        """Launch by one call, and note the stream; return False if it is in a capture.
+
+        Uploads, and calls that are queued on the library's own stream, come first.
+        """
+        attachments = [array._attachment for array in self._arrays]
+        # Before the launch: if a signal handler raises behind it, `close` must wait all the same.
+        fresh = [each._streams for each in attachments if stream not in each._streams]
+        for streams in fresh:
+            streams.add(stream)
+        launched = False
+        try:
+            launched = launch.after_own((params,), stream)
+        except FlashwarpError:
+            _forget(fresh, stream)  # which may not exist
+            raise
+        if not launched:
+            _forget(fresh, stream)
+            return False
+        for each in attachments:
+            each.note_stream(stream)
+        return True
+
+    def _join(self, stream: int) -> None:
+        """Prepare for launches on a stream that may be in a capture."""
+        for array in self._arrays:
+            array._attachment.join(stream)
+        # As in `_launched`.
+        self.device.order(None, stream)
+
     def _run(self, count: int) -> int:
         """Choose how many ids a group takes one after the other."""
         if self._on_cpu:
             return 1
         wanted = _WARPS_WANTED * self.device.warps_at_once
         warps = len(self.tables) * self._warp_items(count)
-        longest = min(table.lanes for table in self.tables)
-        return max(1, min(longest, warps // wanted))
+        return max(1, min(self._longest_run, warps // wanted))
 
     def _warp_items(self, runs: int) -> int:
         """Count the items of a table's warps, for so many runs of ids."""
@@ -363,7 +433,7 @@ class Lookup:
         """Return the bytes of `LookupParams`; raises if an array cannot be used."""
         for array in self._arrays:
             array._check_usable()  # before the turn, which a thread of a parent may have held
-        ahead = self.tables[0].array._attachment.launcher.look_ahead() if self._on_cpu else 0
+        ahead = self._ids_ahead() if self._on_cpu else 0
         factors = (0, Number.FLOAT32) if weights is None else (weights.address, weights.number)
         return self._members + _CALL.pack(
             *(ids.address, bags.offsets, factors[0], out),
@@ -371,6 +441,12 @@ class Lookup:
             *(warp_items, ahead),
             *(len(self.tables), ids.nbytes, bags.offset_bytes, factors[1], out_number, pooling),
         )
+
+    def _ids_ahead(self) -> int:
+        """Choose how many ids a thread of the CPU device looks ahead; 0 if storage is fast."""
+        launchers = [table.array._attachment.launcher for table in self.tables]
+        wanted = [(each.look_ahead(), each.lines_per_row) for each in launchers]
+        return min((max(1, lines // each) for lines, each in wanted if lines), default=0)
 
     def _launch(
         self, name: str, params: bytes, warp_items: int, ids: Ids, stream: int | None
@@ -405,14 +481,13 @@ class Lookup:
         try:
             for array in self._arrays:
                 array._begin()
-                array._attachment.launcher.moved.add(ids.count)
+                launcher = array._attachment.launcher
+                launcher.moved.add(ids.count)
+                uses += launcher.wake()
+            if stream is None or not self._launched(launch, params, stream):
                 if stream is not None:
-                    array._attachment.join(stream)
-                uses += array._attachment.launcher.wake()
-            if stream is not None:
-                # Uploads, and calls that are queued on the library's own stream, come first.
-                self.device.order(None, stream)
-            launch((params,), stream, uses)
+                    self._join(stream)
+                launch((params,), stream, uses)
         finally:
             # A kept exception keeps this frame. That must not keep the arrays' files open.
             uses.clear()
@@ -425,3 +500,8 @@ class Lookup:
         self._closed = True
         if self._memory is not None:
             self._memory.close()
+
+
+def _forget(streams: Sequence[set[int]], stream: int) -> None:
+    for each in streams:
+        each.discard(stream)

@@ -224,7 +224,8 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         Notes
         -----
         On a stream of its own a prefetch runs beside the present step, whose rows it may evict from
-        a cache that is too small for both. Rows that find no free frame are skipped.
+        a cache that is too small for both. Lines that find no free frame, or whose set others lock
+        again and again, are skipped.
         """
         check_tensors(ids=ids)
         handle = None if stream is None else stream_handle(stream)
@@ -439,8 +440,8 @@ class EmbeddingBag(_TableModule):
         Raises
         ------
         BoundsError
-            As `Embedding.forward` raises it; also for offsets that decrease, or lie past the ids,
-            of which a GPU makes empty bags.
+            As `Embedding.forward` raises it; also for offsets that decrease, or lie past the ids.
+            The error names the offset, and the bag is empty.
         IndexDtypeError, DtypeError, ArgumentError, ClosedError
         """
         check_bags(input, offsets, per_sample_weights, self._pooling, 2)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError, IndexDtypeError
-from flashwarp.interop.torch.operators import _order_of, _stream_of
+from flashwarp.interop.torch.operators import _order_of, _stream_of, is_eager
 from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
 
 __all__ = ["NUMBERS", "Keep", "TensorLookup", "keep_gradients", "look_up"]
@@ -32,6 +32,8 @@ NUMBERS = {
 
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
 """What lookups return, and what scales and weights may be."""
+
+_INDICES = (torch.int64, torch.int32)
 
 Keep: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -79,6 +81,9 @@ class TensorLookup:
         self.pooling = pooling
         self.last_offset = last_offset
         self.keep = keep
+        device = self.lookup.device
+        self._device = torch.device("cpu" if device.kind == "cpu" else f"cuda:{device.ordinal}")
+        self._closed = False
         # With all that compiled code depends on: compilers that keep code find it by this text.
         what = f"{len(tables)} tables, {self.lookup.dim} {dtype} {pooling.name} {last_offset}"
         self.handle = f"lookup {next(_numbers)}: {what}"
@@ -96,6 +101,7 @@ class TensorLookup:
 
     def close(self) -> None:
         """Let operators know it no more."""
+        self._closed = True
         _lookups.pop(self.handle, None)
         self.lookup.close()
 
@@ -131,7 +137,7 @@ class TensorLookup:
                 raise ArgumentError(
                     f"{name} is on {tensor.device}, and the table on {device.name!r}: move {name}"
                 )
-            if name != "per_sample_weights" and tensor.dtype not in (torch.int64, torch.int32):
+            if name != "per_sample_weights" and tensor.dtype not in _INDICES:
                 raise IndexDtypeError(f"{name} has dtype {tensor.dtype}: use int64 or int32")
         if weights is not None:
             if weights.dtype not in COMPUTED:
@@ -160,8 +166,12 @@ class TensorLookup:
         self, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
     ) -> torch.Tensor:
         """Look up; on a GPU in the order of torch's current stream."""
-        self.check(ids, offsets, weights)
-        found = ids.new_empty(self.shape(ids, offsets), dtype=self.dtype)
+        if self._closed:
+            raise ClosedError(f"the table of {self.handle!r} is closed")
+        plain = offsets is None and weights is None and ids.dtype in _INDICES
+        if not plain or ids.device != self._device:
+            self.check(ids, offsets, weights)
+        found = torch.empty(self.shape(ids, offsets), dtype=self.dtype, device=self._device)
         ids = ids.contiguous()
         places = _ids(ids)
         out, number, stream = found.data_ptr(), NUMBERS[self.dtype], _stream_of(ids)
@@ -210,24 +220,18 @@ def _lookup_of(handle: str) -> TensorLookup:
         raise ClosedError(f"the table of {handle!r} is closed, or of another process") from None
 
 
-def _runs_now(ids: torch.Tensor) -> bool:
-    """Whether nothing traces or replaces operators: their dispatch takes 15 us of a lookup."""
-    return (
-        type(ids) is torch.Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-
-
 def look_up(
     lookup: TensorLookup,
     ids: torch.Tensor,
     offsets: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Look up as an operator of torch, without a gradient."""
-    if weights is None and _runs_now(ids):
+    """Look up without a gradient; as an operator of torch, if that makes a difference."""
+    if (
+        not torch.compiler.is_compiling()
+        and is_eager(ids)
+        and (weights is None or is_eager(weights))
+    ):
         return lookup.run(ids, offsets, weights)
     order = _order_of(str(ids.device))
     found: torch.Tensor = torch.ops.flashwarp.look_up.default(

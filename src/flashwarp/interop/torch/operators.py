@@ -22,7 +22,7 @@ from flashwarp.array.handles import array_of
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
 
-__all__ = ["gather", "scatter"]
+__all__ = ["gather", "is_eager", "scatter"]
 
 _library = torch.library.Library("flashwarp", "DEF")
 _library.define("gather(Tensor idx, Tensor(a!) order, str array) -> Tensor")
@@ -81,6 +81,8 @@ def gather(array: Array, idx: torch.Tensor, out: torch.Tensor | None = None) -> 
     [1.5, 0.0]
     """
     handle = _handle_of(array, idx)
+    if out is None and not torch.compiler.is_compiling() and is_eager(idx):
+        return _gather_rows(array, idx)
     order = _order_of(str(idx.device))
     if out is None:
         rows: torch.Tensor = torch.ops.flashwarp.gather.default(idx, order, handle)
@@ -143,6 +145,21 @@ def _refuse_gradient(name: str, tensor: torch.Tensor, instead: str) -> None:
         )
 
 
+def is_eager(idx: torch.Tensor) -> bool:
+    """Return whether nothing but the operator's own code would see a call with this tensor.
+
+    Then the code is called directly: the way through torch's dispatcher takes 10 us. Compilers
+    cannot follow this function, so ask `torch.compiler.is_compiling` first.
+    """
+    return (
+        type(idx) is torch.Tensor
+        and not torch._C._len_torch_dispatch_stack()  # modes, as those that trace
+        and torch._C._functorch.peek_interpreter_stack() is None  # transforms, as vmap
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd._profiler_enabled()
+    )
+
+
 _orders: dict[str, torch.Tensor] = {}
 
 
@@ -165,7 +182,10 @@ def _order_of(device: str) -> torch.Tensor:
 
 
 def _gather(idx: torch.Tensor, _order: torch.Tensor, handle: str) -> torch.Tensor:
-    array = array_of(handle)
+    return _gather_rows(array_of(handle), idx)
+
+
+def _gather_rows(array: Array, idx: torch.Tensor) -> torch.Tensor:
     rows = _empty_rows(array, idx)
     array.gather(idx.contiguous(), rows, _stream_of(idx))
     return rows
@@ -221,7 +241,8 @@ def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def _stream_of(idx: torch.Tensor) -> int | None:
-    return int(torch.cuda.current_stream(idx.device).cuda_stream) if idx.is_cuda else None
+    # Without an object of torch, which would take microseconds.
+    return int(torch._C._cuda_getCurrentRawStream(idx.get_device())) if idx.is_cuda else None
 
 
 def _empty_rows(array: Array, idx: torch.Tensor) -> torch.Tensor:
