@@ -360,6 +360,9 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   const bool two = t.straddles != 0 && f.wants && f.split < run.tile_bytes;
   if (f.wants) f.first = cache::probe(g, line);
   if (two) f.second = cache::probe(g, line + 1);
+  // A fill is no hit: policies tell lines that are used again from those that are not.
+  const bool hit_first = f.first.found;
+  const bool hit_second = f.second.found;
   uint32_t hits = base::popcount(warp::ballot(mask, f.first.found));
   if (t.straddles != 0) hits += base::popcount(warp::ballot(mask, f.second.found));
   events.hits += hits;
@@ -379,8 +382,8 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   }
   f.wants = f.wants && !failed;
   f.usable = f.wants && f.first.found && (!two || f.second.found);
-  if (f.usable) policy::on_hit(g, f.first.way, f.first.word);
-  if (f.usable && two) policy::on_hit(g, f.second.way, f.second.word);
+  if (f.usable && hit_first) policy::on_hit(g, f.first.way, f.first.word);
+  if (f.usable && hit_second) policy::on_hit(g, f.second.way, f.second.word);
   if (f.wants) events.bytes_used += run.tile_bytes;
   return f;
 }
