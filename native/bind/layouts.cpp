@@ -30,8 +30,8 @@ nb::dict layouts() {
   nb::dict result;
   FW_STRUCTURE("transport", nvme::transport, buffers, timeout_ns, path, heartbeat)
   FW_STRUCTURE("queue_pair", nvme::queue_pair, sq, cq, sq_doorbell, cq_doorbell, slots, detached,
-               data, plain_reads, parts, ticket, depth_log2, id, failed, tail, head,
-               doorbells, helps)
+               data, plain_reads, parts, ticket, depth_log2, id, failed, tail, head, doorbells,
+               helps)
   FW_STRUCTURE("detached_command", nvme::detached_command)
   FW_STRUCTURE("counters", cache::counters, bytes_read, errors, tier_lines)
   FW_STRUCTURE("error_record", cache::error_record, indices)

@@ -14,8 +14,8 @@ namespace fw::cache {
 // Entries that wait for the host; a power of two.
 inline constexpr uint32_t kFailuresKept = 8;
 
-// What an index out of bounds counts: elements, in a caller's kernel; rows, in a host's call; or the
-// ids of a lookup, as the offset of a bag does.
+// What an index out of bounds counts: elements, in a caller's kernel; rows, in a host's call; or
+// the ids of a lookup, as the offset of a bag does.
 enum index_of : uint32_t { kElements = 0, kRows = 1, kOffsets = 2 };
 
 struct alignas(32) failure {
