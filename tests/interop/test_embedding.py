@@ -460,6 +460,21 @@ def test_close_that_was_refused_can_be_repeated(tmp_path, monkeypatch):
     assert module.array.closed
 
 
+def test_close_of_a_group_is_refused_while_a_graph_reads_its_tables(x, monkeypatch):
+    group = fw.torch.EmbeddingGroup([fw.torch.Embedding(x), fw.torch.Embedding(x)])
+    ids = torch.tensor([[1], [2]])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(x._attachment), "refuse_graphs", refuse)
+        with pytest.raises(CaptureError):
+            group.close()
+    assert group(ids).shape == (1, 2 * x.shape[1])
+
+    group.close()
+
+    with pytest.raises(ClosedError):
+        group(ids)
+
+
 def refuse(_array):
     """Do as `Array.close` while a CUDA graph uses it."""
     raise CaptureError("1 CUDA graphs with calls of the array exist")

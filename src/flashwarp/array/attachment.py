@@ -305,7 +305,7 @@ class Attachment(endings.NotCopied):
             endings.forget(self)
             return None
         if not endings.ended():
-            self._refuse_graphs()
+            self.refuse_graphs()
         try:
             # Without the cache's turn, which callbacks of the calls may need.
             late = self.calls.shut()
@@ -314,7 +314,7 @@ class Attachment(endings.NotCopied):
             self.calls.reopen()
             raise
 
-    def _refuse_graphs(self) -> None:
+    def refuse_graphs(self) -> None:
         """Raise CaptureError if a CUDA graph still uses the array, or a capture forbids to wait."""
         if any(self._captured(stream) for stream in list(self._streams)):
             raise CaptureError(
@@ -364,7 +364,7 @@ class Attachment(endings.NotCopied):
     def _close(self, late: DeviceTimeout | None) -> BaseException | None:
         if self.closed:
             return None
-        if self._owns_cache and self.cache.serves_besides(self.launcher.volume):
+        if self._owns_cache and self.cache._serves_besides(self.launcher.volume):
             self._owns_cache = False  # it is freed when the last of the others has lost it
         failure = self._settle()
         if self.launcher.graphs.count:

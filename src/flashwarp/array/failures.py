@@ -115,8 +115,8 @@ class Failures:
         more = f", the first of {strays.count} such"
         if first is not None and first.status == _OFFSETS:
             return BoundsError(
-                f"offset {_signed(first)} of a bag lies before the one in front of it, or past the "
-                f"last id{more}, in {what}: its bag is empty"
+                f"offset {_signed(first)} of a bag lies before the one in front of it or past the "
+                f"last id, or is the first and not 0{more}, in {what}: its bag is empty"
             )
         if first is None or first.status != _ROWS:
             return self._stray_element(known, more)

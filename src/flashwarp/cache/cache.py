@@ -662,7 +662,7 @@ class Cache(Closing):
             )
         return begin
 
-    def serves_besides(self, volume: Volume) -> bool:
+    def _serves_besides(self, volume: Volume) -> bool:
         """Whether other arrays use the cache, besides that of `volume`."""
         with self._lock:
             return any(each is not volume for each in self._volumes.values())

@@ -287,9 +287,11 @@ FW_DEVICE lookup_run run_at(const lookup_params& p, const lookup_table& t, uint6
     const bool last = bag + 1 >= p.offset_count;
     r.begin = uint64_t(integer_at(p.offsets, p.offset_bytes, bag));
     r.end = last ? p.id_count : uint64_t(integer_at(p.offsets, p.offset_bytes, bag + 1));
-    if (r.begin > r.end || r.end > p.id_count) {
+    // Ids before the first bag would be in none.
+    const bool late = bag == 0 && r.begin != 0;
+    if (late || r.begin > r.end || r.end > p.id_count) {
       if (tile_begin == 0 && (warp::lane() & (t.lanes - 1)) == 0)
-        note_offset(*t.volume, r.begin > p.id_count ? r.begin : r.end);
+        note_offset(*t.volume, late || r.begin > p.id_count ? r.begin : r.end);
       r.begin = r.end = 0;
     }
   } else {

@@ -496,7 +496,13 @@ class Lookup:
                 array._attachment.finish("a lookup", None)
 
     def close(self) -> None:
-        """Free what it has in device memory; the arrays stay open."""
+        """Free what it has in device memory; the arrays stay open.
+
+        Raises CaptureError while CUDA graphs use the arrays: a replay would read that memory.
+        """
+        if self._memory is not None and not self._closed:
+            for array in self._arrays:
+                array._attachment.refuse_graphs()
         self._closed = True
         if self._memory is not None:
             self._memory.close()

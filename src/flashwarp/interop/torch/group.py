@@ -141,10 +141,13 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
         self._lookup.prefetch(tensor, offsets, handle)
 
     def close(self) -> None:
-        """Free what the group has in device memory, and close its tables."""
-        for table in self.tables:  # they raise while a CUDA graph reads them
-            table.close()
+        """Free what the group has in device memory, and close its tables.
+
+        Raises CaptureError while a CUDA graph reads them, and closes nothing then.
+        """
         self._lookup.close()
+        for table in self.tables:
+            table.close()
 
 
 def _kind(module: Embedding | EmbeddingBag) -> tuple[str, str, bool, torch.dtype]:
