@@ -416,7 +416,7 @@ def test_ids_of_a_group_that_do_not_fit_are_refused(open_as):
 def test_ids_before_the_first_bag_are_refused(x, mode):
     ours = fw.torch.EmbeddingBag(x, mode=mode)
 
-    with pytest.raises(BoundsError, match="offset 1 of a bag .*first and not 0"):
+    with pytest.raises(BoundsError, match=r"offset 1 of a bag .*first and not 0"):
         ours(torch.tensor([5, 6, 8]), torch.tensor([1, 2]))
 
 

@@ -100,10 +100,10 @@ class TensorLookup:
         return len(self.lookup.tables)
 
     def close(self) -> None:
-        """Let operators know it no more."""
+        """Let operators know it no more, unless a CUDA graph does."""
+        self.lookup.close()
         self._closed = True
         _lookups.pop(self.handle, None)
-        self.lookup.close()
 
     # What operators do, and what compilers ask.
 
