@@ -63,8 +63,8 @@ def test_storage_decides_how_many_blocks_drain(facts: Any, blocks: int) -> None:
 @pytest.mark.parametrize(
     ("items", "warps", "batch", "defers"),
     [
-        (1 << 14, WARPS, 32, True),
-        ((1 << 14) - 1, WARPS, 32, False),
+        (1 << 17, WARPS, 32, True),
+        ((1 << 17) - 1, WARPS, 32, False),
         # Fewer than the GPU runs.
         (1 << 20, WARPS - 1, 32, False),
     ],

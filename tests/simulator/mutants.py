@@ -1286,6 +1286,14 @@ MUTANTS = {
             "a warp still takes misses after another has left for its block: another launch's",
             "deferral_blocks",
         ),
+        Mutant(
+            "prefetch-index-unchecked",
+            _ROWS,
+            "  if (row >= p.row_count) return {kNoRow, 0, 0, 0};\n",
+            "",
+            "an index out of bounds, or one that changes while a launch runs, is taken for a row",
+            "deferral_prefetch",
+        ),
     )
 }
 """By name; `docs/simulator.md` has them in a table."""

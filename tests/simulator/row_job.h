@@ -35,10 +35,28 @@ class RowJob {
     prefetch_misses_ = {misses.list, misses.launch, misses_.blocks, misses_.batch};
   }
 
+  // Only prefetches the rows.
+  void only_prefetches() { only_prefetches_ = true; }
+  // Replaces an index by any number, of a row or not. A launch of the job may run meanwhile.
+  void change_an_index(Random& random) {
+    constexpr int64_t kFar[] = {INT64_MIN, INT64_MIN + 1, INT64_MAX, -1, int64_t(1) << 52};
+    const int64_t row_count = data_.length() / row_words_;
+    const int64_t near = random.below(3);
+    const int64_t numbers[] = {random.pick(kFar), row_count + near, -row_count - near,
+                               int64_t(random.below(uint32_t(row_count)))};
+    indices_[random.below(uint32_t(indices_.size()))] = random.pick(numbers);
+  }
+
   // By every thread of the job, which are `count`. All operations last from the first thread's
   // begin to the last one's end.
   void run(uint32_t index, uint32_t count) {
     become(index, count, block_warps_, barriers_);
+    if (only_prefetches_) {
+      fw::kernels::row_params p = params();
+      p.rows = nullptr;
+      fw_prefetch_rows(p);
+      return;
+    }
     if (running_++ == 0) begin();
     fw::kernels::row_params p = params();
     if (prefetches_) {
@@ -99,6 +117,7 @@ class RowJob {
   fw::cache::list_use misses_ = {};
   fw::cache::list_use prefetch_misses_ = {};
   bool prefetches_ = false;
+  bool only_prefetches_ = false;
   bool may_fail_ = false;
   uint32_t block_warps_ = 1;
   block_barrier* barriers_ = nullptr;

@@ -28,7 +28,7 @@ _WARPS_OF_A_BLOCK = 8
 _LINES_OF_A_BLOCK = _WARPS_OF_A_BLOCK * 32
 
 # Unless the user asks: fewer lines come about as fast as the hand-over takes.
-_LINES_MIN = 1 << 14
+_LINES_MIN = 1 << 17
 
 # With fewer blocks for each one that drains, a launch has little to leave.
 _BLOCKS_PER_DRAIN = 4

@@ -180,6 +180,50 @@ FW_SCENARIO(deferral_blocks, "two launches in blocks of several warps share one 
   }
 }
 
+FW_SCENARIO(deferral_prefetch, "a prefetch whose indices change beside a gather, by one list") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.plain = false;
+  constexpr uint32_t kFirst = 4 * kWidth;
+  constexpr uint32_t kSecond = (kWidth == 32 ? 2 : 4) * kWidth;
+  shape.warps = (kFirst + kSecond) / kWidth + 1;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  MissList misses(machine, (kWidth == 1 ? 4 : kWidth == 4 ? 6 : 9) + run.random.below(2));
+  constexpr uint32_t kRowWords[] = {3, 8, 64};
+  const bool garbage = run.random.chance(70);
+  for (uint32_t round = 0; round < 2; ++round) {
+    const uint32_t words = run.random.pick(kRowWords);
+    const auto make = [&](uint32_t threads) {
+      const uint32_t rows = 1 + run.random.below(words == 64 ? 12 : 4 * kWidth);
+      RowJob job(data, words, rows, false, run.random);
+      job.defer(misses.next_launch(), 1);
+      job.divide(threads / kWidth / 2,
+                 machine.allocate<block_barrier>(2, "barriers", Sharing::kAtomic));
+      return job;
+    };
+    const bool swap = run.random.chance(50);
+    RowJob first = make(kFirst);
+    RowJob second = make(kSecond);
+    RowJob& ahead = swap ? first : second;
+    ahead.only_prefetches();
+    machine.launch([&](Thread& t) {
+      if (t.index < kFirst) {
+        first.run(t.index, kFirst);
+      } else if (t.index < kFirst + kSecond) {
+        second.run(t.index - kFirst, kSecond);
+      } else if (garbage && t.lane == 0) {
+        for (uint32_t n = 0; n < 12; ++n) {
+          ahead.change_an_index(t.random);
+          fw::base::pause(200);
+        }
+      }
+    });
+    data.check();
+    machine.settle();
+  }
+}
+
 FW_SCENARIO(deferral_faults, "the same with gathers only, over disks that fail, wait and stop") {
   Shape shape = Shape::draw(run.random);
   shape.volumes = 1;
