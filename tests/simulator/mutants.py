@@ -413,14 +413,6 @@ MUTANTS = {
             "queue",
         ),
         Mutant(
-            "completions-kept",
-            _COMPLETE,
-            "q.depth_log2 < 3 ? 0 : q.depth_log2 - 3",
-            "q.depth_log2",
-            "the controller waits for room in the completion queue for ever",
-            "queue",
-        ),
-        Mutant(
             "head-stays",
             _COMPLETE,
             "atomic::store_relaxed(&q.head, head + count);",
@@ -722,8 +714,8 @@ MUTANTS = {
         Mutant(
             "unpublished-without-fence",
             _COMPLETE,
-            "    atomic::fence_sequential();\n    atomic::store_relaxed(&q.drain_lock",
-            "    atomic::fence();\n    atomic::store_relaxed(&q.drain_lock",
+            "  atomic::fence_sequential();\n  const bool any",
+            "  const bool any",
             "a drainer looks too early for an entry that waits for room, which is never published",
             "queue",
             mode="weak",

@@ -42,7 +42,7 @@ struct Shape {
     s.volumes = 1 + random.below(2);
     s.lines = random.pick(kLines);
     s.queues = 1 + random.below(2);
-    s.depth_log2 = 1 + random.below(4);
+    s.depth_log2 = 1 + random.below(3);
     s.path = random.pick(kPaths);
     s.plain = random.chance(40);
     // No draw: seeds give the runs that they gave.

@@ -1,8 +1,8 @@
 // Completion by helping: every warp that waits drains the completion queue, for all warps.
 //
 // The warp that gets the drain lock reads one CQE for each lane in one coalesced load, marks each
-// command's slot DONE, moves the head and, now and then, rings the CQ doorbell. After it has
-// unlocked, it finishes the detached commands among them, through its `Finisher`:
+// command's slot DONE, moves the head and rings the CQ doorbell once. After it has unlocked, it
+// finishes the detached commands among them, through its `Finisher`:
 //   finisher.land(queue_pair&, mask, members, detached_command, status)   all lanes together;
 //                                                                         returns the lane's status
 //   finisher.end(detached_command, status)                                each lane by itself
@@ -39,22 +39,11 @@ FW_DEVICE void finish_detached(queue_pair& q, uint32_t mask, uint32_t members, u
   }
 }
 
-// How often a drainer looks at the entry at the head before it gives the lock back. A look takes a
-// PCIe round trip on a GPU, and so do the lock and what comes with it.
-inline constexpr uint32_t kLooks = 2;
-
-// Whether the doorbell is rung when the head moves from `head` by `count`: whenever it passes an
-// eighth of the ring. The controller does without so few entries, and a doorbell costs the
-// drainer a PCIe round trip, because the next one must not overtake it.
-FW_DEVICE bool is_rung(const queue_pair& q, uint32_t head, uint32_t count) {
-  const uint32_t shift = q.depth_log2 < 3 ? 0 : q.depth_log2 - 3;
-  return head >> shift != (head + count) >> shift;
-}
-
-// Whether a ticket was taken whose entry is not published yet. `drain` has a sequential fence
-// between its store to `fetched` and this look. A submitter whose ticket the caller does not see
-// looks at `fetched` behind the same fence, and sees the store.
+// Whether a ticket was taken whose entry is not published yet. The fence orders the caller's store
+// to `fetched` before the look. A submitter whose ticket the caller does not see looks at `fetched`
+// behind the same fence, and sees the store.
 FW_DEVICE bool has_unpublished(const queue_pair& q, uint32_t mask) {
+  atomic::fence_sequential();
   const bool any = atomic::load_relaxed(&q.ticket) != atomic::load_relaxed(&q.tail);
   return warp::broadcast(mask, any, base::lowest_bit(mask));
 }
@@ -65,39 +54,27 @@ template <typename Finisher>
 FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finisher) {
   const uint32_t leader = base::lowest_bit(mask);
   const bool leads = warp::lane() == leader;
-  // If nothing is in flight, do not look at the ring: that takes a PCIe round trip. All three words
-  // are loaded together.
-  bool got = false;
-  if (leads) {
-    const uint32_t consumed = atomic::load_relaxed(&q.head);
-    const uint32_t published = atomic::load_relaxed(&q.tail);
-    const uint32_t locked = atomic::load_relaxed(&q.drain_lock);
-    got = (consumed != published) & (locked == 0) && atomic::or_acquire(&q.drain_lock, 1) == 0;
-  }
+  // If nothing is in flight, do not look at the ring: that takes a PCIe round trip.
+  const bool got = leads && atomic::load_relaxed(&q.head) != atomic::load_relaxed(&q.tail) &&
+                   atomic::try_lock(&q.drain_lock);
   if (!warp::broadcast(mask, got, leader)) return 0;
   // The leader has acquired what the last drainer did; no lane may see an entry of an older pass.
   warp::sync(mask);
 
-  const uint32_t fetched = leads ? atomic::load_relaxed(&q.fetched) : 0;
-  const uint32_t helps = leads ? atomic::load_relaxed(&q.helps) : 0;
   uint32_t head = leads ? atomic::load_relaxed(&q.head) : 0;
   head = warp::broadcast(mask, head, leader);
   const uint32_t rank = warp::rank_in(mask);
   // At most `depth` entries: a batch must not lap the ring.
   const bool in_ring = rank < (1u << q.depth_log2);
   const uint32_t position = head + rank;
+  const atomic::word16 raw = atomic::load16_relaxed_system(
+      reinterpret_cast<const atomic::word16*>(&q.cq[entry_of(q, position)]));
   // The phase tag of pass 0 is 1, and flips at each pass.
   const uint32_t expected = (turn_of(q, position) & 1) ^ 1;
-  atomic::word16 raw = {};
-  uint32_t count = 0;
-  for (uint32_t look = 0; look < kLooks && count == 0; look++) {
-    raw = atomic::load16_relaxed_system(
-        reinterpret_cast<const atomic::word16*>(&q.cq[entry_of(q, position)]));
-    const bool ready = in_ring && ((raw.w >> 16) & 1) == expected;
-    const uint32_t gap = mask & ~warp::ballot(mask, ready);
-    count = gap == 0 ? base::popcount(mask)
-                     : base::popcount(mask & ((1u << base::lowest_bit(gap)) - 1));
-  }
+  const bool ready = in_ring && ((raw.w >> 16) & 1) == expected;
+  const uint32_t gap = mask & ~warp::ballot(mask, ready);
+  const uint32_t count =
+      gap == 0 ? base::popcount(mask) : base::popcount(mask & ((1u << base::lowest_bit(gap)) - 1));
 
   uint64_t word = 0;
   uint32_t entry = 0;
@@ -118,23 +95,16 @@ FW_DEVICE_NOINLINE uint32_t drain(queue_pair& q, uint32_t mask, Finisher& finish
     const uint32_t last = base::lowest_bit(warp::ballot(mask, rank == count - 1));
     const uint32_t sqhd = warp::broadcast(mask, raw.z & 0xffff, last);
     if (leads) {
+      const uint32_t fetched = atomic::load_relaxed(&q.fetched);
       atomic::store_relaxed(&q.fetched, fetched + entry_of(q, sqhd - fetched));
       atomic::store_relaxed(&q.head, head + count);
-      atomic::store_relaxed(&q.helps, helps + 1);
-      if (is_rung(q, head, count)) ring(q, q.cq_doorbell, entry_of(q, head + count));
+      atomic::store_relaxed(&q.helps, atomic::load_plain(&q.helps) + 1);
+      ring(q, q.cq_doorbell, entry_of(q, head + count));
     }
   }
   warp::sync(mask);
-  if (count == 0) {
-    if (leads) atomic::unlock(&q.drain_lock);
-    return 0;
-  }
-  if (leads) {
-    // One fence: what we did comes before the next drainer's work, and before our look for entries
-    // that wait for room.
-    atomic::fence_sequential();
-    atomic::store_relaxed(&q.drain_lock, uint32_t(0));
-  }
+  if (leads) atomic::unlock(&q.drain_lock);
+  if (count == 0) return 0;
 
   const uint32_t detached = warp::ballot(mask, mine && slot::is_detached(word));
   finish_detached(q, mask, detached, entry, word, finisher);

@@ -78,10 +78,8 @@ FW_DEVICE_NOINLINE void publish(queue_pair& q, uint32_t mask) {
   // entries again, with the same fence in between, so one of the two sees the other.
   atomic::fence_sequential();
   while (true) {
-    // No look first: that would be one trip more. Acquire: what the last publisher did.
-    const bool got = leads && atomic::or_acquire(&q.publish_lock, 1) == 0;
+    bool got = leads && atomic::try_lock(&q.publish_lock);
     if (!warp::broadcast(mask, got, leader)) return;
-    const uint32_t doorbells = leads ? atomic::load_plain(&q.doorbells) : 0;
     uint32_t tail = leads ? atomic::load_relaxed(&q.tail) : 0;
     tail = warp::broadcast(mask, tail, leader);
     const uint32_t count = count_publishable(q, mask, tail);
@@ -90,7 +88,7 @@ FW_DEVICE_NOINLINE void publish(queue_pair& q, uint32_t mask) {
     if (leads) {
       if (count != 0) {
         atomic::store_relaxed(&q.tail, tail + count);
-        atomic::store_relaxed(&q.doorbells, doorbells + 1);
+        atomic::store_relaxed(&q.doorbells, atomic::load_plain(&q.doorbells) + 1);
         // All entries, of this warp and of other submitters, come before the doorbell: the
         // controller reads them as soon as it sees the tail move.
         atomic::fence_system();
