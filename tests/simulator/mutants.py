@@ -1116,6 +1116,15 @@ MUTANTS = {
             "  for (uint64_t first = mine.begin;",
             "a replay serves lines of the file from before a writer came",
             "leases_replayed",
+            width=4,
+        ),
+        Mutant(
+            "epoch-unlooked-by-threads",
+            _ROWS,
+            "  cache::refresh(c, v, mask);\n  // Segments in a row",
+            "  // Segments in a row",
+            "so does one of the CPU device, whose threads take segments by themselves",
+            "leases_replayed",
         ),
         Mutant(
             "epoch-unlooked-by-residents",
