@@ -1163,6 +1163,7 @@ MUTANTS = {
             "  for (uint64_t first = share.begin;",
             "so does one of rows of a few elements",
             "leases_replayed",
+            width=4,
         ),
         Mutant(
             "sweep-unwaited",
