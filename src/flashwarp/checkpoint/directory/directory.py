@@ -30,7 +30,7 @@ from flashwarp.checkpoint.directory.writer import (
     sync_folder,
 )
 from flashwarp.checkpoint.region import Region
-from flashwarp.config import cores, flag, parse_bytes
+from flashwarp.config import flag, parse_bytes
 from flashwarp.endings import Closing
 from flashwarp.errors import (
     ArgumentError,
@@ -436,7 +436,7 @@ class Directory(Closing):
         """Call a function in another thread; in this one if the interpreter is ending."""
         with self._guard:
             if self._pool is None and not self._closed:
-                self._pool = ThreadPoolExecutor(min(4, cores()), "flashwarp-checksum")
+                self._pool = ThreadPoolExecutor(_THREADS, "flashwarp-checkpoint")
         try:
             if self._pool is not None:
                 return self._pool.submit(act, *arguments)
@@ -528,6 +528,9 @@ def _close_all() -> None:
     for each in list(_open):
         each.close()
 
+
+_THREADS = 4
+"""They compute checksums while callers write, and read parts of large reads: mostly they wait."""
 
 _OPEN_ATTEMPTS = 3
 _DRAFT = ".flashwarp-"

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwarp.checkpoint.directory.buffers import bytes_of, page_aligned
 from flashwarp.checkpoint.directory.checksums import chunk_checksums
-from flashwarp.checkpoint.directory.manifest import ALIGNMENT, Manifest, StoredRegion
+from flashwarp.checkpoint.directory.manifest import Manifest, StoredRegion
 from flashwarp.checkpoint.region import Region, numpy_dtype
 from flashwarp.endings import Closing
 from flashwarp.errors import (
@@ -26,9 +27,10 @@ from flashwarp.errors import (
     StorageError,
 )
 
-__all__ = ["Source", "VersionReader", "bytes_of"]
+__all__ = ["Source", "VersionReader"]
 
-_PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 4 << 20
+_PIECES_IN_FLIGHT = 4
 
 
 class Source(Protocol):
@@ -141,7 +143,7 @@ class VersionReader(Closing):
 
     def verify(self) -> None:
         """Read all bytes, and raise `DamagedVersionError` if any is not what was written."""
-        scratch = _scratch(max(_PIECE_BYTES, self.manifest.chunk_bytes))
+        scratch = page_aligned(max(_PIECE_BYTES, self.manifest.chunk_bytes)).data
         end = 0
         for stored in self.manifest.regions:
             self._check_padding(end, stored.offset)
@@ -174,31 +176,33 @@ class VersionReader(Closing):
             return
         chunk = self.manifest.chunk_bytes
         begin = offset // chunk * chunk
-        scratch = _scratch(min(chunk, stored.region.nbytes - begin))
+        scratch = page_aligned(min(chunk, stored.region.nbytes - begin)).data
         self._read_chunks(stored, begin, scratch)
         view[:] = scratch[offset - begin : offset - begin + view.nbytes]
 
     def _read_chunks(self, stored: StoredRegion, offset: int, view: memoryview) -> None:
-        """Read whole chunks; while one piece of them is checked, the next one is read."""
-        chunk = self.manifest.chunk_bytes
-        step = max(chunk, _PIECE_BYTES)
-        pending: list[Future[Any]] = []
+        """Read whole chunks and check them; several pieces at a time if there are many."""
+        step = max(self.manifest.chunk_bytes, _PIECE_BYTES)
+        if self._run is None or view.nbytes <= step:
+            for begin in range(0, view.nbytes, step):
+                self._read_piece(stored, offset + begin, view[begin : begin + step])
+            return
+        pending: list[Future[None]] = []
         try:
             for begin in range(0, view.nbytes, step):
-                piece = view[begin : begin + step]
-                self._fill(stored.offset + offset + begin, piece)
-                if self._run is None or view.nbytes <= step:
-                    self._check(stored, offset + begin, piece)
-                    continue
-                if len(pending) == 2:
+                if len(pending) == _PIECES_IN_FLIGHT:
                     pending.pop(0).result()
-                pending.append(self._run(self._check, stored, offset + begin, piece))
+                piece = view[begin : begin + step]
+                pending.append(self._run(self._read_piece, stored, offset + begin, piece))
         finally:
-            # Also after an error: nobody may look at the caller's buffer when the call has ended.
-            failures = [each.exception() for each in pending]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+            # Also after an error: nobody may write the caller's buffer when the call has ended.
+            failures = [failure for each in pending if (failure := each.exception()) is not None]
+        if failures:
+            raise failures[0]
+
+    def _read_piece(self, stored: StoredRegion, offset: int, piece: memoryview) -> None:
+        self._fill(stored.offset + offset, piece)
+        self._check(stored, offset, piece)
 
     def _check(self, stored: StoredRegion, offset: int, piece: memoryview) -> None:
         chunk = self.manifest.chunk_bytes
@@ -215,7 +219,7 @@ class VersionReader(Closing):
             )
 
     def _check_padding(self, begin: int, end: int) -> None:
-        scratch = _scratch(end - begin)
+        scratch = page_aligned(end - begin).data
         if end > begin:
             self._fill(begin, scratch)
             if any(scratch):
@@ -237,26 +241,3 @@ class VersionReader(Closing):
             if error.errno != errno.ENODATA:
                 raise
             raise DamagedVersionError(source.path, f"it was cut short: {error}") from error
-
-
-def bytes_of(buffer: Any, writable: bool) -> memoryview:
-    """Return the bytes of a contiguous buffer; raises ArgumentError for anything else."""
-    try:
-        view = memoryview(buffer)
-    except (TypeError, ValueError) as error:  # no buffer, or one of a dtype without a format
-        raise ArgumentError(
-            f"a buffer of type {type(buffer).__name__}: {error}; an array of any dtype has its "
-            "bytes as x.view('u1')"
-        ) from error
-    if not view.c_contiguous:
-        raise ArgumentError("the buffer is not contiguous: copy it first")
-    if writable and view.readonly:
-        raise ArgumentError("the buffer is read-only")
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
-
-
-def _scratch(nbytes: int) -> memoryview:
-    """Memory that begins on a page, as O_DIRECT needs it."""
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    begin = -raw.ctypes.data % ALIGNMENT
-    return raw[begin : begin + nbytes].data

@@ -16,10 +16,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flashwarp import _native
 from flashwarp.checkpoint.directory import manifest, names
+from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
-from flashwarp.checkpoint.directory.reader import bytes_of
 from flashwarp.checkpoint.region import Region
 from flashwarp.endings import Closing, uninterrupted
 from flashwarp.errors import (
@@ -38,6 +40,8 @@ __all__ = ["VersionWriter", "create_data"]
 
 _INLINE_BYTES = 256 << 10
 """Below, another thread takes longer to start than the checksum takes."""
+
+_COPY_BYTES = 4 << 20
 
 # What a file system without fallocate(2) answers.
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.ENOSYS)
@@ -167,10 +171,29 @@ class VersionWriter(Closing):
             return chunk_checksums(view, chunk, first)
         computed = self._run(chunk_checksums, view, chunk, first)
         try:
-            self._file.write(place, view)
+            self._write_large(place, view)
         finally:
             found: NDArray[Any] = computed.result()
         return found
+
+    def _write_large(self, place: int, view: memoryview) -> None:
+        """Write bytes past the page cache, also those that do not lie as O_DIRECT needs them.
+
+        A copy to memory that does takes a fifth of the time that the page cache takes.
+        """
+        source = np.frombuffer(view, np.uint8)
+        if not self.o_direct or (source.ctypes.data - place) % PAGE_BYTES == 0:
+            self._file.write(place, view)
+            return
+        scratch = page_aligned(min(_COPY_BYTES, view.nbytes) + PAGE_BYTES)
+        begin = 0
+        while begin < view.nbytes:
+            phase = (place + begin) % PAGE_BYTES
+            piece = source[begin : begin + _COPY_BYTES - phase]
+            target = scratch[phase : phase + len(piece)]
+            target[:] = piece
+            self._file.write(place + begin, target.data)
+            begin += len(piece)
 
     def commit(self) -> None:
         """Make the version durable, and let it appear.
