@@ -4,7 +4,8 @@
 which comes last; every chunk of data has a checksum in it.
 """
 
-from flashwarp.checkpoint.directory.directory import Directory, Finding
+from flashwarp.checkpoint.directory.catalog import Finding
+from flashwarp.checkpoint.directory.directory import Directory
 from flashwarp.checkpoint.directory.reader import VersionReader
 from flashwarp.checkpoint.directory.writer import VersionWriter
 

@@ -6,36 +6,31 @@ rank; the kernel ends its lock when it dies. Any process reads any rank at any t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from flashwarp import endings
 from flashwarp.checkpoint.directory import lock, manifest, names
-from flashwarp.checkpoint.directory.follow import Watch
-from flashwarp.checkpoint.directory.reader import VersionReader
+from flashwarp.checkpoint.directory.catalog import Catalog
+from flashwarp.checkpoint.directory.local import FileSource
 from flashwarp.checkpoint.directory.writer import (
     VersionWriter,
-    direct_works,
     empty_record,
     exists,
     sync_folder,
 )
 from flashwarp.checkpoint.region import Region
 from flashwarp.config import flag, parse_bytes
-from flashwarp.endings import Closing
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
-    DamagedVersionError,
     ExistingVersionError,
     FlashwarpError,
     ForkError,
@@ -44,35 +39,16 @@ from flashwarp.errors import (
     ReadOnlyError,
     StorageError,
 )
-from flashwarp.storage import File, files
+from flashwarp.storage import files
 
-__all__ = ["Directory", "Finding"]
+__all__ = ["Directory"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was found of a version.
-
-    Attributes
-    ----------
-    version : int
-        Its number.
-    nbytes : int
-        Bytes of its regions; 0 if its manifest cannot be read.
-    problem : str
-        Why it cannot be used; empty if it can.
-    """
-
-    version: int
-    nbytes: int
-    problem: str
-
-
-class Directory(Closing):
+class Directory(Catalog):
     """Versions of checkpoints in a folder.
 
     Parameters
@@ -114,6 +90,8 @@ class Directory(Closing):
     b'flash'
     """
 
+    _poll_s = 0.05
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -142,164 +120,6 @@ class Directory(Closing):
         elif not self.path.is_dir():
             raise MissingFileError(errno.ENOENT, "no such folder", str(self.path))
         _open.add(self)
-
-    # What there is.
-
-    def names(self) -> list[str]:
-        """Return the names of the checkpoints in the folder, sorted."""
-        self._check_open()
-        found = []
-        for each in _listed(self.path):
-            with contextlib.suppress(ArgumentError):
-                if (self.path / each).is_dir():
-                    found.append(names.check_name(each))
-        return sorted(found)
-
-    def ranks(self, name: str) -> list[int]:
-        """Return the ranks that have versions of a checkpoint, or had, sorted."""
-        self._check_open()
-        found = map(names.rank_of, _listed(self.path / names.check_name(name)))
-        return sorted(rank for rank in found if rank is not None)
-
-    def versions(self, name: str, rank: int | None = None) -> list[int]:
-        """Return the committed versions of a checkpoint, ascending; reads none of them."""
-        self._check_open()
-        return names.versions_among(_listed(self._folder(name, rank)))
-
-    def examine(
-        self, name: str, *, verify: bool = False, rank: int | None = None
-    ) -> Iterator[Finding]:
-        """Look at each version, the newest first.
-
-        Parameters
-        ----------
-        name : str
-            The checkpoint.
-        verify : bool
-            Read all bytes and check them. Otherwise only the manifest and the size of the data.
-        rank : int, optional
-            Whose versions; default this directory's.
-
-        Yields
-        ------
-        Finding
-            Versions that were discarded meanwhile are left out.
-        """
-        for version in reversed(self.versions(name, rank)):
-            nbytes = 0
-            try:
-                with self.open(name, version, rank=rank) as reader:
-                    nbytes = reader.nbytes
-                    if verify:
-                        reader.verify()
-            except MissingVersionError:
-                continue
-            except (DamagedVersionError, OSError) as error:
-                yield Finding(version, nbytes, str(error))
-            else:
-                yield Finding(version, nbytes, "")
-
-    def latest(self, name: str, *, verify: bool = False, rank: int | None = None) -> int | None:
-        """Return the newest version that can be used, or None.
-
-        A damaged version is skipped, and a warning logs the reason. Arguments as for `examine`.
-        """
-        for found in self.examine(name, verify=verify, rank=rank):
-            if not found.problem:
-                return found.version
-            _log.warning("skipped version %d of %r: %s", found.version, name, found.problem)
-        return None
-
-    # Reading.
-
-    def open(self, name: str, version: int, *, rank: int | None = None) -> VersionReader:
-        """Open a version for reading.
-
-        Parameters
-        ----------
-        name, version
-            Which version of which checkpoint.
-        rank : int, optional
-            The rank that wrote it; default this directory's. Any may be read.
-
-        Raises
-        ------
-        MissingVersionError
-            If there is no such version.
-        DamagedVersionError
-            If its manifest is not what was written, or its data file is missing or has another
-            size.
-        PathError, StorageError
-            If its files cannot be read.
-        """
-        self._check_open()
-        version = names.check_version(version)
-        folder = self._folder(name, rank)
-        # A version that is replaced between two steps has another data file: look again.
-        for _ in range(_OPEN_ATTEMPTS):
-            record = self._read_manifest(folder, name, version)
-            try:
-                source = _FileSource(folder / record.data, record.data_bytes, self._o_direct)
-            except MissingFileError:
-                continue
-            return VersionReader(record, source, self._run)
-        raise DamagedVersionError(str(folder / record.data), "its data file is missing")
-
-    def _read_manifest(self, folder: Path, name: str, version: int) -> manifest.Manifest:
-        path = folder / names.manifest_name(version)
-        try:
-            with files.open_for_reading(str(path)) as file:
-                size = os.fstat(file.fileno()).st_size
-                text = file.read(min(size, manifest.MANIFEST_BYTES_MAX) + 1)
-        except MissingFileError as error:
-            raise MissingVersionError(
-                f"{self.path} has no version {version} of {name!r} by rank "
-                f"{folder.name.removeprefix('rank-')}; it was never committed, or discarded"
-            ) from error
-        except FlashwarpError:
-            raise
-        except OSError as error:
-            why = f"read: {error.strerror}"
-            raise StorageError(error.errno or errno.EIO, why, str(path)) from error
-        return manifest_of(text, str(path), name, version, names.rank_of(folder.name))
-
-    def follow(
-        self,
-        name: str,
-        *,
-        timeout_s: float,
-        rank: int | None = None,
-        until: int | None = None,
-        poll_s: float = 0.05,
-    ) -> Iterator[int]:
-        """Yield the versions of a checkpoint as they are committed, in this or another process.
-
-        Parameters
-        ----------
-        name : str
-            The checkpoint; it need not exist yet.
-        timeout_s : float
-            Seconds without a new version after which `WaitTimeout` is raised.
-        rank : int, optional
-            Whose versions; default this directory's.
-        until : int, optional
-            End after this version was yielded.
-        poll_s : float
-            Seconds between two looks at the folder, at least 1 ms. A look is one call of stat(2);
-            the folder is listed only if it changed. (inotify would miss changes by other nodes.)
-
-        Yields
-        ------
-        int
-            Each version once; of those found together, the lowest first. A version that was
-            discarded before the next look is left out, and `open` of one that was discarded since
-            raises `MissingVersionError`.
-        """
-        self._check_open()
-        watch = Watch(self._folder(name, rank), timeout_s, poll_s, f"a version of {name!r}")
-        return watch.versions(self._check_open, until)
-
-    # Writing.
 
     def begin(
         self,
@@ -428,9 +248,36 @@ class Directory(Closing):
 
     # Inside.
 
-    def _folder(self, name: str, rank: int | None = None) -> Path:
-        rank = self.rank if rank is None else names.check_rank(rank)
-        return self.path / names.check_name(name) / names.rank_folder(rank)
+    def _folder(self, name: str) -> Path:
+        return self.path.joinpath(*self._folders(name, None))
+
+    def _listed(self, *folders: str) -> list[str]:
+        return _listed(self.path.joinpath(*folders))
+
+    def _stamp(self, *folders: str) -> object:
+        folder = self.path.joinpath(*folders)
+        try:
+            status = os.stat(folder)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise files.path_error(error, str(folder), writable=False) from error
+        return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+
+    def _read(self, *parts: str) -> tuple[str, bytes]:
+        path = str(self.path.joinpath(*parts))
+        try:
+            with files.open_for_reading(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                return path, file.read(min(size, manifest.MANIFEST_BYTES_MAX) + 1)
+        except FlashwarpError:
+            raise
+        except OSError as error:
+            why = f"read: {error.strerror}"
+            raise StorageError(error.errno or errno.EIO, why, path) from error
+
+    def _source(self, nbytes: int, *parts: str) -> FileSource:
+        return FileSource(self.path.joinpath(*parts), nbytes, self._o_direct)
 
     def _run(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
         """Call a function in another thread; in this one if the interpreter is ending."""
@@ -499,7 +346,7 @@ class Directory(Closing):
     def _data_of(self, folder: Path, version: int) -> str | None:
         """Return the data file that a manifest names; None without one."""
         try:
-            return self._read_manifest(folder, folder.parent.name, version).data
+            return self._manifest(folder.parent.name, version, None)[1].data
         except MissingVersionError:
             return None
         except FlashwarpError:
@@ -532,45 +379,9 @@ def _close_all() -> None:
 _THREADS = 4
 """They compute checksums while callers write, and read parts of large reads: mostly they wait."""
 
-_OPEN_ATTEMPTS = 3
 _DRAFT = ".flashwarp-"
 _UNKNOWN = ""
 """In place of a data file's name: the manifest cannot be read, so nobody knows."""
-
-
-def manifest_of(
-    text: bytes, path: str, name: str, version: int, rank: int | None
-) -> manifest.Manifest:
-    """Parse a manifest that must be of this version; raises DamagedVersionError."""
-    try:
-        if len(text) > manifest.MANIFEST_BYTES_MAX:
-            raise ValueError(f"it has more than {manifest.MANIFEST_BYTES_MAX} bytes")
-        found = manifest.parse(text)
-        if (found.name, found.version, found.rank) != (name, version, rank):
-            raise ValueError(
-                f"it is that of version {found.version} of {found.name!r} by rank {found.rank}"
-            )
-    except ValueError as error:
-        raise DamagedVersionError(path, str(error)) from error
-    return found
-
-
-class _FileSource:
-    """A data file, opened for reading."""
-
-    def __init__(self, path: Path, nbytes: int, o_direct: bool | None) -> None:
-        self.path = str(path)
-        size = files.check(self.path, writable=False).st_size
-        if size != nbytes:
-            raise DamagedVersionError(self.path, f"it has {size} bytes, and {nbytes} were written")
-        direct = direct_works(path) if o_direct is None else o_direct
-        self._file = File(path, o_direct=direct, lock=False)
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        self._file.read_into(offset, view)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _check_chunk(chunk_bytes: int | str) -> int:

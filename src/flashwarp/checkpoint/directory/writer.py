@@ -22,6 +22,7 @@ from flashwarp import _native
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
+from flashwarp.checkpoint.directory.local import direct_works
 from flashwarp.checkpoint.region import Region
 from flashwarp.endings import Closing, uninterrupted
 from flashwarp.errors import (
@@ -324,11 +325,6 @@ def create_data(path: Path, nbytes: int, o_direct: bool | None) -> File:
         file = File(path, writable=True, o_direct=direct, lock=False)
         unless_done.pop_all()
     return file
-
-
-def direct_works(path: Path) -> bool:
-    """Return whether a file can be read and written with O_DIRECT."""
-    return isinstance(_native.direct_io_alignment(str(path)), tuple)
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
