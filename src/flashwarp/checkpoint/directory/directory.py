@@ -77,11 +77,9 @@ class Directory(Catalog):
 
     Examples
     --------
-    >>> import tempfile
     >>> from flashwarp.checkpoint.directory import Directory
     >>> from flashwarp.checkpoint.region import Region
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with Directory(folder.name) as directory:
+    >>> with Directory("checkpoints") as directory:
     ...     with directory.begin("run", 7, [Region("step", "<i8", (2,), 16)]) as writer:
     ...         writer.write("step", 0, b"flash" + bytes(11))
     ...         writer.commit()
