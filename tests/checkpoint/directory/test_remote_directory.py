@@ -191,6 +191,16 @@ def test_request_that_keeps_failing_is_a_typed_error(
     assert place.versions("run") == [1]
 
 
+def test_outage_is_no_damage(place: RemoteDirectory, source: Directory, quick: list[float]) -> None:
+    copy_versions(source, place, "run")
+    real = place._source
+    place._source = lambda *_: place._ask("head", lambda: 1 / 0)  # type: ignore[method-assign]
+    with pytest.raises(RemoteError):
+        place.latest("run")
+    place._source = real  # type: ignore[method-assign]
+    assert place.latest("run") == 3
+
+
 def test_refusal_is_not_tried_again(
     place: RemoteDirectory, source: Directory, quick: list[float]
 ) -> None:

@@ -115,7 +115,7 @@ class Directory(Catalog):
             self._lock = lock.RankLock(self.path, self.rank)
             if self._lock.held:
                 self._remove_leftovers()
-        elif not self.path.is_dir():
+        elif not os.path.isdir(self.path):
             raise MissingFileError(errno.ENOENT, "no such folder", str(self.path))
         _open.add(self)
 
@@ -170,7 +170,7 @@ class Directory(Catalog):
             self._writers[key] = None
         try:
             path = folder / names.manifest_name(version)
-            if not replace and path.exists():
+            if not replace and os.path.lexists(path):
                 raise exists(name, version, str(path))
             self._make_folder(folder)
             writer = VersionWriter(
@@ -303,7 +303,7 @@ class Directory(Catalog):
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and what lies above it, durably."""
-        if folder.is_dir():
+        if os.path.isdir(folder):
             return
         self._make_folder(folder.parent)
         try:
