@@ -20,6 +20,7 @@ using fw::native::Unlocked;
 using fw::native::unlocked;
 
 nb::dict layouts();
+void bind_checkpoint(nb::module_& m);
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_cuda(nb::module_& m);
@@ -113,6 +114,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("kernels", &program_kernels);
   m.def("demangle", &fw::native::demangle, nb::arg("name"));
   m.def("layouts", &layouts);
+  bind_checkpoint(m);
   bind_endings(m);
   bind_storage(m);
   bind_controller(m);

@@ -34,6 +34,22 @@ class CpuProgram:
 
 def demangle(name: str) -> str: ...
 def layouts() -> dict[tuple[str, str], int]: ...
+
+NEVER_NS: int = 9223372036854775807
+
+URGENCY_OF_GAP: int = 9223372036854775807
+
+def best_window(
+    nbytes: Any,
+    ready_ns: Any,
+    urgency: Any,
+    pinned: Any,
+    *,
+    size: int,
+    now_ns: int,
+    keep_urgency: int,
+    waits_for_restores: bool,
+) -> tuple[int, int, int, int, int] | None: ...
 def uninterrupted(act: Callable[[], _T]) -> _T:
     """Call a function where no signal handler runs."""
 

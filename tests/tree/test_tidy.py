@@ -52,6 +52,7 @@ NATIVE_ROOMS = [
     "cuda",
     "io",
     "storage",
+    "checkpoint",
     "nvme",
     "cpu",
     "cpu/policy_kernels",
