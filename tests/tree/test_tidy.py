@@ -42,6 +42,7 @@ NATIVE_ROOMS = [
     "base",
     "cuda",
     "io",
+    "transfer",
     "storage",
     "nvme",
     "cpu",
