@@ -50,6 +50,7 @@ NATIVE_ROOMS = [
     "base",
     "cuda",
     "io",
+    "transfer",
     "storage",
     "checkpoint",
     "nvme",
