@@ -21,6 +21,7 @@ using fw::native::unlocked;
 
 nb::dict layouts();
 void bind_checkpoint(nb::module_& m);
+void bind_checksum(nb::module_& m);
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_cuda(nb::module_& m);
@@ -115,6 +116,7 @@ NB_MODULE(_native, m) {
   m.def("demangle", &fw::native::demangle, nb::arg("name"));
   m.def("layouts", &layouts);
   bind_checkpoint(m);
+  bind_checksum(m);
   bind_endings(m);
   bind_storage(m);
   bind_controller(m);
