@@ -1,7 +1,8 @@
-"""`Checkpointer`: versions of GPU state that cascade through GPU memory, host memory and storage."""
+"""`Checkpointer`: versions of GPU state, in caches of GPU and host memory and on storage."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -12,14 +13,13 @@ from typing import Any
 from flashwarp import endings
 from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet, check_target, new_array
-from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.flushing import forget_stored, queue_due_retries
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.restoring import Restorer
 from flashwarp.checkpoint.settings import Settings
-from flashwarp.checkpoint.staging import Stager
+from flashwarp.checkpoint.stager import Stager
 from flashwarp.checkpoint.system import System
 from flashwarp.checkpoint.tier import Entry, Key
 from flashwarp.config import SIZE_MAX, choice, flag, integer, number, parse_bytes
@@ -30,6 +30,7 @@ from flashwarp.errors import (
     ExistingVersionError,
     FlashwarpError,
     MissingVersionError,
+    ReadOnlyError,
 )
 
 __all__ = ["Checkpointer"]
@@ -210,6 +211,8 @@ class Checkpointer(endings.Closing):
         began_ns = time.monotonic_ns()
         key = self._key(name, version)
         flag("overlap", overlap)
+        if self.settings.read_only:
+            raise ReadOnlyError("the checkpointer was opened with read_only: open a writable one")
         self._know(name)
         sources = self._collect(only)
         entry = Entry(key, tuple(source.region for source in sources))
@@ -246,7 +249,7 @@ class Checkpointer(endings.Closing):
         )
         if core.exists(entry.key):
             raise ExistingVersionError(
-                17, f"{entry} exists: discard it, or write another version", self.path
+                errno.EEXIST, f"{entry} exists: discard it, or write another version", self.path
             )
         core.entries[entry.key] = entry
         core.futures[entry] = saved
@@ -290,7 +293,9 @@ class Checkpointer(endings.Closing):
         """
         choice("tier", tier, ("ssd", "remote"))
         if tier == "remote" and self._system.remote is None:
-            raise ArgumentError("wait(tier='remote') needs a remote: open the checkpointer with one")
+            raise ArgumentError(
+                "wait(tier='remote') needs a remote: open the checkpointer with one"
+            )
         self._know(name)
         core = self._core
         with core.changed:
@@ -301,9 +306,7 @@ class Checkpointer(endings.Closing):
                 entries = [each for key, each in core.entries.items() if key[0] == name]
             self._wait_durable([each for each in entries if each is not None], tier, timeout_s)
 
-    def _wait_durable(
-        self, entries: list[Entry], tier: str, timeout_s: float | None, *, closing: bool = False
-    ) -> None:
+    def _wait_durable(self, entries: list[Entry], tier: str, timeout_s: float | None) -> None:
         core = self._core
         if tier == "remote":
             for entry in entries:
@@ -504,7 +507,6 @@ class Checkpointer(endings.Closing):
             core.check_usable()
             core.hints.enqueue(key)
             core.refresh(key)
-        self._system.want(key)
 
     def prefetch_start(self) -> None:
         """Begin to prefetch in the order of the hints; so does the first restart.
@@ -541,9 +543,7 @@ class Checkpointer(endings.Closing):
             future = core.futures.pop(entry, None)
         if future is not None and not future.done():
             future.observed = True
-            future.set_exception(
-                CheckpointError(f"{entry} was discarded before it was durable")
-            )
+            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
         if stored:
             forget_stored(self._directory, *entry.key)
         if remote:

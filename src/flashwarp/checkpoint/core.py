@@ -60,6 +60,8 @@ class Core:
         self.busy: Counter[Entry] = Counter()
         self.retries: dict[tuple[str, Entry], tuple[int, float]] = {}
         self.to_storage = Backlog(mover.links["to storage"])
+        # Versions whose manifests could not be read; restarts try again.
+        self.unreadable: set[Key] = set()
         self.remote_failures: dict[Entry, BaseException] = {}
         self.broken: BaseException | None = None
         """What has ended a background thread: a bug, or no memory."""
@@ -74,9 +76,13 @@ class Core:
         """Return the time on the monotonic clock."""
         return time.monotonic_ns()
 
+    def of_this_process(self) -> bool:
+        """Return whether the threads are of this process: not in a forked child."""
+        return os.getpid() == self._pid
+
     def check_usable(self) -> None:
         """Raise if the checkpointer is closed, broken, or of another process."""
-        if os.getpid() != self._pid:
+        if not self.of_this_process():
             raise ForkError(
                 f"this checkpointer belongs to process {self._pid}: a forked child must open its "
                 "own, with another path or rank"

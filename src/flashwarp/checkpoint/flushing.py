@@ -154,20 +154,28 @@ class Uploader:
     def _copy(self, entry: Entry) -> bool:
         name, version = entry.key
         with self._directory.open(name, version) as reader:
-            writer = self._remote.begin(name, version, entry.regions)
-            try:
-                done = self._core.mover.copy_stored(
-                    entry, reader, writer, lambda: not entry.discarded
-                )
-                if done:
-                    writer.commit()
-            except BaseException:
-                writer.abort()
-                raise
-            if not done:
-                writer.abort()
+            upload = getattr(self._remote, "upload", None)
+            if upload is not None:
+                upload(reader)
+                done = True
+            else:
+                done = self._copy_to_folder(entry, reader)
         if done and entry.discarded:
-            self._remote.discard(name, version)
+            forget_stored(self._remote, name, version)
+        return done
+
+    def _copy_to_folder(self, entry: Entry, reader: Any) -> bool:
+        # A version of an earlier run may be there; a flush never leaves a part of one.
+        writer = self._remote.begin(*entry.key, entry.regions, replace=True)
+        try:
+            done = self._core.mover.copy_stored(entry, reader, writer, lambda: not entry.discarded)
+            if done:
+                writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+        if not done:
+            writer.abort()
         return done
 
 

@@ -1,4 +1,4 @@
-"""The buffers of the tiers: GPU memory at once, host memory pinned piece by piece in the background.
+"""The host cache's memory: one range of addresses, pinned piece by piece in the background.
 
 Pinning 32 GiB takes about ten seconds. Each piece can be used as soon as it is pinned.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flashwarp import endings
@@ -306,7 +307,7 @@ class Mover(endings.Closing):
                     first = piece - (side - begin) % piece
                     cuts.update(range(first, nbytes, piece))
         marks = sorted(cuts)
-        for offset, end in zip(marks, marks[1:], strict=False):
+        for offset, end in pairwise(marks):
             yield offset, end - offset
 
     def _copies(self, target: object, source: object, nbytes: int, after: object) -> list[Ticket]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flashwarp.checkpoint.eviction import policy_of
 from flashwarp.checkpoint.hints import HINTS_MAX, PASSED_MAX
@@ -37,6 +38,10 @@ class Settings:
         Bounds of the restore queue; see `hints.RestoreQueue`.
     retry_s : float
         Seconds after which a failed flush is tried again; doubled each time, up to a minute.
+    read_only : bool
+        Restore versions that another process writes, while it does; `checkpoint` is refused.
+    make_mover : callable, optional
+        Makes what copies bytes; for benchmarks that limit the rates of links.
     """
 
     timeout_s: float = 120.0
@@ -48,6 +53,8 @@ class Settings:
     hints_max: int = HINTS_MAX
     passed_max: int = PASSED_MAX
     retry_s: float = 1.0
+    read_only: bool = False
+    make_mover: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -57,6 +64,7 @@ class Settings:
         policy_of(self.eviction)
         flag("discard_consumed", self.discard_consumed)
         flag("restart_prefetches", self.restart_prefetches)
+        flag("read_only", self.read_only)
         integer("lookahead", self.lookahead, 0)
         integer("hints_max", self.hints_max, 1)
         integer("passed_max", self.passed_max, 1)
