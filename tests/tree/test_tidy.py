@@ -51,6 +51,7 @@ NATIVE_ROOMS = [
     "base",
     "cuda",
     "io",
+    "transfer",
     "storage",
     "checkpoint",
     "nvme",
