@@ -75,7 +75,7 @@ def numpy_dtype(text: str) -> np.dtype[Any] | None:
     """Return the dtype that numpy has for a region's, or None."""
     try:
         found = np.dtype(text)
-    except TypeError:
+    except Exception:  # numpy parses texts, and raises ValueError and others
         return None
     return None if found.hasobject else found
 

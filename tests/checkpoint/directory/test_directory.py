@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from versions import CHUNK, bytes_of, check, files_of, regions_of, store
 
-from flashwarp.checkpoint.directory import Directory, VersionReader
+from flashwarp.checkpoint.directory import Directory
 from flashwarp.checkpoint.region import Region
 from flashwarp.errors import (
     ArgumentError,
@@ -32,41 +33,11 @@ from flashwarp.errors import (
     ReadOnlyError,
 )
 
-CHUNK = 4096
-
-
-def bytes_of(seed: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-
-
-def regions_of(*sizes: int) -> list[Region]:
-    return [Region(f"r{i}", "|u1", (nbytes,), nbytes) for i, nbytes in enumerate(sizes)]
-
-
-def store(
-    directory: Directory, version: int, *sizes: int, name: str = "run", **options: Any
-) -> None:
-    """Commit a version whose bytes follow from its number."""
-    with directory.begin(name, version, regions_of(*sizes), **options) as writer:
-        for i, nbytes in enumerate(sizes):
-            writer.write(f"r{i}", 0, bytes_of(1000 * version + i, nbytes))
-        writer.commit()
-
-
-def check(reader: VersionReader, version: int) -> None:
-    for i, region in enumerate(reader.regions):
-        assert np.array_equal(reader.load(region), bytes_of(1000 * version + i, region.nbytes))
-
 
 @pytest.fixture(params=[None, False], ids=["default", "page-cache"])
 def directory(tmp_path: Path, request: pytest.FixtureRequest) -> Any:
     with Directory(tmp_path / "d", chunk_bytes=CHUNK, o_direct=request.param) as made:
         yield made
-
-
-def files_of(path: Path, name: str = "run", rank: int = 0) -> list[str]:
-    folder = path / name / f"rank-{rank:05d}"
-    return sorted(os.listdir(folder)) if folder.exists() else []
 
 
 # What is written is read.

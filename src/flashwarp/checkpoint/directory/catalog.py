@@ -70,9 +70,9 @@ class Catalog(Closing):
     def _listed(self, *folders: str) -> list[str]:
         """Return the names in a folder; none if it does not exist."""
 
-    @abstractmethod
-    def _stamp(self, *folders: str) -> object:
+    def _stamp(self, *folders: str) -> object:  # noqa: ARG002 (for those that have one)
         """Return something that changes if a folder changes; None if only a listing shows it."""
+        return None
 
     @abstractmethod
     def _read(self, *parts: str) -> tuple[str, bytes]:

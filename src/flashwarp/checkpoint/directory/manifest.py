@@ -53,6 +53,7 @@ METADATA_BYTES_MAX = 1 << 20
 
 _HEADER = re.compile(rb"flashwarp-checkpoint ([0-9]{1,9}) ([0-9]{12}) ([0-9a-f]{8})\n")
 _HEADER_BYTES_MAX = 64
+_DIGITS = re.compile("[0-9a-f]*")
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,9 @@ def _stored_region(found: Any, end: int, chunk_bytes: int) -> StoredRegion:
     if offset % ALIGNMENT or offset - end >= ALIGNMENT:
         raise ValueError(f"region {region.name!r} begins at byte {offset}, after {end}")
     digits = _text(found["crc32c"])
-    if len(digits) != 8 * chunk_count(region.nbytes, chunk_bytes):
-        raise ValueError(f"region {region.name!r} has {len(digits)} digits of checksums")
+    wanted = 8 * chunk_count(region.nbytes, chunk_bytes)
+    if len(digits) != wanted or not _DIGITS.fullmatch(digits):
+        raise ValueError(f"region {region.name!r} does not have {wanted} digits of checksums")
     checksums = np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.uint32)
     return StoredRegion(region, offset, checksums)
 

@@ -255,9 +255,8 @@ class VersionWriter(Closing):
         )
         self._file.flush()
         target = str(self._folder / names.manifest_name(self.version))
-        if self.replaces:
-            # The new data must have its name before the manifest names it instead of the old.
-            sync_folder(self._folder)
+        # The data must have its name before a manifest names it: a manifest means that it is there.
+        sync_folder(self._folder)
         try:
             with files.Draft(target, self.replaces, lock=False) as draft:
                 try:
