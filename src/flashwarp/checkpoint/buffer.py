@@ -17,8 +17,8 @@ from flashwarp.device.memory import align_up
 
 __all__ = ["ALIGNMENT", "GAP", "NEVER_NS", "Fragment", "FragmentTable", "Window"]
 
-ALIGNMENT = 256
-"""Blocks begin at multiples of so many bytes: what the copy engine moves at full speed."""
+ALIGNMENT = 4096
+"""Blocks begin at multiples of so many bytes, so that storage writes them past the page cache."""
 
 NEVER_NS: int = _native.NEVER_NS
 GAP: int = _native.URGENCY_OF_GAP
@@ -230,6 +230,10 @@ class FragmentTable:
         self._uses += 1
         self._rows[5, self._index(key)] = self._uses
         return self._uses
+
+    def last_use(self, key: Hashable) -> int:
+        """Return the number of the last use of a block."""
+        return int(self._rows[5, self._index(key)])
 
     def fragment(self, index: int) -> Fragment:
         """Return one fragment."""

@@ -59,6 +59,7 @@ class Event(enum.Enum):
     READ_DONE = "read done"
     READ_FAILED = "read failed"
     PROMOTED = "promoted"
+    SERVED_ELSEWHERE = "served elsewhere"
     DISCARD = "discard"
     EVICT = "evict"
 
@@ -197,6 +198,12 @@ TRANSITIONS: dict[Event, Transition] = {
         sets=_F.CONSUMED,
         clears=_F.READING | _F.PINNED,
         why="a faster tier has taken the bytes over, and with them the pin (4.3.2 of the paper)",
+    ),
+    Event.SERVED_ELSEWHERE: Transition(
+        needs=_F.RESIDENT,
+        sets=_F.CONSUMED,
+        clears=_F.PINNED,
+        why="a restore has copied the bytes from another tier",
     ),
     Event.DISCARD: Transition(
         sets=_F.DISCARDED,
