@@ -88,6 +88,25 @@ class FileStorage(Storage):
     @property
     def direct_fd(self) -> int: ...
 
+class NvmePassthrough(Storage):
+    def __init__(
+        self,
+        path: str,
+        offset: int,
+        nbytes: int,
+        writable: bool,
+        lock: bool,
+        claim: bool,
+        block_device: str,
+        max_transfer_bytes: int,
+    ) -> None: ...
+    @property
+    def lba_bytes(self) -> int: ...
+    @property
+    def nsid(self) -> int: ...
+    @property
+    def namespace_nbytes(self) -> int: ...
+
 class StripedStorage(Storage):
     def __init__(self, members: Sequence[Storage], stripe_bytes: int, nbytes: int = 0) -> None: ...
 

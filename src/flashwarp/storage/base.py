@@ -211,9 +211,9 @@ def typed_errors(operation: str) -> Iterator[None]:
         raise
     except OSError as error:
         number, path = error.errno or errno.EIO, error.filename
-        offset = getattr(error, "offset", None)
+        offset, status = getattr(error, "offset", None), getattr(error, "status", 0)
         raise StorageError(
-            number, f"{operation}: {error.strerror}", path or None, offset=offset
+            number, f"{operation}: {error.strerror}", path or None, offset=offset, status=status
         ) from error
     except RuntimeError as error:  # the only one that it raises
         raise ForkError(str(error)) from error
