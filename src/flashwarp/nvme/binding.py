@@ -129,14 +129,14 @@ def unbind(bdf: str, root: Path = Path("/")) -> PciController:
     before = find(bdf, root)
     if before.driver != DRIVER:
         return before
-    for name in (f"/dev/vfio/{before.group}", f"/dev/vfio/devices/{before.cdev}"):
-        for holder in _processes_with(root, lambda path, name=name: path == name):  # type: ignore[misc]
-            raise LockedError(
-                errno.EBUSY,
-                f"process {holder} drives {before.bdf}: end it first (kill {holder})",
-                name,
-                holder,
-            )
+    files = {f"/dev/vfio/{before.group}", f"/dev/vfio/devices/{before.cdev}"}
+    for holder in _processes_with(root, files.__contains__):
+        raise LockedError(
+            errno.EBUSY,
+            f"process {holder} drives {before.bdf}: end it first (kill {holder})",
+            f"/dev/vfio/{before.group}",
+            holder,
+        )
     return _move(before, "", root)
 
 

@@ -38,13 +38,23 @@ class DriveNamespace(Storage):
     drive : native drive
         Whose namespace it is.
     nsid : int
+    asked_writable : bool
+        Whether it was to take writes; `refusal` says why it does not.
     block_bytes : int
         Size of the drive's logical block, 512 or 4096.
     carries : list of str
         Formats that were found at its begin and end when it was opened, for people.
     """
 
-    def __init__(self, drive: _native.Drive, bdf: str, nsid: int, allow_raw_writes: bool) -> None:
+    def __init__(
+        self,
+        drive: _native.Drive,
+        bdf: str,
+        nsid: int,
+        writable: bool,
+        allow_raw_writes: bool,
+    ) -> None:
+        self.asked_writable = writable
         self.drive = drive
         self.bdf = bdf
         self.nsid = nsid
@@ -60,7 +70,7 @@ class DriveNamespace(Storage):
                     f"it carries {', '.join(self.carries)}, which writes would destroy: "
                     f"VfioController({bdf!r}, allow_raw_writes=True) permits them"
                 )
-            else:
+            if writable and not self.refusal:
                 native = _native.NamespaceStorage(drive, nsid, True)
         super().__init__(native)
 

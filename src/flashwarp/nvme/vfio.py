@@ -161,28 +161,36 @@ class VfioController(Controller, endings.Closing):
         with drive_errors(self.bdf):
             return tuple(self.native.namespaces())
 
-    def namespace(self, nsid: int = 1) -> DriveNamespace:
+    def namespace(self, nsid: int = 1, *, writable: bool = True) -> DriveNamespace:
         """Return a namespace of the drive as a storage; the same object while it is open.
 
         Parameters
         ----------
         nsid : int
             Its number, from 1 on.
+        writable : bool
+            False: it takes no writes. True: it takes them, unless it is write protected, or carries
+            what `allow_raw_writes` is about.
 
         Raises
         ------
         ArgumentError
             If the drive has no such namespace, or its blocks have a format other than 512 or 4096
-            bytes without metadata.
+            bytes without metadata. If it is open with another `writable`.
         """
         integer("nsid", nsid, 1, 0xFFFFFFFE)
-        return endings.holding([self._lock], lambda: self._namespace(nsid))
+        flag("writable", writable)
+        return endings.holding([self._lock], lambda: self._namespace(nsid, writable))
 
-    def _namespace(self, nsid: int) -> DriveNamespace:
+    def _namespace(self, nsid: int, writable: bool) -> DriveNamespace:
         held = self._namespaces.get(nsid)
         if held is None or held.closed:
             held = self._namespaces[nsid] = DriveNamespace(
-                self.native, self.bdf, nsid, self.allow_raw_writes
+                self.native, self.bdf, nsid, writable, self.allow_raw_writes
+            )
+        elif held.asked_writable != writable:
+            raise ArgumentError(
+                f"{held!r} is open with writable={held.asked_writable}: close it first"
             )
         return held
 
