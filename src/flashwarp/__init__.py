@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
     from flashwarp.nvme.drive_model import SSDModel
+    from flashwarp.nvme.vfio import VfioController
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "ShareTable",
     "SoftwareController",
     "Stats",
+    "VfioController",
     "compile",
     "create",
     "errors",
@@ -55,6 +57,7 @@ _LATER = {
     "Program": "flashwarp.program.compiling",
     "SSDModel": "flashwarp.nvme.drive_model",
     "ShareTable": "flashwarp.array.share_table",
+    "VfioController": "flashwarp.nvme.vfio",
     "compile": "flashwarp.program.compiling",
     "get_include": "flashwarp.program.compiling",
 }

@@ -57,6 +57,7 @@ NATIVE_ROOMS = [
     "cpu/policy_kernels",
     "nvme/model",
     "nvme/software",
+    "vfio",
     "testing",
     "bind",
 ]

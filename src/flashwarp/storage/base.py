@@ -50,6 +50,9 @@ class Namespace(Closing):
     lba_bytes = 512
     """Size of a logical block, in which commands count."""
 
+    refusal = ""
+    """Why it takes no writes, for people, if that is not what its owner asked for."""
+
     _refuses = True
     """Whether one array that may store to it excludes every other."""
 
@@ -192,7 +195,10 @@ class Storage(Namespace):
 
     def _check_writable(self) -> None:
         if not self.writable:
-            raise ReadOnlyError(f"the storage {self.path or 'in memory'} is read-only")
+            raise ReadOnlyError(
+                f"the storage {self.path or 'in memory'} is read-only"
+                f"{self.refusal and f': {self.refusal}'}"
+            )
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         offset, nbytes = integer("offset", offset), integer("nbytes", nbytes)
