@@ -18,7 +18,7 @@ WAIT_S = 30.0
 
 
 class Faults:
-    """Switches of a directory: while `held`, writes wait; `write_error` and `read_error` are raised.
+    """Switches of a directory: transfers wait, or raise `write_error` and `read_error`.
 
     `writes` and `reads` count the calls.
     """

@@ -8,6 +8,7 @@ failure of a version that it has waited for concerns it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -80,13 +81,20 @@ class Core:
         """Return whether the threads are of this process: not in a forked child."""
         return os.getpid() == self._pid
 
-    def check_usable(self) -> None:
-        """Raise if the checkpointer is closed, broken, or of another process."""
+    def locked(self) -> threading.Condition:
+        """Return the lock, for a call of the user's; raises in a forked child.
+
+        There, a thread that does not exist may hold the lock for ever.
+        """
         if not self.of_this_process():
             raise ForkError(
                 f"this checkpointer belongs to process {self._pid}: a forked child must open its "
                 "own, with another path or rank"
             )
+        return self.changed
+
+    def check_usable(self) -> None:
+        """Raise if the checkpointer is closed, or a background thread has failed."""
         if self.closing:
             raise ClosedError("the checkpointer was closed")
         self.check_threads()
@@ -154,8 +162,10 @@ class Core:
 
     # Room.
 
-    def acquire(self, tier: Tier, entry: Entry, event: Event, timeout_s: float) -> bool:
+    def acquire(self, tier: Tier, entry: Entry, event: Event, timeout_s: float = math.inf) -> bool:
         """Wait for room in a tier, and take it; return False if a slower tier must be used.
+
+        It returns False, too, if the version is discarded or the checkpointer closes meanwhile.
 
         The wait never depends on a restore, which the waiting thread may be the only one to make.
         Prefetches into the tier stop meanwhile.
@@ -167,7 +177,7 @@ class Core:
         began_ns = self.now_ns()
         clock = Waited()
         try:
-            while not entry.discarded:
+            while not entry.discarded and not self.closing:
                 now_ns = self.now_ns()
                 window = tier.choose(entry.nbytes, now_ns)
                 if window is not None and window.wait_ns == 0:

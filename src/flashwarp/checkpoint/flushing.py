@@ -50,6 +50,8 @@ class Flusher:
     def next_job(self) -> Callable[[], None] | None:
         """Return the next flush; called under the lock."""
         core, tier = self._core, self._tier
+        if core.closing:
+            return None
         queue_due_retries(core, tier.name)
         queue = core.queues[tier.name]
         while queue:
@@ -85,14 +87,12 @@ class Flusher:
         if below is None:
             return False
         with core.changed:
-            timeout_s = core.settings.timeout_s
-            if below.life(entry) is not None or not core.acquire(
-                below, entry, Event.WRITE, timeout_s
-            ):
+            # Without a limit: what ends the wait is a flush of the tier below, which has its own.
+            if below.life(entry) is not None or not core.acquire(below, entry, Event.WRITE):
                 core.counts["host_bypassed"] += not entry.discarded
                 return False
         try:
-            done = core.mover.move(self._tier, below, entry, lambda: not entry.discarded)
+            done = core.mover.move(self._tier, below, entry, partial(wanted, core, entry))
         except BaseException:
             with core.changed:
                 core.apply(below, entry, Event.FILL_FAILED)
@@ -105,7 +105,7 @@ class Flusher:
         return done
 
     def _to_storage(self, entry: Entry) -> bool:
-        if entry.discarded:
+        if not wanted(self._core, entry):
             return False
         store = partial(self._core.mover.store_block, self._tier, entry)
         return write_version(self._core, self._directory, entry, store)
@@ -122,6 +122,8 @@ class Uploader:
     def next_job(self) -> Callable[[], None] | None:
         """Return the next upload; called under the lock."""
         core = self._core
+        if core.closing:
+            return None
         queue_due_retries(core, "remote")
         queue = core.queues["remote"]
         while queue:
@@ -186,7 +188,7 @@ def write_version(
     name, version = entry.key
     writer = directory.begin(name, version, entry.regions)
     try:
-        done = store(writer, lambda: not entry.discarded)
+        done = store(writer, partial(wanted, core, entry))
         if done:
             writer.commit()
     except BaseException:
@@ -205,6 +207,11 @@ def write_version(
     if discarded:
         forget_stored(directory, name, version)
     return not discarded
+
+
+def wanted(core: Core, entry: Entry) -> bool:
+    """Return whether the copies of a version still have to be made."""
+    return not entry.discarded and not core.closing
 
 
 def forget_stored(directory: Any, name: str, version: int) -> None:

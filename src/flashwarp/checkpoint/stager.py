@@ -70,7 +70,7 @@ class Stager:
     def wait(self, timeout_s: float) -> None:
         """Wait until nothing is under way; raises the first error that nobody has seen."""
         core = self._core
-        with core.changed:
+        with core.locked():
             core.wait_for(
                 lambda: self._under_way == 0,
                 lambda: f"{self._under_way} copies of protected arrays have not ended",

@@ -164,14 +164,13 @@ class System:
     def _start(self) -> None:
         core = self.core
         # Slower tiers first: what a flush leads to has a thread then.
-        belows: list[tuple[Tier, Tier | None]] = [
-            (tier, below) for tier, below in zip(core.tiers, [*core.tiers[1:], None], strict=True)
-        ]
-        for tier, below in reversed(belows):
+        below: Tier | None = None
+        for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.directory)
             prefetcher = Prefetcher(core, tier, below, self.directory)
             self._workers.append(Worker(core, f"flush-{tier.name}", flusher.next_job))
             self._workers.append(Worker(core, f"prefetch-{tier.name}", prefetcher.next_job))
+            below = tier
         self._workers.append(Worker(core, "catalog", self._next_look))
         if self.remote is not None:
             uploader = Uploader(core, self.directory, self.remote)
