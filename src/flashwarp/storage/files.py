@@ -31,6 +31,7 @@ __all__ = [
     "check",
     "check_name",
     "check_new",
+    "lock_holder",
     "open_for_reading",
     "opened",
     "path_error",
@@ -347,7 +348,7 @@ def _locked(number: int, how: str, path: str) -> LockedError:
             path,
             os.getpid(),
         )
-    holder = _holder(path)
+    holder = lock_holder(path)
     if holder == os.getpid():
         who = f"this process ({holder})"
     elif holder is None:
@@ -364,7 +365,7 @@ def _locked(number: int, how: str, path: str) -> LockedError:
     )
 
 
-def _holder(path: str) -> int | None:
+def lock_holder(path: str) -> int | None:
     """Return the process that holds flock(2) on a file, if the system shows it."""
     try:
         status = os.stat(path)
