@@ -258,8 +258,9 @@ struct lookup_run {
 };
 
 // Notes an id that is out of bounds, or an offset that no bag can have, for the host to raise.
-FW_DEVICE_NOINLINE void note_id(cache::volume& v, uint64_t id) {
-  cache::note_failure(v.indices, v.errors->indices, id, cache::kRows, 0);
+FW_DEVICE_NOINLINE void note_id(const lookup_table& t, uint64_t id) {
+  cache::volume& v = *t.volume;
+  cache::note_failure(v.indices, v.errors->indices, id, cache::kRows, 0, t.row_count);
 }
 FW_DEVICE_NOINLINE void note_offset(cache::volume& v, uint64_t offset) {
   cache::note_failure(v.indices, v.errors->indices, offset, cache::kOffsets, 0);
@@ -351,7 +352,7 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   const bool mine = k < run.end;
   const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : 0;
   const bool stray = mine && id >= t.row_count;
-  if (stray && run.tile_begin == 0) note_id(v, id);
+  if (stray && run.tile_begin == 0) note_id(t, id);
   f.row = t.row_begin + id;
   f.wants = mine && !stray && !(kPools && id == t.padding);
   if (kPools && p.weights != nullptr && mine) f.weight = number_at(p.weights, p.weight_number, k);
@@ -664,7 +665,7 @@ FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, u
   const bool mine = k >= ids.begin && k < ids.end;
   const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : t.row_count;
   const bool wants = mine && id < t.row_count;
-  if (mine && !wants) note_id(*t.volume, id);
+  if (mine && !wants) note_id(t, id);
   const uint32_t shift = t.geometry.line_shift;
   const uint64_t from = (t.row_begin + id) * t.row_bytes;
   const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;

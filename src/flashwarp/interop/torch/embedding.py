@@ -14,20 +14,16 @@ import torch
 
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
-from flashwarp.config import integer
-from flashwarp.device import stream_handle
+from flashwarp.config import choice, flag, integer
+from flashwarp.device import Device, stream_handle
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
 from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_rows
-from flashwarp.interop.torch.lookups import (
-    COMPUTED,
-    NUMBERS,
-    TensorLookup,
-    look_up,
-)
+from flashwarp.interop.torch.lookups import COMPUTED, NUMBERS, TensorLookup, look_up
+from flashwarp.interop.torch.operators import check_plain
 from flashwarp.table.lookup import Pooling, Scales, Table
 
-__all__ = ["Embedding", "EmbeddingBag", "check_bags", "check_tensors"]
+__all__ = ["Embedding", "EmbeddingBag", "check_bags", "check_stream", "check_tensors"]
 
 TableLike: TypeAlias = Array | str | os.PathLike[str]
 ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
@@ -122,6 +118,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
                 raise ArgumentError(
                     f"{', '.join(opening)}: the array is open, and these are for a path"
                 )
+            table._check_usable()
             return table
         if not isinstance(table, str | os.PathLike):
             raise ArgumentError(
@@ -135,7 +132,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
     def _result(self, dtype: torch.dtype | None) -> torch.dtype:
         if dtype is None:
             return self.stored if self.stored in COMPUTED else torch.float32
-        if dtype not in COMPUTED:
+        if not isinstance(dtype, torch.dtype) or dtype not in COMPUTED:
             raise DtypeError(
                 f"dtype={dtype!r}: rows are converted to float32, float16 or bfloat16 of torch"
             )
@@ -153,6 +150,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             device: Any = scales.device.name
             here = scales.device is self.array.device
         elif isinstance(scales, torch.Tensor):
+            check_plain(scales=scales)
             dtype, device, array = scales.dtype, scales.device, None
             here = scales.device == _torch_device(self.array)
             # Kernels read it as long as the module lives.
@@ -191,12 +189,12 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Say whether forward records what backward needs; raises ReadOnlyError if it cannot."""
-        if requires_grad and not self.array.writable:
+        if flag("requires_grad", requires_grad) and not self.array.writable:
             raise ReadOnlyError(
                 'the table is read-only, so it cannot be trained: open it with mode="r+"'
             )
-        self._trains = requires_grad
-        super().requires_grad_(requires_grad)
+        self._trains = bool(requires_grad)
+        super().requires_grad_(self._trains)
         return self
 
     def _part(self) -> Part:
@@ -228,8 +226,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         again and again, are skipped.
         """
         check_tensors(ids=ids)
-        handle = None if stream is None else stream_handle(stream)
-        self._single.prefetch(ids, None, handle)
+        self._single.prefetch(ids, None, check_stream(stream, self.array.device))
 
     def close(self) -> None:
         """Close the arrays that the module has opened. Afterwards forward raises ClosedError.
@@ -408,12 +405,12 @@ class EmbeddingBag(_TableModule):
         include_last_offset: bool = False,
         **options: Any,
     ) -> None:
-        if mode not in _POOLINGS:
-            raise ArgumentError(f"mode={mode!r}: use 'sum', 'mean' or 'max'")
+        choice("mode", mode, list(_POOLINGS))
         self._pooling = _POOLINGS[mode]
-        super().__init__(table, last_offset=include_last_offset, **options)
+        last = flag("include_last_offset", include_last_offset)
+        super().__init__(table, last_offset=last, **options)
         self.mode = mode
-        self.include_last_offset = include_last_offset
+        self.include_last_offset = last
 
     def forward(
         self,
@@ -461,7 +458,8 @@ class EmbeddingBag(_TableModule):
 
 def _check_refused(name: str, value: object) -> None:
     harmless, why = _REFUSED[name]
-    if not any(value is each or value == each for each in harmless):
+    plain = value is None or isinstance(value, bool | int | float)
+    if not plain or value not in harmless:
         raise ArgumentError(f"{name}={value!r} does not work with tables in a storage: {why}")
 
 
@@ -484,7 +482,7 @@ def _stored(array: Array, stored: torch.dtype | None) -> torch.dtype:
     known = ", ".join(str(each).removeprefix("torch.") for each in NUMBERS)
     own: torch.dtype | None = getattr(torch, array.dtype.name, None)
     result = own if stored is None else stored
-    if result is None or result not in NUMBERS or not array.dtype.isnative:
+    if not isinstance(result, torch.dtype) or result not in NUMBERS or not array.dtype.isnative:
         raise DtypeError(
             f"rows of dtype {array.dtype if stored is None else stored} cannot be converted: a "
             f"table stores {known}; stored= names the type of elements that the array has as "
@@ -508,12 +506,23 @@ def _padding(padding_idx: int | None, rows: int) -> int | None:
 
 
 def check_tensors(**given: object) -> None:
-    """Raise ArgumentError for what is neither a tensor nor None, as arguments by name."""
+    """Raise ArgumentError for what is neither a plain tensor nor None, as arguments by name."""
     for name, value in given.items():
-        if not isinstance(value, torch.Tensor) and (value is not None or name in ("input", "ids")):
+        if isinstance(value, torch.Tensor):
+            check_plain(**{name: value})
+        elif value is not None or name in ("input", "ids"):
             raise ArgumentError(
                 f"{name} is of type {type(value).__name__}: give a tensor on the table's device"
             )
+
+
+def check_stream(stream: object, device: Device) -> int | None:
+    """Return the handle of a stream, or None for torch's current one; raises ArgumentError."""
+    if stream is None:
+        return None
+    if device.kind == "cpu":
+        raise ArgumentError(f"stream={stream!r}: the CPU device has no streams")
+    return stream_handle(stream)
 
 
 def check_bags(

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError, IndexDtypeError
-from flashwarp.interop.torch.operators import _order_of, _stream_of, is_eager
+from flashwarp.interop.torch.operators import _order_of, _stream_of, check_plain, is_eager
 from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
 
 __all__ = ["NUMBERS", "Keep", "TensorLookup", "keep_gradients", "look_up"]
@@ -132,6 +132,7 @@ class TensorLookup:
         for name, tensor in (("input", ids), ("offsets", offsets), ("per_sample_weights", weights)):
             if tensor is None:
                 continue
+            check_plain(**{name: tensor})
             kind, ordinal = tensor.device.type, tensor.device.index
             if kind != device.kind or (kind == "cuda" and ordinal != device.ordinal):
                 raise ArgumentError(
@@ -154,6 +155,8 @@ class TensorLookup:
             self._check_offsets(offsets)
 
     def _check_offsets(self, offsets: torch.Tensor) -> None:
+        if offsets.ndim != 1:
+            raise ArgumentError(f"offsets of shape {tuple(offsets.shape)}: they have one axis")
         bags = offsets.shape[0] - self.last_offset
         if bags < 0 or bags % self.tables:
             raise ArgumentError(
@@ -169,6 +172,7 @@ class TensorLookup:
         if self._closed:
             raise ClosedError(f"the table of {self.handle!r} is closed")
         plain = offsets is None and weights is None and ids.dtype in _INDICES
+        plain = plain and ids.layout is torch.strided and not ids.is_nested
         if not plain or ids.device != self._device:
             self.check(ids, offsets, weights)
         found = torch.empty(self.shape(ids, offsets), dtype=self.dtype, device=self._device)
@@ -189,6 +193,8 @@ class TensorLookup:
 
     def prefetch(self, ids: torch.Tensor, offsets: torch.Tensor | None, stream: int | None) -> None:
         """Start fetching what a lookup would read; `stream` is a handle on a GPU."""
+        if self._closed:
+            raise ClosedError(f"the table of {self.handle!r} is closed")
         self.check(ids, offsets, None)
         self.shape(ids, offsets)
         ids = ids.contiguous()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from flashwarp.cache.cache import Cache
-from flashwarp.config import integer, parse_bytes
+from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.endings import Closing
 from flashwarp.errors import ClosedError
@@ -123,10 +123,11 @@ def offload(
     """
     tables = tables_of(model, pattern)
     refuse_ties(model, tables)
-    find_tensors(tables, read_checkpoint(files), names or {})
+    find_tensors(tables, read_checkpoint(files), {} if names is None else names)
     where = resolve(device_of(model) if device is None else device)
     need = Need.of(tables, line)
-    plan = Plan(where, need, parse_bytes(ram, "ram"), parse_bytes(gpu, "gpu"), policy, immutable)
+    limits = parse_bytes(ram, "ram"), parse_bytes(gpu, "gpu")
+    plan = Plan(where, need, *limits, policy, flag("immutable", immutable))
     if rows_per_step is not None:
         plan.check_rows(integer("rows_per_step", rows_per_step, 1, 1 << 40))
     plan.checks_lookups = rows_per_step is None

@@ -17,10 +17,14 @@ __all__ = ["device_of", "refuse_ties", "tables_of"]
 
 
 def _patterns(pattern: str | Sequence[str]) -> list[str]:
-    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    if not patterns or not all(isinstance(each, str) and each for each in patterns):
+    patterns = [pattern] if isinstance(pattern, str) else pattern
+    if (
+        not isinstance(patterns, list | tuple | set)
+        or not patterns
+        or not all(isinstance(each, str) and each for each in patterns)
+    ):
         raise ArgumentError(f"pattern={pattern!r} names no modules: give names, such as 'embed*'")
-    return patterns
+    return list(patterns)
 
 
 def tables_of(model: torch.nn.Module, pattern: str | Sequence[str]) -> list[ModelTable]:

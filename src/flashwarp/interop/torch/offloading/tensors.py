@@ -35,18 +35,27 @@ def find_tensors(
 
     `given` has names of tensors, by names of modules.
     """
+    if not isinstance(given, Mapping):
+        raise ArgumentError(f"names={given!r}: give names of tensors by names of modules")
     unknown = set(given) - {name for table in tables for name in table.names}
     if unknown:
-        raise ArgumentError(f"names= has {sorted(unknown)}, which the pattern does not match")
+        raise ArgumentError(
+            f"names= has {sorted(map(str, unknown))}, which the pattern does not match"
+        )
     for table in tables:
         asked = next((given[name] for name in table.names if name in given), None)
         if asked is None:
             table.tensors = _tensors_named(table.names, checkpoint)
         else:
-            wanted = [asked] if isinstance(asked, str) else list(asked)
+            wanted = [asked] if isinstance(asked, str) else asked
+            if not isinstance(wanted, list | tuple) or not wanted:
+                raise ArgumentError(
+                    f"names= has {asked!r} for {table.name!r}: give the name of a tensor, or a list"
+                )
             for name in wanted:
-                if name not in checkpoint:
-                    raise ArgumentError(f"the checkpoint has no {name!r}{_near(name, checkpoint)}")
+                if not isinstance(name, str) or name not in checkpoint:
+                    near = _near(str(name), checkpoint)
+                    raise ArgumentError(f"the checkpoint has no {name!r}{near}")
             table.tensors = [checkpoint[name] for name in wanted]
         _check_tensors(table, checkpoint)
 

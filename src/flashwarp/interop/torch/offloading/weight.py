@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 
-from flashwarp.errors import ArgumentError, ClosedError, ReadOnlyError
-from flashwarp.interop.torch.embedding import Embedding
+from flashwarp.config import flag, integer
+from flashwarp.errors import ArgumentError, ClosedError, CopyError, ReadOnlyError
+from flashwarp.interop.torch.embedding import Embedding, check_tensors
 from flashwarp.interop.torch.offloading.plan import Plan
 from flashwarp.interop.torch.offloading.table import STORED, ModelTable, OpenedTable
 
@@ -18,6 +19,17 @@ __all__ = ["TableWeight"]
 # Pairs of events that are kept until a GPU has passed them.
 _TIMINGS_MAX = 256
 _TIMED_EVERY = 16
+
+
+class _AllRowsError(ArgumentError, AttributeError):
+    """Somebody asked for what needs all rows; `hasattr` says that a weight does not have it."""
+
+
+def _refuse(what: str) -> NoReturn:
+    raise _AllRowsError(
+        f"{what} would need all rows of an offloaded table at once: only "
+        "torch.nn.functional.embedding looks rows up"
+    )
 
 
 class TableWeight:
@@ -35,7 +47,9 @@ class TableWeight:
         gradients are recorded; set it to False if the table is to stay as it is.
     """
 
-    is_meta = False
+    is_meta = is_sparse = is_quantized = is_nested = False
+    is_leaf = True
+    layout = torch.strided
     grad = None
 
     def __init__(
@@ -65,17 +79,45 @@ class TableWeight:
         """Look rows up, or refuse what torch was asked for."""
         del types
         if func is torch.nn.functional.embedding:
-            found = args[1] if len(args) > 1 else (kwargs or {})["weight"]
-            if isinstance(found, cls) and isinstance(args[0], torch.Tensor):
-                return found.look_up(args[0])
-        name = getattr(func, "__name__", repr(func))
-        raise ArgumentError(
-            f"{name} would need all rows of an offloaded table at once: only "
-            "torch.nn.functional.embedding looks rows up"
+            given = dict(zip(("input", "weight"), args, strict=False)) | dict(kwargs or {})
+            found = given["weight"]
+            if given.get("max_norm") is not None:
+                raise ArgumentError(
+                    "max_norm= changes rows when they are looked up, and those of an offloaded "
+                    "table stay as they are"
+                )
+            if isinstance(found, cls):
+                return found.look_up(given["input"])
+        _refuse(getattr(func, "__name__", repr(func)))
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what a tensor has and this weight has not."""
+        if hasattr(torch.Tensor, name):
+            _refuse(name)
+        raise AttributeError(f"a TableWeight has no {name!r}")
+
+    def __bool__(self) -> bool:
+        """Refuse, as a tensor of several elements does."""
+        _refuse("its truth")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same weight; comparisons of elements are refused."""
+        if other is None or isinstance(other, TableWeight):
+            return self is other
+        _refuse("==")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies and pickles."""
+        raise CopyError(
+            f"the offloaded table {self.name!r} cannot be copied or pickled: close what offload "
+            "returned first, or offload the copy"
         )
+
+    __hash__ = object.__hash__
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of `ids`, of any shape."""
+        check_tensors(input=ids)
         if self.closed:
             raise ClosedError(f"the table {self.name!r} was offloaded, and is closed")
         if self.requires_grad and self._module.training and torch.is_grad_enabled():
@@ -99,7 +141,22 @@ class TableWeight:
 
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or one length."""
-        return self.shape if dim is None else self.shape[dim]
+        return self.shape if dim is None else self.shape[integer("dim", dim, -2, 1)]
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableWeight:
+        """Say whether modules in training refuse lookups; see `requires_grad`."""
+        self.requires_grad = flag("requires_grad", requires_grad)
+        return self
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether rows come to a GPU."""
+        return bool(self.device.type == "cuda")
+
+    @staticmethod
+    def is_floating_point() -> bool:
+        """Return True: lookups return floats."""
+        return True
 
     def dim(self) -> int:
         """Return the number of axes."""
@@ -113,8 +170,29 @@ class TableWeight:
         """Return the bytes of an element of the rows that lookups return."""
         return int(self.dtype.itemsize)
 
+    nelement = numel
+
     def __repr__(self) -> str:
         return f"TableWeight({self.name!r}, {list(self.shape)}, {self.dtype}, {self.device})"
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        _refuse(name)
+
+    return refuse
+
+
+# What Python looks up in the class, and not by __getattr__.
+_OPERATORS = (
+    "abs array complex contains delitem dlpack float ge getitem gt index int invert iter le len lt "
+    "ne neg pos reversed setitem "
+    "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor "
+    "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor "
+    "radd rand rfloordiv rlshift rmatmul rmod rmul ror rpow rrshift rsub rtruediv rxor"
+)
+for _name in _OPERATORS.split():
+    setattr(TableWeight, f"__{_name}__", _refusal(_name))
 
 
 class Clock:
