@@ -1,9 +1,9 @@
 """`offload`: tables of a model that stay in its checkpoint, and are read row by row.
 
 A module keeps its code, its place in the model and its name; only its parameter `weight` goes. What
-takes its place, a `TableWeight`, has shape, dtype and device, and answers `torch.nn.functional.
-embedding` from the storage. So subclasses of `torch.nn.Embedding` that scale or project their rows
-go on doing so.
+takes its place, a `TableWeight`, has shape, dtype and device, and answers `embedding` and
+`embedding_bag` of `torch.nn.functional` from the storage. So subclasses of `torch.nn.Embedding`
+that scale or project their rows go on doing so.
 """
 
 from __future__ import annotations
@@ -221,11 +221,10 @@ class Offloaded(Closing):
         for array in self._arrays:
             array.close()
         for weight in self._weights:
-            weight.rows.close()
+            weight.close()
         self.cache.close()
         self._closed = True
         for table, weight in zip(self._tables, self._weights, strict=True):
-            weight.closed = True
             trained = weight.requires_grad
             parameter = torch.nn.Parameter(table.weight, requires_grad=trained)
             for module in table.modules:

@@ -63,7 +63,8 @@ def _tables_in(name: str, module: torch.nn.Module) -> dict[str, torch.nn.Module]
             raise ArgumentError(f"{name!r} is offloaded already: close that first")
         raise ArgumentError(
             f"{name!r}, a {type(module).__name__}, is no embedding and contains none: a table has "
-            "a parameter weight with two axes, which torch.nn.functional.embedding looks up"
+            "a parameter weight with two axes, which torch.nn.functional.embedding or "
+            "embedding_bag looks up"
         )
     for each, table in found.items():
         _refuse_unsuitable(each, table)
@@ -76,8 +77,8 @@ def _looks_up(module: torch.nn.Module) -> bool:
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         return False
     code = getattr(type(module).forward, "__code__", None)
-    return isinstance(module, torch.nn.Embedding) or (
-        code is not None and "embedding" in code.co_names
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or (
+        code is not None and not {"embedding", "embedding_bag"}.isdisjoint(code.co_names)
     )
 
 

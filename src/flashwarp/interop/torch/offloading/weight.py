@@ -10,7 +10,7 @@ import torch
 
 from flashwarp.config import flag, integer
 from flashwarp.errors import ArgumentError, ClosedError, CopyError, ReadOnlyError
-from flashwarp.interop.torch.embedding import Embedding, check_tensors
+from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag, check_tensors
 from flashwarp.interop.torch.offloading.plan import Plan
 from flashwarp.interop.torch.offloading.table import STORED, ModelTable, OpenedTable
 
@@ -20,6 +20,9 @@ __all__ = ["TableWeight"]
 _TIMINGS_MAX = 256
 _TIMED_EVERY = 16
 
+# Ways of pooling that a weight keeps: modes, kinds of offsets, paddings.
+_BAGS_MAX = 64
+
 
 class _AllRowsError(ArgumentError, AttributeError):
     """Somebody asked for what needs all rows; `hasattr` says that a weight does not have it."""
@@ -27,16 +30,16 @@ class _AllRowsError(ArgumentError, AttributeError):
 
 def _refuse(what: str) -> NoReturn:
     raise _AllRowsError(
-        f"{what} would need all rows of an offloaded table at once: only "
-        "torch.nn.functional.embedding looks rows up"
+        f"{what} would need all rows of an offloaded table at once: only embedding and "
+        "embedding_bag of torch.nn.functional look rows up"
     )
 
 
 class TableWeight:
     """The weight of an offloaded table: it has its shape, dtype and device, but no memory.
 
-    `torch.nn.functional.embedding` looks its rows up. Any other function of torch raises
-    ArgumentError, since it would need the whole table.
+    `embedding` and `embedding_bag` of `torch.nn.functional` look its rows up. Any other function of
+    torch raises ArgumentError, since it would need the whole table.
 
     Attributes
     ----------
@@ -58,7 +61,13 @@ class TableWeight:
         dtype = table.weight.dtype
         stored = STORED[table.tensors[0].dtype][1]
         scales: Any = table.scale(device) if table.has_one_scale else arrays.scales
-        self.rows = Embedding(arrays.rows, scales=scales, dtype=dtype, stored=stored)
+        self._options = {"scales": scales, "dtype": dtype, "stored": stored}
+        self._array = arrays.rows
+        self.rows = Embedding(self._array, **self._options)
+        self._bags: dict[tuple[object, ...], EmbeddingBag] = {}
+        for module in table.modules:
+            if isinstance(module, torch.nn.EmbeddingBag):  # compilers cannot make it later
+                self._bag(module.mode, module.include_last_offset, module.padding_idx)
         self.name = table.name
         self.shape = torch.Size(table.weight.shape)
         self.dtype, self.device, self.ndim = dtype, device, 2
@@ -78,14 +87,17 @@ class TableWeight:
     ) -> Any:
         """Look rows up, or refuse what torch was asked for."""
         del types
-        if func is torch.nn.functional.embedding:
+        if func in (torch.nn.functional.embedding, torch.nn.functional.embedding_bag):
             given = dict(zip(("input", "weight"), args, strict=False)) | dict(kwargs or {})
             found = given["weight"]
+            bags = func is torch.nn.functional.embedding_bag
             if given.get("max_norm") is not None:
                 raise ArgumentError(
                     "max_norm= changes rows when they are looked up, and those of an offloaded "
                     "table stay as they are"
                 )
+            if isinstance(found, cls) and bags:
+                return found.look_up_bags(**given)
             if isinstance(found, cls):
                 return found.look_up(given["input"])
         _refuse(getattr(func, "__name__", repr(func)))
@@ -117,6 +129,36 @@ class TableWeight:
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of `ids`, of any shape."""
+        return self._timed(self.rows, ids)
+
+    def look_up_bags(
+        self,
+        input: torch.Tensor,  # noqa: A002 - as torch names it
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        """Return one row for each bag of ids, as `torch.nn.functional.embedding_bag` is called."""
+        bags = self._bag(mode, include_last_offset, padding_idx)
+        return self._timed(bags, input, offsets, per_sample_weights)
+
+    def _bag(self, mode: str, last_offset: bool, padding: int | None) -> EmbeddingBag:
+        """Return the module that pools so. There are few, since tables are used in few ways."""
+        options = {"mode": mode, "include_last_offset": last_offset, "padding_idx": padding}
+        key = tuple(options.values())
+        try:
+            return self._bags[key]
+        except (KeyError, TypeError):
+            made = EmbeddingBag(self._array, **options, **self._options)
+        if len(self._bags) < _BAGS_MAX:
+            self._bags[key] = made
+        return made
+
+    def _timed(self, rows: torch.nn.Module, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        """Look up by a module."""
         check_tensors(input=ids)
         if self.closed:
             raise ClosedError(f"the table {self.name!r} was offloaded, and is closed")
@@ -126,18 +168,24 @@ class TableWeight:
                 "as it is: use model.eval(), torch.no_grad(), or set requires_grad of its weight "
                 "to False"
             )
-        rows: torch.Tensor
+        found: torch.Tensor
         if torch.compiler.is_compiling():
-            rows = self.rows(ids)
-            return rows
+            found = rows(ids, *more)
+            return found
         if self._plan.checks_lookups:
             self._plan.check_rows(ids.numel())
         begin = self.clock.begin(ids)
         # Past the hooks of modules, which nobody can have added to this one.
-        rows = self.rows.forward(ids)
+        found = rows.forward(ids, *more)
         if begin is not None:
             self.clock.end(begin)
-        return rows
+        return found
+
+    def close(self) -> None:
+        """Look up no more."""
+        self.closed = True
+        for each in (self.rows, *self._bags.values()):
+            each.close()
 
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or one length."""
