@@ -147,7 +147,11 @@ class TableWeight:
 
     def _bag(self, mode: str, last_offset: bool, padding: int | None) -> EmbeddingBag:
         """Return the module that pools so. There are few, since tables are used in few ways."""
-        options = {"mode": mode, "include_last_offset": last_offset, "padding_idx": padding}
+        options: dict[str, Any] = {
+            "mode": mode,
+            "include_last_offset": last_offset,
+            "padding_idx": padding,
+        }
         key = tuple(options.values())
         try:
             return self._bags[key]
