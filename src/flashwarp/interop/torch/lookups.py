@@ -18,7 +18,7 @@ from flashwarp.errors import ArgumentError, ClosedError, DtypeError, IndexDtypeE
 from flashwarp.interop.torch.operators import _order_of, _stream_of, check_plain, is_eager
 from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
 
-__all__ = ["NUMBERS", "Keep", "TensorLookup", "keep_gradients", "look_up"]
+__all__ = ["COMPUTED", "NUMBERS", "SCALES", "Keep", "TensorLookup", "keep_gradients", "look_up"]
 
 NUMBERS = {
     torch.float32: Number.FLOAT32,
@@ -27,11 +27,19 @@ NUMBERS = {
     torch.float8_e4m3fn: Number.FLOAT8_E4M3,
     torch.float8_e5m2: Number.FLOAT8_E5M2,
     torch.int8: Number.INT8,
+    torch.float4_e2m1fn_x2: Number.FLOAT4_E2M1,
 }
 """What tables may store."""
 
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
-"""What lookups return, and what scales and weights may be."""
+"""What lookups return, and what weights of ids may be."""
+
+SCALES = {
+    **{dtype: NUMBERS[dtype] for dtype in COMPUTED},
+    torch.float8_e4m3fn: Number.FLOAT8_E4M3,
+    torch.float8_e8m0fnu: Number.FLOAT8_E8M0,
+}
+"""What scales of rows may be."""
 
 _INDICES = (torch.int64, torch.int32)
 
