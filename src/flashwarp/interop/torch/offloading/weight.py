@@ -12,7 +12,7 @@ from flashwarp.config import flag, integer
 from flashwarp.errors import ArgumentError, ClosedError, CopyError, ReadOnlyError
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag, check_tensors
 from flashwarp.interop.torch.offloading.plan import Plan
-from flashwarp.interop.torch.offloading.table import STORED, ModelTable, OpenedTable
+from flashwarp.interop.torch.offloading.table import ModelTable, OpenedTable
 
 __all__ = ["TableWeight"]
 
@@ -59,9 +59,7 @@ class TableWeight:
         self, table: ModelTable, arrays: OpenedTable, plan: Plan, device: torch.device
     ) -> None:
         dtype = table.weight.dtype
-        stored = STORED[table.tensors[0].dtype][1]
-        scales: Any = table.scale(device) if table.has_one_scale else arrays.scales
-        self._options = {"scales": scales, "dtype": dtype, "stored": stored}
+        self._options = {"dtype": dtype, **table.lookup_options(arrays, device)}
         self._array = arrays.rows
         self.rows = Embedding(self._array, **self._options)
         self._bags: dict[tuple[object, ...], EmbeddingBag] = {}
