@@ -242,11 +242,11 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   if (error == ECANCELED && draining_) {
     command.cancelled = true;
   } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT ||
-             (error == EOPNOTSUPP && piece.nvme != nullptr)) {
+             (piece.nvme != nullptr && (error == EOPNOTSUPP || is_cancelled(error)))) {
     // The operating system gave the piece up without an error of the file. A thread that ends takes
     // the work that it submitted with it (ECANCELED), or its address space (EFAULT, from a read of
-    // the page cache). A kernel may have NVMe commands by ioctl only (EOPNOTSUPP). So this thread
-    // moves the piece itself. Bad memory fails again.
+    // the page cache). A kernel may have NVMe commands by ioctl only (EOPNOTSUPP), or reset the
+    // controller. So this thread moves the piece itself. Bad memory fails again.
     counters_.engine_fallbacks.add(1);
     error = finish_piece(command, index, 0);
   } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {

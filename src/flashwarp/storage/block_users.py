@@ -27,8 +27,7 @@ def users_of(disk: str, root: Path = Path("/")) -> list[str]:
     found = [user for part in parts for user in _users_of_part(part, disk, root)]
     names = {f"/dev/{part}" for part in parts} | {f"/dev/ng{disk.removeprefix('nvme')}"}
     for process in processes_with(root, names.__contains__):
-        if process != os.getpid():
-            found.append(f"process {process} has /dev/{disk} open (ps {process})")
+        found.append(f"process {process} has /dev/{disk} open (ps {process})")
     return found
 
 
