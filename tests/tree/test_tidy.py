@@ -28,7 +28,15 @@ TOP_MODULES_MAX = 8
 
 # Folders of tests that are of no room: of the modules at the package's top level, of how processes
 # end, of the tree itself; and tests that need more than Python and g++.
-TESTS_BESIDE_ROOMS = {"edges", "gpu", "ground", "models", "simulator", "tree"}
+TESTS_BESIDE_ROOMS = {
+    "edges",
+    "gpu",
+    "ground",
+    "models",
+    "qemu",
+    "simulator",
+    "tree",
+}
 # Measurements of disk and link: tested with the demo, the benchmarks and the doctor, who show them.
 ROOMS_TESTED_BY_OTHERS = {"probe"}
 
@@ -42,12 +50,15 @@ NATIVE_ROOMS = [
     "base",
     "cuda",
     "io",
+    "transfer",
     "storage",
+    "checkpoint",
     "nvme",
     "cpu",
     "cpu/policy_kernels",
     "nvme/model",
     "nvme/software",
+    "vfio",
     "testing",
     "bind",
 ]
