@@ -296,7 +296,10 @@ class Directory(Catalog):
 
     def _writer_ended(self, writer: VersionWriter) -> None:
         if writer.committed and writer.replaces:
-            self._remove_data(self._folder(writer.name), {writer.version})
+            try:
+                self._remove_data(self._folder(writer.name), {writer.version})
+            except FlashwarpError as error:  # the version is committed, whatever is left over
+                _log.warning("the old data of version %d is left over: %s", writer.version, error)
         with self._guard:
             self._writers.pop((writer.name, writer.version), None)
         self._release_if_idle()

@@ -238,10 +238,10 @@ class VersionWriter(Closing):
         try:
             uninterrupted(lambda: self._commit(regions))
         except BaseException as error:
-            self._failure = error
-            self._state = "open"
+            if not self.committed:  # and not a signal that came while it was
+                self._failure = error
+                self._state = "open"
             raise
-        self._end("committed")
 
     def _commit(self, regions: tuple[manifest.StoredRegion, ...]) -> None:
         record = self._record
@@ -274,6 +274,7 @@ class VersionWriter(Closing):
         except ExistingFileError as error:
             self._published = False
             raise exists(self.name, self.version, target) from error
+        self._end("committed")
 
     def abort(self) -> None:
         """Remove what was written. May be called twice, and does nothing after `commit`."""
