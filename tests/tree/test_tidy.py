@@ -251,6 +251,7 @@ def test_import_brings_no_optional_package() -> None:
     optional = {
         "pytest",
         "hypothesis",
+        "obstore",
         "torch",
         "cupy",
         "numba",
