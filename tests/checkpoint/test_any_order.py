@@ -19,12 +19,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from checkpoint.faults import Faults, FaultyDirectory
 from flashwarp.checkpoint import system
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.checkpoint.life import Fact
 from flashwarp.errors import ExistingVersionError, MissingVersionError, PathError
-
-from .conftest import Faults, FaultyDirectory
 
 VERSIONS = st.integers(0, 12)
 WAIT_S = 20.0

@@ -29,11 +29,12 @@ def table_of(rows: list[Row]) -> FragmentTable:
 
 
 def choose(
-    rows: list[Row], units: int, policy: Policy | None = None, **conditions: object
+    rows: list[Row], units: int, policy: Policy | None = None, **conditions: bool | int
 ) -> list[object] | None:
     """The owners that the policy evicts."""
     table = table_of(rows)
-    window = (policy or Score()).choose(table, units * ALIGNMENT, NOW, **conditions)  # type: ignore[arg-type]
+    chosen = policy or Score()
+    window = chosen.choose(table, units * ALIGNMENT, NOW, **conditions)  # type: ignore[arg-type]
     return None if window is None else table.keys_in(window)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from checkpoint.faults import Opener
 from flashwarp.errors import ArgumentError, CheckpointError, DtypeError
-
-from .conftest import Opener
 
 torch = pytest.importorskip("torch")
 
