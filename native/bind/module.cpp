@@ -26,6 +26,7 @@ void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_cuda(nb::module_& m);
 void bind_storage(nb::module_& m);
+void bind_vfio(nb::module_& m);
 void bind_testing(nb::module_& m);
 void bind_transfer(nb::module_& m);
 
@@ -121,6 +122,7 @@ NB_MODULE(_native, m) {
   bind_endings(m);
   bind_storage(m);
   bind_controller(m);
+  bind_vfio(m);
   bind_cuda(m);
   bind_testing(m);
   bind_transfer(m);

@@ -20,10 +20,12 @@
 #include "bind/buffer_view.h"
 #include "bind/convert.h"
 #include "io/io_uring.h"
+#include "io/nvme_command.h"
 #include "storage/composite_storage.h"
 #include "storage/file_lock.h"
 #include "storage/file_storage.h"
 #include "storage/memory_storage.h"
+#include "storage/nvme_passthrough.h"
 #include "storage/open_file.h"
 #include "storage/read_census.h"
 
@@ -50,8 +52,9 @@ void check(const Storage& storage, int error, const IoFailure& failure) {
   std::string text = error_text(error);
   text += " at byte " + std::to_string(failure.file_offset) + " (" +
           std::to_string(failure.nbytes) + " bytes)";
-  nb::object raised = nb::borrow(PyExc_OSError)(error, text, failure.path);
+  nb::object raised = nb::borrow(PyExc_OSError)(errno_of(error), text, failure.path);
   raised.attr("offset") = failure.file_offset;
+  if (is_nvme_status(error)) raised.attr("status") = status_of(error);
   PyErr_SetObject(PyExc_OSError, raised.ptr());
   throw nb::python_error();
 }
@@ -160,6 +163,21 @@ void bind_storages(nb::module_& m) {
       .def_prop_ro("o_direct", &FileStorage::direct)
       .def_prop_ro("fd", &FileStorage::fd)
       .def_prop_ro("direct_fd", &FileStorage::direct_fd);
+
+  nb::class_<NvmePassthrough, Storage>(m, "NvmePassthrough")
+      .def(nb::new_([](const std::string& path, uint64_t offset, uint64_t nbytes, bool writable,
+                       bool lock, bool claim, const std::string& block_device,
+                       uint64_t max_transfer_bytes) {
+             const PassthroughOptions options = {offset, nbytes,       writable,          lock,
+                                                 claim,  block_device, max_transfer_bytes};
+             return unlocked([&] { return NvmePassthrough::open(path, options); });
+           }),
+           nb::arg("path"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("writable"),
+           nb::arg("lock"), nb::arg("claim"), nb::arg("block_device"),
+           nb::arg("max_transfer_bytes"))
+      .def_prop_ro("lba_bytes", &NvmePassthrough::lba_bytes)
+      .def_prop_ro("nsid", &NvmePassthrough::nsid)
+      .def_prop_ro("namespace_nbytes", &NvmePassthrough::namespace_nbytes);
 
   nb::class_<StripedStorage, Storage>(m, "StripedStorage")
       .def(nb::init<StorageList, uint32_t, uint64_t>(), nb::arg("members"), nb::arg("stripe_bytes"),

@@ -16,7 +16,7 @@ namespace fw::native {
 namespace {
 
 // A thread takes so many bytes at a time: 40 us of copying, against which an atomic is nothing.
-constexpr uint64_t kStepBytes = uint64_t(256) << 10;
+constexpr uint64_t kGatherStepBytes = uint64_t(256) << 10;
 // The same for a file, whose pieces take longer the fewer are in flight.
 constexpr uint64_t kFileStepPieces = 512;
 // Reads in flight by one thread.
@@ -24,7 +24,7 @@ constexpr uint32_t kFileDepth = 64;
 // Neighbours in the file are moved together, up to this size.
 constexpr uint64_t kRunBytesMax = uint64_t(1) << 20;
 
-constexpr std::chrono::microseconds kPause{20};
+constexpr std::chrono::microseconds kReapPause{20};
 
 // So much is asked for ahead of the copies: more would fall out of the first-level cache.
 constexpr uint64_t kAheadBytes = 4096;
@@ -189,7 +189,7 @@ Gatherer::Outcome Gatherer::run(uint64_t count, uint64_t step, Act act) {
 
 Gatherer::Outcome Gatherer::gather(uint64_t base, const Pieces& pieces) {
   if (!install_fault_guard()) return {ENOTSUP, 0};
-  const uint64_t step = std::max<uint64_t>(1, kStepBytes / pieces.piece_bytes);
+  const uint64_t step = std::max<uint64_t>(1, kGatherStepBytes / pieces.piece_bytes);
   return run(pieces.count, step, [=](uint64_t begin, uint64_t end) -> Outcome {
     const uint64_t failed = gather_range(base, pieces, begin, end);
     return failed == end ? Outcome{} : Outcome{EFAULT, failed};
@@ -197,7 +197,7 @@ Gatherer::Outcome Gatherer::gather(uint64_t base, const Pieces& pieces) {
 }
 
 Gatherer::Outcome Gatherer::scatter(uint64_t base, const Pieces& pieces) {
-  const uint64_t step = std::max<uint64_t>(1, kStepBytes / pieces.piece_bytes);
+  const uint64_t step = std::max<uint64_t>(1, kGatherStepBytes / pieces.piece_bytes);
   return run(pieces.count, step, [=](uint64_t begin, uint64_t end) -> Outcome {
     for (uint64_t i = begin; i < end; ++i) {
       std::memcpy(reinterpret_cast<void*>(base + uint64_t(pieces.offsets[i])),
@@ -305,7 +305,7 @@ Gatherer::Outcome Gatherer::move_range(int fd, const Pieces& pieces, bool write,
     const uint32_t count = engine->reap(results, kReapMax);
     for (uint32_t i = 0; i < count; ++i) end_run(runs[results[i].token], results[i].result);
     ended += count;
-    if (count == 0) std::this_thread::sleep_for(kPause);
+    if (count == 0) std::this_thread::sleep_for(kReapPause);
   }
   give_engine(std::move(engine));
   return outcome;

@@ -15,11 +15,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A stop is noticed after this much, about a millisecond.
-constexpr uint64_t kStepBytes = uint64_t(8) << 20;
+constexpr uint64_t kCopyStepBytes = uint64_t(8) << 20;
 
 // A wait for a word asks without a pause for as long, then with pauses.
-constexpr std::chrono::microseconds kAskedWithoutPause{50};
-constexpr std::chrono::microseconds kPause{20};
+constexpr std::chrono::microseconds kWordAskedWithoutPause{50};
+constexpr std::chrono::microseconds kWordPause{20};
 
 std::atomic_ref<uint64_t> word_at(uint64_t address) {
   return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(address));
@@ -162,7 +162,7 @@ HostCopier::Ended HostCopier::run_job(const Job& job) {
         result.withdrawn = true;
         break;
       }
-      if (Clock::now() - begin > kAskedWithoutPause) std::this_thread::sleep_for(kPause);
+      if (Clock::now() - begin > kWordAskedWithoutPause) std::this_thread::sleep_for(kWordPause);
     }
   } else {
     const bool can_guard = install_fault_guard();
@@ -172,7 +172,7 @@ HostCopier::Ended HostCopier::run_job(const Job& job) {
       for (uint64_t at = 0; at < piece.nbytes && result.failed == kNone;) {
         // Of what overlaps, parts must not be copied one after another.
         const uint64_t step =
-            overlap(piece) ? piece.nbytes : std::min(kStepBytes, piece.nbytes - at);
+            overlap(piece) ? piece.nbytes : std::min(kCopyStepBytes, piece.nbytes - at);
         if (stopping()) result.withdrawn = true;
         if (result.withdrawn) return result;
         if (!copy_step(piece.target + at, piece.source + at, step, guarded)) {

@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
     from flashwarp.array.share_table import ShareTable
     from flashwarp.checkpoint.checkpointer import Checkpointer
     from flashwarp.nvme.drive_model import SSDModel
+    from flashwarp.nvme.vfio import VfioController
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "ShareTable",
     "SoftwareController",
     "Stats",
+    "VfioController",
     "compile",
     "create",
     "errors",
@@ -58,6 +60,7 @@ _LATER = {
     "Program": "flashwarp.program.compiling",
     "SSDModel": "flashwarp.nvme.drive_model",
     "ShareTable": "flashwarp.array.share_table",
+    "VfioController": "flashwarp.nvme.vfio",
     "compile": "flashwarp.program.compiling",
     "get_include": "flashwarp.program.compiling",
 }

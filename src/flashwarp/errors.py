@@ -171,6 +171,13 @@ class ControllerTimeout(ControllerError, TimeoutError):
     """A command did not complete within the time limit; the message names the wait."""
 
 
+class ControllerLost(ControllerError):
+    """The drive completes nothing any more: a fatal status, removed, reset or closed.
+
+    Arrays on it are to be closed. What they had not flushed is lost.
+    """
+
+
 class DeviceError(FlashwarpError, RuntimeError):
     """The device is absent or a driver call failed; the message names the call and its result."""
 

@@ -19,7 +19,7 @@ enum {
   kFunctionsMax = 64,
   kWaitsMax = 4096,
   kMemoriesMax = 1024,
-  kWorkMax = 4096,
+  kWorkMax = 65536,
   kEventMagic = 0xE0E0
 };
 
@@ -383,12 +383,18 @@ struct work {
   int awaited_end;
 };
 static struct work works[kWorkMax];
-static int work_count;
+static int work_first, work_count;  // before the first all is done
 static pthread_mutex_t works_lock = PTHREAD_MUTEX_INITIALIZER;
 // Whether a stream has work left of what was queued before `end`.
 static int has_work(const void* stream, int end) {
-  for (int i = 0; i < end; ++i)
+  for (int i = work_first; i < end; ++i)
     if (works[i].stream == stream) return 1;
+  return 0;
+}
+// The same without waits for other streams, by which no stream becomes busy here.
+static int is_late(const void* stream, int end) {
+  for (int i = work_first; i < end; ++i)
+    if (works[i].stream == stream && works[i].kind != kWaitStream) return 1;
   return 0;
 }
 static int can_do(const struct work* work) {
@@ -399,22 +405,20 @@ static int can_do(const struct work* work) {
 }
 static void do_works(void) {
   pthread_mutex_lock(&works_lock);
-  for (int i = 0; i < work_count; ++i) {
+  while (work_first < work_count && works[work_first].stream == NULL) ++work_first;
+  for (int i = work_first; i < work_count; ++i) {
     struct work* work = &works[i];
     if (work->stream == NULL || has_work(work->stream, i) || !can_do(work)) continue;
     if (work->kind == kCopy) memcpy((void*)work->target, (void*)work->source, work->nbytes);
     if (work->kind == kWriteWord) __atomic_store_n((uint64_t*)work->target, work->source, 3);
     work->stream = NULL;
-    i = -1;  // others may wait for it
+    i = work_first - 1;  // others may wait for it
   }
   pthread_mutex_unlock(&works_lock);
 }
 static void queue_work(struct work work) {
   pthread_mutex_lock(&works_lock);
-  if (work_count == kWorkMax) {
-    // Only what has been done may be forgotten; events count by positions.
-    abort();
-  }
+  if (work_count == kWorkMax) abort();
   works[work_count++] = work;
   pthread_mutex_unlock(&works_lock);
   do_works();
@@ -577,7 +581,7 @@ CUresult cuStreamQuery(void* stream) {
   ENTER_CONTEXT;
   if (is_captured(stream)) capture.status = kCaptureInvalidated;
   do_works();
-  if (has_work(stream, work_count)) return kNotReady;
+  if (is_late(stream, work_count)) return kNotReady;
   return is_busy(stream) ? kNotReady : check_stream(stream);
 }
 
@@ -635,7 +639,7 @@ CUresult cuEventQuery(struct event* event) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
   do_works();
-  if (has_work(event->stream, event->work_end)) return kNotReady;
+  if (is_late(event->stream, event->work_end)) return kNotReady;
   return is_busy(event->stream) ? kNotReady : kSuccess;
 }
 CUresult cuEventElapsedTime(float* milliseconds, struct event* start, struct event* end) {

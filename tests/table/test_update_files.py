@@ -57,7 +57,9 @@ def test_weights_come_from_a_callable(tmp_path, monkeypatch):
     create_table(tmp_path / "t.npy", 3000, 5, init=lambda first, n: weights[first : first + n])
     np.testing.assert_array_equal(np.load(tmp_path / "t.npy")[:, :5], weights)
 
-    with pytest.raises(errors.ArgumentError, match=r"init gave shape \(7, 5\) for rows 0 to 3"):
+    with pytest.raises(
+        errors.ArgumentError, match=r"init gave shape \(7, 5\) of float32 for rows 0 to 3"
+    ):
         create_table(tmp_path / "u.npy", 3, 5, init=lambda first, n: weights[:7])
     assert sorted(os.listdir(tmp_path)) == ["t.npy", "t.npy.training.json"]
 

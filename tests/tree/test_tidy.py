@@ -34,7 +34,6 @@ TESTS_BESIDE_ROOMS = {
     "ground",
     "models",
     "qemu",
-    "qemu/suites",
     "simulator",
     "tree",
 }
@@ -59,6 +58,7 @@ NATIVE_ROOMS = [
     "cpu/policy_kernels",
     "nvme/model",
     "nvme/software",
+    "vfio",
     "testing",
     "bind",
 ]

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/alignment.h"
+#include "io/nvme_command.h"
 #include "storage/file_storage.h"
 
 namespace fw::native {
@@ -203,6 +204,7 @@ void InFlight::submit_piece(Command& command, uint32_t index) {
                                       : IoOperation::Kind::kRead;
   operation.durable = command.durable;
   operation.fd = piece.fd;
+  operation.nvme = piece.nvme;
   operation.token = uint64_t(command.index) << kPieceBits | index;
   if (!command.is_flush) {
     operation.nbytes = command.io_bytes[index];
@@ -239,10 +241,12 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   int error = result < 0 ? -result : 0;
   if (error == ECANCELED && draining_) {
     command.cancelled = true;
-  } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT) {
+  } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT ||
+             (piece.nvme != nullptr && (error == EOPNOTSUPP || is_cancelled(error)))) {
     // The operating system gave the piece up without an error of the file. A thread that ends takes
     // the work that it submitted with it (ECANCELED), or its address space (EFAULT, from a read of
-    // the page cache). So this thread moves the piece itself. Bad memory fails again.
+    // the page cache). A kernel may have NVMe commands by ioctl only (EOPNOTSUPP), or reset the
+    // controller. So this thread moves the piece itself. Bad memory fails again.
     counters_.engine_fallbacks.add(1);
     error = finish_piece(command, index, 0);
   } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {
@@ -264,6 +268,12 @@ int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
     atomic::copy_plain(command.is_write ? piece.memory + done : memory,
                        command.is_write ? memory : piece.memory + done, nbytes);
     return 0;
+  }
+  if (piece.nvme != nullptr) {
+    const uint32_t lead = command.lead[index];
+    return run_nvme(*piece.nvme,
+                    nvme_transfer(*piece.nvme, command.is_write, piece.file_offset - lead,
+                                  memory - lead, command.io_bytes[index], command.durable));
   }
   const uint64_t offset = piece.file_offset + done;
   if (!command.is_write) return read_fully(piece.buffered_fd, memory, nbytes, offset);

@@ -54,11 +54,13 @@ class Number(enum.IntEnum):
     FLOAT8_E4M3 = 3
     FLOAT8_E5M2 = 4
     INT8 = 5
+    FLOAT4_E2M1 = 6
+    FLOAT8_E8M0 = 7
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one."""
-        return (4, 2, 2, 1, 1, 1)[self]
+    def bits(self) -> int:
+        """Bits of one."""
+        return (32, 16, 16, 8, 8, 8, 4, 8)[self]
 
 
 class Pooling(enum.IntEnum):
@@ -85,6 +87,12 @@ class Scales:
     array : Array, optional
     address : int
         If there is no array.
+    row_shift : int
+        2 to this power are the rows that share their scales.
+    whole : float
+        A scale of the table beside those of blocks.
+    divides : bool
+        Whether the scales of blocks are divided by `whole`; else the products are multiplied by it.
     """
 
     number: Number
@@ -92,6 +100,9 @@ class Scales:
     columns: int
     array: Array | None = None
     address: int = 0
+    row_shift: int = 0
+    whole: float = 1.0
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,13 +141,14 @@ class Table:
         """Bytes that a lane loads at a time: of one row, and of one block of scales."""
         block = 0
         if self.scales is not None and self.scales.blocks > 1:
-            block = self.scales.columns * self.number.nbytes
-        return math.gcd(_WORD_BYTES, self.row_bytes, block)
+            block = self.scales.columns * self.number.bits // 8
+        # A lane takes at most 16 numbers.
+        return math.gcd(min(_WORD_BYTES, 2 * self.number.bits), self.row_bytes, block)
 
     @functools.cached_property
     def words(self) -> int:
         """Words of a row that have weights."""
-        return -(-self.dim * self.number.nbytes // self.word_bytes)
+        return -(-self.dim * self.number.bits // (8 * self.word_bytes))
 
     @functools.cached_property
     def lanes(self) -> int:
@@ -157,7 +169,7 @@ class Table:
     @property
     def whole(self) -> bool:
         """Whether its rows are the weights of the array's rows, and nothing else."""
-        return self.scales is None and self.dim == self.array.shape[1]
+        return self.scales is None and self.dim == self.array.shape[1] and self.number.bits >= 8
 
     @functools.cached_property
     def straddles(self) -> bool:
@@ -194,6 +206,9 @@ def _scales_struct(scales: Scales) -> TableScalesStruct:
         stride=scales.blocks,
         columns=scales.columns,
         number=scales.number,
+        row_shift=scales.row_shift,
+        divides=scales.divides,
+        whole=scales.whole,
     )
     if scales.array is not None:
         volume = scales.array._attachment.launcher.volume

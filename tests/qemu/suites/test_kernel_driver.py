@@ -1,4 +1,4 @@
-"""Storages on a drive that the kernel's driver has."""
+"""Storages on block devices of a drive that the kernel's driver has."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from pathlib import Path
 from flashwarp.storage import BlockDevice, Storage
 from flashwarp.testing import StorageContract
 from qemu.guest import block_device
-from qemu.machine import Drive, Machine, Namespace
+from qemu.suites.machines import COARSE, DAMAGED, FAULTS, GOOD
 from qemu.suites.namespaces import contents, fill
 
-# The second namespace fails where the contract wants damage: beyond byte 24,576.
-MACHINE = Machine(
-    (Drive((Namespace(), Namespace(unreadable=(48, 93)), Namespace(lba_bytes=4096))),)
-)
-GOOD, DAMAGED, COARSE = 1, 2, 3
+MACHINE = FAULTS
 
 
 class TestBlockDevice(StorageContract):
@@ -30,7 +26,7 @@ class TestBlockDevice(StorageContract):
         return contents(self.device, self.nbytes)
 
     def damage(self, folder: Path, storage: Storage) -> tuple[int, int]:
-        return errno.ENODATA, 0  # the kernel's errno of medium errors
+        return errno.EIO, 0
 
     def test_failure_names_its_place(self, tmp_path: Path) -> None:
         self.nsid = DAMAGED

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.follow import follow
+from flashwarp.checkpoint.directory.prune import Finding, superfluous
 from flashwarp.checkpoint.directory.reader import Source, VersionReader
 from flashwarp.endings import Closing
 from flashwarp.errors import (
@@ -21,30 +21,11 @@ from flashwarp.errors import (
     MissingVersionError,
 )
 
-__all__ = ["Catalog", "Finding"]
+__all__ = ["Catalog"]
 
 _log = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was found of a version.
-
-    Attributes
-    ----------
-    version : int
-        Its number.
-    nbytes : int
-        Bytes of its regions; 0 if its manifest cannot be read.
-    problem : str
-        Why it cannot be used; empty if it can.
-    """
-
-    version: int
-    nbytes: int
-    problem: str
 
 
 class Catalog(Closing):
@@ -81,6 +62,10 @@ class Catalog(Closing):
     @abstractmethod
     def _source(self, nbytes: int, *parts: str) -> Source:
         """Open a data file; raises MissingFileError, or DamagedVersionError for another size."""
+
+    @abstractmethod
+    def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
+        """Remove several versions of this rank; return those that were there."""
 
     @abstractmethod
     def _run(self, act: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -152,6 +137,23 @@ class Catalog(Closing):
                 return found.version
             _log.warning("skipped version %d of %r: %s", found.version, name, found.problem)
         return None
+
+    # Removing.
+
+    def prune(self, name: str, keep_last: int, keep_every: int | None = None) -> list[int]:
+        """Remove old versions of this rank; return their numbers.
+
+        Parameters
+        ----------
+        name : str
+            The checkpoint.
+        keep_last : int
+            Keep so many of the newest versions, at least one. A version whose manifest is damaged,
+            or whose data file is missing or of another size, does not count.
+        keep_every : int, optional
+            Also keep every version whose number is a multiple of it.
+        """
+        return self.discard_all(name, superfluous(self.examine(name), keep_last, keep_every))
 
     # Reading.
 

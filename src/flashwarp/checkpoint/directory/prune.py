@@ -1,13 +1,32 @@
-"""Which versions to keep."""
+"""What was found of versions, and which of them to keep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from flashwarp.checkpoint.directory.catalog import Finding
 from flashwarp.config import SIZE_MAX, integer
 
-__all__ = ["superfluous"]
+__all__ = ["Finding", "superfluous"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of a version.
+
+    Attributes
+    ----------
+    version : int
+        Its number.
+    nbytes : int
+        Bytes of its regions; 0 if its manifest cannot be read.
+    problem : str
+        Why it cannot be used; empty if it can.
+    """
+
+    version: int
+    nbytes: int
+    problem: str
 
 
 def superfluous(

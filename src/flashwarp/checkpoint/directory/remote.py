@@ -13,7 +13,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -158,16 +158,23 @@ class RemoteDirectory(Catalog):
 
     def discard(self, name: str, version: int) -> None:
         """Remove a version of this rank; raises MissingVersionError if there is none."""
-        self._check_open()
-        version = names.check_version(version)
-        folder = "/".join(self._folders(name, None))
-        target = f"{folder}/{names.manifest_name(version)}"
-        if not self._exists(target):
+        if not self.discard_all(name, [version]):
             raise MissingVersionError(f"{self!r} has no version {version} of {name!r}")
-        self._delete(target)
-        for each in self._listed(folder):
-            if names.data_version(each) == version:
+
+    def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
+        """Remove several versions of this rank; return those that were there."""
+        self._check_open()
+        folder = "/".join(self._folders(name, None))
+        asked = {names.check_version(version) for version in versions}
+        found = self._listed(folder)
+        removed = [version for version in names.versions_among(found) if version in asked]
+        # Manifests first: nobody sees a version without data.
+        for version in removed:
+            self._delete(f"{folder}/{names.manifest_name(version)}")
+        for each in found:
+            if names.data_version(each) in removed:
                 self._delete(f"{folder}/{each}")
+        return removed
 
     def remove_leftovers(self, name: str) -> int:
         """Remove data objects without a manifest, which uploads of this rank left that failed.

@@ -22,7 +22,7 @@ from flashwarp import _native
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
-from flashwarp.checkpoint.directory.local import direct_works
+from flashwarp.checkpoint.directory.local import Way, choose_way
 from flashwarp.checkpoint.region import Region
 from flashwarp.endings import Closing, uninterrupted
 from flashwarp.errors import (
@@ -103,12 +103,17 @@ class VersionWriter(Closing):
         self._failure: BaseException | None = None
         self._published = False
         self._process = os.getpid()
-        self._file = create_data(self._path, record.data_bytes, o_direct)
+        self._file, self._way = create_data(self._path, record.data_bytes, o_direct)
 
     @property
     def o_direct(self) -> bool:
         """Whether aligned buffers are written past the page cache."""
-        return self._file.o_direct
+        return self._way.o_direct
+
+    @property
+    def o_direct_why(self) -> str:
+        """Why they are, or are not."""
+        return self._way.why
 
     @property
     def committed(self) -> bool:
@@ -305,7 +310,7 @@ class VersionWriter(Closing):
             ) from self._failure
 
 
-def create_data(path: Path, nbytes: int, o_direct: bool | None) -> File:
+def create_data(path: Path, nbytes: int, o_direct: bool | None) -> tuple[File, Way]:
     """Make a data file of its full size, with space for all of it, and open it for writing.
 
     Raises PathError if there is no space; nothing is left then.
@@ -320,10 +325,10 @@ def create_data(path: Path, nbytes: int, o_direct: bool | None) -> File:
                 os.close(descriptor)
         except OSError as error:
             raise files.write_error(error, str(path)) from error
-        direct = direct_works(path) if o_direct is None else o_direct
-        file = File(path, writable=True, o_direct=direct, lock=False)
+        way = choose_way(path, o_direct)
+        file = File(path, writable=True, o_direct=way.o_direct, lock=False)
         unless_done.pop_all()
-    return file
+    return file, way
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
