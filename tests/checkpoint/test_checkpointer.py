@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 
 import flashwarp as fw
+from checkpoint.faults import WAIT_S, Faults, Opener
 from flashwarp.checkpoint.checkpointer import Checkpointer
 from flashwarp.errors import (
     ArgumentError,
@@ -32,8 +33,6 @@ from flashwarp.errors import (
     StorageError,
     WaitTimeout,
 )
-
-from .conftest import WAIT_S, Faults, Opener
 
 COUNT = 2048  # float64: 16 KiB, four of which fit into the GPU cache of 64 KiB
 Array = npt.NDArray[np.float64]

@@ -29,7 +29,7 @@ def table_of(rows: list[Row]) -> FragmentTable:
 
 
 def choose(
-    rows: list[Row], units: int, policy: Policy | None = None, **conditions: object
+    rows: list[Row], units: int, policy: Policy | None = None, **conditions: bool | int
 ) -> list[object] | None:
     """The owners that the policy evicts."""
     table = table_of(rows)

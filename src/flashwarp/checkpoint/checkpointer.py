@@ -14,7 +14,7 @@ from flashwarp import endings
 from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet, check_target, new_array
 from flashwarp.checkpoint.directory.names import RANK_MAX, check_name, check_version
-from flashwarp.checkpoint.flushing import forget_stored, queue_due_retries
+from flashwarp.checkpoint.flushing import forget_stored, retry_now
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
@@ -552,9 +552,7 @@ class Checkpointer(endings.Closing):
         if remote:
             forget_stored(self._system.remote, *entry.key)
         with core.locked():
-            for queue in ("host", "gpu", "remote"):
-                queue_due_retries(core, queue, at_once=True)  # the disk may have room now
-            core.changed.notify_all()
+            retry_now(core)  # the disk may have room now
 
     @property
     def stats(self) -> CheckpointStats:
@@ -612,13 +610,15 @@ class Checkpointer(endings.Closing):
     def _drain(self, timeout_s: float) -> None:
         core = self._core
         with core.locked():
-            for queue in ("host", "gpu", "remote"):
-                queue_due_retries(core, queue, at_once=True)
-            core.changed.notify_all()
-            for entry in core.lost():
-                entry.failure = None  # the last try counts
+            began_ns = core.now_ns()
+
+            def tried() -> bool:
+                """Whether all that is not durable was tried once more, and failed."""
+                retry_now(core, failed_before_ns=began_ns)
+                return all(each.failure and each.failed_ns >= began_ns for each in core.lost())
+
             core.wait_for(
-                lambda: all(each.failure is not None for each in core.lost()),
+                tried,
                 lambda: f"{len(core.lost())} versions are not durable in {self.path}",
                 timeout_s,
             )

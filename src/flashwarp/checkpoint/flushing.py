@@ -69,6 +69,7 @@ class Flusher:
         core, tier = self._core, self._tier
         error: BaseException | None = None
         done = False
+        began_ns = core.now_ns()
         try:
             done = self._to_below(entry) or self._to_storage(entry)
         except (FlashwarpError, OSError, MemoryError) as failure:
@@ -79,6 +80,7 @@ class Flusher:
             release(core, entry)
             if error is not None and not entry.discarded:
                 note_failure(core, tier.name, entry, error)
+                entry.failed_ns = began_ns
             tier.refresh_flushes(core.now_ns())
             core.counts[f"flushes_{tier.name}"] += done
 
@@ -252,11 +254,19 @@ def retry_later(core: Core, queue: str, entry: Entry) -> None:
     core.retries[queue, entry] = core.now_ns() + int(delay_s * 1e9), delay_s
 
 
-def queue_due_retries(core: Core, queue: str, *, at_once: bool = False) -> None:
+def retry_now(core: Core, *, failed_before_ns: int | None = None) -> None:
+    """Make failed flushes due, or those that began before a time; called under the lock."""
+    for (queue, entry), (_, delay_s) in list(core.retries.items()):
+        if failed_before_ns is None or entry.failed_ns < failed_before_ns:
+            core.retries[queue, entry] = 0, delay_s
+    core.changed.notify_all()
+
+
+def queue_due_retries(core: Core, queue: str) -> None:
     """Queue the failed flushes whose time has come; called under the lock."""
     now_ns = core.now_ns()
     for (name, entry), (due_ns, delay_s) in list(core.retries.items()):
-        if name != queue or (due_ns > now_ns and not at_once):
+        if name != queue or due_ns > now_ns:
             continue
         waiting = core.queues[queue]
         if entry in waiting:
