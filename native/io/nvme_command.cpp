@@ -101,7 +101,7 @@ NvmeCommand nvme_flush() {
 }
 
 bool is_cancelled(int error) {
-  return error == EINTR || error == EAGAIN || error == kFirstStatus + kHostPathError ||
+  return error == EINTR || error == kFirstStatus + kHostPathError ||
          error == kFirstStatus + kAbortedByHost;
 }
 

@@ -48,7 +48,8 @@ int error_of_status(uint32_t status);
 bool is_nvme_status(int error);
 uint16_t status_of(int error);
 
-// Whether the kernel gave a command up without an answer of the drive: it may be sent again.
+// Whether the kernel gave a command up without an answer of the drive, as it does when it resets
+// the controller: it may be sent again.
 bool is_cancelled(int error);
 
 // The errno value that stands for an error, where there is room for nothing else.

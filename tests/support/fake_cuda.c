@@ -704,6 +704,7 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
   if (stream != NULL && (intptr_t)stream == foreign_stream) return 400;
   if (params == NULL) return check_stream(stream);
   uint64_t* report = *(uint64_t**)params[0];
+  if (report == NULL) return check_stream(stream);  // a lookup in several tables
   report[0] = grid_x;
   report[1] = block_x;
   report[2] = (uint64_t)stream;

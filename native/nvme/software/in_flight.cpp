@@ -23,6 +23,9 @@ constexpr uint64_t kScratchAlignment = 4096;
 constexpr int64_t kDrainNs = 2'000'000'000;
 constexpr int64_t kCancelNs = 3'000'000'000;
 
+// How long commands that the kernel cancels are sent again.
+constexpr int64_t kResubmitNs = 10'000'000'000;
+
 // The bits of an operation's token that have the piece's index.
 constexpr uint32_t kPieceBits = 8;
 static_assert(PieceList::kCountMax <= 1u << kPieceBits);
@@ -38,6 +41,7 @@ struct InFlight::Command {
   uint32_t attempt = 0;
   uint32_t remaining = 0;  // pieces without a result
   int error = 0;
+  int64_t resubmit_until_ns = 0;
   bool is_write = false;
   bool is_flush = false;
   bool durable = false;
@@ -239,14 +243,18 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   --command.remaining;
   const Piece& piece = command.pieces[index];
   int error = result < 0 ? -result : 0;
+  if (piece.nvme != nullptr && is_cancelled(error) && may_resubmit(command)) {
+    ++command.remaining;
+    return submit_piece(command, index);
+  }
   if (error == ECANCELED && draining_) {
     command.cancelled = true;
   } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT ||
-             (piece.nvme != nullptr && (error == EOPNOTSUPP || is_cancelled(error)))) {
+             (error == EOPNOTSUPP && piece.nvme != nullptr)) {
     // The operating system gave the piece up without an error of the file. A thread that ends takes
     // the work that it submitted with it (ECANCELED), or its address space (EFAULT, from a read of
-    // the page cache). A kernel may have NVMe commands by ioctl only (EOPNOTSUPP), or reset the
-    // controller. So this thread moves the piece itself. Bad memory fails again.
+    // the page cache). A kernel may have NVMe commands by ioctl only (EOPNOTSUPP). So this thread
+    // moves the piece itself. Bad memory fails again.
     counters_.engine_fallbacks.add(1);
     error = finish_piece(command, index, 0);
   } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {
@@ -254,8 +262,18 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
     error = finish_piece(command, index, uint32_t(result) > lead ? uint32_t(result) - lead : 0);
   }
   if (error == 0 || command.error != 0) return;
+  if (piece.block_device) error = error_of_block_device(error);
   command.error = error;
   command.failure = {*piece.path, piece.file_offset, piece.nbytes};
+}
+
+// Whether a command that the kernel cancelled is sent again: while it resets the controller. Not by
+// a blocking call of this thread. Linux 6.1 frees a command of io_uring on the thread that
+// submitted it, which the call would keep from that, and the reset waits until all are free.
+bool InFlight::may_resubmit(Command& command) {
+  const int64_t now = monotonic_ns();
+  if (command.resubmit_until_ns == 0) command.resubmit_until_ns = now + kResubmitNs;
+  return !draining_ && now < command.resubmit_until_ns;
 }
 
 // Moves the rest of a piece, from `done` on, by blocking calls through the page cache.

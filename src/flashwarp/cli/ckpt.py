@@ -100,24 +100,17 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from flashwarp.checkpoint.directory import Finding
-    from flashwarp.errors import DamagedVersionError, MissingVersionError
+    from flashwarp.errors import MissingVersionError
 
     looked = damaged = 0
     with _place(options.place) as place:
         for name, rank in _chosen(options):
             if options.version is None:
                 findings = place.examine(name, verify=True, rank=rank)
+            elif options.version in place.versions(name, rank):
+                findings = _verified(place, name, options.version, rank)
             else:
-                findings = iter([])
-                try:
-                    with place.open(name, options.version, rank=rank) as reader:
-                        findings = iter([Finding(options.version, reader.nbytes, "")])
-                        reader.verify()
-                except MissingVersionError:
-                    continue
-                except (DamagedVersionError, OSError) as error:
-                    findings = iter([Finding(options.version, 0, str(error))])
+                continue
             for found in findings:
                 _print(name, rank, found, "verified")
                 looked += 1
@@ -127,6 +120,23 @@ def _verify(options: argparse.Namespace) -> None:
     if damaged:
         print(f"{damaged} of {looked} versions are damaged", file=sys.stderr)
         sys.exit(1)
+
+
+def _verified(
+    place: Directory | RemoteDirectory, name: str, version: int, rank: int
+) -> Iterator[Finding]:
+    from flashwarp.checkpoint.directory import Finding
+    from flashwarp.errors import DamagedVersionError, StorageError
+
+    nbytes = 0
+    try:
+        with place.open(name, version, rank=rank) as reader:
+            nbytes = reader.nbytes
+            reader.verify()
+    except (DamagedVersionError, StorageError) as error:
+        yield Finding(version, nbytes, str(error))
+    else:
+        yield Finding(version, nbytes, "")
 
 
 def _print(name: str, rank: int, found: Finding, good: str) -> None:
@@ -160,15 +170,10 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _prune(options: argparse.Namespace) -> None:
-    from flashwarp.checkpoint.directory.prune import superfluous
-
     keep = int(options.keep_last), None if options.keep_every is None else int(options.keep_every)
     for name, rank in list(_chosen(options)):
         with _place(options.place, rank, writable=not options.dry_run) as place:
-            if options.dry_run:
-                gone = superfluous(place.examine(name), *keep)
-            else:
-                gone = place.prune(name, *keep)
+            gone = place.prune(name, *keep, dry_run=options.dry_run)
             verb = "would be removed" if options.dry_run else "removed"
             left = len(place.versions(name)) - (len(gone) if options.dry_run else 0)
             numbers = ", ".join(map(str, gone)) or "none"

@@ -8,6 +8,7 @@ a CUDA graph. On the CPU device it is done when it returns.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import enum
 import functools
 import math
@@ -87,6 +88,8 @@ class Scales:
     array : Array, optional
     address : int
         If there is no array.
+    owner : object
+        Keeps the memory at `address`.
     row_shift : int
         2 to this power are the rows that share their scales.
     whole : float
@@ -100,6 +103,7 @@ class Scales:
     columns: int
     array: Array | None = None
     address: int = 0
+    owner: object = dataclasses.field(default=None, compare=False, repr=False)
     row_shift: int = 0
     whole: float = 1.0
     divides: bool = False
@@ -415,8 +419,11 @@ class Lookup:
 
     def _join(self, stream: int) -> None:
         """Prepare for launches on a stream that may be in a capture."""
+        # The group may be lost, and its memory freed, while a graph reads it.
+        uses: list[object] = [] if self._memory is None else [self._memory]
+        uses += [table.scales.owner for table in self.tables if table.scales is not None]
         for array in self._arrays:
-            array._attachment.join(stream)
+            array._attachment.join(stream, uses=uses)
         # As in `_launched`.
         self.device.order(None, stream)
 

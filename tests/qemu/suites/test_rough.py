@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import flashwarp as fw
 from flashwarp.errors import ControllerLost, FlashwarpError, StorageError
+from flashwarp.storage import Storage
 from qemu import guest
 from qemu.suites.machines import PULLED, RESET, ROUGH
 from qemu.suites.ways import BY_THE_KERNEL, KERNEL, PASSTHROUGH, VFIO, array, bound
@@ -25,7 +28,7 @@ NBYTES = 1 << 20
 class Reading(threading.Thread):
     """Gathers all the time; keeps the error that ends it, and what was wrong."""
 
-    def __init__(self, x: fw.Array, expected: np.ndarray) -> None:
+    def __init__(self, x: fw.Array, expected: npt.NDArray[np.int32]) -> None:
         super().__init__(daemon=True)
         self.turns = 0
         self.wrong = 0
@@ -86,49 +89,49 @@ def test_reset_of_the_kernels_driver_is_not_noticed(way: str) -> None:
 
 @pytest.mark.parametrize("function", [False, True], ids=["controller", "function"])
 def test_reset_loses_the_arrays_of_vfio_and_no_others(function: bool) -> None:
-    bdf = bound(VFIO, RESET)
     expected = np.arange(NBYTES // 4, dtype=np.int32)
-    with fw.VfioController(bdf, 2, 64, allow_raw_writes=True) as controller:
-        with (
-            controller.namespace(1) as namespace,
-            fw.open(
-                namespace,
-                "r+",
-                "i4",
-                NBYTES // 4,
-                device="cpu",
-                cache="64 KiB",
-                controller=controller,
-            ) as x,
-        ):
-            x[:] = expected
-            x.flush()
-            thread = Reading(x, expected)
-            thread.start()
-            go_on(thread)
-            controller.reset(function=function)
-            thread.join(60)
-            assert isinstance(thread.error, ControllerLost), thread.error
-            assert thread.wrong == 0
-        with (
-            controller.namespace(1) as namespace,
-            fw.open(
-                namespace,
-                "r",
-                "i4",
-                NBYTES // 4,
-                device="cpu",
-                cache="64 KiB",
-                controller=controller,
-            ) as x,
-        ):
+    with fw.VfioController(bound(VFIO, RESET), 2, 64, allow_raw_writes=True) as controller:
+        thread = lose_array(controller, expected, function)
+        assert isinstance(thread.error, ControllerLost), thread.error
+        assert thread.wrong == 0
+        with controller.namespace(1) as namespace, opened(namespace, controller) as x:
             np.testing.assert_array_equal(x[:], expected)
+
+
+def lose_array(
+    controller: fw.VfioController, expected: npt.NDArray[np.int32], function: bool
+) -> Reading:
+    """Store, and reset the controller while a thread reads; return the thread."""
+    with controller.namespace(1) as namespace:
+        x = opened(namespace, controller)
+        x[:] = expected
+        x.flush()
+        thread = Reading(x, expected)
+        thread.start()
+        go_on(thread)
+        controller.reset(function=function)
+        thread.join(60)
+        with pytest.raises(ControllerLost):
+            x.close()
+    return thread
+
+
+def opened(namespace: Storage, controller: fw.VfioController) -> fw.Array:
+    options: dict[str, Any] = {"device": "cpu", "cache": "64 KiB", "controller": controller}
+    return fw.open(namespace, "r+", "i4", NBYTES // 4, **options)
 
 
 @pytest.mark.parametrize(
     ("way", "drive"), list(zip([KERNEL, PASSTHROUGH, VFIO], PULLED, strict=True))
 )
 def test_drive_that_is_pulled_out_is_an_error(way: str, drive: int) -> None:
+    # The last flush, when the array closes, finds no drive either.
+    with pytest.raises((StorageError, ControllerLost)):
+        pull_while_reading(way, drive)
+    guest.wait_until(lambda: not guest.is_there(drive), "the slot is empty")
+
+
+def pull_while_reading(way: str, drive: int) -> None:
     with reading(way, drive) as (x, thread):
         start = time.monotonic()
         guest.pull(drive)
@@ -138,4 +141,3 @@ def test_drive_that_is_pulled_out_is_an_error(way: str, drive: int) -> None:
         print(f"{way}: after {time.monotonic() - start:.1f} s: {thread.error}")
         with pytest.raises(FlashwarpError):
             x.gather([0, 5000, 100000, 262143])
-    guest.wait_until(lambda: not guest.is_there(drive), "the slot is empty")

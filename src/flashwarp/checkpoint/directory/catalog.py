@@ -19,6 +19,7 @@ from flashwarp.errors import (
     DamagedVersionError,
     MissingFileError,
     MissingVersionError,
+    StorageError,
 )
 
 __all__ = ["Catalog"]
@@ -112,20 +113,31 @@ class Catalog(Closing):
         ------
         Finding
             Versions that were discarded meanwhile are left out.
+
+        Raises
+        ------
+        PathError, RemoteError
+            If a version cannot be reached, which does not mean that it is damaged.
         """
         for version in reversed(self.versions(name, rank)):
-            nbytes = 0
-            try:
-                with self.open(name, version, rank=rank) as reader:
-                    nbytes = reader.nbytes
-                    if verify:
-                        reader.verify()
-            except MissingVersionError:
-                continue
-            except (DamagedVersionError, OSError) as error:
-                yield Finding(version, nbytes, str(error))
-            else:
-                yield Finding(version, nbytes, "")
+            found = self._look_at(name, version, verify, rank)
+            if found is not None:
+                yield found
+
+    def _look_at(self, name: str, version: int, verify: bool, rank: int | None) -> Finding | None:
+        """Look at one version; None if it is not there."""
+        nbytes = 0
+        try:
+            with self.open(name, version, rank=rank) as reader:
+                nbytes = reader.nbytes
+                if verify:
+                    reader.verify()
+        except MissingVersionError:
+            return None
+        # No other errors: a version that cannot be reached now is not damaged.
+        except (DamagedVersionError, StorageError) as error:
+            return Finding(version, nbytes, str(error))
+        return Finding(version, nbytes, "")
 
     def latest(self, name: str, *, verify: bool = False, rank: int | None = None) -> int | None:
         """Return the newest version that can be used, or None.
@@ -140,8 +152,10 @@ class Catalog(Closing):
 
     # Removing.
 
-    def prune(self, name: str, keep_last: int, keep_every: int | None = None) -> list[int]:
-        """Remove old versions of this rank; return their numbers.
+    def prune(
+        self, name: str, keep_last: int, keep_every: int | None = None, *, dry_run: bool = False
+    ) -> list[int]:
+        """Remove old versions of this rank; return their numbers, ascending.
 
         Parameters
         ----------
@@ -152,8 +166,16 @@ class Catalog(Closing):
             or whose data file is missing or of another size, does not count.
         keep_every : int, optional
             Also keep every version whose number is a multiple of it.
+        dry_run : bool
+            Remove nothing.
         """
-        return self.discard_all(name, superfluous(self.examine(name), keep_last, keep_every))
+
+        def is_usable(version: int) -> bool:
+            found = self._look_at(name, version, False, None)
+            return found is not None and not found.problem
+
+        gone = superfluous(self.versions(name), is_usable, keep_last, keep_every)
+        return gone if dry_run else self.discard_all(name, gone)
 
     # Reading.
 

@@ -115,7 +115,7 @@ class Directory(Catalog):
             self._lock = lock.RankLock(self.path, self.rank)
             if self._lock.held:
                 self._remove_leftovers()
-        elif not self.path.is_dir():
+        elif not os.path.isdir(self.path):
             raise MissingFileError(errno.ENOENT, "no such folder", str(self.path))
         _open.add(self)
 
@@ -170,7 +170,7 @@ class Directory(Catalog):
             self._writers[key] = None
         try:
             path = folder / names.manifest_name(version)
-            if not replace and path.exists():
+            if not replace and os.path.lexists(path):
                 raise exists(name, version, str(path))
             self._make_folder(folder)
             writer = VersionWriter(
@@ -296,14 +296,17 @@ class Directory(Catalog):
 
     def _writer_ended(self, writer: VersionWriter) -> None:
         if writer.committed and writer.replaces:
-            self._remove_data(self._folder(writer.name), {writer.version})
+            try:
+                self._remove_data(self._folder(writer.name), {writer.version})
+            except FlashwarpError as error:  # the version is committed, whatever is left over
+                _log.warning("the old data of version %d is left over: %s", writer.version, error)
         with self._guard:
             self._writers.pop((writer.name, writer.version), None)
         self._release_if_idle()
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and what lies above it, durably."""
-        if folder.is_dir():
+        if os.path.isdir(folder):
             return
         self._make_folder(folder.parent)
         try:

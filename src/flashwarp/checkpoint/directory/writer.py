@@ -24,6 +24,7 @@ from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_al
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
 from flashwarp.checkpoint.directory.local import Way, choose_way
 from flashwarp.checkpoint.region import Region
+from flashwarp.config import integer
 from flashwarp.endings import Closing, uninterrupted
 from flashwarp.errors import (
     ArgumentError,
@@ -150,8 +151,7 @@ class VersionWriter(Closing):
         checksums = self._checksums.get(name)
         if checksums is None:
             raise ArgumentError(f"version {self.version} has no region {str(name)[:200]!r}")
-        if type(offset) is not int:
-            raise ArgumentError(f"offset={offset!r} is not an integer")
+        offset = integer("offset", offset)
         view = bytes_of(buffer, writable=False)
         with self._lock:
             self._check_usable()
@@ -238,10 +238,10 @@ class VersionWriter(Closing):
         try:
             uninterrupted(lambda: self._commit(regions))
         except BaseException as error:
-            self._failure = error
-            self._state = "open"
+            if not self.committed:  # and not a signal that came while it was
+                self._failure = error
+                self._state = "open"
             raise
-        self._end("committed")
 
     def _commit(self, regions: tuple[manifest.StoredRegion, ...]) -> None:
         record = self._record
@@ -274,6 +274,7 @@ class VersionWriter(Closing):
         except ExistingFileError as error:
             self._published = False
             raise exists(self.name, self.version, target) from error
+        self._end("committed")
 
     def abort(self) -> None:
         """Remove what was written. May be called twice, and does nothing after `commit`."""

@@ -87,6 +87,7 @@ class Scaling:
             columns=columns,
             array=scales if isinstance(scales, Array) else None,
             address=0 if isinstance(scales, Array) else scales.data_ptr(),
+            owner=scales,
             row_shift=row_shift,
             whole=whole,
             divides=divides,
