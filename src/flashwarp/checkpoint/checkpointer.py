@@ -509,6 +509,7 @@ class Checkpointer(endings.Closing):
         with core.locked():
             core.check_usable()
             core.hints.enqueue(key)
+            core.look = core.look or key not in core.entries
             core.refresh(key)
 
     def prefetch_start(self) -> None:

@@ -25,11 +25,13 @@ from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.tier import Entry, Key, Tier
-from flashwarp.errors import ClosedError, ForkError, WaitTimeout
+from flashwarp.errors import CheckpointError, ClosedError, ForkError, WaitTimeout
 
 __all__ = ["Core", "hint_key"]
 
 _log = logging.getLogger(__name__)
+
+_DISTANCE_MAX = 64
 
 
 class Core:
@@ -66,6 +68,10 @@ class Core:
         self.remote_failures: dict[Entry, BaseException] = {}
         self.broken: BaseException | None = None
         """What has ended a background thread: a bug, or no memory."""
+        self.look = False
+        """Whether a hint names a version on storage whose manifest was not read yet."""
+        self.uploads = False
+        """Whether there is a remote store."""
         self.started = False
         self.closing = False
         self.closed = False
@@ -102,7 +108,7 @@ class Core:
     def check_threads(self) -> None:
         """Raise if a background thread has ended by an error: what it had to do stays undone."""
         if self.broken is not None:
-            raise RuntimeError(
+            raise CheckpointError(
                 f"a background thread of the checkpointer has failed: {self.broken!r}"
             ) from self.broken
 
@@ -284,9 +290,12 @@ class Core:
     # Counting.
 
     def prefetched_ahead(self) -> int:
-        """Return how many of the next versions are in the fastest cache: the prefetch distance."""
+        """Return how many of the next versions are in the fastest cache, up to 64.
+
+        This is the prefetch distance of the paper, whose cache has room for 32.
+        """
         count = 0
-        for hint in self.lookahead():
+        for hint in islice(self.lookahead(), _DISTANCE_MAX):
             entry = self.entries.get(hint_key(hint))
             if entry is None or not self.tiers or not self.tiers[0].holds(entry):
                 break

@@ -204,7 +204,8 @@ def write_version(
         if not discarded:
             core.stored_now(entry)
             core.counts["stored_bytes"] += entry.data_bytes
-            core.queues["remote"].append(entry)
+            if core.uploads:
+                core.queues["remote"].append(entry)
         core.changed.notify_all()
     if discarded:
         forget_stored(directory, name, version)

@@ -80,7 +80,7 @@ class Settings:
         if not isinstance(config, Mapping):
             raise ArgumentError(
                 f"config= is of type {type(config).__name__}: pass a dict or "
-                "flashwarp.checkpoint.Settings"
+                "flashwarp.checkpoint.settings.Settings"
             )
         known = {each.name for each in dataclasses.fields(Settings)}
         unknown = sorted(str(name) for name in set(config) - known)

@@ -139,19 +139,25 @@ class Stager:
 
     def _stage(self, entry: Entry, sources: list[Bytes], *, ordered: bool) -> None:
         core = self._core
-        tier = self._place(entry)
-        if tier is None:
+        pending: Pending | None = None
+        try:
+            tier = self._place(entry)
+            if tier is not None:
+                pending = core.mover.capture(sources, tier, entry)
+                if pending and ordered:
+                    for stream in _streams(sources):
+                        pending.before(stream)
+        except BaseException:
+            # Also a signal between two lines. What a copy still writes comes before the copies of
+            # the block's next version.
+            with core.changed:
+                for each in core.tiers:
+                    if each.filling(entry):
+                        core.apply(each, entry, Event.FILL_FAILED)
+            raise
+        if tier is None or pending is None:
             self._store(entry, sources)
             return
-        try:
-            pending = core.mover.capture(sources, tier, entry)
-            if pending and ordered:
-                for stream in _streams(sources):
-                    pending.before(stream)
-        except BaseException:
-            with core.changed:
-                core.apply(tier, entry, Event.FILL_FAILED)
-            raise
         end = partial(self._end_stage, tier, entry)
         if pending and ordered:
             self._later(partial(self._settle, pending, sources, end))

@@ -72,6 +72,7 @@ class System:
             self.mover = self._make_mover()
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
+            self.core.uploads = self.remote is not None
             self._make_tiers(cache_bytes)
             self._start()
         except BaseException:
@@ -206,7 +207,7 @@ class System:
     def _next_look(self) -> Callable[[], None] | None:
         """Return a look at the manifest of the next hinted version that is not known."""
         core = self.core
-        if core.closing:
+        if core.closing or not (core.look or (self._settings.read_only and len(core.hints))):
             return None
         for hint in core.lookahead():
             key = hint_key(hint)
@@ -216,6 +217,7 @@ class System:
                 return partial(self._look, key)
             if self._settings.read_only and self._list_is_old(key[0]):
                 return partial(self._list_again, key[0])
+        core.look = False
         return None
 
     def _list_is_old(self, name: str) -> bool:
