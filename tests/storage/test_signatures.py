@@ -1,8 +1,10 @@
-"""What a drive carries is recognised by its first and last bytes."""
+"""Formats that a drive carries are known by what the tools themselves write."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -10,56 +12,72 @@ import pytest
 
 from flashwarp.storage import signatures
 
-NBYTES = 8 << 20
+MIB = 1 << 20
 
 
-def found_on(image: bytes) -> list[str]:
-    head, tail = image[: signatures.HEAD_BYTES], image[-signatures.TAIL_BYTES :]
-    return signatures.found_in(head, tail, len(image))
+def found(path: Path) -> list[str]:
+    nbytes = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(signatures.HEAD_BYTES)
+        file.seek(nbytes - signatures.TAIL_BYTES)
+        return signatures.found_in(head, file.read(), nbytes)
 
 
-def made_by(folder: Path, *command: str) -> bytes:
-    """The image that a program writes; a path is appended to its arguments."""
-    if shutil.which(command[0], path="/usr/sbin:/sbin:/usr/bin:/bin") is None:
-        pytest.skip(f"{command[0]} is not installed")
-    file = folder / "image"
-    file.write_bytes(bytes(NBYTES))
-    environment = {"PATH": "/usr/sbin:/sbin:/usr/bin:/bin"}
-    subprocess.run([*command, str(file)], check=True, capture_output=True, env=environment)
-    return file.read_bytes()
-
-
-def test_blank_drive_carries_nothing() -> None:
-    assert found_on(bytes(NBYTES)) == []
+def image(folder: Path, nbytes: int = 512 * MIB) -> Path:
+    path = folder / "drive"
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+    return path
 
 
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        (("mke2fs", "-q", "-F", "-t", "ext4"), "ext2, ext3 or ext4"),
-        (("mke2fs", "-q", "-F", "-t", "ext2"), "ext2, ext3 or ext4"),
-        (("mkswap"), "swap space"),
+        ("mkfs.ext4 -q -F", "ext2, ext3 or ext4"),
+        ("mkfs.xfs -q -f", "xfs"),
+        ("mkswap -q", "swap space"),
+        ("mkfs.btrfs -q -f", "btrfs"),
     ],
 )
-def test_what_programs_make_is_recognised(
-    command: tuple[str, ...], name: str, tmp_path: Path
-) -> None:
-    assert name in found_on(made_by(tmp_path, *command))
+def test_file_systems_are_known(tmp_path: Path, command: str, name: str) -> None:
+    tool, *options = command.split()
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    path = image(tmp_path)
+    assert found(path) == []
+    subprocess.run([tool, *options, str(path)], check=True, stdout=subprocess.DEVNULL)
+    assert found(path) == [name]
 
 
-def test_partition_table_is_recognised_at_both_ends(tmp_path: Path) -> None:
-    if shutil.which("sfdisk", path="/usr/sbin:/sbin") is None:
+def test_partition_tables_are_known(tmp_path: Path) -> None:
+    if shutil.which("sfdisk") is None:
         pytest.skip("sfdisk is not installed")
-    file = tmp_path / "image"
-    file.write_bytes(bytes(NBYTES))
-    command = ["/usr/sbin/sfdisk", "--quiet", str(file)]
-    subprocess.run(command, input=b"label: gpt\nsize=1MiB\n", check=True, capture_output=True)
-    image = file.read_bytes()
-
-    assert "a GPT partition table" in found_on(image)
-    # Its copy at the end is enough.
-    assert "a GPT partition table" in found_on(bytes(1 << 20) + image[1 << 20 :])
+    path = image(tmp_path, 8 * MIB)
+    subprocess.run(["sfdisk", "-q", str(path)], input="label: gpt\n,\n", text=True, check=True)
+    assert found(path) == ["a GPT partition table", "a partition table or boot sector"]
+    # Its second copy is at the end, and is found when the first was overwritten.
+    with path.open("r+b") as file:
+        file.write(bytes(MIB))
+    assert found(path) == ["a GPT partition table"]
 
 
-def test_small_drive_is_looked_at_once() -> None:
-    assert found_on(bytes(4096)) == []
+def test_marks_at_the_end_are_known() -> None:
+    head = bytes(signatures.HEAD_BYTES)
+    nbytes = 10 * MIB + 4096
+    old_md = nbytes // 65536 * 65536 - 65536
+    for place, mark, name in (
+        (nbytes - 8192, b"\xfc\x4e\x2b\xa9", "an md array"),
+        (old_md, b"\xfc\x4e\x2b\xa9", "an md array"),
+        (nbytes - 65536, struct.pack("<Q", 0x00BAB10C), "a ZFS pool"),
+    ):
+        tail = bytearray(signatures.TAIL_BYTES)
+        at = place - (nbytes - len(tail))
+        tail[at : at + len(mark)] = mark
+        assert signatures.found_in(head, bytes(tail), nbytes) == [name]
+
+
+def test_data_and_small_drives_carry_nothing() -> None:
+    for nbytes in (0, 512, 4096, MIB):
+        data = os.urandom(nbytes).replace(b"\x55\xaa", b"\x55\x00")
+        head, tail = data[: signatures.HEAD_BYTES], data[-signatures.TAIL_BYTES :]
+        assert signatures.found_in(head, tail, nbytes) == []

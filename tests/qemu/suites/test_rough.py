@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,9 +66,10 @@ def reading(way: str, drive: int) -> Iterator[tuple[fw.Array, Reading]]:
 
 def go_on(thread: Reading, turns: int = 3) -> None:
     """Wait until the thread has read some more, or has ended."""
-    begin = thread.turns
-    done: Callable[[], bool] = lambda: thread.turns >= begin + turns or thread.error is not None  # noqa: E731
-    guest.wait_until(done, "the thread reads", 60)
+    end = thread.turns + turns
+    guest.wait_until(
+        lambda: thread.turns >= end or thread.error is not None, "the thread reads", 60
+    )
 
 
 # Resets by the kernel's driver are not tested: after some, QEMU 7.2 does not notice doorbells any
