@@ -28,8 +28,8 @@ def users_of(disk: str, root: Path = Path("/")) -> list[str]:
     found = [user for part in parts for user in _users_of_part(part, disk, root)]
     if not found:
         found = [
-            f"the kernel has claimed /dev/{part}: it is mounted, perhaps in a container, or part of "
-            f"another device (lsblk /dev/{part})"
+            f"the kernel has claimed /dev/{part}: it is mounted, perhaps in a container, or part "
+            f"of another device (lsblk /dev/{part})"
             for part in parts
             if _is_claimed(root / "dev" / part)
         ]
