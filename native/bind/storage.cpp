@@ -3,6 +3,7 @@
 // Every call that may wait releases the GIL. Failed I/O raises OSError with errno, path and the
 // attribute `offset`; use in a forked child raises RuntimeError, since the threads that would do
 // the work stayed in the parent.
+#include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -16,6 +17,7 @@
 #include <string>
 
 #include "base/host_memory.h"
+#include "bind/buffer_view.h"
 #include "bind/convert.h"
 #include "io/io_uring.h"
 #include "io/nvme_command.h"
@@ -70,23 +72,6 @@ void run_on_range(Storage& storage, uint64_t offset, uint64_t nbytes) {
   run(storage, [&](IoFailure* failure) { return (storage.*kAct)(offset, nbytes, failure); });
 }
 
-// A contiguous buffer of any object, for the duration of a call.
-class BufferView {
- public:
-  explicit BufferView(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) {
-      throw nb::python_error();
-    }
-  }
-  ~BufferView() { PyBuffer_Release(&view_); }
-  BufferView(const BufferView&) = delete;
-  const void* data() const { return view_.buf; }
-  size_t nbytes() const { return size_t(view_.len); }
-
- private:
-  Py_buffer view_;
-};
-
 void bind_storages(nb::module_& m) {
   nb::class_<Storage>(m, "Storage")
       .def_prop_ro("nbytes", &Storage::nbytes)
@@ -104,6 +89,15 @@ void bind_storages(nb::module_& m) {
             return result;
           },
           nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "read_into",
+          [](Storage& s, uint64_t offset, nb::handle target) {
+            const BufferView view(target, PyBUF_WRITABLE);
+            run(s, [&](IoFailure* failure) {
+              return s.read(offset, view.data(), view.nbytes(), failure);
+            });
+          },
+          nb::arg("offset"), nb::arg("target"))
       .def(
           "write",
           [](Storage& s, uint64_t offset, nb::handle source) {
@@ -219,6 +213,19 @@ void bind_host_memory(nb::module_& m) {
         if (error != 0) raise_os_error(error, std::strerror(error), "");
       },
       nb::arg("address"), nb::arg("nbytes"));
+  m.def(
+      "allocate",
+      [](int fd, uint64_t nbytes) {
+        // Not posix_fallocate, which writes into every block if the file system cannot do it.
+        const int error = unlocked([&] {
+          while (fallocate(fd, 0, 0, off_t(nbytes)) != 0) {
+            if (errno != EINTR) return errno;
+          }
+          return 0;
+        });
+        if (error != 0) raise_os_error(error, std::strerror(error), "");
+      },
+      nb::arg("fd"), nb::arg("nbytes"));
   m.def("direct_io_alignment", &direct_io_alignment, nb::arg("path"));
   m.def("io_uring_available", [] {
     const std::string refusal = probe_io_uring();

@@ -20,6 +20,7 @@ from flashwarp.stats import Stats
 if _TYPE_CHECKING:
     from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
+    from flashwarp.checkpoint.checkpointer import Checkpointer
     from flashwarp.nvme.drive_model import SSDModel
     from flashwarp.nvme.vfio import VfioController
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Array",
     "Cache",
+    "Checkpointer",
     "CpuDevice",
     "CudaDevice",
     "Explanation",
@@ -52,6 +54,7 @@ __all__ = [
 # What programs without kernels of their own do not need is imported when it is first used: the
 # compilers alone take longer than the rest.
 _LATER = {
+    "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Explanation": "flashwarp.array.explanation",
     "Kernel": "flashwarp.program.compiling",
     "Program": "flashwarp.program.compiling",

@@ -155,6 +155,12 @@ class Storage(Namespace):
         with typed_errors("read"):
             return self.native.read(offset, nbytes)
 
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a writable contiguous buffer with the bytes from `offset` on, or raise."""
+        self._check_range(offset, buffer.nbytes)
+        with typed_errors("read"):
+            self.native.read_into(offset, buffer)
+
     def write(self, offset: int, data: Any) -> None:
         """Store a contiguous buffer from byte `offset` on; `flush` makes it durable."""
         self._check_writable()
