@@ -226,6 +226,13 @@ void bind_cuda(nb::module_& m) {
           [](const Context& context, uint64_t address, uint32_t word, size_t count,
              uintptr_t stream) { return context.fill(address, word, count, handle(stream)); },
           nb::arg("address"), nb::arg("word"), nb::arg("count"), nb::arg("stream"))
+      .def(
+          "wait_value",
+          [](const Context& context, uintptr_t stream, uint64_t address, uint32_t value) {
+            return context.wait_value(handle(stream), address, value);
+          },
+          nb::arg("stream"), nb::arg("address"), nb::arg("value"))
+      .def_prop_ro("waits_for_words", &Context::waits_for_words)
       .def("capture", &capture, nb::arg("stream"))
       .def(
           "capture_call",

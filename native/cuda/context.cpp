@@ -19,6 +19,8 @@ constexpr int kActive = 1;
 // Flags of cuUserObjectCreate and cuGraphRetainUserObject.
 constexpr unsigned kNoDestructorSync = 1;
 constexpr unsigned kMove = 1;
+// CU_STREAM_WAIT_VALUE_GEQ.
+constexpr unsigned kAtLeast = 0;
 // The interfaces are those of CUDA 12.0, the oldest driver that is served.
 constexpr int kInterfaceVersion = 12000;
 
@@ -49,6 +51,7 @@ struct Driver {
   Result (*stream_wait_event)(Handle stream, Handle event, unsigned flags);
   Result (*event_record)(Handle event, Handle stream);
   Result (*event_query)(Handle event);
+  Result (*wait_value)(Handle stream, uint64_t address, uint32_t value, unsigned flags);  // or null
   Result (*memset_words)(uint64_t address, unsigned word, size_t count, Handle stream);
   Result (*capture_info)(Handle stream, int* status, uint64_t* id, Handle* graph,
                          const Handle** dependencies, size_t* count);
@@ -70,12 +73,14 @@ Driver::Driver() {
   if (find == nullptr) {
     throw std::runtime_error("the driver is older than CUDA 12.0: it has no cuGetProcAddress_v2");
   }
-  const auto bind = [find](auto& call, const char* name) {
+  const auto look_up = [find](auto& call, const char* name) {
     void* address = nullptr;
-    if (find(name, &address, kInterfaceVersion, 0, nullptr) != kSuccess || address == nullptr) {
-      throw std::runtime_error(std::string("the driver has no ") + name);
-    }
+    if (find(name, &address, kInterfaceVersion, 0, nullptr) != kSuccess) address = nullptr;
     call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(address);
+  };
+  const auto bind = [look_up](auto& call, const char* name) {
+    look_up(call, name);
+    if (call == nullptr) throw std::runtime_error(std::string("the driver has no ") + name);
   };
   bind(ctx_get_current, "cuCtxGetCurrent");
   bind(ctx_push, "cuCtxPushCurrent");
@@ -86,6 +91,7 @@ Driver::Driver() {
   bind(stream_wait_event, "cuStreamWaitEvent");
   bind(event_record, "cuEventRecord");
   bind(event_query, "cuEventQuery");
+  look_up(wait_value, "cuStreamWaitValue32");
   bind(memset_words, "cuMemsetD32Async");
   bind(capture_info, "cuStreamGetCaptureInfo");
   bind(add_host_node, "cuGraphAddHostNode");
@@ -295,6 +301,12 @@ Result Context::wait_any(const std::vector<Handle>& events, int64_t microseconds
 Result Context::fill(uint64_t address, uint32_t word, size_t count, Handle stream) const {
   return Current(*this).then([&] { return driver_.memset_words(address, word, count, stream); });
 }
+
+Result Context::wait_value(Handle stream, uint64_t address, uint32_t value) const {
+  return Current(*this).then([&] { return driver_.wait_value(stream, address, value, kAtLeast); });
+}
+
+bool Context::waits_for_words() const { return driver_.wait_value != nullptr; }
 
 Capture Context::capture(Handle stream) const {
   Capture found;

@@ -298,6 +298,16 @@ class Context:
         self._require_open()
         self._require(self._calls.fill(address, word, count, stream), "cuMemsetD32Async")
 
+    @property
+    def waits_for_words(self) -> bool:
+        """Whether the driver has `wait_for_word`."""
+        return bool(self._calls.waits_for_words)
+
+    def wait_for_word(self, address: int, stream: int) -> None:
+        """Make later work on a stream wait until a word of 32 bits is 1 or more."""
+        self._require_open()
+        self._require(self._calls.wait_value(stream, address, 1), "cuStreamWaitValue32")
+
     # Captures into CUDA graphs.
 
     def capture(self, stream: int) -> int | None:

@@ -1,6 +1,6 @@
 """The rows of an array, and how kernels move them: sizes, and the kernels' parameters.
 
-Mirrors `kernels/rows.cuh` and `kernels/maintenance.cuh`.
+Mirrors `kernels/rows.cuh`, `kernels/split.cuh` and `kernels/maintenance.cuh`.
 """
 
 from __future__ import annotations
@@ -91,6 +91,12 @@ class RowParams(ctypes.Structure):
         *u32("index_bytes", "segments", "batch", "reserved"),
         ("misses", ListUseStruct),
     )
+
+
+class SubmitParams(ctypes.Structure):
+    """Mirror of `kernels::submit_params`."""
+
+    _fields_ = (("rows", RowParams), *u64("batch"), *u32("stores", "reserved"))
 
 
 class MaintenanceParams(ctypes.Structure):

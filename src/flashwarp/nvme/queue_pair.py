@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from flashwarp import _native
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
+from flashwarp.nvme.batches import Batches
 
 __all__ = [
     "DATA_PATHS",
@@ -157,6 +158,8 @@ class QueuePairs(NotCopied):
         "direct": whether threads of the CPU device copy what is in the page cache without commands.
     timeout_s : float
         Bound of every wait of the device code.
+    batches : Batches, optional
+        What commands may name; closed with the queue pairs.
     """
 
     def __init__(
@@ -174,8 +177,10 @@ class QueuePairs(NotCopied):
         parts: Sequence[MappedPart] = (),
         cached_reads: bool = False,
         timeout_s: float,
+        batches: Batches | None = None,
     ) -> None:
         self.device = device
+        self.batches = batches
         self.count = count
         self.depth = depth
         self.path = path
@@ -233,6 +238,8 @@ class QueuePairs(NotCopied):
                     depth=depth,
                     id=i + 1,
                     heartbeat=self.heartbeat,
+                    batches=0 if batches is None else batches.records,
+                    batch_count=0 if batches is None else batches.count,
                 )
             )
         device.upload(self.address, bytes(self._structs))
@@ -289,7 +296,7 @@ class QueuePairs(NotCopied):
     @property
     def owners(self) -> tuple[object, ...]:
         """What holds the memory; see `DeviceMemory.owners`."""
-        parts = (self._rings, self._memory, self._buffers, self._own_epoch)
+        parts = (self._rings, self._memory, self._buffers, self._own_epoch, self.batches)
         return tuple(owner for part in parts if part is not None for owner in part.owners)
 
     @property
@@ -310,6 +317,8 @@ class QueuePairs(NotCopied):
             self._buffers.close()
         if self._own_epoch is not None:
             self._own_epoch.close()
+        if self.batches is not None:
+            self.batches.close()
 
     def _download(self) -> list[QueuePairStruct]:
         nbytes = self.count * ctypes.sizeof(QueuePairStruct)
