@@ -7,6 +7,7 @@ caller waits, and asks `failures` for errors.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable
@@ -21,26 +22,20 @@ from flashwarp._jit.driver import End
 from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import (
+    SUBMIT_MEMBERS,
     ArrayStruct,
     MaintenanceParams,
     RowFormat,
     RowParams,
-    SubmitParams,
     element_bytes,
     segments_per_batch,
     segments_per_row,
 )
-from flashwarp.array.splitting import (
-    LAND_BLOCKS,
-    LAND_LINES_MIN,
-    SUBMIT_BATCH,
-    Splitting,
-)
+from flashwarp.array.splitting import LAND_WARPS, SUBMIT_BATCH, Splitting
 from flashwarp.cache.cache import Volume
 from flashwarp.device import CpuDevice, DeviceMemory, Launch
 from flashwarp.errors import CaptureError, ClosedError
 from flashwarp.nvme import Service
-from flashwarp.nvme.batches import Batch
 
 __all__ = ["Counting", "Launcher", "Verb", "Watcher"]
 
@@ -149,7 +144,7 @@ class Launcher:
             )
         )
         self._deferral = Deferral(volume, service)
-        self.splitting = Splitting(volume, service, self._segments)
+        self.splitting = Splitting(volume, service, format.row_bytes, self._segments)
         # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -365,24 +360,29 @@ class Launcher:
         end: End | None = None,
         counting: Counting | None = None,
     ) -> None:
-        if verb != "prefetch" and self.splitting.on() and not self.watchers:
+        whole = functools.partial(
+            self._start_whole, verb, stream=stream, strays=strays, counting=counting
+        )
+        batches = None
+        if verb != "prefetch" and not self.watchers:
             batches = self.splitting.batches_for(stream)
-            if batches is not None:
-                return self._start_split(
-                    verb, chosen, buffer, stream, strays, end, counting, batches
-                )
-        return self._start_whole(verb, chosen, buffer, stream, warps, strays, end, counting)
+        if batches is None:
+            return whole(chosen, buffer, warps=warps, end=end)
+        submit = functools.partial(self._submit, verb, stream, counting)
+        land = functools.partial(self._land, stream)
+        return self.splitting.start(batches, chosen, buffer, stream, submit, land, whole, end)
 
     def _start_whole(
         self,
         verb: str,
         chosen: range | Index,
         buffer: int,
+        *,
         stream: int | None,
-        warps: int | None,
         strays: int,
-        end: End | None,
         counting: Counting | None,
+        warps: int | None = None,
+        end: End | None = None,
     ) -> None:
         """Launch the kernel that moves rows, and waits for those that are not in the cache."""
         if isinstance(chosen, range):
@@ -392,54 +392,25 @@ class Launcher:
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
         self._start(name, params, useful if warps is None else warps, stream, end=end)
 
-    def _start_split(
-        self,
-        verb: str,
-        chosen: range | Index,
-        buffer: int,
-        stream: int | None,
-        strays: int,
-        end: End | None,
-        counting: Counting | None,
-        batches: tuple[Batch, Batch],
-    ) -> None:
-        """Launch the same in rounds, so that the stream waits for the storage, and no kernel."""
-        rounds, rest = self.splitting.rounds(chosen, buffer, self.format.row_bytes)
-        self._submit(verb, rounds[0][0], stream, counting, batches[0])
-        for k, (part, rows) in enumerate(rounds):
-            if k + 1 < len(rounds):
-                self._submit(verb, rounds[k + 1][0], stream, counting, batches[(k + 1) % 2])
-            self.volume.cache.device.wait_for_word(batches[k % 2].word, stream)
-            if len(part) * self._segments >= LAND_LINES_MIN:
-                self._land(stream)
-            last = rest is None and k + 1 == len(rounds)
-            self._start_whole(
-                verb, part, rows, stream, None, strays, end if last else None, counting
-            )
-        if rest is not None:
-            self._start_whole(verb, *rest, stream, None, strays, end, counting)
-
     def _submit(
         self,
         verb: str,
-        chosen: range | Index,
         stream: int | None,
         counting: Counting | None,
-        batch: Batch,
+        chosen: range | Index,
+        batch: int,
     ) -> None:
-        """Launch the submission of a round's misses, to a batch."""
-        rows = self._row_params(chosen, 0, SUBMIT_BATCH, counting=counting)
-        params = rows + bytes(SubmitParams(batch=batch.address, stores=int(verb == "scatter")))[
-            SubmitParams.batch.offset :
-        ]
+        """Launch the submission of misses, to the batch at this address."""
         lines = self._lines(chosen) if isinstance(chosen, range) else len(chosen) * self._segments
+        params = self._row_params(chosen, 0, SUBMIT_BATCH, counting=counting)
+        params += SUBMIT_MEMBERS.pack(batch, int(verb == "scatter"), 0)
         self._start("submit_rows", params, self._warps(lines, SUBMIT_BATCH), stream)
 
     def _land(self, stream: int | None) -> None:
         """Launch the landing of what has completed, on few multiprocessors."""
         volume = self.volume
-        params = bytes(MaintenanceParams(cache=volume.cache.address, volume=volume.address))
-        self._start("land_lines", params, 8 * LAND_BLOCKS, stream)
+        params = MaintenanceParams(cache=volume.cache.address, volume=volume.address)
+        self._start("land_lines", bytes(params), LAND_WARPS, stream)
 
     def _lines(self, chosen: range) -> int:
         begin = chosen.start * self.format.row_bytes
@@ -553,7 +524,7 @@ class Launcher:
     def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
         cache = self.volume.cache
         kernel = cache.device.built_in(name, cache.policy, param_bytes)
-        # Others spread their warps; those that land lines leave the multiprocessors to other streams.
+        # Few warps spread; but those that land lines leave multiprocessors to other streams.
         threads = 256 if name == "land_lines" else cache.device.block_threads_for(warps)
         launch = cache.device.prepare(kernel, warps, threads)
         if len(self._prepared) >= _PREPARED_MAX:

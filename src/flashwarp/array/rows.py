@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -97,6 +98,10 @@ class SubmitParams(ctypes.Structure):
     """Mirror of `kernels::submit_params`."""
 
     _fields_ = (("rows", RowParams), *u64("batch"), *u32("stores", "reserved"))
+
+
+SUBMIT_MEMBERS = struct.Struct("=Q2I")
+"""The members of `SubmitParams` behind `rows`."""
 
 
 class MaintenanceParams(ctypes.Structure):

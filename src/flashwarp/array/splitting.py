@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,11 @@ from flashwarp.array.operands import Index
 from flashwarp.nvme import Service
 
 if TYPE_CHECKING:
+    from flashwarp._jit.driver import End
     from flashwarp.cache.cache import Volume
     from flashwarp.nvme.batches import Batch
 
-__all__ = ["LAND_BLOCKS", "LAND_LINES_MIN", "ROUNDS_MAX", "SUBMIT_BATCH", "Splitting"]
+__all__ = ["LAND_LINES_MIN", "LAND_WARPS", "ROUNDS_MAX", "SUBMIT_BATCH", "Splitting"]
 
 # Rounds of one call, each of four things in the stream. Rows beyond them move in one launch, which
 # waits.
@@ -34,7 +35,7 @@ SUBMIT_BATCH = 8
 
 # Blocks of 8 warps that land lines: their loads saturate PCIe. Fewer lines are landed by the warps
 # that move the rows, as fast as another kernel begins.
-LAND_BLOCKS = 8
+LAND_WARPS = 8 * 8
 LAND_LINES_MIN = 1024
 
 # The handle that stands for another stream in each thread.
@@ -49,8 +50,8 @@ class Splitting:
     volume : Volume
     service : Service
         What serves the array's queue pairs, and says whether it stores words.
-    lines_per_row : int
-        The most lines that one row touches.
+    row_bytes, lines_per_row : int
+        The bytes of one row, and the most lines that it touches.
 
     Attributes
     ----------
@@ -60,9 +61,13 @@ class Splitting:
         Why no launch is split although the service stores words, for people; empty: they are.
     """
 
-    def __init__(self, volume: Volume, service: Service, lines_per_row: int) -> None:
+    def __init__(
+        self, volume: Volume, service: Service, row_bytes: int, lines_per_row: int
+    ) -> None:
         self._service = service
         self._volume = volume
+        self._row_bytes = row_bytes
+        self._lines_per_row = lines_per_row
         self._of_streams: dict[object, tuple[Batch, Batch]] = {}
         self.rows = 0
         self.why_not = ""
@@ -79,17 +84,25 @@ class Splitting:
         if not self.rows:
             self.why_not = f"{lines} lines, which may be in flight, are less than 16 rows"
 
+    def note(self) -> str:
+        """Say for people what becomes of misses; empty if nobody asked to split them."""
+        if self._service.batches is None:
+            return ""
+        if self.why_not:
+            return f"warps wait for misses, because {self.why_not}"
+        return "streams wait for misses"
+
     def on(self) -> bool:
         """Whether launches are split. A file may leave its in-place path at any time."""
         return self.rows != 0 and self._service.batches is not None
 
     def batches_for(self, stream: int | None) -> tuple[Batch, Batch] | None:
-        """Return two batches for launches on a stream; None if all are taken.
+        """Return two batches for a launch on a stream; None if it is not split.
 
         A captured stream gets two of its own: two graphs that were captured on one stream may run
         at the same time.
         """
-        batches = self._service.batches
+        batches = self._service.batches if self.rows else None
         if batches is None:
             return None
         if stream is not None and self._volume.cache.device.capture(stream) is not None:
@@ -104,13 +117,51 @@ class Splitting:
                 self._of_streams[handle] = found
         return found
 
+    def start(
+        self,
+        batches: tuple[Batch, Batch],
+        chosen: range | Index,
+        buffer: int,
+        stream: int | None,
+        submit: Callable[[range | Index, int], None],
+        land: Callable[[], None],
+        move: Callable[..., None],
+        end: End | None,
+    ) -> None:
+        """Queue a launch in rounds. `end` goes with the last thing that is queued.
+
+        Parameters
+        ----------
+        batches : tuple of Batch
+            Of the stream, from `batches_for`.
+        chosen, buffer
+            Rows, and where they go or come from.
+        stream : int, optional
+        submit, land, move : callable
+            Launch the submission of the misses of rows to the batch at an address; the landing of
+            lines; and the moving of rows to or from a buffer.
+        """
+        rounds, rest = self.rounds(chosen, buffer)
+        submit(rounds[0][0], batches[0].address)
+        for k, (part, rows) in enumerate(rounds):
+            if k + 1 < len(rounds):
+                submit(rounds[k + 1][0], batches[(k + 1) % 2].address)
+            self._volume.cache.device.wait_for_word(batches[k % 2].word, stream)
+            if len(part) * self._lines_per_row >= LAND_LINES_MIN:
+                land()
+            last = rest is None and k + 1 == len(rounds)
+            move(part, rows, end=end if last else None)
+        if rest is not None:
+            move(*rest, end=end)
+
     def rounds(
-        self, chosen: range | Index, buffer: int, row_bytes: int
+        self, chosen: range | Index, buffer: int
     ) -> tuple[list[tuple[range | Index, int]], tuple[range | Index, int] | None]:
         """Divide chosen rows, and the buffer where they go or come from.
 
         Returns the rounds, and what is left of the rows if there are more than `ROUNDS_MAX`.
         """
+        row_bytes = self._row_bytes
         count = -(-len(chosen) // self.rows)
         size = self.rows
         if count <= ROUNDS_MAX:
