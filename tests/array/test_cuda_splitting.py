@@ -172,7 +172,7 @@ def check_future_ends_with_the_last_round() -> None:
         index, out = operands(x, 600)
         recorded = fake().fake_count(b"cuEventRecord")
         launched = fake().fake_count(b"cuLaunchKernel")
-        read = x.gather_async(index, out=out, stream=OTHER)
+        read = x.gather_async(index, out=out, stream=x.device.create_stream())
         assert fake().fake_count(b"cuLaunchKernel") == launched + 6
         assert fake().fake_count(b"cuEventRecord") == recorded + 1, "behind the last of them"
         assert read.result() is out
