@@ -69,6 +69,8 @@ struct Driver {
   Result (*stream_wait_event)(Handle stream, Handle event, unsigned flags);
   Result (*event_record)(Handle event, Handle stream);
   Result (*event_query)(Handle event);
+  Result (*wait_value32)(Handle stream, uint64_t address, uint32_t value,
+                         unsigned flags);  // or null
   Result (*memset_words)(uint64_t address, unsigned word, size_t count, Handle stream);
   Result (*capture_info)(Handle stream, int* status, uint64_t* id, Handle* graph,
                          const Handle** dependencies, size_t* count);
@@ -84,8 +86,8 @@ struct Driver {
                          CopyAttributes* attributes, size_t* attribute_starts,
                          size_t attribute_count, size_t* failed, Handle stream);
   Result (*pointer_attribute)(void* value, int attribute, uint64_t address);
-  Result (*wait_value)(Handle stream, uint64_t address, uint64_t value, unsigned flags);
-  Result (*write_value)(Handle stream, uint64_t address, uint64_t value, unsigned flags);
+  Result (*wait_value64)(Handle stream, uint64_t address, uint64_t value, unsigned flags);
+  Result (*write_value64)(Handle stream, uint64_t address, uint64_t value, unsigned flags);
   // The driver refused a batch once: it is not asked again.
   mutable std::atomic<bool> batch_refused{false};
 
@@ -100,12 +102,14 @@ Driver::Driver() {
   if (find == nullptr) {
     throw std::runtime_error("the driver is older than CUDA 12.0: it has no cuGetProcAddress_v2");
   }
-  const auto bind = [find](auto& call, const char* name) {
+  const auto look_up = [find](auto& call, const char* name) {
     void* address = nullptr;
-    if (find(name, &address, kInterfaceVersion, 0, nullptr) != kSuccess || address == nullptr) {
-      throw std::runtime_error(std::string("the driver has no ") + name);
-    }
+    if (find(name, &address, kInterfaceVersion, 0, nullptr) != kSuccess) address = nullptr;
     call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(address);
+  };
+  const auto bind = [look_up](auto& call, const char* name) {
+    look_up(call, name);
+    if (call == nullptr) throw std::runtime_error(std::string("the driver has no ") + name);
   };
   bind(ctx_get_current, "cuCtxGetCurrent");
   bind(ctx_push, "cuCtxPushCurrent");
@@ -116,6 +120,7 @@ Driver::Driver() {
   bind(stream_wait_event, "cuStreamWaitEvent");
   bind(event_record, "cuEventRecord");
   bind(event_query, "cuEventQuery");
+  look_up(wait_value32, "cuStreamWaitValue32");
   bind(memset_words, "cuMemsetD32Async");
   bind(capture_info, "cuStreamGetCaptureInfo");
   bind(add_host_node, "cuGraphAddHostNode");
@@ -124,8 +129,8 @@ Driver::Driver() {
   bind(release_user_object, "cuUserObjectRelease");
   bind(memcpy_async, "cuMemcpyAsync");
   bind(pointer_attribute, "cuPointerGetAttribute");
-  bind(wait_value, "cuStreamWaitValue64");
-  bind(write_value, "cuStreamWriteValue64");
+  bind(wait_value64, "cuStreamWaitValue64");
+  bind(write_value64, "cuStreamWriteValue64");
   void* batch = nullptr;
   if (find("cuMemcpyBatchAsync", &batch, kBatchVersion, 0, nullptr) != kSuccess) batch = nullptr;
   memcpy_batch = reinterpret_cast<decltype(memcpy_batch)>(batch);
@@ -400,12 +405,19 @@ Result Context::memory(uint64_t address, Memory& kind) const {
 
 Result Context::wait_word(uint64_t address, uint64_t value, Handle stream) const {
   return Current(*this).then(
-      [&] { return driver_.wait_value(stream, address, value, kGreaterOrEqual); });
+      [&] { return driver_.wait_value64(stream, address, value, kGreaterOrEqual); });
 }
 
 Result Context::write_word(uint64_t address, uint64_t value, Handle stream) const {
-  return Current(*this).then([&] { return driver_.write_value(stream, address, value, 0); });
+  return Current(*this).then([&] { return driver_.write_value64(stream, address, value, 0); });
 }
+
+Result Context::wait_word32(Handle stream, uint64_t address, uint32_t value) const {
+  return Current(*this).then(
+      [&] { return driver_.wait_value32(stream, address, value, kGreaterOrEqual); });
+}
+
+bool Context::waits_for_words() const { return driver_.wait_value32 != nullptr; }
 
 // Captures.
 

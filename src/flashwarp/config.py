@@ -202,6 +202,12 @@ class Config:
     8 for launches of 131,072 lines and more of files, none for modelled drives and rows below 256
     bytes. 0: all blocks wait, as many as the GPU runs."""
 
+    split_misses: int = _setting(0, 0, 1)
+    """1: a ``gather`` or ``scatter`` submits its misses and ends, its stream waits for a word of
+    the controller's, and a short kernel behind it lands the lines. No multiprocessor waits for the
+    storage. 0: warps wait. The default is 0, because 1 has not run on a GPU yet. Read when an array
+    is opened; `docs/architecture.md` says where it applies."""
+
     def __post_init__(self) -> None:
         for each in fields(self):
             check = integer if isinstance(each.default, int) else number

@@ -97,6 +97,7 @@ void Memory::begin_launch(uint32_t fibres) {
   transfer_.assign(fibres, kNone);
   last_received_.assign(fibres, kNone);
   global_.assign(fibres, 0);
+  global_system_.assign(fibres, 0);
   snapshots_.assign(fibres, 0);
   tables_.assign(1, 0);
   cells_.clear();
@@ -402,18 +403,29 @@ void Memory::fence(fence_kind kind) {
   const uint32_t fibre = scheduler.current()->id;
   uint32_t* mine = clock(fibre);
   const uint64_t row = uint64_t(fibre) * fibres_;
+  const bool everywhere = kind == fence_kind::kSequentialSystem;
+  const bool system = everywhere || kind == fence_kind::kSystem;
   for (uint32_t i = 0; i < fibres_; ++i) {
     mine[i] = std::max(mine[i], pending_device_[row + i]);
-    if (kind == fence_kind::kSystem) mine[i] = std::max(mine[i], pending_system_[row + i]);
+    if (system) mine[i] = std::max(mine[i], pending_system_[row + i]);
   }
   if (kind == fence_kind::kSequential) {
     for (uint32_t i = 0; i < fibres_; ++i) {
       mine[i] = global_[i] = std::max(mine[i], global_[i]);
     }
   }
+  if (everywhere) {
+    // Of the host's fences, those of the device at smaller scope mean nothing.
+    const bool device = !scheduler.fibre(fibre).is_host;
+    for (uint32_t i = 0; i < fibres_; ++i) {
+      if (device) mine[i] = std::max(mine[i], global_[i]);
+      mine[i] = global_system_[i] = std::max(mine[i], global_system_[i]);
+      if (device) global_[i] = mine[i];
+    }
+  }
   if (kind == fence_kind::kAcquire) return;
   fence_device_[fibre] = snapshot(fibre);
-  if (kind == fence_kind::kSystem) fence_system_[fibre] = fence_device_[fibre];
+  if (system) fence_system_[fibre] = fence_device_[fibre];
 }
 
 void Memory::settle_stores() { horizon_ = scheduler.accesses(); }

@@ -180,7 +180,8 @@ class Memory {
   std::vector<uint32_t> fence_device_;  // snapshot that relaxed stores carry
   std::vector<uint32_t> fence_system_;
   std::vector<uint32_t> transfer_;       // snapshot that a controller's data carries
-  std::vector<uint32_t> global_;         // of sequential fences
+  std::vector<uint32_t> global_;         // of sequential fences of the device
+  std::vector<uint32_t> global_system_;  // of those at system scope
   std::vector<uint32_t> snapshots_;      // fibres_ for each; the first is empty
   std::vector<uint32_t> last_received_;  // by fibre: a snapshot that it has joined already
   std::vector<uint32_t> tables_;

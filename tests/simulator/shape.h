@@ -31,7 +31,8 @@ struct Shape {
   bool plain = false;         // kInPlace: reads, and writes without a lease, take no commands
   // With `plain`: reads look each line up among the parts of the namespace.
   bool parts = false;
-  int bad = -1;  // the one namespace that faults are for; -1: all
+  uint32_t batches = 0;  // of each volume, for launches whose misses a stream waits for
+  int bad = -1;          // the one namespace that faults are for; -1: all
 
   static Shape draw(Random& random) {
     Shape s;

@@ -524,6 +524,19 @@ void fake_destroy_graphs(void) {
   }
   retained_count = host_node_count = 0;
 }
+// What was queued, in order: the functions that were launched, and waits for values.
+static char queued[1 << 14];
+const char* fake_queued(void) { return queued; }
+void fake_forget_queued(void) { queued[0] = 0; }
+static void note_queued(const char* what, const void* stream) {
+  const size_t used = strlen(queued);
+  snprintf(queued + used, sizeof queued - used, "%s %#lx\n", what, (unsigned long)stream);
+}
+// The words that captured streams wait for, and the last one that any stream waits for.
+static const uint32_t* last_word;
+static int value_nodes;
+const uint32_t* fake_last_word(void) { return last_word; }
+int fake_value_nodes(void) { return value_nodes; }
 static int is_captured(const void* stream) {
   return capture.status == kCaptureActive && capture.stream == (intptr_t)stream;
 }
@@ -575,6 +588,14 @@ CUresult cuUserObjectRelease(struct user_object* object, unsigned count) {
 CUresult cuMemsetD32Async(uint64_t address, unsigned word, size_t count, void* stream) {
   ENTER_CONTEXT;
   for (size_t i = 0; i < count; ++i) ((unsigned*)address)[i] = word;
+  return check_stream(stream);
+}
+CUresult cuStreamWaitValue32(void* stream, uint64_t address, uint32_t value, unsigned flags) {
+  ENTER_CONTEXT;
+  if (address == 0 || address % 4 != 0 || flags != 0) return kInvalidValue;  // GEQ
+  last_word = (const uint32_t*)address;
+  value_nodes += is_captured(stream);
+  note_queued(value == 1 ? "wait for 1" : "wait for another value", stream);
   return check_stream(stream);
 }
 CUresult cuStreamQuery(void* stream) {
@@ -702,6 +723,7 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
       shared_bytes != 0 || extra != NULL)
     return kInvalidValue;
   if (stream != NULL && (intptr_t)stream == foreign_stream) return 400;
+  note_queued(functions[(intptr_t)function - 0xF000], stream);
   if (params == NULL) return check_stream(stream);
   uint64_t* report = *(uint64_t**)params[0];
   if (report == NULL) return check_stream(stream);  // a lookup in several tables
@@ -760,6 +782,7 @@ static const struct {
     CALL(cuStreamDestroy),
     CALL(cuStreamQuery),
     CALL(cuStreamWaitEvent),
+    CALL(cuStreamWaitValue32),
     CALL(cuEventCreate),
     CALL(cuEventDestroy),
     CALL(cuEventRecord),

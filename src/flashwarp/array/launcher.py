@@ -7,6 +7,7 @@ caller waits, and asks `failures` for errors.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from flashwarp._jit.driver import End
 from flashwarp.array.deferral import NOT_DEFERRED, Deferral, Deferred
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import (
+    SUBMIT_MEMBERS,
     ArrayStruct,
     MaintenanceParams,
     RowFormat,
@@ -29,6 +31,7 @@ from flashwarp.array.rows import (
     segments_per_batch,
     segments_per_row,
 )
+from flashwarp.array.splitting import LAND_WARPS, SUBMIT_BATCH, Splitting
 from flashwarp.cache.cache import Volume
 from flashwarp.device import CpuDevice, DeviceMemory, Launch
 from flashwarp.errors import CaptureError, ClosedError
@@ -141,6 +144,7 @@ class Launcher:
             )
         )
         self._deferral = Deferral(volume, service)
+        self.splitting = Splitting(volume, service, format.row_bytes, self._segments)
         # What a launch on the CPU device holds, see `Device.launch`. None: launches are refused.
         self._uses: tuple[object, ...] | None = ()
         if self.on_cpu:
@@ -356,12 +360,57 @@ class Launcher:
         end: End | None = None,
         counting: Counting | None = None,
     ) -> None:
+        whole = functools.partial(
+            self._start_whole, verb, stream=stream, strays=strays, counting=counting
+        )
+        batches = None
+        if verb != "prefetch" and not self.watchers:
+            batches = self.splitting.batches_for(stream)
+        if batches is None:
+            return whole(chosen, buffer, warps=warps, end=end)
+        submit = functools.partial(self._submit, verb, stream, counting)
+        land = functools.partial(self._land, stream)
+        return self.splitting.start(batches, chosen, buffer, stream, submit, land, whole, end)
+
+    def _start_whole(
+        self,
+        verb: str,
+        chosen: range | Index,
+        buffer: int,
+        *,
+        stream: int | None,
+        strays: int,
+        counting: Counting | None,
+        warps: int | None = None,
+        end: End | None = None,
+    ) -> None:
+        """Launch the kernel that moves rows, and waits for those that are not in the cache."""
         if isinstance(chosen, range):
             name, useful, batch, deferred = self._plan_segments(verb, self._lines(chosen))
         else:
             name, useful, batch, deferred = self._plan(verb, len(chosen), buffer)
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
         self._start(name, params, useful if warps is None else warps, stream, end=end)
+
+    def _submit(
+        self,
+        verb: str,
+        stream: int | None,
+        counting: Counting | None,
+        chosen: range | Index,
+        batch: int,
+    ) -> None:
+        """Launch the submission of misses, to the batch at this address."""
+        lines = self._lines(chosen) if isinstance(chosen, range) else len(chosen) * self._segments
+        params = self._row_params(chosen, 0, SUBMIT_BATCH, counting=counting)
+        params += SUBMIT_MEMBERS.pack(batch, int(verb == "scatter"), 0)
+        self._start("submit_rows", params, self._warps(lines, SUBMIT_BATCH), stream)
+
+    def _land(self, stream: int | None) -> None:
+        """Launch the landing of what has completed, on few multiprocessors."""
+        volume = self.volume
+        params = MaintenanceParams(cache=volume.cache.address, volume=volume.address)
+        self._start("land_lines", bytes(params), LAND_WARPS, stream)
 
     def _lines(self, chosen: range) -> int:
         begin = chosen.start * self.format.row_bytes
@@ -475,7 +524,9 @@ class Launcher:
     def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
         cache = self.volume.cache
         kernel = cache.device.built_in(name, cache.policy, param_bytes)
-        launch = cache.device.prepare(kernel, warps, cache.device.block_threads_for(warps))
+        # Few warps spread; but those that land lines leave multiprocessors to other streams.
+        threads = 256 if name == "land_lines" else cache.device.block_threads_for(warps)
+        launch = cache.device.prepare(kernel, warps, threads)
         if len(self._prepared) >= _PREPARED_MAX:
             self._prepared.clear()
         self._prepared[name, warps] = launch

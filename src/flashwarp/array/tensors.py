@@ -61,7 +61,7 @@ class TensorCalls:
         """Describe the operands of a gather; None if it goes the ordinary way."""
         index_bytes = self._index_bytes.get(idx.dtype)
         count = idx.numel()
-        if index_bytes is None or not self._usable(idx, count):
+        if index_bytes is None or not self._usable(idx, count) or self._launcher.splitting.on():
             return None
         shape = (*idx.shape, *self._row_shape)
         current: int = self._torch._C._cuda_getCurrentRawStream(self._ordinal)

@@ -17,7 +17,7 @@ import flashwarp as fw
 from flashwarp.bench.calls_base import CallsBench
 from flashwarp.probe.report import Row
 
-__all__ = ["neighbours"]
+__all__ = ["Pair", "neighbours"]
 
 _BATCH = 10
 _SIDE = 8192
@@ -42,11 +42,11 @@ def neighbours(bench: CallsBench, folder: Path, rows: int) -> None:
             path, dtype=np.uint32, shape=data.shape, device=bench.device, cache=256 << 20,
             line=bench.words * 4, **settings,
         ) as array:  # fmt: skip
-            _Pair(bench, array, data, name).measure()
+            Pair(bench, array, data, name).measure()
 
 
-class _Pair:
-    """A gather and its neighbours."""
+class Pair:
+    """A gather of all rows of an array, and its neighbours."""
 
     def __init__(self, bench: CallsBench, array: fw.Array, data: Any, where: str) -> None:
         self.bench, self.array, self.data, self.where = bench, array, data, where

@@ -4,5 +4,6 @@
 
 #include "maintenance.cuh"
 #include "rows.cuh"
+#include "split.cuh"
 #include "table.cuh"
 #include "update.cuh"

@@ -39,10 +39,10 @@ _FORCE_UNIT_ACCESS = 0x40000000
 
 SQE = np.dtype(
     {
-        "names": ["opcode", "flags", "cid", "nsid", "prp1", "prp2"]
+        "names": ["opcode", "flags", "cid", "nsid", "cdw2", "cdw3", "prp1", "prp2"]
         + ["cdw10", "cdw11", "cdw12", "cdw13", "cdw14", "cdw15"],
-        "formats": ["u1", "u1", "<u2", "<u4", "<u8", "<u8"] + ["<u4"] * 6,
-        "offsets": [0, 1, 2, 4, 24, 32, 40, 44, 48, 52, 56, 60],
+        "formats": ["u1", "u1", "<u2", "<u4", "<u4", "<u4", "<u8", "<u8"] + ["<u4"] * 6,
+        "offsets": [0, 1, 2, 4, 8, 12, 24, 32, 40, 44, 48, 52, 56, 60],
         "itemsize": 64,
     }
 )

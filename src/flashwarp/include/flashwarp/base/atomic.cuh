@@ -125,6 +125,7 @@ FW_DEVICE void fence_acquire() {
 FW_DEVICE void fence_sequential() { asm volatile("fence.sc.gpu;" ::: "memory"); }
 // As fence(), for the host and its controller too.
 FW_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+FW_DEVICE void fence_sequential_system() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
 // Accesses that a lock, or a later release, orders. They have names so that the simulator can check
 // that.
@@ -317,6 +318,7 @@ inline void fence() {
 inline void fence_acquire() { fence(); }
 inline void fence_sequential() { fence(); }
 inline void fence_system() { fence(); }
+inline void fence_sequential_system() { fence(); }
 #else
 inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 inline void fence_acquire() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
@@ -330,6 +332,7 @@ inline void fence_system() {
   __atomic_thread_fence(__ATOMIC_ACQ_REL);
 #endif
 }
+inline void fence_sequential_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 #endif
 
 template <uint32_t kBytes>

@@ -50,6 +50,8 @@ FW_DEVICE_NOINLINE uint32_t move_tier_lines(line_cache& c, uint32_t mask, const 
   const uint32_t in = warp::ballot(mask, leaves && wanted);
   const uint32_t both = in & warp::ballot(mask, leaves && mine.tier_from == mine.tier_to);
   const uint64_t bytes = line_bytes(c.geometry);
+  // Each lane has acquired its own victim and place; now all lanes copy all of them.
+  if ((out | in) != 0) warp::sync(mask);
   for (uint32_t rest = out | in; rest != 0; rest &= rest - 1) {
     const uint32_t source = base::lowest_bit(rest);
     const uint32_t bit = 1u << source;

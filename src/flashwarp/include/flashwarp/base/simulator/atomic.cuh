@@ -79,6 +79,9 @@ inline void fence(FW_SITE) { simulator::fence(fence_kind::kDevice, at); }
 inline void fence_acquire(FW_SITE) { simulator::fence(fence_kind::kAcquire, at); }
 inline void fence_sequential(FW_SITE) { simulator::fence(fence_kind::kSequential, at); }
 inline void fence_system(FW_SITE) { simulator::fence(fence_kind::kSystem, at); }
+inline void fence_sequential_system(FW_SITE) {
+  simulator::fence(fence_kind::kSequentialSystem, at);
+}
 
 // Values of four bytes, or of a multiple of eight.
 template <typename T>

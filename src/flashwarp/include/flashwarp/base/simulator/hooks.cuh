@@ -15,7 +15,7 @@ struct site {
 
 enum class order : uint8_t { kPlain, kRelaxed, kAcquire, kRelease, kAcqRel };
 enum class scope : uint8_t { kDevice, kSystem };
-enum class fence_kind : uint8_t { kAcquire, kDevice, kSequential, kSystem };
+enum class fence_kind : uint8_t { kAcquire, kDevice, kSequential, kSystem, kSequentialSystem };
 
 // Integers of 1, 2, 4 or 8 bytes, naturally aligned.
 uint64_t load(const void* p, uint32_t bytes, order o, scope s, site at);
