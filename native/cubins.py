@@ -1,15 +1,16 @@
 """Compiles the built-in kernels for GPUs while the package is built: CMake calls this file.
 
-    python native/cubins.py FOLDER_OF_THE_EXTENSION OUTPUT_FOLDER ARCHITECTURE...
+    python native/cubins.py FOLDER_OF_THE_EXTENSION OUTPUT_FOLDER ARCHITECTURE... [POLICY...]
 
-Needs the extension, cuda-bindings and NVRTC, and nothing else that the package needs.
+If policies are named, it compiles for these alone, which takes less time in tests. Needs the
+extension, cuda-bindings and NVRTC, and nothing else that the package needs.
 """
 
 import sys
 import types
 from pathlib import Path
 
-extension, output, *architectures = sys.argv[1:]
+extension, output, *chosen = sys.argv[1:]
 
 # Importing the package itself would import numpy, which builds do not have.
 package = types.ModuleType("flashwarp")
@@ -17,7 +18,10 @@ package.__path__ = [str(Path(__file__).parents[1] / "src" / "flashwarp"), extens
 sys.modules["flashwarp"] = package
 
 from flashwarp._jit import driver, precompiled  # noqa: E402
+from flashwarp.policy import POLICIES  # noqa: E402
 
-precompiled.build(Path(output), architectures)
+architectures = [name for name in chosen if name not in POLICIES]
+policies = [POLICIES[name] for name in chosen if name in POLICIES]
+precompiled.build(Path(output), architectures, policies or POLICIES.values())
 major, minor = driver.nvrtc_version()
 print(f"NVRTC {major}.{minor} compiled the built-in kernels, for drivers of CUDA {major} and later")

@@ -19,6 +19,8 @@ using fw::native::cuda::Handle;
 using fw::native::cuda::kCaptured;
 using fw::native::cuda::kNotReady;
 using fw::native::cuda::kSuccess;
+using fw::native::cuda::Memory;
+using fw::native::cuda::Piece;
 using fw::native::cuda::Result;
 
 void bind_cuda(nb::module_& m);
@@ -104,6 +106,27 @@ std::tuple<Result, Result> launch_and_append(const Context& context, Handles oth
     return launched;
   });
   if (result == kSuccess) calls.attr("append")(call);
+  return {result, recorded};
+}
+
+using Pieces = std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>;
+
+// Copies pieces, and appends an entry to a list. No line of Python runs between these steps, so no
+// signal handler does. The entry is appended if anything may have been queued. Returns the result,
+// and whether the event `end` was recorded.
+std::tuple<Result, bool> copy_and_append(const Context& context, Handles others, uintptr_t mark,
+                                         const Pieces& pieces, uintptr_t begin, uintptr_t end,
+                                         uintptr_t stream, nb::object entries, nb::object entry) {
+  const std::vector<Handle> among = handles(others);
+  std::vector<Piece> each;
+  each.reserve(pieces.size());
+  for (const auto& [target, source, nbytes] : pieces) each.push_back({target, source, nbytes});
+  bool recorded = false;
+  const Result result = unlocked([&] {
+    return context.copy(among, handle(mark), each, handle(begin), handle(end), handle(stream),
+                        recorded);
+  });
+  if (recorded) entries.attr("append")(entry);
   return {result, recorded};
 }
 
@@ -226,6 +249,30 @@ void bind_cuda(nb::module_& m) {
           [](const Context& context, uint64_t address, uint32_t word, size_t count,
              uintptr_t stream) { return context.fill(address, word, count, handle(stream)); },
           nb::arg("address"), nb::arg("word"), nb::arg("count"), nb::arg("stream"))
+      .def("copy_and_append", &copy_and_append, nb::arg("others"), nb::arg("mark"),
+           nb::arg("pieces"), nb::arg("begin"), nb::arg("end"), nb::arg("stream"),
+           nb::arg("entries"), nb::arg("entry"))
+      .def_prop_ro("copies_batches", &Context::copies_batches)
+      .def(
+          "memory",
+          [](const Context& context, uint64_t address) {
+            Memory kind = Memory::kUnknown;
+            const Result result = context.memory(address, kind);
+            return std::tuple(result, int(kind));
+          },
+          nb::arg("address"))
+      .def(
+          "wait_word",
+          [](const Context& context, uint64_t address, uint64_t value, uintptr_t stream) {
+            return context.wait_word(address, value, handle(stream));
+          },
+          nb::arg("address"), nb::arg("value"), nb::arg("stream"))
+      .def(
+          "write_word",
+          [](const Context& context, uint64_t address, uint64_t value, uintptr_t stream) {
+            return context.write_word(address, value, handle(stream));
+          },
+          nb::arg("address"), nb::arg("value"), nb::arg("stream"))
       .def("capture", &capture, nb::arg("stream"))
       .def(
           "capture_call",

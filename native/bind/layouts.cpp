@@ -8,7 +8,8 @@ namespace nb = nanobind;
 nb::dict layouts();
 
 // Applies FW_MEMBER to each of up to 64 members.
-#define FW_EXPAND(...) FW_EXPAND_4(FW_EXPAND_4(FW_EXPAND_4(__VA_ARGS__)))
+#define FW_EXPAND(...) FW_EXPAND_16(FW_EXPAND_16(FW_EXPAND_16(FW_EXPAND_16(__VA_ARGS__))))
+#define FW_EXPAND_16(...) FW_EXPAND_4(FW_EXPAND_4(FW_EXPAND_4(FW_EXPAND_4(__VA_ARGS__))))
 #define FW_EXPAND_4(...) FW_EXPAND_1(FW_EXPAND_1(FW_EXPAND_1(FW_EXPAND_1(__VA_ARGS__))))
 #define FW_EXPAND_1(...) __VA_ARGS__
 #define FW_EACH(FIRST, ...) FW_MEMBER(FIRST) __VA_OPT__(FW_EACH_AGAIN FW_PAREN(__VA_ARGS__))
@@ -30,8 +31,10 @@ nb::dict layouts() {
   nb::dict result;
   FW_STRUCTURE("transport", nvme::transport, buffers, timeout_ns, path, heartbeat)
   FW_STRUCTURE("queue_pair", nvme::queue_pair, sq, cq, sq_doorbell, cq_doorbell, slots, detached,
-               data, plain_reads, parts, ticket, depth_log2, id, failed, tail, head, doorbells,
-               helps)
+               data, plain_reads, parts, ticket, depth_log2, id, failed, drive, tail, head,
+               doorbells, helps)
+  FW_STRUCTURE("drive_addressing", nvme::drive_addressing, iova_offset, lists, page_bytes, nsid,
+               lba_shift)
   FW_STRUCTURE("detached_command", nvme::detached_command)
   FW_STRUCTURE("counters", cache::counters, bytes_read, errors, tier_lines)
   FW_STRUCTURE("error_record", cache::error_record, indices)

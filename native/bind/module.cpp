@@ -20,11 +20,15 @@ using fw::native::Unlocked;
 using fw::native::unlocked;
 
 nb::dict layouts();
+void bind_checkpoint(nb::module_& m);
+void bind_checksum(nb::module_& m);
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_cuda(nb::module_& m);
 void bind_storage(nb::module_& m);
+void bind_vfio(nb::module_& m);
 void bind_testing(nb::module_& m);
+void bind_transfer(nb::module_& m);
 
 namespace {
 
@@ -113,9 +117,13 @@ NB_MODULE(_native, m) {
       .def_prop_ro("kernels", &program_kernels);
   m.def("demangle", &fw::native::demangle, nb::arg("name"));
   m.def("layouts", &layouts);
+  bind_checkpoint(m);
+  bind_checksum(m);
   bind_endings(m);
   bind_storage(m);
   bind_controller(m);
+  bind_vfio(m);
   bind_cuda(m);
   bind_testing(m);
+  bind_transfer(m);
 }

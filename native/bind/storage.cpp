@@ -3,6 +3,7 @@
 // Every call that may wait releases the GIL. Failed I/O raises OSError with errno, path and the
 // attribute `offset`; use in a forked child raises RuntimeError, since the threads that would do
 // the work stayed in the parent.
+#include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -16,12 +17,15 @@
 #include <string>
 
 #include "base/host_memory.h"
+#include "bind/buffer_view.h"
 #include "bind/convert.h"
 #include "io/io_uring.h"
+#include "io/nvme_command.h"
 #include "storage/composite_storage.h"
 #include "storage/file_lock.h"
 #include "storage/file_storage.h"
 #include "storage/memory_storage.h"
+#include "storage/nvme_passthrough.h"
 #include "storage/open_file.h"
 #include "storage/read_census.h"
 
@@ -48,8 +52,9 @@ void check(const Storage& storage, int error, const IoFailure& failure) {
   std::string text = error_text(error);
   text += " at byte " + std::to_string(failure.file_offset) + " (" +
           std::to_string(failure.nbytes) + " bytes)";
-  nb::object raised = nb::borrow(PyExc_OSError)(error, text, failure.path);
+  nb::object raised = nb::borrow(PyExc_OSError)(errno_of(error), text, failure.path);
   raised.attr("offset") = failure.file_offset;
+  if (is_nvme_status(error)) raised.attr("status") = status_of(error);
   PyErr_SetObject(PyExc_OSError, raised.ptr());
   throw nb::python_error();
 }
@@ -66,23 +71,6 @@ template <int (Storage::*kAct)(uint64_t, uint64_t, IoFailure*)>
 void run_on_range(Storage& storage, uint64_t offset, uint64_t nbytes) {
   run(storage, [&](IoFailure* failure) { return (storage.*kAct)(offset, nbytes, failure); });
 }
-
-// A contiguous buffer of any object, for the duration of a call.
-class BufferView {
- public:
-  explicit BufferView(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) {
-      throw nb::python_error();
-    }
-  }
-  ~BufferView() { PyBuffer_Release(&view_); }
-  BufferView(const BufferView&) = delete;
-  const void* data() const { return view_.buf; }
-  size_t nbytes() const { return size_t(view_.len); }
-
- private:
-  Py_buffer view_;
-};
 
 void bind_storages(nb::module_& m) {
   nb::class_<Storage>(m, "Storage")
@@ -101,6 +89,15 @@ void bind_storages(nb::module_& m) {
             return result;
           },
           nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "read_into",
+          [](Storage& s, uint64_t offset, nb::handle target) {
+            const BufferView view(target, PyBUF_WRITABLE);
+            run(s, [&](IoFailure* failure) {
+              return s.read(offset, view.data(), view.nbytes(), failure);
+            });
+          },
+          nb::arg("offset"), nb::arg("target"))
       .def(
           "write",
           [](Storage& s, uint64_t offset, nb::handle source) {
@@ -167,6 +164,21 @@ void bind_storages(nb::module_& m) {
       .def_prop_ro("fd", &FileStorage::fd)
       .def_prop_ro("direct_fd", &FileStorage::direct_fd);
 
+  nb::class_<NvmePassthrough, Storage>(m, "NvmePassthrough")
+      .def(nb::new_([](const std::string& path, uint64_t offset, uint64_t nbytes, bool writable,
+                       bool lock, bool claim, const std::string& block_device,
+                       uint64_t max_transfer_bytes) {
+             const PassthroughOptions options = {offset, nbytes,       writable,          lock,
+                                                 claim,  block_device, max_transfer_bytes};
+             return unlocked([&] { return NvmePassthrough::open(path, options); });
+           }),
+           nb::arg("path"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("writable"),
+           nb::arg("lock"), nb::arg("claim"), nb::arg("block_device"),
+           nb::arg("max_transfer_bytes"))
+      .def_prop_ro("lba_bytes", &NvmePassthrough::lba_bytes)
+      .def_prop_ro("nsid", &NvmePassthrough::nsid)
+      .def_prop_ro("namespace_nbytes", &NvmePassthrough::namespace_nbytes);
+
   nb::class_<StripedStorage, Storage>(m, "StripedStorage")
       .def(nb::init<StorageList, uint32_t, uint64_t>(), nb::arg("members"), nb::arg("stripe_bytes"),
            nb::arg("nbytes") = 0);
@@ -201,6 +213,19 @@ void bind_host_memory(nb::module_& m) {
         if (error != 0) raise_os_error(error, std::strerror(error), "");
       },
       nb::arg("address"), nb::arg("nbytes"));
+  m.def(
+      "allocate",
+      [](int fd, uint64_t nbytes) {
+        // Not posix_fallocate, which writes into every block if the file system cannot do it.
+        const int error = unlocked([&] {
+          while (fallocate(fd, 0, 0, off_t(nbytes)) != 0) {
+            if (errno != EINTR) return errno;
+          }
+          return 0;
+        });
+        if (error != 0) raise_os_error(error, std::strerror(error), "");
+      },
+      nb::arg("fd"), nb::arg("nbytes"));
   m.def("direct_io_alignment", &direct_io_alignment, nb::arg("path"));
   m.def("io_uring_available", [] {
     const std::string refusal = probe_io_uring();

@@ -29,6 +29,26 @@ constexpr std::chrono::microseconds kPause{20};
 // CU_STREAM_PER_THREAD; below it, 0 and CU_STREAM_LEGACY.
 constexpr uintptr_t kLastDefaultStream = 2;
 
+// The driver that brought batches of copies.
+constexpr int kBatchVersion = 12080;
+// A copy in a batch reads its source in the order of the stream.
+constexpr int kInStreamOrder = 1;
+constexpr int kMemoryType = 2;  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+constexpr Result kInvalidValue = 1;
+constexpr Result kNotSupported = 801;
+constexpr unsigned kGreaterOrEqual = 0;
+
+// CUmemcpyAttributes.
+struct CopyAttributes {
+  int source_order;
+  struct {
+    int type;
+    int id;
+  } source_hint, target_hint;
+  unsigned flags;
+};
+static_assert(sizeof(CopyAttributes) == 24);
+
 // CUDA_HOST_NODE_PARAMS.
 struct HostNode {
   void (*call)(void*);
@@ -58,6 +78,16 @@ struct Driver {
                                unsigned references, unsigned flags);
   Result (*retain_user_object)(Handle graph, Handle object, unsigned count, unsigned flags);
   Result (*release_user_object)(Handle object, unsigned count);
+  Result (*memcpy_async)(uint64_t target, uint64_t source, size_t nbytes, Handle stream);
+  // Null before CUDA 12.8.
+  Result (*memcpy_batch)(uint64_t* targets, uint64_t* sources, size_t* sizes, size_t count,
+                         CopyAttributes* attributes, size_t* attribute_starts,
+                         size_t attribute_count, size_t* failed, Handle stream);
+  Result (*pointer_attribute)(void* value, int attribute, uint64_t address);
+  Result (*wait_value)(Handle stream, uint64_t address, uint64_t value, unsigned flags);
+  Result (*write_value)(Handle stream, uint64_t address, uint64_t value, unsigned flags);
+  // The driver refused a batch once: it is not asked again.
+  mutable std::atomic<bool> batch_refused{false};
 
   Driver();
 };
@@ -92,6 +122,13 @@ Driver::Driver() {
   bind(create_user_object, "cuUserObjectCreate");
   bind(retain_user_object, "cuGraphRetainUserObject");
   bind(release_user_object, "cuUserObjectRelease");
+  bind(memcpy_async, "cuMemcpyAsync");
+  bind(pointer_attribute, "cuPointerGetAttribute");
+  bind(wait_value, "cuStreamWaitValue64");
+  bind(write_value, "cuStreamWriteValue64");
+  void* batch = nullptr;
+  if (find("cuMemcpyBatchAsync", &batch, kBatchVersion, 0, nullptr) != kSuccess) batch = nullptr;
+  memcpy_batch = reinterpret_cast<decltype(memcpy_batch)>(batch);
 }
 
 namespace {
@@ -295,6 +332,82 @@ Result Context::wait_any(const std::vector<Handle>& events, int64_t microseconds
 Result Context::fill(uint64_t address, uint32_t word, size_t count, Handle stream) const {
   return Current(*this).then([&] { return driver_.memset_words(address, word, count, stream); });
 }
+
+// Copies.
+
+Result Context::copy_pieces(const std::vector<Piece>& pieces, Handle stream) const {
+  if (pieces.size() > 1 && copies_batches()) {
+    std::vector<uint64_t> targets, sources;
+    std::vector<size_t> sizes;
+    for (const Piece& each : pieces) {
+      targets.push_back(each.target);
+      sources.push_back(each.source);
+      sizes.push_back(each.nbytes);
+    }
+    CopyAttributes attributes = {kInStreamOrder, {0, 0}, {0, 0}, 0};
+    size_t start = 0, failed = SIZE_MAX;
+    const Result result =
+        driver_.memcpy_batch(targets.data(), sources.data(), sizes.data(), sizes.size(),
+                             &attributes, &start, 1, &failed, stream);
+    if (result != kNotSupported) return result;
+    // Relaxed: another thread's batch may be refused as well.
+    driver_.batch_refused.store(true, std::memory_order_relaxed);
+  }
+  Result result = kSuccess;
+  for (const Piece& each : pieces) {
+    if (result == kSuccess) {
+      result = driver_.memcpy_async(each.target, each.source, each.nbytes, stream);
+    }
+  }
+  return result;
+}
+
+Result Context::copy(const std::vector<Handle>& others, Handle event,
+                     const std::vector<Piece>& pieces, Handle begin, Handle end, Handle stream,
+                     bool& recorded) const {
+  recorded = false;
+  return Current(*this).then([&] {
+    Result result = kSuccess;
+    for (const Handle other : others) {
+      // A copy after work that is being captured would be drawn into the graph.
+      if ((result = is_captured(other)) != kSuccess) return result;
+    }
+    const Relaxed relaxed(driver_);
+    for (const Handle other : others) {
+      if (other != stream && !idle(other, result)) result = wait_now(other, {stream}, event);
+      if (result != kSuccess) return result;
+    }
+    if (begin != nullptr) result = driver_.event_record(begin, stream);
+    if (result == kSuccess) result = copy_pieces(pieces, stream);
+    const Result marked = driver_.event_record(end, stream);
+    recorded = marked == kSuccess;
+    return result != kSuccess ? result : marked;
+  });
+}
+
+bool Context::copies_batches() const {
+  return driver_.memcpy_batch != nullptr && !driver_.batch_refused.load(std::memory_order_relaxed);
+}
+
+Result Context::memory(uint64_t address, Memory& kind) const {
+  int found = 0;
+  const Result result =
+      Current(*this).then([&] { return driver_.pointer_attribute(&found, kMemoryType, address); });
+  // The driver does not know the address.
+  kind = result == kSuccess ? Memory(found) : Memory::kUnknown;
+  return result == kInvalidValue ? kSuccess : result;
+}
+
+Result Context::wait_word(uint64_t address, uint64_t value, Handle stream) const {
+  return Current(*this).then(
+      [&] { return driver_.wait_value(stream, address, value, kGreaterOrEqual); });
+}
+
+Result Context::write_word(uint64_t address, uint64_t value, Handle stream) const {
+  return Current(*this).then([&] { return driver_.write_value(stream, address, value, 0); });
+}
+
+// Captures.
 
 Capture Context::capture(Handle stream) const {
   Capture found;

@@ -38,6 +38,16 @@ struct Capture {
   uint64_t id = 0;  // of the capture, unique in the process
 };
 
+// One piece of a copy.
+struct Piece {
+  uint64_t target = 0;
+  uint64_t source = 0;
+  size_t nbytes = 0;
+};
+
+// CUmemorytype. Memory that the driver does not know is the host's, and not pinned.
+enum class Memory : int { kUnknown = 0, kPinned = 1, kDevice = 2 };
+
 // One GPU's primary context. Any thread may call; each call makes the context current for as long
 // as it runs.
 class Context {
@@ -70,6 +80,21 @@ class Context {
   Result wait_any(const std::vector<Handle>& events, int64_t microseconds) const;
   Result fill(uint64_t address, uint32_t word, size_t count, Handle stream) const;
 
+  // Copies. The streams must not be default streams; `event` is as for `order`.
+  //
+  // Copies pieces on `stream` after the present work on other streams. Records `begin`, unless it
+  // is null, before the first piece, and `end` behind the last. `recorded` says whether `end` was:
+  // then what was queued before a failure ends before it.
+  Result copy(const std::vector<Handle>& others, Handle event, const std::vector<Piece>& pieces,
+              Handle begin, Handle end, Handle stream, bool& recorded) const;
+  // Whether the driver copies many pieces in one call.
+  bool copies_batches() const;
+  Result memory(uint64_t address, Memory& kind) const;
+  // The order of a stream and of threads of the host, by words in pinned memory. Later work on the
+  // stream waits until the word is at least `value`, or stores it after the present work.
+  Result wait_word(uint64_t address, uint64_t value, Handle stream) const;
+  Result write_word(uint64_t address, uint64_t value, Handle stream) const;
+
   // Captures. A stream that is not being captured must not be given to the last two.
   Capture capture(Handle stream) const;
   // Each replay calls `call(argument)` on a thread of the driver's, after what the stream has
@@ -86,6 +111,7 @@ class Context {
   // Makes streams wait for the present work on one, whatever they are.
   Result wait_now(Handle before, const std::vector<Handle>& after, Handle event) const;
   Result order_now(Handle before, Handle after, Handle event) const;
+  Result copy_pieces(const std::vector<Piece>& pieces, Handle stream) const;
 
   const Driver& driver_;
   Handle context_;

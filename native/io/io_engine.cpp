@@ -19,6 +19,7 @@
 
 #include "base/fork_guard.h"
 #include "io/io_uring.h"
+#include "io/nvme_command.h"
 
 namespace fw::native {
 namespace {
@@ -35,6 +36,15 @@ constexpr uint32_t kRingEntriesMax = 32768;
 
 constexpr uint64_t kCancelToken = ~uint64_t(0);
 
+// Marks the tokens of NVMe commands, whose results the kernel gives as a status.
+constexpr uint64_t kNvmeBit = uint64_t(1) << 63;
+
+NvmeCommand nvme_command_of(const IoOperation& operation) {
+  if (operation.kind == IoOperation::Kind::kSync) return nvme_flush();
+  return nvme_transfer(*operation.nvme, operation.kind == IoOperation::Kind::kWrite,
+                       operation.offset, operation.memory, operation.nbytes, operation.durable);
+}
+
 // Only pwritev2 can write durably in one call. If it is not available, make two calls.
 long write_once(const IoOperation& operation) {
   const iovec source = {operation.memory, operation.nbytes};
@@ -48,6 +58,10 @@ long write_once(const IoOperation& operation) {
 }
 
 int32_t run_blocking(const IoOperation& operation) {
+  if (operation.nvme != nullptr) {
+    const int error = run_nvme(*operation.nvme, nvme_command_of(operation));
+    return error == 0 ? kAllMoved : -error;
+  }
   long result = 0;
   switch (operation.kind) {
     case IoOperation::Kind::kRead:
@@ -70,7 +84,7 @@ class UringEngine final : public IoEngine {
       : IoEngine(capacity), refusal_(std::move(refusal)) {}
 
   int open(const IoEngineFactory::Options& options) {
-    if (int error = ring_.open(capacity_)) return error;
+    if (int error = ring_.open(capacity_, options.nvme)) return error;
     register_files(options.files);
     register_memory(options);
     return 0;
@@ -100,7 +114,7 @@ class UringEngine final : public IoEngine {
     broken_ = true;
     refusal_->store(error, std::memory_order_relaxed);
     ring_.withdraw([this](uint64_t token) {
-      if (token != kCancelToken) refuse(token);
+      if (token != kCancelToken) refuse(token & ~kNvmeBit);
     });
   }
 
@@ -111,7 +125,7 @@ class UringEngine final : public IoEngine {
       refused_.pop_back();
     }
     ring_.reap(limit - count, [&](uint64_t token, int32_t result) {
-      if (token != kCancelToken) results[count++] = {token, result};
+      if (token != kCancelToken) results[count++] = result_of(token, result);
     });
     in_flight_ -= count;
     return count;
@@ -129,6 +143,12 @@ class UringEngine final : public IoEngine {
   }
 
  private:
+  static IoResult result_of(uint64_t token, int32_t result) {
+    if ((token & kNvmeBit) == 0) return {token, result};
+    if (result > 0) result = -error_of_status(uint32_t(result));
+    return {token & ~kNvmeBit, result == 0 ? kAllMoved : result};
+  }
+
   void register_files(const std::vector<int>& files) {
     if (files.empty() || ring_.register_files(files) != 0) return;
     for (size_t i = 0; i < files.size(); ++i) {
@@ -163,6 +183,10 @@ class UringEngine final : public IoEngine {
     if (size_t(operation.fd) < file_index_.size() && file_index_[operation.fd] >= 0) {
       entry->fd = file_index_[operation.fd];
       entry->flags = IOSQE_FIXED_FILE;
+    }
+    if (operation.nvme != nullptr) {
+      entry->user_data |= kNvmeBit;
+      return fill_nvme(entry, *operation.nvme, nvme_command_of(operation));
     }
     if (operation.kind == IoOperation::Kind::kSync) {
       entry->opcode = IORING_OP_FSYNC;
@@ -352,6 +376,7 @@ std::unique_ptr<IoEngine> IoEngineFactory::make(uint32_t capacity) {
     if (error == 0) return engine;
     use_io_uring_ = false;
     description_ = "thread-pool: " + describe_io_uring_refusal("io_uring_setup", error);
+    if (options_.nvme && error == EINVAL) description_ += " (NVMe commands need Linux 5.19)";
   }
   return make_threaded(capacity);
 }

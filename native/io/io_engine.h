@@ -1,4 +1,5 @@
-// Asynchronous file transfers: by io_uring if the kernel allows it, otherwise by threads.
+// Asynchronous transfers of files and NVMe namespaces: by io_uring if the kernel allows it,
+// otherwise by threads.
 //
 // An engine belongs to one queue pair. One thread at a time uses it; threads may take turns. It
 // owns no data: the memory of an operation must stay valid until its result is reaped.
@@ -13,11 +14,14 @@
 
 namespace fw::native {
 
+struct NvmeNamespace;
+
 struct IoOperation {
   enum class Kind : uint8_t { kRead, kWrite, kSync };
   Kind kind = Kind::kRead;
   bool durable = false;  // a write that must be on the medium when it completes (FUA)
   int fd = -1;
+  const NvmeNamespace* nvme = nullptr;  // set: an NVMe command of whole blocks; see nvme_command.h
   uint32_t nbytes = 0;
   uint64_t offset = 0;
   void* memory = nullptr;
@@ -26,8 +30,11 @@ struct IoOperation {
 
 struct IoResult {
   uint64_t token = 0;
-  int32_t result = 0;  // bytes moved, or -errno
+  int32_t result = 0;  // bytes moved, kAllMoved, or -errno
 };
+
+// The result of an NVMe command that succeeded.
+constexpr int32_t kAllMoved = INT32_MAX;
 
 // The most results that a queue pair takes from its engine at a time.
 constexpr uint32_t kReapMax = 64;
@@ -68,6 +75,7 @@ class IoEngineFactory {
     std::vector<int> files;                             // descriptors that operations may name
     std::vector<std::pair<uint64_t, uint64_t>> memory;  // address, bytes that they may name
     uint32_t engines = 1;                               // how many share the lock limit
+    bool nvme = false;                                  // operations may be NVMe commands
   };
   explicit IoEngineFactory(Options options);
   ~IoEngineFactory();

@@ -22,7 +22,7 @@ std::string describe_io_uring_refusal(const char* call, int error) {
 }
 
 IoUring::~IoUring() {
-  if (sqes_ != nullptr) munmap(sqes_, sq_entries_ * sizeof(io_uring_sqe));
+  if (sqes_ != nullptr) munmap(sqes_, sqes_nbytes());
   if (cq_ring_ != nullptr) munmap(cq_ring_, cq_ring_nbytes_);
   if (sq_ring_ != nullptr) munmap(sq_ring_, sq_ring_nbytes_);
   if (fd_ >= 0) close(fd_);
@@ -34,16 +34,18 @@ void* IoUring::map(uint64_t offset, size_t nbytes) {
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-int IoUring::open(uint32_t entries) {
+int IoUring::open(uint32_t entries, bool large) {
   io_uring_params params = {};
+  if (large) params.flags = IORING_SETUP_SQE128 | IORING_SETUP_CQE32;
+  large_ = large ? 1 : 0;
   fd_ = int(syscall(SYS_io_uring_setup, entries, &params));
   if (fd_ < 0) return errno;
   sq_entries_ = params.sq_entries;
   sq_ring_nbytes_ = params.sq_off.array + params.sq_entries * sizeof(uint32_t);
-  cq_ring_nbytes_ = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
+  cq_ring_nbytes_ = params.cq_off.cqes + (params.cq_entries * sizeof(io_uring_cqe) << large_);
   sq_ring_ = map(IORING_OFF_SQ_RING, sq_ring_nbytes_);
   cq_ring_ = map(IORING_OFF_CQ_RING, cq_ring_nbytes_);
-  sqes_ = static_cast<io_uring_sqe*>(map(IORING_OFF_SQES, sq_entries_ * sizeof(io_uring_sqe)));
+  sqes_ = static_cast<io_uring_sqe*>(map(IORING_OFF_SQES, sqes_nbytes()));
   if (sq_ring_ == nullptr || cq_ring_ == nullptr || sqes_ == nullptr) return ENOMEM;
 
   const auto at = [](void* ring, uint32_t offset) {
@@ -82,8 +84,8 @@ io_uring_sqe* IoUring::prepare() {
   if (tail - __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE) == sq_entries_) return nullptr;
   const uint32_t index = tail & sq_mask_;
   sq_array_[index] = index;
-  io_uring_sqe* entry = &sqes_[index];
-  std::memset(entry, 0, sizeof *entry);
+  io_uring_sqe* entry = &sqes_[index << large_];
+  std::memset(entry, 0, sizeof *entry << large_);
   // Relaxed: the kernel reads the tail in `submit`, which is a system call of this thread.
   __atomic_store_n(sq_tail_, tail + 1, __ATOMIC_RELAXED);
   ++prepared_;

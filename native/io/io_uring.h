@@ -19,8 +19,9 @@ class IoUring {
   IoUring& operator=(const IoUring&) = delete;
   ~IoUring();
 
-  // Returns 0, or the errno value of the kernel's refusal.
-  int open(uint32_t entries);
+  // Returns 0, or the errno value of the kernel's refusal. NVMe commands need entries of twice the
+  // size (Linux 5.19).
+  int open(uint32_t entries, bool large = false);
 
   // Return 0 or an errno value. Both are optional, and make transfers cheaper.
   int register_files(const std::vector<int>& files);
@@ -39,7 +40,7 @@ class IoUring {
   void withdraw(Visit visit) {
     for (; prepared_ != 0; --prepared_) {
       const uint32_t tail = *sq_tail_ - 1;
-      visit(sqes_[tail & sq_mask_].user_data);
+      visit(sqes_[(tail & sq_mask_) << large_].user_data);
       // Relaxed: see `prepare`.
       __atomic_store_n(sq_tail_, tail, __ATOMIC_RELAXED);
     }
@@ -56,7 +57,7 @@ class IoUring {
     const uint32_t tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
     uint32_t count = 0;
     for (; head != tail && count < limit; ++head, ++count) {
-      const io_uring_cqe completion = cqes_[head & cq_mask_];
+      const io_uring_cqe& completion = cqes_[(head & cq_mask_) << large_];
       visit(completion.user_data, completion.res);
     }
     // Release: the kernel reuses the entries once it sees the new head.
@@ -69,9 +70,11 @@ class IoUring {
 
  private:
   void* map(uint64_t offset, size_t nbytes);
+  size_t sqes_nbytes() const { return sq_entries_ * sizeof(io_uring_sqe) << large_; }
 
   int fd_ = -1;
   uint32_t prepared_ = 0;
+  uint32_t large_ = 0;  // log2 of the size of entries, in those of their types
   uint32_t sq_entries_ = 0;
   uint32_t sq_mask_ = 0;
   uint32_t cq_mask_ = 0;

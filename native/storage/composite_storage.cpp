@@ -108,6 +108,11 @@ void CompositeStorage::collect_files(std::vector<int>& files) const {
   for (const auto& member : members_) member->collect_files(files);
 }
 
+bool CompositeStorage::takes_nvme_commands() const {
+  return std::any_of(members_.begin(), members_.end(),
+                     [](auto& member) { return member->takes_nvme_commands(); });
+}
+
 std::unique_ptr<IoEngine> CompositeStorage::decorate(std::unique_ptr<IoEngine> engine) {
   for (const auto& member : members_) engine = member->decorate(std::move(engine));
   return engine;

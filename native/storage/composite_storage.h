@@ -21,6 +21,7 @@ class CompositeStorage : public Storage {
   bool resolve_flush(PieceList& pieces) override;
   int flush(IoFailure* failure) override;
   void collect_files(std::vector<int>& files) const override;
+  bool takes_nvme_commands() const override;
   std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine) override;
 
  protected:

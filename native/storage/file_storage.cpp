@@ -293,6 +293,7 @@ int FileStorage::validate(uint64_t offset, uint64_t n, IoFailure* failure) {
 }
 
 int FileStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const {
+  if (block_device_) error = error_of_block_device(error);
   if (error != 0 && failure != nullptr) *failure = {path_, file_offset_ + offset, n};
   return error;
 }
@@ -400,6 +401,7 @@ Piece FileStorage::piece(uint64_t file_offset, uint64_t n, uint32_t request_offs
   piece.fd = through_cache ? fd_ : direct_fd_;
   piece.buffered_fd = fd_;
   piece.alignment = through_cache ? 1 : alignment_;
+  piece.block_device = block_device_;
   piece.nbytes = uint32_t(n);
   piece.request_offset = request_offset;
   piece.file_offset = file_offset;
@@ -441,9 +443,13 @@ int FileStorage::flush(IoFailure* failure) {
 
 int FileStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
   if (int status = check_write(offset, n)) return fail(status, offset, n, failure);
-  if (n == 0) return 0;
+  // A block device takes whole blocks only, and the bytes beside them are not the caller's.
+  const uint64_t unit = block_device_ ? kPageBytes : 1;
+  const uint64_t first = round_up(file_offset_ + offset, unit);
+  const uint64_t last = round_down(file_offset_ + offset + n, unit);
+  if (first >= last) return 0;
   const int mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE;
-  if (fallocate(fd_, mode, off_t(file_offset_ + offset), off_t(n)) == 0) return 0;
+  if (fallocate(fd_, mode, off_t(first), off_t(last - first)) == 0) return 0;
   // Deallocation is a hint (NVM command set, Dataset Management), so it succeeds on a medium that
   // does not have it.
   return is_unavailable(errno) ? 0 : fail(errno, offset, n, failure);

@@ -5,12 +5,14 @@
 #include <ctime>
 
 #include "io/io_engine.h"
+#include "io/nvme_command.h"
 
 namespace fw::native {
 
 std::string error_text(int error) {
   if (error == kTruncated) return "truncated: the file is shorter than it was";
   if (error == kReplaced) return "replaced: another file has its name, and what was written none";
+  if (is_nvme_status(error)) return nvme_status_text(status_of(error));
   return std::strerror(error);
 }
 

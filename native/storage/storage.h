@@ -1,9 +1,9 @@
 // Storages, which hold the bytes of a namespace: host memory, a file, a block device, or several.
 //
-// Any number of threads share a storage. Calls on the I/O path never throw; they return 0 or an
-// errno value. `read` and `write` block and move all bytes. `resolve` describes the same transfer
-// as pieces of files, for an engine that submits them. A read of bytes that the file no longer has
-// returns ENODATA ("truncated"), never zeros.
+// Any number of threads share a storage. Calls on the I/O path never throw; they return 0, an errno
+// value, or the error of an NVMe status (io/nvme_command.h). `read` and `write` block and move all
+// bytes. `resolve` describes the same transfer as pieces of files, for an engine that submits them.
+// A read of bytes that the file no longer has returns ENODATA ("truncated"), never zeros.
 #pragma once
 
 #include <atomic>
@@ -23,9 +23,13 @@
 namespace fw::native {
 
 class IoEngine;
+struct NvmeNamespace;
 
 // Status of a read beyond the end of a file that was longer when it was opened.
 inline constexpr int kTruncated = ENODATA;
+
+// A block device has no end to be beyond: the kernel means bad blocks, or a drive that is gone.
+inline int error_of_block_device(int error) { return error == kTruncated ? EIO : error; }
 
 // Status of a flush of a file that another file has replaced: what was written has no name.
 inline constexpr int kReplaced = ESTALE;
@@ -58,8 +62,10 @@ class OpenError : public std::runtime_error {
 // One contiguous part of a transfer in one file, or in host memory when `fd` is -1.
 struct Piece {
   int fd = -1;
-  int buffered_fd = -1;    // the same file through the page cache, for the rest of short transfers
-  uint32_t alignment = 1;  // of memory, offset and length; 1 through the page cache
+  int buffered_fd = -1;  // the same file through the page cache, for the rest of short transfers
+  const NvmeNamespace* nvme = nullptr;  // set: by NVMe commands, in multiples of the alignment
+  uint32_t alignment = 1;               // of memory, offset and length; 1 through the page cache
+  bool block_device = false;
   uint32_t nbytes = 0;
   uint32_t request_offset = 0;  // of this part in the caller's buffer
   uint64_t file_offset = 0;
@@ -168,6 +174,9 @@ class Storage {
 
   // Appends every descriptor that `resolve` may name.
   virtual void collect_files(std::vector<int>& files) const { (void)files; }
+
+  // Whether `resolve` may name NVMe namespaces.
+  virtual bool takes_nvme_commands() const { return false; }
 
   // May wrap the engine of a queue pair before its first use, to see operations on its files.
   virtual std::unique_ptr<IoEngine> decorate(std::unique_ptr<IoEngine> engine);

@@ -20,7 +20,9 @@ from flashwarp.stats import Stats
 if _TYPE_CHECKING:
     from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
+    from flashwarp.checkpoint.checkpointer import Checkpointer
     from flashwarp.nvme.drive_model import SSDModel
+    from flashwarp.nvme.vfio import VfioController
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 
 __version__ = "0.1.0"
@@ -28,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Array",
     "Cache",
+    "Checkpointer",
     "CpuDevice",
     "CudaDevice",
     "Explanation",
@@ -39,6 +42,7 @@ __all__ = [
     "ShareTable",
     "SoftwareController",
     "Stats",
+    "VfioController",
     "compile",
     "create",
     "errors",
@@ -50,11 +54,13 @@ __all__ = [
 # What programs without kernels of their own do not need is imported when it is first used: the
 # compilers alone take longer than the rest.
 _LATER = {
+    "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Explanation": "flashwarp.array.explanation",
     "Kernel": "flashwarp.program.compiling",
     "Program": "flashwarp.program.compiling",
     "SSDModel": "flashwarp.nvme.drive_model",
     "ShareTable": "flashwarp.array.share_table",
+    "VfioController": "flashwarp.nvme.vfio",
     "compile": "flashwarp.program.compiling",
     "get_include": "flashwarp.program.compiling",
 }

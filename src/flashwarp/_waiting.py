@@ -6,9 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-__all__ = ["SLOW_S", "STEP_MAX_S", "Waited", "saying_if_slow"]
+__all__ = ["SLOW_S", "STEP_MAX_S", "Waited", "saying_if_slow", "until"]
 
 SLOW_S = 1.0
 """Seconds after which a user should know what the program is doing."""
@@ -35,6 +35,28 @@ class Waited:
         self._seconds += min(now - self._last, STEP_MAX_S)
         self._last = now
         return self._seconds
+
+
+# A wait polls without sleeping for this long: most waits of the library end within it.
+_POLL_S = 100e-6
+# Then it sleeps a fiftieth of the time already waited, so it adds at most 2 % to any wait.
+_SLEEP_SHARE = 0.02
+_SLEEP_MAX_S = 1e-3
+
+
+def until(done: Callable[[], bool], timeout_s: float) -> float | None:
+    """Poll `done` with growing sleeps, for at most `timeout_s` seconds in which the process ran.
+
+    Returns None once it is done, and the seconds waited if the time is over.
+    """
+    clock = Waited()
+    while not done():
+        waited = clock.look()
+        if waited >= timeout_s:
+            return waited
+        if waited > _POLL_S:
+            time.sleep(min(waited * _SLEEP_SHARE, _SLEEP_MAX_S))
+    return None
 
 
 @contextlib.contextmanager

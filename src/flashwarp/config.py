@@ -6,6 +6,7 @@ prefix ``FLASHWARP_``; arguments of calls win over both.
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 import os
@@ -229,12 +230,20 @@ def current(*names: str) -> Config:
     ArgumentError
         When a variable does not parse, or its value cannot work.
     """
+    texts = tuple(
+        (name, text)
+        for name in names or _VARIABLES
+        if (text := os.environ.get(_VARIABLES[name])) is not None
+    )
+    return _parsed(texts) if texts else _DEFAULTS
+
+
+# Calls that move a few rows read the same variables each time.
+@functools.lru_cache(maxsize=64)
+def _parsed(texts: tuple[tuple[str, str], ...]) -> Config:
     changes: dict[str, Any] = {}
-    for name in names or _VARIABLES:
+    for name, text in texts:
         variable = _VARIABLES[name]
-        text = os.environ.get(variable)
-        if text is None:
-            continue
         kind: type[Any] = type(getattr(_DEFAULTS, name))
         try:
             changes[name] = kind(text)
@@ -243,4 +252,4 @@ def current(*names: str) -> Config:
             raise ArgumentError(f"{variable}={text!r}: {error}") from None
         except ValueError:
             raise ArgumentError(f"{variable}={text!r} is not {kind.__name__}") from None
-    return replace(_DEFAULTS, **changes) if changes else _DEFAULTS
+    return replace(_DEFAULTS, **changes)

@@ -91,7 +91,7 @@ class ReadOnlyError(FlashwarpError, ValueError):
 
 
 class CheckpointError(FlashwarpError, RuntimeError):
-    """A table that is trained is not in the state of its last checkpoint, or of its optimizer.
+    """A checkpoint or a table that is trained is not in the state that the call needs.
 
     Attributes
     ----------
@@ -102,6 +102,39 @@ class CheckpointError(FlashwarpError, RuntimeError):
     def __init__(self, message: str, step: int | None = None) -> None:
         super().__init__(message)
         self.step = step
+
+
+class MissingVersionError(FlashwarpError, LookupError):
+    """A checkpoint has no such version: it was never committed, or it was discarded since."""
+
+
+class ExistingVersionError(FlashwarpError, FileExistsError):
+    """A checkpoint has this version already, and the caller did not ask to replace it."""
+
+
+class DamagedVersionError(FileFormatError):
+    """A version of a checkpoint is not what was committed; none of its bytes may be used.
+
+    Attributes
+    ----------
+    path : str
+        The file that is damaged or missing.
+    reason : str
+        What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class RemoteError(FlashwarpError, ConnectionError):
+    """A remote store refused a request, or failed it as often as it was tried."""
+
+
+class WaitTimeout(FlashwarpError, TimeoutError):
+    """What the caller waited for did not happen within the time limit; the message names it."""
 
 
 class ShareError(FlashwarpError, RuntimeError):
@@ -136,6 +169,13 @@ class ControllerError(FlashwarpError, RuntimeError):
 
 class ControllerTimeout(ControllerError, TimeoutError):
     """A command did not complete within the time limit; the message names the wait."""
+
+
+class ControllerLost(ControllerError):
+    """The drive completes nothing any more: a fatal status, removed, reset or closed.
+
+    Arrays on it are to be closed. What they had not flushed is lost.
+    """
 
 
 class DeviceError(FlashwarpError, RuntimeError):

@@ -607,6 +607,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "array": rows.ArrayStruct,
     "row_params": rows.RowParams,
     "list_use": miss_list.ListUseStruct,
+    "drive_addressing": queue_pair.DriveAddressingStruct,
     "miss_list": miss_list.MissListStruct,
     "maintenance_params": rows.MaintenanceParams,
 }

@@ -267,3 +267,27 @@ def test_matmuls_run_beside_a_gather_that_waits_for_storage(table, device):
 
     with pytest.MonkeyPatch.context() as patch:
         assert matmuls_within(4, patch) >= 15
+
+
+def test_prefetches_on_another_stream_share_the_list(tmp_path, device, blocks):
+    """Steps of a recommender: short rows, a small cache, and the next rows asked for meanwhile."""
+    torch = pytest.importorskip("torch")
+    rows = torch.arange(400_000 * 128, dtype=torch.int32, device="cuda").reshape(-1, 128)
+    rows.cpu().numpy().tofile(tmp_path / "tables.bin")
+    made = torch.Generator("cuda").manual_seed(9)
+    index = torch.randint(len(rows), (31, 53_248), generator=made, device="cuda")
+    out = torch.empty(index.shape[1], 128, dtype=torch.int32, device="cuda")
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    controller = fw.SoftwareController(data_path="bounce")
+
+    with fw.open(
+        tmp_path / "tables.bin", np.int32, rows.shape, device=device, cache="24 MiB",
+        controller=controller, o_direct=False,
+    ) as x:  # fmt: skip
+        for k in range(len(index) - 1):
+            x.gather(index[k], out, main)
+            side.wait_stream(main)
+            x.prefetch(index[k + 1], side)
+            assert torch.equal(out, rows[index[k]])
+        torch.cuda.synchronize()
+        x.check()

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,12 @@ from simulator.budget import FIRST_SEED, SECONDS
 from simulator.exploration import explore, seed_of_today
 from simulator.mutants import MUTANTS, Mutant
 from simulator.simulate import Simulation, build_program, mutated_text, simulate
+from support.daily import part_of_today
 
 ALL_SEEDS = (0, 1 << 40)
 NEW_SEEDS = (FIRST_SEED, FIRST_SEED + (1 << 40))
 # To compile them all takes minutes: a third each day, or all when there is time.
-TODAYS_MUTANTS = [
-    name
-    for number, name in enumerate(MUTANTS)
-    if SECONDS >= 10 or number % 3 == datetime.now(UTC).toordinal() % 3
-]
+TODAYS_MUTANTS = list(MUTANTS) if SECONDS >= 10 else part_of_today(list(MUTANTS), 3)
 # A mutant is found within this much running, several times over, on a slow machine.
 MUTANT_SECONDS = 60.0
 

@@ -3,7 +3,9 @@
 //
 // It exists to check how we call the driver: arguments, packing, and what each failure becomes. Any
 // call can be told to fail (fake_fail), streams to stay busy (fake_busy), and every call is
-// counted.
+// counted. Copies on a stream that waits for a word, or for another stream, are made once it goes
+// on.
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,7 +14,14 @@
 
 typedef int CUresult;
 enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotReady = 600 };
-enum { kCallsMax = 64, kFunctionsMax = 64, kWaitsMax = 4096, kEventMagic = 0xE0E0 };
+enum {
+  kCallsMax = 96,
+  kFunctionsMax = 64,
+  kWaitsMax = 4096,
+  kMemoriesMax = 1024,
+  kWorkMax = 65536,
+  kEventMagic = 0xE0E0
+};
 
 static struct {
   const char* name;
@@ -22,13 +31,18 @@ static struct {
 
 static int busy;
 static _Thread_local int context_depth;
-static int live_allocations;
+static _Atomic int live_allocations;
 static CUresult fault;
 
+static pthread_mutex_t calls_lock = PTHREAD_MUTEX_INITIALIZER;
 static int call_index(const char* name) {
+  pthread_mutex_lock(&calls_lock);
   for (int i = 0; i < kCallsMax; ++i) {
     if (calls[i].name == NULL) calls[i].name = strdup(name);
-    if (strcmp(calls[i].name, name) == 0) return i;
+    if (strcmp(calls[i].name, name) == 0) {
+      pthread_mutex_unlock(&calls_lock);
+      return i;
+    }
   }
   abort();
 }
@@ -221,16 +235,59 @@ CUresult cuMemGetInfo(size_t* available, size_t* total) {
   *total = 1ull << 37;
   return kSuccess;
 }
+// What lies where: 1 is pinned memory of the host, 2 the GPU's.
+static struct {
+  uint64_t address;
+  size_t nbytes;
+  int kind;
+} memories[kMemoriesMax];
+static pthread_mutex_t memories_lock = PTHREAD_MUTEX_INITIALIZER;
+static void note_memory(uint64_t address, size_t nbytes, int kind) {
+  pthread_mutex_lock(&memories_lock);
+  for (int i = 0; i < kMemoriesMax; ++i) {
+    if (kind != 0 ? memories[i].kind != 0 : memories[i].address != address) continue;
+    memories[i].address = address;
+    memories[i].nbytes = nbytes;
+    memories[i].kind = kind;
+    break;
+  }
+  pthread_mutex_unlock(&memories_lock);
+}
+CUresult cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
+  ENTER_CONTEXT;
+  if (attribute != 2) return kInvalidValue;  // MEMORY_TYPE
+  for (int i = 0; i < kMemoriesMax; ++i) {
+    if (memories[i].kind == 0 || address < memories[i].address ||
+        address - memories[i].address >= memories[i].nbytes)
+      continue;
+    *(int*)value = memories[i].kind;
+    return kSuccess;
+  }
+  return kInvalidValue;
+}
+// Whether bytes that begin in memory of the driver's end there: a copy across two registrations is
+// one of memory that the driver does not know.
+static int in_one_memory(uint64_t address, size_t nbytes) {
+  for (int i = 0; i < kMemoriesMax; ++i) {
+    if (memories[i].kind == 0 || address < memories[i].address ||
+        address - memories[i].address >= memories[i].nbytes)
+      continue;
+    return address - memories[i].address + nbytes <= memories[i].nbytes;
+  }
+  return 1;
+}
 CUresult cuMemAlloc(uint64_t* address, size_t nbytes) {
   ENTER_CONTEXT;
   *address = (uint64_t)aligned_alloc(256, (nbytes + 255) & ~(size_t)255);
   if (*address == 0) return kOutOfMemory;
   memset((void*)*address, 0xA5, nbytes);
+  note_memory(*address, nbytes, 2);
   ++live_allocations;
   return kSuccess;
 }
 CUresult cuMemFree(uint64_t address) {
   ENTER_CONTEXT;
+  note_memory(address, 0, 0);
   free((void*)address);
   --live_allocations;
   return kSuccess;
@@ -241,11 +298,13 @@ CUresult cuMemHostAlloc(void** pointer, size_t nbytes, unsigned flags) {
   *pointer = aligned_alloc(4096, (nbytes + 4095) & ~(size_t)4095);
   if (*pointer == NULL) return kOutOfMemory;
   memset(*pointer, 0xA5, nbytes);
+  note_memory((uint64_t)*pointer, nbytes, 1);
   ++live_allocations;
   return kSuccess;
 }
 CUresult cuMemFreeHost(void* pointer) {
   ENTER_CONTEXT;
+  note_memory((uint64_t)pointer, 0, 0);
   free(pointer);
   --live_allocations;
   return kSuccess;
@@ -264,12 +323,13 @@ CUresult cuMemHostRegister(void* pointer, size_t nbytes, unsigned flags) {
   if (!registers) return 801;
   if (nbytes > registration_most) return kInvalidValue;
   registered_flags = flags;
+  note_memory((uint64_t)pointer, nbytes, 1);
   ++live_allocations;
   return kSuccess;
 }
 CUresult cuMemHostUnregister(void* pointer) {
   ENTER_CONTEXT;
-  (void)pointer;
+  note_memory((uint64_t)pointer, 0, 0);
   --live_allocations;
   return kSuccess;
 }
@@ -310,6 +370,91 @@ int fake_waits(intptr_t waiting, intptr_t awaited) {
   for (int i = 0; i < wait_count; ++i)
     count += waits[i].waiting == (void*)waiting && waits[i].awaited == (void*)awaited;
   return count;
+}
+// Work that streams have not done, in the order in which it was queued. Launches and waits of other
+// kinds are not among it.
+enum work_kind { kCopy, kWaitWord, kWriteWord, kWaitStream };
+struct work {
+  const void* stream;  // null: done
+  enum work_kind kind;
+  uint64_t target, source;  // of a copy; the word, and its value
+  size_t nbytes;
+  const void* awaited;  // its work that was queued before `awaited_end`
+  int awaited_end;
+};
+static struct work works[kWorkMax];
+static int work_first, work_count;  // before the first all is done
+static pthread_mutex_t works_lock = PTHREAD_MUTEX_INITIALIZER;
+// Whether a stream has work left of what was queued before `end`.
+static int has_work(const void* stream, int end) {
+  for (int i = work_first; i < end; ++i)
+    if (works[i].stream == stream) return 1;
+  return 0;
+}
+// The same without waits for other streams, by which no stream becomes busy here.
+static int is_late(const void* stream, int end) {
+  for (int i = work_first; i < end; ++i)
+    if (works[i].stream == stream && works[i].kind != kWaitStream) return 1;
+  return 0;
+}
+static int can_do(const struct work* work) {
+  if (work->kind == kWaitWord) return __atomic_load_n((uint64_t*)work->target, 2) >= work->source;
+  if (work->kind == kWaitStream)
+    return !is_busy(work->awaited) && !has_work(work->awaited, work->awaited_end);
+  return 1;
+}
+static void do_works(void) {
+  pthread_mutex_lock(&works_lock);
+  while (work_first < work_count && works[work_first].stream == NULL) ++work_first;
+  for (int i = work_first; i < work_count; ++i) {
+    struct work* work = &works[i];
+    if (work->stream == NULL || has_work(work->stream, i) || !can_do(work)) continue;
+    if (work->kind == kCopy) memcpy((void*)work->target, (void*)work->source, work->nbytes);
+    if (work->kind == kWriteWord) __atomic_store_n((uint64_t*)work->target, work->source, 3);
+    work->stream = NULL;
+    i = work_first - 1;  // others may wait for it
+  }
+  pthread_mutex_unlock(&works_lock);
+}
+static void queue_work(struct work work) {
+  pthread_mutex_lock(&works_lock);
+  if (work_count == kWorkMax) abort();
+  works[work_count++] = work;
+  pthread_mutex_unlock(&works_lock);
+  do_works();
+}
+CUresult cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
+  ENTER_CONTEXT;
+  if (!in_one_memory(target, nbytes) || !in_one_memory(source, nbytes)) return kInvalidValue;
+  queue_work((struct work){stream, kCopy, target, source, nbytes, NULL, 0});
+  return check_stream(stream);
+}
+struct copy_attributes {
+  int source_order, source_hint[2], target_hint[2];
+  unsigned flags;
+};
+CUresult cuMemcpyBatchAsync(uint64_t* targets, uint64_t* sources, size_t* sizes, size_t count,
+                            struct copy_attributes* attributes, size_t* starts,
+                            size_t attribute_count, size_t* failed, void* stream) {
+  ENTER_CONTEXT;
+  if (count == 0 || attribute_count != 1 || starts[0] != 0 || attributes->source_order != 1 ||
+      attributes->flags != 0 || failed == NULL)
+    return kInvalidValue;
+  for (size_t i = 0; i < count; ++i)
+    queue_work((struct work){stream, kCopy, targets[i], sources[i], sizes[i], NULL, 0});
+  return check_stream(stream);
+}
+CUresult cuStreamWaitValue64(void* stream, uint64_t address, uint64_t value, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags != 0) return kInvalidValue;  // GEQ
+  queue_work((struct work){stream, kWaitWord, address, value, 0, NULL, 0});
+  return check_stream(stream);
+}
+CUresult cuStreamWriteValue64(void* stream, uint64_t address, uint64_t value, unsigned flags) {
+  ENTER_CONTEXT;
+  if (flags != 0) return kInvalidValue;
+  queue_work((struct work){stream, kWriteWord, address, value, 0, NULL, 0});
+  return check_stream(stream);
 }
 CUresult cuMemcpyHtoDAsync(uint64_t target, const void* source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
@@ -435,12 +580,15 @@ CUresult cuMemsetD32Async(uint64_t address, unsigned word, size_t count, void* s
 CUresult cuStreamQuery(void* stream) {
   ENTER_CONTEXT;
   if (is_captured(stream)) capture.status = kCaptureInvalidated;
+  do_works();
+  if (is_late(stream, work_count)) return kNotReady;
   return is_busy(stream) ? kNotReady : check_stream(stream);
 }
 
 struct event {
   int magic;  // kEventMagic while it exists
   void* stream;
+  int work_end;  // the stream's work before the record was queued before this
 };
 static int is_event(const struct event* event) {
   return event != NULL && event->magic == kEventMagic;
@@ -455,6 +603,8 @@ CUresult cuStreamWaitEvent(void* stream, struct event* event, unsigned flags) {
   if (wait_count == kWaitsMax) abort();
   waits[wait_count].waiting = stream;
   waits[wait_count++].awaited = event->stream;
+  if (event->stream != NULL && event->stream != stream)
+    queue_work((struct work){stream, kWaitStream, 0, 0, 0, event->stream, event->work_end});
   return check_stream(stream);
 }
 CUresult cuEventCreate(struct event** event, unsigned flags) {
@@ -481,12 +631,15 @@ CUresult cuEventRecord(struct event* event, void* stream) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
   event->stream = stream;
+  event->work_end = work_count;
   if (record_us != 0) usleep(record_us);
   return check_stream(stream);
 }
 CUresult cuEventQuery(struct event* event) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
+  do_works();
+  if (is_late(event->stream, event->work_end)) return kNotReady;
   return is_busy(event->stream) ? kNotReady : kSuccess;
 }
 CUresult cuEventElapsedTime(float* milliseconds, struct event* start, struct event* end) {
@@ -595,6 +748,11 @@ static const struct {
     CALL(cuMemHostGetDevicePointer),
     CALL(cuMemHostRegister),
     CALL(cuMemHostUnregister),
+    CALL(cuMemcpyAsync),
+    CALL(cuMemcpyBatchAsync),
+    CALL(cuPointerGetAttribute),
+    CALL(cuStreamWaitValue64),
+    CALL(cuStreamWriteValue64),
     CALL(cuMemcpyHtoDAsync),
     CALL(cuMemcpyDtoHAsync),
     CALL(cuMemsetD8Async),
@@ -616,12 +774,16 @@ static const struct {
     CALL(cuLaunchKernel),
 };
 
+// A driver older than CUDA 12.8.
+static int no_batches;
+void fake_without_batches(void) { no_batches = 1; }
 CUresult cuGetProcAddress_v2(const char* name, void** address, int version, uint64_t flags,
                              void* status) {
-  (void)version, (void)flags, (void)status;
+  (void)flags, (void)status;
   // Older cuda-bindings look this function up by itself.
   *address = strcmp(name, "cuGetProcAddress") == 0 ? (void*)cuGetProcAddress_v2 : NULL;
   for (size_t i = 0; i < sizeof table / sizeof table[0]; ++i)
     if (strcmp(table[i].name, name) == 0) *address = table[i].address;
+  if (strcmp(name, "cuMemcpyBatchAsync") == 0 && (version < 12080 || no_batches)) *address = NULL;
   return *address != NULL ? kSuccess : kNotFound;
 }

@@ -28,7 +28,15 @@ TOP_MODULES_MAX = 8
 
 # Folders of tests that are of no room: of the modules at the package's top level, of how processes
 # end, of the tree itself; and tests that need more than Python and g++.
-TESTS_BESIDE_ROOMS = {"edges", "gpu", "ground", "models", "simulator", "tree"}
+TESTS_BESIDE_ROOMS = {
+    "edges",
+    "gpu",
+    "ground",
+    "models",
+    "qemu",
+    "simulator",
+    "tree",
+}
 # Measurements of disk and link: tested with the demo, the benchmarks and the doctor, who show them.
 ROOMS_TESTED_BY_OTHERS = {"probe"}
 
@@ -42,12 +50,15 @@ NATIVE_ROOMS = [
     "base",
     "cuda",
     "io",
+    "transfer",
     "storage",
+    "checkpoint",
     "nvme",
     "cpu",
     "cpu/policy_kernels",
     "nvme/model",
     "nvme/software",
+    "vfio",
     "testing",
     "bind",
 ]
@@ -183,7 +194,7 @@ def test_few_modules_lie_outside_of_rooms() -> None:
 def test_tests_lie_in_the_rooms_of_the_package() -> None:
     tests = ROOT / "tests"
     rooms = {path.parent.name.lstrip("_") for path in PACKAGE.glob("*/__init__.py")}
-    folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")}
+    folders = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
 
     assert folders - rooms == TESTS_BESIDE_ROOMS, "a room of the package has a place for it"
     assert rooms - folders == ROOMS_TESTED_BY_OTHERS, "a room has no tests"

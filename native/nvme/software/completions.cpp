@@ -6,10 +6,13 @@
 #include <string>
 #include <utility>
 
+#include "io/nvme_command.h"
+
 namespace fw::native {
 
 uint16_t status_of_error(int error, bool is_write) {
   if (error == 0) return nvme::kSuccess;
+  if (is_nvme_status(error)) return status_of(error);
   if (error == EROFS) return nvme::kNamespaceWriteProtected;
   if (error == ECANCELED || error == kForked) return nvme::kCommandAborted;
   if (error == ENOSPC || error == EDQUOT || error == EFBIG) return nvme::kCapacityExceeded;
@@ -49,7 +52,7 @@ void Completions::record(const nvme::command& entry, uint16_t status, int error,
   record.file_offset = failure.file_offset;
   record.nbytes = failure.nbytes;
   record.lba = first_lba(entry);
-  record.error = error;
+  record.error = errno_of(error);
   record.status = status;
   record.queue = rings_.id();
   record.cid = cid_of(entry);

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/alignment.h"
+#include "io/nvme_command.h"
 #include "storage/file_storage.h"
 
 namespace fw::native {
@@ -21,6 +22,9 @@ constexpr uint64_t kScratchAlignment = 4096;
 // How long `drain` waits before and after it cancels what is in flight.
 constexpr int64_t kDrainNs = 2'000'000'000;
 constexpr int64_t kCancelNs = 3'000'000'000;
+
+// How long commands that the kernel cancels are sent again.
+constexpr int64_t kResubmitNs = 10'000'000'000;
 
 // The bits of an operation's token that have the piece's index.
 constexpr uint32_t kPieceBits = 8;
@@ -37,6 +41,7 @@ struct InFlight::Command {
   uint32_t attempt = 0;
   uint32_t remaining = 0;  // pieces without a result
   int error = 0;
+  int64_t resubmit_until_ns = 0;
   bool is_write = false;
   bool is_flush = false;
   bool durable = false;
@@ -203,6 +208,7 @@ void InFlight::submit_piece(Command& command, uint32_t index) {
                                       : IoOperation::Kind::kRead;
   operation.durable = command.durable;
   operation.fd = piece.fd;
+  operation.nvme = piece.nvme;
   operation.token = uint64_t(command.index) << kPieceBits | index;
   if (!command.is_flush) {
     operation.nbytes = command.io_bytes[index];
@@ -237,12 +243,18 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   --command.remaining;
   const Piece& piece = command.pieces[index];
   int error = result < 0 ? -result : 0;
+  if (piece.nvme != nullptr && is_cancelled(error) && may_resubmit(command)) {
+    ++command.remaining;
+    return submit_piece(command, index);
+  }
   if (error == ECANCELED && draining_) {
     command.cancelled = true;
-  } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT) {
+  } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT ||
+             (error == EOPNOTSUPP && piece.nvme != nullptr)) {
     // The operating system gave the piece up without an error of the file. A thread that ends takes
     // the work that it submitted with it (ECANCELED), or its address space (EFAULT, from a read of
-    // the page cache). So this thread moves the piece itself. Bad memory fails again.
+    // the page cache). A kernel may have NVMe commands by ioctl only (EOPNOTSUPP). So this thread
+    // moves the piece itself. Bad memory fails again.
     counters_.engine_fallbacks.add(1);
     error = finish_piece(command, index, 0);
   } else if (error == 0 && uint32_t(result) < command.lead[index] + piece.nbytes) {
@@ -250,8 +262,18 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
     error = finish_piece(command, index, uint32_t(result) > lead ? uint32_t(result) - lead : 0);
   }
   if (error == 0 || command.error != 0) return;
+  if (piece.block_device) error = error_of_block_device(error);
   command.error = error;
   command.failure = {*piece.path, piece.file_offset, piece.nbytes};
+}
+
+// Whether a command that the kernel cancelled is sent again: while it resets the controller. Not by
+// a blocking call of this thread. Linux 6.1 frees a command of io_uring on the thread that
+// submitted it, which the call would keep from that, and the reset waits until all are free.
+bool InFlight::may_resubmit(Command& command) {
+  const int64_t now = monotonic_ns();
+  if (command.resubmit_until_ns == 0) command.resubmit_until_ns = now + kResubmitNs;
+  return !draining_ && now < command.resubmit_until_ns;
 }
 
 // Moves the rest of a piece, from `done` on, by blocking calls through the page cache.
@@ -264,6 +286,12 @@ int InFlight::finish_piece(Command& command, uint32_t index, uint32_t done) {
     atomic::copy_plain(command.is_write ? piece.memory + done : memory,
                        command.is_write ? memory : piece.memory + done, nbytes);
     return 0;
+  }
+  if (piece.nvme != nullptr) {
+    const uint32_t lead = command.lead[index];
+    return run_nvme(*piece.nvme,
+                    nvme_transfer(*piece.nvme, command.is_write, piece.file_offset - lead,
+                                  memory - lead, command.io_bytes[index], command.durable));
   }
   const uint64_t offset = piece.file_offset + done;
   if (!command.is_write) return read_fully(piece.buffered_fd, memory, nbytes, offset);

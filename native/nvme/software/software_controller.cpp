@@ -90,6 +90,7 @@ SoftwareController::SoftwareController(std::shared_ptr<Storage> storage,
 
   IoEngineFactory::Options engine_options;
   context_.storage->collect_files(engine_options.files);
+  engine_options.nvme = context_.storage->takes_nvme_commands();
   engine_options.memory = context_.regions.list();
   engine_options.engines = uint32_t(queue_pairs().size());
   // A namespace in memory needs no engine, because it never waits; unless it is a mapped file whose

@@ -10,18 +10,18 @@ device, on which a kernel that waits for I/O may be running.
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashwarp import _native
-from flashwarp._waiting import Waited
+from flashwarp._waiting import until
 from flashwarp.errors import (
     ArgumentError,
     CaptureError,
@@ -78,12 +78,6 @@ _CAPTURED = -2
 
 ORDER_S = 60.0
 """The longest wait for the library's own stream before a launch into a capture."""
-
-# A wait polls without sleeping for this long: most waits of the library end within it.
-_POLL_S = 100e-6
-# Then it sleeps a fiftieth of the time already waited, so it adds at most 2 % to any wait.
-_SLEEP_SHARE = 0.02
-_SLEEP_MAX_S = 1e-3
 
 
 def _import(module: str) -> Any:
@@ -146,6 +140,14 @@ def driver_version() -> tuple[int, int]:
     """Return the newest CUDA version that the installed driver serves, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
+
+
+class Memory(enum.IntEnum):
+    """What memory is at an address. The driver does not know memory of the host unless pinned."""
+
+    UNKNOWN = 0
+    PINNED = 1
+    DEVICE = 2
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,69 @@ class Context:
         self._require_open()
         self._require(self._calls.fill(address, word, count, stream), "cuMemsetD32Async")
 
+    # Copies on streams of their own, which are not being captured.
+
+    def memory_kind(self, address: int) -> Memory:
+        """Return what kind of memory is at an address."""
+        self._require_open()
+        result, kind = self._calls.memory(address)
+        self._require(result, "cuPointerGetAttribute")
+        return Memory(kind)
+
+    @property
+    def copies_batches(self) -> bool:
+        """Whether the driver copies many pieces in one call (CUDA 12.8)."""
+        return self._calls.copies_batches
+
+    def copy_and_append(
+        self,
+        others: tuple[int, ...],
+        mark: int,
+        pieces: Sequence[tuple[int, int, int]],
+        begin: int,
+        end: End,
+        stream: int,
+    ) -> None:
+        """Copy pieces (target, source, bytes) after the present work of other streams.
+
+        Records the event `begin`, unless it is 0, before the first piece, and `end` behind the
+        last; then appends an entry. No signal handler runs between these steps. If the call fails
+        and the entry was appended, its event marks the end of what had been queued.
+        """
+        self._require_open()
+        result, _ = self._calls.copy_and_append(
+            others, mark, list(pieces), begin, end.event, stream, end.entries, end.entry
+        )
+        if result in (_CAPTURED, _CAPTURE_IMPLICIT):
+            raise CaptureError(
+                "a copy cannot come after work that is being captured into a CUDA graph: copy "
+                "before or after the capture"
+            )
+        self._require(result, "cuMemcpyAsync", f"copying on cuda:{self.ordinal}")
+
+    def wait_word(self, address: int, value: int, stream: int) -> None:
+        """Make later work on a stream wait until a word in pinned memory is at least `value`."""
+        self._require_open()
+        self._require(self._calls.wait_word(address, value, stream), "cuStreamWaitValue64")
+
+    def write_word(self, address: int, value: int, stream: int) -> None:
+        """Store a word in pinned memory after the present work of a stream."""
+        self._require_open()
+        self._require(self._calls.write_word(address, value, stream), "cuStreamWriteValue64")
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Make later work on a stream wait for an event."""
+        if self.capture(stream) is not None:
+            raise CaptureError(
+                f"stream {stream:#x} is being captured into a CUDA graph, which cannot wait for a "
+                "copy outside of it: order them before or after the capture"
+            )
+        self.call("cuStreamWaitEvent", stream, event, 0)
+
+    def elapsed_ns(self, begin: int, end: int) -> int:
+        """Return the nanoseconds between two events that are done and measure time."""
+        return round(float(self.call("cuEventElapsedTime", begin, end)) * 1e6)
+
     # Captures into CUDA graphs.
 
     def capture(self, stream: int) -> int | None:
@@ -356,6 +421,11 @@ class Context:
     def registers_read_only(self) -> bool:
         """Whether read-only host memory, such as a mapped read-only file, can be registered."""
         return bool(self._attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"))
+
+    @functools.cached_property
+    def exports_dma_buf(self) -> bool:
+        """Whether its memory can be given to other devices as a dma-buf."""
+        return bool(self._attribute("DMA_BUF_SUPPORTED"))
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the GPU's memory."""
@@ -602,16 +672,12 @@ def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
 
     Time in which the process was stopped does not count.
     """
-    clock = Waited()
-    while not done():
-        waited = clock.look()
-        if waited >= timeout_s:
-            raise DeviceTimeout(
-                f"{what} is not done after {waited:.1f} s (limit {timeout_s:g} s): a kernel still "
-                "runs, or waits for a completion that does not come"
-            )
-        if waited > _POLL_S:
-            time.sleep(min(waited * _SLEEP_SHARE, _SLEEP_MAX_S))
+    waited = until(done, timeout_s)
+    if waited is not None:
+        raise DeviceTimeout(
+            f"{what} is not done after {waited:.1f} s (limit {timeout_s:g} s): a kernel still "
+            "runs, or waits for a completion that does not come"
+        )
 
 
 # NVRTC, which needs no GPU and no driver.

@@ -158,6 +158,10 @@ class Failures:
         offset = int(record.where) * line_bytes
         logged = self._logged(offset // _LBA_BYTES, _OPERATIONS.get(opcode), alone)
         waited_s = config.current("timeout_s").timeout_s
+        lost = self._service.failure() if status == _TIMED_OUT else None
+        if lost is not None:
+            lost.add_note(f"{what} was about bytes {offset}.. of the array")
+            return lost
         if status == _TIMED_OUT:
             return ControllerTimeout(
                 f"{what} waited {waited_s:g} s for a command on bytes "

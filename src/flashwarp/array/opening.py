@@ -369,6 +369,7 @@ class _Plan:
             if self.access.writable and not storage.writable:
                 raise ReadOnlyError(
                     f'{storage.path or "the storage"} takes no writes: use mode="r"'
+                    f"{storage.refusal and f' ({storage.refusal})'}"
                 )
             controller, grouped = choose_controllers(
                 self.controller, storage, device, self.line_bytes

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from flashwarp import _native
 from flashwarp.device import Device
 from flashwarp.endings import NotCopied
-from flashwarp.errors import StorageError
+from flashwarp.errors import FlashwarpError, StorageError
 from flashwarp.nvme.queue_pair import QueueCounters
 from flashwarp.storage import Namespace
 
@@ -187,6 +187,10 @@ class Service(NotCopied, ABC):
 
     def take_stale(self) -> StorageError | None:
         """Return and forget what went wrong when others changed the namespace."""
+        return None
+
+    def failure(self) -> FlashwarpError | None:
+        """Return why no command completes any more; None while they do, or nobody knows."""
         return None
 
     def silent(self) -> str:

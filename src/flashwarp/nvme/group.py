@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashwarp.device import Device
-from flashwarp.errors import ArgumentError, ClosedError, StorageError
+from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError, StorageError
 from flashwarp.nvme import Controller, Destination, Service
 from flashwarp.nvme.queue_pair import QueuePairs, QueueTable
 from flashwarp.nvme.software import SoftwareController, choose_path
@@ -279,6 +279,10 @@ class GroupService(Service):
             return lba
         stripe = self._storage.stripe_bytes // Namespace.lba_bytes
         return (lba // stripe * len(self.services) + member) * stripe + lba % stripe
+
+    def failure(self) -> FlashwarpError | None:
+        """Return why one of them completes no command any more."""
+        return next(filter(None, (service.failure() for service in self.services)), None)
 
     def silent(self) -> str:
         """Name the storages that did not answer in time."""

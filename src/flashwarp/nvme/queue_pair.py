@@ -9,16 +9,19 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from flashwarp import _native
 from flashwarp.device import Device
+from flashwarp.device.memory import align_up
 from flashwarp.endings import NotCopied
 
 __all__ = [
     "DATA_PATHS",
     "DataPath",
+    "DriveAddressingStruct",
+    "DriveSide",
     "MappedPart",
     "QueueCounters",
     "QueuePairs",
@@ -67,7 +70,8 @@ class QueuePairStruct(ctypes.Structure):
         *u32("doorbell_kind", "plain_reads", "plain_writes", "cached_reads"),
         *u64("parts", "part_count"),
         *u32("ticket", "depth_log2", "id", "failed"),
-        ("_pad1", ctypes.c_uint8 * 16),
+        *u64("drive"),
+        ("_pad1", ctypes.c_uint8 * 8),
         *u32("publish_lock", "tail"),
         ("_pad2", ctypes.c_uint8 * 24),
         *u32("drain_lock", "head", "fetched"),
@@ -87,6 +91,31 @@ class MappedPart(NamedTuple):
 
 
 _PART = struct.Struct("=2Q")
+
+
+class DriveAddressingStruct(ctypes.Structure):
+    """Mirror of `nvme::drive_addressing`."""
+
+    _fields_ = (
+        *u64("begin", "iova_offset", "lists"),
+        *u32("page_bytes", "nsid", "lba_shift", "reserved"),
+    )
+
+
+class DriveSide(NamedTuple):
+    """What queue pairs that a drive serves have of it, in the place of words in memory."""
+
+    ids: tuple[int, ...]
+    """The drive's numbers of the queue pairs."""
+    doorbells: tuple[tuple[int, int], ...]
+    """Addresses of the registers for the tail of each SQ and the head of each CQ."""
+    addressing: DriveAddressingStruct
+
+
+# `nvme::doorbell_kind`.
+_DOORBELL_REGISTER = 1
+# A drive's ring begins on a page.
+_RING_ALIGNMENT = 4096
 
 
 class LeaseStruct(ctypes.Structure):
@@ -155,6 +184,8 @@ class QueuePairs(NotCopied):
         "in_place": where kernels read the namespace without commands, if it has no one address.
     cached_reads : bool
         "direct": whether threads of the CPU device copy what is in the page cache without commands.
+    drive : DriveSide, optional
+        A drive serves the pairs. Default: threads do, which read doorbells in memory.
     timeout_s : float
         Bound of every wait of the device code.
     """
@@ -173,6 +204,7 @@ class QueuePairs(NotCopied):
         plain_writes: bool = False,
         parts: Sequence[MappedPart] = (),
         cached_reads: bool = False,
+        drive: DriveSide | None = None,
         timeout_s: float,
     ) -> None:
         self.device = device
@@ -184,29 +216,43 @@ class QueuePairs(NotCopied):
             if path == "bounce" or leased
             else None
         )
+        unit = 1 if drive is None else _RING_ALIGNMENT
+        sq_bytes = align_up(depth * _SQE_BYTES, unit)
+        cq_bytes = align_up(depth * _CQE_BYTES, unit)
         # Behind the doorbells, one more word shows kernels that the process runs.
-        rings = count * (depth * (_SQE_BYTES + _CQE_BYTES) + 2 * _DOORBELL_STRIDE)
+        rings = count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE)
         heartbeat_bytes = _DOORBELL_STRIDE
         self._rings = device.allocate_host(rings + heartbeat_bytes)
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         pairs_bytes = count * (pair_bytes + depth * (8 + _DETACHED_BYTES))
-        self._memory = device.allocate(pairs_bytes + len(parts) * _PART.size)
+        drive_place = pairs_bytes + len(parts) * _PART.size
+        drive_bytes = 0 if drive is None else ctypes.sizeof(DriveAddressingStruct)
+        self._memory = device.allocate(drive_place + drive_bytes)
         self._epoch = self._own_epoch = Epoch(device) if leased else None
         # The lease's keeper may come while the structs move into a table.
         self._lock = threading.Lock()
         self.address = self._memory.address
-        sq, cq = self._rings.address, self._rings.address + count * depth * _SQE_BYTES
-        doorbells = cq + count * depth * _CQE_BYTES
-        self.heartbeat = doorbells + 2 * count * _DOORBELL_STRIDE
+        # What wants to know where the structs lie, called when they have moved.
+        self.moved: Callable[[], None] = lambda: None
+        sq, cq = self._rings.address, self._rings.address + count * sq_bytes
+        doorbells = cq + count * cq_bytes
+        # A drive goes on while the process is stopped, so only the clock ends waits for it.
+        self.heartbeat = doorbells + 2 * count * _DOORBELL_STRIDE if drive is None else 0
         detached = self.address + count * pair_bytes
         slots = detached + count * depth * _DETACHED_BYTES
         self.native = []
         self._structs = (QueuePairStruct * count)()
         for i, pair in enumerate(self._structs):
-            pair.sq = sq + i * depth * _SQE_BYTES
-            pair.cq = cq + i * depth * _CQE_BYTES
+            pair.sq = sq + i * sq_bytes
+            pair.cq = cq + i * cq_bytes
             pair.sq_doorbell = doorbells + 2 * i * _DOORBELL_STRIDE
             pair.cq_doorbell = pair.sq_doorbell + _DOORBELL_STRIDE
+            pair.id = i + 1
+            if drive is not None:
+                pair.sq_doorbell, pair.cq_doorbell = drive.doorbells[i]
+                pair.doorbell_kind = _DOORBELL_REGISTER
+                pair.drive = self.address + drive_place
+                pair.id = drive.ids[i]
             pair.slots = slots + i * depth * 8
             pair.detached = detached + i * depth * _DETACHED_BYTES
             pair.data.mapped_base = mapped_base
@@ -223,7 +269,6 @@ class QueuePairs(NotCopied):
             pair.parts = self.address + pairs_bytes if parts else 0
             pair.part_count = len(parts)
             pair.depth_log2 = depth.bit_length() - 1
-            pair.id = i + 1
             self.native.append(
                 _native.QueuePair(
                     sq=pair.sq,
@@ -231,7 +276,7 @@ class QueuePairs(NotCopied):
                     sq_doorbell=pair.sq_doorbell,
                     cq_doorbell=pair.cq_doorbell,
                     depth=depth,
-                    id=i + 1,
+                    id=pair.id,
                     heartbeat=self.heartbeat,
                 )
             )
@@ -239,6 +284,8 @@ class QueuePairs(NotCopied):
         if parts:
             places = b"".join(_PART.pack(*part) for part in parts)
             device.upload(self.address + pairs_bytes, places)
+        if drive is not None:
+            device.upload(self.address + drive_place, bytes(drive.addressing))
 
     def move_to(self, address: int, epoch: Epoch | None) -> None:
         """Move the structs that kernels use, and share an epoch; before any kernel has used them.
@@ -250,6 +297,7 @@ class QueuePairs(NotCopied):
             self.device.upload(address, bytes(self._structs))
             if self._epoch is not None:
                 self._epoch = epoch
+        self.moved()
 
     @property
     def leased(self) -> bool:
@@ -291,6 +339,17 @@ class QueuePairs(NotCopied):
         """What holds the memory; see `DeviceMemory.owners`."""
         parts = (self._rings, self._memory, self._buffers, self._own_epoch)
         return tuple(owner for part in parts if part is not None for owner in part.owners)
+
+    @property
+    def failed_words(self) -> list[int]:
+        """Device addresses of the words that end all waits for a pair; see `queue_pair::failed`."""
+        step, place = ctypes.sizeof(QueuePairStruct), QueuePairStruct.failed.offset
+        return [self.address + i * step + place for i in range(self.count)]
+
+    @property
+    def ring_region(self) -> tuple[int, int]:
+        """Address and size of the memory in which the rings lie."""
+        return self._rings.address, self._rings.nbytes
 
     @property
     def buffer_regions(self) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ from flashwarp.storage.base import Namespace, Storage
 from flashwarp.storage.composite import Concatenated, Replicated, Striped
 from flashwarp.storage.file import BlockDevice, File
 from flashwarp.storage.memory import Memory
+from flashwarp.storage.passthrough import Passthrough
 
 __all__ = [
     "BlockDevice",
@@ -11,6 +12,7 @@ __all__ = [
     "File",
     "Memory",
     "Namespace",
+    "Passthrough",
     "Replicated",
     "Storage",
     "Striped",

@@ -50,6 +50,9 @@ class Namespace(Closing):
     lba_bytes = 512
     """Size of a logical block, in which commands count."""
 
+    refusal = ""
+    """Why it takes no writes, for people, if that is not what its owner asked for."""
+
     _refuses = True
     """Whether one array that may store to it excludes every other."""
 
@@ -152,6 +155,12 @@ class Storage(Namespace):
         with typed_errors("read"):
             return self.native.read(offset, nbytes)
 
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a writable contiguous buffer with the bytes from `offset` on, or raise."""
+        self._check_range(offset, buffer.nbytes)
+        with typed_errors("read"):
+            self.native.read_into(offset, buffer)
+
     def write(self, offset: int, data: Any) -> None:
         """Store a contiguous buffer from byte `offset` on; `flush` makes it durable."""
         self._check_writable()
@@ -192,7 +201,10 @@ class Storage(Namespace):
 
     def _check_writable(self) -> None:
         if not self.writable:
-            raise ReadOnlyError(f"the storage {self.path or 'in memory'} is read-only")
+            raise ReadOnlyError(
+                f"the storage {self.path or 'in memory'} is read-only"
+                f"{self.refusal and f': {self.refusal}'}"
+            )
 
     def _check_range(self, offset: int, nbytes: int) -> None:
         offset, nbytes = integer("offset", offset), integer("nbytes", nbytes)
@@ -211,9 +223,9 @@ def typed_errors(operation: str) -> Iterator[None]:
         raise
     except OSError as error:
         number, path = error.errno or errno.EIO, error.filename
-        offset = getattr(error, "offset", None)
+        offset, status = getattr(error, "offset", None), getattr(error, "status", 0)
         raise StorageError(
-            number, f"{operation}: {error.strerror}", path or None, offset=offset
+            number, f"{operation}: {error.strerror}", path or None, offset=offset, status=status
         ) from error
     except RuntimeError as error:  # the only one that it raises
         raise ForkError(str(error)) from error

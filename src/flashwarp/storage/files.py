@@ -31,6 +31,7 @@ __all__ = [
     "check",
     "check_name",
     "check_new",
+    "lock_holder",
     "open_for_reading",
     "opened",
     "path_error",
@@ -231,7 +232,7 @@ class Draft:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as made:
             old = self._old_file(made)
-            made.callback(Path(self.path).unlink, missing_ok=True)
+            made.callback(self._remove)
             try:
                 # Opened here, if that is allowed: later the process may have no descriptor left.
                 with contextlib.suppress(PermissionError):
@@ -314,6 +315,11 @@ class Draft:
                 os.unlink(self.target)
             raise
 
+    def _remove(self) -> None:
+        # If this fails, a name is left over, and the file at the target is as good as it was.
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+
     def __exit__(self, *exception: object) -> None:
         self._held.close()
 
@@ -347,7 +353,7 @@ def _locked(number: int, how: str, path: str) -> LockedError:
             path,
             os.getpid(),
         )
-    holder = _holder(path)
+    holder = lock_holder(path)
     if holder == os.getpid():
         who = f"this process ({holder})"
     elif holder is None:
@@ -364,7 +370,7 @@ def _locked(number: int, how: str, path: str) -> LockedError:
     )
 
 
-def _holder(path: str) -> int | None:
+def lock_holder(path: str) -> int | None:
     """Return the process that holds flock(2) on a file, if the system shows it."""
     try:
         status = os.stat(path)

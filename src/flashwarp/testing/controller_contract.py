@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,7 +41,7 @@ _MIB = 1 << 20
 _DEALLOCATE = 4
 _DATASET_RANGE = np.dtype([("attributes", "<u4"), ("blocks", "<u4"), ("lba", "<u8")])
 
-# status, opcode, fields; for a namespace of `ControllerContract.nbytes` and an MDTS of 64 KiB.
+# For a namespace of `ControllerContract.nbytes`; see `ControllerContract.bad_commands`.
 _BAD_COMMANDS: list[tuple[int, int, dict[str, int]]] = [
     (INVALID_OPCODE, 0x7F, {}),
     (INVALID_OPCODE, IDENTIFY, {}),
@@ -72,6 +73,18 @@ class ControllerContract(ABC):
     nbytes: ClassVar[int] = _MIB + 777
     """Size of the namespace: 2050 LBAs, the last one partial."""
 
+    keeps_log: ClassVar[bool] = True
+    """Whether the controller counts failures and says why. A drive's log is the drive's affair."""
+
+    bad_commands: ClassVar[Sequence[tuple[int, int, dict[str, int]]]] = _BAD_COMMANDS
+    """Status, opcode and fields of commands that fail; MDTS is 64 KiB."""
+
+    refuses_ranges: ClassVar[bool] = True
+    """Whether a Deallocate beyond the namespace fails as a whole; some drives skip that range."""
+
+    shifts: ClassVar[Sequence[int]] = (0, 4, 8)
+    """Bytes behind a page at which data may begin. Few drives take other than a multiple of 4."""
+
     @abstractmethod
     def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
         """Make a storage that holds `content`; `folder` is empty and goes after the test."""
@@ -94,7 +107,7 @@ class ControllerContract(ABC):
                 if turn % 10 == 9:
                     lba = blocks_total - blocks
                 held = min(blocks * LBA, self.nbytes - lba * LBA)
-                shift = int(chooser.integers(0, 3)) * 4  # memory that few drives take as it is
+                shift = self.shifts[int(chooser.integers(0, len(self.shifts)))]
                 data = host.data[shift : shift + blocks * LBA]
                 prp1 = host.buffer.address + shift
                 if turn % 3 == 0:
@@ -108,7 +121,8 @@ class ControllerContract(ABC):
                     assert not data[held:].any(), "beyond the namespace there are zeros"
             assert host.do(FLUSH) == SUCCESS
             assert host.do(FLUSH, nsid=0xFFFFFFFF) == SUCCESS
-            assert host.controller.stats()["errors"] == 0
+            if self.keeps_log:
+                assert host.controller.stats()["errors"] == 0
             assert storage.read(0, self.nbytes) == expected
 
     def test_write_zeroes_and_deallocate_clear_their_ranges(self, tmp_path: Path) -> None:
@@ -133,9 +147,10 @@ class ControllerContract(ABC):
                 expected[place] = after[place]
             assert after == expected
 
-            ranges["lba"] = [30, 2050]
-            assert host.do(DATASET_MANAGEMENT, cdw10=1, cdw11=_DEALLOCATE) == LBA_OUT_OF_RANGE
-            assert storage.read(0, self.nbytes) == expected
+            if self.refuses_ranges:
+                ranges["lba"] = [30, 2050]
+                assert host.do(DATASET_MANAGEMENT, cdw10=1, cdw11=_DEALLOCATE) == LBA_OUT_OF_RANGE
+                assert storage.read(0, self.nbytes) == expected
 
     def test_bad_command_gets_its_status(self, tmp_path: Path) -> None:
         """As the specification numbers them; nothing is changed, and the queue goes on."""
@@ -144,13 +159,14 @@ class ControllerContract(ABC):
             self.make(tmp_path, content) as storage,
             self.host(storage, max_transfer_bytes=65536) as host,
         ):
-            for count, (status, opcode, fields) in enumerate(_BAD_COMMANDS, 1):
+            for count, (status, opcode, fields) in enumerate(self.bad_commands, 1):
                 got = host.do(opcode, None, **fields)
                 assert got == status, f"{got:#x}, not {status:#x}: opcode {opcode}, {fields}"
-                (error,) = host.controller.take_errors()
-                assert error["status"] == status
-                assert error["reason"]
-                assert host.controller.stats()["errors"] == count
+                if self.keeps_log:
+                    (error,) = host.controller.take_errors()
+                    assert error["status"] == status
+                    assert error["reason"]
+                    assert host.controller.stats()["errors"] == count
                 assert host.read(0, 1) == SUCCESS
             assert storage.read(0, self.nbytes) == content
 
@@ -192,7 +208,7 @@ class ControllerContract(ABC):
             ring.ring()
             got = [host.wait(ring) for _ in range(3)]
             assert sorted(c.cid for c in got) == [0, 500, 65535]
-            assert {(c.status, c.sqid) for c in got} == {(SUCCESS, 3)}
+            assert {(c.status, c.sqid) for c in got} == {(SUCCESS, ring.id)}
             heads = [c.sqhd for c in got]
             assert heads == sorted(heads)
             assert heads[-1] == 3

@@ -10,7 +10,7 @@
 #include "flashwarp/base/assert.cuh"
 #include "flashwarp/base/atomic.cuh"
 #include "flashwarp/base/warp.cuh"
-#include "flashwarp/nvme/command.cuh"
+#include "flashwarp/nvme/drive_addressing.cuh"
 
 namespace fw::nvme {
 
@@ -85,7 +85,8 @@ struct alignas(128) queue_pair {
   alignas(128) uint32_t ticket;
   uint32_t depth_log2;
   uint32_t id;
-  uint32_t failed;  // a wait ran out of time: the pair is dead until it is opened again
+  uint32_t failed;  // a wait ran out of time, or the drive is lost: dead until it is opened again
+  const drive_addressing* drive;  // null: commands go as they are, to the software controller
   // For the publisher: how far the SQ tail doorbell has moved (free-running).
   alignas(32) uint32_t publish_lock;
   uint32_t tail;
@@ -107,6 +108,7 @@ FW_CHECK_OFFSET(queue_pair, parts, 112);
 FW_CHECK_OFFSET(queue_pair, ticket, 128);
 FW_CHECK_OFFSET(queue_pair, depth_log2, 132);
 FW_CHECK_OFFSET(queue_pair, id, 136);
+FW_CHECK_OFFSET(queue_pair, drive, 144);
 FW_CHECK_OFFSET(queue_pair, publish_lock, 160);
 FW_CHECK_OFFSET(queue_pair, drain_lock, 192);
 FW_CHECK_OFFSET(queue_pair, doorbells, 224);

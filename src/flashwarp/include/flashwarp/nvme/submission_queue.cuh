@@ -27,8 +27,9 @@ FW_DEVICE bool slot_is_free(const queue_pair& q, uint32_t ticket) {
 }
 
 // Writes one entry of the ring and marks its slot WRITTEN. The slot must be free for `ticket`.
-FW_DEVICE void write_entry(queue_pair& q, uint32_t ticket, const command& entry, uint64_t flags) {
+FW_DEVICE void write_entry(queue_pair& q, uint32_t ticket, command entry, uint64_t flags) {
   const uint32_t e = entry_of(q, ticket);
+  if (q.drive != nullptr) address_for_drive(entry, *q.drive);
   // Four 16-byte stores from registers, so that the entry is never in local memory.
   atomic::word16* to = reinterpret_cast<atomic::word16*>(&q.sq[e]);
   using word = atomic::raw<16>;

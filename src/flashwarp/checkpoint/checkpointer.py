@@ -1,0 +1,741 @@
+"""`Checkpointer`: versions of GPU state, in caches of GPU and host memory and on storage."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from flashwarp import endings
+from flashwarp.checkpoint import report
+from flashwarp.checkpoint.capture import Bytes, RegionSet, check_target, new_array
+from flashwarp.checkpoint.directory.names import RANK_MAX, check_name, check_version
+from flashwarp.checkpoint.flushing import forget_stored, retry_now
+from flashwarp.checkpoint.futures import Saved
+from flashwarp.checkpoint.region import Region
+from flashwarp.checkpoint.report import CheckpointStats
+from flashwarp.checkpoint.restoring import Restorer
+from flashwarp.checkpoint.settings import Settings
+from flashwarp.checkpoint.stager import Stager
+from flashwarp.checkpoint.system import System
+from flashwarp.checkpoint.tier import Entry, Key
+from flashwarp.config import SIZE_MAX, choice, flag, integer, number, parse_bytes
+from flashwarp.device import resolve
+from flashwarp.errors import (
+    ArgumentError,
+    CheckpointError,
+    ExistingVersionError,
+    FlashwarpError,
+    MissingVersionError,
+    ReadOnlyError,
+)
+
+__all__ = ["Checkpointer"]
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpointer(endings.Closing):
+    """Writes versions of arrays, and restores them, through caches in GPU and host memory.
+
+    `checkpoint` copies the protected arrays into a cache in GPU memory. Background threads flush
+    each version to a cache in pinned host memory, then to storage, and bring versions back in the
+    order that hints name, before they are asked for. Copies come after the caller's present work on
+    its stream, and the caller's later work comes after the copies.
+
+    Parameters
+    ----------
+    path : path-like
+        Folder of the versions; made if it does not exist. Ranks share it.
+    device : Device, str or torch.device, optional
+        Where the arrays are. Default: "cuda:0" if a GPU works, else "cpu". On the CPU, the GPU
+        cache is host memory.
+    gpu_cache, host_cache : int or str
+        Bytes of the two caches; 0: none. Both are allocated once; host memory is pinned in the
+        background, and used while it grows.
+    remote : path-like, optional
+        A second store, such as a folder of a parallel file system. Versions go there once they are
+        durable in `path`.
+    rank : int, optional
+        Which of several processes this one is. Default: the environment's ``RANK``, or 0.
+    config : Settings or dict, optional
+        See `Settings`.
+
+    Raises
+    ------
+    LockedError
+        If another process uses this path with this rank.
+    PathError, DeviceOutOfMemory, ArgumentError
+        If the folder cannot be used, or a cache cannot be allocated.
+
+    Notes
+    -----
+    Thread-safe; calls of several threads on one version follow each other in any order. Each wait
+    has the time limit of the settings, and says what it waited for.
+
+    An application that runs on while storage fails loses nothing that fits into the caches: a
+    warning says so, `wait` and the future of `checkpoint` raise the error, and `close` raises it
+    if nobody has seen it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import flashwarp as fw
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> state = np.zeros(1000)
+    >>> with fw.Checkpointer(folder.name, "cpu", "1 MiB", "8 MiB") as checkpointer:
+    ...     checkpointer.protect("state", state)
+    ...     for step in range(5):
+    ...         state += 1
+    ...         saved = checkpointer.checkpoint(step)
+    ...     for step in reversed(range(5)):
+    ...         checkpointer.prefetch_enqueue(step)
+    ...     for step in reversed(range(5)):
+    ...         restored = checkpointer.restart(step)
+    ...     print(saved.result(timeout=60), state[0])
+    4 1.0
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        device: object = None,
+        gpu_cache: int | str = "4 GiB",
+        host_cache: int | str = "32 GiB",
+        remote: str | os.PathLike[str] | None = None,
+        rank: int | None = None,
+        config: Settings | Mapping[str, object] | None = None,
+    ) -> None:
+        endings.check_not_ended()
+        self.settings = Settings.of(config)
+        self.path = os.fspath(path)
+        self.rank = _rank(rank)
+        self._system = System(
+            self.path,
+            resolve(device),
+            (parse_bytes(gpu_cache, "gpu_cache"), parse_bytes(host_cache, "host_cache")),
+            remote,
+            self.rank,
+            self.settings,
+        )
+        self.device = self._system.device
+        self._core = self._system.core
+        self._directory = self._system.directory
+        self._regions = RegionSet(self.device)
+        self._restorer = Restorer(self._core, self._directory)
+        self._stager = Stager(self._core, self._directory)
+        self._registered = _Registered(self)
+        endings.remember(self._registered)
+
+    # Regions.
+
+    def protect(
+        self, name: str, source: object, *, restore: Callable[[Any], object] | None = None
+    ) -> None:
+        """Name an array that later checkpoints save, and that restarts fill.
+
+        Parameters
+        ----------
+        name : str
+            Of the region. A name that is protected already gets the new array.
+        source : array or callable
+            A contiguous array of torch, numpy, cupy, jax or another library, on the device or in
+            host memory; it is kept alive. A callable is called at each checkpoint and returns one,
+            of any size.
+        restore : callable, optional
+            For a callable: takes the restored array. Otherwise `restart` returns it.
+
+        Raises
+        ------
+        ArgumentError, DtypeError
+            If it is no contiguous array, or on another device.
+        """
+        with self._core.locked():
+            self._core.check_usable()
+            self._regions.add(name, source, restore)
+
+    def unprotect(self, name: str) -> None:
+        """Forget a region: later checkpoints and restarts leave it out. Stored versions keep it."""
+        with self._core.locked():
+            self._core.check_usable()
+            self._regions.remove(name)
+
+    # Writing.
+
+    def checkpoint(
+        self,
+        version: int,
+        name: str = "default",
+        only: Iterable[str] | None = None,
+        *,
+        overlap: bool = False,
+    ) -> Saved:
+        """Save the protected arrays as a new version.
+
+        On return the version is safe from changes of the arrays: it is in the fastest cache that
+        has room, or on its way there in the order of the caller's stream. If no cache can take it,
+        the call writes it to storage.
+
+        Parameters
+        ----------
+        version : int
+            From 0 to 2^63 - 1, in any order. A version is written once; `discard` it to write it
+            again.
+        name : str
+            Of the history that the version belongs to.
+        only : iterable of str, optional
+            Regions to save. Default: all.
+        overlap : bool
+            Return before the copy; call `wait_staged` before you change the arrays.
+
+        Returns
+        -------
+        Saved
+            A future of the version number, done once the version is durable in `path`.
+
+        Raises
+        ------
+        ExistingVersionError
+            If the version exists.
+        CheckpointError
+            If no region is protected, or an array was freed or resized since.
+        WaitTimeout
+            If no room was found in time.
+        PathError, StorageError
+            If no cache has room and storage fails. Earlier versions stay in the caches.
+        """
+        began_ns = time.monotonic_ns()
+        key = self._key(name, version)
+        flag("overlap", overlap)
+        if self.settings.read_only:
+            raise ReadOnlyError("the checkpointer was opened with read_only: open a writable one")
+        self._know(name)
+        sources = self._collect(only)
+        entry = Entry(key, tuple(source.region for source in sources))
+        saved = Saved(str(entry))
+        with self._core.locked():
+            self._begin(entry, saved)
+        try:
+            self._stager.stage(entry, sources, overlap=overlap)
+        except BaseException:
+            with self._core.locked():
+                self._core.futures.pop(entry, None)
+                self._core.retire(entry)
+            raise
+        with self._core.locked():
+            counts = self._core.counts
+            counts["checkpoints"] += 1
+            counts["checkpoint_bytes"] += entry.data_bytes
+            counts["checkpoint_ns"] += time.monotonic_ns() - began_ns
+        return saved
+
+    def _collect(self, only: Iterable[str] | None) -> list[Bytes]:
+        with self._core.locked():
+            self._core.check_usable()
+            names = self._regions.names(only)
+        # Not under the lock: callables may take long, and may call the checkpointer.
+        return self._regions.collect(names)
+
+    def _begin(self, entry: Entry, saved: Saved) -> None:
+        core = self._core
+        core.check_usable()
+        core.wait_for(
+            lambda: not core.in_use(entry.key),
+            lambda: f"{entry} was discarded, and its last copy has not ended",
+        )
+        if core.exists(entry.key):
+            raise ExistingVersionError(
+                errno.EEXIST, f"{entry} exists: discard it, or write another version", self.path
+            )
+        core.entries[entry.key] = entry
+        core.futures[entry] = saved
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Block until no checkpoint reads the protected arrays any more.
+
+        After checkpoints with ``overlap=True``, call it before you change the arrays. Raises what a
+        copy has failed with, or WaitTimeout.
+        """
+        self._stager.wait(self._limit(timeout_s))
+
+    def wait(
+        self,
+        version: int | None = None,
+        tier: str = "ssd",
+        name: str = "default",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Block until a version, or all of them, survive this process or this machine.
+
+        Parameters
+        ----------
+        version : int, optional
+            Default: all versions of `name`.
+        tier : str
+            "ssd": committed in `path`. "remote": in the remote store as well.
+        name : str
+            Of the history.
+        timeout_s : float, optional
+            Default: the settings' limit.
+
+        Raises
+        ------
+        MissingVersionError
+            If there is no such version.
+        StorageError, PathError, RemoteError
+            If the version could not be written. It is tried again in the background.
+        WaitTimeout
+            If it takes longer.
+        """
+        choice("tier", tier, ("ssd", "remote"))
+        if tier == "remote" and self._system.remote is None:
+            raise ArgumentError(
+                "wait(tier='remote') needs a remote: open the checkpointer with one"
+            )
+        self._know(name)
+        core = self._core
+        with core.locked():
+            core.check_usable()
+            if version is not None:
+                entries = [self._entry(self._key(name, version))]
+            else:
+                entries = [each for key, each in core.entries.items() if key[0] == name]
+            self._wait_durable([each for each in entries if each is not None], tier, timeout_s)
+
+    def _wait_durable(self, entries: list[Entry], tier: str, timeout_s: float | None) -> None:
+        core = self._core
+        if tier == "remote":
+            for entry in entries:
+                # Of versions that were stored before this process, nobody knows yet.
+                if entry.stored and not entry.remote and entry not in core.queues["remote"]:
+                    core.queues["remote"].append(entry)
+            core.changed.notify_all()
+
+        def open_ones() -> list[Entry]:
+            there = [each for each in entries if not each.discarded]
+            return [each for each in there if not (each.stored and (tier == "ssd" or each.remote))]
+
+        def failed() -> Entry | None:
+            return next((each for each in open_ones() if self._failure_of(each, tier)), None)
+
+        def what() -> str:
+            left = open_ones()
+            where = "in the remote store" if tier == "remote" else f"durable in {self.path}"
+            return f"{len(left)} versions are not {where}, the first is {left[0]}"
+
+        core.wait_for(lambda: not open_ones() or failed() is not None, what, timeout_s)
+        found = failed()
+        if found is not None:
+            future = core.futures.get(found)
+            if future is not None:
+                future.observed = True
+            failure = self._failure_of(found, tier)
+            assert failure is not None
+            raise failure
+
+    def _failure_of(self, entry: Entry, tier: str) -> BaseException | None:
+        if not entry.stored:
+            return entry.failure
+        return self._core.remote_failures.get(entry) if tier == "remote" else None
+
+    # Looking.
+
+    def versions(self, name: str = "default") -> list[int]:
+        """Return all versions of a history, in any tier, ascending. Looks into the folder."""
+        self._know(name, again=True)
+        with self._core.locked():
+            self._core.check_usable()
+            return self._core.versions(name)
+
+    def test(self, max_version: int | None = None, name: str = "default") -> int | None:
+        """Return the newest version that is not newer than `max_version`, or None.
+
+        A version on storage whose files are damaged is skipped, and a warning names the reason.
+        """
+        limit = (
+            SIZE_MAX if max_version is None else integer("max_version", max_version, 0, SIZE_MAX)
+        )
+        self._know(name, again=True)
+        with self._core.locked():
+            self._core.check_usable()
+            candidates = [each for each in self._core.versions(name) if each <= limit]
+        for version in reversed(candidates):
+            try:
+                self._load((name, version))
+            except FlashwarpError as error:
+                _log.warning("skipped version %d of %r: %s", version, name, error)
+                continue
+            return version
+        return None
+
+    def recover_size(self, version: int, region: str, name: str = "default") -> int:
+        """Return the bytes of a region in a version."""
+        return self._region(version, region, name).nbytes
+
+    def regions(self, version: int, name: str = "default") -> tuple[Region, ...]:
+        """Return the regions of a version: name, dtype, shape and bytes of each."""
+        self._know(name)
+        return self._load(self._key(name, version)).regions
+
+    def _region(self, version: int, region: str, name: str) -> Region:
+        self._know(name)
+        entry = self._load(self._key(name, version))
+        found = entry.region(region)
+        if found is None:
+            raise ArgumentError(
+                f"{entry} has no region {region!r}; it has "
+                f"{', '.join(repr(each.name) for each in entry.regions)}"
+            )
+        return found
+
+    # Reading.
+
+    def restart(
+        self,
+        version: int,
+        only: Iterable[str] | None = None,
+        into: Mapping[str, object] | None = None,
+        name: str = "default",
+    ) -> dict[str, Any]:
+        """Restore a version into the protected arrays, or into others.
+
+        Parameters
+        ----------
+        version : int
+            Any version, also one whose flushes are pending.
+        only : iterable of str, optional
+            Regions to restore. Default: those of the version that are protected or in `into`; if
+            none is, all.
+        into : mapping, optional
+            Arrays to fill, by region, in place of the protected ones.
+        name : str
+            Of the history.
+
+        Returns
+        -------
+        dict
+            The array of each region: the one that was filled, or a new one if the region is a
+            callable, or not protected. On a GPU they are filled in the order of the caller's
+            stream.
+
+        Raises
+        ------
+        MissingVersionError
+            If there is no such version.
+        ArgumentError, DtypeError, CheckpointError
+            If an array does not fit its region. Nothing was written then.
+        DamagedVersionError, StorageError
+            If the version cannot be read. The contents of the arrays are undefined then.
+        """
+        began_ns = time.monotonic_ns()
+        self._know(name)
+        entry = self._load(self._key(name, version))
+        targets = self._targets(entry, only, dict(into or {}))
+        core = self._core
+        with core.locked():
+            core.check_usable()
+            self._restorer.note(entry)
+            tier = self._restorer.begin(entry)
+        try:
+            pending = self._restorer.read(entry, tier, [target for target, _ in targets])
+            self._stager.settle(pending, targets, partial(self._end_restart, entry, tier))
+        except BaseException:
+            with core.locked():
+                self._restorer.end(entry, tier, done=False)
+            raise
+        with core.locked():
+            core.counts["restart_bytes"] += sum(target.region.nbytes for target, _ in targets)
+            core.counts["restart_ns"] += time.monotonic_ns() - began_ns
+        return self._give(targets)
+
+    def _end_restart(self, entry: Entry, tier: Any, done: bool) -> None:
+        with self._core.locked():
+            self._restorer.end(entry, tier, done=done)
+            discards = done and self.settings.discard_consumed and not entry.discarded
+        if discards:
+            self._discard(entry)
+
+    def _targets(
+        self, entry: Entry, only: Iterable[str] | None, into: dict[str, object]
+    ) -> list[tuple[Bytes, bool]]:
+        """Return where each region goes, and whether that is a new array."""
+        if isinstance(only, str):
+            raise ArgumentError(f"only={only!r} is a text: pass a list of names, [{only!r}]")
+        stored = {region.name: region for region in entry.regions}
+        wanted = list(dict.fromkeys(only)) if only is not None else list(stored)
+        if only is None:
+            known = [each for each in wanted if each in into or self._regions.get(each)]
+            wanted = known or wanted
+        for region in [*wanted, *into]:
+            if region not in stored:
+                raise ArgumentError(
+                    f"{entry} has no region {region!r}; it has {', '.join(map(repr, stored))}"
+                )
+        return [self._target(stored[region], into) for region in wanted]
+
+    def _target(self, region: Region, into: dict[str, object]) -> tuple[Bytes, bool]:
+        if region.name in into:
+            return check_target(region, into[region.name], self.device), False
+        found = self._regions.target(region)
+        if found is not None:
+            return found, False
+        return check_target(region, new_array(region, self.device), self.device), True
+
+    def _give(self, targets: list[tuple[Bytes, bool]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for target, new in targets:
+            result[target.region.name] = target.owner
+            found = self._regions.get(target.region.name)
+            if new and found is not None and found.restore is not None:
+                found.restore(target.owner)
+        return result
+
+    # Hints.
+
+    def prefetch_enqueue(self, version: int, name: str = "default") -> None:
+        """Say that a restart of a version will come, after those that were named before.
+
+        A hint is advice: restarts may deviate from it, its version need not exist yet, and it
+        cannot be revoked. Returns at once.
+        """
+        key = self._key(name, version)
+        self._know(name)
+        core = self._core
+        with core.locked():
+            core.check_usable()
+            core.hints.enqueue(key)
+            core.refresh(key)
+
+    def prefetch_start(self) -> None:
+        """Begin to prefetch in the order of the hints; so does the first restart.
+
+        Until then, versions that hints name stay in the caches longer than others, and no prefetch
+        takes bandwidth from the flushes.
+        """
+        with self._core.locked():
+            self._core.check_usable()
+            self._core.started = True
+            self._core.changed.notify_all()
+
+    # Ending.
+
+    def discard(self, version: int, name: str = "default") -> None:
+        """Remove a version from all tiers; its pending flushes need not end.
+
+        Its future fails, unless it is done. The version may be written again afterwards.
+        """
+        self._know(name)
+        key = self._key(name, version)
+        with self._core.locked():
+            self._core.check_usable()
+            entry = self._entry(key)
+        self._discard(self._load(key) if entry is None else entry)
+
+    def _discard(self, entry: Entry) -> None:
+        core = self._core
+        with core.locked():
+            if entry.discarded:
+                return
+            stored, remote = entry.stored, entry.remote
+            core.retire(entry)
+            future = core.futures.pop(entry, None)
+        if future is not None and not future.done():
+            future.observed = True
+            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
+        if stored:
+            forget_stored(self._directory, *entry.key)
+        if remote:
+            forget_stored(self._system.remote, *entry.key)
+        with core.locked():
+            retry_now(core)  # the disk may have room now
+
+    @property
+    def stats(self) -> CheckpointStats:
+        """A snapshot of the counters."""
+        with self._core.locked():
+            return report.stats_of(self._core)
+
+    def explain(self) -> str:
+        """Describe tiers, links, hints and what is only in memory, in lines for people."""
+        with self._core.locked():
+            return report.explain(self._core, f"of rank {self.rank} at {self.path}")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._core.closed
+
+    def close(self, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Wait until all versions are durable, end the threads, and free the caches.
+
+        May be called twice. In a forked child it does nothing.
+
+        Parameters
+        ----------
+        drain : bool
+            If False, versions that are not durable yet are lost.
+        timeout_s : float, optional
+            Limit of the wait for flushes. Default: the settings'.
+
+        Raises
+        ------
+        Exception
+            What kept a version from being durable, if any is lost now; or a failure that nobody
+            has seen. Everything is freed all the same.
+        """
+        core = self._core
+        if core.closed or not core.of_this_process():
+            return
+        failures: list[BaseException] = []
+        limit = self._limit(timeout_s)
+        try:
+            self._stager.wait(limit)
+        except Exception as error:
+            failures.append(error)
+        if drain:
+            try:
+                self._drain(limit)
+            except Exception as error:
+                failures.append(error)
+        endings.uninterrupted(partial(self._close, failures))
+        failure = endings.first_of(failures)
+        if failure is not None:
+            raise failure
+
+    def _drain(self, timeout_s: float) -> None:
+        core = self._core
+        with core.locked():
+            began_ns = core.now_ns()
+
+            def tried() -> bool:
+                """Whether all that is not durable was tried once more, and failed."""
+                retry_now(core, failed_before_ns=began_ns)
+                return all(each.failure and each.failed_ns >= began_ns for each in core.lost())
+
+            core.wait_for(
+                tried,
+                lambda: f"{len(core.lost())} versions are not durable in {self.path}",
+                timeout_s,
+            )
+            lost = core.lost()
+            if lost:
+                failure = lost[0].failure
+                assert failure is not None
+                for entry in lost:
+                    future = core.futures.get(entry)
+                    if future is not None:
+                        future.observed = True
+                failure.add_note(
+                    f"{len(lost)} versions are lost by closing, the first is {lost[0]}"
+                )
+                raise failure
+            if self._system.remote is not None:
+                stored = [each for each in core.entries.values() if each.stored]
+                mine = [each for each in stored if each in core.queues["remote"]]
+                self._wait_durable(mine, "remote", timeout_s)
+
+    def _close(self, failures: list[BaseException]) -> None:
+        core = self._core
+        with core.locked():
+            core.closing = True
+            unseen = [
+                error
+                for future in core.futures.values()
+                if not future.observed and future.done()
+                for error in [future.exception(0)]
+                if error is not None
+            ]
+            core.hints.finish()
+            core.changed.notify_all()
+        failures += [each for each in unseen if each not in failures]
+        failures += self._stager.stop(self.settings.timeout_s)
+        failures += self._system.close()
+        with core.locked():
+            for future in core.futures.values():
+                if not future.done():
+                    future.observed = True
+                    future.set_exception(
+                        CheckpointError("the checkpointer was closed before it was durable")
+                    )
+            core.futures.clear()
+            core.closed = True
+            core.changed.notify_all()
+        endings.forget(self._registered)
+
+    # Helpers.
+
+    def _key(self, name: str, version: int) -> Key:
+        return check_name(name), check_version(version)
+
+    def _limit(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self.settings.timeout_s
+        return number("timeout_s", timeout_s, 0, 1e9)
+
+    def _know(self, name: str, *, again: bool = False) -> None:
+        """List the versions of a name in the folder, the first time or again."""
+        with self._core.locked():
+            self._core.check_usable()
+            known = name in self._core.listed
+        if not known or again:
+            self._system.list_versions(name)
+
+    def _entry(self, key: Key) -> Entry | None:
+        """Return a version that exists, if it is known here; raises if it does not exist."""
+        found = self._core.entries.get(key)
+        if found is None and not self._core.exists(key):
+            raise self._missing(key)
+        return found
+
+    def _load(self, key: Key) -> Entry:
+        """Return a version, after a look at its manifest if only storage has it."""
+        with self._core.locked():
+            self._core.check_usable()
+            found = self._core.entries.get(key)
+        if found is not None:
+            return found
+        try:
+            return self._system.load(key)
+        except MissingVersionError:
+            raise self._missing(key) from None
+
+    def _missing(self, key: Key) -> MissingVersionError:
+        some = self._core.versions(key[0])
+        there = f"the newest is {some[-1]}" if some else "there is none"
+        return MissingVersionError(f"there is no version {key[1]} of {key[0]!r}: {there}")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self._core.entries)} versions"
+        return f"<Checkpointer at {self.path!r}, rank {self.rank}, {self.device.name}, {state}>"
+
+
+class _Registered:
+    """The checkpointer in the registry of what is open: at exit its versions become durable."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+
+    @property
+    def device(self) -> object:
+        return self._checkpointer.device
+
+    def close(self) -> BaseException | None:
+        try:
+            self._checkpointer.close()
+        except Exception as error:
+            return error
+        return None
+
+
+def _rank(rank: int | None) -> int:
+    if rank is not None:
+        return integer("rank", rank, 0, RANK_MAX)
+    text = os.environ.get("RANK", "0")
+    if not text.isdecimal():
+        raise ArgumentError(f"the environment has RANK={text!r}: pass rank=")
+    return int(text)

@@ -1,0 +1,315 @@
+"""What the threads of one checkpointer share: one lock, the tiers, the versions, and the counts.
+
+Every decision is taken under the lock, and no copy and no I/O is made under it. A thread that waits
+for room decides again after each change, so nothing that it has chosen can be taken from it, and no
+failure of a version that it has waited for concerns it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+
+from flashwarp._waiting import STEP_MAX_S, Waited
+from flashwarp.checkpoint.buffer import Window
+from flashwarp.checkpoint.futures import Saved
+from flashwarp.checkpoint.hints import Hint, RestoreQueue
+from flashwarp.checkpoint.life import Event, Fact
+from flashwarp.checkpoint.mover import Mover
+from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
+from flashwarp.checkpoint.settings import Settings
+from flashwarp.checkpoint.tier import Entry, Key, Tier
+from flashwarp.errors import ClosedError, ForkError, WaitTimeout
+
+__all__ = ["Core", "hint_key"]
+
+_log = logging.getLogger(__name__)
+
+
+class Core:
+    """The shared state of one checkpointer.
+
+    Attributes
+    ----------
+    changed : threading.Condition
+        The lock of everything here, notified after each change.
+    tiers : list of Tier
+        The caches, fastest first.
+    """
+
+    def __init__(self, settings: Settings, mover: Mover) -> None:
+        self.settings = settings
+        self.mover = mover
+        self.changed = threading.Condition()
+        self.tiers: list[Tier] = []
+        self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
+        self.interval = RestoreInterval()
+        self.counts: Counter[str] = Counter()
+        self.entries: dict[Key, Entry] = {}
+        # Versions known to be in the directory, by name; filled when a name is first used.
+        self.listed: dict[str, set[int]] = {}
+        self.futures: dict[Entry, Saved] = {}
+        # Flushes that wait, by the name of the tier they leave; "remote": those to the remote.
+        self.queues: dict[str, deque[Entry]] = {"gpu": deque(), "host": deque(), "remote": deque()}
+        # Work in progress of background threads, by version: a discarded one must end first.
+        self.busy: Counter[Entry] = Counter()
+        self.retries: dict[tuple[str, Entry], tuple[int, float]] = {}
+        self.to_storage = Backlog(mover.links["to storage"])
+        # Versions whose manifests could not be read; restarts try again.
+        self.unreadable: set[Key] = set()
+        self.remote_failures: dict[Entry, BaseException] = {}
+        self.broken: BaseException | None = None
+        """What has ended a background thread: a bug, or no memory."""
+        self.started = False
+        self.closing = False
+        self.closed = False
+        self._pid = os.getpid()
+
+    # Waiting.
+
+    def now_ns(self) -> int:
+        """Return the time on the monotonic clock."""
+        return time.monotonic_ns()
+
+    def of_this_process(self) -> bool:
+        """Return whether the threads are of this process: not in a forked child."""
+        return os.getpid() == self._pid
+
+    def locked(self) -> threading.Condition:
+        """Return the lock, for a call of the user's; raises in a forked child.
+
+        There, a thread that does not exist may hold the lock for ever.
+        """
+        if not self.of_this_process():
+            raise ForkError(
+                f"this checkpointer belongs to process {self._pid}: a forked child must open its "
+                "own, with another path or rank"
+            )
+        return self.changed
+
+    def check_usable(self) -> None:
+        """Raise if the checkpointer is closed, or a background thread has failed."""
+        if self.closing:
+            raise ClosedError("the checkpointer was closed")
+        self.check_threads()
+
+    def check_threads(self) -> None:
+        """Raise if a background thread has ended by an error: what it had to do stays undone."""
+        if self.broken is not None:
+            raise RuntimeError(
+                f"a background thread of the checkpointer has failed: {self.broken!r}"
+            ) from self.broken
+
+    def wait_for(
+        self,
+        done: Callable[[], bool],
+        what: Callable[[], str],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Wait, holding the lock, until `done`; raises WaitTimeout, which says `what`."""
+        limit = self.settings.timeout_s if timeout_s is None else timeout_s
+        clock = Waited()
+        while not done():
+            self.check_threads()
+            if clock.look() >= limit:
+                raise WaitTimeout(f"{what()} (limit {limit:g} s)")
+            self.changed.wait(min(STEP_MAX_S, max(limit, 1e-3)))
+
+    # Versions.
+
+    def tier_of(self, entry: Entry) -> Tier | None:
+        """Return the fastest tier that has all bytes of a version."""
+        return next((tier for tier in self.tiers if tier.holds(entry)), None)
+
+    def is_filling(self, entry: Entry) -> bool:
+        """Return whether bytes of a version are on their way into any tier."""
+        return any(tier.filling(entry) for tier in self.tiers)
+
+    def exists(self, key: Key) -> bool:
+        """Return whether a version exists in any tier."""
+        return key in self.entries or key[1] in self.listed.get(key[0], ())
+
+    def versions(self, name: str) -> list[int]:
+        """Return all versions of a name, ascending."""
+        known = {version for found, version in self.entries if found == name}
+        return sorted(known | self.listed.get(name, set()))
+
+    def stored_now(self, entry: Entry) -> None:
+        """Note that a version is durable in the directory."""
+        entry.stored, entry.failure = True, None
+        self.listed.setdefault(entry.key[0], set()).add(entry.key[1])
+        future = self.futures.pop(entry, None)
+        if future is not None and not future.done():
+            future.set_result(entry.key[1])
+
+    def failed_now(self, entry: Entry, error: BaseException) -> None:
+        """Note that a version could not be written; it stays in the caches."""
+        entry.failure = error
+        self.counts["flush_failures"] += 1
+        future = self.futures.get(entry)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def lost(self) -> list[Entry]:
+        """Return versions that only the caches have."""
+        return [each for each in self.entries.values() if not each.stored and not each.discarded]
+
+    # Room.
+
+    def acquire(self, tier: Tier, entry: Entry, event: Event, timeout_s: float = math.inf) -> bool:
+        """Wait for room in a tier, and take it; return False if a slower tier must be used.
+
+        It returns False, too, if the version is discarded or the checkpointer closes meanwhile.
+
+        The wait never depends on a restore, which the waiting thread may be the only one to make.
+        Prefetches into the tier stop meanwhile.
+        """
+        if not tier.fits(entry.nbytes):
+            self.counts["oversized"] += 1
+            return False
+        tier.demands += 1
+        began_ns = self.now_ns()
+        clock = Waited()
+        try:
+            while not entry.discarded and not self.closing:
+                now_ns = self.now_ns()
+                window = tier.choose(entry.nbytes, now_ns)
+                if window is not None and window.wait_ns == 0:
+                    self._take(tier, window, entry, event, now_ns)
+                    self.counts["room_wait_ns"] += now_ns - began_ns
+                    return True
+                if window is None and tier.grown:
+                    return False
+                self.check_threads()
+                if clock.look() >= timeout_s:
+                    raise WaitTimeout(
+                        f"{entry} waited {timeout_s:g} s for {entry.nbytes} bytes in the "
+                        f"{tier.name} cache: {self.describe_tier(tier)}"
+                    )
+                self.changed.wait(STEP_MAX_S)
+            return False
+        finally:
+            tier.demands -= 1
+            self.changed.notify_all()
+
+    def try_acquire(self, tier: Tier, entry: Entry, event: Event, keep_urgency: int) -> bool:
+        """Take room in a tier if there is some now; for prefetches."""
+        now_ns = self.now_ns()
+        window = tier.choose(entry.nbytes, now_ns, keep_urgency=keep_urgency)
+        if window is None or window.wait_ns != 0:
+            return False
+        self._take(tier, window, entry, event, now_ns)
+        return True
+
+    def _take(self, tier: Tier, window: Window, entry: Entry, event: Event, now_ns: int) -> None:
+        tier.take(window, entry, event, now_ns)
+        self.changed.notify_all()
+
+    # Events.
+
+    def apply(self, tier: Tier, entry: Entry, event: Event) -> None:
+        """Apply an event to a version on a tier, and wake who waits."""
+        tier.apply(entry, event, self.now_ns())
+        self.changed.notify_all()
+
+    def apply_if(self, tier: Tier, entry: Entry, event: Event) -> bool:
+        """Apply an event if it is allowed, and return whether it was."""
+        life = tier.life(entry)
+        if life is None or not life.allows(event):
+            return False
+        self.apply(tier, entry, event)
+        return True
+
+    def pin(self, tier: Tier, entry: Entry) -> None:
+        """Pin a version for a hint, unless it is pinned."""
+        life = tier.life(entry)
+        if life is not None and Fact.PINNED not in life.facts and life.allows(Event.PIN):
+            self.apply(tier, entry, Event.PIN)
+
+    def filled(self, tier: Tier, entry: Entry) -> None:
+        """Note that a new version is on a tier, and queue its flush."""
+        self.apply(tier, entry, Event.FILLED)
+        if entry in tier.lives:
+            self.queue_flush(tier, entry)
+
+    def queue_flush(self, tier: Tier, entry: Entry) -> None:
+        """Queue the flush of a version from a tier."""
+        self.queues[tier.name].append(entry)
+        tier.backlog.add(entry, entry.nbytes)
+        tier.refresh_flushes(self.now_ns())
+        self.changed.notify_all()
+
+    def refresh(self, key: Key) -> None:
+        """Tell the tiers about a hint for a version, or its end."""
+        entry = self.entries.get(key)
+        for tier in self.tiers:
+            if entry is not None and entry in tier.lives:
+                tier.refresh(entry, self.now_ns())
+        self.changed.notify_all()
+
+    def give_up_hint(self, key: Key) -> None:
+        """Unpin a version whose hint restores have passed by."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            for tier in self.tiers:
+                self.apply_if(tier, entry, Event.UNPIN)
+            self.refresh(key)
+
+    def retire(self, entry: Entry) -> None:
+        """Discard a version in all tiers; copies in progress end first."""
+        entry.discarded = True
+        if self.entries.get(entry.key) is entry:
+            del self.entries[entry.key]
+        self.listed.get(entry.key[0], set()).discard(entry.key[1])
+        self.hints.drop(entry.key)
+        for tier in self.tiers:
+            if entry in tier.lives:
+                self.apply(tier, entry, Event.DISCARD)
+        for key in [key for key in self.retries if key[1] is entry]:
+            del self.retries[key]
+        self.remote_failures.pop(entry, None)
+        self.changed.notify_all()
+
+    def in_use(self, key: Key) -> bool:
+        """Return whether a discarded version of this key is still being copied somewhere."""
+        used = chain(self.busy, *(tier.lives for tier in self.tiers))
+        return any(entry.key == key and entry.discarded for entry in used)
+
+    # Counting.
+
+    def prefetched_ahead(self) -> int:
+        """Return how many of the next versions are in the fastest cache: the prefetch distance."""
+        count = 0
+        for hint in self.lookahead():
+            entry = self.entries.get(hint_key(hint))
+            if entry is None or not self.tiers or not self.tiers[0].holds(entry):
+                break
+            count += 1
+        return count
+
+    def lookahead(self) -> Iterator[Hint]:
+        """Yield the next hints, as many as a prefetch looks at."""
+        return islice(self.hints.upcoming(), self.settings.lookahead)
+
+    def describe_tier(self, tier: Tier) -> str:
+        """Describe what a tier is full of, for an error."""
+        states = Counter(state.value for _, state in tier.states())
+        held = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "nothing"
+        pinned = sum(Fact.PINNED in life.facts for life in tier.lives.values())
+        return (
+            f"it has {tier.table.nbytes} bytes, its largest gap {tier.table.largest_gap_bytes}, "
+            f"and holds {held}; {pinned} pinned by hints"
+        )
+
+
+def hint_key(hint: Hint) -> Key:
+    """Return the version that a hint names."""
+    key = hint.key
+    assert isinstance(key, tuple)
+    return key

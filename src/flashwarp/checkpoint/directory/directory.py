@@ -1,0 +1,411 @@
+"""A directory of checkpoints: which versions there are, and how one is written, read and removed.
+
+The order of versions is that of their numbers; no clock is read. One process at a time writes a
+rank; the kernel ends its lock when it dies. Any process reads any rank at any time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flashwarp import endings
+from flashwarp.checkpoint.directory import lock, manifest, names
+from flashwarp.checkpoint.directory.catalog import Catalog
+from flashwarp.checkpoint.directory.local import FileSource
+from flashwarp.checkpoint.directory.writer import (
+    VersionWriter,
+    empty_record,
+    exists,
+    sync_folder,
+)
+from flashwarp.checkpoint.region import Region
+from flashwarp.config import flag, parse_bytes
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    ExistingVersionError,
+    FlashwarpError,
+    ForkError,
+    MissingFileError,
+    MissingVersionError,
+    ReadOnlyError,
+    StorageError,
+)
+from flashwarp.storage import files
+
+__all__ = ["Directory"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Directory(Catalog):
+    """Versions of checkpoints in a folder.
+
+    Parameters
+    ----------
+    path : path-like
+        The folder; made if it does not exist and `writable` is true. Ranks share it.
+    rank : int
+        Which rank writes, and is read by default.
+    writable : bool
+        Lock the rank, remove what crashed writers left, and allow writing. Readers take no lock.
+    chunk_bytes : int or str
+        Bytes that share a checksum, in new versions: a power of two from 4 KiB to 256 MiB.
+    o_direct : bool, optional
+        Transfer past the page cache. Default: if the file system can.
+
+    Raises
+    ------
+    LockedError
+        If another process, or another object in this one, writes this rank here.
+    MissingFileError, PathError
+        If the folder cannot be used.
+
+    Notes
+    -----
+    Thread-safe. All calls block.
+
+    Examples
+    --------
+    >>> from flashwarp.checkpoint.directory import Directory
+    >>> from flashwarp.checkpoint.region import Region
+    >>> with Directory("checkpoints") as directory:
+    ...     with directory.begin("run", 7, [Region("step", "<i8", (2,), 16)]) as writer:
+    ...         writer.write("step", 0, b"flash" + bytes(11))
+    ...         writer.commit()
+    ...     with directory.open("run", directory.latest("run")) as reader:
+    ...         reader.load("step").tobytes()[:5]
+    b'flash'
+    """
+
+    _poll_s = 0.05
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rank: int = 0,
+        *,
+        writable: bool = True,
+        chunk_bytes: int | str = "1 MiB",
+        o_direct: bool | None = None,
+    ) -> None:
+        self.path = Path(files.check_name(path)).absolute()
+        self.rank = names.check_rank(rank)
+        self.writable = flag("writable", writable)
+        self.chunk_bytes = _check_chunk(chunk_bytes)
+        self._o_direct = None if o_direct is None else flag("o_direct", o_direct)
+        self._writers: dict[tuple[str, int], VersionWriter | None] = {}
+        self._guard = threading.Lock()
+        self._closed = False
+        self._process = os.getpid()
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock: lock.RankLock | None = None
+        if self.writable:
+            self._make_folder(self.path)
+            self._lock = lock.RankLock(self.path, self.rank)
+            if self._lock.held:
+                self._remove_leftovers()
+        elif not os.path.isdir(self.path):
+            raise MissingFileError(errno.ENOENT, "no such folder", str(self.path))
+        _open.add(self)
+
+    def begin(
+        self,
+        name: str,
+        version: int,
+        regions: Sequence[Region],
+        *,
+        replace: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> VersionWriter:
+        """Begin to write a version; space for all of it is taken from the disk at once.
+
+        Parameters
+        ----------
+        name : str
+            The checkpoint: 1 to 100 letters, digits, ".", "_" or "-".
+        version : int
+            From 0 to 2^63 - 1. Versions are ordered by it, and may come in any order.
+        regions : sequence of Region
+            What it will hold. All bytes must be written before the commit.
+        replace : bool
+            Replace a version that exists: the commit does so at once, and readers that have the
+            old one open keep it. If False, such a version is refused.
+        metadata : mapping, optional
+            Stored beside the regions as JSON, at most 1 MiB.
+
+        Raises
+        ------
+        ExistingVersionError
+            If the version exists, or is being written.
+        PathError
+            If the disk is full or read-only.
+        ReadOnlyError
+            If the directory was not opened for writing.
+        """
+        self._check_writable()
+        name, version = names.check_name(name), names.check_version(version)
+        replace = flag("replace", replace)
+        kept = manifest.check_metadata(metadata)
+        record = empty_record(name, version, self.rank, regions, self.chunk_bytes, kept)
+        folder = self._folder(name)
+        key = name, version
+        with self._guard:
+            if key in self._writers:
+                raise ExistingVersionError(
+                    errno.EEXIST,
+                    f"version {version} of {name!r} is being written: commit or abort it first",
+                    str(folder),
+                )
+            self._writers[key] = None
+        try:
+            path = folder / names.manifest_name(version)
+            if not replace and os.path.lexists(path):
+                raise exists(name, version, str(path))
+            self._make_folder(folder)
+            writer = VersionWriter(
+                folder,
+                record,
+                replace=replace,
+                o_direct=self._o_direct,
+                run=self._run,
+                ended=self._writer_ended,
+            )
+        except BaseException:
+            with self._guard:
+                del self._writers[key]
+            self._release_if_idle()
+            raise
+        with self._guard:
+            self._writers[key] = writer
+            closed = self._closed
+        if closed:
+            writer.abort()
+            self._check_open()
+        return writer
+
+    def discard(self, name: str, version: int) -> None:
+        """Remove a version of this rank; raises MissingVersionError if there is none.
+
+        It is gone for good when the call returns. Readers that have it open keep it.
+        """
+        if not self.discard_all(name, [version]):
+            raise MissingVersionError(
+                f"{self.path} has no version {version} of {name!r} to discard"
+            )
+
+    def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
+        """Remove several versions of this rank; return those that were there."""
+        self._check_writable()
+        folder = self._folder(name)
+        removed = []
+        for version in map(names.check_version, versions):
+            try:
+                (folder / names.manifest_name(version)).unlink()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise files.write_error(error, str(folder / "")) from error
+            removed.append(version)
+        if removed:
+            # The manifests must be gone before the data: a crash leaves no version without data.
+            sync_folder(folder)
+            self._remove_data(folder, set(removed))
+        return removed
+
+    def close(self) -> None:
+        """Abort what is being written and release the lock. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._process:
+            return
+        _open.discard(self)
+        for writer in list(self._writers.values()):
+            if writer is not None:
+                writer.abort()
+        self._release_if_idle()
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _release_if_idle(self) -> None:
+        """Give up the lock: not before every commit has ended, or its data would be a leftover."""
+        with self._guard:
+            if self._closed and not self._writers and self._lock is not None:
+                self._lock.release()
+
+    # Inside.
+
+    def _folder(self, name: str) -> Path:
+        return self.path.joinpath(*self._folders(name, None))
+
+    def _listed(self, *folders: str) -> list[str]:
+        return _listed(self.path.joinpath(*folders))
+
+    def _stamp(self, *folders: str) -> object:
+        folder = self.path.joinpath(*folders)
+        try:
+            status = os.stat(folder)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise files.path_error(error, str(folder), writable=False) from error
+        return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
+
+    def _read(self, *parts: str) -> tuple[str, bytes]:
+        path = str(self.path.joinpath(*parts))
+        try:
+            with files.open_for_reading(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                return path, file.read(min(size, manifest.MANIFEST_BYTES_MAX) + 1)
+        except FlashwarpError:
+            raise
+        except OSError as error:
+            why = f"read: {error.strerror}"
+            raise StorageError(error.errno or errno.EIO, why, path) from error
+
+    def _source(self, nbytes: int, *parts: str) -> FileSource:
+        return FileSource(self.path.joinpath(*parts), nbytes, self._o_direct)
+
+    def _run(self, act: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function in another thread; in this one if the interpreter is ending."""
+        with self._guard:
+            if self._pool is None and not self._closed:
+                self._pool = ThreadPoolExecutor(_THREADS, "flashwarp-checkpoint")
+        try:
+            if self._pool is not None:
+                return self._pool.submit(act, *arguments)
+        except RuntimeError:
+            pass
+        done: Future[T] = Future()
+        try:
+            done.set_result(act(*arguments))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+    def _writer_ended(self, writer: VersionWriter) -> None:
+        if writer.committed and writer.replaces:
+            try:
+                self._remove_data(self._folder(writer.name), {writer.version})
+            except FlashwarpError as error:  # the version is committed, whatever is left over
+                _log.warning("the old data of version %d is left over: %s", writer.version, error)
+        with self._guard:
+            self._writers.pop((writer.name, writer.version), None)
+        self._release_if_idle()
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and what lies above it, durably."""
+        if os.path.isdir(folder):
+            return
+        self._make_folder(folder.parent)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise files.write_error(error, str(folder)) from error
+        sync_folder(folder.parent)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what writers of this rank left that were killed. The lock is held."""
+        for name in self.names():
+            folder = self._folder(name)
+            found = _listed(folder)
+            for each in found:
+                if each.startswith(_DRAFT):
+                    _remove(folder / each)
+            committed = set(names.versions_among(found))
+            data = [v for v in map(names.data_version, found) if v is not None]
+            self._remove_data(folder, {v for v in data if v not in committed or data.count(v) > 1})
+
+    def _remove_data(self, folder: Path, versions: set[int]) -> None:
+        """Remove the data files of versions, except those that a manifest names."""
+        if not versions:
+            return
+        with self._guard:
+            writers = [each for each in self._writers.values() if each is not None]
+        written = {each.data for each in writers if not each.committed}
+        kept: dict[int, str | None] = {}
+        for each in _listed(folder):
+            version = names.data_version(each)
+            if version is None or version not in versions or each in written:
+                continue
+            if version not in kept:
+                kept[version] = self._data_of(folder, version)
+            if kept[version] not in (each, _UNKNOWN):
+                _remove(folder / each)
+
+    def _data_of(self, folder: Path, version: int) -> str | None:
+        """Return the data file that a manifest names; None without one."""
+        try:
+            return self._manifest(folder.parent.name, version, None)[1].data
+        except MissingVersionError:
+            return None
+        except FlashwarpError:
+            return _UNKNOWN
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise ForkError(f"{self!r} was opened before fork(): open it again here")
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self.writable:
+            raise ReadOnlyError(f"{self!r} was opened with writable=False")
+
+    def __repr__(self) -> str:
+        return f"Directory({str(self.path)!r}, rank={self.rank})"
+
+
+_open: weakref.WeakSet[Directory] = weakref.WeakSet()
+
+
+@endings.at_exit
+def _close_all() -> None:
+    for each in list(_open):
+        each.close()
+
+
+_THREADS = 4
+"""They compute checksums while callers write, and read parts of large reads: mostly they wait."""
+
+_DRAFT = ".flashwarp-"
+_UNKNOWN = ""
+"""In place of a data file's name: the manifest cannot be read, so nobody knows."""
+
+
+def _check_chunk(chunk_bytes: int | str) -> int:
+    found = parse_bytes(chunk_bytes, "chunk_bytes")
+    low, high = manifest.CHUNK_BYTES_MIN, manifest.CHUNK_BYTES_MAX
+    if not low <= found <= high or found & (found - 1):
+        raise ArgumentError(
+            f"chunk_bytes={chunk_bytes!r} is no power of two between {low} and {high}"
+        )
+    return found
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise files.path_error(error, str(folder), writable=False) from error
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        _log.warning("%s is left over and cannot be removed: %s", path, error)

@@ -1,0 +1,90 @@
+"""Names of checkpoints, and of the files of their versions; the same on disks and remote stores.
+
+A version of a rank has two files, ``NAME/rank-RRRRR/VVVVVVVVVVVVVVVVVVV.manifest`` and
+``...-ID.data``. Names that flashwarp did not give are ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from flashwarp.config import SIZE_MAX, integer
+from flashwarp.errors import ArgumentError
+
+__all__ = [
+    "DATA",
+    "RANK_MAX",
+    "check_name",
+    "check_rank",
+    "check_version",
+    "data_name",
+    "data_version",
+    "manifest_name",
+    "rank_folder",
+    "rank_of",
+    "versions_among",
+]
+
+RANK_MAX = 99_999
+_VERSION_DIGITS = 19  # of 2^63 - 1
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RANK = re.compile(r"rank-([0-9]{5})")
+_MANIFEST = re.compile(r"([0-9]{19})\.manifest")
+DATA = re.compile(r"([0-9]{19})-[0-9a-f]{16}\.data")
+"""Names of data files."""
+
+
+def check_name(name: object) -> str:
+    """Return the name of a checkpoint, which names a folder too; raises ArgumentError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        shown = repr(name)[:120]
+        raise ArgumentError(
+            f"the name {shown} of a checkpoint is not 1 to 100 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+def check_version(version: object) -> int:
+    """Return the number of a version; raises ArgumentError."""
+    return integer("version", version, 0, SIZE_MAX)
+
+
+def check_rank(rank: object) -> int:
+    """Return a rank; raises ArgumentError."""
+    return integer("rank", rank, 0, RANK_MAX)
+
+
+def rank_folder(rank: int) -> str:
+    """Return the folder of a rank below that of the name."""
+    return f"rank-{rank:05d}"
+
+
+def rank_of(folder: str) -> int | None:
+    """Return the rank whose folder it is, or None."""
+    match = _RANK.fullmatch(folder)
+    return int(match[1]) if match else None
+
+
+def manifest_name(version: int) -> str:
+    """Return the name of the manifest of a version."""
+    return f"{version:0{_VERSION_DIGITS}d}.manifest"
+
+
+def data_name(version: int, number: int) -> str:
+    """Return the name of a data file; `number` of 64 bits tells apart those of one version."""
+    return f"{version:0{_VERSION_DIGITS}d}-{number:016x}.data"
+
+
+def data_version(name: str) -> int | None:
+    """Return the version that a data file belongs to, or None for another file."""
+    match = DATA.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def versions_among(names: Iterable[str]) -> list[int]:
+    """Return the versions whose manifests are among the names of files, ascending."""
+    matches = map(_MANIFEST.fullmatch, names)
+    return sorted(v for match in matches if match and (v := int(match[1])) <= SIZE_MAX)

@@ -1,0 +1,284 @@
+"""Flushes: from each cache to the next slower tier, in the order of the checkpoints.
+
+A flush from the GPU cache goes to the host cache, or straight to storage if the host cache cannot
+take the version without a restore. A version whose flush fails stays where it is, which costs
+room and loses nothing; the flush is tried again later.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flashwarp.checkpoint.core import Core
+from flashwarp.checkpoint.life import Event, Fact
+from flashwarp.checkpoint.tier import Entry, Tier
+from flashwarp.errors import FlashwarpError, MissingVersionError
+
+__all__ = ["Flusher", "Uploader", "write_version"]
+
+_log = logging.getLogger(__name__)
+
+_RETRY_MAX_S = 60.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Flusher:
+    """The jobs of the thread that flushes one tier.
+
+    Parameters
+    ----------
+    core : Core
+        The checkpointer's state.
+    tier : Tier
+        The cache that is flushed.
+    below : Tier or None
+        The next slower cache.
+    directory : Directory
+        Storage.
+    """
+
+    def __init__(self, core: Core, tier: Tier, below: Tier | None, directory: Any) -> None:
+        self._core = core
+        self._tier = tier
+        self._below = below
+        self._directory = directory
+
+    def next_job(self) -> Callable[[], None] | None:
+        """Return the next flush; called under the lock."""
+        core, tier = self._core, self._tier
+        if core.closing:
+            return None
+        queue_due_retries(core, tier.name)
+        queue = core.queues[tier.name]
+        while queue:
+            entry = queue.popleft()
+            life = tier.life(entry)
+            if life is None or not life.allows(Event.FLUSH):
+                tier.backlog.remove(entry)
+                continue
+            core.busy[entry] += 1
+            core.apply(tier, entry, Event.FLUSH)
+            return partial(self._flush, entry)
+        return None
+
+    def _flush(self, entry: Entry) -> None:
+        core, tier = self._core, self._tier
+        error: BaseException | None = None
+        done = False
+        began_ns = core.now_ns()
+        try:
+            done = self._to_below(entry) or self._to_storage(entry)
+        except (FlashwarpError, OSError, MemoryError) as failure:
+            error = failure
+        with core.changed:
+            tier.backlog.remove(entry)
+            core.apply(tier, entry, Event.FLUSHED if done else Event.FLUSH_FAILED)
+            release(core, entry)
+            if error is not None and not entry.discarded:
+                note_failure(core, tier.name, entry, error)
+                entry.failed_ns = began_ns
+            tier.refresh_flushes(core.now_ns())
+            core.counts[f"flushes_{tier.name}"] += done
+
+    def _to_below(self, entry: Entry) -> bool:
+        core, below = self._core, self._below
+        if below is None:
+            return False
+        with core.changed:
+            # Without a limit: what ends the wait is a flush of the tier below, which has its own.
+            if below.life(entry) is not None or not core.acquire(below, entry, Event.WRITE):
+                core.counts["host_bypassed"] += not entry.discarded
+                return False
+        try:
+            done = core.mover.move(self._tier, below, entry, partial(wanted, core, entry))
+        except BaseException:
+            with core.changed:
+                core.apply(below, entry, Event.FILL_FAILED)
+            raise
+        with core.changed:
+            if done:
+                core.filled(below, entry)
+            else:
+                core.apply(below, entry, Event.FILL_FAILED)
+        return done
+
+    def _to_storage(self, entry: Entry) -> bool:
+        if not wanted(self._core, entry):
+            return False
+        store = partial(self._core.mover.store_block, self._tier, entry)
+        return write_version(self._core, self._directory, entry, store)
+
+
+class Uploader:
+    """The jobs of the thread that copies stored versions to the remote store."""
+
+    def __init__(self, core: Core, directory: Any, remote: Any) -> None:
+        self._core = core
+        self._directory = directory
+        self._remote = remote
+
+    def next_job(self) -> Callable[[], None] | None:
+        """Return the next upload; called under the lock."""
+        core = self._core
+        if core.closing:
+            return None
+        queue_due_retries(core, "remote")
+        queue = core.queues["remote"]
+        while queue:
+            entry = queue.popleft()
+            if entry.stored and not entry.remote and not entry.discarded:
+                core.busy[entry] += 1
+                return partial(self._upload, entry)
+        return None
+
+    def _upload(self, entry: Entry) -> None:
+        core = self._core
+        error: BaseException | None = None
+        done = False
+        try:
+            done = self._copy(entry)
+        except (FlashwarpError, OSError, MemoryError) as failure:
+            error = failure
+        with core.changed:
+            release(core, entry)
+            if done:
+                entry.remote = True
+                core.remote_failures.pop(entry, None)
+                core.counts["uploads"] += 1
+            elif error is not None and not entry.discarded:
+                core.remote_failures[entry] = error
+                retry_later(core, "remote", entry)
+                _log.warning("%s is not in the remote store, and tried again: %s", entry, error)
+            core.changed.notify_all()
+
+    def _copy(self, entry: Entry) -> bool:
+        name, version = entry.key
+        with self._directory.open(name, version) as reader:
+            upload = getattr(self._remote, "upload", None)
+            if upload is not None:
+                upload(reader)
+                done = True
+            else:
+                done = self._copy_to_folder(entry, reader)
+        if done and entry.discarded:
+            forget_stored(self._remote, name, version)
+        return done
+
+    def _copy_to_folder(self, entry: Entry, reader: Any) -> bool:
+        # A version of an earlier run may be there; a flush never leaves a part of one.
+        writer = self._remote.begin(*entry.key, entry.regions, replace=True)
+        try:
+            done = self._core.mover.copy_stored(entry, reader, writer, lambda: not entry.discarded)
+            if done:
+                writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+        if not done:
+            writer.abort()
+        return done
+
+
+def write_version(
+    core: Core, directory: Any, entry: Entry, store: Callable[[Any, Callable[[], bool]], bool]
+) -> bool:
+    """Write a version to the directory, and commit it; return False if it was discarded."""
+    name, version = entry.key
+    writer = directory.begin(name, version, entry.regions)
+    try:
+        done = store(writer, partial(wanted, core, entry))
+        if done:
+            writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    if not done:
+        writer.abort()
+        return False
+    with core.changed:
+        discarded = entry.discarded
+        if not discarded:
+            core.stored_now(entry)
+            core.counts["stored_bytes"] += entry.data_bytes
+            core.queues["remote"].append(entry)
+        core.changed.notify_all()
+    if discarded:
+        forget_stored(directory, name, version)
+    return not discarded
+
+
+def wanted(core: Core, entry: Entry) -> bool:
+    """Return whether the copies of a version still have to be made."""
+    return not entry.discarded and not core.closing
+
+
+def forget_stored(directory: Any, name: str, version: int) -> None:
+    """Remove a version from a store that may not have it."""
+    try:
+        directory.discard(name, version)
+    except MissingVersionError:
+        return
+
+
+def release(core: Core, entry: Entry) -> None:
+    """End the work of a background thread on a version; called under the lock."""
+    core.busy[entry] -= 1
+    if core.busy[entry] <= 0:
+        del core.busy[entry]
+    core.changed.notify_all()
+
+
+def note_failure(core: Core, queue: str, entry: Entry, error: BaseException) -> None:
+    """Keep a failed flush for its future and for another try; called under the lock."""
+    full = getattr(error, "errno", None) in _FULL
+    first = entry.failure is None
+    core.failed_now(entry, error)
+    retry_later(core, queue, entry)
+    if first:
+        _log.warning(
+            "%s could not be written and stays in the caches; %s: %s",
+            entry,
+            "the disk is full, and the run goes on from the upper tiers" if full else "tried again",
+            error,
+        )
+
+
+def retry_later(core: Core, queue: str, entry: Entry) -> None:
+    """Try a failed flush again after a while, each time after twice the time."""
+    _, delay_s = core.retries.get((queue, entry), (0, core.settings.retry_s / 2))
+    delay_s = min(delay_s * 2, max(_RETRY_MAX_S, core.settings.retry_s))
+    core.retries[queue, entry] = core.now_ns() + int(delay_s * 1e9), delay_s
+
+
+def retry_now(core: Core, *, failed_before_ns: int | None = None) -> None:
+    """Make failed flushes due, or those that began before a time; called under the lock."""
+    for (queue, entry), (_, delay_s) in list(core.retries.items()):
+        if failed_before_ns is None or entry.failed_ns < failed_before_ns:
+            core.retries[queue, entry] = 0, delay_s
+    core.changed.notify_all()
+
+
+def queue_due_retries(core: Core, queue: str) -> None:
+    """Queue the failed flushes whose time has come; called under the lock."""
+    now_ns = core.now_ns()
+    for (name, entry), (due_ns, delay_s) in list(core.retries.items()):
+        if name != queue or due_ns > now_ns:
+            continue
+        waiting = core.queues[queue]
+        if entry in waiting:
+            continue
+        # Not due again before it was tried: the outcome sets or removes it.
+        core.retries[name, entry] = now_ns + (1 << 62), delay_s
+        tier = next((each for each in core.tiers if each.name == queue), None)
+        if tier is None:
+            waiting.append(entry)
+            continue
+        life = tier.life(entry)
+        if life is None or Fact.DURABLE_BELOW in life.facts:
+            del core.retries[name, entry]
+        else:
+            core.queue_flush(tier, entry)

@@ -1,0 +1,409 @@
+"""Moves the bytes of versions: between the user's memory, cache tiers, and storage.
+
+Host memory is copied by the calling thread, GPU memory by the copy engine on its own streams.
+Memory that storage cannot read, or that the copy engine cannot reach, goes through a ring of pinned
+buffers with a fixed budget. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flashwarp import endings
+from flashwarp.checkpoint.capture import Bytes
+from flashwarp.checkpoint.region import Region
+from flashwarp.checkpoint.tier import Entry, Tier
+from flashwarp.device import Device
+from flashwarp.errors import ClosedError
+from flashwarp.transfer import LinkBandwidth
+
+if TYPE_CHECKING:
+    from flashwarp.transfer import CopyEngine, StagingRing, Ticket
+
+__all__ = ["LINKS", "Mover", "Pending", "Reader", "Writer"]
+
+LINKS = ("within", "down", "up", "to storage", "from storage", "to remote")
+"""Links whose bandwidth is measured: inside the device or host memory, from the GPU cache to the
+host, back, and those of storage."""
+
+_PIECE_BYTES = 16 << 20
+"""Largest piece between two looks at whether a copy is still wanted."""
+
+_LINK_BYTES_MIN = 64 << 10
+"""Smaller copies say more about the latency of a link than about its bandwidth."""
+
+
+class Writer(Protocol):
+    """What takes the bytes of a new version; `directory.VersionWriter` is one."""
+
+    def write(self, region: Region, offset: int, buffer: Any) -> None:
+        """Store bytes of a region; blocks."""
+
+
+class Reader(Protocol):
+    """What gives the bytes of a stored version; `directory.VersionReader` is one."""
+
+    def read_into(self, region: Region, offset: int, buffer: Any) -> None:
+        """Read and verify bytes of a region; blocks."""
+
+
+class Pending:
+    """Copies that are queued on a GPU, or nothing to wait for."""
+
+    def __init__(self, tickets: list[Ticket] | None = None) -> None:
+        self._tickets = tickets or []
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until all are over; raises what failed, or DeviceTimeout."""
+        for ticket in self._tickets:
+            ticket.wait(timeout_s)
+
+    def before(self, stream: object) -> None:
+        """Make later work on a stream wait for them."""
+        for ticket in self._tickets:
+            ticket.before(stream)
+
+    def __bool__(self) -> bool:
+        return bool(self._tickets)
+
+
+def host_view(address: int, nbytes: int) -> memoryview:
+    """View host memory as writable bytes; whoever owns it must live longer."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def pieces(nbytes: int, most: int = _PIECE_BYTES) -> Iterator[tuple[int, int]]:
+    """Cut bytes into pieces: offsets and sizes."""
+    for offset in range(0, nbytes, most):
+        yield offset, min(most, nbytes - offset)
+
+
+class Mover(endings.Closing):
+    """Copies of one checkpointer. Any thread may call.
+
+    Parameters
+    ----------
+    device : Device
+        The checkpointer's.
+    staging_bytes : int
+        Budget of pinned staging memory; used on GPUs alone.
+    timeout_s : float
+        Limit of each wait for a copy or a staging buffer.
+    """
+
+    def __init__(self, device: Device, staging_bytes: int, timeout_s: float) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        self.links = {name: LinkBandwidth(name) for name in LINKS}
+        self.engine: CopyEngine | None = None
+        self._staging: StagingRing | None = None
+        self._seams: list[tuple[int, int, int]] = []
+        if device.kind == "cuda":
+            from flashwarp.transfer import CopyEngine, Direction, StagingRing
+
+            self.engine = CopyEngine(device)
+            buffer_bytes = min(_PIECE_BYTES, staging_bytes // 2)
+            self._staging = StagingRing(device, staging_bytes, buffer_bytes)
+            self._directions = {
+                "within": Direction.WITHIN,
+                "down": Direction.TO_HOST,
+                "up": Direction.TO_DEVICE,
+            }
+            for name, direction in self._directions.items():
+                self.links[name] = self.engine.bandwidth[direction]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of staging memory that are allocated now."""
+        return 0 if self._staging is None else self._staging.allocated_bytes
+
+    # Between the user's memory and a tier.
+
+    def capture(self, sources: list[Bytes], tier: Tier, entry: Entry) -> Pending:
+        """Copy a user's arrays into a version's block, in the order of the user's streams."""
+        base = tier.block(entry)
+        tickets: list[Ticket] = []
+        for source in sources:
+            target = base + entry.offsets[source.region.name]
+            nbytes = source.region.nbytes
+            if source.on_device:
+                tickets += self._copies(target, source.address, nbytes, source.stream)
+            else:
+                self._host_to_tier(target, source.address, nbytes, tier.on_host)
+        return Pending(tickets)
+
+    def deliver(self, tier: Tier, entry: Entry, targets: list[Bytes]) -> Pending:
+        """Copy regions of a version's block into a user's arrays."""
+        base = tier.block(entry)
+        tickets: list[Ticket] = []
+        for target in targets:
+            source = base + entry.offsets[target.region.name]
+            nbytes = target.region.nbytes
+            if target.on_device:
+                tickets += self._copies(target.address, source, nbytes, target.stream)
+            else:
+                self._tier_to_host(target.address, source, nbytes, tier.on_host)
+        return Pending(tickets)
+
+    # Between tiers.
+
+    def move(self, source: Tier, target: Tier, entry: Entry, wanted: Callable[[], bool]) -> bool:
+        """Copy a block between tiers; return False if it was given up because it is not wanted."""
+        link = "up" if source.on_host and not target.on_host else "down"
+        if source.on_host == target.on_host:
+            # On the CPU device both are host memory; the link is known by the order of the tiers.
+            link = "down" if source.name == "gpu" else "up"
+        from_block, to_block = source.block(entry), target.block(entry)
+        for offset, size in pieces(entry.nbytes):
+            if not wanted():
+                return False
+            self._between(to_block + offset, from_block + offset, size, link)
+        return True
+
+    def _between(self, target: int, source: int, nbytes: int, link: str) -> None:
+        began_ns = time.monotonic_ns()
+        if self.engine is None:
+            self._host_copy(target, source, nbytes)
+            self.moved(link, nbytes, began_ns)
+        else:
+            for ticket in self._copies(target, source, nbytes, ()):
+                ticket.wait(self.timeout_s)
+
+    # Between memory and storage.
+
+    def store_block(
+        self, tier: Tier, entry: Entry, writer: Writer, wanted: Callable[[], bool]
+    ) -> bool:
+        """Write a block to storage; return False if it was given up because it is not wanted."""
+        base = tier.block(entry)
+        for region in entry.regions:
+            address = base + entry.offsets[region.name]
+            if not self._store(region, address, tier.on_host, (), writer, wanted):
+                return False
+        return True
+
+    def store_arrays(self, sources: list[Bytes], writer: Writer) -> None:
+        """Write a user's arrays to storage."""
+        for source in sources:
+            self._store(
+                source.region,
+                source.address,
+                not source.on_device,
+                source.stream,
+                writer,
+                lambda: True,
+            )
+
+    def _store(
+        self,
+        region: Region,
+        address: int,
+        on_host: bool,
+        after: object,
+        writer: Writer,
+        wanted: Callable[[], bool],
+    ) -> bool:
+        cut = self._host_pieces if on_host else self._staged_pieces
+        for offset, view in cut(address, region.nbytes, after):
+            if not wanted():
+                return False
+            began_ns = time.monotonic_ns()
+            writer.write(region, offset, view)
+            self.moved("to storage", len(view), began_ns)
+        return True
+
+    def load_block(
+        self, tier: Tier, entry: Entry, reader: Reader, wanted: Callable[[], bool]
+    ) -> bool:
+        """Read a version from storage into its block; returns as `store_block`."""
+        base = tier.block(entry)
+        for region in entry.regions:
+            address = base + entry.offsets[region.name]
+            if not self._load(region, address, tier.on_host, (), reader, wanted):
+                return False
+        return True
+
+    def load_arrays(self, reader: Reader, targets: list[Bytes]) -> None:
+        """Read regions from storage into a user's arrays."""
+        for target in targets:
+            self._load(
+                target.region,
+                target.address,
+                not target.on_device,
+                target.stream,
+                reader,
+                lambda: True,
+            )
+
+    def _load(
+        self,
+        region: Region,
+        address: int,
+        on_host: bool,
+        after: object,
+        reader: Reader,
+        wanted: Callable[[], bool],
+    ) -> bool:
+        for offset, size in pieces(region.nbytes, self._piece_bytes(on_host)):
+            if not wanted():
+                return False
+            began_ns = time.monotonic_ns()
+            if on_host:
+                reader.read_into(region, offset, host_view(address + offset, size))
+                self.moved("from storage", size, began_ns)
+                continue
+            assert self._staging is not None
+            with _Lent(self._staging, self.timeout_s) as buffer:
+                reader.read_into(region, offset, host_view(buffer.address, size))
+                self.moved("from storage", size, began_ns)
+                for ticket in self._copies(address + offset, buffer, size, after):
+                    ticket.wait(self.timeout_s)
+        return True
+
+    def copy_stored(
+        self, entry: Entry, reader: Reader, writer: Writer, wanted: Callable[[], bool]
+    ) -> bool:
+        """Copy a stored version to another store; returns as `store_block`."""
+        scratch = bytearray(min(_PIECE_BYTES, max(each.nbytes for each in entry.regions) or 1))
+        for region in entry.regions:
+            for offset, size in pieces(region.nbytes):
+                if not wanted():
+                    return False
+                view = memoryview(scratch)[:size]
+                began_ns = time.monotonic_ns()
+                reader.read_into(region, offset, view)
+                writer.write(region, offset, view)
+                self.moved("to remote", size, began_ns)
+        return True
+
+    # The ways that bytes go.
+
+    def moved(self, link: str, nbytes: int, began_ns: int) -> None:
+        """Measure a link by a transfer that was made. On GPUs the copy engine measures its own."""
+        if nbytes >= _LINK_BYTES_MIN:
+            self.links[link].record(nbytes, time.monotonic_ns() - began_ns)
+
+    def _host_copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    def note_seams(self, address: int, nbytes: int, piece_bytes: int) -> None:
+        """Note memory that is pinned in pieces: the driver copies across no border of two."""
+        self._seams.append((address, nbytes, piece_bytes))
+
+    def _without_seams(
+        self, target: object, source: object, nbytes: int
+    ) -> Iterator[tuple[int, int]]:
+        """Cut a copy where pinned pieces meet; staging buffers are whole."""
+        cuts = {0, nbytes}
+        for side in (target, source):
+            if not isinstance(side, int):
+                continue
+            for begin, size, piece in self._seams:
+                if begin <= side < begin + size:
+                    first = piece - (side - begin) % piece
+                    cuts.update(range(first, nbytes, piece))
+        marks = sorted(cuts)
+        for offset, end in pairwise(marks):
+            yield offset, end - offset
+
+    def _copies(self, target: object, source: object, nbytes: int, after: object) -> list[Ticket]:
+        if not nbytes:
+            return []
+        if self.engine is None:
+            raise ClosedError("the copy engine was closed")
+        tickets = []
+        for offset, size in self._without_seams(target, source, nbytes):
+            to = target + offset if isinstance(target, int) else target
+            from_ = source + offset if isinstance(source, int) else source
+            tickets.append(self.engine.copy(to, from_, size, after=after))
+        return tickets
+
+    def _host_to_tier(self, target: int, source: int, nbytes: int, on_host: bool) -> None:
+        for offset, size in pieces(nbytes, self._piece_bytes(on_host)):
+            began_ns = time.monotonic_ns()
+            if on_host:
+                self._host_copy(target + offset, source + offset, size)
+                self.moved("within", size, began_ns)
+                continue
+            assert self._staging is not None
+            with _Lent(self._staging, self.timeout_s) as buffer:
+                self._host_copy(buffer.address, source + offset, size)
+                self._copies(target + offset, buffer, size, ())[0].wait(self.timeout_s)
+
+    def _tier_to_host(self, target: int, source: int, nbytes: int, on_host: bool) -> None:
+        if on_host:
+            for offset, size in pieces(nbytes):
+                began_ns = time.monotonic_ns()
+                self._host_copy(target + offset, source + offset, size)
+                self.moved("within", size, began_ns)
+            return
+        for offset, view in self._staged_pieces(source, nbytes, ()):
+            host_view(target + offset, len(view))[:] = view
+
+    def _host_pieces(
+        self,
+        address: int,
+        nbytes: int,
+        after: object,  # noqa: ARG002 - as `_staged_pieces`
+    ) -> Iterator[tuple[int, memoryview]]:
+        for offset, size in pieces(nbytes):
+            yield offset, host_view(address + offset, size)
+
+    def _staged_pieces(
+        self, address: int, nbytes: int, after: object
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield device memory in staging buffers; the next piece is copied while one is used."""
+        assert self._staging is not None
+        ahead: list[tuple[int, int, _Lent, list[Ticket]]] = []
+        try:
+            for offset, size in pieces(nbytes, self._piece_bytes(on_host=False)):
+                lent = _Lent(self._staging, self.timeout_s)
+                ahead.append((offset, size, lent, []))
+                ahead[-1][3].extend(self._copies(lent.buffer, address + offset, size, after))
+                if len(ahead) == 2:
+                    yield from self._arrived(ahead)
+            while ahead:
+                yield from self._arrived(ahead)
+        finally:
+            for _, _, lent, _ in ahead:
+                lent.release()
+
+    def _arrived(
+        self, ahead: list[tuple[int, int, _Lent, list[Ticket]]]
+    ) -> Iterator[tuple[int, memoryview]]:
+        offset, size, lent, tickets = ahead[0]
+        for ticket in tickets:
+            ticket.wait(self.timeout_s)
+        yield offset, host_view(lent.buffer.address, size)
+        ahead.pop(0)
+        lent.release()
+
+    def _piece_bytes(self, on_host: bool) -> int:
+        return _PIECE_BYTES if on_host or self._staging is None else self._staging.buffer_bytes
+
+    def close(self) -> None:
+        """Wait for copies, and free the staging memory. May be called twice."""
+        if self._staging is not None:
+            self._staging.close()
+        if self.engine is not None:
+            self.engine.close(self.timeout_s)
+
+
+class _Lent:
+    """A staging buffer that is given back at the end of a ``with`` statement."""
+
+    def __init__(self, ring: StagingRing, timeout_s: float) -> None:
+        self.buffer = ring.acquire(timeout_s)
+
+    def release(self) -> None:
+        self.buffer.release()
+
+    def __enter__(self) -> Any:
+        return self.buffer
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()

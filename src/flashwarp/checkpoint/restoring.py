@@ -1,0 +1,88 @@
+"""Restores: from the fastest place that has a version, straight into the user's arrays.
+
+A restore needs no room in any cache, so it waits for nobody but a copy that brings its version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashwarp.checkpoint.capture import Bytes
+from flashwarp.checkpoint.core import Core
+from flashwarp.checkpoint.life import Event
+from flashwarp.checkpoint.mover import Pending
+from flashwarp.checkpoint.tier import Entry, Tier
+from flashwarp.errors import MissingVersionError
+
+__all__ = ["Restorer"]
+
+
+class Restorer:
+    """Restores of one checkpointer.
+
+    Parameters
+    ----------
+    core : Core
+        The checkpointer's state.
+    directory : Directory
+        Storage.
+    """
+
+    def __init__(self, core: Core, directory: Any) -> None:
+        self._core = core
+        self._directory = directory
+
+    def note(self, entry: Entry) -> None:
+        """Count a restore that begins, and close its hint; called under the lock."""
+        core = self._core
+        fastest = core.tiers[0] if core.tiers else None
+        ready = fastest is not None and fastest.holds(entry)
+        core.interval.note(core.now_ns())
+        given_up = core.hints.restored(entry.key, ready=ready)
+        core.counts["restarts"] += 1
+        core.counts["prefetch_distance"] += core.prefetched_ahead()
+        if core.settings.restart_prefetches:
+            core.started = True
+        core.refresh(entry.key)
+        for hint in given_up:
+            assert isinstance(hint.key, tuple)
+            core.give_up_hint(hint.key)
+
+    def begin(self, entry: Entry) -> Tier | None:
+        """Choose where to read a version, and begin to; None: storage. Called under the lock."""
+        core = self._core
+        if core.tier_of(entry) is None and core.is_filling(entry):
+            core.wait_for(
+                lambda: core.tier_of(entry) is not None or not core.is_filling(entry),
+                lambda: f"{entry} is still being copied into the caches",
+            )
+        tier = core.tier_of(entry)
+        if tier is not None:
+            core.apply(tier, entry, Event.READ)
+            core.counts[f"restarts_{tier.name}"] += 1
+        elif entry.stored:
+            core.counts["restarts_ssd"] += 1
+        else:
+            raise MissingVersionError(f"{entry} is neither in the caches nor stored")
+        return tier
+
+    def read(self, entry: Entry, tier: Tier | None, targets: list[Bytes]) -> Pending:
+        """Copy regions into the user's arrays, from a tier or from storage."""
+        if tier is not None:
+            return self._core.mover.deliver(tier, entry, targets)
+        name, version = entry.key
+        with self._directory.open(name, version) as reader:
+            self._core.mover.load_arrays(reader, targets)
+        return Pending()
+
+    def end(self, entry: Entry, tier: Tier | None, *, done: bool) -> None:
+        """Note the end of a restore; called under the lock."""
+        core = self._core
+        if tier is not None:
+            core.apply(tier, entry, Event.READ_DONE if done else Event.READ_FAILED)
+        if not done:
+            return
+        entry.unreadable = False
+        for other in core.tiers:
+            if other is not tier:
+                core.apply_if(other, entry, Event.SERVED_ELSEWHERE)

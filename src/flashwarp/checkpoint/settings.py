@@ -1,0 +1,97 @@
+"""Settings of a checkpointer beyond its arguments: one frozen record, with limits and reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashwarp.checkpoint.eviction import policy_of
+from flashwarp.checkpoint.hints import HINTS_MAX, PASSED_MAX
+from flashwarp.config import SIZE_MAX, flag, integer, number, parse_bytes
+from flashwarp.errors import ArgumentError
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a `Checkpointer`; ``config=`` takes one, or a dict with some of the fields.
+
+    Parameters
+    ----------
+    timeout_s : float
+        Limit of each wait, in seconds in which the process ran. 100 GiB at 3 GB/s take 36 s.
+    staging : int or str
+        Budget of pinned memory for transfers between a GPU and storage that pass the host cache by.
+    eviction : str
+        "score", or to compare "lru" or "fifo".
+    discard_consumed : bool
+        Discard each version once it was restored (condition 5 of the paper): its flushes need not
+        end, and its room is free at once. For adjoint runs that read each version once.
+    restart_prefetches : bool
+        Whether the first restart begins prefetching as `prefetch_start` does.
+    lookahead : int
+        Hints that a prefetch looks ahead at most.
+    hints_max, passed_max : int
+        Bounds of the restore queue; see `hints.RestoreQueue`.
+    retry_s : float
+        Seconds after which a failed flush is tried again; doubled each time, up to a minute.
+    read_only : bool
+        Restore versions that another process writes, while it does; `checkpoint` is refused.
+    make_mover : callable, optional
+        Makes what copies bytes; for benchmarks that limit the rates of links.
+    """
+
+    timeout_s: float = 120.0
+    staging: int | str = "128 MiB"
+    eviction: str = "score"
+    discard_consumed: bool = False
+    restart_prefetches: bool = True
+    lookahead: int = 4096
+    hints_max: int = HINTS_MAX
+    passed_max: int = PASSED_MAX
+    retry_s: float = 1.0
+    read_only: bool = False
+    make_mover: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "timeout_s", number("timeout_s", self.timeout_s, 1e-3, 1e6))
+        put(self, "staging", parse_bytes(self.staging, "staging"))
+        integer("staging", self.staging, 8192, SIZE_MAX)
+        policy_of(self.eviction)
+        flag("discard_consumed", self.discard_consumed)
+        flag("restart_prefetches", self.restart_prefetches)
+        flag("read_only", self.read_only)
+        integer("lookahead", self.lookahead, 0, HINTS_MAX)
+        integer("hints_max", self.hints_max, 1, SIZE_MAX)
+        integer("passed_max", self.passed_max, 1, SIZE_MAX)
+        put(self, "retry_s", number("retry_s", self.retry_s, 1e-3, 1e6))
+
+    @staticmethod
+    def of(config: Settings | Mapping[str, object] | None) -> Settings:
+        """Return settings from what a user passes as ``config=``."""
+        if config is None:
+            return Settings()
+        if isinstance(config, Settings):
+            return config
+        if not isinstance(config, Mapping):
+            raise ArgumentError(
+                f"config= is of type {type(config).__name__}: pass a dict or "
+                "flashwarp.checkpoint.Settings"
+            )
+        known = {each.name for each in dataclasses.fields(Settings)}
+        unknown = sorted(str(name) for name in set(config) - known)
+        if unknown:
+            raise ArgumentError(
+                f"config has unknown settings {', '.join(unknown)}; there are "
+                f"{', '.join(sorted(known))}"
+            )
+        return Settings(**config)  # type: ignore[arg-type]
+
+    @property
+    def staging_bytes(self) -> int:
+        """The budget of staging memory."""
+        return parse_bytes(self.staging, "staging")

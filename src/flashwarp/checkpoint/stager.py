@@ -1,0 +1,195 @@
+"""The way of a new version into the fastest place that takes it, and copies that end later.
+
+On the CPU a copy is made by the thread that asks for it. On a GPU it is queued in the order of the
+user's stream, and a thread of the stager notes its end. Overlapped checkpoints are made by that
+thread too, in their order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flashwarp.checkpoint.capture import Bytes
+from flashwarp.checkpoint.core import Core
+from flashwarp.checkpoint.flushing import write_version
+from flashwarp.checkpoint.life import Event
+from flashwarp.checkpoint.mover import Pending, Writer
+from flashwarp.checkpoint.tier import Entry, Tier
+from flashwarp.checkpoint.workers import Worker
+from flashwarp.errors import CheckpointError
+
+__all__ = ["Stager"]
+
+_log = logging.getLogger(__name__)
+
+
+class Stager:
+    """Brings versions into the caches.
+
+    Parameters
+    ----------
+    core : Core
+        The checkpointer's state.
+    directory : Directory
+        Storage, for versions that no cache can take.
+    """
+
+    def __init__(self, core: Core, directory: Any) -> None:
+        self._core = core
+        self._directory = directory
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._under_way = 0
+        self._errors: list[BaseException] = []
+        self._worker = Worker(core, "staging", self._next_job)
+
+    def stage(self, entry: Entry, sources: list[Bytes], *, overlap: bool) -> None:
+        """Bring a version into a cache, or into storage; with `overlap`, return before."""
+        if overlap:
+            self._later(partial(self._stage_later, entry, sources))
+        else:
+            self._stage(entry, sources, ordered=True)
+
+    def settle(
+        self,
+        pending: Pending,
+        targets: list[tuple[Bytes, bool]],
+        end: Callable[[bool], None],
+    ) -> None:
+        """Call `end` when copies into a user's arrays are over, which later work waits for."""
+        if not pending:
+            end(True)
+            return
+        for stream in _streams([target for target, _ in targets]):
+            pending.before(stream)
+        self._later(partial(self._settle, pending, targets, end))
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until nothing is under way; raises the first error that nobody has seen."""
+        core = self._core
+        with core.locked():
+            core.wait_for(
+                lambda: self._under_way == 0,
+                lambda: f"{self._under_way} copies of protected arrays have not ended",
+                timeout_s,
+            )
+            errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
+
+    def stop(self, timeout_s: float) -> list[BaseException]:
+        """End the thread; return errors that nobody has seen."""
+        self._worker.stop()
+        self._worker.join(timeout_s)
+        return self._errors
+
+    # In the thread.
+
+    def _later(self, job: Callable[[], None]) -> None:
+        with self._core.changed:
+            self._under_way += 1
+            self._jobs.append(job)
+            self._core.changed.notify_all()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        return partial(self._run, self._jobs.popleft()) if self._jobs else None
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            _log.warning("a copy of protected arrays failed: %s", error)
+            with self._core.changed:
+                self._errors.append(error)
+        finally:
+            with self._core.changed:
+                self._under_way -= 1
+                self._core.changed.notify_all()
+
+    def _stage_later(self, entry: Entry, sources: list[Bytes]) -> None:
+        try:
+            self._stage(entry, sources, ordered=False)
+        except Exception as error:
+            self._lose(entry, error)
+            raise
+
+    def _lose(self, entry: Entry, error: BaseException) -> None:
+        """Note that a version was never copied out of the user's arrays."""
+        core = self._core
+        with core.changed:
+            core.failed_now(entry, error)
+            future = core.futures.pop(entry, None)
+            if future is not None:
+                future.observed = True  # the next wait raises it
+            core.retire(entry)
+
+    def _settle(self, pending: Pending, held: object, end: Callable[[bool], None]) -> None:
+        del held  # the arrays live until here
+        try:
+            pending.wait(self._core.settings.timeout_s)
+        except BaseException:
+            end(False)
+            raise
+        end(True)
+
+    # Staging.
+
+    def _stage(self, entry: Entry, sources: list[Bytes], *, ordered: bool) -> None:
+        core = self._core
+        tier = self._place(entry)
+        if tier is None:
+            self._store(entry, sources)
+            return
+        try:
+            pending = core.mover.capture(sources, tier, entry)
+            if pending and ordered:
+                for stream in _streams(sources):
+                    pending.before(stream)
+        except BaseException:
+            with core.changed:
+                core.apply(tier, entry, Event.FILL_FAILED)
+            raise
+        end = partial(self._end_stage, tier, entry)
+        if pending and ordered:
+            self._later(partial(self._settle, pending, sources, end))
+        elif pending:
+            self._settle(pending, sources, end)
+        else:
+            end(True)
+
+    def _end_stage(self, tier: Tier, entry: Entry, done: bool) -> None:
+        core = self._core
+        with core.changed:
+            if done:
+                core.filled(tier, entry)
+                return
+            core.apply(tier, entry, Event.FILL_FAILED)
+        self._lose(entry, CheckpointError(f"{entry} was not copied into the {tier.name} cache"))
+
+    def _place(self, entry: Entry) -> Tier | None:
+        core = self._core
+        with core.changed:
+            for tier in core.tiers:
+                if core.acquire(tier, entry, Event.WRITE, core.settings.timeout_s):
+                    return tier
+                core.counts["full_bypassed"] += tier.fits(entry.nbytes)
+        return None
+
+    def _store(self, entry: Entry, sources: list[Bytes]) -> None:
+        """Write a version that no cache can take."""
+
+        def store(writer: Writer, wanted: Callable[[], bool]) -> bool:
+            if wanted():
+                self._core.mover.store_arrays(sources, writer)
+            return wanted()
+
+        if not write_version(self._core, self._directory, entry, store):
+            raise CheckpointError(f"{entry} was discarded while it was written")
+
+
+def _streams(arrays: list[Bytes]) -> list[object]:
+    found = {repr(each.stream): each.stream for each in arrays if each.stream is not None}
+    return list(found.values())

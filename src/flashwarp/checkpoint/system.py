@@ -1,0 +1,257 @@
+"""The parts of a checkpointer, opened in order and closed in reverse: storage, memory, threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flashwarp.checkpoint.buffer import ALIGNMENT
+from flashwarp.checkpoint.core import Core, hint_key
+from flashwarp.checkpoint.directory import Directory
+from flashwarp.checkpoint.eviction import policy_of
+from flashwarp.checkpoint.flushing import Flusher, Uploader
+from flashwarp.checkpoint.memory import GrowingMemory
+from flashwarp.checkpoint.mover import Mover
+from flashwarp.checkpoint.prediction import Backlog
+from flashwarp.checkpoint.prefetching import Prefetcher
+from flashwarp.checkpoint.settings import Settings
+from flashwarp.checkpoint.tier import Entry, Key, Tier
+from flashwarp.checkpoint.workers import Worker
+from flashwarp.device import Device
+from flashwarp.device.memory import DeviceMemory
+from flashwarp.errors import FlashwarpError
+
+__all__ = ["System"]
+
+_log = logging.getLogger(__name__)
+
+_LIST_AGAIN_S = 0.05
+
+
+class System:
+    """Owns the directory, the memory of the tiers and the threads of one checkpointer.
+
+    Parameters
+    ----------
+    path : str
+        Folder of the versions.
+    device : Device
+        Where the arrays are.
+    cache_bytes : tuple of int
+        Of the GPU cache and the host cache; 0: none.
+    remote : path-like, str or None
+        The second store.
+    rank : int
+        Of this process.
+    settings : Settings
+        The rest.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        device: Device,
+        cache_bytes: tuple[int, int],
+        remote: str | os.PathLike[str] | None,
+        rank: int,
+        settings: Settings,
+    ) -> None:
+        self.device = device
+        self._settings = settings
+        # Released in reverse. Each may be called twice.
+        self._closers: list[Callable[[], object]] = []
+        self._workers: list[Worker] = []
+        self._listed_ns: dict[str, int] = {}
+        try:
+            self.directory = Directory(path, rank, writable=not settings.read_only)
+            self._closers.append(self.directory.close)
+            self.remote = self._open_remote(remote, rank)
+            self.mover = self._make_mover()
+            self._closers.append(self.mover.close)
+            self.core = Core(settings, self.mover)
+            self._make_tiers(cache_bytes)
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_mover(self) -> Mover:
+        settings = self._settings
+        if settings.make_mover is not None:
+            make: Callable[..., Mover] = settings.make_mover
+            return make(self.device, settings.staging_bytes, settings.timeout_s)
+        return Mover(self.device, settings.staging_bytes, settings.timeout_s)
+
+    def _open_remote(self, remote: str | os.PathLike[str] | None, rank: int) -> Any:
+        if remote is None:
+            return None
+        text = os.fspath(remote)
+        found: Any
+        if "://" in text:
+            from flashwarp.checkpoint.directory import RemoteDirectory  # needs obstore
+
+            found = RemoteDirectory(text, rank)
+        else:
+            found = Directory(text, rank)
+        self._closers.append(found.close)
+        return found
+
+    # Memory.
+
+    def _make_tiers(self, cache_bytes: tuple[int, int]) -> None:
+        gpu_bytes, host_bytes = (nbytes // ALIGNMENT * ALIGNMENT for nbytes in cache_bytes)
+        core = self.core
+        if gpu_bytes:
+            memory = self.device.allocate(gpu_bytes)
+            self._closers.append(memory.close)
+            core.tiers.append(self._tier("gpu", memory, gpu_bytes, memory.on_host, gpu_bytes))
+        if host_bytes:
+            host = GrowingMemory(self.device, host_bytes)
+            self._closers.append(host.close)
+            self.mover.note_seams(host.address, host_bytes, host.piece_bytes)
+            tier = self._tier("host", host, host_bytes, True, 0)
+            core.tiers.append(tier)
+            self._workers.append(Worker(core, "growing", partial(self._next_growth, [tier], host)))
+
+    def _tier(
+        self,
+        name: str,
+        memory: DeviceMemory | GrowingMemory,
+        nbytes: int,
+        on_host: bool,
+        usable_bytes: int,
+    ) -> Tier:
+        core = self.core
+        return Tier(
+            name,
+            memory.address,
+            nbytes,
+            on_host,
+            policy_of(self._settings.eviction),
+            Backlog(self.mover.links["down" if name == "gpu" else "to storage"]),
+            core.hints.number,
+            usable_bytes,
+        )
+
+    def _next_growth(self, left: list[Tier], memory: GrowingMemory) -> Callable[[], None] | None:
+        return partial(self._grow, left.pop(), memory) if left else None
+
+    def _grow(self, tier: Tier, memory: GrowingMemory) -> None:
+        core = self.core
+        try:
+            for nbytes in memory.grow(lambda: not core.closing):
+                with core.changed:
+                    tier.grow(nbytes)
+                    core.changed.notify_all()
+        except FlashwarpError as error:
+            # What is pinned is enough to run on; the caches are smaller than was asked for.
+            _log.warning(
+                "pinning of the host cache stopped at %d of %d bytes, with which the run goes on: "
+                "%s",
+                tier.table.nbytes,
+                tier.nbytes,
+                error,
+            )
+            with core.changed:
+                tier.nbytes = tier.table.nbytes
+                core.changed.notify_all()
+
+    # Threads.
+
+    def _start(self) -> None:
+        core = self.core
+        # Slower tiers first: what a flush leads to has a thread then.
+        below: Tier | None = None
+        for tier in reversed(core.tiers):
+            flusher = Flusher(core, tier, below, self.directory)
+            prefetcher = Prefetcher(core, tier, below, self.directory)
+            self._workers.append(Worker(core, f"flush-{tier.name}", flusher.next_job))
+            self._workers.append(Worker(core, f"prefetch-{tier.name}", prefetcher.next_job))
+            below = tier
+        self._workers.append(Worker(core, "catalog", self._next_look))
+        if self.remote is not None:
+            uploader = Uploader(core, self.directory, self.remote)
+            self._workers.append(Worker(core, "upload", uploader.next_job))
+
+    # Versions on storage.
+
+    def list_versions(self, name: str) -> None:
+        """Look which versions of a name the folder has."""
+        core = self.core
+        with core.changed:
+            # A writer's folder is changed by nobody else, and each of its changes is noted.
+            if name in core.listed and not self._settings.read_only:
+                return
+        found = set(self.directory.versions(name))
+        with core.changed:
+            self._listed_ns[name] = core.now_ns()
+            noted = set() if self._settings.read_only else core.listed.get(name, set())
+            core.listed[name] = found | noted
+            core.changed.notify_all()
+
+    def load(self, key: Key) -> Entry:
+        """Look at the manifest of a stored version, and return what it holds."""
+        with self.directory.open(*key) as reader:
+            entry = Entry(key, tuple(reader.regions), stored=True)
+        core = self.core
+        with core.changed:
+            found = core.entries.setdefault(key, entry)
+            core.listed.setdefault(key[0], set()).add(key[1])
+            core.changed.notify_all()
+        return found
+
+    def _next_look(self) -> Callable[[], None] | None:
+        """Return a look at the manifest of the next hinted version that is not known."""
+        core = self.core
+        if core.closing:
+            return None
+        for hint in core.lookahead():
+            key = hint_key(hint)
+            if key in core.entries or key in core.unreadable:
+                continue
+            if key[1] in core.listed.get(key[0], ()):
+                return partial(self._look, key)
+            if self._settings.read_only and self._list_is_old(key[0]):
+                return partial(self._list_again, key[0])
+        return None
+
+    def _list_is_old(self, name: str) -> bool:
+        age_ns = self.core.now_ns() - self._listed_ns.get(name, -(1 << 62))
+        return age_ns > _LIST_AGAIN_S * 1e9
+
+    def _look(self, key: Key) -> None:
+        try:
+            self.load(key)
+        except (FlashwarpError, OSError) as error:
+            _log.warning("version %d of %r cannot be prefetched: %s", key[1], key[0], error)
+            with self.core.changed:
+                self.core.unreadable.add(key)
+
+    def _list_again(self, name: str) -> None:
+        try:
+            self.list_versions(name)
+        except (FlashwarpError, OSError) as error:
+            _log.warning("the versions of %r cannot be listed: %s", name, error)
+
+    # The end.
+
+    def close(self) -> list[BaseException]:
+        """End the threads, and release everything; return what failed. May be called twice."""
+        failures: list[BaseException] = []
+        for worker in self._workers:
+            worker.stop()
+        running = [each for each in self._workers if not each.join(self._settings.timeout_s)]
+        if running:
+            names = ", ".join(each.thread.name for each in running)
+            # Memory that a thread may still copy to is not freed.
+            return [TimeoutError(f"threads {names} have not ended: their memory is not freed")]
+        self._workers.clear()
+        while self._closers:
+            try:
+                self._closers.pop()()
+            except Exception as error:
+                failures.append(error)
+        return failures

@@ -1,0 +1,450 @@
+"""Real drives: an NVMe controller that this process drives through VFIO.
+
+A `VfioController` owns the PCI function: it resets the controller, and creates queue pairs for each
+array. Device threads ring the drive's own doorbells, and the drive moves data into the cache's
+frames by DMA; no thread of the host takes part. An IOMMU keeps the drive out of all other memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from flashwarp import _native, config, endings
+from flashwarp.config import choice, flag, integer, number
+from flashwarp.device import CpuDevice
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    ControllerLost,
+    LockedError,
+)
+from flashwarp.nvme import Controller, Destination, Service, binding
+from flashwarp.nvme.drive_namespace import DriveNamespace, drive_errors
+from flashwarp.nvme.queue_pair import DriveAddressingStruct, DriveSide, QueuePairs
+from flashwarp.storage import Namespace
+
+__all__ = ["VfioController", "VfioService"]
+
+_DEPTH_DEFAULT = 128
+_TIMEOUT_S = 10.0
+
+
+class VfioController(Controller, endings.Closing):
+    """An NVMe controller of this machine, driven by this process.
+
+    Parameters
+    ----------
+    bdf : str
+        Its PCI address, such as "0000:01:00.0". It must be bound to vfio-pci, see
+        `flashwarp.nvme.binding.bind`, and no other process may drive it.
+    queue_pairs, depth : int, optional
+        Rings of each array and their entries; `depth` is a power of two. Default: a queue pair for
+        each core, of 128 entries; fewer if the drive has fewer.
+    iommu : {"type1", "iommufd"}, optional
+        How memory is mapped for the drive. Default: "iommufd" if the kernel offers it and the files
+        may be opened, else "type1".
+    allow_raw_writes : bool
+        Let a namespace be written that carries a partition table, a file system, or another known
+        format. Default: such a namespace is read-only.
+    timeout_s : float
+        Limit of each command of the host's own, in seconds. Waits of kernels have the library's
+        (`FLASHWARP_TIMEOUT_S`).
+
+    Attributes
+    ----------
+    bdf : str
+        Its PCI address.
+
+    Notes
+    -----
+    `namespace` returns what `flashwarp.open` takes. Any number of arrays may use a controller, up
+    to the queue pairs that the drive has. Opening resets the controller. `close` ends it after the
+    last array; if it is not closed, that happens when the interpreter ends. Any thread may call. In
+    a forked child it is not usable.
+
+    The arrays' device is the CPU: the drive reaches a GPU's memory only if that is mapped for it,
+    which is not built. On a GPU, a `SoftwareController` serves the namespace.
+
+    Raises
+    ------
+    ArgumentError
+        If there is no such controller.
+    LockedError
+        If it has another driver, or another process drives it.
+    PathError
+        If there is no IOMMU, or no permission; the message has the command that helps.
+    ControllerTimeout
+        If it does not become ready, or does not answer.
+    ControllerLost
+        If it has a fatal status, or does not answer at all.
+
+    Examples
+    --------
+    >>> import flashwarp as fw
+    >>> with fw.VfioController("0000:01:00.0") as drive:  # doctest: +SKIP
+    ...     with fw.open(drive.namespace(1), "r", "f4", device="cpu", controller=drive) as x:
+    ...         print(x[:4])
+    """
+
+    serves_members = True
+
+    def __init__(
+        self,
+        bdf: str,
+        queue_pairs: int | None = None,
+        depth: int | None = None,
+        *,
+        iommu: Literal["type1", "iommufd"] | None = None,
+        allow_raw_writes: bool = False,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
+        self.queue_pairs = (
+            None if queue_pairs is None else integer("queue_pairs", queue_pairs, 1, 1024)
+        )
+        self.depth = None if depth is None else integer("depth", depth, 2, 32768)
+        if self.depth is not None and self.depth & (self.depth - 1):
+            raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
+        if iommu is not None:
+            choice("iommu", iommu, ("type1", "iommufd"))
+        self.allow_raw_writes = flag("allow_raw_writes", allow_raw_writes)
+        limit_ms = int(number("timeout_s", timeout_s, 0.001, 3600.0) * 1000)
+        endings.check_not_ended()
+        found = _check_bound(binding.find(bdf))
+        self.bdf = found.bdf
+        self._lock = threading.RLock()
+        self._namespaces: dict[int, DriveNamespace] = {}
+        self._services: set[VfioService] = set()
+        self._closed = False
+        self._pid = os.getpid()
+        cdev = found.cdev if _by_iommufd(found, iommu) else ""
+        with drive_errors(f"/dev/vfio/{found.group}"):
+            self._native = _native.Drive.open(found.bdf, found.group, cdev, limit_ms)
+        self._facts: dict[str, Any] = self._native.identity()
+        _open.add(self)
+        if self.depth is not None and self.depth > self._facts["entries_max"]:
+            self.close()
+            raise ArgumentError(
+                f"depth={depth} is more than the {self._facts['entries_max']} entries that "
+                f"{self.bdf} takes"
+            )
+
+    @property
+    def native(self) -> _native.Drive:
+        """The C++ drive; ClosedError after `close`."""
+        if self._closed:
+            raise ClosedError(f"the controller {self.bdf} is closed")
+        return self._native
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def lost(self) -> str:
+        """Why the drive completes nothing any more, for people; empty while it does."""
+        return str(self._native.lost)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the drive says of itself: model, serial, firmware, limits."""
+        return {"bdf": self.bdf, **self._facts}
+
+    def namespaces(self) -> tuple[int, ...]:
+        """Return the numbers of the active namespaces. Asks the drive."""
+        with drive_errors(self.bdf):
+            return tuple(self.native.namespaces())
+
+    def namespace(self, nsid: int = 1, *, writable: bool = True) -> DriveNamespace:
+        """Return a namespace of the drive as a storage; the same object while it is open.
+
+        Parameters
+        ----------
+        nsid : int
+            Its number, from 1 on.
+        writable : bool
+            False: it takes no writes. True: it takes them, unless it is write protected, or carries
+            what `allow_raw_writes` is about.
+
+        Raises
+        ------
+        ArgumentError
+            If the drive has no such namespace, or its blocks have a format other than 512 or 4096
+            bytes without metadata. If it is open with another `writable`.
+        """
+        integer("nsid", nsid, 1, 0xFFFFFFFE)
+        flag("writable", writable)
+        return endings.holding([self._lock], lambda: self._namespace(nsid, writable))
+
+    def _namespace(self, nsid: int, writable: bool) -> DriveNamespace:
+        held = self._namespaces.get(nsid)
+        if held is None or held.closed:
+            held = self._namespaces[nsid] = DriveNamespace(
+                self.native, self.bdf, nsid, writable, self.allow_raw_writes
+            )
+        elif held.asked_writable != writable:
+            raise ArgumentError(
+                f"{held!r} is open with writable={held.asked_writable}: close it first"
+            )
+        return held
+
+    def error_log(self) -> list[dict[str, Any]]:
+        """Return the drive's own log of failed commands (log page 01h), newest first.
+
+        Each entry has "count", "queue", "cid", "status", "lba" and "nsid". Drives fill it as they
+        please; some leave it empty.
+        """
+        with drive_errors(self.bdf):
+            return self.native.error_log()
+
+    def reset(self, *, function: bool = False) -> None:
+        """Reset the controller, and make it ready again. Blocks, for seconds.
+
+        Arrays that are open on it are lost: their calls raise ControllerLost, and what they had not
+        flushed is gone. Arrays that are opened later work.
+
+        Parameters
+        ----------
+        function : bool
+            Reset the PCI function, or its slot, and not only the controller.
+        """
+        with drive_errors(self.bdf):
+            self.native.reset(function)
+
+    def attach(self, storage: Namespace, destination: Destination) -> VfioService:
+        """Create queue pairs in the drive for one of its namespaces; see `Controller.attach`."""
+        if not isinstance(storage, DriveNamespace) or storage.drive is not self._native:
+            raise ArgumentError(
+                f"{storage!r} is no namespace of {self!r}: give it {self.bdf}'s own, "
+                "controller.namespace(1), or a ControllerGroup of the members' controllers"
+            )
+        service = VfioService(storage, destination, self)
+        with self._lock:
+            self._services.add(service)
+        return service
+
+    def _ended(self, service: VfioService) -> None:
+        with self._lock:
+            self._services.discard(service)
+            if self._closed and not self._services:
+                self._native.close()
+
+    def close(self) -> None:
+        """Notify the drive of the shutdown, and give it back. May be called twice, in any state.
+
+        If arrays are open on it, the last one to close does it.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closed = True
+            for namespace in self._namespaces.values():
+                namespace.close()
+            if not self._services:
+                self._native.close()
+
+    def _end(self) -> None:
+        """Close it, whoever uses it: the interpreter ends."""
+        self._closed = True
+        self._native.close()
+
+    def __repr__(self) -> str:
+        return f"<flashwarp.VfioController of {self.bdf}>"
+
+
+_open: weakref.WeakSet[VfioController] = weakref.WeakSet()
+
+
+@endings.at_exit
+def _end_drives() -> None:
+    """Shut drives down that nobody closed; the arrays are closed by now."""
+    for controller in list(_open):
+        controller._end()
+
+
+os.register_at_fork(after_in_child=_open.clear)
+
+
+class VfioService(Service):
+    """Queue pairs in a drive for one array.
+
+    Parameters
+    ----------
+    storage : DriveNamespace
+    destination : Destination
+    controller : VfioController
+    """
+
+    path = "direct"
+    reason = "the drive moves data into the frames itself, which are mapped for it"
+
+    def __init__(
+        self, storage: DriveNamespace, destination: Destination, controller: VfioController
+    ) -> None:
+        self._storage = storage
+        self._controller = controller
+        self._native: _native.DriveQueues | None = None
+        self._queues: QueuePairs | None = None
+        self._owned = contextlib.ExitStack()
+        shift = storage.block_bytes.bit_length() - 1
+        drive = controller.native
+        _check_destination(storage, destination, drive.transfer_bytes_max(shift))
+        count, depth = self._geometry()
+        try:
+            with drive_errors(controller.bdf):
+                lease = _native.QueueLease(drive, count)
+                self._owned.callback(lease.release)
+                data = _native.DriveData(drive, destination.frames, destination.line_bytes)
+                side = DriveSide(
+                    tuple(lease.ids),
+                    tuple(lease.doorbells),
+                    DriveAddressingStruct.from_buffer_copy(data.addressing(storage.nsid, shift)),
+                )
+                queues = self._queues = QueuePairs(
+                    destination.device,
+                    count,
+                    depth,
+                    "direct",
+                    drive=side,
+                    timeout_s=config.current().timeout_s,
+                )
+                self._owned.callback(queues.close)
+                native = self._native = _native.DriveQueues(
+                    lease,
+                    queues.native,
+                    queues.ring_region,
+                    data,
+                    (*destination.owners, *queues.owners),
+                )
+                del data  # its mapping ends with the queues
+                self._owned.callback(native.stop)
+                queues.moved = lambda: native.set_failed_words(queues.failed_words)
+                queues.moved()
+                native.start()
+        except BaseException:
+            self._owned.close()
+            raise
+
+    def _geometry(self) -> tuple[int, int]:
+        """Return how many queue pairs, and entries of each."""
+        settings, facts = self._controller, self._controller.describe()
+        count, depth = settings.queue_pairs, settings.depth
+        if count is None:
+            # The host's own commands have one of them.
+            count = max(1, min(config.cores(), int(facts["queue_pairs_max"]) - 1))
+        if depth is None:
+            depth = min(_DEPTH_DEFAULT, 1 << (int(facts["entries_max"]).bit_length() - 1))
+        return count, depth
+
+    @property
+    def queues(self) -> QueuePairs:
+        """The queue pairs in the drive; ClosedError after `stop`."""
+        if self._queues is None:
+            raise ClosedError("the controller serves no array")
+        return self._queues
+
+    @property
+    def natives(self) -> tuple[Any, ...]:
+        """The queues' native object, which launches hold."""
+        if self._native is None:
+            raise ClosedError("the controller serves no array")
+        return (self._native,)
+
+    def take_errors(self) -> Sequence[dict[str, Any]]:
+        """Return []: a failed command has its status, and the drive its own log."""
+        return []
+
+    def failure(self) -> ControllerLost | None:
+        """Return why no command completes any more."""
+        lost = "" if self._native is None else self._native.lost
+        return _lost_error(lost) if lost else None
+
+    def wake(self) -> None:
+        """Raise ControllerLost if the drive is lost."""
+        failure = self.failure()
+        if failure is not None:
+            raise failure
+
+    def silent(self) -> str:
+        """Name what did not answer in time."""
+        return f"the drive {self._controller.bdf}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: engine, serial, queue pairs."""
+        return {} if self._native is None else self._native.describe()
+
+    def stop(self) -> None:
+        """Delete the queues in the drive, and free their memory; blocks. May be called twice."""
+        self._owned.close()
+        self._native = self._queues = None
+        self._controller._ended(self)
+
+    def __repr__(self) -> str:
+        of = "stopped" if self._native is None else f"of {self._storage!r}"
+        return f"<flashwarp drive queues {of}>"
+
+
+# Checks.
+
+
+def _check_bound(found: binding.PciController) -> binding.PciController:
+    """Refuse a controller that VFIO does not have; say who has it."""
+    if not found.group:
+        raise binding.no_iommu(found.bdf)
+    if found.driver != binding.DRIVER:
+        users = found.users()
+        used = f", and is in use: {'; '.join(users)}" if users else ""
+        raise LockedError(
+            errno.EBUSY,
+            f"{found.bdf} has {f'the driver {found.driver}' if found.driver else 'no driver'}"
+            f"{used}. Bind it to {binding.DRIVER}: {binding.bind_command(found.bdf)}",
+            f"/sys/bus/pci/devices/{found.bdf}",
+        )
+    return found
+
+
+def _by_iommufd(found: binding.PciController, asked: str | None) -> bool:
+    if asked is not None:
+        if asked == "iommufd" and not found.cdev:
+            raise ArgumentError(
+                f"iommu='iommufd', but the kernel offers no file in /dev/vfio/devices for "
+                f"{found.bdf}: it needs Linux 6.6 with CONFIG_VFIO_DEVICE_CDEV; take iommu='type1'"
+            )
+        return asked == "iommufd"
+    files = (Path("/dev/iommu"), Path("/dev/vfio/devices", found.cdev))
+    return bool(found.cdev) and all(os.access(path, os.R_OK | os.W_OK) for path in files)
+
+
+def _check_destination(
+    storage: DriveNamespace, destination: Destination, transfer_bytes_max: int
+) -> None:
+    line = destination.line_bytes
+    if not isinstance(destination.device, CpuDevice):
+        raise ArgumentError(
+            f"{storage!r} moves no data to {destination.device.name}: a GPU's memory is not mapped "
+            "for drives. Take controller=flashwarp.SoftwareController(), whose threads read the "
+            "namespace through host memory, or device='cpu'"
+        )
+    if line < storage.block_bytes:
+        raise ArgumentError(
+            f"line={line}, but the blocks of {storage!r} have {storage.block_bytes} bytes: take "
+            f"line={storage.block_bytes} or more"
+        )
+    if line > transfer_bytes_max:
+        raise ArgumentError(
+            f"line={line}, but {storage.bdf} moves at most {transfer_bytes_max} bytes in a command "
+            f"(MDTS): take line={transfer_bytes_max} or less"
+        )
+
+
+# Errors.
+
+
+def _lost_error(text: str) -> ControllerLost:
+    return ControllerLost(f"{text}: close the array; VfioController.reset, or a new one, may help")

@@ -1,0 +1,81 @@
+"""Who uses a block device through the kernel: reasons not to write to it past the kernel.
+
+The facts come from /sys and /proc. A user sees the processes that are his own; root sees all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+__all__ = ["processes_with", "users_of"]
+
+
+def users_of(disk: str, root: Path = Path("/")) -> list[str]:
+    """Return who uses a block device such as "nvme0n1", or a part of it, for people.
+
+    Parameters
+    ----------
+    disk : str
+        Its name in /sys/block.
+    root : Path
+        What lies at "/" on the machine.
+    """
+    block = root / "sys/block" / disk
+    parts = [disk, *(each for each in _names(block) if each.startswith(disk))]
+    found = [user for part in parts for user in _users_of_part(part, disk, root)]
+    names = {f"/dev/{part}" for part in parts} | {f"/dev/ng{disk.removeprefix('nvme')}"}
+    for process in processes_with(root, names.__contains__):
+        found.append(f"process {process} has /dev/{disk} open (ps {process})")
+    return found
+
+
+def _users_of_part(part: str, disk: str, root: Path) -> Iterator[str]:
+    folder = root / "sys/block" / disk / ("" if part == disk else part)
+    number = _text(folder / "dev")
+    for mounted in _mounts(number, root):
+        yield f"/dev/{part} is mounted on {mounted} (sudo umount {mounted})"
+    for holder in _names(folder / "holders"):
+        yield f"/dev/{part} is part of /dev/{holder} (lsblk /dev/{holder})"
+    swaps = _text(root / "proc/swaps").splitlines()[1:]
+    if any(line.split()[:1] == [f"/dev/{part}"] for line in swaps):
+        yield f"/dev/{part} is swap space (sudo swapoff /dev/{part})"
+
+
+def _mounts(number: str, root: Path) -> Iterator[str]:
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        # "36 35 259:1 / /mount/point rw,noatime - ext4 /dev/nvme0n1p1 rw"
+        fields = line.split()
+        if len(fields) > 4 and number and fields[2] == number:
+            yield fields[4].replace(r"\040", " ")
+
+
+def processes_with(root: Path, fits: Callable[[str], bool]) -> Iterator[int]:
+    """Yield the processes that have a file open whose name fits, as far as this user may look."""
+    for name in _names(root / "proc"):
+        if not name.isdigit():
+            continue
+        folder = root / "proc" / name / "fd"
+        for descriptor in _names(folder):
+            try:
+                target = os.readlink(folder / descriptor)
+            except OSError:  # closed meanwhile
+                continue
+            if fits(target):
+                yield int(name)
+                break
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(each.name for each in folder.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,24 @@
+"""Bulk movement between a device, host memory and files, beside the work of kernels.
+
+`StagingRing` lends pinned buffers, `CopyEngine` copies on streams of its own, `Gatherer` collects
+scattered pieces with host threads, `Word` orders streams and host threads, and `LinkBandwidth`
+says how fast a link has been. Nothing here knows what is moved.
+"""
+
+from flashwarp.transfer.bandwidth import LinkBandwidth
+from flashwarp.transfer.engine import CopyEngine
+from flashwarp.transfer.gatherer import Gatherer
+from flashwarp.transfer.staging import StagingBuffer, StagingRing
+from flashwarp.transfer.ticket import Direction, Ticket
+from flashwarp.transfer.word import Word
+
+__all__ = [
+    "CopyEngine",
+    "Direction",
+    "Gatherer",
+    "LinkBandwidth",
+    "StagingBuffer",
+    "StagingRing",
+    "Ticket",
+    "Word",
+]

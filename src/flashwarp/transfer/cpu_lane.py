@@ -1,0 +1,114 @@
+"""Copies of one direction on the CPU device: a host thread with memcpy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from flashwarp import _native, endings
+from flashwarp.errors import ArgumentError, ClosedError, DeviceError, FlashwarpError
+from flashwarp.transfer.bandwidth import LinkBandwidth
+from flashwarp.transfer.ticket import After, Piece, Ticket
+from flashwarp.transfer.word import Word
+
+__all__ = ["CpuLane"]
+
+# Shorter copies take their time from the call, not from memory.
+_MEASURED_BYTES_MIN = 1 << 20
+
+
+class CpuLane:
+    """A thread that starts with the first copy. `Lane` documents the methods."""
+
+    # ruff: noqa: D102
+
+    def __init__(self, bandwidth: LinkBandwidth) -> None:
+        self._bandwidth = bandwidth
+        self._copier = _native.HostCopier()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._tickets: deque[Ticket] = deque()
+        self._failed: list[Ticket] = []
+        # Words that queued jobs use, with the number of the job.
+        self._words: deque[tuple[int, Word]] = deque()
+
+    def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
+        try:
+            for each in after.tickets:
+                lane = each.lane
+                if isinstance(lane, CpuLane) and lane is not self:
+                    self._copier.wait_word(lane._copier.ended_address, each.number)
+            self._copier.copy_and_append(list(pieces), self._tickets, ticket)
+        except RuntimeError as error:
+            raise _refusal(error) from error
+
+    def sweep(self) -> None:
+        if self._tickets and os.getpid() == self._pid:
+            endings.holding([self._lock], self._sweep)
+
+    def _sweep(self) -> None:
+        """Read the results, end their tickets, and only then forget them."""
+        ended = {result[0]: result[1:] for result in self._copier.results()}
+        while self._tickets and self._tickets[0].number in ended:
+            ticket = self._tickets[0]
+            failed, nanoseconds, withdrawn = ended[ticket.number]
+            error = _error(ticket, failed, withdrawn)
+            if error is None and ticket.nbytes >= _MEASURED_BYTES_MIN:
+                self._bandwidth.record(ticket.nbytes, nanoseconds)
+            if error is not None:
+                self._failed.append(ticket)
+            ticket.end(error)
+            self._tickets.popleft()
+        if ended:
+            self._copier.forget(max(ended))
+        while self._words and self._words[0][0] <= self._copier.ended:
+            self._words.popleft()
+
+    def in_flight(self) -> int:
+        self.sweep()
+        return len(self._tickets)
+
+    def order_before(self, ticket: Ticket, stream: int) -> None:  # noqa: ARG002
+        """Block: launches on the CPU run at once, so none could wait for the copy later."""
+        ticket.wait()
+
+    def wait_word(self, word: Word, value: int) -> None:
+        try:
+            self._words.append((self._copier.wait_word(word.address, value), word))
+        except RuntimeError as error:
+            raise _refusal(error) from error
+
+    def write_word(self, word: Word, value: int) -> None:
+        try:
+            self._words.append((self._copier.write_word(word.address, value), word))
+        except RuntimeError as error:
+            raise _refusal(error) from error
+
+    def take_failures(self) -> list[FlashwarpError]:
+        failed, self._failed = self._failed, []
+        return [each.error for each in failed if not each.seen and each.error is not None]
+
+    def close(self) -> None:
+        self._copier.stop()
+        self.sweep()
+
+
+def _refusal(error: RuntimeError) -> DeviceError | ClosedError:
+    if "stopped" in str(error):
+        return ClosedError("the copy engine was closed")
+    return DeviceError(f"the thread that copies cannot be started: {error}")
+
+
+def _error(ticket: Ticket, failed: int, withdrawn: bool) -> FlashwarpError | None:
+    if withdrawn:
+        return ClosedError(
+            f"a copy of {ticket.nbytes} bytes was withdrawn: its engine was closed first"
+        )
+    if failed >= 0:
+        return ArgumentError(
+            f"piece {failed} of a copy of {ticket.nbytes} bytes could not be read: its source is a "
+            "mapped file that became shorter, or whose storage failed"
+        )
+    return None

@@ -1,0 +1,185 @@
+"""Copies of one direction on a GPU: a stream of their own, and events from a pool."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from flashwarp import _waiting, endings
+from flashwarp._jit.driver import End, Memory
+from flashwarp.device import TIMEOUT_S, CudaDevice
+from flashwarp.device.base import quietly
+from flashwarp.errors import ArgumentError, DeviceError, DeviceTimeout, FlashwarpError
+from flashwarp.transfer.bandwidth import LinkBandwidth
+from flashwarp.transfer.ticket import After, Direction, Piece, Ticket
+from flashwarp.transfer.word import Word
+
+__all__ = ["CudaLane", "direction_of"]
+
+# Events are made so many at a time, and no more than this in all; then a copy waits for an earlier
+# one to end.
+_EVENTS_AT_A_TIME = 16
+_EVENTS_MAX = 1024
+
+# Shorter copies take their time from the launch, not from the link.
+_MEASURED_BYTES_MIN = 1 << 20
+
+
+class CudaLane:
+    """A stream, the tickets of its copies in order, and events. `Lane` documents the methods."""
+
+    # ruff: noqa: D102
+
+    def __init__(self, device: CudaDevice, bandwidth: LinkBandwidth) -> None:
+        self._context = device.context
+        self._bandwidth = bandwidth
+        self._lock = threading.RLock()
+        self._tickets: deque[Ticket] = deque()
+        self._failed: list[Ticket] = []
+        self._stream = device.create_stream()
+        self._events: list[int] = []
+        self._free: list[int] = []
+        self._words: deque[tuple[Ticket | None, Word]] = deque()
+        # Used inside of one call of the driver only; and those of the copy that is measured.
+        self._mark = self._create(timing=False)
+        self._timers = [(self._create(timing=True), self._create(timing=True))]
+        self._more_events()
+
+    def _create(self, *, timing: bool) -> int:
+        event = self._context.create_event(timing=timing)
+        self._events.append(event)
+        return event
+
+    def _more_events(self) -> None:
+        self._free += [self._create(timing=False) for _ in range(_EVENTS_AT_A_TIME)]
+
+    # Copies.
+
+    def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
+        handle = self._stream.handle
+        for each in after.tickets:
+            if each.lane is not self and not each.over():
+                self._context.wait_event(handle, each.event)
+        if ticket.nbytes >= _MEASURED_BYTES_MIN and self._timers:
+            ticket.begin, ticket.event = self._timers.pop()
+        else:
+            ticket.event = self._take_event()
+        ticket.number = 0
+        try:
+            end = End(ticket.event, self._tickets, ticket)
+            self._context.copy_and_append(
+                after.streams, self._mark, pieces, ticket.begin, end, handle
+            )
+        except FlashwarpError as error:
+            if ticket in self._tickets:
+                ticket.number = 1  # what was queued before the failure ends later
+                ticket.refusal = error
+            else:
+                self._return_events(ticket)
+            raise
+
+    def _take_event(self) -> int:
+        if not self._free:
+            self.sweep()
+        if not self._free and len(self._events) < _EVENTS_MAX:
+            self._more_events()
+        if not self._free:
+            waited = _waiting.until(self._has_free, TIMEOUT_S)
+            if waited is not None:
+                raise DeviceTimeout(
+                    f"{len(self._tickets)} copies are in flight, and none ended in {waited:.1f} s "
+                    f"(limit {TIMEOUT_S:g} s): a word that they wait for was not stored, or the "
+                    "work that they come after still runs"
+                )
+        return self._free.pop()
+
+    def _has_free(self) -> bool:
+        self.sweep()
+        return bool(self._free)
+
+    def sweep(self) -> None:
+        if self._tickets and self._context.usable:
+            endings.holding([self._lock], self._sweep)
+
+    def _sweep(self) -> None:
+        try:
+            while self._tickets and self._context.event_done(self._tickets[0].event):
+                self._end_first(None)
+        except DeviceError as error:
+            # A fault: nothing runs on the GPU any more.
+            while self._tickets:
+                self._end_first(error)
+
+    def _end_first(self, error: FlashwarpError | None) -> None:
+        ticket = self._tickets[0]
+        error = error or ticket.refusal
+        if error is None and ticket.begin:
+            nanoseconds = self._context.elapsed_ns(ticket.begin, ticket.event)
+            self._bandwidth.record(ticket.nbytes, nanoseconds)
+        if error is not None:
+            self._failed.append(ticket)
+        ticket.end(error)
+        self._return_events(ticket)
+        self._tickets.popleft()
+
+    def _return_events(self, ticket: Ticket) -> None:
+        """Take events back, once; what an interrupt loses is destroyed at the end."""
+        begin, event, ticket.begin, ticket.event = ticket.begin, ticket.event, 0, 0
+        if begin:
+            self._timers.append((begin, event))
+        elif event:
+            self._free.append(event)
+
+    def in_flight(self) -> int:
+        self.sweep()
+        return len(self._tickets)
+
+    # Order.
+
+    def order_before(self, ticket: Ticket, stream: int) -> None:
+        endings.holding([self._lock], lambda: self._order_before(ticket, stream))
+
+    def _order_before(self, ticket: Ticket, stream: int) -> None:
+        # Under the lock, so that the event is not another copy's yet.
+        if ticket.event:
+            self._context.wait_event(stream, ticket.event)
+
+    def wait_word(self, word: Word, value: int) -> None:
+        self._context.wait_word(word.address, value, self._stream.handle)
+
+    def write_word(self, word: Word, value: int) -> None:
+        self._context.write_word(word.address, value, self._stream.handle)
+
+    # The end.
+
+    def take_failures(self) -> list[FlashwarpError]:
+        failed, self._failed = self._failed, []
+        return [each.error for each in failed if not each.seen and each.error is not None]
+
+    def close(self) -> None:
+        for event in self._events:
+            quietly(self._context.releasing("cuEventDestroy", event))
+        self._events.clear()
+        self._free.clear()
+        self._stream.close()
+
+
+def direction_of(device: CudaDevice, pieces: Sequence[Piece]) -> Direction:
+    """Find out which way a copy goes; all of its pieces go one way."""
+    kind_of = device.context.memory_kind
+    kinds = {(kind_of(target), kind_of(source)) for target, source, _ in pieces}
+    if len(kinds) > 1:
+        raise ArgumentError("the pieces of a batch go different ways: make a batch for each")
+    target, source = kinds.pop()
+    for kind, address in ((target, pieces[0][0]), (source, pieces[0][1])):
+        if kind is Memory.UNKNOWN:
+            raise ArgumentError(
+                f"the host memory at {address:#x} is not pinned, so a copy would block: copy "
+                "through a StagingRing, or register it with Device.register_host"
+            )
+    if target is source is Memory.PINNED:
+        raise ArgumentError("target and source are both in host memory: no copy engine is needed")
+    if target is Memory.DEVICE:
+        return Direction.TO_DEVICE if source is Memory.PINNED else Direction.WITHIN
+    return Direction.TO_HOST

@@ -1,0 +1,211 @@
+"""`Gatherer`: host threads that collect scattered pieces into one buffer, or spread them again."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import _native, endings
+from flashwarp.config import cores, integer
+from flashwarp.errors import ArgumentError, BoundsError, ClosedError, ForkError, StorageError
+
+__all__ = ["Gatherer"]
+
+_THREADS_MAX = 256
+_MOST = 1 << 62
+
+Bytes = npt.NDArray[Any]
+
+
+class Gatherer(endings.Closing):
+    """Moves scattered pieces of one size at memory speed, by a few threads of the host.
+
+    Piece i of the buffer is the one that the i-th offset names, so a batch lies in the order in
+    which its user asked for it. Calls block, release the GIL, and may come from any number of
+    threads; the caller's thread takes part in its own work.
+
+    Parameters
+    ----------
+    threads : int, optional
+        The most that work on one call, the caller among them. Default: every core that this process
+        may use.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashwarp.transfer import Gatherer
+    >>> data = np.arange(40, dtype=np.uint8)
+    >>> batch = np.empty(12, np.uint8)
+    >>> with Gatherer(threads=2) as gatherer:
+    ...     gatherer.gather(batch, data, offsets=[20, 0, 36], piece_bytes=4)
+    >>> batch.tolist()
+    [20, 21, 22, 23, 0, 1, 2, 3, 36, 37, 38, 39]
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        count = cores() if threads is None else threads
+        self._pid = os.getpid()
+        self._native = _native.Gatherer(integer("threads", count, 1, _THREADS_MAX))
+        self._closed = False
+
+    @property
+    def threads(self) -> int:
+        """The most threads that work on one call."""
+        return self._native.threads
+
+    @property
+    def file_way(self) -> str:
+        """How files are read and written: "io_uring", or what takes its place and why."""
+        self._check_usable()
+        return self._native.file_way
+
+    def gather(
+        self, buffer: Bytes, source: Bytes, offsets: npt.ArrayLike, piece_bytes: int
+    ) -> None:
+        """Collect pieces of memory, or of a mapped file, into `buffer`.
+
+        Parameters
+        ----------
+        buffer : array
+            Contiguous and writable; its first ``len(offsets) * piece_bytes`` bytes are written.
+        source : array
+            Contiguous: memory, or a mapping such as `numpy.memmap`.
+        offsets : array_like of int64
+            Byte at which each piece begins in `source`. One may occur more than once.
+        piece_bytes : int
+            Bytes of each piece.
+
+        Raises
+        ------
+        BoundsError
+            A piece lies outside of `source`, or the buffer is too small. Nothing was copied.
+        StorageError
+            A page of the mapped file is gone. The buffer's content is undefined.
+        """
+        to, base, where = self._memory(buffer, source, offsets, piece_bytes, into=buffer)
+        self._check(self._native.gather(to, base, *_list(where), piece_bytes), where, None)
+
+    def scatter(
+        self, target: Bytes, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int
+    ) -> None:
+        """Spread the pieces of `buffer` over `target`; as `gather`, the other way.
+
+        If an offset occurs more than once, any one of its pieces ends there, possibly parts of
+        several.
+        """
+        of, base, where = self._memory(buffer, target, offsets, piece_bytes, into=target)
+        self._check(self._native.scatter(of, base, *_list(where), piece_bytes), where, None)
+
+    def read(self, buffer: Bytes, fd: int, offsets: npt.ArrayLike, piece_bytes: int) -> None:
+        """Collect pieces of an open file into `buffer`, with many reads in flight.
+
+        Neighbours in the file that are neighbours in the buffer become one read. With O_DIRECT, the
+        caller aligns offsets, sizes and the buffer.
+
+        Raises
+        ------
+        StorageError
+            A read failed, or the file ends before a piece does; it names the first such piece.
+        """
+        to, where = self._buffer(buffer, offsets, piece_bytes, writable=True)
+        self._check(self._native.read(to, _descriptor(fd), *_list(where), piece_bytes), where, fd)
+
+    def write(self, fd: int, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int) -> None:
+        """Write the pieces of `buffer` to an open file; as `read`, the other way.
+
+        Nothing is durable before `os.fdatasync`. An offset must occur once only.
+        """
+        of, where = self._buffer(buffer, offsets, piece_bytes, writable=False)
+        self._check(self._native.write(of, _descriptor(fd), *_list(where), piece_bytes), where, fd)
+
+    # Checks.
+
+    def _memory(
+        self, buffer: Bytes, other: Bytes, offsets: npt.ArrayLike, piece_bytes: int, into: Bytes
+    ) -> tuple[int, int, npt.NDArray[np.int64]]:
+        at, where = self._buffer(buffer, offsets, piece_bytes, writable=into is buffer)
+        _check_array("source" if into is buffer else "target", other, writable=into is other)
+        last = other.nbytes - piece_bytes
+        if where.size and (where.min() < 0 or where.max() > last):
+            wrong = int(np.flatnonzero((where < 0) | (where > last))[0])
+            raise BoundsError(
+                f"piece {wrong} begins at byte {int(where[wrong])}, and the memory has "
+                f"{other.nbytes} bytes: offsets are between 0 and {last}"
+            )
+        return at, other.ctypes.data, where
+
+    def _buffer(
+        self, buffer: Bytes, offsets: npt.ArrayLike, piece_bytes: int, *, writable: bool
+    ) -> tuple[int, npt.NDArray[np.int64]]:
+        self._check_usable()
+        integer("piece_bytes", piece_bytes, 1, _MOST)
+        _check_array("buffer", buffer, writable=writable)
+        where = np.asarray(offsets)
+        if where.ndim != 1 or (where.size and where.dtype.kind not in "iu"):
+            raise ArgumentError(
+                f"offsets of shape {where.shape} and dtype {where.dtype}: give a list of integers"
+            )
+        if where.size and int(where.max()) > _MOST:
+            raise BoundsError(f"offset {int(where.max())} is beyond any file")
+        where = np.ascontiguousarray(where, np.int64)
+        if where.size * piece_bytes > buffer.nbytes:
+            raise BoundsError(
+                f"{where.size} pieces of {piece_bytes} bytes do not fit into a buffer of "
+                f"{buffer.nbytes} bytes"
+            )
+        if where.size and int(where.min()) < 0:
+            raise BoundsError(f"offset {int(where.min())} is negative")
+        return buffer.ctypes.data, where
+
+    def _check(
+        self, outcome: tuple[int, int], where: npt.NDArray[np.int64], fd: int | None
+    ) -> None:
+        code, piece = outcome
+        if code == 0:
+            return
+        offset = int(where[piece])
+        if code == errno.EFAULT and fd is None:
+            text = "a page of the mapped file is gone: it became shorter, or its storage failed"
+        elif code == errno.ENODATA:
+            text = "the file ends before the piece does"
+        else:
+            text = os.strerror(code)
+        name = None if fd is None else f"descriptor {fd}"
+        raise StorageError(code, f"piece {piece} at byte {offset}: {text}", name, offset=offset)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the gatherer was closed")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"this gatherer belongs to process {self._pid}: a forked child must make its own"
+            )
+
+    def close(self) -> None:
+        """End the threads, after calls that run. May be called twice."""
+        self._closed = True
+        self._native.stop()
+
+    def __repr__(self) -> str:
+        return "<Gatherer, closed>" if self._closed else f"<Gatherer of {self.threads} threads>"
+
+
+def _check_array(what: str, array: Bytes, *, writable: bool) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ArgumentError(f"the {what} is a {type(array).__name__}, not a numpy array")
+    if not array.flags.c_contiguous:
+        raise ArgumentError(f"the {what} is not contiguous: copy it first")
+    if writable and not array.flags.writeable:
+        raise ArgumentError(f"the {what} is read-only")
+
+
+def _list(where: npt.NDArray[np.int64]) -> tuple[int, int]:
+    return where.ctypes.data, where.size
+
+
+def _descriptor(fd: int) -> int:
+    return integer("fd", fd, 0, (1 << 31) - 1)

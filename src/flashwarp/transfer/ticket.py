@@ -1,0 +1,147 @@
+"""`Ticket`: one copy under way, what it comes after, and the lane that runs it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from flashwarp import _waiting
+from flashwarp.device import TIMEOUT_S, stream_handle
+from flashwarp.errors import DeviceTimeout, FlashwarpError
+from flashwarp.transfer.word import Word
+
+__all__ = ["After", "Direction", "Lane", "Piece", "Ticket"]
+
+Piece = tuple[int, int, int]
+"""Target and source address, and bytes."""
+
+
+class Direction(enum.Enum):
+    """Which way a copy goes; each has a stream of its own, so they run beside each other."""
+
+    TO_DEVICE = "to device"
+    TO_HOST = "to host"
+    WITHIN = "within the device"
+
+
+class Lane(Protocol):
+    """The copies of one direction, in order."""
+
+    def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
+        """Queue a copy and enter its ticket; raises if it cannot be queued."""
+
+    def sweep(self) -> None:
+        """End the tickets of copies that have ended. Never waits."""
+
+    def in_flight(self) -> int:
+        """Count the copies that have not ended."""
+
+    def order_before(self, ticket: Ticket, stream: int) -> None:
+        """Make later work on a stream wait for a copy."""
+
+    def wait_word(self, word: Word, value: int) -> None:
+        """Make later copies wait for a word."""
+
+    def write_word(self, word: Word, value: int) -> None:
+        """Store a word after the present copies."""
+
+    def take_failures(self) -> list[FlashwarpError]:
+        """Return errors that nobody has seen, and forget them."""
+
+    def close(self) -> None:
+        """Release everything. Copies that have not begun may be withdrawn."""
+
+
+class After:
+    """What a copy comes after: streams of the device, and copies of this engine."""
+
+    def __init__(self, streams: Iterable[int], tickets: Iterable[Ticket]) -> None:
+        self.streams = tuple(dict.fromkeys(streams))
+        self.tickets = tuple(each for each in tickets if not each.over())
+
+
+class Ticket:
+    """One copy, or one batch of copies. Any thread may use it.
+
+    It keeps the memory of both sides allocated until the copy has ended. An error is kept until
+    `done`, `wait` or `error` has shown it; one that nobody saw is raised when the engine is closed.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of all pieces.
+    direction : Direction
+        Which way it goes.
+    """
+
+    def __init__(self, lane: Lane, direction: Direction, nbytes: int, owners: object) -> None:
+        self.direction = direction
+        self.nbytes = nbytes
+        self.seen = False
+        # For the lane: its number, and its event if it has one.
+        self.number = 0
+        self.event = 0
+        self.begin = 0
+        self._owners = owners
+        # Why the driver refused a part of it, while the rest is in flight.
+        self.refusal: FlashwarpError | None = None
+        self.lane = lane
+        self._over = False
+        self._error: FlashwarpError | None = None
+
+    def over(self) -> bool:
+        """Return whether it has ended, well or not. Never blocks, and raises no error of it."""
+        if not self._over:
+            self.lane.sweep()
+        return self._over
+
+    def done(self) -> bool:
+        """Return whether it has ended. Never blocks; raises what it has failed with."""
+        if not self.over():
+            return False
+        self._raise()
+        return True
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Block until it has ended. Raises what it has failed with, or DeviceTimeout."""
+        waited = _waiting.until(self.over, timeout_s)
+        if waited is not None:
+            raise DeviceTimeout(
+                f"a copy of {self.nbytes} bytes {self.direction.value} has not ended after "
+                f"{waited:.1f} s (limit {timeout_s:g} s): the work that it comes after still runs, "
+                "or a word that its stream waits for was not stored"
+            )
+        self._raise()
+
+    @property
+    def error(self) -> FlashwarpError | None:
+        """What it has failed with; None if it has not ended, or went well."""
+        if not self.over():
+            return None
+        self.seen = True
+        return self._error
+
+    def before(self, stream: object) -> None:
+        """Make later work on a stream of the device wait for the copy. Never blocks.
+
+        Does not look at an error: `wait` or `done` shows it.
+        """
+        if not self.over():
+            self.lane.order_before(self, stream_handle(stream))
+
+    def end(self, error: FlashwarpError | None) -> None:
+        """For the lane: note the end. The first one counts."""
+        if not self._over:
+            self._error = error
+            self._owners = None
+            self._over = True
+
+    def _raise(self) -> None:
+        self.seen = True
+        if self._error is not None:
+            raise self._error
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self._over else "failed" if self._error else "ended"
+        return f"<Ticket of {self.nbytes} bytes {self.direction.value}, {state}>"

@@ -1,0 +1,163 @@
+"""The copy engine on a GPU: bytes in all directions, order against kernels, and the words."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.errors import ArgumentError, CaptureError, DeviceTimeout
+from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def device():
+    with fw.CudaDevice(0) as found:
+        yield found
+
+
+@pytest.fixture
+def engine(device):
+    with CopyEngine(device) as made:
+        yield made
+
+
+@pytest.fixture
+def ring(device):
+    with StagingRing(device, 256 * MIB, 16 * MIB) as made:
+        yield made
+
+
+def slow(stream) -> None:
+    """Keep a stream busy for some milliseconds."""
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+
+
+def test_bytes_arrive_in_all_directions(device, engine, ring):
+    content = np.random.default_rng(0).integers(0, 256, 16 * MIB, np.uint8)
+    there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
+    beside = torch.zeros_like(there)
+    first, last = ring.acquire(), ring.acquire()
+    first.as_numpy()[:] = content
+
+    up = engine.copy(there, first)
+    across = engine.copy(beside, there, after=up)
+    engine.copy(last, beside, after=across).wait(10)
+
+    assert (last.as_numpy() == content).all()
+    for direction in Direction:
+        assert engine.bandwidth[direction].bytes_per_second > 10**9
+
+
+def test_a_copy_sees_what_the_producing_stream_writes_last(device, engine, ring):
+    stream = torch.cuda.Stream()
+    tensor = torch.zeros(4 * MIB, dtype=torch.float32, device="cuda")
+    torch.cuda.synchronize()
+    for value in range(1, 20):
+        slow(stream)
+        with torch.cuda.stream(stream):
+            tensor.fill_(value)
+            buffer = ring.acquire()
+            ticket = engine.copy(buffer, tensor)  # after torch's current stream
+            ticket.before(stream)
+            tensor.fill_(-1)  # must not be seen
+        ticket.wait(10)
+        assert (buffer.as_numpy().view(np.float32) == value).all()
+        buffer.release()
+
+
+def test_a_copy_returns_at_once_and_words_hold_it(device, engine, ring):
+    there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    with Word(device) as landed:
+        buffer = ring.acquire()
+        begin = time.perf_counter()
+        engine.wait_word(landed, 1, Direction.TO_DEVICE)
+        ticket = engine.copy(there, buffer, after=())
+        assert time.perf_counter() - begin < 0.5
+        with pytest.raises(DeviceTimeout):
+            ticket.wait(0.05)
+
+        def land() -> None:
+            buffer.as_numpy()[:] = 7
+            landed.store(1)
+
+        thread = threading.Thread(target=land)
+        thread.start()
+        ticket.wait(10)
+        thread.join()
+    assert bool((there == 7).all())
+
+
+def test_a_word_is_stored_after_the_copy(device, engine, ring):
+    there = torch.full((64 * MIB,), 3, dtype=torch.uint8, device="cuda")
+    here = device.allocate_host(64 * MIB)
+    with Word(device) as done:
+        engine.copy(here, there)
+        engine.write_word(done, 1, Direction.TO_HOST)
+        done.wait(1, 10)
+        assert (here.as_numpy() == 3).all()
+        engine.synchronize()
+
+
+@pytest.mark.parametrize("piece", [4096, 65536])
+def test_a_batch_arrives(device, engine, piece):
+    count = 1000
+    here = device.allocate_host(count * piece)
+    here.as_numpy()[:] = np.random.default_rng(1).integers(0, 256, count * piece, np.uint8)
+    there = torch.zeros(count * piece, dtype=torch.uint8, device="cuda")
+    places = np.random.default_rng(2).permutation(count) * piece
+
+    engine.copy_batch(
+        [there.data_ptr() + int(at) for at in places],
+        [here.address + i * piece for i in range(count)],
+        [piece] * count,
+        after=torch.cuda.current_stream(),
+    ).wait(10)
+
+    got = there.cpu().numpy().reshape(count, piece)[places // piece].reshape(-1)
+    assert (got == here.as_numpy()).all()
+
+
+def test_buffers_are_not_lent_while_they_are_copied(device, engine):
+    there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    with StagingRing(device, 16 * MIB, 16 * MIB) as ring:
+        for value in range(20):
+            buffer = ring.acquire(10)
+            buffer.as_numpy()[:] = value
+            slow(stream)
+            engine.copy(there, buffer, after=stream)
+            buffer.release()
+        engine.synchronize()
+        assert bool((there == 19).all())
+
+
+def test_what_would_block_is_refused(device, engine):
+    there = torch.zeros(64, dtype=torch.uint8, device="cuda")
+
+    with pytest.raises(ArgumentError, match="not pinned"):
+        engine.copy(there, np.zeros(64, np.uint8))
+
+
+def test_a_capture_is_refused_and_goes_on(device, engine, ring):
+    there = torch.zeros(16 * MIB, dtype=torch.uint8, device="cuda")
+    buffer = ring.acquire()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        there.add_(1)
+        with pytest.raises(CaptureError):
+            engine.copy(buffer, there)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((there == 1).all())

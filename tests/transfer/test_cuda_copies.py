@@ -1,0 +1,342 @@
+"""Copies on a GPU, made for real through the driver's interface into a driver without a GPU.
+
+The fake queues copies behind words and other streams, so their order is tested, and it counts
+calls: a copy in steady state creates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+
+from flashwarp.device import CudaDevice
+from flashwarp.errors import (
+    ArgumentError,
+    CaptureError,
+    DeviceError,
+    DeviceTimeout,
+    ForkError,
+)
+from flashwarp.transfer import CopyEngine, Direction, StagingRing, Word, cuda_lane
+from support import fake_cuda
+from support.fake_cuda import ILLEGAL_ADDRESS, NOT_SUPPORTED, failing, fake
+
+COUNTED = [
+    b"cuEventCreate",
+    b"cuStreamCreate",
+    b"cuMemAlloc",
+    b"cuMemHostAlloc",
+    b"cuMemFree",
+    b"cuMemFreeHost",
+]
+
+
+def content(device: CudaDevice, memory: object, nbytes: int) -> bytes:
+    return device.download(memory.address, nbytes)  # type: ignore[attr-defined]
+
+
+def check_bytes_arrive_in_all_directions() -> None:
+    device = CudaDevice(0)
+    ring = StagingRing(device, 4 * 4096, 4096)
+    there, beside = device.allocate(4096), device.allocate(4096)
+    with CopyEngine(device) as engine:
+        first, last = ring.acquire(10), ring.acquire(10)
+        first.as_numpy()[:] = np.arange(4096) % 251
+        up = engine.copy(there, first)
+        across = engine.copy(beside, there, after=up)
+        down = engine.copy(last, beside, after=across)
+        down.wait(10)
+
+        assert [t.direction for t in (up, across, down)] == [
+            Direction.TO_DEVICE,
+            Direction.WITHIN,
+            Direction.TO_HOST,
+        ]
+        np.testing.assert_array_equal(last.as_numpy(), first.as_numpy())
+        assert fake().fake_count(b"cuMemcpyAsync") == 3
+    ring.close()
+
+
+def check_a_copy_in_steady_state_creates_nothing() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(4 << 20), device.allocate_host(4 << 20)
+    stream = device.create_stream()
+    with CopyEngine(device) as engine:
+        for _ in range(3):
+            engine.copy(there, here, after=stream).wait(10)
+            engine.copy(there, here, 64, after=stream).wait(10)
+        before = [fake().fake_count(each) for each in COUNTED]
+
+        for turn in range(200):
+            engine.copy(there, here, 64 if turn % 2 else None, after=stream)
+            engine.copy(here, there, 64, after=stream).before(stream)
+        engine.synchronize(10)
+
+        assert [fake().fake_count(each) for each in COUNTED] == before
+
+
+def check_a_copy_waits_for_the_producer_and_the_consumer_for_the_copy() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    producer, consumer = device.create_stream(), device.create_stream()
+    there_bytes = np.full(64, 3, np.uint8)
+    with CopyEngine(device) as engine:
+        fake().fake_pend(producer.handle)
+        ticket = engine.copy(here, there, after=producer)
+        ticket.before(consumer)
+        assert not ticket.done()
+        assert not here.as_numpy().any()
+        # What the producer writes before its end is what is copied.
+        ctypes.memmove(there.address, there_bytes.ctypes.data, 64)
+        fake().fake_pend(0)
+        ticket.wait(10)
+
+        assert (here.as_numpy() == 3).all()
+        own = engine._lanes[Direction.TO_HOST]._stream.handle  # type: ignore[attr-defined]
+        assert fake().fake_waits(own, producer.handle) == 1
+        assert fake().fake_waits(consumer.handle, own) == 1
+
+
+def check_an_idle_producer_costs_no_event() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    stream = device.create_stream()
+    with CopyEngine(device) as engine:
+        before = fake().fake_count(b"cuStreamWaitEvent")
+        engine.copy(there, here, after=stream).wait(10)
+        assert fake().fake_count(b"cuStreamWaitEvent") == before
+
+
+def check_words_order_streams_and_the_host() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    with CopyEngine(device) as engine, Word(device) as landed, Word(device) as copied:
+        engine.wait_word(landed, 1, Direction.TO_DEVICE)
+        ticket = engine.copy(there, here, after=())
+        engine.write_word(copied, 1, Direction.TO_DEVICE)
+        assert not ticket.done()
+        assert copied.value == 0
+
+        calls = fake().fake_count(b"cuCtxGetCurrent")
+        here.as_numpy()[:] = 8
+        landed.store(1)
+        assert fake().fake_count(b"cuCtxGetCurrent") == calls, "a store calls no driver"
+
+        ticket.wait(10)
+        assert copied.value == 1
+        assert content(device, there, 64) == bytes([8]) * 64
+
+
+def check_a_buffer_in_flight_is_not_lent() -> None:
+    device = CudaDevice(0)
+    there = device.allocate(4096)
+    ring = StagingRing(device, 4096, 4096)
+    with CopyEngine(device) as engine, Word(device) as word:
+        buffer = ring.acquire(10)
+        buffer.as_numpy()[:] = 5
+        engine.wait_word(word, 1, Direction.TO_DEVICE)
+        engine.copy(there, buffer)
+        buffer.release()
+        assert ring.try_acquire() is None
+        with pytest.raises(DeviceTimeout, match="1 are released and in copies"):
+            ring.acquire(0.02)
+
+        word.store(1)
+        ring.acquire(10).as_numpy()[:] = 0
+        assert content(device, there, 4096) == bytes([5]) * 4096
+    ring.close()
+
+
+def check_a_batch_is_one_call() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64 * 100), device.allocate_host(64 * 100)
+    here.as_numpy()[:] = np.arange(6400) % 256
+    places = np.random.default_rng(0).permutation(100) * 64
+    with CopyEngine(device) as engine:
+        engine.copy_batch(
+            [there.address + int(at) for at in places],
+            [here.address + int(at) for at in places],
+            [64] * 100,
+            after=(),
+        ).wait(10)
+        assert fake().fake_count(b"cuMemcpyBatchAsync") == 1
+        assert fake().fake_count(b"cuMemcpyAsync") == 0
+    assert content(device, there, 6400) == here.as_numpy().tobytes()
+
+
+def check_an_older_driver_copies_one_by_one() -> None:
+    fake().fake_without_batches()
+    batch_is_copied_one_by_one()
+    assert fake().fake_count(b"cuMemcpyBatchAsync") == 0
+
+
+def check_a_refused_batch_is_copied_one_by_one_from_then_on() -> None:
+    with failing("cuMemcpyBatchAsync", NOT_SUPPORTED):
+        batch_is_copied_one_by_one()
+        batch_is_copied_one_by_one()
+    assert fake().fake_count(b"cuMemcpyBatchAsync") == 1
+
+
+def batch_is_copied_one_by_one() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(256), device.allocate_host(256)
+    here.as_numpy()[:] = 77
+    before = fake().fake_count(b"cuMemcpyAsync")
+    with CopyEngine(device) as engine:
+        starts = range(0, 256, 64)
+        engine.copy_batch(
+            [there.address + at for at in starts],
+            [here.address + at for at in starts],
+            [64] * 4,
+            after=(),
+        ).wait(10)
+    assert fake().fake_count(b"cuMemcpyAsync") == before + 4
+    assert content(device, there, 256) == bytes([77]) * 256
+
+
+def check_what_would_block_or_lie_is_refused() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    with CopyEngine(device) as engine:
+        with pytest.raises(ArgumentError, match="is not pinned"):
+            engine.copy(there, np.zeros(64, np.uint8))
+        with pytest.raises(ArgumentError, match="both in host memory"):
+            engine.copy(here, here, after=())
+        with pytest.raises(ArgumentError, match="needs after="):
+            engine.copy(there.address, here, 64)
+        with pytest.raises(ArgumentError, match="go different ways"):
+            engine.copy_batch([there, here], [here, there], [64, 64], after=())
+        assert engine.in_flight == 0
+
+
+def check_a_stream_in_a_capture_is_refused() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    stream = device.create_stream()
+    with CopyEngine(device) as engine:
+        fake().fake_capture_begin(stream.handle)
+        with pytest.raises(CaptureError, match="before or after the capture"):
+            engine.copy(there, here, after=stream)
+        # A copy beside it does not end the capture.
+        ticket = engine.copy(there, here, after=())
+        ticket.wait(10)
+        assert fake().fake_capture_end() == 1
+
+
+def check_a_refused_copy_raises_at_once_and_frees_its_event() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    ring = StagingRing(device, 64, 64)
+    with CopyEngine(device) as engine:
+        engine.copy(there, here, after=()).wait(10)
+        events = fake().fake_count(b"cuEventCreate")
+        for _ in range(50):
+            buffer = ring.acquire(10)
+            with failing("cuMemcpyAsync", 1), pytest.raises(DeviceError, match="cuMemcpyAsync"):
+                engine.copy(there, buffer, after=())
+            buffer.release()
+        engine.copy(there, here, after=()).wait(10)
+        assert fake().fake_count(b"cuEventCreate") == events
+        engine.synchronize(10)  # the errors were seen
+    ring.close()
+
+
+def check_a_fault_reaches_every_ticket() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    engine, word = CopyEngine(device), Word(device)
+    engine.wait_word(word, 1, Direction.TO_DEVICE)
+    first, second = (engine.copy(there, here, after=()) for _ in range(2))
+    fake().fake_fault(ILLEGAL_ADDRESS)
+
+    for ticket in (first, second):
+        with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            ticket.wait(10)
+    engine.close()
+
+
+def check_an_error_that_nobody_saw_is_raised_at_close() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    engine = CopyEngine(device)
+    engine.copy(there, here, after=())
+    fake().fake_fault(ILLEGAL_ADDRESS)
+
+    with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        engine.close()
+
+
+def check_close_releases_everything_once() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    before = fake().fake_live_allocations()
+    engine = CopyEngine(device)
+    for _ in range(40):
+        engine.copy(there, here, after=())
+    engine.close()
+    engine.close()
+
+    assert fake().fake_live_allocations() == before
+    assert fake().fake_context_depth() == 0
+
+
+def check_copies_in_flight_are_bounded() -> None:
+    cuda_lane._EVENTS_MAX, cuda_lane.TIMEOUT_S = 40, 0.05
+    device = CudaDevice(0)
+    there, here = device.allocate(64), device.allocate_host(64)
+    with CopyEngine(device) as engine, Word(device) as word:
+        engine.wait_word(word, 1, Direction.TO_DEVICE)
+        while engine.in_flight < cuda_lane._EVENTS_MAX - 3:
+            engine.copy(there, here, after=())
+        refused = 0
+        for _ in range(17):  # events are made 16 at a time
+            with contextlib.suppress(DeviceTimeout):
+                engine.copy(there, here, after=())
+                continue
+            refused += 1
+        assert refused > 0, "copies are queued without a bound"
+        word.store(1)
+        engine.copy(there, here, after=()).wait(10)
+
+
+def check_bandwidth_comes_from_the_gpus_clock() -> None:
+    device = CudaDevice(0)
+    there, here = device.allocate(3 << 20), device.allocate_host(3 << 20)
+    with CopyEngine(device) as engine:
+        engine.copy(there, here, after=()).wait(10)
+        engine.copy(there, here, 100, after=()).wait(10)
+
+        # The fake's events are 1.5 ms apart.
+        link = engine.bandwidth[Direction.TO_DEVICE]
+        assert link.bytes_per_second == (3 << 20) * 10**9 // 1_500_000
+        assert link.transfers == 1
+
+
+def check_a_forked_child_is_refused() -> None:
+    device = CudaDevice(0)
+    engine = CopyEngine(device)
+    child = os.fork()
+    if child == 0:
+        try:
+            engine.copy(4096, 4096, 1, after=())
+        except ForkError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return fake_cuda.build(tmp_path_factory.mktemp("driver"))
+
+
+@fake_cuda.checks(globals())
+def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
+    fake_cuda.run(check, environment)
