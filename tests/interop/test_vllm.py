@@ -7,6 +7,7 @@ they import of the rest of vllm is replaced here, since that needs a GPU and man
 from __future__ import annotations
 
 import abc
+import ast
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -26,7 +27,9 @@ from torch import nn
 
 from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.interop.vllm import plugin
+from flashwarp.interop.vllm.loading import Left, leave
 from flashwarp.interop.vllm.table import table_class
+from flashwarp.storage.safetensors import read_header
 
 ROWS, WIDTH, HEADS, PARTS = 1000, 40, 4, 7
 PREFIX = "language_model.model.layers.2.ple.ple_embedding.ngram_embedding"
@@ -47,10 +50,10 @@ def save(folder, tensors):
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
 
 
-def checkpoint(folder, weight, dtype):
+def checkpoint(folder, weight, dtype, more=None):
     parts = weight.tensor_split(PARTS)
     name = "model.language_model.layers.2.ple.ple_embedding.ngram_embedding.shard_{}.weight"
-    save(folder, {name.format(i): (dtype, part) for i, part in enumerate(parts)})
+    save(folder, {name.format(i): (dtype, part) for i, part in enumerate(parts)} | (more or {}))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -148,8 +151,9 @@ def parameter(data, weight_loader, **_):
     return made
 
 
-def made_table(abstract, folder, method):
-    made = table_class(abstract.Qwen4ExpPLEEmbedding, str(folder), "64 MiB", "64 MiB", "cpu")
+def made_table(abstract, folder, method, left=None):
+    limits = "64 MiB", "64 MiB"
+    made = table_class(abstract.Qwen4ExpPLEEmbedding, str(folder), *limits, "cpu", left)
     return made(ROWS, WIDTH, params_dtype=torch.bfloat16, padding_size=64, prefix=PREFIX,
                 embedding_method=method, num_ngram_heads=HEADS, max_total_tokens=64)  # fmt: skip
 
@@ -198,6 +202,87 @@ def test_the_loader_of_vllm_copies_nothing(abstract, tmp_path):
     table.weight_loader(table.weight, torch.zeros(100, WIDTH).bfloat16(), checkpoint_start=200)
 
     assert torch.equal(table(ids), weight[ids])
+    table.close()
+
+
+@pytest.fixture
+def reader(abstract):
+    """vLLM's own iterator over safetensors files; what it needs of the rest is replaced."""
+    folder = Path(importlib.util.find_spec(abstract.__name__).origin).parents[3]
+    folder = folder / "model_executor" / "model_loader"
+    (found,) = (
+        node
+        for node in ast.parse((folder / "weight_utils.py").read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "safetensors_weights_iterator"
+    )
+    found.returns = None
+    for argument in (*found.args.args, *found.args.kwonlyargs):
+        argument.annotation = None
+    log = types.SimpleNamespace(info_once=lambda *_: None, warning_once=lambda *_: None)
+    module = types.SimpleNamespace(
+        tqdm=lambda files, **_: files, enable_tqdm=lambda _: False, _BAR_FORMAT="", logger=log,
+        _natural_sort_key=str, _get_fs_type=lambda _: "ext4", should_skip_weight=lambda *_: False,
+        _get_checkpoints_size_bytes=lambda _: 1, _get_available_ram_bytes=lambda: 1,
+        DEFAULT_SAFETENSORS_PREFETCH_NUM_THREADS=1, DEFAULT_SAFETENSORS_PREFETCH_BLOCK_SIZE=1,
+        safe_open=lambda path, framework: _Opened(module, path), read=[],
+    )  # fmt: skip
+    code = compile(ast.Module([found], []), "weight_utils.py", "exec")
+    exec(code, module.__dict__)
+    loader = types.SimpleNamespace()
+    text = (folder / "default_loader.py").read_text()
+    assert "    safetensors_weights_iterator,\n" in text
+    assert "weights_iterator = safetensors_weights_iterator(" in text
+    return module, loader
+
+
+class _Opened:
+    """As safe_open of safetensors; notes the tensors that are read."""
+
+    def __init__(self, module, path):
+        self.module, self.held = module, read_header(path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def keys(self):
+        return list(self.held)
+
+    def get_tensor(self, name):
+        self.module.read.append(name)
+        return torch.zeros(self.held[name].shape)
+
+
+def test_the_loader_of_vllm_reads_no_rows(abstract, reader, tmp_path):
+    weight = torch.randn(ROWS, WIDTH).bfloat16()
+    checkpoint(tmp_path, weight, "BF16", {"model.norm.weight": ("BF16", torch.ones(5).bfloat16())})
+    (tmp_path / "draft").mkdir()
+    checkpoint(tmp_path / "draft", weight, "BF16")
+    weight_utils, default_loader = reader
+    left = Left()
+    leave(left, weight_utils, default_loader)
+    method = abstract.Qwen4ExpPLEUnquantizedEmbeddingMethod()
+    table = made_table(abstract, tmp_path, method, left)
+
+    files = [str(tmp_path / "model.safetensors")]
+    found = dict(default_loader.safetensors_weights_iterator(files, False))
+
+    assert weight_utils.read == ["model.norm.weight"]
+    assert len(found) == PARTS + 1
+    rows = [each for name, each in found.items() if "shard" in name]
+    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in rows)
+    assert sum(len(each) for each in rows) == ROWS
+    for each in rows:  # as the model gives them to the table
+        table.weight_loader(table.weight, each, checkpoint_start=0)
+    ids = torch.arange(ROWS).reshape(-1, HEADS)
+    assert torch.equal(table(ids), weight[ids])
+
+    weight_utils.read.clear()
+    other = [str(tmp_path / "draft" / "model.safetensors")]
+    dict(default_loader.safetensors_weights_iterator(other, False, None, local_expert_ids=None))
+    assert len(weight_utils.read) == PARTS, "those of another checkpoint are read"
     table.close()
 
 
@@ -253,14 +338,24 @@ def test_registering_replaces_the_classes_of_tables(monkeypatch, tmp_path):
     base = type("Qwen4ExpPLEEmbedding", (nn.Module,), {})
     abstract = types.SimpleNamespace(Qwen4ExpPLEEmbedding=base)
     maker = types.SimpleNamespace(**dict.fromkeys(plugin._MADE))
+    made = []
+    readers = [
+        types.SimpleNamespace(should_skip_weight=len, safetensors_weights_iterator=iter)
+        for _ in plugin._READERS
+    ]
     modules = {plugin._ABSTRACT: abstract, plugin._MAKER: maker}
+    modules |= dict(zip(plugin._READERS, readers, strict=True))
     real = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", lambda name: modules.get(name) or real(name))
 
-    plugin.register()
+    for _ in range(2):
+        plugin.register()
 
-    for name in plugin._MADE:
-        assert issubclass(getattr(maker, name), base)
+        for name in plugin._MADE:
+            assert issubclass(getattr(maker, name), base)
+        assert readers[1].safetensors_weights_iterator is readers[0].safetensors_weights_iterator
+        made.append((maker.__dict__.copy(), readers[0].should_skip_weight))
+    assert made[0] == made[1], "the second call changes nothing"
 
 
 @pytest.mark.parametrize("version", ["0.32.1", "0.33.1", "0.34.0rc1"])

@@ -25,7 +25,7 @@ from flashwarp.interop.torch.offloading.table import ModelTable, OpenedTable
 from flashwarp.interop.torch.offloading.tensors import find_tensors
 from flashwarp.interop.torch.offloading.weight import TableWeight
 from flashwarp.policy import Policy
-from flashwarp.storage.safetensors import Checkpoint, read_checkpoint
+from flashwarp.storage.safetensors import Checkpoint, Tensor, read_checkpoint
 
 __all__ = ["Offloaded", "offload"]
 
@@ -173,6 +173,11 @@ class Offloaded(Closing):
             for module in table.modules:
                 del module._parameters["weight"]
                 module.weight = weight
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the checkpoint that hold the rows."""
+        return [tensor for table in self._tables for tensor in table.tensors]
 
     def report(self) -> OffloadReport:
         """Return what the tables did since they were offloaded; waits for lookups that run."""

@@ -24,11 +24,18 @@ _RAM, _GPU = "FLASHWARP_VLLM_RAM", "FLASHWARP_VLLM_GPU"
 _ABSTRACT = "vllm.models.qwen4_exp.common.ngram_embedding"
 # Who makes the tables, by classes that it has imported under these names.
 _MAKER = "vllm.models.qwen4_exp.nvidia.ngram_embedding"
+# Who reads the files of a checkpoint.
+_READERS = (
+    "vllm.model_executor.model_loader.weight_utils",
+    "vllm.model_executor.model_loader.default_loader",
+)
 _MADE = ("Qwen4ExpPLEPinnedHostEmbedding", "Qwen4ExpPLEDeviceEmbedding")
 
 
 def register() -> None:
     """Let vLLM leave the n-gram tables of Qwen4Exp models in their checkpoint.
+
+    Its loader does not read their rows, if it is the one that vLLM uses by default.
 
     Does nothing unless the environment has ``FLASHWARP_VLLM_TABLES``, the folder of the checkpoint.
     ``FLASHWARP_VLLM_RAM`` and ``FLASHWARP_VLLM_GPU`` limit the memory of each table, as `ram` and
@@ -53,10 +60,17 @@ def register() -> None:
         name: parse_bytes(os.environ.get(variable, default), variable)
         for name, variable, default in (("ram", _RAM, "2 GiB"), ("gpu", _GPU, "1 GiB"))
     }
+    maker = importlib.import_module(_MAKER)
+    if getattr(maker, "flashwarp_tables", None) == (files, limits):
+        return
     tables = importlib.import_module("flashwarp.interop.vllm.table")
     abstract = importlib.import_module(_ABSTRACT)
-    maker = importlib.import_module(_MAKER)
-    made = tables.table_class(abstract.Qwen4ExpPLEEmbedding, files, **limits)
+    loading = importlib.import_module("flashwarp.interop.vllm.loading")
+    readers = [importlib.import_module(name) for name in _READERS]
+    left = loading.Left()
+    made = tables.table_class(abstract.Qwen4ExpPLEEmbedding, files, **limits, left=left)
+    loading.leave(left, *readers)
     for name in _MADE:
         getattr(maker, name)  # one that is missing must not be added in silence
         setattr(maker, name, made)
+    vars(maker)["flashwarp_tables"] = (files, limits)

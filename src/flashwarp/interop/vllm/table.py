@@ -15,6 +15,7 @@ from flashwarp.errors import ArgumentError, DtypeError
 from flashwarp.interop.torch.embedding import Embedding
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather
+from flashwarp.interop.vllm.loading import Left
 
 __all__ = ["table_class"]
 
@@ -22,7 +23,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, to
 
 
 def table_class(
-    base: type, files: str, ram: int | str, gpu: int | str, device: str | None = None
+    base: type,
+    files: str,
+    ram: int | str,
+    gpu: int | str,
+    device: str | None = None,
+    left: Left | None = None,
 ) -> type:
     """Return a subclass of vLLM's abstract class, whose tables lie in a checkpoint.
 
@@ -36,6 +42,8 @@ def table_class(
         Limits of memory of each table.
     device : str, optional
         Default: the GPU that is torch's current one.
+    left : Left, optional
+        Takes the tensors that vLLM's loader need not read.
     """
 
     class FlashwarpPLEEmbedding(base):  # type: ignore[misc]
@@ -53,6 +61,8 @@ def table_class(
                 )
             self._ids: torch.Tensor | None = None
             self._held = _open(prefix, self.weight, files, ram, gpu, device)
+            if left is not None:
+                left.add(self._held.tables.tensors)
 
         def allocate_embedding_weight(
             self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype
