@@ -15,7 +15,6 @@
 namespace fw::native {
 namespace {
 
-constexpr uint32_t kForceUnitAccess = 1u << 30;
 constexpr uint32_t kStatusMask = 0x7FF;
 
 // Where the command begins in an entry of 128 bytes: its last 16 and the 64 that are added.
@@ -88,7 +87,7 @@ NvmeCommand nvme_transfer(const NvmeNamespace& where, bool is_write, uint64_t of
   NvmeCommand command;
   command.opcode = is_write ? nvme::kWrite : nvme::kRead;
   command.lba = offset >> where.lba_shift;
-  command.cdw12 = ((nbytes >> where.lba_shift) - 1) | (durable ? kForceUnitAccess : 0);
+  command.cdw12 = ((nbytes >> where.lba_shift) - 1) | (durable ? nvme::kForceUnitAccess : 0);
   command.memory = memory;
   command.nbytes = nbytes;
   return command;

@@ -57,6 +57,7 @@ _CONTROLLER = (
     "nvme/software/completions",
     "nvme/software/commands",
     "nvme/software/in_flight",
+    "io/nvme_command",
     "nvme/software/identify",
     "nvme/model/ssd_model",
     "storage/storage",

@@ -9,7 +9,6 @@
 namespace fw::native {
 namespace {
 
-constexpr uint32_t kForceUnitAccess = 1u << 30;
 constexpr uint32_t kBroadcastNamespace = 0xFFFFFFFF;
 constexpr size_t kDatasetRangesMax = 256;
 constexpr uint32_t kIdentifyNamespace = 0;
@@ -140,7 +139,7 @@ void Commands::execute_write(const nvme::command& entry) {
   if (is_identity(entry, range.offset))
     return completions_.finish_io(entry, range, true, 0, failure);
   if (uint16_t status = memory_.walk(entry, range.total)) return reject(entry, status);
-  const bool durable = (entry.cdw12 & kForceUnitAccess) != 0;
+  const bool durable = (entry.cdw12 & nvme::kForceUnitAccess) != 0;
   const bool waits = durable || !storage_.writes_inline();
   if (waits && in_flight_ != nullptr) return in_flight_->start(entry, range, true, durable);
   completions_.finish_io(entry, range, true, memory_.write(range, durable, failure), failure);

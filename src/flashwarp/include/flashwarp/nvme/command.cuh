@@ -93,6 +93,9 @@ inline constexpr uint32_t kLbaBytes = 1u << kLbaShift;
 // The Number of Logical Blocks field is 16 bits and zero-based (NVM command set, Read, CDW12).
 inline constexpr uint32_t kLbaCountMax = 1u << 16;
 
+// Of CDW12 of a Write: it completes when its data is durable (FUA).
+inline constexpr uint32_t kForceUnitAccess = 1u << 30;
+
 // Attribute of Dataset Management (CDW11 bit 2) that deallocates the ranges.
 inline constexpr uint32_t kAttributeDeallocate = 1u << 2;
 
