@@ -169,6 +169,7 @@ class Machine:
         return "\n".join([*lines, f"cd {shlex.quote(str(ROOT))}", f"exec {shlex.join(command)}\n"])
 
     def _arguments(self, image: GuestImage, folder: Path) -> list[str]:
+        # Where the host is busy, the kernel's test of its timer fails.
         kernel_arguments = "console=ttyS0 quiet panic=-1 nokaslr tsc=nowatchdog no_timer_check"
         # It ends with this process, however that ends.
         arguments = ["setpriv", "--pdeathsig", "KILL"]

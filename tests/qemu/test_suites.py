@@ -16,7 +16,7 @@ from qemu.machine import COMPILED, Machine
 SUITES = Path(__file__).with_name("suites")
 
 # FLASHWARP_QEMU=all, as `make qemu-test` sets it, runs all suites.
-SMOKE = "TestBlockDevice or (TestPassthrough and not 4KiB) or status"
+SMOKE = "(TestBlockDevice or TestPassthrough) and not 4KiB or status_of"
 
 # Modules of pytest and of the suites, read by a processor that is emulated, take their time.
 LIMIT_S = 240
