@@ -638,9 +638,12 @@ class Checkpointer(endings.Closing):
                 )
                 raise failure
             if self._system.remote is not None:
-                stored = [each for each in core.entries.values() if each.stored]
-                mine = [each for each in stored if each in core.queues["remote"]]
-                self._wait_durable(mine, "remote", timeout_s)
+                on_their_way = {*core.queues["remote"], *core.busy, *core.remote_failures}
+                self._wait_durable(
+                    [each for each in core.entries.values() if each in on_their_way],
+                    "remote",
+                    timeout_s,
+                )
 
     def _close(self, failures: list[BaseException]) -> None:
         core = self._core
