@@ -10,7 +10,8 @@ Eager code, `torch.compile` and captures of CUDA graphs may call them. On a GPU 
 order of torch's current stream and wait for nothing; the next call on the array, or
 `Array.check`, raises what went wrong. On the CPU device they raise it themselves.
 
-`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files.
+`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `save`
+and `load` keep state dicts as versions of a checkpoint, without pickle.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+from flashwarp.interop.torch.states import load, save
 from flashwarp.table.checkpoint import restore_table
 from flashwarp.table.making import create_table
 
@@ -42,7 +44,9 @@ __all__ = [
     "RowWiseAdagrad",
     "create_table",
     "gather",
+    "load",
     "offload",
     "restore_table",
+    "save",
     "scatter",
 ]

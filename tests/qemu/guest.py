@@ -136,6 +136,12 @@ def pull(index: int) -> None:
     monitor("device_del", id=f"nvme{index}")
 
 
+def remove_controller(index: int) -> None:
+    """Pull controller `index` of the machine, and wait until it is gone."""
+    pull(index)
+    wait_until(lambda: not is_there(index), f"{address_of(index)} goes away")
+
+
 def is_there(index: int) -> bool:
     """Whether controller `index` of the machine is in its slot."""
     return address_of(index) in controllers()

@@ -170,7 +170,9 @@ class Machine:
 
     def _arguments(self, image: GuestImage, folder: Path) -> list[str]:
         kernel_arguments = "console=ttyS0 quiet panic=-1 nokaslr tsc=nowatchdog"
-        arguments = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max"]
+        # It ends with this process, however that ends.
+        arguments = ["setpriv", "--pdeathsig", "KILL"]
+        arguments += ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max"]
         arguments += ["-machine", "q35,kernel-irqchip=split", "-m", str(self.memory_mib)]
         arguments += ["-smp", str(self.cores), "-nodefaults", "-display", "none", "-no-reboot"]
         if self.iommu:

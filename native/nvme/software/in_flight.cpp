@@ -267,9 +267,9 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   command.failure = {*piece.path, piece.file_offset, piece.nbytes};
 }
 
-// Whether a command that the kernel cancelled is sent again: while it resets the controller. Not by
-// a blocking call of this thread. Linux 6.1 frees a command of io_uring on the thread that
-// submitted it, which the call would keep from that, and the reset waits until all are free.
+// Whether a command that the kernel cancelled, to reset the controller, is sent again. By the
+// engine: a blocking call would wait for the end of the reset, and this thread has others to take
+// back.
 bool InFlight::may_resubmit(Command& command) {
   const int64_t now = monotonic_ns();
   if (command.resubmit_until_ns == 0) command.resubmit_until_ns = now + kResubmitNs;

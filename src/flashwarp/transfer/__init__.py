@@ -1,13 +1,14 @@
 """Bulk movement between a device, host memory and files, beside the work of kernels.
 
-`StagingRing` lends pinned buffers, `CopyEngine` copies on streams of its own, `Gatherer` collects
-scattered pieces with host threads, `Word` orders streams and host threads, and `LinkBandwidth`
-says how fast a link has been. Nothing here knows what is moved.
+`StagingRing` and `StagingPool` lend pinned buffers, `CopyEngine` copies on streams of its own,
+`Gatherer` collects scattered pieces with host threads, `Word` orders streams and host threads, and
+`LinkBandwidth` says how fast a link has been. Nothing here knows what is moved.
 """
 
 from flashwarp.transfer.bandwidth import LinkBandwidth
 from flashwarp.transfer.engine import CopyEngine
 from flashwarp.transfer.gatherer import Gatherer
+from flashwarp.transfer.pool import StagingPool
 from flashwarp.transfer.staging import StagingBuffer, StagingRing
 from flashwarp.transfer.ticket import Direction, Ticket
 from flashwarp.transfer.word import Word
@@ -18,6 +19,7 @@ __all__ = [
     "Gatherer",
     "LinkBandwidth",
     "StagingBuffer",
+    "StagingPool",
     "StagingRing",
     "Ticket",
     "Word",

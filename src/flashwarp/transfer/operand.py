@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,8 @@ def describe(device: Device, thing: object, what: str, *, writable: bool) -> Ope
         raise ArgumentError(
             f"the {what} is a {type(thing).__name__}: give an array, a buffer or an address"
         )
+    if hasattr(thing, "data_ptr") and hasattr(thing, "untyped_storage"):
+        return _describe_tensor(device, thing, what)
     view = device.view(thing)
     if not view.contiguous:
         raise ArgumentError(f"the {what} is not contiguous: copy it piece by piece")
@@ -70,3 +73,12 @@ def describe(device: Device, thing: object, what: str, *, writable: bool) -> Ope
     if stream is None and view.device_kind == device.kind == "cuda":
         stream = device.current_stream(view.library).handle
     return Operand(view.address, view.nbytes, view.owner, stream)
+
+
+def _describe_tensor(device: Device, tensor: Any, what: str) -> Operand:
+    """Describe a tensor of torch, of any dtype: those that numpy does not know, too."""
+    dense = str(tensor.layout) == "torch.strided"
+    if not dense or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ArgumentError(f"the {what} is not contiguous: copy it piece by piece")
+    stream = device.current_stream("torch").handle if tensor.is_cuda else None
+    return Operand(tensor.data_ptr(), tensor.nbytes, tensor, stream)

@@ -44,8 +44,16 @@ class InFlight(Protocol):
         """Return whether it has ended, well or not."""
 
 
+class Lender(Protocol):
+    """A ring or pool, as far as its buffers need it."""
+
+    _lock: threading.RLock
+
+    def _take_back(self, memory: DeviceMemory, copies: list[InFlight]) -> None: ...
+
+
 class StagingBuffer:
-    """One buffer of a ring, lent to its holders until the last of them releases it.
+    """One buffer of a ring or pool, lent to its holders until the last of them releases it.
 
     Any thread may use and release it. A buffer that is lost is released, and its memory stays as it
     is while an array of `as_numpy` lives.
@@ -56,14 +64,14 @@ class StagingBuffer:
         Its size.
     """
 
-    def __init__(self, ring: StagingRing, memory: DeviceMemory) -> None:
+    def __init__(self, lender: Lender, memory: DeviceMemory) -> None:
         self.nbytes = memory.nbytes
-        self._ring = ring
+        self._lender = lender
         self._memory = memory
         self._users = 1
         # Copies that read or write it. The ring looks at them when the buffer has come back.
         self._copies: list[InFlight] = []
-        self._give_back = weakref.finalize(self, ring._take_back, memory, self._copies)
+        self._give_back = weakref.finalize(self, lender._take_back, memory, self._copies)
         self._give_back.atexit = False
 
     @property
@@ -79,7 +87,7 @@ class StagingBuffer:
 
     def retain(self) -> StagingBuffer:
         """Add a holder, who must call `release` as well. Returns the buffer."""
-        endings.holding([self._ring._lock], self._add_user)
+        endings.holding([self._lender._lock], self._add_user)
         return self
 
     def _add_user(self) -> None:
@@ -88,7 +96,7 @@ class StagingBuffer:
 
     def release(self) -> None:
         """End one holder's use; the last one's gives the buffer back. Raises if nobody held it."""
-        endings.holding([self._ring._lock], self._drop_user)
+        endings.holding([self._lender._lock], self._drop_user)
 
     def _drop_user(self) -> None:
         self._check_held()

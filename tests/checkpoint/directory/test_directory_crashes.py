@@ -1,6 +1,6 @@
 """Power cuts and kill -9 at any point: no committed version is lost, and no wrong byte accepted.
 
-FLASHWARP_KILLS says how many processes are killed, default 6; FLASHWARP_POWER_CUTS how many random
+FLASHWARP_KILLS says how many processes are killed, default 40; FLASHWARP_POWER_CUTS how many random
 cuts follow each system call, default 5.
 """
 
@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
+import signal
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from flashwarp.checkpoint.region import Region
 from flashwarp.errors import FlashwarpError
 from flashwarp.testing import KillSuite
 
-KILLS = int(os.environ.get("FLASHWARP_KILLS", "6"))
+KILLS = int(os.environ.get("FLASHWARP_KILLS", "40"))
 CUTS = int(os.environ.get("FLASHWARP_POWER_CUTS", "5"))
 
 # Power cuts.
@@ -255,7 +259,7 @@ class Subject:
 
 class TestKilledDirectory(KillSuite):
     element_count = 3000
-    seeds = range(KILLS)
+    seeds = (1, 2, 3, 4)
     kill_after_commits_max = 4
     kill_after_s_max = 0.03
     keep_last = 2
@@ -285,14 +289,83 @@ class TestKilledDirectory(KillSuite):
 
     def load(self, subject: Subject) -> Sequence[int]:
         found, newest = subject.directory, subject.version
-        assert [each.problem for each in found.examine("run", verify=True) if each.problem] == []
-        assert [each.problem for each in found.examine("other", verify=True) if each.problem] == []
-        kept = {v for v in range(1, newest + 1) if v > newest - self.keep_last or v % 5 == 0}
+        kept = {v for v in range(1, newest + 1) if self.is_kept(v, newest)}
         assert kept <= set(found.versions("run"))
         for name in ("run", "other"):
+            problems = [each.problem for each in found.examine(name, verify=True)]
+            assert not any(problems)
             files = [each.name for each in found.path.glob(f"{name}/*/*")]
             assert len(files) == 2 * len(found.versions(name)), f"leftovers in {files}"
         return list(subject.values.tolist())
 
     def close(self, subject: Subject) -> None:
         subject.directory.close()
+
+    def is_kept(self, version: int, newest: int) -> bool:
+        return version > newest - self.keep_last or version % self.keep_every == 0
+
+
+def test_one_directory_survives_kills_at_random_times(tmp_path: Path) -> None:
+    """Kills forked children, because these die within milliseconds of their start too."""
+    suite = TestKilledDirectory()
+    suite.keep_every = 200
+    expected = {0: np.zeros(suite.element_count, np.int64)}
+    newest = early = 0
+    for kill in range(KILLS):
+        chooser = random.Random(f"kill {kill}")
+        reported = fork_and_kill(suite, tmp_path, chooser)
+        early += not reported
+        assert reported == list(range(newest + 1, newest + 1 + len(reported)))
+        surely = newest + len(reported)
+        while max(expected) <= surely:
+            version = max(expected) + 1
+            expected[version] = expected[version - 1].copy()
+            changes = suite.changes(version, 0)
+            expected[version][list(changes)] = list(changes.values())
+
+        subject = suite.open(tmp_path)
+        where = f"kill {kill}, after version {surely}"
+        try:
+            newest = subject.version
+            assert newest in (surely, surely + 1), where
+            loaded = suite.load(subject)
+            assert np.array_equal(loaded, expected[newest]), where
+            there = subject.directory.versions("run")
+            for version in [*there[-4:], *chooser.sample(there, min(1, len(there)))]:
+                with subject.directory.open("run", version) as reader:
+                    assert np.array_equal(reader.load("values"), expected[version]), where
+        finally:
+            suite.close(subject)
+        # What is kept for good, and what the next check looks at.
+        expected = {
+            v: x for v, x in expected.items() if v >= newest - 8 or v % suite.keep_every == 0
+        }
+    print(f"{KILLS} kills, {early} of them before a first commit; {newest} versions committed")
+
+
+def fork_and_kill(suite: TestKilledDirectory, path: Path, chooser: random.Random) -> list[int]:
+    """Let a child commit until it is killed; return the versions that it has reported."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            subject = suite.open(path)
+            while True:
+                suite.store(subject, suite.changes(subject.version + 1, 0))
+                suite.commit(subject)
+                os.write(writing, b"%d\n" % subject.version)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    os.close(writing)
+    wait_for = chooser.choice((0, 0, 1, 2))
+    reports = b""
+    while reports.count(b"\n") < wait_for and (piece := os.read(reading, 4096)):
+        reports += piece
+    time.sleep(chooser.random() * 0.03)
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child ended by itself"
+    while piece := os.read(reading, 4096):
+        reports += piece
+    os.close(reading)
+    return [int(line) for line in reports.split()]

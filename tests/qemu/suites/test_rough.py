@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from flashwarp.errors import ControllerLost, FlashwarpError, StorageError
 from flashwarp.storage import Storage
 from qemu import guest
 from qemu.suites.machines import PULLED, RESET, ROUGH
-from qemu.suites.ways import BY_THE_KERNEL, KERNEL, PASSTHROUGH, VFIO, array, bound
+from qemu.suites.ways import KERNEL, PASSTHROUGH, VFIO, array, bound
 
 MACHINE = ROUGH
 
@@ -67,24 +66,14 @@ def reading(way: str, drive: int) -> Iterator[tuple[fw.Array, Reading]]:
 
 def go_on(thread: Reading, turns: int = 3) -> None:
     """Wait until the thread has read some more, or has ended."""
-    begin = thread.turns
-    done: Callable[[], bool] = lambda: thread.turns >= begin + turns or thread.error is not None  # noqa: E731
-    guest.wait_until(done, "the thread reads", 60)
+    end = thread.turns + turns
+    guest.wait_until(
+        lambda: thread.turns >= end or thread.error is not None, "the thread reads", 60
+    )
 
 
-def reset_of(bdf: str) -> Path:
-    (controller,) = Path("/sys/bus/pci/devices", bdf, "nvme").iterdir()
-    return controller / "reset_controller"
-
-
-@pytest.mark.parametrize("way", BY_THE_KERNEL)
-def test_reset_of_the_kernels_driver_is_not_noticed(way: str) -> None:
-    reset = reset_of(bound(way, RESET))
-    with reading(way, RESET) as (_, thread):
-        for _ in range(5):
-            reset.write_text("1")
-            go_on(thread)
-        assert thread.error is None, thread.error
+# Resets by the kernel's driver are not tested: after some, QEMU 7.2 does not notice doorbells any
+# more, whoever uses the drive, and the kernel waits for ever.
 
 
 @pytest.mark.parametrize("function", [False, True], ids=["controller", "function"])

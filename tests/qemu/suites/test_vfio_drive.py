@@ -187,6 +187,16 @@ def test_drive_of_the_kernel_is_refused_and_one_in_use_not_taken(tmp_path: Path)
             fw.VfioController(bdf)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+    # In a mount namespace of its own, as containers have one.
+    mounts = f"mount {disk} {tmp_path} && echo ready && exec sleep 60"
+    with subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", mounts], stdout=subprocess.PIPE, text=True
+    ) as container:
+        assert container.stdout is not None
+        assert container.stdout.readline() == "ready\n"
+        with pytest.raises(LockedError, match=f"the kernel has claimed {disk}"):
+            binding.bind(bdf)
+        container.kill()
     assert guest.driver_of(bdf) == "nvme"
 
     with drive(PULLED) as controller, controller.namespace(1) as namespace:

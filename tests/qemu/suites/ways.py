@@ -14,8 +14,6 @@ from flashwarp.storage import BlockDevice, Passthrough
 from qemu import guest
 
 KERNEL, PASSTHROUGH, VFIO = "kernel", "passthrough", "vfio"
-BY_THE_KERNEL = (KERNEL, PASSTHROUGH)
-
 each_way = pytest.mark.parametrize("way", [KERNEL, PASSTHROUGH, VFIO])
 
 

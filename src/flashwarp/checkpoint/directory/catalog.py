@@ -271,9 +271,9 @@ class Catalog(Closing):
         Yields
         ------
         int
-            Each version once; of those found together, the lowest first. A version that was
-            discarded before the next look is left out, and `open` of one that was discarded since
-            raises `MissingVersionError`.
+            Each version once, also if it is replaced; of those found together, the lowest first. A
+            version that was discarded before the next look is left out, and `open` of one that was
+            discarded since raises `MissingVersionError`.
         """
         folders = self._folders(name, rank)
         last = None if until is None else names.check_version(until)

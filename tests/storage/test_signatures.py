@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashwarp.nvme import signatures
+from flashwarp.storage import signatures
 
 MIB = 1 << 20
 

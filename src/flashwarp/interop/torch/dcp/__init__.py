@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint; `flashwarp.dcp` is the door."""

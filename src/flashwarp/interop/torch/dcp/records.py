@@ -1,0 +1,117 @@
+"""One item of a checkpoint as the bytes that torch reads back, without copying a tensor's data.
+
+torch stores a tensor as a small archive around the bytes of its storage. torch itself writes that
+archive here, once for each shape, without the data (`torch.serialization.skip_data`); the data is
+then written from where it lies.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Record", "Records"]
+
+# Of the archives that are remembered; an archive takes about 2 KiB.
+_TEMPLATES_MAX = 4096
+_DATA = "data/0"
+
+
+@dataclass
+class Record:
+    """The bytes of an item: before the data, the data, and behind it.
+
+    Attributes
+    ----------
+    head, tail : bytes
+        Before the data, and behind it.
+    data_bytes : int
+        How long the data is.
+    data : callable
+        Returns the data; may copy it from a GPU.
+    """
+
+    head: bytes
+    tail: bytes
+    data_bytes: int
+    data: Callable[[], memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three."""
+        return len(self.head) + self.data_bytes + len(self.tail)
+
+
+class Records:
+    """Makes records, and remembers the archives of shapes. One thread."""
+
+    def __init__(self) -> None:
+        self._templates: dict[Any, tuple[bytes, bytes]] = {}
+
+    def of(self, thing: torch.Tensor | io.BytesIO) -> Record:
+        """Describe what a planner has resolved: a tensor, or an object that is pickled already."""
+        if isinstance(thing, io.BytesIO):
+            view = thing.getbuffer()
+            return Record(b"", b"", view.nbytes, lambda: view)
+        tensor = thing.detach()
+        if not _is_plain(tensor):
+            stream = io.BytesIO()
+            torch.save(tensor.cpu(), stream)
+            return self.of(stream)
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        head, tail = self._template(tensor)
+        return Record(head, tail, tensor.nbytes, lambda: _storage_bytes(tensor))
+
+    def _template(self, tensor: torch.Tensor) -> tuple[bytes, bytes]:
+        key = (tensor.dtype, tensor.shape, tensor.stride())
+        found = self._templates.get(key)
+        if found is None:
+            found = _archive(tensor)
+            if len(self._templates) < _TEMPLATES_MAX:
+                self._templates[key] = found
+        return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is its storage's bytes and nothing else."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.storage_offset() == 0
+        and tensor.device.type in ("cpu", "cuda")
+    )
+
+
+def _archive(tensor: torch.Tensor) -> tuple[bytes, bytes]:
+    """Return what torch writes before and behind the data of a tensor on the CPU."""
+    if tensor.device.type != "cpu":
+        # Memory that is not touched is not allocated either.
+        tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    descriptor = os.memfd_create("flashwarp", os.MFD_CLOEXEC)
+    try:
+        name = f"/proc/self/fd/{descriptor}"
+        with torch.serialization.skip_data():
+            torch.save(tensor, name)
+        size = os.fstat(descriptor).st_size
+        begin = int(torch._C.PyTorchFileReader(name).get_record_offset(_DATA))
+        end = begin + tensor.nbytes
+        return os.pread(descriptor, begin, 0), os.pread(descriptor, size - end, end)
+    finally:
+        os.close(descriptor)
+
+
+def _storage_bytes(tensor: torch.Tensor) -> memoryview:
+    storage = tensor.cpu().untyped_storage()
+    if storage.nbytes() == 0:
+        return memoryview(b"")
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return memoryview(flat.numpy())
