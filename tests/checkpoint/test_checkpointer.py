@@ -18,7 +18,9 @@ import pytest
 
 import flashwarp as fw
 from checkpoint.faults import WAIT_S, Faults, Opener
+from flashwarp.checkpoint import flushing
 from flashwarp.checkpoint.checkpointer import Checkpointer
+from flashwarp.checkpoint.tier import Entry
 from flashwarp.errors import (
     ArgumentError,
     CheckpointError,
@@ -806,6 +808,30 @@ def test_close_waits_for_the_remote_store(opened: Opener, tmp_path: Path) -> Non
         history(checkpointer, 5)
 
     assert opened(path=tmp_path / "remote").versions() == list(range(5))
+
+
+def test_close_waits_for_an_upload_that_has_begun(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    copy = flushing.Uploader._copy
+
+    def slow(uploader: flushing.Uploader, entry: Entry) -> bool:
+        began.set()
+        assert go_on.wait(WAIT_S)
+        return copy(uploader, entry)
+
+    monkeypatch.setattr(flushing.Uploader, "_copy", slow)
+    checkpointer = opened(remote=tmp_path / "remote")
+    history(checkpointer, 1)
+    assert began.wait(WAIT_S)
+    timer = threading.Timer(0.1, go_on.set)
+    timer.start()
+
+    checkpointer.close()
+
+    timer.join()
+    assert opened(path=tmp_path / "remote").versions() == [0]
 
 
 def test_a_forked_child_cannot_use_it_and_ends(opened: Opener) -> None:

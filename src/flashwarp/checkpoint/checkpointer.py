@@ -314,7 +314,7 @@ class Checkpointer(endings.Closing):
                 # Of versions that were stored before this process, nobody knows yet.
                 if entry.stored and not entry.remote and entry not in core.queues["remote"]:
                     core.queues["remote"].append(entry)
-            core.changed.notify_all()
+            core.wake()
 
         def open_ones() -> list[Entry]:
             there = [each for each in entries if not each.discarded]
@@ -511,6 +511,8 @@ class Checkpointer(endings.Closing):
             core.hints.enqueue(key)
             core.look = core.look or key not in core.entries
             core.refresh(key)
+            if core.look:
+                core.wake("look")
 
     def prefetch_start(self) -> None:
         """Begin to prefetch in the order of the hints; so does the first restart.
@@ -521,7 +523,7 @@ class Checkpointer(endings.Closing):
         with self._core.locked():
             self._core.check_usable()
             self._core.started = True
-            self._core.changed.notify_all()
+            self._core.wake()
 
     # Ending.
 
@@ -636,9 +638,12 @@ class Checkpointer(endings.Closing):
                 )
                 raise failure
             if self._system.remote is not None:
-                stored = [each for each in core.entries.values() if each.stored]
-                mine = [each for each in stored if each in core.queues["remote"]]
-                self._wait_durable(mine, "remote", timeout_s)
+                on_their_way = {*core.queues["remote"], *core.busy, *core.remote_failures}
+                self._wait_durable(
+                    [each for each in core.entries.values() if each in on_their_way],
+                    "remote",
+                    timeout_s,
+                )
 
     def _close(self, failures: list[BaseException]) -> None:
         core = self._core
@@ -652,7 +657,7 @@ class Checkpointer(endings.Closing):
                 if error is not None
             ]
             core.hints.finish()
-            core.changed.notify_all()
+            core.wake()
         failures += [each for each in unseen if each not in failures]
         failures += self._stager.stop(self.settings.timeout_s)
         failures += self._system.close()
@@ -665,7 +670,7 @@ class Checkpointer(endings.Closing):
                     )
             core.futures.clear()
             core.closed = True
-            core.changed.notify_all()
+            core.wake()
         endings.forget(self._registered)
 
     # Helpers.

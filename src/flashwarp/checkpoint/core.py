@@ -27,11 +27,17 @@ from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.errors import CheckpointError, ClosedError, ForkError, WaitTimeout
 
-__all__ = ["Core", "hint_key"]
+__all__ = ["ROLES", "Core", "hint_key"]
 
 _log = logging.getLogger(__name__)
 
 _DISTANCE_MAX = 64
+
+ROLES = ("flush", "prefetch", "look", "stage")
+"""Kinds of background threads: they flush and upload, prefetch, read manifests, and stage."""
+
+# What begins makes work for nobody; what ends may make room, or a source, for a prefetch.
+_BEGINNINGS = (Event.WRITE, Event.FETCH, Event.FLUSH, Event.READ, Event.PIN)
 
 
 class Core:
@@ -48,7 +54,11 @@ class Core:
     def __init__(self, settings: Settings, mover: Mover) -> None:
         self.settings = settings
         self.mover = mover
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        # Each kind of background thread is woken for its own work: a wake-up of all of them takes
+        # longer than most calls.
+        self._work = {role: threading.Condition(lock) for role in ROLES}
         self.tiers: list[Tier] = []
         self.hints = RestoreQueue(settings.hints_max, settings.passed_max)
         self.interval = RestoreInterval()
@@ -127,6 +137,17 @@ class Core:
                 raise WaitTimeout(f"{what()} (limit {limit:g} s)")
             self.changed.wait(min(STEP_MAX_S, max(limit, 1e-3)))
 
+    def wake(self, *roles: str) -> None:
+        """Wake the user's threads that wait, and background threads; without `roles`, all."""
+        self.changed.notify_all()
+        for role in roles or ROLES:
+            if self.started or role != "prefetch" or not roles:
+                self._work[role].notify_all()
+
+    def rest(self, role: str, seconds: float) -> None:
+        """Wait, holding the lock, until there may be work of a kind."""
+        self._work[role].wait(seconds)
+
     # Versions.
 
     def tier_of(self, entry: Entry) -> Tier | None:
@@ -202,7 +223,7 @@ class Core:
             return False
         finally:
             tier.demands -= 1
-            self.changed.notify_all()
+            self.wake("prefetch")
 
     def try_acquire(self, tier: Tier, entry: Entry, event: Event, keep_urgency: int) -> bool:
         """Take room in a tier if there is some now; for prefetches."""
@@ -222,7 +243,10 @@ class Core:
     def apply(self, tier: Tier, entry: Entry, event: Event) -> None:
         """Apply an event to a version on a tier, and wake who waits."""
         tier.apply(entry, event, self.now_ns())
-        self.changed.notify_all()
+        if event in _BEGINNINGS:
+            self.changed.notify_all()
+        else:
+            self.wake("prefetch")
 
     def apply_if(self, tier: Tier, entry: Entry, event: Event) -> bool:
         """Apply an event if it is allowed, and return whether it was."""
@@ -249,7 +273,7 @@ class Core:
         self.queues[tier.name].append(entry)
         tier.backlog.add(entry, entry.nbytes)
         tier.refresh_flushes(self.now_ns())
-        self.changed.notify_all()
+        self.wake("flush")
 
     def refresh(self, key: Key) -> None:
         """Tell the tiers about a hint for a version, or its end."""
@@ -257,7 +281,7 @@ class Core:
         for tier in self.tiers:
             if entry is not None and entry in tier.lives:
                 tier.refresh(entry, self.now_ns())
-        self.changed.notify_all()
+        self.wake("prefetch")
 
     def give_up_hint(self, key: Key) -> None:
         """Unpin a version whose hint restores have passed by."""
@@ -280,7 +304,7 @@ class Core:
         for key in [key for key in self.retries if key[1] is entry]:
             del self.retries[key]
         self.remote_failures.pop(entry, None)
-        self.changed.notify_all()
+        self.wake()
 
     def in_use(self, key: Key) -> bool:
         """Return whether a discarded version of this key is still being copied somewhere."""

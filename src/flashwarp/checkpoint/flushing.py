@@ -153,7 +153,7 @@ class Uploader:
                 core.remote_failures[entry] = error
                 retry_later(core, "remote", entry)
                 _log.warning("%s is not in the remote store, and tried again: %s", entry, error)
-            core.changed.notify_all()
+            core.wake()
 
     def _copy(self, entry: Entry) -> bool:
         name, version = entry.key
@@ -206,7 +206,7 @@ def write_version(
             core.counts["stored_bytes"] += entry.data_bytes
             if core.uploads:
                 core.queues["remote"].append(entry)
-        core.changed.notify_all()
+        core.wake()
     if discarded:
         forget_stored(directory, name, version)
     return not discarded
@@ -230,7 +230,7 @@ def release(core: Core, entry: Entry) -> None:
     core.busy[entry] -= 1
     if core.busy[entry] <= 0:
         del core.busy[entry]
-    core.changed.notify_all()
+    core.wake("prefetch")
 
 
 def note_failure(core: Core, queue: str, entry: Entry, error: BaseException) -> None:
@@ -260,7 +260,7 @@ def retry_now(core: Core, *, failed_before_ns: int | None = None) -> None:
     for (queue, entry), (_, delay_s) in list(core.retries.items()):
         if failed_before_ns is None or entry.failed_ns < failed_before_ns:
             core.retries[queue, entry] = 0, delay_s
-    core.changed.notify_all()
+    core.wake()
 
 
 def queue_due_retries(core: Core, queue: str) -> None:

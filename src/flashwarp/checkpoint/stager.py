@@ -44,7 +44,7 @@ class Stager:
         self._jobs: deque[Callable[[], None]] = deque()
         self._under_way = 0
         self._errors: list[BaseException] = []
-        self._worker = Worker(core, "staging", self._next_job)
+        self._worker = Worker(core, "staging", "stage", self._next_job)
 
     def stage(self, entry: Entry, sources: list[Bytes], *, overlap: bool) -> None:
         """Bring a version into a cache, or into storage; with `overlap`, return before."""
@@ -92,7 +92,7 @@ class Stager:
         with self._core.changed:
             self._under_way += 1
             self._jobs.append(job)
-            self._core.changed.notify_all()
+            self._core.wake("stage")
 
     def _next_job(self) -> Callable[[], None] | None:
         return partial(self._run, self._jobs.popleft()) if self._jobs else None

@@ -115,7 +115,9 @@ class System:
             self.mover.note_seams(host.address, host_bytes, host.piece_bytes)
             tier = self._tier("host", host, host_bytes, True, 0)
             core.tiers.append(tier)
-            self._workers.append(Worker(core, "growing", partial(self._next_growth, [tier], host)))
+            self._workers.append(
+                Worker(core, "growing", "look", partial(self._next_growth, [tier], host))
+            )
 
     def _tier(
         self,
@@ -146,7 +148,7 @@ class System:
             for nbytes in memory.grow(lambda: not core.closing):
                 with core.changed:
                     tier.grow(nbytes)
-                    core.changed.notify_all()
+                    core.wake()
         except FlashwarpError as error:
             # What is pinned is enough to run on; the caches are smaller than was asked for.
             _log.warning(
@@ -158,7 +160,7 @@ class System:
             )
             with core.changed:
                 tier.nbytes = tier.table.nbytes
-                core.changed.notify_all()
+                core.wake()
 
     # Threads.
 
@@ -169,13 +171,15 @@ class System:
         for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.directory)
             prefetcher = Prefetcher(core, tier, below, self.directory)
-            self._workers.append(Worker(core, f"flush-{tier.name}", flusher.next_job))
-            self._workers.append(Worker(core, f"prefetch-{tier.name}", prefetcher.next_job))
+            self._workers.append(Worker(core, f"flush-{tier.name}", "flush", flusher.next_job))
+            self._workers.append(
+                Worker(core, f"prefetch-{tier.name}", "prefetch", prefetcher.next_job)
+            )
             below = tier
-        self._workers.append(Worker(core, "catalog", self._next_look))
+        self._workers.append(Worker(core, "catalog", "look", self._next_look))
         if self.remote is not None:
             uploader = Uploader(core, self.directory, self.remote)
-            self._workers.append(Worker(core, "upload", uploader.next_job))
+            self._workers.append(Worker(core, "upload", "flush", uploader.next_job))
 
     # Versions on storage.
 
@@ -191,7 +195,7 @@ class System:
             self._listed_ns[name] = core.now_ns()
             noted = set() if self._settings.read_only else core.listed.get(name, set())
             core.listed[name] = found | noted
-            core.changed.notify_all()
+            core.wake()
 
     def load(self, key: Key) -> Entry:
         """Look at the manifest of a stored version, and return what it holds."""
@@ -201,7 +205,7 @@ class System:
         with core.changed:
             found = core.entries.setdefault(key, entry)
             core.listed.setdefault(key[0], set()).add(key[1])
-            core.changed.notify_all()
+            core.wake()
         return found
 
     def _next_look(self) -> Callable[[], None] | None:

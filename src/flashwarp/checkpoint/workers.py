@@ -28,16 +28,22 @@ class Worker:
         The checkpointer's state.
     name : str
         Of the thread.
+    role : str
+        Which of `core.ROLES`.
     next_job : callable
         Returns a job or None; called under the lock.
     """
 
     def __init__(
-        self, core: Core, name: str, next_job: Callable[[], Callable[[], None] | None]
+        self,
+        core: Core,
+        name: str,
+        role: str,
+        next_job: Callable[[], Callable[[], None] | None],
     ) -> None:
         self._core = core
+        self._role = role
         self._next_job = next_job
-        self.idle = True
         self._stop = False
         self.thread = threading.Thread(
             target=self._run, name=f"flashwarp-checkpoint-{name}", daemon=True
@@ -48,7 +54,7 @@ class Worker:
         """End the thread after its present job; returns at once."""
         with self._core.changed:
             self._stop = True
-            self._core.changed.notify_all()
+            self._core.wake()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of the thread; return whether it has ended."""
@@ -69,21 +75,13 @@ class Worker:
             _log.exception("a background thread of the checkpointer has failed")
             with core.changed:
                 core.broken = core.broken or error
-                core.changed.notify_all()
-        finally:
-            with core.changed:
-                self.idle = True
-                core.changed.notify_all()
+                core.wake()
 
     def _wait_for_job(self) -> Callable[[], None] | None:
         while not self._stop:
             job = self._next_job()
             if job is not None:
-                self.idle = False
                 return job
-            if not self.idle:
-                self.idle = True
-                self._core.changed.notify_all()
             # Most jobs come with a notification; some, such as retries, with time.
-            self._core.changed.wait(STEP_MAX_S)
+            self._core.rest(self._role, STEP_MAX_S)
         return None
