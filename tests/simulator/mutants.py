@@ -1307,6 +1307,7 @@ MUTANTS = {
             "split_streams",
             "weak",
             4,
+            "random",
         ),
         Mutant(
             "batch-fills-the-ring",

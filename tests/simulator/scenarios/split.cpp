@@ -59,7 +59,7 @@ Shape split_shape(Random& random) {
   Shape shape = Shape::draw(random);
   shape.volumes = 1;
   shape.plain = shape.plain && random.chance(20);
-  shape.tier_ways = random.chance(20) ? 1 : 0;
+  shape.tier_ways = random.chance(40) ? 1 : 0;
   shape.batches = 2;
   return shape;
 }
