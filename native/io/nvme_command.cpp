@@ -5,8 +5,10 @@
 
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <thread>
 
 #include "flashwarp/nvme/command.cuh"
 
@@ -21,6 +23,13 @@ constexpr size_t kCommandOffset = 48;
 
 // Above every errno value of Linux (MAX_ERRNO is 4095).
 constexpr int kFirstStatus = 0x1000;
+
+constexpr int kHostPathError = 0x370;
+constexpr int kAbortedByHost = 0x371;
+
+// A reset takes a drive some hundred milliseconds; CAP.TO allows up to 127 s.
+constexpr int kAttemptsMax = 50;
+constexpr auto kPause = std::chrono::milliseconds(100);
 
 struct StatusName {
   uint16_t status;
@@ -58,6 +67,20 @@ const StatusName* find(uint16_t status) {
   return nullptr;
 }
 
+int run_once(const NvmeNamespace& where, const NvmeCommand& command) {
+  nvme_passthru_cmd64 entry = {};
+  entry.opcode = command.opcode;
+  entry.nsid = where.nsid;
+  entry.addr = reinterpret_cast<uint64_t>(command.memory);
+  entry.data_len = command.nbytes;
+  entry.cdw10 = uint32_t(command.lba);
+  entry.cdw11 = uint32_t(command.lba >> 32);
+  entry.cdw12 = command.cdw12;
+  const int result = ioctl(where.fd, NVME_IOCTL_IO64_CMD, &entry);
+  if (result < 0) return errno;
+  return result == 0 ? 0 : error_of_status(uint32_t(result));
+}
+
 }  // namespace
 
 NvmeCommand nvme_transfer(const NvmeNamespace& where, bool is_write, uint64_t offset, void* memory,
@@ -77,18 +100,18 @@ NvmeCommand nvme_flush() {
   return command;
 }
 
+bool is_cancelled(int error) {
+  return error == EINTR || error == kFirstStatus + kHostPathError ||
+         error == kFirstStatus + kAbortedByHost;
+}
+
 int run_nvme(const NvmeNamespace& where, const NvmeCommand& command) {
-  nvme_passthru_cmd64 entry = {};
-  entry.opcode = command.opcode;
-  entry.nsid = where.nsid;
-  entry.addr = reinterpret_cast<uint64_t>(command.memory);
-  entry.data_len = command.nbytes;
-  entry.cdw10 = uint32_t(command.lba);
-  entry.cdw11 = uint32_t(command.lba >> 32);
-  entry.cdw12 = command.cdw12;
-  const int result = ioctl(where.fd, NVME_IOCTL_IO64_CMD, &entry);
-  if (result < 0) return errno;
-  return result == 0 ? 0 : error_of_status(uint32_t(result));
+  int error = run_once(where, command);
+  for (int attempt = 1; is_cancelled(error) && attempt < kAttemptsMax; ++attempt) {
+    std::this_thread::sleep_for(kPause);
+    error = run_once(where, command);
+  }
+  return error;
 }
 
 void fill_nvme(io_uring_sqe* entry, const NvmeNamespace& where, const NvmeCommand& command) {
@@ -133,10 +156,10 @@ int errno_of(int error) {
 }
 
 std::string nvme_status_text(uint16_t status) {
-  const StatusName* known = find(status);
+  if (const StatusName* known = find(status)) return known->name;
   char number[32];
   std::snprintf(number, sizeof number, "NVMe status %#05x", status);
-  return known == nullptr ? number : std::string(known->name) + " (" + number + ")";
+  return number;
 }
 
 }  // namespace fw::native

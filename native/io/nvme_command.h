@@ -33,7 +33,8 @@ NvmeCommand nvme_transfer(const NvmeNamespace& where, bool is_write, uint64_t of
                           uint32_t nbytes, bool durable);
 NvmeCommand nvme_flush();
 
-// Runs a command and waits for it. Returns 0, an errno value, or that of a status.
+// Runs a command and waits for it. Returns 0, an errno value, or that of a status. While the kernel
+// resets the controller, it cancels commands: each is sent again, for some seconds at most.
 int run_nvme(const NvmeNamespace& where, const NvmeCommand& command);
 
 // Fills an entry of a ring whose entries are large (IORING_SETUP_SQE128).
@@ -46,6 +47,10 @@ int identify_nvme(int fd, uint32_t nsid, uint32_t cns, std::byte* data);
 int error_of_status(uint32_t status);
 bool is_nvme_status(int error);
 uint16_t status_of(int error);
+
+// Whether the kernel gave a command up without an answer of the drive, as it does when it resets
+// the controller: it may be sent again.
+bool is_cancelled(int error);
 
 // The errno value that stands for an error, where there is room for nothing else.
 int errno_of(int error);

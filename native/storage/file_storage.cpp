@@ -293,6 +293,7 @@ int FileStorage::validate(uint64_t offset, uint64_t n, IoFailure* failure) {
 }
 
 int FileStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const {
+  if (block_device_) error = error_of_block_device(error);
   if (error != 0 && failure != nullptr) *failure = {path_, file_offset_ + offset, n};
   return error;
 }
@@ -400,6 +401,7 @@ Piece FileStorage::piece(uint64_t file_offset, uint64_t n, uint32_t request_offs
   piece.fd = through_cache ? fd_ : direct_fd_;
   piece.buffered_fd = fd_;
   piece.alignment = through_cache ? 1 : alignment_;
+  piece.block_device = block_device_;
   piece.nbytes = uint32_t(n);
   piece.request_offset = request_offset;
   piece.file_offset = file_offset;

@@ -28,6 +28,9 @@ struct NvmeNamespace;
 // Status of a read beyond the end of a file that was longer when it was opened.
 inline constexpr int kTruncated = ENODATA;
 
+// A block device has no end to be beyond: the kernel means bad blocks, or a drive that is gone.
+inline int error_of_block_device(int error) { return error == kTruncated ? EIO : error; }
+
 // Status of a flush of a file that another file has replaced: what was written has no name.
 inline constexpr int kReplaced = ESTALE;
 
@@ -62,6 +65,7 @@ struct Piece {
   int buffered_fd = -1;  // the same file through the page cache, for the rest of short transfers
   const NvmeNamespace* nvme = nullptr;  // set: by NVMe commands, in multiples of the alignment
   uint32_t alignment = 1;               // of memory, offset and length; 1 through the page cache
+  bool block_device = false;
   uint32_t nbytes = 0;
   uint32_t request_offset = 0;  // of this part in the caller's buffer
   uint64_t file_offset = 0;

@@ -85,7 +85,12 @@ Drive::Drive(std::shared_ptr<PciFunction> function, int64_t limit_ms)
       registers_(function_->map_registers()),
       page_(std::make_unique<DmaMemory>(function_, kMemoryPageBytes)) {
   capabilities_ = Capabilities::decode(registers_->read_pair(kCap));
-  bring_up();
+  try {
+    bring_up();
+  } catch (const DriveError&) {
+    quiet();
+    throw;
+  }
   watched_ = true;
   watcher_ = std::thread([this] { watch(); });
 }
@@ -447,10 +452,21 @@ void Drive::reset(bool function) {
   try {
     bring_up();
   } catch (const DriveError& error) {
+    quiet();
     lose(error.what());
     throw;
   }
   watched_ = true;
+}
+
+// What the controller still does must not meet memory that is about to be unmapped.
+void Drive::quiet() noexcept {
+  registers_->write(kConfiguration, 0);
+  try {
+    function_->set_bus_master(false);
+  } catch (const DriveError&) {
+    // It is gone, or the end of its file unmaps its memory.
+  }
 }
 
 void Drive::shut_down() {
@@ -464,7 +480,6 @@ void Drive::shut_down() {
     if (csts == kAllOnes || (csts & kShutdownStatusMask) == kShutdownComplete) break;
     nap(200'000);
   }
-  registers_->write(kConfiguration, cc & ~(kEnable | kShutdownMask));
 }
 
 void Drive::close() noexcept {
@@ -480,12 +495,8 @@ void Drive::close() noexcept {
     if (closed_) return;
     closed_ = true;
   }
-  try {
-    shut_down();
-    function_->set_bus_master(false);
-  } catch (const DriveError&) {
-    // It is gone, and the end of its file unmaps its memory.
-  }
+  shut_down();
+  quiet();
   registers_->detach();
   function_->close();
 }

@@ -109,6 +109,7 @@ class Drive {
   void lose(const std::string& why);
   void throw_lost() const;
   void shut_down();
+  void quiet() noexcept;
   void watch();
   std::string trouble();
 

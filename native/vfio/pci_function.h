@@ -26,11 +26,11 @@ class Registers {
   uint64_t address() const { return reinterpret_cast<uint64_t>(address_); }
   size_t nbytes() const { return nbytes_; }
 
-  uint32_t read(uint32_t offset) const {
-    return *reinterpret_cast<const volatile uint32_t*>(static_cast<char*>(address_) + offset);
-  }
+  // Single accesses of 32 bits, as registers need them. The orderings are against memory: what was
+  // written before a register is there when the controller looks.
+  uint32_t read(uint32_t offset) const { return __atomic_load_n(at(offset), __ATOMIC_ACQUIRE); }
   void write(uint32_t offset, uint32_t value) {
-    *reinterpret_cast<volatile uint32_t*>(static_cast<char*>(address_) + offset) = value;
+    __atomic_store_n(at(offset), value, __ATOMIC_RELEASE);
   }
   // In two halves: not every controller takes accesses of 64 bits.
   uint64_t read_pair(uint32_t offset) const {
@@ -45,6 +45,10 @@ class Registers {
   void detach();
 
  private:
+  volatile uint32_t* at(uint32_t offset) const {
+    return reinterpret_cast<volatile uint32_t*>(static_cast<char*>(address_) + offset);
+  }
+
   void* const address_;
   const size_t nbytes_;
 };

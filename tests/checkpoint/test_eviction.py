@@ -29,7 +29,7 @@ def table_of(rows: list[Row]) -> FragmentTable:
 
 
 def choose(
-    rows: list[Row], units: int, policy: Policy | None = None, **conditions: object
+    rows: list[Row], units: int, policy: Policy | None = None, **conditions: bool | int
 ) -> list[object] | None:
     """The owners that the policy evicts."""
     table = table_of(rows)
@@ -75,7 +75,7 @@ urgencies = st.one_of(
 rows = st.lists(st.tuples(st.integers(1, 6), times, urgencies, st.booleans()), min_size=1)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=1000, deadline=None)
 @given(rows.filter(lambda r: len(r) <= 24), st.integers(1, 20), st.integers(-1, 6), st.booleans())
 @example([(1, NOW + 5, 0, False), (1, NOW + 5, 0, False), (8, 0, 0, False)], 4, -1, False)
 def test_the_score_is_the_best_of_all_windows(
@@ -98,7 +98,7 @@ def test_the_score_is_the_best_of_all_windows(
     assert sum(each.nbytes for each in inside if each.key is not None) == window.evicted_bytes
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(
     rows.filter(lambda r: len(r) <= 24),
     st.integers(1, 20),

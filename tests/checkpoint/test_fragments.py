@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flashwarp.checkpoint.buffer import ALIGNMENT, FragmentTable, Window
@@ -148,8 +148,10 @@ class Blocks(RuleBasedStateMachine):
 
 
 TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(deadline=None)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=80, max_size=200))
 def test_a_table_of_many_fragments_keeps_all(sizes_taken: list[int]) -> None:
     table = FragmentTable(sum(sizes_taken) * ALIGNMENT)

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from flashwarp.checkpoint.hints import RestoreQueue, ScoreCard
 from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
@@ -122,6 +122,7 @@ def test_the_queue_has_a_bound() -> None:
 steps = st.lists(st.tuples(st.sampled_from(["hint", "restore", "drop"]), st.integers(0, 5)))
 
 
+@settings(deadline=None)
 @given(steps, st.integers(1, 4))
 def test_each_hint_is_counted_once(walk: list[tuple[str, int]], passed_max: int) -> None:
     queue = RestoreQueue(passed_max=passed_max)

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flashwarp.checkpoint.life import TRANSITIONS, Event, Fact, Life, State, evictable, state
@@ -95,11 +95,13 @@ def test_an_event_out_of_place_changes_nothing() -> None:
     assert life.facts == Fact.WRITING
 
 
+@settings(deadline=None)
 @given(facts)
 def test_each_combination_of_facts_has_one_state(held: Fact) -> None:
     assert isinstance(state(held), State)
 
 
+@settings(deadline=None)
 @given(facts)
 def test_only_what_is_safe_below_or_discarded_is_evictable(held: Fact) -> None:
     if evictable(held):
@@ -227,3 +229,4 @@ class TwoTiers(RuleBasedStateMachine):
 
 
 TestTwoTiers = TwoTiers.TestCase
+TestTwoTiers.settings = settings(deadline=None)

@@ -474,7 +474,7 @@ def test_another_shape_is_refused(tmp_path, model, shape):
 def test_a_dtype_without_conversion_is_refused(tmp_path, model, dtype):
     save(tmp_path / "x.safetensors", {"table.weight": torch.zeros(ROWS, WIDTH).to(dtype)})
 
-    with pytest.raises(DtypeError, match="rows of this dtype"):
+    with pytest.raises(DtypeError, match="cannot be looked up"):
         small(model, tmp_path, "table")
 
 
@@ -553,8 +553,9 @@ def test_scales_that_fit_no_rows_are_refused(tmp_path, model):
     for scales, error in [
         (torch.ones(ROWS - 1), FileFormatError),
         (torch.ones(ROWS, 1).double(), DtypeError),
-        (torch.ones(6, 1), FileFormatError),
-        (torch.ones(ROWS, 3), ArgumentError),
+        (torch.ones(7, 1), FileFormatError),
+        (torch.ones(ROWS, 3), FileFormatError),
+        (torch.ones(ROWS, 0), FileFormatError),
     ]:
         save(tmp_path / "x", {"table.weight": held, "table.weight_scale_inv": scales})
         with pytest.raises(error):

@@ -302,7 +302,7 @@ def test_some_rows_of_an_array_are_not_trained(tmp_path):
 def capture(monkeypatch):
     """Stand for captures, which the CPU device has none of: a cell with the number of one."""
     number = [None]
-    for where in ("gradients", "optim"):
+    for where in ("gradients", "steps"):
         name = f"flashwarp.interop.torch.{where}.capture_of"
         monkeypatch.setattr(name, lambda *_: number[0])
     return number

@@ -289,3 +289,12 @@ def test_vllm_finds_the_plugin():
     module, _, name = entry.partition(":")
 
     assert getattr(importlib.import_module(module), name) is plugin.register
+
+
+@pytest.mark.parametrize("name", ["FLASHWARP_VLLM_RAM", "FLASHWARP_VLLM_GPU"])
+def test_limits_that_are_no_sizes_are_refused_at_once(name, monkeypatch, tmp_path):
+    environment(monkeypatch, tmp_path, plugin.KNOWN_VERSIONS[0])
+    monkeypatch.setenv(name, "much")
+
+    with pytest.raises(ArgumentError, match=f"{name}='much' is not a size"):
+        plugin.register()

@@ -47,9 +47,14 @@ def wait_until(condition: Callable[[], Any], what: str, limit_s: float = 30) -> 
 
 
 def controllers() -> list[str]:
-    """PCI addresses of the NVMe controllers, in the order of `Machine.drives`."""
+    """PCI addresses of the NVMe controllers that are there, in the order of `Machine.drives`."""
     found = (_PCI / "devices").iterdir()
     return sorted(each.name for each in found if _read(each / "class") == _NVME_CLASS)
+
+
+def address_of(index: int) -> str:
+    """PCI address of controller `index` of the machine, also if others were pulled out."""
+    return f"0000:{index + 1:02x}:00.0"
 
 
 def driver_of(bdf: str) -> str:
@@ -126,11 +131,20 @@ def monitor(execute: str, **arguments: Any) -> Any:
     return answer.get("return")
 
 
-def remove_controller(index: int) -> None:
-    """Pull controller `index` of the machine out of its slot, and wait until it is gone."""
-    (bdf,) = (each for each in controllers() if each.startswith(f"0000:{index + 1:02x}:"))
+def pull(index: int) -> None:
+    """Ask for controller `index` of the machine to be taken out of its slot. Does not wait."""
     monitor("device_del", id=f"nvme{index}")
-    wait_until(lambda: bdf not in controllers(), f"{bdf} goes away")
+
+
+def remove_controller(index: int) -> None:
+    """Pull controller `index` of the machine, and wait until it is gone."""
+    pull(index)
+    wait_until(lambda: not is_there(index), f"{address_of(index)} goes away")
+
+
+def is_there(index: int) -> bool:
+    """Whether controller `index` of the machine is in its slot."""
+    return address_of(index) in controllers()
 
 
 def _read(path: Path) -> str:

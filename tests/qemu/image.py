@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ FIRST_MODULES = ("virtio_pci", "9pnet_virtio", "9p")
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 _DOWNLOAD_LIMIT_S = 180
+
+# How long the newest kernel is not asked for again.
+_RESOLVED_S = 24 * 3600
 
 
 class Unavailable(Exception):
@@ -93,10 +97,15 @@ def _resolve_kernel() -> tuple[str, Path | None]:
         return "", Path(KERNEL)
     if re.match(r"linux-image-\d", KERNEL):
         return KERNEL, None
+    known = CACHE / KERNEL
+    if known.is_file() and time.time() - known.stat().st_mtime < _RESOLVED_S:
+        return known.read_text(), None
     listed = _call("apt-cache", "depends", KERNEL, fails="apt does not know the package")
     found = re.findall(r"Depends: (linux-image-\d\S*)", listed)
     if not found:
         raise Unavailable(f"apt does not know the package {KERNEL}: sudo apt-get update")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    known.write_text(found[0])
     return found[0], None
 
 

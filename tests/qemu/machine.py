@@ -23,6 +23,9 @@ from typing import Any
 
 from qemu.image import ROOT, GuestImage
 
+# Compiled kernels of the host, of which each guest has a copy: to compile is slow there.
+COMPILED = ROOT / "build" / "qemu" / "compiled"
+
 # Where the guest finds what the two sides share.
 SHARED = Path("/run/flashwarp")
 
@@ -155,17 +158,21 @@ class Machine:
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPATH": f"{ROOT}/tests",
             "PYTHONUNBUFFERED": "1",
+            "FLASHWARP_CACHE_DIR": "/tmp/compiled",
             "FLASHWARP_QEMU_GUEST": "1",
             "FLASHWARP_QEMU_MODULES": str(image.modules),
             **self.environment,
         }
         lines = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
         lines += [f"modprobe -d {image.modules} {name} || exit 125" for name in self.modules]
+        lines += [f"cp -r {COMPILED} /tmp/compiled 2>/dev/null"]
         return "\n".join([*lines, f"cd {shlex.quote(str(ROOT))}", f"exec {shlex.join(command)}\n"])
 
     def _arguments(self, image: GuestImage, folder: Path) -> list[str]:
         kernel_arguments = "console=ttyS0 quiet panic=-1 nokaslr tsc=nowatchdog"
-        arguments = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max"]
+        # It ends with this process, however that ends.
+        arguments = ["setpriv", "--pdeathsig", "KILL"]
+        arguments += ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-cpu", "max"]
         arguments += ["-machine", "q35,kernel-irqchip=split", "-m", str(self.memory_mib)]
         arguments += ["-smp", str(self.cores), "-nodefaults", "-display", "none", "-no-reboot"]
         if self.iommu:

@@ -265,6 +265,17 @@ CUresult cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
   }
   return kInvalidValue;
 }
+// Whether bytes that begin in memory of the driver's end there: a copy across two registrations is
+// one of memory that the driver does not know.
+static int in_one_memory(uint64_t address, size_t nbytes) {
+  for (int i = 0; i < kMemoriesMax; ++i) {
+    if (memories[i].kind == 0 || address < memories[i].address ||
+        address - memories[i].address >= memories[i].nbytes)
+      continue;
+    return address - memories[i].address + nbytes <= memories[i].nbytes;
+  }
+  return 1;
+}
 CUresult cuMemAlloc(uint64_t* address, size_t nbytes) {
   ENTER_CONTEXT;
   *address = (uint64_t)aligned_alloc(256, (nbytes + 255) & ~(size_t)255);
@@ -312,12 +323,13 @@ CUresult cuMemHostRegister(void* pointer, size_t nbytes, unsigned flags) {
   if (!registers) return 801;
   if (nbytes > registration_most) return kInvalidValue;
   registered_flags = flags;
+  note_memory((uint64_t)pointer, nbytes, 1);
   ++live_allocations;
   return kSuccess;
 }
 CUresult cuMemHostUnregister(void* pointer) {
   ENTER_CONTEXT;
-  (void)pointer;
+  note_memory((uint64_t)pointer, 0, 0);
   --live_allocations;
   return kSuccess;
 }
@@ -413,6 +425,7 @@ static void queue_work(struct work work) {
 }
 CUresult cuMemcpyAsync(uint64_t target, uint64_t source, size_t nbytes, void* stream) {
   ENTER_CONTEXT;
+  if (!in_one_memory(target, nbytes) || !in_one_memory(source, nbytes)) return kInvalidValue;
   queue_work((struct work){stream, kCopy, target, source, nbytes, NULL, 0});
   return check_stream(stream);
 }
@@ -691,6 +704,7 @@ CUresult cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsign
   if (stream != NULL && (intptr_t)stream == foreign_stream) return 400;
   if (params == NULL) return check_stream(stream);
   uint64_t* report = *(uint64_t**)params[0];
+  if (report == NULL) return check_stream(stream);  // a lookup in several tables
   report[0] = grid_x;
   report[1] = block_x;
   report[2] = (uint64_t)stream;

@@ -251,6 +251,7 @@ def test_import_brings_no_optional_package() -> None:
     optional = {
         "pytest",
         "hypothesis",
+        "obstore",
         "torch",
         "cupy",
         "numba",
@@ -268,6 +269,7 @@ def test_import_leaves_for_later_what_few_programs_need() -> None:
         "flashwarp._jit.host_compiler",
         "flashwarp.array.advice",
         "flashwarp.array.share_table",
+        "flashwarp.checkpoint.checkpointer",
         "flashwarp.nvme.drive_model",
         "flashwarp.program.compiling",
     ]
@@ -293,7 +295,9 @@ def test_public_name_is_documented(name: str) -> None:
     assert name.startswith("__") or re.search(rf"\b{name}\b", page), "docs/api.md leaves it out"
 
 
-@pytest.mark.parametrize("name", ["Array", "Cache", "Future", "Kernel", "Program", "ShareTable"])
+@pytest.mark.parametrize(
+    "name", ["Array", "Cache", "Checkpointer", "Future", "Kernel", "Program", "ShareTable"]
+)
 def test_public_members_are_documented(name: str) -> None:
     members = {member for member in vars(getattr(flashwarp, name)) if not member.startswith("_")}
     page = text_of(ROOT / "docs" / "api.md")

@@ -23,6 +23,9 @@ constexpr uint64_t kScratchAlignment = 4096;
 constexpr int64_t kDrainNs = 2'000'000'000;
 constexpr int64_t kCancelNs = 3'000'000'000;
 
+// How long commands that the kernel cancels are sent again.
+constexpr int64_t kResubmitNs = 10'000'000'000;
+
 // The bits of an operation's token that have the piece's index.
 constexpr uint32_t kPieceBits = 8;
 static_assert(PieceList::kCountMax <= 1u << kPieceBits);
@@ -38,6 +41,7 @@ struct InFlight::Command {
   uint32_t attempt = 0;
   uint32_t remaining = 0;  // pieces without a result
   int error = 0;
+  int64_t resubmit_until_ns = 0;
   bool is_write = false;
   bool is_flush = false;
   bool durable = false;
@@ -239,6 +243,10 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
   --command.remaining;
   const Piece& piece = command.pieces[index];
   int error = result < 0 ? -result : 0;
+  if (piece.nvme != nullptr && is_cancelled(error) && may_resubmit(command)) {
+    ++command.remaining;
+    return submit_piece(command, index);
+  }
   if (error == ECANCELED && draining_) {
     command.cancelled = true;
   } else if (error == EAGAIN || error == EINTR || error == ECANCELED || error == EFAULT ||
@@ -254,8 +262,18 @@ void InFlight::piece_done(Command& command, uint32_t index, int32_t result) {
     error = finish_piece(command, index, uint32_t(result) > lead ? uint32_t(result) - lead : 0);
   }
   if (error == 0 || command.error != 0) return;
+  if (piece.block_device) error = error_of_block_device(error);
   command.error = error;
   command.failure = {*piece.path, piece.file_offset, piece.nbytes};
+}
+
+// Whether a command that the kernel cancelled, to reset the controller, is sent again. By the
+// engine: a blocking call would wait for the end of the reset, and this thread has others to take
+// back.
+bool InFlight::may_resubmit(Command& command) {
+  const int64_t now = monotonic_ns();
+  if (command.resubmit_until_ns == 0) command.resubmit_until_ns = now + kResubmitNs;
+  return !draining_ && now < command.resubmit_until_ns;
 }
 
 // Moves the rest of a piece, from `done` on, by blocking calls through the page cache.

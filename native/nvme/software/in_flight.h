@@ -58,6 +58,7 @@ class InFlight {
   void submit(Command& command);
   void submit_piece(Command& command, uint32_t index);
   std::byte* memory_of(Command& command, uint32_t index) const;
+  bool may_resubmit(Command& command);
   void piece_done(Command& command, uint32_t index, int32_t result);
   int finish_piece(Command& command, uint32_t index, uint32_t done);
   bool command_done(Command& command);

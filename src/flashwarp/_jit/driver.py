@@ -422,6 +422,11 @@ class Context:
         """Whether read-only host memory, such as a mapped read-only file, can be registered."""
         return bool(self._attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"))
 
+    @functools.cached_property
+    def exports_dma_buf(self) -> bool:
+        """Whether its memory can be given to other devices as a dma-buf."""
+        return bool(self._attribute("DMA_BUF_SUPPORTED"))
+
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the GPU's memory."""
         free, total = self.call("cuMemGetInfo")

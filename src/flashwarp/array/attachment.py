@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from flashwarp import endings
@@ -99,6 +99,8 @@ class Attachment(endings.NotCopied):
         self._streams: set[int] = set()
         # Whether there were launches for whose end no call has waited.
         self._noted_late = False
+        # What CUDA graphs use beside the array, such as tables of a lookup in device memory.
+        self._graphs_use: list[object] = []
         with contextlib.ExitStack() as opening, contextlib.ExitStack() as made:
             opening.callback(cache._opened)
             self._end_of_service = serve(storage, writable)
@@ -166,16 +168,23 @@ class Attachment(endings.NotCopied):
         self._streams.discard(stream)
         self._raise_failure(what)
 
-    def join(self, stream: int, *, refreshes: bool = False) -> None:
+    def join(self, stream: int, *, refreshes: bool = False, uses: Sequence[object] = ()) -> None:
         """Prepare for a launch on a stream of the caller's, which may be in a capture.
 
-        If it is, and the array is leased, a kernel that does not drop old lines itself `refreshes`
+        If it is, the array keeps what the launch `uses` until no CUDA graph has calls of it. If it
+        is, and the array is leased, a kernel that does not drop old lines itself `refreshes`
         them by another one before it, in each replay.
         """
         self._noted_late = True
+        if self._graphs_use and not self.launcher.graphs.count:
+            self._graphs_use.clear()
         if not self.launcher.join_capture(stream):
             self.note_stream(stream)
-        elif refreshes and self.launcher.service.leased:
+            return
+        self._graphs_use += [
+            use for use in uses if not any(use is each for each in self._graphs_use)
+        ]
+        if refreshes and self.launcher.service.leased:
             self.launcher.maintain("refresh_lines", stream=stream)
 
     def note_launch(self) -> None:
@@ -408,6 +417,7 @@ class Attachment(endings.NotCopied):
         cache, volume = self.cache, self.launcher.volume
         self.closed = True
         endings.forget(self)
+        self._graphs_use.clear()
         unobserved = self.calls.release(late)
         # After the fault of a kernel nothing on its device can be saved, only released.
         alive = self.device.alive()

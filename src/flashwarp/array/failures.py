@@ -120,8 +120,9 @@ class Failures:
             )
         if first is None or first.status != _ROWS:
             return self._stray_element(known, more)
+        length = int(first.limit) or self._shape[0]
         return BoundsError(
-            f"{known} is out of bounds for an axis of length {self._shape[0]}{more}, in {what}: "
+            f"{known} is out of bounds for an axis of length {length}{more}, in {what}: "
             "its row reads as zeros, and a scatter with it stores nothing"
         )
 

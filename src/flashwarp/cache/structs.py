@@ -53,8 +53,8 @@ class FailureStruct(ctypes.Structure):
 
     _fields_ = (
         *u64("where"),
-        *u32("status", "opcode", "number"),
-        ("reserved", ctypes.c_uint32 * 3),
+        *u32("status", "opcode", "number", "reserved"),
+        *u64("limit"),
     )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 from flashwarp import endings
 from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet, check_target, new_array
-from flashwarp.checkpoint.flushing import forget_stored, queue_due_retries
+from flashwarp.checkpoint.directory.names import RANK_MAX, check_name, check_version
+from flashwarp.checkpoint.flushing import forget_stored, retry_now
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
@@ -154,13 +155,13 @@ class Checkpointer(endings.Closing):
         ArgumentError, DtypeError
             If it is no contiguous array, or on another device.
         """
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             self._regions.add(name, source, restore)
 
     def unprotect(self, name: str) -> None:
         """Forget a region: later checkpoints and restarts leave it out. Stored versions keep it."""
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             self._regions.remove(name)
 
@@ -217,16 +218,16 @@ class Checkpointer(endings.Closing):
         sources = self._collect(only)
         entry = Entry(key, tuple(source.region for source in sources))
         saved = Saved(str(entry))
-        with self._core.changed:
+        with self._core.locked():
             self._begin(entry, saved)
         try:
             self._stager.stage(entry, sources, overlap=overlap)
         except BaseException:
-            with self._core.changed:
+            with self._core.locked():
                 self._core.futures.pop(entry, None)
                 self._core.retire(entry)
             raise
-        with self._core.changed:
+        with self._core.locked():
             counts = self._core.counts
             counts["checkpoints"] += 1
             counts["checkpoint_bytes"] += entry.data_bytes
@@ -234,7 +235,7 @@ class Checkpointer(endings.Closing):
         return saved
 
     def _collect(self, only: Iterable[str] | None) -> list[Bytes]:
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             names = self._regions.names(only)
         # Not under the lock: callables may take long, and may call the checkpointer.
@@ -298,7 +299,7 @@ class Checkpointer(endings.Closing):
             )
         self._know(name)
         core = self._core
-        with core.changed:
+        with core.locked():
             core.check_usable()
             if version is not None:
                 entries = [self._entry(self._key(name, version))]
@@ -347,7 +348,7 @@ class Checkpointer(endings.Closing):
     def versions(self, name: str = "default") -> list[int]:
         """Return all versions of a history, in any tier, ascending. Looks into the folder."""
         self._know(name, again=True)
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             return self._core.versions(name)
 
@@ -356,9 +357,11 @@ class Checkpointer(endings.Closing):
 
         A version on storage whose files are damaged is skipped, and a warning names the reason.
         """
-        limit = SIZE_MAX if max_version is None else integer("max_version", max_version, 0)
+        limit = (
+            SIZE_MAX if max_version is None else integer("max_version", max_version, 0, SIZE_MAX)
+        )
         self._know(name, again=True)
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             candidates = [each for each in self._core.versions(name) if each <= limit]
         for version in reversed(candidates):
@@ -434,7 +437,7 @@ class Checkpointer(endings.Closing):
         entry = self._load(self._key(name, version))
         targets = self._targets(entry, only, dict(into or {}))
         core = self._core
-        with core.changed:
+        with core.locked():
             core.check_usable()
             self._restorer.note(entry)
             tier = self._restorer.begin(entry)
@@ -442,16 +445,16 @@ class Checkpointer(endings.Closing):
             pending = self._restorer.read(entry, tier, [target for target, _ in targets])
             self._stager.settle(pending, targets, partial(self._end_restart, entry, tier))
         except BaseException:
-            with core.changed:
+            with core.locked():
                 self._restorer.end(entry, tier, done=False)
             raise
-        with core.changed:
+        with core.locked():
             core.counts["restart_bytes"] += sum(target.region.nbytes for target, _ in targets)
             core.counts["restart_ns"] += time.monotonic_ns() - began_ns
         return self._give(targets)
 
     def _end_restart(self, entry: Entry, tier: Any, done: bool) -> None:
-        with self._core.changed:
+        with self._core.locked():
             self._restorer.end(entry, tier, done=done)
             discards = done and self.settings.discard_consumed and not entry.discarded
         if discards:
@@ -503,9 +506,10 @@ class Checkpointer(endings.Closing):
         key = self._key(name, version)
         self._know(name)
         core = self._core
-        with core.changed:
+        with core.locked():
             core.check_usable()
             core.hints.enqueue(key)
+            core.look = core.look or key not in core.entries
             core.refresh(key)
 
     def prefetch_start(self) -> None:
@@ -514,7 +518,7 @@ class Checkpointer(endings.Closing):
         Until then, versions that hints name stay in the caches longer than others, and no prefetch
         takes bandwidth from the flushes.
         """
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             self._core.started = True
             self._core.changed.notify_all()
@@ -528,14 +532,14 @@ class Checkpointer(endings.Closing):
         """
         self._know(name)
         key = self._key(name, version)
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             entry = self._entry(key)
         self._discard(self._load(key) if entry is None else entry)
 
     def _discard(self, entry: Entry) -> None:
         core = self._core
-        with core.changed:
+        with core.locked():
             if entry.discarded:
                 return
             stored, remote = entry.stored, entry.remote
@@ -548,20 +552,18 @@ class Checkpointer(endings.Closing):
             forget_stored(self._directory, *entry.key)
         if remote:
             forget_stored(self._system.remote, *entry.key)
-        with core.changed:
-            for queue in ("host", "gpu", "remote"):
-                queue_due_retries(core, queue, at_once=True)  # the disk may have room now
-            core.changed.notify_all()
+        with core.locked():
+            retry_now(core)  # the disk may have room now
 
     @property
     def stats(self) -> CheckpointStats:
         """A snapshot of the counters."""
-        with self._core.changed:
+        with self._core.locked():
             return report.stats_of(self._core)
 
     def explain(self) -> str:
         """Describe tiers, links, hints and what is only in memory, in lines for people."""
-        with self._core.changed:
+        with self._core.locked():
             return report.explain(self._core, f"of rank {self.rank} at {self.path}")
 
     @property
@@ -608,14 +610,16 @@ class Checkpointer(endings.Closing):
 
     def _drain(self, timeout_s: float) -> None:
         core = self._core
-        with core.changed:
-            for queue in ("host", "gpu", "remote"):
-                queue_due_retries(core, queue, at_once=True)
-            core.changed.notify_all()
-            for entry in core.lost():
-                entry.failure = None  # the last try counts
+        with core.locked():
+            began_ns = core.now_ns()
+
+            def tried() -> bool:
+                """Whether all that is not durable was tried once more, and failed."""
+                retry_now(core, failed_before_ns=began_ns)
+                return all(each.failure and each.failed_ns >= began_ns for each in core.lost())
+
             core.wait_for(
-                lambda: all(each.failure is not None for each in core.lost()),
+                tried,
                 lambda: f"{len(core.lost())} versions are not durable in {self.path}",
                 timeout_s,
             )
@@ -638,7 +642,7 @@ class Checkpointer(endings.Closing):
 
     def _close(self, failures: list[BaseException]) -> None:
         core = self._core
-        with core.changed:
+        with core.locked():
             core.closing = True
             unseen = [
                 error
@@ -652,7 +656,7 @@ class Checkpointer(endings.Closing):
         failures += [each for each in unseen if each not in failures]
         failures += self._stager.stop(self.settings.timeout_s)
         failures += self._system.close()
-        with core.changed:
+        with core.locked():
             for future in core.futures.values():
                 if not future.done():
                     future.observed = True
@@ -667,9 +671,7 @@ class Checkpointer(endings.Closing):
     # Helpers.
 
     def _key(self, name: str, version: int) -> Key:
-        from flashwarp.checkpoint.directory import names
-
-        return names.check_name(name), names.check_version(version)
+        return check_name(name), check_version(version)
 
     def _limit(self, timeout_s: float | None) -> float:
         if timeout_s is None:
@@ -678,7 +680,7 @@ class Checkpointer(endings.Closing):
 
     def _know(self, name: str, *, again: bool = False) -> None:
         """List the versions of a name in the folder, the first time or again."""
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             known = name in self._core.listed
         if not known or again:
@@ -693,7 +695,7 @@ class Checkpointer(endings.Closing):
 
     def _load(self, key: Key) -> Entry:
         """Return a version, after a look at its manifest if only storage has it."""
-        with self._core.changed:
+        with self._core.locked():
             self._core.check_usable()
             found = self._core.entries.get(key)
         if found is not None:
@@ -733,7 +735,7 @@ class _Registered:
 
 def _rank(rank: int | None) -> int:
     if rank is not None:
-        return integer("rank", rank, 0)
+        return integer("rank", rank, 0, RANK_MAX)
     text = os.environ.get("RANK", "0")
     if not text.isdecimal():
         raise ArgumentError(f"the environment has RANK={text!r}: pass rank=")

@@ -8,6 +8,7 @@ failure of a version that it has waited for concerns it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -24,11 +25,13 @@ from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog, RestoreInterval
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.tier import Entry, Key, Tier
-from flashwarp.errors import ClosedError, ForkError, WaitTimeout
+from flashwarp.errors import CheckpointError, ClosedError, ForkError, WaitTimeout
 
 __all__ = ["Core", "hint_key"]
 
 _log = logging.getLogger(__name__)
+
+_DISTANCE_MAX = 64
 
 
 class Core:
@@ -65,6 +68,10 @@ class Core:
         self.remote_failures: dict[Entry, BaseException] = {}
         self.broken: BaseException | None = None
         """What has ended a background thread: a bug, or no memory."""
+        self.look = False
+        """Whether a hint names a version on storage whose manifest was not read yet."""
+        self.uploads = False
+        """Whether there is a remote store."""
         self.started = False
         self.closing = False
         self.closed = False
@@ -80,13 +87,20 @@ class Core:
         """Return whether the threads are of this process: not in a forked child."""
         return os.getpid() == self._pid
 
-    def check_usable(self) -> None:
-        """Raise if the checkpointer is closed, broken, or of another process."""
+    def locked(self) -> threading.Condition:
+        """Return the lock, for a call of the user's; raises in a forked child.
+
+        There, a thread that does not exist may hold the lock for ever.
+        """
         if not self.of_this_process():
             raise ForkError(
                 f"this checkpointer belongs to process {self._pid}: a forked child must open its "
                 "own, with another path or rank"
             )
+        return self.changed
+
+    def check_usable(self) -> None:
+        """Raise if the checkpointer is closed, or a background thread has failed."""
         if self.closing:
             raise ClosedError("the checkpointer was closed")
         self.check_threads()
@@ -94,7 +108,7 @@ class Core:
     def check_threads(self) -> None:
         """Raise if a background thread has ended by an error: what it had to do stays undone."""
         if self.broken is not None:
-            raise RuntimeError(
+            raise CheckpointError(
                 f"a background thread of the checkpointer has failed: {self.broken!r}"
             ) from self.broken
 
@@ -154,8 +168,10 @@ class Core:
 
     # Room.
 
-    def acquire(self, tier: Tier, entry: Entry, event: Event, timeout_s: float) -> bool:
+    def acquire(self, tier: Tier, entry: Entry, event: Event, timeout_s: float = math.inf) -> bool:
         """Wait for room in a tier, and take it; return False if a slower tier must be used.
+
+        It returns False, too, if the version is discarded or the checkpointer closes meanwhile.
 
         The wait never depends on a restore, which the waiting thread may be the only one to make.
         Prefetches into the tier stop meanwhile.
@@ -167,7 +183,7 @@ class Core:
         began_ns = self.now_ns()
         clock = Waited()
         try:
-            while not entry.discarded:
+            while not entry.discarded and not self.closing:
                 now_ns = self.now_ns()
                 window = tier.choose(entry.nbytes, now_ns)
                 if window is not None and window.wait_ns == 0:
@@ -274,9 +290,12 @@ class Core:
     # Counting.
 
     def prefetched_ahead(self) -> int:
-        """Return how many of the next versions are in the fastest cache: the prefetch distance."""
+        """Return how many of the next versions are in the fastest cache, up to 64.
+
+        This is the prefetch distance of the paper, whose cache has room for 32.
+        """
         count = 0
-        for hint in self.lookahead():
+        for hint in islice(self.lookahead(), _DISTANCE_MAX):
             entry = self.entries.get(hint_key(hint))
             if entry is None or not self.tiers or not self.tiers[0].holds(entry):
                 break

@@ -50,6 +50,8 @@ class Flusher:
     def next_job(self) -> Callable[[], None] | None:
         """Return the next flush; called under the lock."""
         core, tier = self._core, self._tier
+        if core.closing:
+            return None
         queue_due_retries(core, tier.name)
         queue = core.queues[tier.name]
         while queue:
@@ -67,6 +69,7 @@ class Flusher:
         core, tier = self._core, self._tier
         error: BaseException | None = None
         done = False
+        began_ns = core.now_ns()
         try:
             done = self._to_below(entry) or self._to_storage(entry)
         except (FlashwarpError, OSError, MemoryError) as failure:
@@ -77,6 +80,7 @@ class Flusher:
             release(core, entry)
             if error is not None and not entry.discarded:
                 note_failure(core, tier.name, entry, error)
+                entry.failed_ns = began_ns
             tier.refresh_flushes(core.now_ns())
             core.counts[f"flushes_{tier.name}"] += done
 
@@ -85,14 +89,12 @@ class Flusher:
         if below is None:
             return False
         with core.changed:
-            timeout_s = core.settings.timeout_s
-            if below.life(entry) is not None or not core.acquire(
-                below, entry, Event.WRITE, timeout_s
-            ):
+            # Without a limit: what ends the wait is a flush of the tier below, which has its own.
+            if below.life(entry) is not None or not core.acquire(below, entry, Event.WRITE):
                 core.counts["host_bypassed"] += not entry.discarded
                 return False
         try:
-            done = core.mover.move(self._tier, below, entry, lambda: not entry.discarded)
+            done = core.mover.move(self._tier, below, entry, partial(wanted, core, entry))
         except BaseException:
             with core.changed:
                 core.apply(below, entry, Event.FILL_FAILED)
@@ -105,7 +107,7 @@ class Flusher:
         return done
 
     def _to_storage(self, entry: Entry) -> bool:
-        if entry.discarded:
+        if not wanted(self._core, entry):
             return False
         store = partial(self._core.mover.store_block, self._tier, entry)
         return write_version(self._core, self._directory, entry, store)
@@ -122,6 +124,8 @@ class Uploader:
     def next_job(self) -> Callable[[], None] | None:
         """Return the next upload; called under the lock."""
         core = self._core
+        if core.closing:
+            return None
         queue_due_retries(core, "remote")
         queue = core.queues["remote"]
         while queue:
@@ -186,7 +190,7 @@ def write_version(
     name, version = entry.key
     writer = directory.begin(name, version, entry.regions)
     try:
-        done = store(writer, lambda: not entry.discarded)
+        done = store(writer, partial(wanted, core, entry))
         if done:
             writer.commit()
     except BaseException:
@@ -200,11 +204,17 @@ def write_version(
         if not discarded:
             core.stored_now(entry)
             core.counts["stored_bytes"] += entry.data_bytes
-            core.queues["remote"].append(entry)
+            if core.uploads:
+                core.queues["remote"].append(entry)
         core.changed.notify_all()
     if discarded:
         forget_stored(directory, name, version)
     return not discarded
+
+
+def wanted(core: Core, entry: Entry) -> bool:
+    """Return whether the copies of a version still have to be made."""
+    return not entry.discarded and not core.closing
 
 
 def forget_stored(directory: Any, name: str, version: int) -> None:
@@ -245,11 +255,19 @@ def retry_later(core: Core, queue: str, entry: Entry) -> None:
     core.retries[queue, entry] = core.now_ns() + int(delay_s * 1e9), delay_s
 
 
-def queue_due_retries(core: Core, queue: str, *, at_once: bool = False) -> None:
+def retry_now(core: Core, *, failed_before_ns: int | None = None) -> None:
+    """Make failed flushes due, or those that began before a time; called under the lock."""
+    for (queue, entry), (_, delay_s) in list(core.retries.items()):
+        if failed_before_ns is None or entry.failed_ns < failed_before_ns:
+            core.retries[queue, entry] = 0, delay_s
+    core.changed.notify_all()
+
+
+def queue_due_retries(core: Core, queue: str) -> None:
     """Queue the failed flushes whose time has come; called under the lock."""
     now_ns = core.now_ns()
     for (name, entry), (due_ns, delay_s) in list(core.retries.items()):
-        if name != queue or (due_ns > now_ns and not at_once):
+        if name != queue or due_ns > now_ns:
             continue
         waiting = core.queues[queue]
         if entry in waiting:

@@ -66,7 +66,8 @@ class Saved(NotCopied, concurrent.futures.Future[int]):
         return asyncio.wrap_future(self).__await__()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid and not self.done():
+        # Also if it is done: a thread that the child has not may hold the future's lock for ever.
+        if os.getpid() != self._pid:
             raise ForkError(
                 "the checkpoint was made by the parent process: a forked child cannot wait for it"
             )

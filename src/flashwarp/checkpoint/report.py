@@ -35,7 +35,7 @@ class CheckpointStats:
         Flushes and prefetches that failed, some of which were repeated; versions sent to the
         remote.
     prefetch_distance : float
-        Mean number of next versions in the fastest cache when a restore began.
+        Mean number of next versions in the fastest cache when a restore began, each up to 64.
     restore_interval_ns : int or None
         Estimated time between two restores.
     bandwidth : dict

@@ -9,7 +9,7 @@ from typing import Any
 
 from flashwarp.checkpoint.eviction import policy_of
 from flashwarp.checkpoint.hints import HINTS_MAX, PASSED_MAX
-from flashwarp.config import flag, integer, number, parse_bytes
+from flashwarp.config import SIZE_MAX, flag, integer, number, parse_bytes
 from flashwarp.errors import ArgumentError
 
 __all__ = ["Settings"]
@@ -60,14 +60,14 @@ class Settings:
         put = object.__setattr__
         put(self, "timeout_s", number("timeout_s", self.timeout_s, 1e-3, 1e6))
         put(self, "staging", parse_bytes(self.staging, "staging"))
-        integer("staging", self.staging, 8192)
+        integer("staging", self.staging, 8192, SIZE_MAX)
         policy_of(self.eviction)
         flag("discard_consumed", self.discard_consumed)
         flag("restart_prefetches", self.restart_prefetches)
         flag("read_only", self.read_only)
-        integer("lookahead", self.lookahead, 0)
-        integer("hints_max", self.hints_max, 1)
-        integer("passed_max", self.passed_max, 1)
+        integer("lookahead", self.lookahead, 0, HINTS_MAX)
+        integer("hints_max", self.hints_max, 1, SIZE_MAX)
+        integer("passed_max", self.passed_max, 1, SIZE_MAX)
         put(self, "retry_s", number("retry_s", self.retry_s, 1e-3, 1e6))
 
     @staticmethod
@@ -80,7 +80,7 @@ class Settings:
         if not isinstance(config, Mapping):
             raise ArgumentError(
                 f"config= is of type {type(config).__name__}: pass a dict or "
-                "flashwarp.checkpoint.Settings"
+                "flashwarp.checkpoint.settings.Settings"
             )
         known = {each.name for each in dataclasses.fields(Settings)}
         unknown = sorted(str(name) for name in set(config) - known)

@@ -70,7 +70,7 @@ class Stager:
     def wait(self, timeout_s: float) -> None:
         """Wait until nothing is under way; raises the first error that nobody has seen."""
         core = self._core
-        with core.changed:
+        with core.locked():
             core.wait_for(
                 lambda: self._under_way == 0,
                 lambda: f"{self._under_way} copies of protected arrays have not ended",
@@ -139,19 +139,25 @@ class Stager:
 
     def _stage(self, entry: Entry, sources: list[Bytes], *, ordered: bool) -> None:
         core = self._core
-        tier = self._place(entry)
-        if tier is None:
+        pending: Pending | None = None
+        try:
+            tier = self._place(entry)
+            if tier is not None:
+                pending = core.mover.capture(sources, tier, entry)
+                if pending and ordered:
+                    for stream in _streams(sources):
+                        pending.before(stream)
+        except BaseException:
+            # Also a signal between two lines. What a copy still writes comes before the copies of
+            # the block's next version.
+            with core.changed:
+                for each in core.tiers:
+                    if each.filling(entry):
+                        core.apply(each, entry, Event.FILL_FAILED)
+            raise
+        if tier is None or pending is None:
             self._store(entry, sources)
             return
-        try:
-            pending = core.mover.capture(sources, tier, entry)
-            if pending and ordered:
-                for stream in _streams(sources):
-                    pending.before(stream)
-        except BaseException:
-            with core.changed:
-                core.apply(tier, entry, Event.FILL_FAILED)
-            raise
         end = partial(self._end_stage, tier, entry)
         if pending and ordered:
             self._later(partial(self._settle, pending, sources, end))

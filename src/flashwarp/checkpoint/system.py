@@ -72,6 +72,7 @@ class System:
             self.mover = self._make_mover()
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
+            self.core.uploads = self.remote is not None
             self._make_tiers(cache_bytes)
             self._start()
         except BaseException:
@@ -164,14 +165,13 @@ class System:
     def _start(self) -> None:
         core = self.core
         # Slower tiers first: what a flush leads to has a thread then.
-        belows: list[tuple[Tier, Tier | None]] = [
-            (tier, below) for tier, below in zip(core.tiers, [*core.tiers[1:], None], strict=True)
-        ]
-        for tier, below in reversed(belows):
+        below: Tier | None = None
+        for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.directory)
             prefetcher = Prefetcher(core, tier, below, self.directory)
             self._workers.append(Worker(core, f"flush-{tier.name}", flusher.next_job))
             self._workers.append(Worker(core, f"prefetch-{tier.name}", prefetcher.next_job))
+            below = tier
         self._workers.append(Worker(core, "catalog", self._next_look))
         if self.remote is not None:
             uploader = Uploader(core, self.directory, self.remote)
@@ -207,7 +207,7 @@ class System:
     def _next_look(self) -> Callable[[], None] | None:
         """Return a look at the manifest of the next hinted version that is not known."""
         core = self.core
-        if core.closing:
+        if core.closing or not (core.look or (self._settings.read_only and len(core.hints))):
             return None
         for hint in core.lookahead():
             key = hint_key(hint)
@@ -217,6 +217,7 @@ class System:
                 return partial(self._look, key)
             if self._settings.read_only and self._list_is_old(key[0]):
                 return partial(self._list_again, key[0])
+        core.look = False
         return None
 
     def _list_is_old(self, name: str) -> bool:

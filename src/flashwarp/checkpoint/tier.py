@@ -61,6 +61,8 @@ class Entry:
         Whether a prefetch from storage failed, so that only a restore tries again.
     failure : BaseException or None
         Why the last flush failed.
+    failed_ns : int
+        When that flush had begun.
     """
 
     key: Key
@@ -72,6 +74,7 @@ class Entry:
     discarded: bool = False
     unreadable: bool = False
     failure: BaseException | None = None
+    failed_ns: int = 0
 
     def __post_init__(self) -> None:
         self.offsets, self.nbytes = block_offsets(self.regions)

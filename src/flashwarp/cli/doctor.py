@@ -22,11 +22,11 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,8 @@ import flashwarp
 from flashwarp import config
 from flashwarp._jit import driver
 from flashwarp._jit.artifact_cache import ArtifactCache
+from flashwarp.cli.doctor_nvme import Machine
+from flashwarp.cli.finding import Finding, State
 from flashwarp.cli.parser import existing_path
 from flashwarp.device import CudaDevice, resolve
 from flashwarp.errors import FlashwarpError
@@ -46,8 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "add_arguments", "examine"]
 
-State = Literal["ok", "limited", "missing", "broken"]
-
 _MARKS = {"ok": "✓", "limited": "!", "missing": "-", "broken": "✗"}
 
 # 256 MiB outlast the small write caches of drives, and take 0.1 s at 3 GB/s.
@@ -59,31 +59,6 @@ _READ_SECONDS = 1.0
 _REPORT = "please report this with the output of `flashwarp doctor --json`"
 # Capability number of IPC_LOCK in <linux/capability.h>: no limit on locked memory.
 _CAP_IPC_LOCK = 14
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes
-    ----------
-    state : {"ok", "limited", "missing", "broken"}
-        `missing` is a choice (no GPU), `broken` keeps flashwarp from working at all.
-    detail : str
-        What was found.
-    advice : str
-        What to do about it; empty if nothing needs to be done.
-    values : dict
-        The figures, for programs.
-    name : str
-        What was checked; `examine` fills it in.
-    """
-
-    state: State
-    detail: str
-    advice: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    name: str = ""
 
 
 def add_arguments(parser: Parser, _: Sequence[str]) -> None:
@@ -148,6 +123,7 @@ def examine(path: Path) -> Iterator[tuple[str, Finding | None]]:
         ("direct I/O", lambda: _check_direct_io(path if path.is_file() else directory)),
         ("page cache view", lambda: _check_residency(directory)),
         ("disk", lambda: _check_disk(directory)),
+        *((f"NVMe {name}", check) for name, check in Machine().checks()),
         ("optional packages", _check_packages),
     ]
     for name, check in checks:

@@ -52,7 +52,9 @@ FW_DEVICE uint64_t row_of(const row_params& p, uint64_t k) {
 // Notes that index `k` is out of bounds, for the host to raise.
 FW_DEVICE_NOINLINE void note_stray(const row_params& p, uint64_t k) {
   cache::volume& v = *p.volume;
-  cache::note_failure(v.indices, v.errors->indices, uint64_t(index_at(p, k)), cache::kRows, 0);
+  // The rows of a table begin at `from_front`.
+  cache::note_failure(v.indices, v.errors->indices, uint64_t(index_at(p, k)), cache::kRows, 0,
+                      p.row_count - p.from_front);
 }
 
 // Whether the launch may store. A check of all indices runs before it in the same stream.

@@ -1,6 +1,6 @@
 // Lookups in tables: rows by their ids, converted, scaled and pooled on the way to the caller.
 //
-// A row has numbers of up to 32 bits, of which the first are its weights. A group of lanes, one for
+// A row has numbers of 4 to 32 bits, of which the first are its weights. A group of lanes, one for
 // each word of a row, takes a run of ids: the ids of a bag, or ids whose rows go to the caller one
 // by one. Each lane of a group finds the lines of one id, and the warp fetches all that are missing
 // with one batch of commands. Then the group takes the rows in the order of their ids, a few at a
@@ -24,17 +24,23 @@ namespace fw::kernels {
 // What becomes of the rows of a bag. The host has the same values.
 enum class pooling : uint32_t { kNone = 0, kSum = 1, kMean = 2, kMax = 3 };
 
-// The numbers that the weights of a table are multiplied by.
+// The numbers that the weights of a table are multiplied by: those of blocks, and one of the table.
+// A weight is its number times the scale of its block, times `whole`; or, if `whole` divides, times
+// the quotient of scale and `whole`. Both orders exist, and their results differ in the last bit.
 struct table_scales {
   cache::geometry geometry;  // if they lie in an array: its cache and volume
   cache::line_cache* cache;
   cache::volume* volume;  // null: in memory
   const void* memory;     // null, too: there are none
-  uint64_t stride;        // of a row; 0: one scale for the table
-  uint32_t columns;       // how many weights have one scale
+  uint64_t stride;        // of a row of blocks; 0: one scale for the table
+  uint32_t columns;       // how many weights of a row have one scale
   base::number number;
+  uint32_t row_shift;  // 2^row_shift rows have the same scales
+  uint32_t divides;
+  float whole;
+  uint32_t reserved;
 };
-static_assert(sizeof(table_scales) == 80);
+static_assert(sizeof(table_scales) == 96);
 
 // One table: rows of an array. It does not change, so tables of a group lie in device memory.
 struct lookup_table {
@@ -54,7 +60,7 @@ struct lookup_table {
   uint32_t lanes;       // of a group; a power of two
   uint32_t straddles;   // 0: no tile of a row lies in two lines
 };
-static_assert(sizeof(lookup_table) == 200);
+static_assert(sizeof(lookup_table) == 216);
 
 struct lookup_params {
   lookup_table table;          // if there is one
@@ -78,7 +84,7 @@ struct lookup_params {
   base::number out_number;
   kernels::pooling pooling;
 };
-static_assert(sizeof(lookup_params) == 328);
+static_assert(sizeof(lookup_params) == 344);
 
 // Words of a row that one lane takes. On the CPU a lane is a whole group.
 inline constexpr uint32_t kLaneWords = 32 / warp::kWarpWidth;
@@ -91,8 +97,17 @@ FW_DEVICE int64_t integer_at(const void* integers, uint32_t bytes, uint64_t k) {
                     : static_cast<const int64_t*>(integers)[k];
 }
 
+FW_DEVICE_NOINLINE float byte_number(base::number kind, uint32_t bits) {
+  return kind == base::number::kFloat8E4m3 ? base::to_float<base::number::kFloat8E4m3>(bits)
+                                           : base::to_float<base::number::kFloat8E8m0>(bits);
+}
+
+// Of scales and factors; those that the host lets through.
 FW_DEVICE float number_at(const void* numbers, base::number kind, uint64_t k) {
   if (kind == base::number::kFloat32) return static_cast<const float*>(numbers)[k];
+  if (base::bytes_of(kind) == 1) {
+    return base::opaque(&byte_number)(kind, static_cast<const uint8_t*>(numbers)[k]);
+  }
   const uint32_t bits = static_cast<const uint16_t*>(numbers)[k];
   return kind == base::number::kFloat16 ? base::to_float<base::number::kFloat16>(bits)
                                         : base::to_float<base::number::kBfloat16>(bits);
@@ -170,10 +185,16 @@ FW_DEVICE_NOINLINE float scale_in_array(const table_scales& s, uint32_t mask, bo
 // The `i`-th number of a word. `i` is a constant after unrolling.
 template <base::number kNumber>
 FW_DEVICE float number_in(const atomic::word16& word, uint32_t i) {
-  constexpr uint32_t kPerPart = 4 / base::bytes_of(kNumber);
+  constexpr uint32_t kPerPart = 32 / base::bits_in(kNumber);
   const uint32_t part = i / kPerPart;
   const uint32_t bits = part == 0 ? word.x : part == 1 ? word.y : part == 2 ? word.z : word.w;
-  return base::to_float<kNumber>(bits >> (i % kPerPart * 8 * base::bytes_of(kNumber)));
+  return base::to_float<kNumber>(bits >> (i % kPerPart * base::bits_in(kNumber)));
+}
+
+// Numbers in so many bytes of a row.
+template <base::number kNumber>
+FW_DEVICE uint32_t numbers_in(uint32_t bytes) {
+  return bytes * 8 / base::bits_in(kNumber);
 }
 
 // The bits of a value as a number of the output.
@@ -258,8 +279,9 @@ struct lookup_run {
 };
 
 // Notes an id that is out of bounds, or an offset that no bag can have, for the host to raise.
-FW_DEVICE_NOINLINE void note_id(cache::volume& v, uint64_t id) {
-  cache::note_failure(v.indices, v.errors->indices, id, cache::kRows, 0);
+FW_DEVICE_NOINLINE void note_id(const lookup_table& t, uint64_t id) {
+  cache::volume& v = *t.volume;
+  cache::note_failure(v.indices, v.errors->indices, id, cache::kRows, 0, t.row_count);
 }
 FW_DEVICE_NOINLINE void note_offset(cache::volume& v, uint64_t offset) {
   cache::note_failure(v.indices, v.errors->indices, offset, cache::kOffsets, 0);
@@ -351,7 +373,7 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
   const bool mine = k < run.end;
   const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : 0;
   const bool stray = mine && id >= t.row_count;
-  if (stray && run.tile_begin == 0) note_id(v, id);
+  if (stray && run.tile_begin == 0) note_id(t, id);
   f.row = t.row_begin + id;
   f.wants = mine && !stray && !(kPools && id == t.padding);
   if (kPools && p.weights != nullptr && mine) f.weight = number_at(p.weights, p.weight_number, k);
@@ -394,12 +416,13 @@ FW_DEVICE found_row find_row(const lookup_params& p, const lookup_table& t, cons
 // them are in the cache.
 FW_DEVICE float scale_of_row(const table_scales& s, uint32_t mask, bool wants, uint64_t row) {
   float scale = 1.0f;
+  const uint64_t at = (row >> s.row_shift) * s.stride;
   if (s.volume != nullptr) {
-    scale = base::opaque(&scale_in_array)(s, mask, wants, row * s.stride);
+    scale = base::opaque(&scale_in_array)(s, mask, wants, at);
   } else if (wants) {
-    scale = number_at(s.memory, s.number, row * s.stride);
+    scale = number_at(s.memory, s.number, at);
   }
-  return scale;
+  return s.divides != 0 ? scale / s.whole : scale;
 }
 
 // Whether the lane's loads of a frame since `find_row` saw the data of its lines.
@@ -466,8 +489,9 @@ FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t
       if (rows.misses != misses && cache::probe(t.geometry, line).found) waits = false;
     }
     if (s.volume == nullptr) continue;
-    const word_place at = place_of(s.geometry, *s.volume, id * s.stride * base::bytes_of(s.number),
-                                   base::bytes_of(s.number));
+    const uint64_t scale = (id >> s.row_shift) * s.stride;
+    const word_place at =
+        place_of(s.geometry, *s.volume, scale * base::bytes_of(s.number), base::bytes_of(s.number));
     cache::prefetch<policy>(*s.cache, *s.volume, mask, true, at.line, scales);
   }
   // If the storage is fast, ask again after as many ids as a look ahead has.
@@ -483,18 +507,20 @@ FW_DEVICE_NOINLINE void look_ahead(const lookup_params& p, const lookup_table& t
 template <base::number kNumber, bool kPools>
 FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t table,
                        uint64_t warp_item, lookup_events& events) {
-  constexpr uint32_t kBytes = base::bytes_of(kNumber);
-  constexpr uint32_t kCount = 16 / kBytes;
+  constexpr uint32_t kBits = base::bits_in(kNumber);
+  // Words of numbers of 4 bits have up to 8 bytes.
+  constexpr uint32_t kCount = kBits < 8 ? 16 : 128 / kBits;
   const uint32_t mask = warp::kFullMask;
   const uint32_t groups = warp::kWarpWidth / t.lanes;
   const uint32_t sub = warp::lane() & (t.lanes - 1);
   const uint32_t leader = warp::lane() - sub;
   const uint64_t item = warp_item * groups + warp::lane() / t.lanes;
   const lookup_run run = run_at<kPools>(p, t, table, item);
-  const uint64_t tile_column = run.tile_begin / kBytes;
+  const uint64_t tile_column = numbers_in<kNumber>(run.tile_begin);
   const bool scaled = t.scales.volume != nullptr || t.scales.memory != nullptr;
   const bool blocks = scaled && t.scales.stride > 1;
-  const uint32_t word_count = t.word_bytes / kBytes;
+  const uint32_t word_count = numbers_in<kNumber>(t.word_bytes);
+  const float whole = t.scales.divides != 0 ? 1.0f : t.scales.whole;
   const uint32_t out_bytes = base::bytes_of(p.out_number);
   char* const out = p.out + (run.out_row * p.out_stride + t.out_column) * out_bytes;
   const bool keeps_bits = !kPools && !scaled && p.out_number == kNumber;
@@ -572,24 +598,26 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
         const uint64_t row = blocks ? warp::take(mask, mine.row, source) : 0;
         for (uint32_t c = 0; c < kLaneWords; c++) {
           const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
-          const uint64_t column = tile_column + offset / kBytes;
+          const uint64_t column = tile_column + numbers_in<kNumber>(offset);
           const bool covers = inside_run && offset < run.tile_bytes && column < t.dim;
           float scale = row_scale;
           if (blocks) {
-            const uint64_t at = (row - t.row_begin) * t.scales.stride + column / t.scales.columns;
+            const uint64_t at = ((row - t.row_begin) >> t.scales.row_shift) * t.scales.stride +
+                                column / t.scales.columns;
             if (t.scales.volume == nullptr) {
               if (covers && has) scale = number_at(t.scales.memory, t.scales.number, at);
             } else {
               scale = base::opaque(&scale_in_array)(t.scales, mask, covers && has, at);
             }
+            if (t.scales.divides != 0) scale /= t.scales.whole;
           }
           if (!covers) continue;
           const uint64_t rest = t.dim - column;
           const uint32_t used = rest < word_count ? uint32_t(rest) : word_count;
           char* const to = out + ((k - run.begin) * p.out_stride + column) * out_bytes;
-          if constexpr (!kPools && kBytes > 1) {
+          if constexpr (!kPools && kBits > 8) {
             if (keeps_bits) {
-              store_bits(to, words[0][c], used * kBytes);
+              store_bits(to, words[0][c], used * (kBits / 8));
               continue;
             }
           }
@@ -597,7 +625,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
           FW_UNROLL
           for (uint32_t i = 0; i < kCount; i++) {
             values[i] = has ? number_in<kNumber>(words[0][c], i) : 0.0f;
-            if (scaled && has) values[i] *= scale;
+            if (scaled && has) values[i] = values[i] * scale * whole;
           }
           if constexpr (kPools) {
             if (!has) continue;
@@ -621,7 +649,7 @@ FW_DEVICE void look_up(const lookup_params& p, const lookup_table& t, uint64_t t
   if constexpr (kPools) {
     for (uint32_t c = 0; c < kLaneWords; c++) {
       const uint32_t offset = (sub + c * t.lanes) * t.word_bytes;
-      const uint64_t column = tile_column + offset / kBytes;
+      const uint64_t column = tile_column + numbers_in<kNumber>(offset);
       if (offset >= run.tile_bytes || column >= t.dim) continue;
       float (&sums)[kCount] = bag.sums[c];
       if (p.pooling == pooling::kMean && bag.rows != 0) {
@@ -651,6 +679,10 @@ FW_DEVICE void look_up_any(const lookup_params& p, const lookup_table& t, uint64
       return look_up<base::number::kFloat8E5m2, kPools>(p, t, table, warp_item, events);
     case base::number::kInt8:
       return look_up<base::number::kInt8, kPools>(p, t, table, warp_item, events);
+    case base::number::kFloat4E2m1:
+      return look_up<base::number::kFloat4E2m1, kPools>(p, t, table, warp_item, events);
+    case base::number::kFloat8E8m0:
+      return;  // of scales alone
   }
 }
 
@@ -664,7 +696,7 @@ FW_DEVICE void prefetch_rows_of(const lookup_params& p, const lookup_table& t, u
   const bool mine = k >= ids.begin && k < ids.end;
   const uint64_t id = mine ? uint64_t(integer_at(p.ids, p.index_bytes, k)) : t.row_count;
   const bool wants = mine && id < t.row_count;
-  if (mine && !wants) note_id(*t.volume, id);
+  if (mine && !wants) note_id(t, id);
   const uint32_t shift = t.geometry.line_shift;
   const uint64_t from = (t.row_begin + id) * t.row_bytes;
   const uint64_t last = (from + t.words * t.word_bytes - 1) >> shift;

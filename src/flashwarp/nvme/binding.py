@@ -14,11 +14,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashwarp.errors import ArgumentError, FlashwarpError, LockedError, PathError
+from flashwarp.storage.block_users import processes_with, users_of
 
 __all__ = ["PciController", "bind", "controllers", "find", "unbind"]
 
@@ -57,7 +57,7 @@ class PciController:
 
     def users(self, root: Path = Path("/")) -> list[str]:
         """Return who uses its namespaces, for people; may miss processes of other users."""
-        return [user for disk in self.disks for user in _users_of(disk, root)]
+        return [user for disk in self.disks for user in users_of(disk, root)]
 
 
 def controllers(root: Path = Path("/")) -> list[PciController]:
@@ -130,7 +130,7 @@ def unbind(bdf: str, root: Path = Path("/")) -> PciController:
     if before.driver != DRIVER:
         return before
     files = {f"/dev/vfio/{before.group}", f"/dev/vfio/devices/{before.cdev}"}
-    for holder in _processes_with(root, files.__contains__):
+    for holder in processes_with(root, files.__contains__):
         raise LockedError(
             errno.EBUSY,
             f"process {holder} drives {before.bdf}: end it first (kill {holder})",
@@ -216,54 +216,6 @@ def _refuse_used(controller: PciController, root: Path) -> None:
             f"{controller.bdf} is in use: {'; '.join(users)}",
             controller.disks[0],
         )
-
-
-# Who uses a disk.
-
-
-def _users_of(disk: str, root: Path) -> Iterator[str]:
-    block = root / "sys/block" / disk
-    parts = [disk, *(each for each in _names(block) if each.startswith(disk))]
-    for part in parts:
-        folder = block if part == disk else block / part
-        number = _text(folder / "dev")
-        for mounted in _mounts(number, root):
-            yield f"/dev/{part} is mounted on {mounted} (sudo umount {mounted})"
-        for holder in _names(folder / "holders"):
-            yield f"/dev/{part} is part of /dev/{holder} (lsblk /dev/{holder})"
-        if _swaps(part, root):
-            yield f"/dev/{part} is swap space (sudo swapoff /dev/{part})"
-    names = {f"/dev/{part}" for part in parts} | {f"/dev/ng{disk.removeprefix('nvme')}"}
-    for process in _processes_with(root, names.__contains__):
-        yield f"process {process} has /dev/{disk} open (ps {process})"
-
-
-def _mounts(number: str, root: Path) -> Iterator[str]:
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        fields = line.split()
-        if len(fields) > 4 and number and fields[2] == number:
-            yield fields[4]
-
-
-def _swaps(part: str, root: Path) -> bool:
-    lines = _text(root / "proc/swaps").splitlines()[1:]
-    return any(line.split()[:1] == [f"/dev/{part}"] for line in lines)
-
-
-def _processes_with(root: Path, fits: Callable[[str], bool]) -> Iterator[int]:
-    """Yield the processes that have a file open whose name fits, as far as this user may look."""
-    for name in _names(root / "proc"):
-        if not name.isdigit():
-            continue
-        folder = root / "proc" / name / "fd"
-        for descriptor in _names(folder):
-            try:
-                target = os.readlink(folder / descriptor)
-            except OSError:  # closed meanwhile
-                continue
-            if fits(target):
-                yield int(name)
-                break
 
 
 # Small files.

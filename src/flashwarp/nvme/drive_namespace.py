@@ -16,8 +16,7 @@ from flashwarp.errors import (
     LockedError,
     PathError,
 )
-from flashwarp.nvme import signatures
-from flashwarp.storage import Storage
+from flashwarp.storage import Storage, signatures
 
 __all__ = ["DriveNamespace", "drive_errors"]
 

@@ -5,6 +5,7 @@ The facts come from /sys and /proc. A user sees the processes that are his own; 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +26,16 @@ def users_of(disk: str, root: Path = Path("/")) -> list[str]:
     block = root / "sys/block" / disk
     parts = [disk, *(each for each in _names(block) if each.startswith(disk))]
     found = [user for part in parts for user in _users_of_part(part, disk, root)]
+    if not found:
+        found = [
+            f"the kernel has claimed /dev/{part}: it is mounted, perhaps in a container, or part "
+            f"of another device (lsblk /dev/{part})"
+            for part in parts
+            if _is_claimed(root / "dev" / part)
+        ]
     names = {f"/dev/{part}" for part in parts} | {f"/dev/ng{disk.removeprefix('nvme')}"}
     for process in processes_with(root, names.__contains__):
-        if process != os.getpid():
-            found.append(f"process {process} has /dev/{disk} open (ps {process})")
+        found.append(f"process {process} has /dev/{disk} open (ps {process})")
     return found
 
 
@@ -42,6 +49,15 @@ def _users_of_part(part: str, disk: str, root: Path) -> Iterator[str]:
     swaps = _text(root / "proc/swaps").splitlines()[1:]
     if any(line.split()[:1] == [f"/dev/{part}"] for line in swaps):
         yield f"/dev/{part} is swap space (sudo swapoff /dev/{part})"
+
+
+def _is_claimed(device: Path) -> bool:
+    """Whether the kernel has a block device for itself, in whichever namespace of mounts."""
+    try:
+        os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno == errno.EBUSY
+    return False
 
 
 def _mounts(number: str, root: Path) -> Iterator[str]:

@@ -232,7 +232,7 @@ class Draft:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as made:
             old = self._old_file(made)
-            made.callback(Path(self.path).unlink, missing_ok=True)
+            made.callback(self._remove)
             try:
                 # Opened here, if that is allowed: later the process may have no descriptor left.
                 with contextlib.suppress(PermissionError):
@@ -314,6 +314,11 @@ class Draft:
             if not self._overwrite:
                 os.unlink(self.target)
             raise
+
+    def _remove(self) -> None:
+        # If this fails, a name is left over, and the file at the target is as good as it was.
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
 
     def __exit__(self, *exception: object) -> None:
         self._held.close()

@@ -57,7 +57,7 @@ class Passthrough(Storage):
     Notes
     -----
     Before Linux 6.2, the kernel takes NVMe commands only from processes with CAP_SYS_ADMIN. After
-    that, permission to open the device is enough: see `Hardware`.
+    that, permission to open the device is enough: docs/hardware.md says how to give it.
 
     Other programs' reads through the block device may show old bytes while this is open for
     writing, since they come from the page cache. `close` empties it.

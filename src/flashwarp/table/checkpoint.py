@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flashwarp.config import flag
 from flashwarp.errors import CheckpointError, ExistingFileError, FlashwarpError
 from flashwarp.storage import files
 from flashwarp.table.record import Record, record_path
@@ -164,10 +165,12 @@ def restore_table(
     Blocks until the copy is durable. After a crash, `path` has the old table without its record,
     the new table without one, or both; call it again.
     """
+    source = files.check_name(source)
+    overwrite = flag("overwrite", overwrite)
     record = Record.read(source)
     if record is None or record.changing:
         raise CheckpointError(
-            f"{os.fspath(source)} is no table of a checkpoint: it "
+            f"{source} is no table of a checkpoint: it "
             + ("has no record" if record is None else "is or was being trained")
         )
     target = files.check_new(files.check_name(path), overwrite)

@@ -8,6 +8,7 @@ a CUDA graph. On the CPU device it is done when it returns.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import enum
 import functools
 import math
@@ -54,11 +55,13 @@ class Number(enum.IntEnum):
     FLOAT8_E4M3 = 3
     FLOAT8_E5M2 = 4
     INT8 = 5
+    FLOAT4_E2M1 = 6
+    FLOAT8_E8M0 = 7
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one."""
-        return (4, 2, 2, 1, 1, 1)[self]
+    def bits(self) -> int:
+        """Bits of one."""
+        return (32, 16, 16, 8, 8, 8, 4, 8)[self]
 
 
 class Pooling(enum.IntEnum):
@@ -85,6 +88,14 @@ class Scales:
     array : Array, optional
     address : int
         If there is no array.
+    owner : object
+        Keeps the memory at `address`.
+    row_shift : int
+        2 to this power are the rows that share their scales.
+    whole : float
+        A scale of the table beside those of blocks.
+    divides : bool
+        Whether the scales of blocks are divided by `whole`; else the products are multiplied by it.
     """
 
     number: Number
@@ -92,6 +103,10 @@ class Scales:
     columns: int
     array: Array | None = None
     address: int = 0
+    owner: object = dataclasses.field(default=None, compare=False, repr=False)
+    row_shift: int = 0
+    whole: float = 1.0
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,13 +145,14 @@ class Table:
         """Bytes that a lane loads at a time: of one row, and of one block of scales."""
         block = 0
         if self.scales is not None and self.scales.blocks > 1:
-            block = self.scales.columns * self.number.nbytes
-        return math.gcd(_WORD_BYTES, self.row_bytes, block)
+            block = self.scales.columns * self.number.bits // 8
+        # A lane takes at most 16 numbers.
+        return math.gcd(min(_WORD_BYTES, 2 * self.number.bits), self.row_bytes, block)
 
     @functools.cached_property
     def words(self) -> int:
         """Words of a row that have weights."""
-        return -(-self.dim * self.number.nbytes // self.word_bytes)
+        return -(-self.dim * self.number.bits // (8 * self.word_bytes))
 
     @functools.cached_property
     def lanes(self) -> int:
@@ -157,7 +173,7 @@ class Table:
     @property
     def whole(self) -> bool:
         """Whether its rows are the weights of the array's rows, and nothing else."""
-        return self.scales is None and self.dim == self.array.shape[1]
+        return self.scales is None and self.dim == self.array.shape[1] and self.number.bits >= 8
 
     @functools.cached_property
     def straddles(self) -> bool:
@@ -194,6 +210,9 @@ def _scales_struct(scales: Scales) -> TableScalesStruct:
         stride=scales.blocks,
         columns=scales.columns,
         number=scales.number,
+        row_shift=scales.row_shift,
+        divides=scales.divides,
+        whole=scales.whole,
     )
     if scales.array is not None:
         volume = scales.array._attachment.launcher.volume
@@ -400,8 +419,11 @@ class Lookup:
 
     def _join(self, stream: int) -> None:
         """Prepare for launches on a stream that may be in a capture."""
+        # The group may be lost, and its memory freed, while a graph reads it.
+        uses: list[object] = [] if self._memory is None else [self._memory]
+        uses += [table.scales.owner for table in self.tables if table.scales is not None]
         for array in self._arrays:
-            array._attachment.join(stream)
+            array._attachment.join(stream, uses=uses)
         # As in `_launched`.
         self.device.order(None, stream)
 

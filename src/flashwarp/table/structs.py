@@ -16,7 +16,9 @@ class TableScalesStruct(ctypes.Structure):
     _fields_ = (
         ("geometry", GeometryStruct),
         *u64("cache", "volume", "memory", "stride"),
-        *u32("columns", "number"),
+        *u32("columns", "number", "row_shift", "divides"),
+        ("whole", ctypes.c_float),
+        *u32("reserved"),
     )
 
 

@@ -151,6 +151,7 @@ class RowUpdate:
     def __init__(self, array: Array, dim: int, rule: Rule, padding: int | None = None) -> None:
         if not isinstance(array, Array):
             raise ArgumentError(f"a table is a flashwarp.Array, not {type(array).__name__}")
+        array._check_usable()
         if not array.writable:
             raise ReadOnlyError('the table is read-only: open it with mode="r+" to train it')
         if array.dtype != np.dtype(np.float32):

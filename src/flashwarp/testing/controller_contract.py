@@ -79,6 +79,9 @@ class ControllerContract(ABC):
     bad_commands: ClassVar[Sequence[tuple[int, int, dict[str, int]]]] = _BAD_COMMANDS
     """Status, opcode and fields of commands that fail; MDTS is 64 KiB."""
 
+    refuses_ranges: ClassVar[bool] = True
+    """Whether a Deallocate beyond the namespace fails as a whole; some drives skip that range."""
+
     shifts: ClassVar[Sequence[int]] = (0, 4, 8)
     """Bytes behind a page at which data may begin. Few drives take other than a multiple of 4."""
 
@@ -144,9 +147,10 @@ class ControllerContract(ABC):
                 expected[place] = after[place]
             assert after == expected
 
-            ranges["lba"] = [30, 2050]
-            assert host.do(DATASET_MANAGEMENT, cdw10=1, cdw11=_DEALLOCATE) == LBA_OUT_OF_RANGE
-            assert storage.read(0, self.nbytes) == expected
+            if self.refuses_ranges:
+                ranges["lba"] = [30, 2050]
+                assert host.do(DATASET_MANAGEMENT, cdw10=1, cdw11=_DEALLOCATE) == LBA_OUT_OF_RANGE
+                assert storage.read(0, self.nbytes) == expected
 
     def test_bad_command_gets_its_status(self, tmp_path: Path) -> None:
         """As the specification numbers them; nothing is changed, and the queue goes on."""
@@ -204,7 +208,7 @@ class ControllerContract(ABC):
             ring.ring()
             got = [host.wait(ring) for _ in range(3)]
             assert sorted(c.cid for c in got) == [0, 500, 65535]
-            assert {(c.status, c.sqid) for c in got} == {(SUCCESS, 3)}
+            assert {(c.status, c.sqid) for c in got} == {(SUCCESS, ring.id)}
             heads = [c.sqhd for c in got]
             assert heads == sorted(heads)
             assert heads[-1] == 3

@@ -72,7 +72,7 @@ class AlignedMemory:
 
 
 class Completion(NamedTuple):
-    """What a completion queue entry says."""
+    """What a completion queue entry says; `status` is status code type and status code."""
 
     cid: int
     status: int
@@ -126,9 +126,9 @@ class Ring:
         entry = self.cq[self.head]
         if (int(entry["st"]) & 1) != self.phase:
             return None
-        got = Completion(
-            int(entry["cid"]), int(entry["st"]) >> 1, int(entry["sqhd"]), int(entry["sqid"])
-        )
+        # Without the flags More and Do Not Retry.
+        status = int(entry["st"]) >> 1 & 0x7FF
+        got = Completion(int(entry["cid"]), status, int(entry["sqhd"]), int(entry["sqid"]))
         self.head = (self.head + 1) % self.depth
         if self.head == 0:
             self.phase ^= 1

@@ -8,31 +8,37 @@ import numpy as np
 import pytest
 from versions import CHUNK, check, files_of, regions_of, store
 
-from flashwarp.checkpoint.directory import Directory, Finding, copy_versions
+from flashwarp.checkpoint.directory import Directory, copy_versions
 from flashwarp.checkpoint.directory.prune import superfluous
 from flashwarp.errors import ArgumentError, MissingVersionError
 
 
-def findings(*versions: int, damaged: tuple[int, ...] = ()) -> list[Finding]:
-    return [Finding(v, 1, "bad" if v in damaged else "") for v in sorted(versions, reverse=True)]
-
-
 def test_pruning_keeps_the_last_and_every_so_many() -> None:
-    versions = findings(*range(20))
+    versions = list(range(20))
 
-    assert superfluous(versions, 3) == list(range(17))
-    assert superfluous(versions, 1, 5) == [v for v in range(19) if v % 5]
-    assert superfluous(versions, 100) == []
+    def good(version: int) -> bool:
+        return True
+
+    assert superfluous(versions, good, 3) == list(range(17))
+    assert superfluous(versions, good, 1, 5) == [v for v in range(19) if v % 5]
+    assert superfluous(versions, good, 100) == []
+    assert superfluous([], good, 1) == []
     for bad in (0, -1, 1.5):
         with pytest.raises(ArgumentError):
-            superfluous(versions, bad)  # type: ignore[arg-type]
+            superfluous(versions, good, bad)  # type: ignore[arg-type]
 
 
 def test_damaged_versions_do_not_count_as_kept() -> None:
-    versions = findings(1, 2, 3, 4, 5, damaged=(5, 4, 2))
+    looked = []
 
-    assert superfluous(versions, 1) == [1, 2]
-    assert superfluous(versions, 2) == []
+    def is_usable(version: int) -> bool:
+        looked.append(version)
+        return version in (1, 3)
+
+    assert superfluous([0, 1, 2, 3, 4, 5], is_usable, 1) == [0, 1, 2]
+    assert looked == [5, 4, 3]
+    assert superfluous([0, 1, 2, 3, 4, 5], is_usable, 2) == [0]
+    assert superfluous([4, 5], is_usable, 1) == []
 
 
 def test_pruned_versions_and_their_data_are_gone(tmp_path: Path) -> None:
@@ -40,6 +46,7 @@ def test_pruned_versions_and_their_data_are_gone(tmp_path: Path) -> None:
         for version in range(6):
             store(directory, version, 100)
 
+        assert directory.prune("run", 2, keep_every=3, dry_run=True) == [1, 2]
         assert directory.prune("run", 2, keep_every=3) == [1, 2]
         assert directory.versions("run") == [0, 3, 4, 5]
         assert len(files_of(tmp_path)) == 8

@@ -134,6 +134,18 @@ def test_dtype_shape_name_and_metadata_come_back(directory: Directory) -> None:
             reader.load("b")
 
 
+def test_writer_says_which_way_it_takes(tmp_path: Path) -> None:
+    for asked in (None, True, False):
+        with Directory(tmp_path, o_direct=asked) as directory:
+            try:
+                writer = directory.begin("run", 1, [])
+            except PathError as error:
+                assert asked, error  # noqa: PT017 (a file system without O_DIRECT)
+                continue
+            assert writer.o_direct is asked or asked is None
+            assert ("O_DIRECT" if asked is None else "was given") in writer.o_direct_why
+
+
 def test_version_without_regions_is_a_version(directory: Directory) -> None:
     with directory.begin("run", 0, []) as writer:
         writer.commit()

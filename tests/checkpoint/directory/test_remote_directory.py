@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_server import S3Server
 from versions import CHUNK, check, store
 
 from flashwarp.checkpoint.directory import Directory, RemoteDirectory, copy_versions, remote
@@ -17,6 +20,7 @@ from flashwarp.errors import (
     ClosedError,
     DamagedVersionError,
     ExistingVersionError,
+    ForkError,
     MissingVersionError,
     RemoteError,
     WaitTimeout,
@@ -25,11 +29,24 @@ from flashwarp.errors import (
 obstore = pytest.importorskip("obstore")
 
 
-@pytest.fixture(params=["memory", "file"])
+def s3_options(server: S3Server) -> dict[str, Any]:
+    return {
+        "endpoint": server.endpoint,
+        "client_options": {"allow_http": True, "timeout": "30s"},
+        "skip_signature": True,
+        "region": "us-east-1",
+    }
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemoteDirectory]:
-    url = "memory:///" if request.param == "memory" else f"file://{tmp_path}/remote"
-    with RemoteDirectory(url) as made:
-        yield made
+    with contextlib.ExitStack() as held:
+        options: dict[str, Any] = {}
+        url = {"memory": "memory:///", "file": f"file://{tmp_path}/remote"}.get(request.param)
+        if url is None:
+            url = "s3://bucket/of/runs"
+            options = s3_options(held.enter_context(S3Server()))
+        yield held.enter_context(RemoteDirectory(url, **options))
 
 
 @pytest.fixture
@@ -158,6 +175,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_requests_are_tried_again_with_growing_waits(
     place: RemoteDirectory, source: Directory, quick: list[float]
 ) -> None:
+    place._attempts = 5
     # Of each request, two attempts fail.
     place._obstore = Flaky(lambda call: call % 3 != 0, OSError("connection reset"))
 
@@ -184,11 +202,21 @@ def test_request_that_keeps_failing_is_a_typed_error(
             lambda: place.discard("run", 1),
         ):
             quick.clear()
-            with pytest.raises(RemoteError, match=r"after 5 attempts .* connection reset"):
+            with pytest.raises(RemoteError, match=r"attempt [15] of [15]: connection reset"):
                 act()
-            assert len(quick) == 4
+            assert len(quick) == place._attempts - 1
     place._obstore = obstore
     assert place.versions("run") == [1]
+
+
+def test_outage_is_no_damage(place: RemoteDirectory, source: Directory, quick: list[float]) -> None:
+    copy_versions(source, place, "run")
+    real = place._source
+    place._source = lambda *_: place._ask("head", lambda: 1 / 0)  # type: ignore[method-assign]
+    with pytest.raises(RemoteError):
+        place.latest("run")
+    place._source = real  # type: ignore[method-assign]
+    assert place.latest("run") == 3
 
 
 def test_refusal_is_not_tried_again(
@@ -196,7 +224,7 @@ def test_refusal_is_not_tried_again(
 ) -> None:
     error = obstore.exceptions.PermissionDeniedError("no")
     place._obstore = flaky = Flaky(lambda _: True, error)
-    with pytest.raises(RemoteError, match="after 1 attempts"):
+    with pytest.raises(RemoteError, match="attempt 1 of"):
         place.versions("run")
     assert (flaky.calls, quick) == (1, [])
 
@@ -223,6 +251,34 @@ def test_server_that_stalls_or_breaks_ends_in_time(answers: bool, source: Direct
                 copy_versions(source, place, "run")
 
             assert time.monotonic() - begin < 20
+
+
+def test_server_that_is_busy_is_asked_again_part_by_part(tmp_path: Path) -> None:
+    with (
+        S3Server() as server,
+        RemoteDirectory("s3://bucket", **s3_options(server)) as place,
+        Directory(tmp_path / "d") as source,
+    ):
+        store(source, 1, 30 << 20)
+        server.fails = lambda number: number % 4 == 0
+        assert copy_versions(source, place, "run").copied == [1]
+        assert place.latest("run", verify=True) == 1
+        assert sum("?uploads" in each for each in server.requests) <= 2
+        server.fails = lambda number: True
+        with pytest.raises(RemoteError, match="after 4 retries"):
+            place.latest("run")
+
+
+def test_forked_child_has_no_part_in_it(place: RemoteDirectory) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            place.versions("run")
+        except ForkError:
+            os._exit(0)
+        os._exit(1)
+
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_bad_places_are_refused() -> None:

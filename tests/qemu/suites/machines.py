@@ -21,3 +21,15 @@ FAULTS = Machine(
         ),
     )
 )
+
+# Drives that are used hard: 0 holds data, 1 is slow, the others are reset and pulled out.
+HOLDING, SLOW, RESET, PULLED = 0, 1, 2, (3, 4, 5)
+ROUGH = Machine(
+    (
+        Drive((Namespace(32 << 20),)),
+        Drive((Namespace(8 << 20, iops_max=400),)),
+        Drive((Namespace(8 << 20),)),
+        *(Drive((Namespace(8 << 20),)) for _ in PULLED),
+    ),
+    modules=("nvme", "vfio-pci"),
+)

@@ -94,6 +94,8 @@ def test_failure_reaches_the_array(engine: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(StorageError) as failed:
             x.flush()
         assert failed.value.status == WRITE_FAULT
+        with pytest.raises(StorageError, match="write fault"):
+            x.close()  # what could not be written is lost now
     assert contents(block_device(nsid=DAMAGED), 1) == b"\2"
 
 

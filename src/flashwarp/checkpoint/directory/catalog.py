@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.follow import follow
+from flashwarp.checkpoint.directory.prune import Finding, superfluous
 from flashwarp.checkpoint.directory.reader import Source, VersionReader
 from flashwarp.endings import Closing
 from flashwarp.errors import (
@@ -19,32 +19,14 @@ from flashwarp.errors import (
     DamagedVersionError,
     MissingFileError,
     MissingVersionError,
+    StorageError,
 )
 
-__all__ = ["Catalog", "Finding"]
+__all__ = ["Catalog"]
 
 _log = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 3
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What was found of a version.
-
-    Attributes
-    ----------
-    version : int
-        Its number.
-    nbytes : int
-        Bytes of its regions; 0 if its manifest cannot be read.
-    problem : str
-        Why it cannot be used; empty if it can.
-    """
-
-    version: int
-    nbytes: int
-    problem: str
 
 
 class Catalog(Closing):
@@ -81,6 +63,10 @@ class Catalog(Closing):
     @abstractmethod
     def _source(self, nbytes: int, *parts: str) -> Source:
         """Open a data file; raises MissingFileError, or DamagedVersionError for another size."""
+
+    @abstractmethod
+    def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
+        """Remove several versions of this rank; return those that were there."""
 
     @abstractmethod
     def _run(self, act: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -127,20 +113,31 @@ class Catalog(Closing):
         ------
         Finding
             Versions that were discarded meanwhile are left out.
+
+        Raises
+        ------
+        PathError, RemoteError
+            If a version cannot be reached, which does not mean that it is damaged.
         """
         for version in reversed(self.versions(name, rank)):
-            nbytes = 0
-            try:
-                with self.open(name, version, rank=rank) as reader:
-                    nbytes = reader.nbytes
-                    if verify:
-                        reader.verify()
-            except MissingVersionError:
-                continue
-            except (DamagedVersionError, OSError) as error:
-                yield Finding(version, nbytes, str(error))
-            else:
-                yield Finding(version, nbytes, "")
+            found = self._look_at(name, version, verify, rank)
+            if found is not None:
+                yield found
+
+    def _look_at(self, name: str, version: int, verify: bool, rank: int | None) -> Finding | None:
+        """Look at one version; None if it is not there."""
+        nbytes = 0
+        try:
+            with self.open(name, version, rank=rank) as reader:
+                nbytes = reader.nbytes
+                if verify:
+                    reader.verify()
+        except MissingVersionError:
+            return None
+        # No other errors: a version that cannot be reached now is not damaged.
+        except (DamagedVersionError, StorageError) as error:
+            return Finding(version, nbytes, str(error))
+        return Finding(version, nbytes, "")
 
     def latest(self, name: str, *, verify: bool = False, rank: int | None = None) -> int | None:
         """Return the newest version that can be used, or None.
@@ -152,6 +149,33 @@ class Catalog(Closing):
                 return found.version
             _log.warning("skipped version %d of %r: %s", found.version, name, found.problem)
         return None
+
+    # Removing.
+
+    def prune(
+        self, name: str, keep_last: int, keep_every: int | None = None, *, dry_run: bool = False
+    ) -> list[int]:
+        """Remove old versions of this rank; return their numbers, ascending.
+
+        Parameters
+        ----------
+        name : str
+            The checkpoint.
+        keep_last : int
+            Keep so many of the newest versions, at least one. A version whose manifest is damaged,
+            or whose data file is missing or of another size, does not count.
+        keep_every : int, optional
+            Also keep every version whose number is a multiple of it.
+        dry_run : bool
+            Remove nothing.
+        """
+
+        def is_usable(version: int) -> bool:
+            found = self._look_at(name, version, False, None)
+            return found is not None and not found.problem
+
+        gone = superfluous(self.versions(name), is_usable, keep_last, keep_every)
+        return gone if dry_run else self.discard_all(name, gone)
 
     # Reading.
 
@@ -247,9 +271,9 @@ class Catalog(Closing):
         Yields
         ------
         int
-            Each version once; of those found together, the lowest first. A version that was
-            discarded before the next look is left out, and `open` of one that was discarded since
-            raises `MissingVersionError`.
+            Each version once, also if it is replaced; of those found together, the lowest first. A
+            version that was discarded before the next look is left out, and `open` of one that was
+            discarded since raises `MissingVersionError`.
         """
         folders = self._folders(name, rank)
         last = None if until is None else names.check_version(until)

@@ -20,7 +20,6 @@ from flashwarp import endings
 from flashwarp.checkpoint.directory import lock, manifest, names
 from flashwarp.checkpoint.directory.catalog import Catalog
 from flashwarp.checkpoint.directory.local import FileSource
-from flashwarp.checkpoint.directory.prune import superfluous
 from flashwarp.checkpoint.directory.writer import (
     VersionWriter,
     empty_record,
@@ -78,11 +77,9 @@ class Directory(Catalog):
 
     Examples
     --------
-    >>> import tempfile
     >>> from flashwarp.checkpoint.directory import Directory
     >>> from flashwarp.checkpoint.region import Region
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> with Directory(folder.name) as directory:
+    >>> with Directory("checkpoints") as directory:
     ...     with directory.begin("run", 7, [Region("step", "<i8", (2,), 16)]) as writer:
     ...         writer.write("step", 0, b"flash" + bytes(11))
     ...         writer.commit()
@@ -118,7 +115,7 @@ class Directory(Catalog):
             self._lock = lock.RankLock(self.path, self.rank)
             if self._lock.held:
                 self._remove_leftovers()
-        elif not self.path.is_dir():
+        elif not os.path.isdir(self.path):
             raise MissingFileError(errno.ENOENT, "no such folder", str(self.path))
         _open.add(self)
 
@@ -173,7 +170,7 @@ class Directory(Catalog):
             self._writers[key] = None
         try:
             path = folder / names.manifest_name(version)
-            if not replace and path.exists():
+            if not replace and os.path.lexists(path):
                 raise exists(name, version, str(path))
             self._make_folder(folder)
             writer = VersionWriter(
@@ -225,22 +222,6 @@ class Directory(Catalog):
             sync_folder(folder)
             self._remove_data(folder, set(removed))
         return removed
-
-    def prune(self, name: str, keep_last: int, keep_every: int | None = None) -> list[int]:
-        """Remove old versions of this rank; return their numbers.
-
-        Parameters
-        ----------
-        name : str
-            The checkpoint.
-        keep_last : int
-            Keep so many of the newest versions, at least one. A version whose manifest is damaged,
-            or whose data file is missing or of another size, does not count.
-        keep_every : int, optional
-            Also keep every version whose number is a multiple of it.
-        """
-        self._check_writable()
-        return self.discard_all(name, superfluous(self.examine(name), keep_last, keep_every))
 
     def close(self) -> None:
         """Abort what is being written and release the lock. May be called twice."""
@@ -315,14 +296,17 @@ class Directory(Catalog):
 
     def _writer_ended(self, writer: VersionWriter) -> None:
         if writer.committed and writer.replaces:
-            self._remove_data(self._folder(writer.name), {writer.version})
+            try:
+                self._remove_data(self._folder(writer.name), {writer.version})
+            except FlashwarpError as error:  # the version is committed, whatever is left over
+                _log.warning("the old data of version %d is left over: %s", writer.version, error)
         with self._guard:
             self._writers.pop((writer.name, writer.version), None)
         self._release_if_idle()
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and what lies above it, durably."""
-        if folder.is_dir():
+        if os.path.isdir(folder):
             return
         self._make_folder(folder.parent)
         try:

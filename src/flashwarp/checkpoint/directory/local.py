@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from flashwarp import _native
 from flashwarp.errors import DamagedVersionError
 from flashwarp.storage import File, files
 
-__all__ = ["FileSource", "direct_works"]
+__all__ = ["FileSource", "Way", "choose_way"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Whether a file is read and written past the page cache, and why."""
+
+    o_direct: bool
+    why: str
 
 
 class FileSource:
@@ -19,8 +28,7 @@ class FileSource:
         size = files.check(self.path, writable=False).st_size
         if size != nbytes:
             raise DamagedVersionError(self.path, f"it has {size} bytes, and {nbytes} were written")
-        direct = direct_works(path) if o_direct is None else o_direct
-        self._file = File(path, o_direct=direct, lock=False)
+        self._file = File(path, o_direct=choose_way(path, o_direct).o_direct, lock=False)
 
     @property
     def wants_pages(self) -> bool:
@@ -36,6 +44,15 @@ class FileSource:
         self._file.close()
 
 
-def direct_works(path: Path) -> bool:
-    """Return whether a file can be read and written with O_DIRECT."""
-    return isinstance(_native.direct_io_alignment(str(path)), tuple)
+def choose_way(path: Path, o_direct: bool | None) -> Way:
+    """Return whether a file is read and written past the page cache: as asked, or if it can be.
+
+    The bytes of a version are written once and, with luck, never read: in the page cache they
+    would push out what others need, and the kernel's write-back is slower than direct writes.
+    """
+    if o_direct is not None:
+        return Way(o_direct, f"o_direct={o_direct} was given")
+    found = _native.direct_io_alignment(str(path))
+    if isinstance(found, tuple):
+        return Way(True, "the file system has O_DIRECT")
+    return Way(False, f"through the page cache, O_DIRECT cannot: {found}")

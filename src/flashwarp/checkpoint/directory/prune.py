@@ -1,27 +1,51 @@
-"""Which versions to keep."""
+"""What was found of versions, and which of them to keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from flashwarp.checkpoint.directory.catalog import Finding
 from flashwarp.config import SIZE_MAX, integer
 
-__all__ = ["superfluous"]
+__all__ = ["Finding", "superfluous"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of a version.
+
+    Attributes
+    ----------
+    version : int
+        Its number.
+    nbytes : int
+        Bytes of its regions; 0 if its manifest cannot be read.
+    problem : str
+        Why it cannot be used; empty if it can.
+    """
+
+    version: int
+    nbytes: int
+    problem: str
 
 
 def superfluous(
-    findings: Iterable[Finding], keep_last: int, keep_every: int | None = None
+    versions: Sequence[int],
+    is_usable: Callable[[int], bool],
+    keep_last: int,
+    keep_every: int | None = None,
 ) -> list[int]:
-    """Return the versions that may go, the oldest first.
+    """Return the versions that may go, ascending.
 
     Parameters
     ----------
-    findings : iterable of Finding
-        All versions, the newest first.
+    versions : sequence of int
+        All versions, ascending.
+    is_usable : callable
+        Whether a version counts as kept. If damaged ones did, pruning could leave nothing else. It
+        is called for the newest versions, until enough are kept.
     keep_last : int
-        Keep so many of the newest versions that can be used, at least one. A damaged version does
-        not count: otherwise pruning could leave damaged ones only.
+        Keep so many of the newest versions that can be used, at least one.
     keep_every : int, optional
         Also keep every version whose number is a multiple of it.
     """
@@ -29,10 +53,8 @@ def superfluous(
     if keep_every is not None:
         keep_every = integer("keep_every", keep_every, 1, SIZE_MAX)
     kept = 0
-    gone = []
-    for found in findings:
-        if kept == keep_last and (keep_every is None or found.version % keep_every):
-            gone.append(found.version)
-        elif not found.problem and kept < keep_last:
-            kept += 1
-    return gone[::-1]
+    end = len(versions)
+    while end > 0 and kept < keep_last:
+        end -= 1
+        kept += is_usable(versions[end])
+    return [v for v in versions[:end] if keep_every is None or v % keep_every]

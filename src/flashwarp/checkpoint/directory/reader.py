@@ -17,6 +17,7 @@ from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_al
 from flashwarp.checkpoint.directory.checksums import chunk_checksums
 from flashwarp.checkpoint.directory.manifest import Manifest, StoredRegion
 from flashwarp.checkpoint.region import Region, numpy_dtype
+from flashwarp.config import integer
 from flashwarp.endings import Closing
 from flashwarp.errors import (
     ArgumentError,
@@ -118,7 +119,8 @@ class VersionReader(Closing):
         stored = self._find(region)
         view = bytes_of(buffer, writable=True)
         nbytes = stored.region.nbytes
-        if type(offset) is not int or offset < 0 or offset + view.nbytes > nbytes:
+        offset = integer("offset", offset)
+        if offset < 0 or offset + view.nbytes > nbytes:
             raise BoundsError(
                 f"bytes [{offset}, {offset}+{view.nbytes}) of region {stored.region.name!r}, "
                 f"which has {nbytes}"
@@ -147,7 +149,10 @@ class VersionReader(Closing):
 
     def verify(self) -> None:
         """Read all bytes, and raise `DamagedVersionError` if any is not what was written."""
-        scratch = page_aligned(max(_PIECE_BYTES, self.manifest.chunk_bytes)).data
+        # Both are powers of two, so this is a number of whole chunks.
+        scratch = page_aligned(
+            max(_PIECES_IN_FLIGHT * _PIECE_BYTES, self.manifest.chunk_bytes)
+        ).data
         end = 0
         for stored in self.manifest.regions:
             self._check_padding(end, stored.offset)

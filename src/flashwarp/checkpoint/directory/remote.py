@@ -10,10 +10,11 @@ import contextlib
 import errno
 import importlib
 import logging
+import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from flashwarp.errors import (
     ClosedError,
     DamagedVersionError,
     FlashwarpError,
+    ForkError,
     MissingFileError,
     MissingVersionError,
     RemoteError,
@@ -70,11 +72,11 @@ class RemoteDirectory(Catalog):
         Whose versions are stored, and read by default. One process at a time may store a rank; the
         store has no lock.
     attempts : int
-        How often a request is tried, with waits that double from 0.1 s to 10 s, half of each
-        random.
+        How often a request is tried, with random waits that grow from 0.1 s to 10 s: by obstore if
+        the URL is that of a server, otherwise here.
     timeout_s : float
-        Seconds after which no further attempt is made; of a store that is given as a URL, also the
-        limit of each request.
+        Seconds after which no further attempt is made; if the URL is that of a server, also the
+        limit of each attempt.
     **options
         For a URL: configuration of obstore, such as ``endpoint`` or ``skip_signature``.
 
@@ -119,6 +121,7 @@ class RemoteDirectory(Catalog):
             raise ArgumentError(f"options {sorted(options)} are for a URL, and a store was given")
         self._store = store
         self._closed = False
+        self._process = os.getpid()
         self._guard = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -158,16 +161,23 @@ class RemoteDirectory(Catalog):
 
     def discard(self, name: str, version: int) -> None:
         """Remove a version of this rank; raises MissingVersionError if there is none."""
-        self._check_open()
-        version = names.check_version(version)
-        folder = "/".join(self._folders(name, None))
-        target = f"{folder}/{names.manifest_name(version)}"
-        if not self._exists(target):
+        if not self.discard_all(name, [version]):
             raise MissingVersionError(f"{self!r} has no version {version} of {name!r}")
-        self._delete(target)
-        for each in self._listed(folder):
-            if names.data_version(each) == version:
+
+    def discard_all(self, name: str, versions: Iterable[int]) -> list[int]:
+        """Remove several versions of this rank; return those that were there."""
+        self._check_open()
+        folder = "/".join(self._folders(name, None))
+        asked = {names.check_version(version) for version in versions}
+        found = self._listed(folder)
+        removed = [version for version in names.versions_among(found) if version in asked]
+        # Manifests first: nobody sees a version without data.
+        for version in removed:
+            self._delete(f"{folder}/{names.manifest_name(version)}")
+        for each in found:
+            if names.data_version(each) in removed:
                 self._delete(f"{folder}/{each}")
+        return removed
 
     def remove_leftovers(self, name: str) -> int:
         """Remove data objects without a manifest, which uploads of this rank left that failed.
@@ -193,12 +203,14 @@ class RemoteDirectory(Catalog):
     def close(self) -> None:
         """End its threads. May be called twice."""
         self._closed = True
-        if self._pool is not None:
+        if self._pool is not None and os.getpid() == self._process:
             self._pool.shutdown()
 
     # Inside.
 
     def _check_open(self) -> None:
+        if os.getpid() != self._process:  # the store's threads stayed in the parent
+            raise ForkError(f"{self!r} was opened before fork(): open it again here")
         if self._closed:
             raise ClosedError(f"{self!r} is closed")
 
@@ -255,10 +267,21 @@ class RemoteDirectory(Catalog):
         store = importlib.import_module("obstore.store")
         limit = timedelta(seconds=self._timeout_s)
         if not url.startswith(("file:", "memory:")):
+            # obstore tries each request again, and so each part of a large upload. Trying again
+            # here would begin the upload anew.
+            retries = {
+                "max_retries": self._attempts - 1,
+                "retry_timeout": limit,
+                "backoff": {
+                    "init_backoff": timedelta(seconds=_BACKOFF_S),
+                    "max_backoff": timedelta(seconds=_BACKOFF_S_MAX),
+                    "base": 2,
+                },
+            }
+            self._attempts = 1
             options = {
                 "client_options": {"timeout": limit, "connect_timeout": limit},
-                # One layer tries again, and it is ours.
-                "retry_config": {"max_retries": 0, "retry_timeout": limit},
+                "retry_config": retries,
                 **options,
             }
         if url.startswith("file:"):
@@ -288,8 +311,8 @@ class RemoteDirectory(Catalog):
                     ) from error
                 if kind in _FINAL or attempt == self._attempts or spent >= self._timeout_s:
                     raise RemoteError(
-                        f"{what} on {self._url}: failed after {attempt} attempts in {spent:.1f} s: "
-                        f"{_first_line(error)}"
+                        f"{what} on {self._url} failed in {spent:.1f} s, attempt {attempt} of "
+                        f"{self._attempts}: {_first_line(error)}"
                     ) from error
                 wait = min(_BACKOFF_S * 2 ** (attempt - 1), _BACKOFF_S_MAX)
                 wait *= 0.5 + random.random() / 2

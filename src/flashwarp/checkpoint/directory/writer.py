@@ -22,8 +22,9 @@ from flashwarp import _native
 from flashwarp.checkpoint.directory import manifest, names
 from flashwarp.checkpoint.directory.buffers import PAGE_BYTES, bytes_of, page_aligned
 from flashwarp.checkpoint.directory.checksums import Checksums, chunk_checksums
-from flashwarp.checkpoint.directory.local import direct_works
+from flashwarp.checkpoint.directory.local import Way, choose_way
 from flashwarp.checkpoint.region import Region
+from flashwarp.config import integer
 from flashwarp.endings import Closing, uninterrupted
 from flashwarp.errors import (
     ArgumentError,
@@ -103,12 +104,17 @@ class VersionWriter(Closing):
         self._failure: BaseException | None = None
         self._published = False
         self._process = os.getpid()
-        self._file = create_data(self._path, record.data_bytes, o_direct)
+        self._file, self._way = create_data(self._path, record.data_bytes, o_direct)
 
     @property
     def o_direct(self) -> bool:
         """Whether aligned buffers are written past the page cache."""
-        return self._file.o_direct
+        return self._way.o_direct
+
+    @property
+    def o_direct_why(self) -> str:
+        """Why they are, or are not."""
+        return self._way.why
 
     @property
     def committed(self) -> bool:
@@ -145,8 +151,7 @@ class VersionWriter(Closing):
         checksums = self._checksums.get(name)
         if checksums is None:
             raise ArgumentError(f"version {self.version} has no region {str(name)[:200]!r}")
-        if type(offset) is not int:
-            raise ArgumentError(f"offset={offset!r} is not an integer")
+        offset = integer("offset", offset)
         view = bytes_of(buffer, writable=False)
         with self._lock:
             self._check_usable()
@@ -233,10 +238,10 @@ class VersionWriter(Closing):
         try:
             uninterrupted(lambda: self._commit(regions))
         except BaseException as error:
-            self._failure = error
-            self._state = "open"
+            if not self.committed:  # and not a signal that came while it was
+                self._failure = error
+                self._state = "open"
             raise
-        self._end("committed")
 
     def _commit(self, regions: tuple[manifest.StoredRegion, ...]) -> None:
         record = self._record
@@ -269,6 +274,7 @@ class VersionWriter(Closing):
         except ExistingFileError as error:
             self._published = False
             raise exists(self.name, self.version, target) from error
+        self._end("committed")
 
     def abort(self) -> None:
         """Remove what was written. May be called twice, and does nothing after `commit`."""
@@ -305,7 +311,7 @@ class VersionWriter(Closing):
             ) from self._failure
 
 
-def create_data(path: Path, nbytes: int, o_direct: bool | None) -> File:
+def create_data(path: Path, nbytes: int, o_direct: bool | None) -> tuple[File, Way]:
     """Make a data file of its full size, with space for all of it, and open it for writing.
 
     Raises PathError if there is no space; nothing is left then.
@@ -320,10 +326,10 @@ def create_data(path: Path, nbytes: int, o_direct: bool | None) -> File:
                 os.close(descriptor)
         except OSError as error:
             raise files.write_error(error, str(path)) from error
-        direct = direct_works(path) if o_direct is None else o_direct
-        file = File(path, writable=True, o_direct=direct, lock=False)
+        way = choose_way(path, o_direct)
+        file = File(path, writable=True, o_direct=way.o_direct, lock=False)
         unless_done.pop_all()
-    return file
+    return file, way
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:

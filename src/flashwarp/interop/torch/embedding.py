@@ -14,23 +14,18 @@ import torch
 
 from flashwarp.array.array import Array
 from flashwarp.array.opening import open as open_array
-from flashwarp.config import integer
-from flashwarp.device import stream_handle
-from flashwarp.device.foreign import torch_dtype
+from flashwarp.config import choice, flag, integer
+from flashwarp.device import Device, stream_handle
 from flashwarp.errors import ArgumentError, CopyError, DtypeError, ReadOnlyError
 from flashwarp.interop.torch.gradients import Kept, Part, look_up_bags, look_up_rows
-from flashwarp.interop.torch.lookups import (
-    COMPUTED,
-    NUMBERS,
-    TensorLookup,
-    look_up,
-)
+from flashwarp.interop.torch.lookups import COMPUTED, NUMBERS, TensorLookup, look_up
+from flashwarp.interop.torch.operators import check_plain
+from flashwarp.interop.torch.scaling import ScalesLike, Scaling, device_of_array
 from flashwarp.table.lookup import Pooling, Scales, Table
 
-__all__ = ["Embedding", "EmbeddingBag", "check_bags", "check_tensors"]
+__all__ = ["Embedding", "EmbeddingBag", "check_bags", "check_stream", "check_tensors"]
 
 TableLike: TypeAlias = Array | str | os.PathLike[str]
-ScalesLike: TypeAlias = Array | str | os.PathLike[str] | torch.Tensor
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 _POOLINGS = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
@@ -56,6 +51,10 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         table: TableLike,
         *,
         scales: ScalesLike | None = None,
+        scale_block: tuple[int, int] | None = None,
+        stored_scales: torch.dtype | None = None,
+        global_scale: float | torch.Tensor | None = None,
+        global_divisor: float | torch.Tensor | None = None,
         rows: range | None = None,
         dim: int | None = None,
         dtype: torch.dtype | None = None,
@@ -69,8 +68,11 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             _check_refused(name, opening.pop(name))
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._opened: list[Array] = []
+        scaling = Scaling(scale_block, stored_scales, global_scale, global_divisor)
         try:
-            self._set_up(table, scales, rows, dim, dtype, stored, padding_idx, last_offset, opening)
+            self._set_up(
+                table, scales, scaling, rows, dim, dtype, stored, padding_idx, last_offset, opening
+            )
         except BaseException:
             self.close()
             raise
@@ -79,6 +81,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         self,
         table: TableLike,
         scales: ScalesLike | None,
+        scaling: Scaling,
         rows: range | None,
         dim: int | None,
         dtype: torch.dtype | None,
@@ -95,8 +98,9 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             )
         self.rows = _rows(rows, array.shape[0])
         self.num_embeddings, width = len(self.rows), array.shape[1]
-        self.embedding_dim = _dim(dim, width)
         self.stored = _stored(array, stored)
+        numbers = width * array.dtype.itemsize * 8 // NUMBERS[self.stored].bits
+        self.embedding_dim = _dim(dim, numbers)
         self.dtype = self._result(dtype)
         self.padding_idx = _padding(padding_idx, self.num_embeddings)
         self.scales = scales
@@ -106,14 +110,14 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
             self.embedding_dim,
             self.rows,
             self.padding_idx,
-            None if scales is None else self._scales_of(scales),
+            self._scales_of(scales, scaling),
         )
         self._lookup = TensorLookup(
             [self.table], self.dtype, self._pooling, last_offset=last_offset, keep=self._keep
         )
         self._single = TensorLookup([self.table], torch.float32)
         # Backward comes to inputs that need a gradient, and ids cannot.
-        self._anchor = torch.zeros((), requires_grad=True, device=_torch_device(array))
+        self._anchor = torch.zeros((), requires_grad=True, device=device_of_array(array))
         self._trains = array.writable
 
     def _array_of(self, table: TableLike, opening: dict[str, Any]) -> Array:
@@ -122,6 +126,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
                 raise ArgumentError(
                     f"{', '.join(opening)}: the array is open, and these are for a path"
                 )
+            table._check_usable()
             return table
         if not isinstance(table, str | os.PathLike):
             raise ArgumentError(
@@ -135,68 +140,41 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
     def _result(self, dtype: torch.dtype | None) -> torch.dtype:
         if dtype is None:
             return self.stored if self.stored in COMPUTED else torch.float32
-        if dtype not in COMPUTED:
+        if not isinstance(dtype, torch.dtype) or dtype not in COMPUTED:
             raise DtypeError(
                 f"dtype={dtype!r}: rows are converted to float32, float16 or bfloat16 of torch"
             )
         return dtype
 
-    def _scales_of(self, scales: ScalesLike) -> Scales:
+    def _scales_of(self, scales: ScalesLike | None, scaling: Scaling) -> Scales | None:
+        if scales is None:
+            scaling.check_unused()
+            return None
         if isinstance(scales, str | os.PathLike):
             scales = open_array(scales, cache=self.array.cache)
             self._opened.append(scales)
-        if isinstance(scales, Array):
-            dtype: torch.dtype = torch_dtype(torch, scales.dtype)
-            if dtype == torch.uint16:  # numpy has no bfloat16, and no scale is an integer
-                dtype = torch.bfloat16
-            address, array = 0, scales
-            device: Any = scales.device.name
-            here = scales.device is self.array.device
-        elif isinstance(scales, torch.Tensor):
-            dtype, device, array = scales.dtype, scales.device, None
-            here = scales.device == _torch_device(self.array)
-            # Kernels read it as long as the module lives.
-            self.scales = scales = scales.detach().contiguous()
-            address = scales.data_ptr()
-        else:
+        if isinstance(scales, torch.Tensor):
+            check_plain(scales=scales)
+            scales = scales.detach().contiguous()
+        elif not isinstance(scales, Array):
             raise ArgumentError(
                 f"scales is a path, a flashwarp.Array or a tensor, not {type(scales).__name__}"
             )
-        if not here:
-            raise ArgumentError(
-                f"the scales are on {device}, and the table on {self.array.device.name!r}: both "
-                "must be on one device"
-            )
-        if dtype not in COMPUTED:
-            raise DtypeError(f"scales of dtype {dtype}: use float32, float16 or bfloat16")
-        blocks = self._blocks(tuple(scales.shape))
-        columns = self.embedding_dim // max(1, blocks)
-        return Scales(NUMBERS[dtype], blocks, columns, array, address)
-
-    def _blocks(self, shape: tuple[int, ...]) -> int:
-        """Return how many scales a row has; 0: there is one for the table."""
-        rows, dim = self.num_embeddings, self.embedding_dim
-        if shape in ((), (1,), (1, 1)) and (rows != 1 or shape == ()):
-            return 0
-        if len(shape) in (1, 2) and shape[0] == rows:
-            blocks = shape[1] if len(shape) == 2 else 1
-            if blocks and dim % blocks == 0:
-                return blocks
-        raise ArgumentError(
-            f"scales of shape {shape} for a table of {rows} rows of {dim}: give one, one for each "
-            f"row as ({rows},), or ({rows}, blocks), where blocks divides {dim}"
-        )
+        # Kernels read a tensor as long as the module lives.
+        self.scales = scales
+        stored = NUMBERS[self.stored]
+        return scaling.scales(scales, self.array, self.num_embeddings, self.embedding_dim, stored)
 
     # Training.
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Say whether forward records what backward needs; raises ReadOnlyError if it cannot."""
-        if requires_grad and not self.array.writable:
+        if flag("requires_grad", requires_grad) and not self.array.writable:
             raise ReadOnlyError(
                 'the table is read-only, so it cannot be trained: open it with mode="r+"'
             )
-        self._trains = requires_grad
-        super().requires_grad_(requires_grad)
+        self._trains = bool(requires_grad)
+        super().requires_grad_(self._trains)
         return self
 
     def _part(self) -> Part:
@@ -228,8 +206,7 @@ class _TableModule(torch.nn.Module):  # type: ignore[misc]
         again and again, are skipped.
         """
         check_tensors(ids=ids)
-        handle = None if stream is None else stream_handle(stream)
-        self._single.prefetch(ids, None, handle)
+        self._single.prefetch(ids, None, check_stream(stream, self.array.device))
 
     def close(self) -> None:
         """Close the arrays that the module has opened. Afterwards forward raises ClosedError.
@@ -274,8 +251,18 @@ class Embedding(_TableModule):
         Of shape ``(rows, width)``. A path is opened with `flashwarp.open`, and closed by `close`.
     scales : path-like, flashwarp.Array or torch.Tensor, optional
         Factors of the rows: one, one for each row, or one for each row and block of columns, of
-        shape ``(rows, blocks)``. float32, float16 or bfloat16, which an array has as uint16. A
-        tensor stays in memory; a path or an array is read through the cache.
+        shape ``(rows, blocks)``. float32, float16, bfloat16, which an array has as uint16, or FP8
+        (`stored_scales`). A tensor stays in memory; a path or an array is read through the cache.
+    scale_block : (int, int), optional
+        Rows, a power of two, and columns that share a scale, such as ``(128, 128)``. The scales
+        have shape ``(ceil(rows / block rows), ceil(dim / block columns))``.
+    stored_scales : torch.dtype, optional
+        What the scales are, if they are integers: float8_e4m3fn (NVFP4), float8_e8m0fnu (MXFP4) or
+        a float of as many bytes.
+    global_scale, global_divisor : float or torch.Tensor, optional
+        Another factor of all rows, as NVFP4 has it. A weight is its number times its scale, and
+        that times `global_scale`, which some files call weight_scale_2; or its number times the
+        quotient of scale and `global_divisor`, which others call weight_global_scale.
     rows : range, optional
         Which rows of the array are the table's; id 0 is the first of them. Default: all.
     dim : int, optional
@@ -286,8 +273,8 @@ class Embedding(_TableModule):
         of these, else float32. Rows are converted while they are read.
     stored : torch.dtype, optional
         What the elements are, if the array has them as integers of as many bytes, because numpy has
-        no such type: float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8. Default: the array's
-        dtype.
+        no such type: float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, or float4_e2m1fn_x2, of
+        which a byte has two, the first in its low half. Default: the array's dtype.
     padding_idx : int, optional
         An id whose row gets no gradient; negative ones count from the end. It is read like any
         other, as with torch.
@@ -369,8 +356,8 @@ class EmbeddingBag(_TableModule):
 
     Parameters
     ----------
-    table, scales, dim, dtype, stored, **opening
-        As for `Embedding`.
+    table, scales, scale_block, stored_scales, global_scale, global_divisor, dim, dtype, stored
+        As for `Embedding`, and `**opening`.
     mode : {"mean", "sum", "max"}
         How the rows of a bag become one. A bag without rows gives zeros.
     padding_idx : int, optional
@@ -408,12 +395,12 @@ class EmbeddingBag(_TableModule):
         include_last_offset: bool = False,
         **options: Any,
     ) -> None:
-        if mode not in _POOLINGS:
-            raise ArgumentError(f"mode={mode!r}: use 'sum', 'mean' or 'max'")
+        choice("mode", mode, list(_POOLINGS))
         self._pooling = _POOLINGS[mode]
-        super().__init__(table, last_offset=include_last_offset, **options)
+        last = flag("include_last_offset", include_last_offset)
+        super().__init__(table, last_offset=last, **options)
         self.mode = mode
-        self.include_last_offset = include_last_offset
+        self.include_last_offset = last
 
     def forward(
         self,
@@ -461,7 +448,8 @@ class EmbeddingBag(_TableModule):
 
 def _check_refused(name: str, value: object) -> None:
     harmless, why = _REFUSED[name]
-    if not any(value is each or value == each for each in harmless):
+    plain = value is None or isinstance(value, bool | int | float)
+    if not plain or value not in harmless:
         raise ArgumentError(f"{name}={value!r} does not work with tables in a storage: {why}")
 
 
@@ -484,7 +472,7 @@ def _stored(array: Array, stored: torch.dtype | None) -> torch.dtype:
     known = ", ".join(str(each).removeprefix("torch.") for each in NUMBERS)
     own: torch.dtype | None = getattr(torch, array.dtype.name, None)
     result = own if stored is None else stored
-    if result is None or result not in NUMBERS or not array.dtype.isnative:
+    if not isinstance(result, torch.dtype) or result not in NUMBERS or not array.dtype.isnative:
         raise DtypeError(
             f"rows of dtype {array.dtype if stored is None else stored} cannot be converted: a "
             f"table stores {known}; stored= names the type of elements that the array has as "
@@ -508,12 +496,23 @@ def _padding(padding_idx: int | None, rows: int) -> int | None:
 
 
 def check_tensors(**given: object) -> None:
-    """Raise ArgumentError for what is neither a tensor nor None, as arguments by name."""
+    """Raise ArgumentError for what is neither a plain tensor nor None, as arguments by name."""
     for name, value in given.items():
-        if not isinstance(value, torch.Tensor) and (value is not None or name in ("input", "ids")):
+        if isinstance(value, torch.Tensor):
+            check_plain(**{name: value})
+        elif value is not None or name in ("input", "ids"):
             raise ArgumentError(
                 f"{name} is of type {type(value).__name__}: give a tensor on the table's device"
             )
+
+
+def check_stream(stream: object, device: Device) -> int | None:
+    """Return the handle of a stream, or None for torch's current one; raises ArgumentError."""
+    if stream is None:
+        return None
+    if device.kind == "cpu":
+        raise ArgumentError(f"stream={stream!r}: the CPU device has no streams")
+    return stream_handle(stream)
 
 
 def check_bags(
@@ -537,8 +536,3 @@ def check_bags(
         )
     if weights is not None and pooling is not Pooling.SUM:
         raise ArgumentError(f'per_sample_weights are for mode="sum", not {pooling.name.lower()!r}')
-
-
-def _torch_device(array: Array) -> torch.device:
-    device: Any = array.device
-    return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.ordinal)

@@ -6,9 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from flashwarp.device import stream_handle
 from flashwarp.errors import ArgumentError
-from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag, check_bags, check_tensors
+from flashwarp.interop.torch.embedding import (
+    Embedding,
+    EmbeddingBag,
+    check_bags,
+    check_stream,
+    check_tensors,
+)
 from flashwarp.interop.torch.gradients import look_up_bags, look_up_rows
 from flashwarp.interop.torch.lookups import TensorLookup, look_up
 from flashwarp.table.lookup import Pooling
@@ -53,7 +58,8 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(self, tables: Sequence[Embedding] | Sequence[EmbeddingBag]) -> None:
         super().__init__()
-        listed = list(tables) if isinstance(tables, Iterable) else []
+        several = isinstance(tables, Iterable) and not isinstance(tables, torch.Tensor)
+        listed = list(tables) if several else []
         if not listed or not all(isinstance(each, Embedding | EmbeddingBag) for each in listed):
             raise ArgumentError("tables is a sequence of Embedding, or of EmbeddingBag")
         kinds = {_kind(each) for each in listed}
@@ -108,8 +114,10 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
         Streams, graphs and compilers are as for `Embedding.forward`. With `offsets`, a backward
         waits for the GPU once, to divide the ids by tables.
         """
+        check_tensors(offsets=offsets, per_sample_weights=per_sample_weights)
         ids = input if isinstance(input, torch.Tensor) else _stacked(input)
         if offsets is None and len(self.tables) == 1:
+            self._check_first_axis(ids, per_sample_weights)
             ids = ids[0]
             per_sample_weights = None if per_sample_weights is None else per_sample_weights[0]
         pools = self._lookup.pooling is not Pooling.NONE
@@ -129,6 +137,16 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
             return look_up_rows(self._lookup, parts, anchor, ids)
         return look_up_bags(self._lookup, parts, anchor, ids, offsets, per_sample_weights)
 
+    @staticmethod
+    def _check_first_axis(*tensors: torch.Tensor | None) -> None:
+        """Raise ArgumentError unless tensors have one entry, of the one table."""
+        for each in tensors:
+            if each is not None and (each.ndim == 0 or len(each) != 1):
+                raise ArgumentError(
+                    f"a tensor of shape {tuple(each.shape)} for 1 table: the first axis counts the "
+                    "tables"
+                )
+
     def prefetch(
         self,
         ids: torch.Tensor | Sequence[torch.Tensor],
@@ -137,7 +155,8 @@ class EmbeddingGroup(torch.nn.Module):  # type: ignore[misc]
     ) -> None:
         """Start fetching what forward would read; see `Embedding.prefetch`."""
         tensor = ids if isinstance(ids, torch.Tensor) else _stacked(ids)
-        handle = None if stream is None else stream_handle(stream)
+        check_tensors(offsets=offsets)
+        handle = check_stream(stream, self._lookup.lookup.device)
         self._lookup.prefetch(tensor, offsets, handle)
 
     def close(self) -> None:

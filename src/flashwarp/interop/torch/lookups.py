@@ -15,10 +15,10 @@ from typing import TypeAlias
 import torch
 
 from flashwarp.errors import ArgumentError, ClosedError, DtypeError, IndexDtypeError
-from flashwarp.interop.torch.operators import _order_of, _stream_of, is_eager
+from flashwarp.interop.torch.operators import _order_of, _stream_of, check_plain, is_eager
 from flashwarp.table.lookup import Bags, Ids, Lookup, Number, Pooling, Table, Weights
 
-__all__ = ["NUMBERS", "Keep", "TensorLookup", "keep_gradients", "look_up"]
+__all__ = ["COMPUTED", "NUMBERS", "SCALES", "Keep", "TensorLookup", "keep_gradients", "look_up"]
 
 NUMBERS = {
     torch.float32: Number.FLOAT32,
@@ -27,11 +27,19 @@ NUMBERS = {
     torch.float8_e4m3fn: Number.FLOAT8_E4M3,
     torch.float8_e5m2: Number.FLOAT8_E5M2,
     torch.int8: Number.INT8,
+    torch.float4_e2m1fn_x2: Number.FLOAT4_E2M1,
 }
 """What tables may store."""
 
 COMPUTED = (torch.float32, torch.float16, torch.bfloat16)
-"""What lookups return, and what scales and weights may be."""
+"""What lookups return, and what weights of ids may be."""
+
+SCALES = {
+    **{dtype: NUMBERS[dtype] for dtype in COMPUTED},
+    torch.float8_e4m3fn: Number.FLOAT8_E4M3,
+    torch.float8_e8m0fnu: Number.FLOAT8_E8M0,
+}
+"""What scales of rows may be."""
 
 _INDICES = (torch.int64, torch.int32)
 
@@ -132,6 +140,7 @@ class TensorLookup:
         for name, tensor in (("input", ids), ("offsets", offsets), ("per_sample_weights", weights)):
             if tensor is None:
                 continue
+            check_plain(**{name: tensor})
             kind, ordinal = tensor.device.type, tensor.device.index
             if kind != device.kind or (kind == "cuda" and ordinal != device.ordinal):
                 raise ArgumentError(
@@ -154,6 +163,8 @@ class TensorLookup:
             self._check_offsets(offsets)
 
     def _check_offsets(self, offsets: torch.Tensor) -> None:
+        if offsets.ndim != 1:
+            raise ArgumentError(f"offsets of shape {tuple(offsets.shape)}: they have one axis")
         bags = offsets.shape[0] - self.last_offset
         if bags < 0 or bags % self.tables:
             raise ArgumentError(
@@ -169,6 +180,7 @@ class TensorLookup:
         if self._closed:
             raise ClosedError(f"the table of {self.handle!r} is closed")
         plain = offsets is None and weights is None and ids.dtype in _INDICES
+        plain = plain and ids.layout is torch.strided and not ids.is_nested
         if not plain or ids.device != self._device:
             self.check(ids, offsets, weights)
         found = torch.empty(self.shape(ids, offsets), dtype=self.dtype, device=self._device)
@@ -189,6 +201,8 @@ class TensorLookup:
 
     def prefetch(self, ids: torch.Tensor, offsets: torch.Tensor | None, stream: int | None) -> None:
         """Start fetching what a lookup would read; `stream` is a handle on a GPU."""
+        if self._closed:
+            raise ClosedError(f"the table of {self.handle!r} is closed")
         self.check(ids, offsets, None)
         self.shape(ids, offsets)
         ids = ids.contiguous()

@@ -1,9 +1,9 @@
 """`offload`: tables of a model that stay in its checkpoint, and are read row by row.
 
 A module keeps its code, its place in the model and its name; only its parameter `weight` goes. What
-takes its place, a `TableWeight`, has shape, dtype and device, and answers `torch.nn.functional.
-embedding` from the storage. So subclasses of `torch.nn.Embedding` that scale or project their rows
-go on doing so.
+takes its place, a `TableWeight`, has shape, dtype and device, and answers `embedding` and
+`embedding_bag` of `torch.nn.functional` from the storage. So subclasses of `torch.nn.Embedding`
+that scale or project their rows go on doing so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from flashwarp.cache.cache import Cache
-from flashwarp.config import integer, parse_bytes
+from flashwarp.config import flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
 from flashwarp.endings import Closing
 from flashwarp.errors import ClosedError
@@ -123,10 +123,11 @@ def offload(
     """
     tables = tables_of(model, pattern)
     refuse_ties(model, tables)
-    find_tensors(tables, read_checkpoint(files), names or {})
+    find_tensors(tables, read_checkpoint(files), {} if names is None else names)
     where = resolve(device_of(model) if device is None else device)
     need = Need.of(tables, line)
-    plan = Plan(where, need, parse_bytes(ram, "ram"), parse_bytes(gpu, "gpu"), policy, immutable)
+    limits = parse_bytes(ram, "ram"), parse_bytes(gpu, "gpu")
+    plan = Plan(where, need, *limits, policy, flag("immutable", immutable))
     if rows_per_step is not None:
         plan.check_rows(integer("rows_per_step", rows_per_step, 1, 1 << 40))
     plan.checks_lookups = rows_per_step is None
@@ -220,11 +221,10 @@ class Offloaded(Closing):
         for array in self._arrays:
             array.close()
         for weight in self._weights:
-            weight.rows.close()
+            weight.close()
         self.cache.close()
         self._closed = True
         for table, weight in zip(self._tables, self._weights, strict=True):
-            weight.closed = True
             trained = weight.requires_grad
             parameter = torch.nn.Parameter(table.weight, requires_grad=trained)
             for module in table.modules:

@@ -22,7 +22,7 @@ from flashwarp.array.handles import array_of
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, DtypeError, IndexDtypeError
 
-__all__ = ["gather", "is_eager", "scatter"]
+__all__ = ["check_plain", "gather", "is_eager", "scatter"]
 
 _library = torch.library.Library("flashwarp", "DEF")
 _library.define("gather(Tensor idx, Tensor(a!) order, str array) -> Tensor")
@@ -88,6 +88,7 @@ def gather(array: Array, idx: torch.Tensor, out: torch.Tensor | None = None) -> 
         rows: torch.Tensor = torch.ops.flashwarp.gather.default(idx, order, handle)
         return rows
     _refuse_gradient("out", out, "into a tensor that does not require a gradient")
+    check_plain(idx=idx)
     torch.ops.flashwarp.gather_into.default(idx, out, order, handle)
     return out
 
@@ -124,6 +125,7 @@ def scatter(array: Array, idx: torch.Tensor, values: torch.Tensor) -> None:
     """
     handle = _handle_of(array, idx)
     _refuse_gradient("values", values, "values.detach()")
+    check_plain(idx=idx)
     torch.ops.flashwarp.scatter.default(idx, values, _order_of(str(idx.device)), handle)
 
 
@@ -138,11 +140,22 @@ def _handle_of(array: Array, idx: torch.Tensor) -> str:
 def _refuse_gradient(name: str, tensor: torch.Tensor, instead: str) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} is a tensor, not {type(tensor).__name__}")
+    check_plain(**{name: tensor})
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             f"{name} requires a gradient, and none flows through an array in a storage: use "
             f"{instead}, or torch.no_grad()"
         )
+
+
+def check_plain(**tensors: torch.Tensor) -> None:
+    """Raise ArgumentError for tensors without one block of memory with strides, by name."""
+    for name, tensor in tensors.items():
+        if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ArgumentError(
+                f"{name} is a sparse, nested or quantized tensor: give a plain one, as to_dense() "
+                "and dequantize() return"
+            )
 
 
 def is_eager(idx: torch.Tensor) -> bool:
@@ -186,6 +199,7 @@ def _gather(idx: torch.Tensor, _order: torch.Tensor, handle: str) -> torch.Tenso
 
 
 def _gather_rows(array: Array, idx: torch.Tensor) -> torch.Tensor:
+    check_plain(idx=idx)
     rows = _empty_rows(array, idx)
     array.gather(idx.contiguous(), rows, _stream_of(idx))
     return rows

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashwarp.array.array import Array
-from flashwarp.errors import ArgumentError, CaptureError, CheckpointError
-from flashwarp.interop.torch.gradients import capture_of
+from flashwarp.config import flag
+from flashwarp.errors import (
+    ArgumentError,
+    CheckpointError,
+    CopyError,
+)
+from flashwarp.interop.torch.steps import (
+    Trained,
+    capture_of_step,
+    check_pending,
+    check_rates,
+    groups_of,
+    has_step,
+    joined,
+    save_extra,
+)
+from flashwarp.storage import files
 from flashwarp.table import checkpoint
 from flashwarp.table.record import Record
 from flashwarp.table.update import RULES, Gradients, Rates, RowUpdate, Rule
@@ -27,35 +43,23 @@ _owners: weakref.WeakKeyDictionary[Array, weakref.ref[_TableOptimizer]] = (
 )
 
 
-@dataclass(eq=False)
-class _Trained:
-    """A table: its module, its updates, its file, and what the record beside the file says."""
-
-    module: torch.nn.Module
-    update: RowUpdate
-    path: str | None
-    record: Record | None
-    marked: bool = False  # the record says that rows change
-
-
 class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """What the optimizers of tables share; `step`, `zero_grad` and `checkpoint` are of all."""
 
     _rule: Rule
 
     def __init__(self, tables: object, defaults: dict[str, Any], accept_newer: bool) -> None:
-        _check_rates(defaults)
-        groups = [
-            {**{k: v for k, v in group.items() if k != "tables"}, "modules": group["tables"]}
-            for group in _groups_of(tables)
-        ]
-        self._tables: dict[torch.Tensor, _Trained] = {}
+        accept_newer = flag("accept_newer", accept_newer)
+        check_rates(defaults)
+        groups = groups_of(tables, defaults)
+        self._tables: dict[torch.Tensor, Trained] = {}
         self._captured = False
+        self._complete = False
         ready = []
         for group in groups:
-            _check_rates({**defaults, **group})
+            check_rates({**defaults, **group})
             params = []
-            for module in group.pop("modules"):
+            for module in group.pop("tables"):
                 table = self._open(module, accept_newer)
                 # Groups of torch have parameters. A table has none, so an empty one stands for it.
                 param = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -63,12 +67,13 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 params.append(param)
             ready.append({**group, "params": params})
         super().__init__(ready, defaults)
+        self._complete = True
         for param, table in self._tables.items():
             step = 0 if table.record is None else table.record.step
             self.state[param]["step"] = self._on_device(table, torch.tensor(step))
             _owners[table.module.array] = weakref.ref(self)
 
-    def _open(self, module: torch.nn.Module, accept_newer: bool) -> _Trained:
+    def _open(self, module: torch.nn.Module, accept_newer: bool) -> Trained:
         array, dim = module.array, int(module.embedding_dim)
         if any(array is table.module.array for table in self._tables.values()):
             raise ArgumentError("a table appears twice: give it once, by one module")
@@ -86,7 +91,7 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         record = None if path is None else Record.read(path)
         if path is not None:
             self._check_record(path, record, array.shape, dim, accept_newer)
-        return _Trained(module, update, path, record)
+        return Trained(module, update, path, record)
 
     def _check_record(
         self,
@@ -172,6 +177,8 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         that is a tensor may then change between replays. The first step after a checkpoint blocks
         for two fsyncs, to mark the record beside each table.
         """
+        if closure is not None and not callable(closure):
+            raise ArgumentError(f"closure={closure!r} cannot be called: give a function, or None")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -184,7 +191,10 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             if self._tables[param].module.pending
         ]
         # Before any row changes.
-        captures = [_capture_of_step(table, group["lr"]) for table, group, _ in updates]
+        for table, group, _ in updates:
+            check_rates(group)
+            check_pending(table)
+        captures = [capture_of_step(table, group["lr"]) for table, group, _ in updates]
         self._captured = self._captured or any(each is not None for each in captures)
         for update in updates:
             self._update(*update)
@@ -199,8 +209,8 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     "would apply the same gradients: use the newer one"
                 )
 
-    def _update(self, table: _Trained, group: dict[str, Any], state: dict[str, Any]) -> None:
-        ids, values = _joined(table)
+    def _update(self, table: Trained, group: dict[str, Any], state: dict[str, Any]) -> None:
+        ids, values = joined(table)
         self._mark(table)
         state["step"].add_(1)
         count = ids.numel()
@@ -229,7 +239,7 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         address = 0 if scale is None else scale.data_ptr()
         table.update.launch(step, Rates(rate, scale=address, **self._rates(group)), stream)
 
-    def _mark(self, table: _Trained) -> None:
+    def _mark(self, table: Trained) -> None:
         """Say in the record, before any row can reach the file, that rows may be newer."""
         if table.marked or table.path is None or table.record is None:
             return
@@ -289,6 +299,9 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         later crash leaves rows that are newer than the checkpoint, and no way back to it.
         """
         self._check_owner()
+        last = flag("last", last)
+        if folder is not None:
+            folder = files.check_name(folder)
         if folder is None and extra is not None:
             raise ArgumentError("extra= is saved in a folder: give folder= too")
         if folder is not None and not all(
@@ -309,7 +322,7 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             records.append((table, table.path, now))
         made = None
         if folder is not None:
-            write = None if extra is None else lambda path: torch.save(extra, path)
+            write = None if extra is None else functools.partial(save_extra, extra)
             newest = max(each.record.step for each in saved)
             made = checkpoint.save(folder, newest, saved, write)
         changing = self._captured and not last
@@ -320,110 +333,52 @@ class _TableOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups that are added later: a table is given when the optimizer is made."""
-        params = param_group["params"]
-        if not all(param in self._tables for param in params):
+        if self._complete:
             raise ArgumentError("tables are given when the optimizer is made, not added later")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load learning rates and the number of steps. The rows' state is in the table."""
+        """Load learning rates and the number of steps. The rows' state is in the table.
+
+        Raises ArgumentError, and changes nothing, for what `state_dict` of an optimizer of this
+        kind for as many tables has not returned.
+        """
+        self._check_state_dict(state_dict)
         super().load_state_dict(state_dict)
         for param, table in self._tables.items():
             self.state[param]["step"] = self._on_device(table, self.state[param]["step"])
 
-    def _on_device(self, table: _Trained, step: torch.Tensor) -> torch.Tensor:
+    def _check_state_dict(self, state_dict: object) -> None:
+        found = dict(state_dict) if isinstance(state_dict, Mapping) else {}
+        states: Any = found.get("state")
+        groups: Any = found.get("param_groups")
+        numbers: list[object] = []
+        fits = isinstance(states, Mapping) and isinstance(groups, list)
+        if fits and len(groups) == len(self.param_groups):
+            for own, group in zip(self.param_groups, groups, strict=True):
+                listed: Any = group.get("params") if isinstance(group, Mapping) else None
+                fits = fits and isinstance(listed, list) and len(listed) == len(own["params"])
+                if fits:
+                    numbers += listed
+                    check_rates({name: group.get(name) for name in self.defaults if name in own})
+        steps = [states.get(each) for each in numbers if isinstance(each, int | str)]
+        if not steps or len(steps) != len(self._tables) or not all(map(has_step, steps)):
+            raise ArgumentError(
+                f"the state_dict is not one of {type(self).__name__} for {len(self._tables)} "
+                f"tables in {len(self.param_groups)} groups: give what its state_dict() returned"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles."""
+        raise CopyError(
+            "an optimizer of tables cannot be copied or pickled, because two would apply the same "
+            "gradients: save its state_dict(), and make it again where you need it"
+        )
+
+    def _on_device(self, table: Trained, step: torch.Tensor) -> torch.Tensor:
         device = table.module.array.device
         place = "cpu" if device.kind == "cpu" else f"cuda:{device.ordinal}"
         return step.to(place, torch.int64)
-
-
-def _groups_of(tables: object) -> list[dict[str, Any]]:
-    """Return groups with lists of modules of tables, from what a caller gives."""
-    given = [tables] if isinstance(tables, (torch.nn.Module, dict)) else tables
-    if not isinstance(given, Iterable):
-        raise ArgumentError(f"tables={tables!r}: give modules, or groups of them")
-    groups: list[dict[str, Any]] = []
-    alone: list[torch.nn.Module] = []
-    for each in given:
-        if isinstance(each, dict):
-            if "tables" not in each:
-                raise ArgumentError(f"a group has 'tables', and this one {sorted(each)}")
-            inside = each["tables"]
-            inside = [inside] if isinstance(inside, torch.nn.Module) else inside
-            groups.append({**each, "tables": [t for m in inside for t in _tables_in(m)]})
-        else:
-            alone += _tables_in(each)
-    if alone:
-        groups.insert(0, {"tables": alone})
-    if not groups:
-        raise ArgumentError("no table: give modules as flashwarp.torch.Embedding")
-    return groups
-
-
-def _tables_in(module: object) -> list[torch.nn.Module]:
-    if not isinstance(module, torch.nn.Module):
-        raise ArgumentError(f"a table is a module of torch, not {type(module).__name__}")
-    found = [each for each in module.modules() if hasattr(each, "pending")]
-    if not found:
-        raise ArgumentError(
-            f"{type(module).__name__} has no table of flashwarp: give the module of the table, or "
-            "a model with one inside"
-        )
-    return found
-
-
-def _capture_of_step(table: _Trained, rate: float | torch.Tensor) -> int | None:
-    """Return the capture that a step becomes part of, or None; raises CaptureError if it cannot."""
-    pending = table.module.pending
-    now = capture_of(table.update.array.device, pending[0][1])
-    for each in pending:
-        noted = getattr(each, "capture", None)
-        if noted == now:
-            continue
-        if noted is not None:
-            raise CaptureError(
-                "gradients of a table come from a backward in the capture of a CUDA graph, and the "
-                "step is not in that capture, so replays would give them to no optimizer: capture "
-                "the step behind the backward, or neither (torch.compile without "
-                'mode="reduce-overhead"), and drop them by zero_grad()'
-            )
-        raise CaptureError(
-            "gradients of a table come from a backward outside of the capture, and replays of the "
-            "step would read them when they are gone: call zero_grad() and backward() in the "
-            "capture"
-        )
-    if now is not None and isinstance(rate, torch.Tensor) and not rate.is_cuda:
-        raise CaptureError(
-            "a step whose lr is a tensor on the host cannot become part of a CUDA graph: put it "
-            "on the GPU"
-        )
-    return now
-
-
-def _joined(table: _Trained) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all ids and gradients that are pending, contiguous, on the table's device."""
-    pending = table.module.pending
-    device, dim = table.update.array.device, table.update.dim
-    for ids, values in pending:
-        if values.shape != (ids.numel(), dim):
-            raise ArgumentError(
-                f"gradients of shape {tuple(values.shape)} for {ids.numel()} ids and {dim} weights"
-            )
-        if values.device.type != device.kind or values.device.index not in (None, device.ordinal):
-            raise ArgumentError(f"gradients on {values.device}, and the table on {device.name}")
-    ids = torch.cat([ids.reshape(-1).to(torch.int64) for ids, _ in pending])
-    values = torch.cat([values.to(torch.float32) for _, values in pending])
-    return ids, values
-
-
-def _check_rates(group: dict[str, Any]) -> None:
-    for name in ("lr", "eps"):
-        value = group.get(name, 0.0)
-        if not isinstance(value, torch.Tensor) and not value >= 0:
-            raise ArgumentError(f"{name}={value}: use 0 or more")
-    for beta in group.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ArgumentError(f"betas={group['betas']}: use two of at least 0 and below 1")
 
 
 class SGD(_TableOptimizer):

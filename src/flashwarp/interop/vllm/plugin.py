@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import os
 
+from flashwarp.config import parse_bytes
 from flashwarp.errors import ArgumentError
 
 __all__ = ["KNOWN_VERSIONS", "register"]
@@ -37,7 +38,7 @@ def register() -> None:
     ------
     ArgumentError
         If vLLM is of a version that this adapter does not know: its tables would silently be
-        resident, or read wrongly.
+        resident, or read wrongly. If a limit is no size.
     """
     files = os.environ.get(_TABLES)
     if not files:
@@ -48,10 +49,13 @@ def register() -> None:
             f"{_TABLES} is set, and vLLM is of version {version}, whose tables flashwarp does not "
             f"know: install {' or '.join(KNOWN_VERSIONS)}, or unset it"
         )
+    limits = {
+        name: parse_bytes(os.environ.get(variable, default), variable)
+        for name, variable, default in (("ram", _RAM, "2 GiB"), ("gpu", _GPU, "1 GiB"))
+    }
     tables = importlib.import_module("flashwarp.interop.vllm.table")
     abstract = importlib.import_module(_ABSTRACT)
     maker = importlib.import_module(_MAKER)
-    limits = {"ram": os.environ.get(_RAM, "2 GiB"), "gpu": os.environ.get(_GPU, "1 GiB")}
     made = tables.table_class(abstract.Qwen4ExpPLEEmbedding, files, **limits)
     for name in _MADE:
         getattr(maker, name)  # one that is missing must not be added in silence

@@ -321,7 +321,15 @@ inline void fence_system() { fence(); }
 inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 inline void fence_acquire() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 inline void fence_sequential() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void fence_system() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+// Towards drives, too, which read and write memory as devices. x86 keeps the order of stores to
+// memory and to registers by itself. Arm needs the barrier of the outer shareable domain.
+inline void fence_system() {
+#if defined(__aarch64__)
+  asm volatile("dmb osh" ::: "memory");
+#else
+  __atomic_thread_fence(__ATOMIC_ACQ_REL);
+#endif
+}
 #endif
 
 template <uint32_t kBytes>

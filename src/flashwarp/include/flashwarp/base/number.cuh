@@ -17,12 +17,18 @@ enum class number : uint32_t {
   kFloat8E4m3 = 3,  // OCP FP8 E4M3: finite, but for one not-a-number of each sign
   kFloat8E5m2 = 4,  // OCP FP8 E5M2: as float16, cut
   kInt8 = 5,
+  kFloat4E2m1 = 6,  // OCP FP4: two in a byte, the first in its low half; all are finite
+  kFloat8E8m0 = 7,  // OCP E8M0: powers of two and one not-a-number; for scales
 };
 
-FW_HOST_DEVICE constexpr uint32_t bytes_of(number n) {
-  if (n == number::kFloat32) return 4;
-  return n == number::kFloat16 || n == number::kBfloat16 ? 2 : 1;
+FW_HOST_DEVICE constexpr uint32_t bits_in(number n) {
+  if (n == number::kFloat32) return 32;
+  if (n == number::kFloat16 || n == number::kBfloat16) return 16;
+  return n == number::kFloat4E2m1 ? 4 : 8;
 }
+
+// Of a number that has whole bytes.
+FW_HOST_DEVICE constexpr uint32_t bytes_of(number n) { return bits_in(n) / 8; }
 
 FW_HOST_DEVICE uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
 FW_HOST_DEVICE float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
@@ -49,6 +55,18 @@ FW_HOST_DEVICE float float_of_float8_e4m3(uint32_t bits) {
   return float_of(sign | value);
 }
 
+FW_HOST_DEVICE float float_of_float4_e2m1(uint32_t bits) {
+  // 2^126: the bias of 127 in place of 1.
+  const float value = float_of((bits & 7u) << 22) * float_of(0x7e800000u);
+  return float_of(bits_of(value) | (bits & 8u) << 28);
+}
+
+FW_HOST_DEVICE float float_of_float8_e8m0(uint32_t bits) {
+  if (bits == 0xffu) return float_of(kInfinityBits | kQuietBit);
+  // Zero is the exponent of 2^-127, which a float has as a subnormal number.
+  return float_of(bits == 0 ? 0x00400000u : bits << 23);
+}
+
 // The number in the low bits of `bits`, whose other bits may be anything.
 template <number kNumber>
 FW_HOST_DEVICE float to_float(uint32_t bits) {
@@ -58,6 +76,8 @@ FW_HOST_DEVICE float to_float(uint32_t bits) {
   if constexpr (kNumber == number::kFloat8E4m3) return float_of_float8_e4m3(bits & 0xffu);
   if constexpr (kNumber == number::kFloat8E5m2) return float_of_float16((bits & 0xffu) << 8);
   if constexpr (kNumber == number::kInt8) return float(int8_t(bits & 0xffu));
+  if constexpr (kNumber == number::kFloat4E2m1) return float_of_float4_e2m1(bits);
+  if constexpr (kNumber == number::kFloat8E8m0) return float_of_float8_e8m0(bits & 0xffu);
 }
 
 FW_HOST_DEVICE uint32_t float16_of(float value) {

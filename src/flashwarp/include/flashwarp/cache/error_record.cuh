@@ -23,7 +23,8 @@ struct alignas(32) failure {
   uint32_t status;  // NVMe status field, or kTimedOut; or an index_of
   uint32_t opcode;
   uint32_t number;  // in the sequence, from 1 on; stored last
-  uint32_t reserved[3];
+  uint32_t reserved;
+  uint64_t limit;  // of an index: how many there are, if that is not the array's length; else 0
 };
 static_assert(sizeof(failure) == 32);
 FW_CHECK_OFFSET(failure, number, 16);
@@ -45,7 +46,7 @@ static_assert(sizeof(failure_log) == 16);
 // Appends one failure. Any thread; never waits. Until the host has read kFailuresKept entries,
 // `untold` is 0: failures are counted there only once all entries are taken.
 FW_DEVICE void note_failure(failure_log& log, failure* entries, uint64_t where, uint32_t status,
-                            uint32_t opcode) {
+                            uint32_t opcode, uint64_t limit = 0) {
   uint32_t at;
   do {
     const uint32_t read = atomic::load_relaxed_system(&log.read);
@@ -62,6 +63,7 @@ FW_DEVICE void note_failure(failure_log& log, failure* entries, uint64_t where, 
   atomic::store_plain(&entry.where, where);
   atomic::store_plain(&entry.status, status);
   atomic::store_plain(&entry.opcode, opcode);
+  atomic::store_plain(&entry.limit, limit);
   // The entry before its number, by which the host knows it.
   atomic::fence_system();
   atomic::store_relaxed_system(&entry.number, at + 1);

@@ -17,10 +17,14 @@ __all__ = ["device_of", "refuse_ties", "tables_of"]
 
 
 def _patterns(pattern: str | Sequence[str]) -> list[str]:
-    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    if not patterns or not all(isinstance(each, str) and each for each in patterns):
+    patterns = [pattern] if isinstance(pattern, str) else pattern
+    if (
+        not isinstance(patterns, list | tuple | set)
+        or not patterns
+        or not all(isinstance(each, str) and each for each in patterns)
+    ):
         raise ArgumentError(f"pattern={pattern!r} names no modules: give names, such as 'embed*'")
-    return patterns
+    return list(patterns)
 
 
 def tables_of(model: torch.nn.Module, pattern: str | Sequence[str]) -> list[ModelTable]:
@@ -59,7 +63,8 @@ def _tables_in(name: str, module: torch.nn.Module) -> dict[str, torch.nn.Module]
             raise ArgumentError(f"{name!r} is offloaded already: close that first")
         raise ArgumentError(
             f"{name!r}, a {type(module).__name__}, is no embedding and contains none: a table has "
-            "a parameter weight with two axes, which torch.nn.functional.embedding looks up"
+            "a parameter weight with two axes, which torch.nn.functional.embedding or "
+            "embedding_bag looks up"
         )
     for each, table in found.items():
         _refuse_unsuitable(each, table)
@@ -72,8 +77,8 @@ def _looks_up(module: torch.nn.Module) -> bool:
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
         return False
     code = getattr(type(module).forward, "__code__", None)
-    return isinstance(module, torch.nn.Embedding) or (
-        code is not None and "embedding" in code.co_names
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or (
+        code is not None and not {"embedding", "embedding_bag"}.isdisjoint(code.co_names)
     )
 
 

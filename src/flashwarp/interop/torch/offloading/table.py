@@ -16,7 +16,7 @@ from flashwarp.storage.composite import Concatenated, Extent
 from flashwarp.storage.files import open_for_reading
 from flashwarp.storage.safetensors import Tensor
 
-__all__ = ["STORED", "ModelTable", "OpenedTable", "weight_name"]
+__all__ = ["PACKED", "SCALES", "STORED", "ModelTable", "OpenedTable", "read_number", "weight_name"]
 
 # numpy's dtype of the stored bytes, and torch's of the numbers.
 STORED = {
@@ -26,6 +26,18 @@ STORED = {
     "F8_E4M3": ("u1", torch.float8_e4m3fn),
     "F8_E5M2": ("u1", torch.float8_e5m2),
     "I8": ("i1", torch.int8),
+    "U8": ("u1", torch.float4_e2m1fn_x2),
+    "F4": ("u1", torch.float4_e2m1fn_x2),
+}
+
+PACKED = ("U8", "F4")
+"""Those of which a byte has two numbers; as F4 the shape counts numbers, as U8 bytes."""
+
+# The same of scales.
+SCALES = {
+    **{name: STORED[name] for name in ("F32", "F16", "BF16", "F8_E4M3")},
+    "F8_E8M0": ("u1", torch.float8_e8m0fnu),
+    "U8": ("u1", torch.float8_e8m0fnu),
 }
 
 _PAGE_BYTES = 4096
@@ -43,6 +55,10 @@ class ModelTable:
     """Whose rows follow one another."""
     scales: list[Tensor] = field(default_factory=list)
     """Those of `tensors`, if they have any."""
+    scale_block: tuple[int, int] | None = None
+    """Rows and columns that share a scale, if several rows do."""
+    factors: dict[str, float] = field(default_factory=dict)
+    """``global_scale`` or ``global_divisor`` of `Embedding`, if there is one."""
 
     @property
     def name(self) -> str:
@@ -72,18 +88,24 @@ class ModelTable:
 
     def open(self, opened: contextlib.ExitStack, **options: Any) -> OpenedTable:
         """Open the rows, and the scales unless there is one."""
-        rows = opened.enter_context(_open_rows(self.tensors, **options))
+        rows = opened.enter_context(_open_rows(self.tensors, STORED, **options))
         if self.array_count == 1:
             return OpenedTable(rows, None)
-        return OpenedTable(rows, opened.enter_context(_open_rows(self.scales, **options)))
+        return OpenedTable(rows, opened.enter_context(_open_rows(self.scales, SCALES, **options)))
+
+    def lookup_options(self, arrays: OpenedTable, device: torch.device) -> dict[str, Any]:
+        """Return what `Embedding` needs to know of the rows."""
+        options: dict[str, Any] = {"stored": STORED[self.tensors[0].dtype][1]}
+        if self.scales:
+            options["scales"] = self.scale(device) if self.has_one_scale else arrays.scales
+            options["stored_scales"] = SCALES[self.scales[0].dtype][1]
+            options |= {"scale_block": self.scale_block, **self.factors}
+        return options
 
     def scale(self, device: torch.device) -> torch.Tensor:
         """Read the one scale."""
         (tensor,) = self.scales
-        with open_for_reading(tensor.path) as file:
-            file.seek(tensor.offset)
-            data = bytearray(file.read(tensor.nbytes))
-        return torch.frombuffer(data, dtype=STORED[tensor.dtype][1])[0].to(device)
+        return read_number(tensor).to(device)
 
 
 @dataclass(frozen=True)
@@ -104,11 +126,23 @@ def weight_name(module: str) -> str:
     return f"{module}.weight" if module else "weight"
 
 
-def _open_rows(tensors: Sequence[Tensor], **options: Any) -> Array:
+def read_number(tensor: Tensor) -> torch.Tensor:
+    """Read a tensor of one number."""
+    with open_for_reading(tensor.path) as file:
+        file.seek(tensor.offset)
+        data = bytearray(file.read(tensor.nbytes))
+    return torch.frombuffer(data, dtype=SCALES[tensor.dtype][1])[0]
+
+
+def _open_rows(
+    tensors: Sequence[Tensor], stored: dict[str, tuple[str, torch.dtype]], **options: Any
+) -> Array:
     """Open tensors, whose rows follow one another, as an array."""
     first = tensors[0]
-    shape = (sum(tensor.shape[0] for tensor in tensors), *first.shape[1:])
-    options |= {"dtype": STORED[first.dtype][0], "shape": shape}
+    dtype = stored[first.dtype][0]
+    width = first.nbytes // first.shape[0] // int(dtype[1])
+    shape = (sum(tensor.shape[0] for tensor in tensors), *([width] if first.shape[1:] else []))
+    options |= {"dtype": dtype, "shape": shape}
     extents = _joined([Extent(t.path, t.offset, t.nbytes) for t in tensors])
     if len(extents) == 1:
         return open_array(first.path, offset=first.offset, **options)

@@ -1,0 +1,63 @@
+"""`docs/checkpoints.md`: its example runs, its table is the code's, its tests exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from flashwarp.checkpoint.life import TRANSITIONS, Fact, Transition
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "checkpoints.md"
+
+
+def facts(held: Fact) -> str:
+    return ", ".join(str(fact.name) for fact in Fact if fact in held)
+
+
+def row(event: str, transition: Transition) -> str:
+    cleared = facts(transition.clears) if transition.clears != ~Fact(0) else "all"
+    needs = [facts(transition.needs)] if transition.needs else []
+    if transition.needs_one:
+        needs.append("one of " + facts(transition.needs_one))
+    cells = [
+        event,
+        "; ".join(needs),
+        facts(transition.forbids),
+        facts(transition.sets),
+        cleared,
+        transition.why,
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table() -> str:
+    lines = ["| event | needs | forbids | sets | clears | meaning |", "|---|---|---|---|---|---|"]
+    lines += [row(event.value, transition) for event, transition in TRANSITIONS.items()]
+    return "\n".join(lines)
+
+
+def test_the_table_of_transitions_is_that_of_the_code() -> None:
+    found = re.search(
+        r"<!-- transitions -->\n(.*?)\n?<!-- end of transitions -->", PAGE.read_text(), re.DOTALL
+    )
+
+    assert found is not None
+    assert found[1] == table(), "copy the table from here"
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert example is not None
+    text = example[1].replace("/tmp/flashwarp-run", str(tmp_path))
+
+    exec(compile(text, str(PAGE), "exec"), {})
+
+
+def test_each_test_that_the_page_names_exists() -> None:
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    features = PAGE.read_text().partition("## Feature table")[2]
+
+    for name in re.findall(r"`(test_\w+)`", features):
+        check = name.removeprefix("test_")
+        assert f"def {name}(" in tests or f"def check_{check}(" in tests, name

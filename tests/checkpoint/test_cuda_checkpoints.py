@@ -1,0 +1,212 @@
+"""The checkpointer on a GPU, for real through the driver's interface into one without a GPU."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+
+from flashwarp.checkpoint import memory, system
+from flashwarp.checkpoint.checkpointer import Checkpointer
+from flashwarp.checkpoint.mover import Mover
+from flashwarp.device import CudaDevice
+from flashwarp.errors import DeviceError, DeviceOutOfMemory
+from support import fake_cuda
+from support.fake_cuda import OUT_OF_MEMORY, failing, fake
+
+COUNT = 40_000  # float32: 160 kB
+WAIT_S = 30.0
+
+
+def opened(device: CudaDevice, folder: str, **options: Any) -> Checkpointer:
+    options = {"gpu_cache": "640 KiB", "host_cache": "2 MiB", **options}
+    config = {"timeout_s": WAIT_S, "staging": "64 KiB", **options.pop("config", {})}
+    return Checkpointer(folder, device, config=config, **options)
+
+
+def set_to(device: CudaDevice, state: Any, value: float) -> None:
+    device.upload(state.address, np.full(COUNT, value, np.float32))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+def round_trip(**options: Any) -> Any:
+    device = CudaDevice(0)
+    state = device.empty_array((COUNT,), "float32")
+    steps = np.zeros(1, np.int64)
+    with tempfile.TemporaryDirectory() as folder:
+        with opened(device, folder, **options) as checkpointer:
+            checkpointer.protect("state", state)
+            checkpointer.protect("steps", steps)
+            for version in range(30):
+                set_to(device, state, version)
+                steps[0] = version
+                checkpointer.checkpoint(version)
+                set_to(device, state, -1)
+            for version in reversed(range(30)):
+                checkpointer.prefetch_enqueue(version)
+            checkpointer.prefetch_start()
+            for version in reversed(range(30)):
+                checkpointer.restart(version)
+                assert (state.copy_to_host() == version).all()
+                assert steps[0] == version
+            checkpointer.wait()
+            stats = checkpointer.stats
+            assert stats.staging_bytes <= 64 << 10
+        with opened(device, folder, **options) as again:
+            fresh = again.restart(7)
+            assert (np.asarray(fresh["state"]) == 7).all()
+    return stats
+
+
+def check_versions_come_back_through_all_tiers() -> None:
+    before = fake().fake_live_allocations()
+    stats = round_trip()
+    assert stats.checkpoints == 30
+    assert sum(stats.restarts_from.values()) == 30
+    assert stats.flushes == {"gpu": 30, "host": 30}
+    del stats
+    # The device's streams stay; the caches and staging buffers are gone.
+    assert fake().fake_live_allocations() <= before + 3
+
+
+def check_a_gpu_without_a_host_cache_goes_through_staging() -> None:
+    stats = round_trip(host_cache=0)
+    assert stats.flushes == {"gpu": 30}
+
+
+def check_a_host_cache_alone_holds_versions_of_a_gpu() -> None:
+    stats = round_trip(gpu_cache=0)
+    assert stats.flushes == {"host": 30}
+
+
+def check_storage_alone_holds_versions_of_a_gpu() -> None:
+    assert round_trip(gpu_cache=0, host_cache=0).restarts_from == {"ssd": 30}
+
+
+def check_copies_are_cut_where_pinned_pieces_meet() -> None:
+    memory._PIECE_BYTES = 64 << 10
+    memory._PIECES_MAX = 1 << 20
+    stats = round_trip()
+    assert stats.flushes["gpu"] == 30
+
+
+def check_the_seams_of_both_sides_cut_a_copy() -> None:
+    device = CudaDevice(0)
+    mover = Mover(device, 64 << 10, WAIT_S)
+    mover.note_seams(1000, 1000, 300)
+    assert list(mover._without_seams(1100, 90_000, 500)) == [(0, 200), (200, 300)]
+    assert list(mover._without_seams(90_000, 1000, 700)) == [(0, 300), (300, 300), (600, 100)]
+    assert list(mover._without_seams(80_000, 90_000, 700)) == [(0, 700)]
+    mover.close()
+
+
+def check_the_copy_is_in_the_order_of_the_stream() -> None:
+    device = CudaDevice(0)
+    state = device.empty_array((COUNT,), "float32")
+    with tempfile.TemporaryDirectory() as folder, opened(device, folder) as checkpointer:
+        checkpointer.protect("state", state)
+        set_to(device, state, 5)
+        own = device.default_stream().handle
+        streams = [0x57 + 256 * n for n in range(16)]
+        before = sum(fake().fake_waits(own, each) for each in streams)
+        fake().fake_hold(own)  # the user's earlier work on the stream has not ended
+
+        saved = checkpointer.checkpoint(0)
+        assert not saved.done()
+        time.sleep(0.05)
+        assert checkpointer.stats.flushes["gpu"] == 0, "nothing reads the version before its copy"
+        # Later work on the stream waits for the copy.
+        assert sum(fake().fake_waits(own, each) for each in streams) > before
+        fake().fake_hold(0)
+
+        assert saved.result(timeout=WAIT_S) == 0
+        checkpointer.wait_staged()
+
+
+def check_a_copy_that_fails_is_raised_and_its_version_is_gone() -> None:
+    device = CudaDevice(0)
+    state = device.empty_array((COUNT,), "float32")
+    with tempfile.TemporaryDirectory() as folder, opened(device, folder) as checkpointer:
+        checkpointer.protect("state", state)
+        with failing("cuMemcpyAsync", OUT_OF_MEMORY), pytest.raises(DeviceOutOfMemory):
+            checkpointer.checkpoint(0)
+        assert checkpointer.versions() == []
+        checkpointer.checkpoint(0).result(timeout=WAIT_S)
+
+
+def check_a_cache_that_cannot_be_allocated_leaves_nothing() -> None:
+    device = CudaDevice(0)
+    with tempfile.TemporaryDirectory() as folder:
+        before = fake().fake_live_allocations()
+        with failing("cuMemAlloc", OUT_OF_MEMORY), pytest.raises(DeviceOutOfMemory):
+            opened(device, folder)
+        assert fake().fake_live_allocations() == before
+        opened(device, folder).close()  # the folder's lock was given back
+
+
+def check_a_host_cache_that_cannot_be_pinned_is_smaller() -> None:
+    device = CudaDevice(0)
+    memory._PIECE_BYTES = 1 << 20
+    memory._PIECES_MAX = 1 << 20
+    with tempfile.TemporaryDirectory() as folder:
+        with failing("cuMemHostRegister", OUT_OF_MEMORY):
+            checkpointer = opened(device, folder)
+            until(lambda: checkpointer._core.tiers[1].nbytes == 0)
+        state = device.empty_array((COUNT,), "float32")
+        checkpointer.protect("state", state)
+        for version in range(10):
+            checkpointer.checkpoint(version)
+        checkpointer.close()
+        assert system.Directory(folder, writable=False).versions("default") == list(range(10))
+
+
+def check_an_array_on_another_gpu_is_refused() -> None:
+    device = CudaDevice(0)
+    state = device.empty_array((COUNT,), "float32")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Checkpointer(folder, "cpu", 0, 0) as on_cpu,
+        pytest.raises(ValueError, match="on cuda:0, and the checkpointer on cpu"),
+    ):
+        on_cpu.protect("state", state)
+
+
+def check_a_fault_of_the_gpu_keeps_what_is_on_the_host() -> None:
+    device = CudaDevice(0)
+    state = device.empty_array((COUNT,), "float32")
+    with tempfile.TemporaryDirectory() as folder:
+        checkpointer = opened(device, folder)
+        checkpointer.protect("state", state)
+        checkpointer.checkpoint(0)
+        checkpointer.wait()
+        fake().fake_fault(fake_cuda.ILLEGAL_ADDRESS)
+        with pytest.raises(DeviceError):
+            checkpointer.checkpoint(1)
+        assert checkpointer.versions() == [0]
+
+        checkpointer.close(timeout_s=5)  # the only version is on storage
+
+        fake().fake_fault(0)
+        assert system.Directory(folder, writable=False).versions("default") == [0]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return fake_cuda.build(tmp_path_factory.mktemp("fake"))
+
+
+@fake_cuda.checks(globals())
+def test_cuda(check: Callable[[], None], environment: dict[str, str]) -> None:
+    fake_cuda.run(check, environment)

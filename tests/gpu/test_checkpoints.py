@@ -1,0 +1,100 @@
+"""Checkpoints of GPU state through all tiers, on a GPU, in the order of torch's streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashwarp as fw
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch")
+
+COUNT = 1 << 20  # float32: 4 MiB
+
+
+def opened(path: Path, **options: Any) -> fw.Checkpointer:
+    return fw.Checkpointer(
+        path, "cuda:0", **{"gpu_cache": "16 MiB", "host_cache": "64 MiB"} | options
+    )
+
+
+@pytest.mark.parametrize("order", ["sequential", "reverse"])
+@pytest.mark.parametrize(
+    "caches", [{}, {"gpu_cache": 0}, {"host_cache": 0}, {"gpu_cache": 0, "host_cache": 0}], ids=str
+)
+def test_versions_come_back_through_all_tiers(
+    tmp_path: Path, order: str, caches: dict[str, Any]
+) -> None:
+    state = torch.empty(COUNT, device="cuda")
+    with opened(tmp_path, **caches) as checkpointer:
+        checkpointer.protect("state", state)
+        versions = list(range(32)) if order == "sequential" else list(reversed(range(32)))
+        for version in versions:
+            checkpointer.prefetch_enqueue(version)
+        for version in range(32):
+            state.fill_(version)
+            checkpointer.checkpoint(version)
+        state.fill_(-1)
+
+        for version in versions:
+            checkpointer.restart(version)
+            assert bool((state == version).all())
+
+
+def test_copies_are_ordered_on_the_callers_stream(tmp_path: Path) -> None:
+    # Kernels that take long, before and after each copy, on a stream of the user's.
+    state = torch.zeros(COUNT, device="cuda")
+    stream = torch.cuda.Stream()
+    with opened(tmp_path) as checkpointer, torch.cuda.stream(stream):
+        checkpointer.protect("state", state)
+        for version in range(20):
+            torch.cuda._sleep(2_000_000)
+            state.fill_(version)
+            checkpointer.checkpoint(version)
+            state.fill_(-1)
+        for version in reversed(range(20)):
+            checkpointer.restart(version)
+            kept = state.clone()
+            state.fill_(-1)
+            assert bool((kept == version).all())
+
+
+def test_an_overlapped_checkpoint_is_staged_before_the_state_changes(tmp_path: Path) -> None:
+    state = torch.zeros(COUNT, device="cuda")
+    with opened(tmp_path, gpu_cache=0) as checkpointer:
+        checkpointer.protect("state", state)
+        for version in range(20):
+            checkpointer.wait_staged()
+            state.fill_(version)
+            checkpointer.checkpoint(version, overlap=True)
+        checkpointer.wait_staged()
+        state.fill_(-1)
+        for version in range(20):
+            checkpointer.restart(version)
+            assert bool((state == version).all())
+
+
+def test_parameters_and_optimizer_state_come_back(tmp_path: Path) -> None:
+    model = torch.nn.Linear(512, 512, device="cuda", dtype=torch.bfloat16)
+    step = torch.zeros(1, dtype=torch.int64)  # in host memory
+    with opened(tmp_path) as checkpointer:
+        for name, parameter in model.named_parameters():
+            checkpointer.protect(name, parameter)
+        checkpointer.protect("step", step)
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        step.fill_(7)
+        checkpointer.checkpoint(7)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        step.zero_()
+
+        checkpointer.restart(7)
+
+        assert int(step) == 7
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name])
