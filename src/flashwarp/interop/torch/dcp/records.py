@@ -82,7 +82,7 @@ class Records:
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
