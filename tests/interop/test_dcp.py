@@ -164,6 +164,21 @@ def test_each_tensor_is_a_file_of_torch_save(tmp_path: Path) -> None:
     assert abs(sizes[0] - sizes[1]) < 200
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_part_of_a_larger_tensor_is_stored_without_the_rest(tmp_path: Path, staged: bool) -> None:
+    whole = torch.randn(1000, 1000)
+    state = {
+        "rows": whole[3:5],
+        "column": whole[:, 7],
+        "conjugate": torch.view_as_complex(whole.view(-1, 2))[:9].conj(),
+    }
+    with Stager("16 MiB") as stager:
+        save(stager.stage(state) if staged else state, tmp_path)
+
+    assert sum(path.stat().st_size for path in tmp_path.glob("__*")) < 20_000
+    assert same(loaded(tmp_path, state), state)
+
+
 def test_what_was_saved_before_is_replaced_as_a_whole(tmp_path: Path) -> None:
     for step in range(3):
         save(small(step), tmp_path)

@@ -100,6 +100,7 @@ def test_directions_do_not_wait_for_each_other(engine: CopyEngine, word: Word) -
 
     assert not stuck.done()
     word.store(1)
+    stuck.wait(10)
 
 
 def test_a_copy_comes_after_one_of_another_direction(engine: CopyEngine, word: Word) -> None:

@@ -362,6 +362,7 @@ class Context:
     def elapsed_ns(self, begin: int, end: int) -> int:
         """Return the nanoseconds between two events that are done and measure time."""
         return round(float(self.call("cuEventElapsedTime", begin, end)) * 1e6)
+
     @property
     def waits_for_words(self) -> bool:
         """Whether the driver has `wait_for_word`."""

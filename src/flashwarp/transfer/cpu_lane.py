@@ -31,8 +31,8 @@ class CpuLane:
         self._lock = threading.RLock()
         self._tickets: deque[Ticket] = deque()
         self._failed: list[Ticket] = []
-        # Words that queued jobs use, with the number of the job.
-        self._words: deque[tuple[int, Word]] = deque()
+        # Memory of words that queued jobs use, with the number of the job: words may be closed.
+        self._words: deque[tuple[int, object]] = deque()
 
     def submit(self, ticket: Ticket, pieces: Sequence[Piece], after: After) -> None:
         try:
@@ -76,13 +76,13 @@ class CpuLane:
 
     def wait_word(self, word: Word, value: int) -> None:
         try:
-            self._words.append((self._copier.wait_word(word.address, value), word))
+            self._words.append((self._copier.wait_word(word.address, value), word.owners))
         except RuntimeError as error:
             raise _refusal(error) from error
 
     def write_word(self, word: Word, value: int) -> None:
         try:
-            self._words.append((self._copier.write_word(word.address, value), word))
+            self._words.append((self._copier.write_word(word.address, value), word.owners))
         except RuntimeError as error:
             raise _refusal(error) from error
 

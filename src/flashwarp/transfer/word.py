@@ -40,6 +40,11 @@ class Word(Closing):
         return self._memory.address
 
     @property
+    def owners(self) -> object:
+        """What keeps its memory allocated on a CPU device, whatever is closed."""
+        return self._memory.owners
+
+    @property
     def value(self) -> int:
         """The present value."""
         return _native.load_word(self.address)

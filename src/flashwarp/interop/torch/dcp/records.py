@@ -59,43 +59,46 @@ class Records:
             view = thing.getbuffer()
             return Record(b"", b"", view.nbytes, lambda: view)
         tensor = thing.detach()
+        dense = tensor.layout == torch.strided and not tensor.is_quantized
+        if dense and not tensor.is_contiguous() and not _fills_storage(tensor):
+            # A part of another tensor: only the part is stored.
+            tensor = tensor.clone()
         if not _is_plain(tensor):
             stream = io.BytesIO()
-            torch.save(tensor.cpu(), stream)
+            torch.save(tensor.cpu().clone(), stream)
             return self.of(stream)
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
         head, tail = self._template(tensor)
-        return Record(head, tail, tensor.nbytes, lambda: _storage_bytes(tensor))
+        return Record(head, tail, tensor.nbytes, lambda: _data_of(tensor))
 
     def _template(self, tensor: torch.Tensor) -> tuple[bytes, bytes]:
         key = (tensor.dtype, tensor.shape, tensor.stride())
         found = self._templates.get(key)
         if found is None:
-            found = _archive(tensor)
+            # Memory that is not touched is not allocated either.
+            found = _archive(torch.empty_strided(*key[1:], dtype=key[0]))
             if len(self._templates) < _TEMPLATES_MAX:
                 self._templates[key] = found
         return found
 
 
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes)
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is its storage's bytes and nothing else."""
+    """Return whether a tensor is made of its bytes, dtype and strides, and of nothing else."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and tensor.storage_offset() == 0
         and tensor.device.type in ("cpu", "cuda")
     )
 
 
 def _archive(tensor: torch.Tensor) -> tuple[bytes, bytes]:
-    """Return what torch writes before and behind the data of a tensor on the CPU."""
-    if tensor.device.type != "cpu":
-        # Memory that is not touched is not allocated either.
-        tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    """Return what torch writes before and behind the data of a tensor that fills its storage."""
     descriptor = os.memfd_create("flashwarp", os.MFD_CLOEXEC)
     try:
         name = f"/proc/self/fd/{descriptor}"
@@ -109,9 +112,15 @@ def _archive(tensor: torch.Tensor) -> tuple[bytes, bytes]:
         os.close(descriptor)
 
 
-def _storage_bytes(tensor: torch.Tensor) -> memoryview:
-    storage = tensor.cpu().untyped_storage()
-    if storage.nbytes() == 0:
+def _data_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes that a tensor has, or that its storage has if it lies there in other order.
+
+    A contiguous tensor may be a part of a larger storage, as staged ones are.
+    """
+    here = tensor.cpu()
+    if not here.nbytes:
         return memoryview(b"")
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    if here.is_contiguous():
+        return memoryview(here.view(-1).view(torch.uint8).numpy())
+    flat = torch.empty(0, dtype=torch.uint8).set_(here.untyped_storage())
     return memoryview(flat.numpy())

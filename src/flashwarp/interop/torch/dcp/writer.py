@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import pickle
+import re
 import threading
 import time
 import uuid
@@ -59,6 +60,8 @@ _THREADS_MAX = 64
 # What tells the other ranks, in the folder that they share, that one has failed.
 _FAILED = ".failed"
 _FAILED_BYTES_MAX = 4096
+# What a commit writes before it renames it.
+_DRAFT = re.compile(r"(?:(?:__[0-9]+)?\.metadata|\.checksums-[0-9a-f-]+)\.[0-9a-f]{8}\.tmp")
 _LOOK_S = 0.2
 
 
@@ -317,6 +320,8 @@ class Writer(StorageWriter):  # type: ignore[misc]
                 mine = rank is None or path.name.startswith(f"__{rank}_")
                 if mine and path.name not in kept and is_data_name(path.name):
                     _remove_unheld(path)
+                elif _DRAFT.fullmatch(path.name):
+                    path.unlink(missing_ok=True)  # commits hold the lock while they have one
         except (OSError, DamagedVersionError) as error:
             _log.warning("files that %s replaces remain: %s", self.path, error)
 
