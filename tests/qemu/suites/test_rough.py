@@ -72,8 +72,8 @@ def go_on(thread: Reading, turns: int = 3) -> None:
     )
 
 
-# Resets by the kernel's driver are not tested: after some, QEMU 7.2 does not notice doorbells any
-# more, whoever uses the drive, and the kernel waits for ever.
+# Resets by the kernel's driver are not tested: after some, QEMU 7.2 completed no commands any more,
+# whoever used the drive, and the kernel waited for ever.
 
 
 @pytest.mark.parametrize("function", [False, True], ids=["controller", "function"])

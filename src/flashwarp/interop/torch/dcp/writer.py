@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 8 << 20
 _THREADS_MAX = 64
-# What tells the other ranks, in the folder that they share, that one has failed.
+# The file in the shared folder by which a failed rank stops the others.
 _FAILED = ".failed"
 _FAILED_BYTES_MAX = 4096
 # What a commit writes before it renames it.
