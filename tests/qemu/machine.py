@@ -127,6 +127,7 @@ class Machine:
             shared = folder / "shared"
             shared.mkdir()
             (shared / "command").write_text(self._script(image, command))
+            (shared / "root").write_text(str(ROOT))
             with (folder / "qemu.log").open("wb") as log:
                 process = subprocess.Popen(
                     self._arguments(image, folder), stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -685,16 +685,6 @@ MUTANTS = {
             4,
         ),
         Mutant(
-            "enter-without-fence",
-            _TIER,
-            "  // Acquire: the last copy into or out of the place has ended.\n  atomic::fence();\n",
-            "",
-            "lanes fill a place in the tier that only their neighbour knows to be free again",
-            "tier",
-            "weak",
-            4,
-        ),
-        Mutant(
             "tier-moves-unsynchronised",
             _SETS,
             "  // Each lane has claimed its own frame; now all lanes may store to all of them.\n"

@@ -99,6 +99,7 @@ class Checkpointer(endings.Closing):
     ...         restored = checkpointer.restart(step)
     ...     print(saved.result(timeout=60), state[0])
     4 1.0
+    >>> folder.cleanup()
     """
 
     def __init__(

@@ -116,8 +116,7 @@ FW_DEVICE uint32_t enter(const host_tier& t, uint32_t ways, uint64_t first, uint
     oldest = worth;
   }
   if (chosen == kNoTierWay) return chosen;
-  // Acquire: the last copy into or out of the place has ended.
-  atomic::fence();
+  // The last copy into or out of the place has ended. `open_sets` has the fence that acquires it.
   atomic::store_relaxed(&t.tags[chosen], entering(line, newest + 1));
   return chosen;
 }
