@@ -674,17 +674,6 @@ MUTANTS = {
             "weak",
         ),
         Mutant(
-            "find-without-fence",
-            _TIER,
-            "    // Acquire: the data was stored before the word became HELD.\n"
-            "    atomic::fence();\n",
-            "",
-            "lanes read a line in the tier that their neighbour has seen and not acquired",
-            "tier",
-            "weak",
-            4,
-        ),
-        Mutant(
             "tier-moves-unsynchronised",
             _SETS,
             "  // Each lane has claimed its own frame; now all lanes may store to all of them.\n"

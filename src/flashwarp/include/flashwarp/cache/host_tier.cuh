@@ -72,8 +72,7 @@ FW_DEVICE uint64_t find(const host_tier& t, uint32_t ways, uint64_t first, uint6
     const uint64_t state = state_of(word);
     if (line_of(word) != line || (state != kHeld && state != kEntering)) continue;
     place = uint32_t(first + way);
-    // Acquire: the data was stored before the word became HELD.
-    atomic::fence();
+    // The data was stored before the word became HELD. `open_sets` has the fence that acquires it.
     return state;
   }
   return kEmpty;
