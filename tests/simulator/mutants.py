@@ -1268,6 +1268,9 @@ MUTANTS = {
             "",
             "a warp still takes misses after another has left for its block: another launch's",
             "deferral_blocks",
+            "sc",
+            4,
+            "random",
         ),
         Mutant(
             "prefetch-index-unchecked",
