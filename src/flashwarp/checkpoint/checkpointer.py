@@ -15,7 +15,7 @@ from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet
 from flashwarp.checkpoint.directory.names import RANK_MAX, check_name, check_version
 from flashwarp.checkpoint.durability import Durability
-from flashwarp.checkpoint.flushing import forget_stored, retry_now
+from flashwarp.checkpoint.flushing import retry_now
 from flashwarp.checkpoint.futures import Saved
 from flashwarp.checkpoint.lookup import Lookup
 from flashwarp.checkpoint.region import Region
@@ -23,6 +23,7 @@ from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.restoring import Restorer
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.stager import Stager
+from flashwarp.checkpoint.storing import forget_stored
 from flashwarp.checkpoint.system import System
 from flashwarp.checkpoint.targets import give, targets_of
 from flashwarp.checkpoint.tier import Entry, Key
@@ -130,7 +131,7 @@ class Checkpointer(endings.Closing):
         self._directory = self._system.directory
         self._regions = RegionSet(self.device)
         self._restorer = Restorer(self._core, self._directory)
-        self._stager = Stager(self._core, self._directory)
+        self._stager = Stager(self._core, self._system.storing)
         self._lookup = Lookup(self._core, self._system)
         self._durability = Durability(self._core, self.path, self._system.remote)
         self._registered = _Registered(self)
@@ -474,6 +475,8 @@ class Checkpointer(endings.Closing):
             future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
         if stored:
             forget_stored(self._directory, *entry.key)
+            if self._system.commits is not None:
+                self._system.commits.discard(*entry.key)
         if remote:
             forget_stored(self._system.remote, *entry.key)
         with core.locked():
@@ -488,7 +491,12 @@ class Checkpointer(endings.Closing):
     def explain(self) -> str:
         """Describe tiers, links, hints and what is only in memory, in lines for people."""
         with self._core.locked():
-            return report.explain(self._core, f"of rank {self.rank} at {self.path}")
+            commits = self._system.commits
+            return report.explain(
+                self._core,
+                f"of rank {self.rank} at {self.path}",
+                [] if commits is None else commits.waiting(),
+            )
 
     @property
     def closed(self) -> bool:

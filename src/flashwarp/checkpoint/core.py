@@ -33,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 _DISTANCE_MAX = 64
 
-ROLES = ("flush", "prefetch", "look", "stage")
-"""Kinds of background threads: they flush and upload, prefetch, read manifests, and stage."""
+ROLES = ("flush", "prefetch", "look", "stage", "ranks")
+"""Kinds of background threads: they flush and upload, prefetch, read manifests, stage, and commit
+together with other ranks."""
 
 # What begins makes work for nobody; what ends may make room, or a source, for a prefetch.
 _BEGINNINGS = (Event.WRITE, Event.FETCH, Event.FLUSH, Event.READ, Event.PIN)

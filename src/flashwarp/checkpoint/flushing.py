@@ -15,10 +15,11 @@ from typing import Any
 
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.life import Event, Fact
+from flashwarp.checkpoint.storing import Storing, forget_stored, wanted
 from flashwarp.checkpoint.tier import Entry, Tier
-from flashwarp.errors import FlashwarpError, MissingVersionError
+from flashwarp.errors import FlashwarpError
 
-__all__ = ["Flusher", "Uploader", "write_version"]
+__all__ = ["Flusher", "Uploader"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +38,15 @@ class Flusher:
         The cache that is flushed.
     below : Tier or None
         The next slower cache.
-    directory : Directory
-        Storage.
+    storing : Storing
+        Writes to storage.
     """
 
-    def __init__(self, core: Core, tier: Tier, below: Tier | None, directory: Any) -> None:
+    def __init__(self, core: Core, tier: Tier, below: Tier | None, storing: Storing) -> None:
         self._core = core
         self._tier = tier
         self._below = below
-        self._directory = directory
+        self._storing = storing
 
     def next_job(self) -> Callable[[], None] | None:
         """Return the next flush; called under the lock."""
@@ -66,14 +67,20 @@ class Flusher:
         return None
 
     def _flush(self, entry: Entry) -> None:
-        core, tier = self._core, self._tier
-        error: BaseException | None = None
-        done = False
-        began_ns = core.now_ns()
+        core = self._core
+        end = partial(self._end, entry, core.now_ns())
         try:
-            done = self._to_below(entry) or self._to_storage(entry)
+            done = self._to_below(entry)
+            if done or not wanted(core, entry):
+                end(done, None)
+                return
         except (FlashwarpError, OSError, MemoryError) as failure:
-            error = failure
+            end(False, failure)
+            return
+        self._storing.write(entry, partial(core.mover.store_block, self._tier, entry), end)
+
+    def _end(self, entry: Entry, began_ns: int, done: bool, error: BaseException | None) -> None:
+        core, tier = self._core, self._tier
         with core.changed:
             tier.backlog.remove(entry)
             core.apply(tier, entry, Event.FLUSHED if done else Event.FLUSH_FAILED)
@@ -105,12 +112,6 @@ class Flusher:
             else:
                 core.apply(below, entry, Event.FILL_FAILED)
         return done
-
-    def _to_storage(self, entry: Entry) -> bool:
-        if not wanted(self._core, entry):
-            return False
-        store = partial(self._core.mover.store_block, self._tier, entry)
-        return write_version(self._core, self._directory, entry, store)
 
 
 class Uploader:
@@ -181,48 +182,6 @@ class Uploader:
         if not done:
             writer.abort()
         return done
-
-
-def write_version(
-    core: Core, directory: Any, entry: Entry, store: Callable[[Any, Callable[[], bool]], bool]
-) -> bool:
-    """Write a version to the directory, and commit it; return False if it was discarded."""
-    name, version = entry.key
-    writer = directory.begin(name, version, entry.regions)
-    try:
-        done = store(writer, partial(wanted, core, entry))
-        if done:
-            writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    if not done:
-        writer.abort()
-        return False
-    with core.changed:
-        discarded = entry.discarded
-        if not discarded:
-            core.stored_now(entry)
-            core.counts["stored_bytes"] += entry.data_bytes
-            if core.uploads:
-                core.queues["remote"].append(entry)
-        core.wake()
-    if discarded:
-        forget_stored(directory, name, version)
-    return not discarded
-
-
-def wanted(core: Core, entry: Entry) -> bool:
-    """Return whether the copies of a version still have to be made."""
-    return not entry.discarded and not core.closing
-
-
-def forget_stored(directory: Any, name: str, version: int) -> None:
-    """Remove a version from a store that may not have it."""
-    try:
-        directory.discard(name, version)
-    except MissingVersionError:
-        return
 
 
 def release(core: Core, entry: Entry) -> None:

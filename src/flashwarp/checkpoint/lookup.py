@@ -64,7 +64,9 @@ class Lookup:
             candidates = [each for each in self._core.versions(name) if each <= limit]
         for version in reversed(candidates):
             try:
-                self.load((name, version))
+                entry = self.load((name, version))
+                if entry.stored and self._system.commits is not None:
+                    self._system.commits.check_all(name, version)
             except FlashwarpError as error:
                 _log.warning("skipped version %d of %r: %s", version, name, error)
                 continue

@@ -17,12 +17,14 @@ from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
 from flashwarp.checkpoint.prefetching import Prefetcher
+from flashwarp.checkpoint.ranks import Group, GroupCommits
 from flashwarp.checkpoint.settings import Settings
+from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.checkpoint.workers import Worker
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory
-from flashwarp.errors import FlashwarpError
+from flashwarp.errors import ArgumentError, FlashwarpError
 
 __all__ = ["System"]
 
@@ -65,6 +67,7 @@ class System:
         self._closers: list[Callable[[], object]] = []
         self._workers: list[Worker] = []
         self._listed_ns: dict[str, int] = {}
+        self.commits: GroupCommits | None = None
         try:
             self.directory = Directory(path, rank, writable=not settings.read_only)
             self._closers.append(self.directory.close)
@@ -73,11 +76,35 @@ class System:
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
             self.core.uploads = self.remote is not None
+            self.commits = self._join(rank)
+            self.storing = Storing(self.core, self.directory, self.commits)
             self._make_tiers(cache_bytes)
             self._start()
         except BaseException:
             self.close()
             raise
+
+    def _join(self, rank: int) -> GroupCommits | None:
+        settings = self._settings
+        if settings.ranks == 1:
+            return None
+        if rank >= settings.ranks:
+            raise ArgumentError(
+                f"rank={rank}, and ranks={settings.ranks}: pass a rank below, or more ranks"
+            )
+        if not settings.read_only and not self.directory.locked:
+            raise ArgumentError(
+                f"the file system of {self.directory.path} has no locks, which tell living ranks "
+                f"from dead ones: take another one in place of ranks={settings.ranks}"
+            )
+        group = Group(
+            self.directory.path,
+            rank,
+            settings.ranks,
+            settings.timeout_s,
+            writable=not settings.read_only,
+        )
+        return GroupCommits(self.core, self.directory, group)
 
     def _make_mover(self) -> Mover:
         settings = self._settings
@@ -169,13 +196,15 @@ class System:
         # Slower tiers first: what a flush leads to has a thread then.
         below: Tier | None = None
         for tier in reversed(core.tiers):
-            flusher = Flusher(core, tier, below, self.directory)
+            flusher = Flusher(core, tier, below, self.storing)
             prefetcher = Prefetcher(core, tier, below, self.directory)
             self._workers.append(Worker(core, f"flush-{tier.name}", "flush", flusher.next_job))
             self._workers.append(
                 Worker(core, f"prefetch-{tier.name}", "prefetch", prefetcher.next_job)
             )
             below = tier
+        if self.commits is not None:
+            self._workers.append(Worker(core, "ranks", "ranks", self.commits.next_job))
         self._workers.append(Worker(core, "catalog", "look", self._next_look))
         if self.remote is not None:
             uploader = Uploader(core, self.directory, self.remote)
@@ -191,11 +220,28 @@ class System:
             if name in core.listed and not self._settings.read_only:
                 return
         found = set(self.directory.versions(name))
+        if self.commits is not None:
+            found = self._of_all_ranks(name, found)
         with core.changed:
             self._listed_ns[name] = core.now_ns()
             noted = set() if self._settings.read_only else core.listed.get(name, set())
             core.listed[name] = found | noted
             core.wake()
+
+    def _of_all_ranks(self, name: str, found: set[int]) -> set[int]:
+        """Leave out versions that not all ranks have committed."""
+        assert self.commits is not None
+        complete = self.commits.group.complete(name)
+        if found - complete:
+            _log.warning(
+                "left out %d versions of %r that not all of %d ranks have committed, the newest "
+                "is %d",
+                len(found - complete),
+                name,
+                self._settings.ranks,
+                max(found - complete),
+            )
+        return found & complete
 
     def load(self, key: Key) -> Entry:
         """Look at the manifest of a stored version, and return what it holds."""
@@ -255,6 +301,8 @@ class System:
             # Memory that a thread may still copy to is not freed.
             return [TimeoutError(f"threads {names} have not ended: their memory is not freed")]
         self._workers.clear()
+        if self.commits is not None:
+            self.commits.close()
         while self._closers:
             try:
                 self._closers.pop()()
