@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from flashwarp.checkpoint.life import TRANSITIONS, Fact, Transition
 
 ROOT = Path(__file__).parents[2]
@@ -46,12 +48,12 @@ def test_the_table_of_transitions_is_that_of_the_code() -> None:
     assert found[1] == table(), "copy the table from here"
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert example is not None
-    text = example[1].replace("/tmp/flashwarp-run", str(tmp_path))
 
-    exec(compile(text, str(PAGE), "exec"), {})
+    exec(compile(example[1], str(PAGE), "exec"), {})
 
 
 def test_each_test_that_the_page_names_exists() -> None:
