@@ -238,6 +238,39 @@ def test_votes_of_an_earlier_run_count_for_nothing(tmp_path: Path) -> None:
         assert directory.versions("default") == []
 
 
+# Ranks of one node share its SSD.
+
+
+def flush_for_a_while(rank: int, folder: Path, tell: Tell, sizes: list[int]) -> None:
+    nbytes = sizes[rank] << 20
+    with Checkpointer(folder, "cpu", 0, "128 MiB", rank=rank, config={"timeout_s": 120}) as mine:
+        mine.protect("state", np.full(nbytes, rank, np.uint8))
+        (folder / f"{rank}.ready").touch()
+        until(lambda: len(list(folder.glob("*.ready"))) == len(sizes), "all ranks are open")
+        began, version = time.monotonic(), 0
+        while time.monotonic() - began < 3:  # all ranks flush all the time: their caches are full
+            mine.checkpoint(version)
+            version += 1
+        tell(mine.stats.stored_bytes / (time.monotonic() - began))
+        mine.close(drain=False)
+
+
+def fairness(rates: list[float]) -> float:
+    """Jain's index: 1 if all are equal, 1/n if one has all."""
+    return sum(rates) ** 2 / (len(rates) * sum(rate**2 for rate in rates))
+
+
+def test_processes_share_the_disk_fairly(tmp_path: Path) -> None:
+    """Versions of 2 to 32 MiB. Where they are flushed one at a time, the index is 0.65."""
+    sizes = [2, 8, 16, 32]
+    with Ranks(len(sizes), flush_for_a_while, tmp_path, sizes) as run:
+        rates = run.heard(len(sizes))
+
+    share = {f"{sizes[rank]} MiB": f"{rates[rank] / 1e6:.0f} MB/s" for rank in sorted(rates)}
+    print(share)
+    assert fairness(list(rates.values())) > 0.7, share
+
+
 # Versions that are not of all ranks.
 
 

@@ -1,4 +1,4 @@
-"""Flushes: from each cache to the next slower tier, in the order of the checkpoints.
+"""Flushes: from each cache to the next slower tier, begun in the order of the checkpoints.
 
 A flush from the GPU cache goes to the host cache, or straight to storage if the host cache cannot
 take the version without a restore. A version whose flush fails stays where it is, which costs
@@ -19,7 +19,7 @@ from flashwarp.checkpoint.storing import Storing, forget_stored, wanted
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import FlashwarpError
 
-__all__ = ["Flusher", "Uploader"]
+__all__ = ["FLUSH_THREADS", "Flusher", "Uploader"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +27,16 @@ _RETRY_MAX_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+FLUSH_THREADS = 8
+TOGETHER_BYTES = 64 << 20
+"""Small versions are flushed together, up to so many bytes. Most of the time of a small version
+goes by in syncs, which wait behind all that other processes have in flight. So a process that
+flushes one small version at a time gets far less of the disk than one that flushes large ones:
+disks serve processes by what each has in flight."""
+
+
 class Flusher:
-    """The jobs of the thread that flushes one tier.
+    """The jobs of the threads that flush one tier.
 
     Parameters
     ----------
@@ -47,6 +55,7 @@ class Flusher:
         self._tier = tier
         self._below = below
         self._storing = storing
+        self._under_way = 0
 
     def next_job(self) -> Callable[[], None] | None:
         """Return the next flush; called under the lock."""
@@ -56,6 +65,8 @@ class Flusher:
         queue_due_retries(core, tier.name)
         queue = core.queues[tier.name]
         while queue:
+            if self._under_way and self._under_way + queue[0].nbytes > TOGETHER_BYTES:
+                return None
             entry = queue.popleft()
             life = tier.life(entry)
             if life is None or not life.allows(Event.FLUSH):
@@ -63,6 +74,7 @@ class Flusher:
                 continue
             core.busy[entry] += 1
             core.apply(tier, entry, Event.FLUSH)
+            self._under_way += entry.nbytes
             return partial(self._flush, entry)
         return None
 
@@ -82,6 +94,7 @@ class Flusher:
     def _end(self, entry: Entry, began_ns: int, done: bool, error: BaseException | None) -> None:
         core, tier = self._core, self._tier
         with core.changed:
+            self._under_way -= entry.nbytes
             tier.backlog.remove(entry)
             core.apply(tier, entry, Event.FLUSHED if done else Event.FLUSH_FAILED)
             release(core, entry)

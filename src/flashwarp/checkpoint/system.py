@@ -12,7 +12,7 @@ from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.core import Core, hint_key
 from flashwarp.checkpoint.directory import Directory
 from flashwarp.checkpoint.eviction import policy_of
-from flashwarp.checkpoint.flushing import Flusher, Uploader
+from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
@@ -198,7 +198,10 @@ class System:
         for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.storing)
             prefetcher = Prefetcher(core, tier, below, self.directory)
-            self._workers.append(Worker(core, f"flush-{tier.name}", "flush", flusher.next_job))
+            for number in range(FLUSH_THREADS if below is None else 1):
+                self._workers.append(
+                    Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
+                )
             self._workers.append(
                 Worker(core, f"prefetch-{tier.name}", "prefetch", prefetcher.next_job)
             )
