@@ -13,6 +13,7 @@ from typing import Any
 from flashwarp import endings
 from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet
+from flashwarp.checkpoint.directory import Catalog
 from flashwarp.checkpoint.directory.names import RANK_MAX, check_name, check_version
 from flashwarp.checkpoint.durability import Durability
 from flashwarp.checkpoint.flushing import retry_now
@@ -59,9 +60,10 @@ class Checkpointer(endings.Closing):
     gpu_cache, host_cache : int or str
         Bytes of the two caches; 0: none. Both are allocated once; host memory is pinned in the
         background, and used while it grows.
-    remote : path-like, optional
-        A second store, such as a folder of a parallel file system. Versions go there once they are
-        durable in `path`.
+    remote : path-like, str, Catalog, optional
+        A second store: a folder of a parallel file system, a URL such as ``"s3://bucket/run"``, or
+        `flashwarp.torch.Partners`. Versions go there once they are durable in `path`, and come
+        back from there if they are missing or damaged in `path`.
     rank : int, optional
         Which of several processes this one is. Default: the environment's ``RANK``, or 0.
     config : Settings or dict, optional
@@ -110,7 +112,7 @@ class Checkpointer(endings.Closing):
         device: object = None,
         gpu_cache: int | str = "4 GiB",
         host_cache: int | str = "32 GiB",
-        remote: str | os.PathLike[str] | None = None,
+        remote: str | os.PathLike[str] | Catalog | None = None,
         rank: int | None = None,
         config: Settings | Mapping[str, object] | None = None,
     ) -> None:
@@ -130,7 +132,7 @@ class Checkpointer(endings.Closing):
         self._core = self._system.core
         self._directory = self._system.directory
         self._regions = RegionSet(self.device)
-        self._restorer = Restorer(self._core, self._directory)
+        self._restorer = Restorer(self._core, self._system.storing)
         self._stager = Stager(self._core, self._system.storing)
         self._lookup = Lookup(self._core, self._system)
         self._durability = Durability(self._core, self.path, self._system.remote)
@@ -467,7 +469,8 @@ class Checkpointer(endings.Closing):
         with core.locked():
             if entry.discarded:
                 return
-            stored, remote = entry.stored, entry.remote
+            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
+            core.in_remote.discard(entry.key)
             core.retire(entry)
             future = core.futures.pop(entry, None)
         if future is not None and not future.done():

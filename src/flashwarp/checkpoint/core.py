@@ -76,6 +76,8 @@ class Core:
         self.to_storage = Backlog(mover.links["to storage"])
         # Versions whose manifests could not be read; restarts try again.
         self.unreadable: set[Key] = set()
+        # Versions that the remote store had when its versions were listed, or has been given.
+        self.in_remote: set[Key] = set()
         self.remote_failures: dict[Entry, BaseException] = {}
         self.broken: BaseException | None = None
         """What has ended a background thread: a bug, or no memory."""

@@ -161,6 +161,7 @@ class Uploader:
             release(core, entry)
             if done:
                 entry.remote = True
+                core.in_remote.add(entry.key)
                 core.remote_failures.pop(entry, None)
                 core.counts["uploads"] += 1
             elif error is not None and not entry.discarded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flashwarp.checkpoint.directory.names import RANK_MAX
@@ -41,6 +41,9 @@ class Settings:
         Seconds after which a failed flush is tried again; doubled each time, up to a minute.
     read_only : bool
         Restore versions that another process writes, while it does; `checkpoint` is refused.
+    remote_options : mapping
+        For a URL as ``remote=``: arguments of `directory.RemoteDirectory`, such as ``endpoint``,
+        ``region``, ``attempts`` and ``timeout_s``.
     ranks : int
         How many ranks share the folder and write each version together. From 2 on, all of them
         commit a version, or none does; see the page on checkpoints.
@@ -58,6 +61,7 @@ class Settings:
     passed_max: int = PASSED_MAX
     retry_s: float = 1.0
     read_only: bool = False
+    remote_options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     make_mover: Callable[..., Any] | None = None
 
@@ -70,6 +74,8 @@ class Settings:
         flag("discard_consumed", self.discard_consumed)
         flag("restart_prefetches", self.restart_prefetches)
         flag("read_only", self.read_only)
+        if not isinstance(self.remote_options, Mapping):
+            raise ArgumentError(f"remote_options={self.remote_options!r} is no mapping")
         integer("ranks", self.ranks, 1, RANK_MAX + 1)
         integer("lookahead", self.lookahead, 0, HINTS_MAX)
         integer("hints_max", self.hints_max, 1, SIZE_MAX)

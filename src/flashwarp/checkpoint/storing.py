@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.ranks import Attempt, Ended, GroupCommits
-from flashwarp.checkpoint.tier import Entry
-from flashwarp.errors import FlashwarpError, MissingVersionError
+from flashwarp.checkpoint.tier import Entry, Key
+from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
 
 __all__ = ["Storing", "forget_stored", "wanted"]
 
@@ -31,12 +32,18 @@ class Storing:
         Storage.
     commits : GroupCommits or None
         Commits versions together with other ranks.
+    remote : Catalog or None
+        Where versions are read that are missing or damaged in the folder.
     """
 
-    def __init__(self, core: Core, directory: Any, commits: GroupCommits | None) -> None:
+    def __init__(
+        self, core: Core, directory: Any, commits: GroupCommits | None, remote: Any = None
+    ) -> None:
         self._core = core
         self._directory = directory
         self._commits = commits
+        self._remote = remote
+        self._fetching = threading.Lock()
 
     def write(self, entry: Entry, fill: Fill, ended: Ended) -> None:
         """Write a version; `ended` is called once it is stored, given up, or has failed.
@@ -54,6 +61,49 @@ class Storing:
             ended(False, failure)
             return
         ended(done and self._stored(entry), None)
+
+    # Reading.
+
+    def open(self, name: str, version: int) -> Any:
+        """Open a version of the folder, after it was fetched from the remote store if need be."""
+        try:
+            return self._directory.open(name, version)
+        except (MissingVersionError, DamagedVersionError) as problem:
+            self._fetch(name, version, problem)
+        return self._directory.open(name, version)
+
+    def read(self, key: Key, act: Callable[[Any], None]) -> None:
+        """Read a version; if its bytes are damaged, once more from the remote store."""
+        try:
+            with self.open(*key) as reader:
+                act(reader)
+        except DamagedVersionError as problem:
+            self._fetch(*key, problem)
+            with self.open(*key) as reader:
+                act(reader)
+
+    def _fetch(self, name: str, version: int, problem: FlashwarpError) -> None:
+        """Bring a version back into the folder; raises the problem if the remote has it not."""
+        if self._remote is None or (name, version) not in self._core.in_remote:
+            raise problem
+        with self._fetching:
+            _log.warning(
+                "version %d of %r is fetched from the remote store: %s", version, name, problem
+            )
+            with self._remote.open(name, version) as reader:
+                entry = Entry((name, version), tuple(reader.regions))
+                writer = self._directory.begin(
+                    name, version, reader.regions, replace=True, metadata=reader.metadata
+                )
+                with writer:
+                    if self._core.mover.copy_stored(
+                        entry, reader, writer, lambda: not self._core.closing
+                    ):
+                        writer.commit()
+                    else:
+                        raise problem
+
+    # Writing.
 
     def _write(
         self,
