@@ -104,6 +104,23 @@ class CheckpointError(FlashwarpError, RuntimeError):
         self.step = step
 
 
+class RankError(CheckpointError):
+    """A rank could not write its part of a version, so no rank has committed the version.
+
+    Attributes
+    ----------
+    rank : int
+        Which rank has failed.
+    reason : str
+        Why.
+    """
+
+    def __init__(self, message: str, rank: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
+
+
 class MissingVersionError(FlashwarpError, LookupError):
     """A checkpoint has no such version: it was never committed, or it was discarded since."""
 

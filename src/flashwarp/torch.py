@@ -11,7 +11,8 @@ order of torch's current stream and wait for nothing; the next call on the array
 `Array.check`, raises what went wrong. On the CPU device they raise it themselves.
 
 `Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `save`
-and `load` keep state dicts as versions of a checkpoint, without pickle.
+and `load` keep state dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of
+a rank's checkpoints on another rank.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+from flashwarp.interop.torch.partners import Partners
 from flashwarp.interop.torch.states import load, save
 from flashwarp.table.checkpoint import restore_table
 from flashwarp.table.making import create_table
@@ -41,6 +43,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingGroup",
     "Offloaded",
+    "Partners",
     "RowWiseAdagrad",
     "create_table",
     "gather",

@@ -68,6 +68,12 @@ class _Writer:
         self._faults.write()
         self._writer.write(region, offset, buffer)
 
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._writer.close()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 

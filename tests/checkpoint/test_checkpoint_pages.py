@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from flashwarp.checkpoint.life import TRANSITIONS, Fact, Transition
 
 ROOT = Path(__file__).parents[2]
@@ -46,16 +48,17 @@ def test_the_table_of_transitions_is_that_of_the_code() -> None:
     assert found[1] == table(), "copy the table from here"
 
 
-def test_the_example_runs(tmp_path: Path) -> None:
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert example is not None
-    text = example[1].replace("/tmp/flashwarp-run", str(tmp_path))
 
-    exec(compile(text, str(PAGE), "exec"), {})
+    exec(compile(example[1], str(PAGE), "exec"), {})
 
 
 def test_each_test_that_the_page_names_exists() -> None:
-    tests = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    rooms = [ROOT / "tests" / room for room in ("checkpoint", "interop")]
+    tests = "\n".join(path.read_text() for room in rooms for path in room.rglob("test_*.py"))
     features = PAGE.read_text().partition("## Feature table")[2]
 
     for name in re.findall(r"`(test_\w+)`", features):

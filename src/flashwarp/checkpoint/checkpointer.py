@@ -12,16 +12,21 @@ from typing import Any
 
 from flashwarp import endings
 from flashwarp.checkpoint import report
-from flashwarp.checkpoint.capture import Bytes, RegionSet, check_target, new_array
+from flashwarp.checkpoint.capture import Bytes, RegionSet
+from flashwarp.checkpoint.directory import Catalog
 from flashwarp.checkpoint.directory.names import RANK_MAX, check_name, check_version
-from flashwarp.checkpoint.flushing import forget_stored, retry_now
+from flashwarp.checkpoint.durability import Durability
+from flashwarp.checkpoint.flushing import retry_now
 from flashwarp.checkpoint.futures import Saved
+from flashwarp.checkpoint.lookup import Lookup
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.restoring import Restorer
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.stager import Stager
+from flashwarp.checkpoint.storing import forget_stored
 from flashwarp.checkpoint.system import System
+from flashwarp.checkpoint.targets import give, targets_of
 from flashwarp.checkpoint.tier import Entry, Key
 from flashwarp.config import SIZE_MAX, choice, flag, integer, number, parse_bytes
 from flashwarp.device import resolve
@@ -29,8 +34,6 @@ from flashwarp.errors import (
     ArgumentError,
     CheckpointError,
     ExistingVersionError,
-    FlashwarpError,
-    MissingVersionError,
     ReadOnlyError,
 )
 
@@ -57,9 +60,10 @@ class Checkpointer(endings.Closing):
     gpu_cache, host_cache : int or str
         Bytes of the two caches; 0: none. Both are allocated once; host memory is pinned in the
         background, and used while it grows.
-    remote : path-like, optional
-        A second store, such as a folder of a parallel file system. Versions go there once they are
-        durable in `path`.
+    remote : path-like, str, Catalog, optional
+        A second store: a folder of a parallel file system, a URL such as ``"s3://bucket/run"``, or
+        `flashwarp.torch.Partners`. Versions go there once they are durable in `path`, and come
+        back from there if they are missing or damaged in `path`.
     rank : int, optional
         Which of several processes this one is. Default: the environment's ``RANK``, or 0.
     config : Settings or dict, optional
@@ -108,7 +112,7 @@ class Checkpointer(endings.Closing):
         device: object = None,
         gpu_cache: int | str = "4 GiB",
         host_cache: int | str = "32 GiB",
-        remote: str | os.PathLike[str] | None = None,
+        remote: str | os.PathLike[str] | Catalog | None = None,
         rank: int | None = None,
         config: Settings | Mapping[str, object] | None = None,
     ) -> None:
@@ -128,8 +132,10 @@ class Checkpointer(endings.Closing):
         self._core = self._system.core
         self._directory = self._system.directory
         self._regions = RegionSet(self.device)
-        self._restorer = Restorer(self._core, self._directory)
-        self._stager = Stager(self._core, self._directory)
+        self._restorer = Restorer(self._core, self._system.storing)
+        self._stager = Stager(self._core, self._system.storing)
+        self._lookup = Lookup(self._core, self._system)
+        self._durability = Durability(self._core, self.path, self._system.remote)
         self._registered = _Registered(self)
         endings.remember(self._registered)
 
@@ -215,7 +221,7 @@ class Checkpointer(endings.Closing):
         flag("overlap", overlap)
         if self.settings.read_only:
             raise ReadOnlyError("the checkpointer was opened with read_only: open a writable one")
-        self._know(name)
+        self._lookup.know(name)
         sources = self._collect(only)
         entry = Entry(key, tuple(source.region for source in sources))
         saved = Saved(str(entry))
@@ -298,57 +304,21 @@ class Checkpointer(endings.Closing):
             raise ArgumentError(
                 "wait(tier='remote') needs a remote: open the checkpointer with one"
             )
-        self._know(name)
+        self._lookup.know(name)
         core = self._core
         with core.locked():
             core.check_usable()
             if version is not None:
-                entries = [self._entry(self._key(name, version))]
+                entries = [self._lookup.entry(self._key(name, version))]
             else:
                 entries = [each for key, each in core.entries.items() if key[0] == name]
-            self._wait_durable([each for each in entries if each is not None], tier, timeout_s)
-
-    def _wait_durable(self, entries: list[Entry], tier: str, timeout_s: float | None) -> None:
-        core = self._core
-        if tier == "remote":
-            for entry in entries:
-                # Of versions that were stored before this process, nobody knows yet.
-                if entry.stored and not entry.remote and entry not in core.queues["remote"]:
-                    core.queues["remote"].append(entry)
-            core.wake()
-
-        def open_ones() -> list[Entry]:
-            there = [each for each in entries if not each.discarded]
-            return [each for each in there if not (each.stored and (tier == "ssd" or each.remote))]
-
-        def failed() -> Entry | None:
-            return next((each for each in open_ones() if self._failure_of(each, tier)), None)
-
-        def what() -> str:
-            left = open_ones()
-            where = "in the remote store" if tier == "remote" else f"durable in {self.path}"
-            return f"{len(left)} versions are not {where}, the first is {left[0]}"
-
-        core.wait_for(lambda: not open_ones() or failed() is not None, what, timeout_s)
-        found = failed()
-        if found is not None:
-            future = core.futures.get(found)
-            if future is not None:
-                future.observed = True
-            failure = self._failure_of(found, tier)
-            assert failure is not None
-            raise failure
-
-    def _failure_of(self, entry: Entry, tier: str) -> BaseException | None:
-        if not entry.stored:
-            return entry.failure
-        return self._core.remote_failures.get(entry) if tier == "remote" else None
+            self._durability.wait([each for each in entries if each is not None], tier, timeout_s)
 
     # Looking.
 
     def versions(self, name: str = "default") -> list[int]:
         """Return all versions of a history, in any tier, ascending. Looks into the folder."""
-        self._know(name, again=True)
+        self._lookup.know(name, again=True)
         with self._core.locked():
             self._core.check_usable()
             return self._core.versions(name)
@@ -361,18 +331,7 @@ class Checkpointer(endings.Closing):
         limit = (
             SIZE_MAX if max_version is None else integer("max_version", max_version, 0, SIZE_MAX)
         )
-        self._know(name, again=True)
-        with self._core.locked():
-            self._core.check_usable()
-            candidates = [each for each in self._core.versions(name) if each <= limit]
-        for version in reversed(candidates):
-            try:
-                self._load((name, version))
-            except FlashwarpError as error:
-                _log.warning("skipped version %d of %r: %s", version, name, error)
-                continue
-            return version
-        return None
+        return self._lookup.newest(name, limit)
 
     def recover_size(self, version: int, region: str, name: str = "default") -> int:
         """Return the bytes of a region in a version."""
@@ -380,12 +339,12 @@ class Checkpointer(endings.Closing):
 
     def regions(self, version: int, name: str = "default") -> tuple[Region, ...]:
         """Return the regions of a version: name, dtype, shape and bytes of each."""
-        self._know(name)
-        return self._load(self._key(name, version)).regions
+        self._lookup.know(name)
+        return self._lookup.load(self._key(name, version)).regions
 
     def _region(self, version: int, region: str, name: str) -> Region:
-        self._know(name)
-        entry = self._load(self._key(name, version))
+        self._lookup.know(name)
+        entry = self._lookup.load(self._key(name, version))
         found = entry.region(region)
         if found is None:
             raise ArgumentError(
@@ -434,9 +393,9 @@ class Checkpointer(endings.Closing):
             If the version cannot be read. The contents of the arrays are undefined then.
         """
         began_ns = time.monotonic_ns()
-        self._know(name)
-        entry = self._load(self._key(name, version))
-        targets = self._targets(entry, only, dict(into or {}))
+        self._lookup.know(name)
+        entry = self._lookup.load(self._key(name, version))
+        targets = targets_of(entry, only, dict(into or {}), self._regions, self.device)
         core = self._core
         with core.locked():
             core.check_usable()
@@ -452,7 +411,7 @@ class Checkpointer(endings.Closing):
         with core.locked():
             core.counts["restart_bytes"] += sum(target.region.nbytes for target, _ in targets)
             core.counts["restart_ns"] += time.monotonic_ns() - began_ns
-        return self._give(targets)
+        return give(targets, self._regions)
 
     def _end_restart(self, entry: Entry, tier: Any, done: bool) -> None:
         with self._core.locked():
@@ -460,41 +419,6 @@ class Checkpointer(endings.Closing):
             discards = done and self.settings.discard_consumed and not entry.discarded
         if discards:
             self._discard(entry)
-
-    def _targets(
-        self, entry: Entry, only: Iterable[str] | None, into: dict[str, object]
-    ) -> list[tuple[Bytes, bool]]:
-        """Return where each region goes, and whether that is a new array."""
-        if isinstance(only, str):
-            raise ArgumentError(f"only={only!r} is a text: pass a list of names, [{only!r}]")
-        stored = {region.name: region for region in entry.regions}
-        wanted = list(dict.fromkeys(only)) if only is not None else list(stored)
-        if only is None:
-            known = [each for each in wanted if each in into or self._regions.get(each)]
-            wanted = known or wanted
-        for region in [*wanted, *into]:
-            if region not in stored:
-                raise ArgumentError(
-                    f"{entry} has no region {region!r}; it has {', '.join(map(repr, stored))}"
-                )
-        return [self._target(stored[region], into) for region in wanted]
-
-    def _target(self, region: Region, into: dict[str, object]) -> tuple[Bytes, bool]:
-        if region.name in into:
-            return check_target(region, into[region.name], self.device), False
-        found = self._regions.target(region)
-        if found is not None:
-            return found, False
-        return check_target(region, new_array(region, self.device), self.device), True
-
-    def _give(self, targets: list[tuple[Bytes, bool]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for target, new in targets:
-            result[target.region.name] = target.owner
-            found = self._regions.get(target.region.name)
-            if new and found is not None and found.restore is not None:
-                found.restore(target.owner)
-        return result
 
     # Hints.
 
@@ -505,7 +429,7 @@ class Checkpointer(endings.Closing):
         cannot be revoked. Returns at once.
         """
         key = self._key(name, version)
-        self._know(name)
+        self._lookup.know(name)
         core = self._core
         with core.locked():
             core.check_usable()
@@ -533,19 +457,20 @@ class Checkpointer(endings.Closing):
 
         Its future fails, unless it is done. The version may be written again afterwards.
         """
-        self._know(name)
+        self._lookup.know(name)
         key = self._key(name, version)
         with self._core.locked():
             self._core.check_usable()
-            entry = self._entry(key)
-        self._discard(self._load(key) if entry is None else entry)
+            entry = self._lookup.entry(key)
+        self._discard(self._lookup.load(key) if entry is None else entry)
 
     def _discard(self, entry: Entry) -> None:
         core = self._core
         with core.locked():
             if entry.discarded:
                 return
-            stored, remote = entry.stored, entry.remote
+            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
+            core.in_remote.discard(entry.key)
             core.retire(entry)
             future = core.futures.pop(entry, None)
         if future is not None and not future.done():
@@ -553,6 +478,8 @@ class Checkpointer(endings.Closing):
             future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
         if stored:
             forget_stored(self._directory, *entry.key)
+            if self._system.commits is not None:
+                self._system.commits.discard(*entry.key)
         if remote:
             forget_stored(self._system.remote, *entry.key)
         with core.locked():
@@ -567,7 +494,12 @@ class Checkpointer(endings.Closing):
     def explain(self) -> str:
         """Describe tiers, links, hints and what is only in memory, in lines for people."""
         with self._core.locked():
-            return report.explain(self._core, f"of rank {self.rank} at {self.path}")
+            commits = self._system.commits
+            return report.explain(
+                self._core,
+                f"of rank {self.rank} at {self.path}",
+                [] if commits is None else commits.waiting(),
+            )
 
     @property
     def closed(self) -> bool:
@@ -603,48 +535,13 @@ class Checkpointer(endings.Closing):
             failures.append(error)
         if drain:
             try:
-                self._drain(limit)
+                self._durability.drain(limit)
             except Exception as error:
                 failures.append(error)
         endings.uninterrupted(partial(self._close, failures))
         failure = endings.first_of(failures)
         if failure is not None:
             raise failure
-
-    def _drain(self, timeout_s: float) -> None:
-        core = self._core
-        with core.locked():
-            began_ns = core.now_ns()
-
-            def tried() -> bool:
-                """Whether all that is not durable was tried once more, and failed."""
-                retry_now(core, failed_before_ns=began_ns)
-                return all(each.failure and each.failed_ns >= began_ns for each in core.lost())
-
-            core.wait_for(
-                tried,
-                lambda: f"{len(core.lost())} versions are not durable in {self.path}",
-                timeout_s,
-            )
-            lost = core.lost()
-            if lost:
-                failure = lost[0].failure
-                assert failure is not None
-                for entry in lost:
-                    future = core.futures.get(entry)
-                    if future is not None:
-                        future.observed = True
-                failure.add_note(
-                    f"{len(lost)} versions are lost by closing, the first is {lost[0]}"
-                )
-                raise failure
-            if self._system.remote is not None:
-                on_their_way = {*core.queues["remote"], *core.busy, *core.remote_failures}
-                self._wait_durable(
-                    [each for each in core.entries.values() if each in on_their_way],
-                    "remote",
-                    timeout_s,
-                )
 
     def _close(self, failures: list[BaseException]) -> None:
         core = self._core
@@ -683,38 +580,6 @@ class Checkpointer(endings.Closing):
         if timeout_s is None:
             return self.settings.timeout_s
         return number("timeout_s", timeout_s, 0, 1e9)
-
-    def _know(self, name: str, *, again: bool = False) -> None:
-        """List the versions of a name in the folder, the first time or again."""
-        with self._core.locked():
-            self._core.check_usable()
-            known = name in self._core.listed
-        if not known or again:
-            self._system.list_versions(name)
-
-    def _entry(self, key: Key) -> Entry | None:
-        """Return a version that exists, if it is known here; raises if it does not exist."""
-        found = self._core.entries.get(key)
-        if found is None and not self._core.exists(key):
-            raise self._missing(key)
-        return found
-
-    def _load(self, key: Key) -> Entry:
-        """Return a version, after a look at its manifest if only storage has it."""
-        with self._core.locked():
-            self._core.check_usable()
-            found = self._core.entries.get(key)
-        if found is not None:
-            return found
-        try:
-            return self._system.load(key)
-        except MissingVersionError:
-            raise self._missing(key) from None
-
-    def _missing(self, key: Key) -> MissingVersionError:
-        some = self._core.versions(key[0])
-        there = f"the newest is {some[-1]}" if some else "there is none"
-        return MissingVersionError(f"there is no version {key[1]} of {key[0]!r}: {there}")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{len(self._core.entries)} versions"

@@ -33,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 _DISTANCE_MAX = 64
 
-ROLES = ("flush", "prefetch", "look", "stage")
-"""Kinds of background threads: they flush and upload, prefetch, read manifests, and stage."""
+ROLES = ("flush", "prefetch", "look", "stage", "ranks")
+"""Kinds of background threads: they flush and upload, prefetch, read manifests, stage, and commit
+together with other ranks."""
 
 # What begins makes work for nobody; what ends may make room, or a source, for a prefetch.
 _BEGINNINGS = (Event.WRITE, Event.FETCH, Event.FLUSH, Event.READ, Event.PIN)
@@ -75,6 +76,8 @@ class Core:
         self.to_storage = Backlog(mover.links["to storage"])
         # Versions whose manifests could not be read; restarts try again.
         self.unreadable: set[Key] = set()
+        # Versions that the remote store had when its versions were listed, or has been given.
+        self.in_remote: set[Key] = set()
         self.remote_failures: dict[Entry, BaseException] = {}
         self.broken: BaseException | None = None
         """What has ended a background thread: a bug, or no memory."""

@@ -1,4 +1,4 @@
-"""Flushes: from each cache to the next slower tier, in the order of the checkpoints.
+"""Flushes: from each cache to the next slower tier, begun in the order of the checkpoints.
 
 A flush from the GPU cache goes to the host cache, or straight to storage if the host cache cannot
 take the version without a restore. A version whose flush fails stays where it is, which costs
@@ -15,10 +15,11 @@ from typing import Any
 
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.life import Event, Fact
+from flashwarp.checkpoint.storing import Storing, forget_stored, wanted
 from flashwarp.checkpoint.tier import Entry, Tier
-from flashwarp.errors import FlashwarpError, MissingVersionError
+from flashwarp.errors import FlashwarpError
 
-__all__ = ["Flusher", "Uploader", "write_version"]
+__all__ = ["FLUSH_THREADS", "Flusher", "Uploader"]
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +27,16 @@ _RETRY_MAX_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+FLUSH_THREADS = 8
+TOGETHER_BYTES = 64 << 20
+"""Small versions are flushed together, up to so many bytes. Most of the time of a small version
+goes by in syncs, which wait behind all that other processes have in flight. So a process that
+flushes one small version at a time gets far less of the disk than one that flushes large ones:
+disks serve processes by what each has in flight."""
+
+
 class Flusher:
-    """The jobs of the thread that flushes one tier.
+    """The jobs of the threads that flush one tier.
 
     Parameters
     ----------
@@ -37,15 +46,16 @@ class Flusher:
         The cache that is flushed.
     below : Tier or None
         The next slower cache.
-    directory : Directory
-        Storage.
+    storing : Storing
+        Writes to storage.
     """
 
-    def __init__(self, core: Core, tier: Tier, below: Tier | None, directory: Any) -> None:
+    def __init__(self, core: Core, tier: Tier, below: Tier | None, storing: Storing) -> None:
         self._core = core
         self._tier = tier
         self._below = below
-        self._directory = directory
+        self._storing = storing
+        self._under_way = 0
 
     def next_job(self) -> Callable[[], None] | None:
         """Return the next flush; called under the lock."""
@@ -55,6 +65,8 @@ class Flusher:
         queue_due_retries(core, tier.name)
         queue = core.queues[tier.name]
         while queue:
+            if self._under_way and self._under_way + queue[0].nbytes > TOGETHER_BYTES:
+                return None
             entry = queue.popleft()
             life = tier.life(entry)
             if life is None or not life.allows(Event.FLUSH):
@@ -62,19 +74,27 @@ class Flusher:
                 continue
             core.busy[entry] += 1
             core.apply(tier, entry, Event.FLUSH)
+            self._under_way += entry.nbytes
             return partial(self._flush, entry)
         return None
 
     def _flush(self, entry: Entry) -> None:
-        core, tier = self._core, self._tier
-        error: BaseException | None = None
-        done = False
-        began_ns = core.now_ns()
+        core = self._core
+        end = partial(self._end, entry, core.now_ns())
         try:
-            done = self._to_below(entry) or self._to_storage(entry)
+            done = self._to_below(entry)
+            if done or not wanted(core, entry):
+                end(done, None)
+                return
         except (FlashwarpError, OSError, MemoryError) as failure:
-            error = failure
+            end(False, failure)
+            return
+        self._storing.write(entry, partial(core.mover.store_block, self._tier, entry), end)
+
+    def _end(self, entry: Entry, began_ns: int, done: bool, error: BaseException | None) -> None:
+        core, tier = self._core, self._tier
         with core.changed:
+            self._under_way -= entry.nbytes
             tier.backlog.remove(entry)
             core.apply(tier, entry, Event.FLUSHED if done else Event.FLUSH_FAILED)
             release(core, entry)
@@ -105,12 +125,6 @@ class Flusher:
             else:
                 core.apply(below, entry, Event.FILL_FAILED)
         return done
-
-    def _to_storage(self, entry: Entry) -> bool:
-        if not wanted(self._core, entry):
-            return False
-        store = partial(self._core.mover.store_block, self._tier, entry)
-        return write_version(self._core, self._directory, entry, store)
 
 
 class Uploader:
@@ -147,6 +161,7 @@ class Uploader:
             release(core, entry)
             if done:
                 entry.remote = True
+                core.in_remote.add(entry.key)
                 core.remote_failures.pop(entry, None)
                 core.counts["uploads"] += 1
             elif error is not None and not entry.discarded:
@@ -181,48 +196,6 @@ class Uploader:
         if not done:
             writer.abort()
         return done
-
-
-def write_version(
-    core: Core, directory: Any, entry: Entry, store: Callable[[Any, Callable[[], bool]], bool]
-) -> bool:
-    """Write a version to the directory, and commit it; return False if it was discarded."""
-    name, version = entry.key
-    writer = directory.begin(name, version, entry.regions)
-    try:
-        done = store(writer, partial(wanted, core, entry))
-        if done:
-            writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    if not done:
-        writer.abort()
-        return False
-    with core.changed:
-        discarded = entry.discarded
-        if not discarded:
-            core.stored_now(entry)
-            core.counts["stored_bytes"] += entry.data_bytes
-            if core.uploads:
-                core.queues["remote"].append(entry)
-        core.wake()
-    if discarded:
-        forget_stored(directory, name, version)
-    return not discarded
-
-
-def wanted(core: Core, entry: Entry) -> bool:
-    """Return whether the copies of a version still have to be made."""
-    return not entry.discarded and not core.closing
-
-
-def forget_stored(directory: Any, name: str, version: int) -> None:
-    """Remove a version from a store that may not have it."""
-    try:
-        directory.discard(name, version)
-    except MissingVersionError:
-        return
 
 
 def release(core: Core, entry: Entry) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from flashwarp.checkpoint.core import Core, hint_key
 from flashwarp.checkpoint.eviction import Urgency
 from flashwarp.checkpoint.flushing import release
 from flashwarp.checkpoint.hints import Hint
 from flashwarp.checkpoint.life import Event
+from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import FlashwarpError
 
@@ -35,15 +35,15 @@ class Prefetcher:
         The cache that is filled.
     below : Tier or None
         The next slower cache.
-    directory : Directory
-        Storage.
+    storing : Storing
+        Reads from storage.
     """
 
-    def __init__(self, core: Core, tier: Tier, below: Tier | None, directory: Any) -> None:
+    def __init__(self, core: Core, tier: Tier, below: Tier | None, storing: Storing) -> None:
         self._core = core
         self._tier = tier
         self._below = below
-        self._directory = directory
+        self._storing = storing
 
     def next_job(self) -> Callable[[], None] | None:
         """Return the next prefetch; called under the lock. Pins what is in the tier already."""
@@ -133,5 +133,5 @@ class Prefetcher:
         if source is not None:
             return mover.move(source, self._tier, entry, wanted)
         name, version = entry.key
-        with self._directory.open(name, version) as reader:
+        with self._storing.open(name, version) as reader:
             return mover.load_block(self._tier, entry, reader, wanted)

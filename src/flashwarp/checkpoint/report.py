@@ -107,7 +107,7 @@ def stats_of(core: Core) -> CheckpointStats:
     )
 
 
-def explain(core: Core, where: str) -> str:
+def explain(core: Core, where: str, waiting: Sequence[str] = ()) -> str:
     """Describe the present state in lines for people; called under the lock."""
     lines = [f"checkpointer {where}"]
     for tier in core.tiers:
@@ -136,6 +136,7 @@ def explain(core: Core, where: str) -> str:
     for entry in lost:
         if entry.failure is not None:
             lines.append(f"  {entry} cannot be written: {entry.failure}")
+    lines += waiting
     return "\n".join(lines)
 
 

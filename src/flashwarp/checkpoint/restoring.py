@@ -5,12 +5,11 @@ A restore needs no room in any cache, so it waits for nobody but a copy that bri
 
 from __future__ import annotations
 
-from typing import Any
-
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.life import Event
 from flashwarp.checkpoint.mover import Pending
+from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.errors import MissingVersionError
 
@@ -24,13 +23,13 @@ class Restorer:
     ----------
     core : Core
         The checkpointer's state.
-    directory : Directory
-        Storage.
+    storing : Storing
+        Reads from storage.
     """
 
-    def __init__(self, core: Core, directory: Any) -> None:
+    def __init__(self, core: Core, storing: Storing) -> None:
         self._core = core
-        self._directory = directory
+        self._storing = storing
 
     def note(self, entry: Entry) -> None:
         """Count a restore that begins, and close its hint; called under the lock."""
@@ -70,9 +69,7 @@ class Restorer:
         """Copy regions into the user's arrays, from a tier or from storage."""
         if tier is not None:
             return self._core.mover.deliver(tier, entry, targets)
-        name, version = entry.key
-        with self._directory.open(name, version) as reader:
-            self._core.mover.load_arrays(reader, targets)
+        self._storing.read(entry.key, lambda reader: self._core.mover.load_arrays(reader, targets))
         return Pending()
 
     def end(self, entry: Entry, tier: Tier | None, *, done: bool) -> None:

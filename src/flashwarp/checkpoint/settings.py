@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from flashwarp.checkpoint.directory.names import RANK_MAX
 from flashwarp.checkpoint.eviction import policy_of
 from flashwarp.checkpoint.hints import HINTS_MAX, PASSED_MAX
 from flashwarp.config import SIZE_MAX, flag, integer, number, parse_bytes
@@ -40,6 +41,12 @@ class Settings:
         Seconds after which a failed flush is tried again; doubled each time, up to a minute.
     read_only : bool
         Restore versions that another process writes, while it does; `checkpoint` is refused.
+    remote_options : mapping
+        For a URL as ``remote=``: arguments of `directory.RemoteDirectory`, such as ``endpoint``,
+        ``region``, ``attempts`` and ``timeout_s``.
+    ranks : int
+        How many ranks share the folder and write each version together. From 2 on, all of them
+        commit a version, or none does; see the page on checkpoints.
     make_mover : callable, optional
         Makes what copies bytes; for benchmarks that limit the rates of links.
     """
@@ -54,6 +61,8 @@ class Settings:
     passed_max: int = PASSED_MAX
     retry_s: float = 1.0
     read_only: bool = False
+    remote_options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
     make_mover: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +74,9 @@ class Settings:
         flag("discard_consumed", self.discard_consumed)
         flag("restart_prefetches", self.restart_prefetches)
         flag("read_only", self.read_only)
+        if not isinstance(self.remote_options, Mapping):
+            raise ArgumentError(f"remote_options={self.remote_options!r} is no mapping")
+        integer("ranks", self.ranks, 1, RANK_MAX + 1)
         integer("lookahead", self.lookahead, 0, HINTS_MAX)
         integer("hints_max", self.hints_max, 1, SIZE_MAX)
         integer("passed_max", self.passed_max, 1, SIZE_MAX)

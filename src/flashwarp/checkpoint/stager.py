@@ -11,13 +11,12 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.core import Core
-from flashwarp.checkpoint.flushing import write_version
 from flashwarp.checkpoint.life import Event
 from flashwarp.checkpoint.mover import Pending, Writer
+from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.checkpoint.workers import Worker
 from flashwarp.errors import CheckpointError
@@ -34,13 +33,13 @@ class Stager:
     ----------
     core : Core
         The checkpointer's state.
-    directory : Directory
-        Storage, for versions that no cache can take.
+    storing : Storing
+        Writes to storage, for versions that no cache can take.
     """
 
-    def __init__(self, core: Core, directory: Any) -> None:
+    def __init__(self, core: Core, storing: Storing) -> None:
         self._core = core
-        self._directory = directory
+        self._storing = storing
         self._jobs: deque[Callable[[], None]] = deque()
         self._under_way = 0
         self._errors: list[BaseException] = []
@@ -192,7 +191,26 @@ class Stager:
                 self._core.mover.store_arrays(sources, writer)
             return wanted()
 
-        if not write_version(self._core, self._directory, entry, store):
+        core = self._core
+        outcome: list[tuple[bool, BaseException | None]] = []
+
+        def end(done: bool, error: BaseException | None) -> None:
+            with core.changed:
+                outcome.append((done, error))
+                core.wake()
+
+        self._storing.write(entry, store, end)
+        with core.changed:
+            # Other ranks may have to agree, which has a limit of its own.
+            core.wait_for(
+                lambda: bool(outcome),
+                lambda: f"{entry} waits for other ranks",
+                2 * core.settings.timeout_s,
+            )
+        done, error = outcome[0]
+        if error is not None:
+            raise error
+        if not done:
             raise CheckpointError(f"{entry} was discarded while it was written")
 
 

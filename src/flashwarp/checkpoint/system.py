@@ -10,19 +10,21 @@ from typing import Any
 
 from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.core import Core, hint_key
-from flashwarp.checkpoint.directory import Directory
+from flashwarp.checkpoint.directory import Catalog, Directory
 from flashwarp.checkpoint.eviction import policy_of
-from flashwarp.checkpoint.flushing import Flusher, Uploader
+from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
 from flashwarp.checkpoint.prefetching import Prefetcher
+from flashwarp.checkpoint.ranks import Group, GroupCommits
 from flashwarp.checkpoint.settings import Settings
+from flashwarp.checkpoint.storing import Storing
 from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.checkpoint.workers import Worker
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory
-from flashwarp.errors import FlashwarpError
+from flashwarp.errors import ArgumentError, FlashwarpError
 
 __all__ = ["System"]
 
@@ -42,7 +44,7 @@ class System:
         Where the arrays are.
     cache_bytes : tuple of int
         Of the GPU cache and the host cache; 0: none.
-    remote : path-like, str or None
+    remote : path-like, str, Catalog or None
         The second store.
     rank : int
         Of this process.
@@ -55,7 +57,7 @@ class System:
         path: str,
         device: Device,
         cache_bytes: tuple[int, int],
-        remote: str | os.PathLike[str] | None,
+        remote: str | os.PathLike[str] | Catalog | None,
         rank: int,
         settings: Settings,
     ) -> None:
@@ -65,6 +67,9 @@ class System:
         self._closers: list[Callable[[], object]] = []
         self._workers: list[Worker] = []
         self._listed_ns: dict[str, int] = {}
+        # Names of which the remote store did not say what it has; `versions` and `test` ask again.
+        self._remote_unknown: set[str] = set()
+        self.commits: GroupCommits | None = None
         try:
             self.directory = Directory(path, rank, writable=not settings.read_only)
             self._closers.append(self.directory.close)
@@ -73,11 +78,35 @@ class System:
             self._closers.append(self.mover.close)
             self.core = Core(settings, self.mover)
             self.core.uploads = self.remote is not None
+            self.commits = self._join(rank)
+            self.storing = Storing(self.core, self.directory, self.commits, self.remote)
             self._make_tiers(cache_bytes)
             self._start()
         except BaseException:
             self.close()
             raise
+
+    def _join(self, rank: int) -> GroupCommits | None:
+        settings = self._settings
+        if settings.ranks == 1:
+            return None
+        if rank >= settings.ranks:
+            raise ArgumentError(
+                f"rank={rank}, and ranks={settings.ranks}: pass a rank below, or more ranks"
+            )
+        if not settings.read_only and not self.directory.locked:
+            raise ArgumentError(
+                f"the file system of {self.directory.path} has no locks, which tell living ranks "
+                f"from dead ones: take another one in place of ranks={settings.ranks}"
+            )
+        group = Group(
+            self.directory.path,
+            rank,
+            settings.ranks,
+            settings.timeout_s,
+            writable=not settings.read_only,
+        )
+        return GroupCommits(self.core, self.directory, group)
 
     def _make_mover(self) -> Mover:
         settings = self._settings
@@ -86,15 +115,21 @@ class System:
             return make(self.device, settings.staging_bytes, settings.timeout_s)
         return Mover(self.device, settings.staging_bytes, settings.timeout_s)
 
-    def _open_remote(self, remote: str | os.PathLike[str] | None, rank: int) -> Any:
+    def _open_remote(self, remote: str | os.PathLike[str] | Catalog | None, rank: int) -> Any:
         if remote is None:
             return None
-        text = os.fspath(remote)
         found: Any
+        if isinstance(remote, Catalog):
+            if remote.rank != rank:
+                raise ArgumentError(f"{remote!r} is of rank {remote.rank}, not {rank}")
+            return remote  # whoever made it closes it
+        text, options = os.fspath(remote), dict(self._settings.remote_options)
         if "://" in text:
             from flashwarp.checkpoint.directory import RemoteDirectory  # needs obstore
 
-            found = RemoteDirectory(text, rank)
+            found = RemoteDirectory(text, rank, **options)
+        elif options:
+            raise ArgumentError(f"remote_options are for a URL, and remote={text!r} is a folder")
         else:
             found = Directory(text, rank)
         self._closers.append(found.close)
@@ -169,13 +204,18 @@ class System:
         # Slower tiers first: what a flush leads to has a thread then.
         below: Tier | None = None
         for tier in reversed(core.tiers):
-            flusher = Flusher(core, tier, below, self.directory)
-            prefetcher = Prefetcher(core, tier, below, self.directory)
-            self._workers.append(Worker(core, f"flush-{tier.name}", "flush", flusher.next_job))
+            flusher = Flusher(core, tier, below, self.storing)
+            prefetcher = Prefetcher(core, tier, below, self.storing)
+            for number in range(FLUSH_THREADS if below is None else 1):
+                self._workers.append(
+                    Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
+                )
             self._workers.append(
                 Worker(core, f"prefetch-{tier.name}", "prefetch", prefetcher.next_job)
             )
             below = tier
+        if self.commits is not None:
+            self._workers.append(Worker(core, "ranks", "ranks", self.commits.next_job))
         self._workers.append(Worker(core, "catalog", "look", self._next_look))
         if self.remote is not None:
             uploader = Uploader(core, self.directory, self.remote)
@@ -188,20 +228,54 @@ class System:
         core = self.core
         with core.changed:
             # A writer's folder is changed by nobody else, and each of its changes is noted.
-            if name in core.listed and not self._settings.read_only:
+            known = name in core.listed and name not in self._remote_unknown
+            if known and not self._settings.read_only:
                 return
         found = set(self.directory.versions(name))
+        remote = self._remote_versions(name)
+        if self.commits is not None:
+            found, remote = (self._of_all_ranks(name, each) for each in (found, remote))
         with core.changed:
             self._listed_ns[name] = core.now_ns()
             noted = set() if self._settings.read_only else core.listed.get(name, set())
-            core.listed[name] = found | noted
+            core.listed[name] = found | noted | remote
+            core.in_remote.update((name, version) for version in remote)
             core.wake()
+
+    def _remote_versions(self, name: str) -> set[int]:
+        """Return what the second store has; a store that fails stops nobody."""
+        if self.remote is None:
+            return set()
+        try:
+            found = set(self.remote.versions(name))
+            self._remote_unknown.discard(name)
+            return found
+        except (FlashwarpError, OSError) as error:
+            self._remote_unknown.add(name)
+            _log.warning("the versions of %r in the remote store are not known: %s", name, error)
+            return set()
+
+    def _of_all_ranks(self, name: str, found: set[int]) -> set[int]:
+        """Leave out versions that not all ranks have committed."""
+        assert self.commits is not None
+        complete = self.commits.group.complete(name)
+        if found - complete:
+            _log.warning(
+                "left out %d versions of %r that not all of %d ranks have committed, the newest "
+                "is %d",
+                len(found - complete),
+                name,
+                self._settings.ranks,
+                max(found - complete),
+            )
+        return found & complete
 
     def load(self, key: Key) -> Entry:
         """Look at the manifest of a stored version, and return what it holds."""
-        with self.directory.open(*key) as reader:
-            entry = Entry(key, tuple(reader.regions), stored=True)
         core = self.core
+        with self.storing.open(*key) as reader:
+            entry = Entry(key, tuple(reader.regions), stored=True)
+        entry.remote = key in core.in_remote
         with core.changed:
             found = core.entries.setdefault(key, entry)
             core.listed.setdefault(key[0], set()).add(key[1])
@@ -255,6 +329,8 @@ class System:
             # Memory that a thread may still copy to is not freed.
             return [TimeoutError(f"threads {names} have not ended: their memory is not freed")]
         self._workers.clear()
+        if self.commits is not None:
+            self.commits.close()
         while self._closers:
             try:
                 self._closers.pop()()

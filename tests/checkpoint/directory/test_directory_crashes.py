@@ -135,13 +135,13 @@ def test_power_cut_at_any_point_loses_nothing(tmp_path: Path, seed: int) -> None
 
 
 def test_missing_sync_of_data_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = writer.VersionWriter._commit
+    real = writer.VersionWriter._prepare
 
-    def commit(self: Any, regions: Any) -> None:
+    def prepare(self: Any, regions: Any) -> None:
         self._file.flush = lambda: None
         real(self, regions)
 
-    monkeypatch.setattr(writer.VersionWriter, "_commit", commit)
+    monkeypatch.setattr(writer.VersionWriter, "_prepare", prepare)
     with pytest.raises(AssertionError, match="power cut after"):
         run_power_cuts(tmp_path, 6, 0)
 

@@ -119,6 +119,11 @@ class Directory(Catalog):
             raise MissingFileError(errno.ENOENT, "no such folder", str(self.path))
         _open.add(self)
 
+    @property
+    def locked(self) -> bool:
+        """Whether this process has the lock of its rank: not on a file system without locks."""
+        return self._lock is not None and self._lock.held
+
     def begin(
         self,
         name: str,

@@ -15,7 +15,7 @@ from flashwarp import _native
 from flashwarp.errors import LockedError
 from flashwarp.storage import files
 
-__all__ = ["RankLock"]
+__all__ = ["RankLock", "lock_path"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class RankLock:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        path = str(folder / f".rank-{rank:05d}.lock")
+        path = lock_path(folder, rank)
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -54,6 +54,11 @@ class RankLock:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def lock_path(folder: Path, rank: int) -> str:
+    """Return the file that carries the lock of a rank."""
+    return str(folder / f".rank-{rank:05d}.lock")
 
 
 def _locked(path: str, rank: int) -> LockedError:

@@ -103,6 +103,8 @@ class VersionWriter(Closing):
         self._state = "open"
         self._failure: BaseException | None = None
         self._published = False
+        self._draft: files.Draft | None = None
+        self._held = contextlib.ExitStack()
         self._process = os.getpid()
         self._file, self._way = create_data(self._path, record.data_bytes, o_direct)
 
@@ -221,6 +223,32 @@ class VersionWriter(Closing):
         ClosedError
             After `commit` or `abort`.
         """
+        regions = self._finish()
+
+        def commit() -> None:
+            self._prepare(regions)
+            self._publish()
+
+        self._become("committed", commit)
+
+    def prepare(self) -> None:
+        """Do all of `commit` but the last step, in which the manifest takes its name.
+
+        When it returns, data and manifest are on the medium, and nobody sees the version. Call
+        `publish` then, or `abort`. Raises as `commit`.
+        """
+        regions = self._finish()
+        self._become("prepared", lambda: self._prepare(regions))
+
+    def publish(self) -> None:
+        """Commit a version that is prepared. Raises as `commit`."""
+        with self._lock:
+            self._check_usable("prepared")
+            self._state = "committing"
+        self._become("committed", self._publish)
+
+    def _finish(self) -> tuple[manifest.StoredRegion, ...]:
+        """Return the regions with all checksums; nothing can be written any more."""
         with self._lock:
             self._check_usable()
             if self._writing:
@@ -235,15 +263,23 @@ class VersionWriter(Closing):
                 for each in self._record.regions
             )
             self._state = "committing"
+        return regions
+
+    def _become(self, state: str, act: Callable[[], object]) -> None:
+        def do() -> None:
+            act()
+            self._state = state
+
         try:
-            uninterrupted(lambda: self._commit(regions))
+            uninterrupted(do)
         except BaseException as error:
-            if not self.committed:  # and not a signal that came while it was
+            if self._state != state:  # and not a signal that came while it was
+                self._held.close()
                 self._failure = error
                 self._state = "open"
             raise
 
-    def _commit(self, regions: tuple[manifest.StoredRegion, ...]) -> None:
+    def _prepare(self, regions: tuple[manifest.StoredRegion, ...]) -> None:
         record = self._record
         text = manifest.encode(
             manifest.Manifest(
@@ -262,18 +298,23 @@ class VersionWriter(Closing):
         target = str(self._folder / names.manifest_name(self.version))
         # The data must have its name before a manifest names it: a manifest means that it is there.
         sync_folder(self._folder)
+        draft = self._held.enter_context(files.Draft(target, self.replaces, lock=False))
         try:
-            with files.Draft(target, self.replaces, lock=False) as draft:
-                try:
-                    write_all(draft.descriptor, text)
-                    os.fsync(draft.descriptor)
-                except OSError as error:
-                    raise files.write_error(error, target) from error
-                self._published = True
-                draft.publish()
+            write_all(draft.descriptor, text)
+            os.fsync(draft.descriptor)
+        except OSError as error:
+            raise files.write_error(error, target) from error
+        self._draft = draft
+
+    def _publish(self) -> None:
+        assert self._draft is not None
+        self._published = True
+        try:
+            self._draft.publish()
         except ExistingFileError as error:
             self._published = False
-            raise exists(self.name, self.version, target) from error
+            raise exists(self.name, self.version, self._draft.target) from error
+        self._held.close()
         self._end("committed")
 
     def abort(self) -> None:
@@ -281,9 +322,10 @@ class VersionWriter(Closing):
         if os.getpid() != self._process:  # the version is the parent's
             return
         with self._lock:
-            if self._state != "open":
+            if self._state not in ("open", "prepared"):
                 return
             self._state = "aborted"
+        self._held.close()
         self._end("aborted")
         # If the manifest may have got its name, it may name this file; the next opening looks.
         if not self._published:
@@ -299,8 +341,8 @@ class VersionWriter(Closing):
         self._file.close()
         self._ended(self)
 
-    def _check_usable(self) -> None:
-        if self._state != "open":
+    def _check_usable(self, state: str = "open") -> None:
+        if self._state != state:
             raise ClosedError(
                 f"version {self.version} of {self.name!r} is {self._state}: begin another"
             )

@@ -1,0 +1,79 @@
+"""Which versions there are: those that this process holds, and those of the folder."""
+
+from __future__ import annotations
+
+import logging
+
+from flashwarp.checkpoint.core import Core
+from flashwarp.checkpoint.system import System
+from flashwarp.checkpoint.tier import Entry, Key
+from flashwarp.errors import FlashwarpError, MissingVersionError
+
+__all__ = ["Lookup"]
+
+_log = logging.getLogger(__name__)
+
+
+class Lookup:
+    """Versions of one checkpointer, by name and number.
+
+    Parameters
+    ----------
+    core : Core
+        The checkpointer's state.
+    system : System
+        Lists and reads the folder.
+    """
+
+    def __init__(self, core: Core, system: System) -> None:
+        self._core = core
+        self._system = system
+
+    def know(self, name: str, *, again: bool = False) -> None:
+        """List the versions of a name in the folder, the first time or again."""
+        with self._core.locked():
+            self._core.check_usable()
+            known = name in self._core.listed
+        if not known or again:
+            self._system.list_versions(name)
+
+    def entry(self, key: Key) -> Entry | None:
+        """Return a version that exists, if it is known here; raises if it does not exist."""
+        found = self._core.entries.get(key)
+        if found is None and not self._core.exists(key):
+            raise self._missing(key)
+        return found
+
+    def load(self, key: Key) -> Entry:
+        """Return a version, after a look at its manifest if only storage has it."""
+        with self._core.locked():
+            self._core.check_usable()
+            found = self._core.entries.get(key)
+        if found is not None:
+            return found
+        try:
+            return self._system.load(key)
+        except MissingVersionError:
+            raise self._missing(key) from None
+
+    def newest(self, name: str, limit: int) -> int | None:
+        """Return the newest version up to a limit that is not damaged, or None."""
+        self.know(name, again=True)
+        with self._core.locked():
+            self._core.check_usable()
+            candidates = [each for each in self._core.versions(name) if each <= limit]
+        for version in reversed(candidates):
+            try:
+                entry = self.load((name, version))
+                if entry.stored and self._system.commits is not None:
+                    self._system.commits.check_all(name, version)
+            except FlashwarpError as error:
+                _log.warning("skipped version %d of %r: %s", version, name, error)
+                continue
+            return version
+        return None
+
+    def _missing(self, key: Key) -> MissingVersionError:
+        some = self._core.versions(key[0])
+        there = f"the newest is {some[-1]}" if some else "there is none"
+        return MissingVersionError(f"there is no version {key[1]} of {key[0]!r}: {there}")

@@ -1,0 +1,81 @@
+"""Processes that are ranks of one folder, for tests: each runs a function of a test's module."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashwarp.checkpoint.checkpointer import Checkpointer
+
+WAIT_S = 60.0
+COUNT = 4096
+
+
+class Ranks:
+    """Runs `act(rank, folder, tell, *arguments)` in a process for each rank.
+
+    `tell(thing)` passes what a rank has seen to `heard`. The end of the ``with`` statement kills
+    what still runs.
+    """
+
+    def __init__(self, ranks: int, act: Callable[..., None], folder: Path, *arguments: Any) -> None:
+        self._spawn = multiprocessing.get_context("spawn")
+        self._act = act
+        self._arguments = arguments
+        self._folder = folder
+        self._answers = self._spawn.Queue()
+        self.processes = {rank: self.start(rank) for rank in range(ranks)}
+
+    def start(self, rank: int) -> Any:
+        process = self._spawn.Process(
+            target=_rank, args=(rank, self._answers, self._act, self._folder, self._arguments)
+        )
+        process.start()
+        return process
+
+    def heard(self, count: int) -> dict[int, Any]:
+        """Return what so many ranks have told next, or raise what one has failed with."""
+        found: dict[int, Any] = {}
+        while len(found) < count:
+            try:
+                rank, thing, problem = self._answers.get(timeout=WAIT_S)
+            except queue.Empty:
+                raise AssertionError(f"{count} ranks should tell, and only did: {found}") from None
+            assert not problem, f"rank {rank}:\n{problem}"
+            found[rank] = thing
+        return found
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for process in self.processes.values():
+            if kind is None:
+                process.join(WAIT_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+
+
+def _rank(rank: int, answers: Any, act: Any, folder: Path, arguments: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        act(rank, folder, lambda thing: answers.put((rank, thing, "")), *arguments)
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+
+
+def opened(folder: Path, rank: int, ranks: int, **config: Any) -> Checkpointer:
+    config = {"ranks": ranks, "timeout_s": 30, "retry_s": 0.05, **config}
+    return Checkpointer(folder, "cpu", "256 KiB", "1 MiB", rank=rank, config=config)
+
+
+def content(rank: int, version: int) -> np.ndarray[Any, Any]:
+    return np.full(COUNT, 1000.0 * version + rank)
