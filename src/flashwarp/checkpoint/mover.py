@@ -7,6 +7,7 @@ buffers with a fixed budget. Nothing here decides anything.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from flashwarp.errors import ClosedError
 from flashwarp.transfer import LinkBandwidth
 
 if TYPE_CHECKING:
-    from flashwarp.transfer import CopyEngine, StagingRing, Ticket
+    from flashwarp.transfer import CopyEngine, StagingBuffer, StagingRing, Ticket
 
 __all__ = ["LINKS", "Mover", "Pending", "Reader", "Writer"]
 
@@ -257,7 +258,7 @@ class Mover(endings.Closing):
                 self.moved("from storage", size, began_ns)
                 continue
             assert self._staging is not None
-            with _Lent(self._staging, self.timeout_s) as buffer:
+            with _lent(self._staging, self.timeout_s) as buffer:
                 reader.read_into(region, offset, host_view(buffer.address, size))
                 self.moved("from storage", size, began_ns)
                 for ticket in self._copies(address + offset, buffer, size, after):
@@ -330,7 +331,7 @@ class Mover(endings.Closing):
                 self.moved("within", size, began_ns)
                 continue
             assert self._staging is not None
-            with _Lent(self._staging, self.timeout_s) as buffer:
+            with _lent(self._staging, self.timeout_s) as buffer:
                 self._host_copy(buffer.address, source + offset, size)
                 self._copies(target + offset, buffer, size, ())[0].wait(self.timeout_s)
 
@@ -358,29 +359,34 @@ class Mover(endings.Closing):
     ) -> Iterator[tuple[int, memoryview]]:
         """Yield device memory in staging buffers; the next piece is copied while one is used."""
         assert self._staging is not None
-        ahead: list[tuple[int, int, _Lent, list[Ticket]]] = []
+        ahead: list[tuple[int, int, StagingBuffer, list[Ticket]]] = []
         try:
             for offset, size in pieces(nbytes, self._piece_bytes(on_host=False)):
-                lent = _Lent(self._staging, self.timeout_s)
-                ahead.append((offset, size, lent, []))
-                ahead[-1][3].extend(self._copies(lent.buffer, address + offset, size, after))
+                buffer = self._staging.try_acquire()
+                if buffer is None:
+                    # Nobody waits for a buffer who holds one: two who do wait for each other.
+                    if ahead:
+                        yield from self._arrived(ahead)
+                    buffer = self._staging.acquire(self.timeout_s)
+                ahead.append((offset, size, buffer, []))
+                ahead[-1][3].extend(self._copies(buffer, address + offset, size, after))
                 if len(ahead) == 2:
                     yield from self._arrived(ahead)
             while ahead:
                 yield from self._arrived(ahead)
         finally:
-            for _, _, lent, _ in ahead:
-                lent.release()
+            for _, _, buffer, _ in ahead:
+                buffer.release()
 
     def _arrived(
-        self, ahead: list[tuple[int, int, _Lent, list[Ticket]]]
+        self, ahead: list[tuple[int, int, StagingBuffer, list[Ticket]]]
     ) -> Iterator[tuple[int, memoryview]]:
-        offset, size, lent, tickets = ahead[0]
+        offset, size, buffer, tickets = ahead[0]
         for ticket in tickets:
             ticket.wait(self.timeout_s)
-        yield offset, host_view(lent.buffer.address, size)
+        yield offset, host_view(buffer.address, size)
         ahead.pop(0)
-        lent.release()
+        buffer.release()
 
     def _piece_bytes(self, on_host: bool) -> int:
         return _PIECE_BYTES if on_host or self._staging is None else self._staging.buffer_bytes
@@ -393,17 +399,10 @@ class Mover(endings.Closing):
             self.engine.close(self.timeout_s)
 
 
-class _Lent:
-    """A staging buffer that is given back at the end of a ``with`` statement."""
-
-    def __init__(self, ring: StagingRing, timeout_s: float) -> None:
-        self.buffer = ring.acquire(timeout_s)
-
-    def release(self) -> None:
-        self.buffer.release()
-
-    def __enter__(self) -> Any:
-        return self.buffer
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+@contextlib.contextmanager
+def _lent(ring: StagingRing, timeout_s: float) -> Iterator[StagingBuffer]:
+    buffer = ring.acquire(timeout_s)
+    try:
+        yield buffer
+    finally:
+        buffer.release()
