@@ -1,7 +1,6 @@
 #include "cuda/context.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <stdexcept>
@@ -152,7 +151,7 @@ thread_local std::vector<int> modes;
 class Context::Current {
  public:
   explicit Current(const Context& context) : driver_(context.driver_) {
-    if (getpid() != context.pid_) {
+    if (context.fork_.in_child()) {
       result_ = kForked;
       return;
     }
@@ -200,10 +199,10 @@ class Relaxed {
 
 }  // namespace
 
-Context::Context(Handle context) : driver_(driver()), context_(context), pid_(getpid()) {}
+Context::Context(Handle context) : driver_(driver()), context_(context) {}
 
 Result Context::enter() const {
-  if (getpid() != pid_) return kForked;
+  if (fork_.in_child()) return kForked;
   const Result result = driver_.ctx_push(context_);
   if (result != kSuccess) return result;
   int mode = kRelaxed;
@@ -255,10 +254,10 @@ Result Context::order_now(Handle before, Handle after, Handle event) const {
   Result result;
   if (idle(before, result)) return result;
   result = is_captured(after);
-  return result == kSuccess ? wait_now(before, {after}, event) : result;
+  return result == kSuccess ? wait_now(before, {&after, 1}, event) : result;
 }
 
-Result Context::wait_now(Handle before, const std::vector<Handle>& after, Handle event) const {
+Result Context::wait_now(Handle before, std::span<const Handle> after, Handle event) const {
   const std::lock_guard<std::mutex> lock(ordering_);
   Result result = driver_.event_record(event, before);
   for (const Handle each : after) {
@@ -267,7 +266,7 @@ Result Context::wait_now(Handle before, const std::vector<Handle>& after, Handle
   return result;
 }
 
-Result Context::launch_among(const std::vector<Handle>& others, bool both_ways, Handle event,
+Result Context::launch_among(std::span<const Handle> others, bool both_ways, Handle event,
                              Handle function, uint32_t blocks, uint32_t block_threads,
                              void** params, Handle stream) const {
   return Current(*this).then([&] {
@@ -278,7 +277,7 @@ Result Context::launch_among(const std::vector<Handle>& others, bool both_ways, 
     }
     const Relaxed relaxed(driver_);
     for (const Handle other : others) {
-      if (other != stream && !idle(other, result)) result = wait_now(other, {stream}, event);
+      if (other != stream && !idle(other, result)) result = wait_now(other, {&stream, 1}, event);
       if (result != kSuccess) return result;
     }
     result = driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
@@ -379,7 +378,7 @@ Result Context::copy(const std::vector<Handle>& others, Handle event,
     }
     const Relaxed relaxed(driver_);
     for (const Handle other : others) {
-      if (other != stream && !idle(other, result)) result = wait_now(other, {stream}, event);
+      if (other != stream && !idle(other, result)) result = wait_now(other, {&stream, 1}, event);
       if (result != kSuccess) return result;
     }
     if (begin != nullptr) result = driver_.event_record(begin, stream);

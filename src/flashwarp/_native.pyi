@@ -355,6 +355,43 @@ class CudaContext:
     def capture_call(self, stream: int, call: int, argument: int) -> int: ...
     def capture_count(self, stream: int, graphs: CudaGraphs) -> int: ...
 
+class Moved:
+    def __init__(self) -> None: ...
+    def add(self, rows: int) -> None: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+
+class TensorCalls:
+    def __init__(
+        self,
+        context: object,
+        own: int,
+        mark: int,
+        ordinal: int,
+        row_shape: Sequence[int],
+        row_bytes: int,
+        dtype_name: object | None,
+        launcher: object,
+        streams: object,
+        own_members_at: int,
+    ) -> None: ...
+    def follow(self, in_flight: object, lost: object) -> None: ...
+    def shut(self) -> None: ...
+    def gather(
+        self,
+        idx: object | None,
+        out: object | None,
+        stream: object | None,
+        changes: object,
+        end: object,
+    ) -> object: ...
+    def prefetch(
+        self, idx: object | None, stream: object | None, changes: object, end: object
+    ) -> bool: ...
+    def operands(self, idx: object | None, out: object | None, stream: object | None) -> object: ...
+
 class FaultyStorage(Storage):
     def __init__(
         self,

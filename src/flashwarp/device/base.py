@@ -65,6 +65,10 @@ class Launch(ABC):
         """
         raise NotImplementedError
 
+    def refuse(self, result: int, stream: int) -> None:
+        """Raise why the driver has refused it on a GPU's stream."""
+        raise NotImplementedError
+
     def append_after(
         self,
         arguments: tuple[bytes, ...],
@@ -470,10 +474,6 @@ class Device(endings.Closing, ABC):
 
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         """Wait until one of these events is done, but no longer than this. Raises nothing."""
-
-    def soon_done(self, stream: int) -> bool:
-        """Return whether a GPU's stream is done, waiting a little. It must be in no capture."""
-        raise NotImplementedError
 
     def end_calls(self, queues: list[Any]) -> int:
         """End the asynchronous calls of a GPU that are over and need nothing more; see `Calls`.

@@ -245,6 +245,11 @@ class CudaDevice(Device):
         handle = self._stream.handle if stream is None else stream
         self.context.wait_for_word(address, handle)
 
+    @property
+    def launching(self) -> tuple[_native.CudaContext, int, int, int]:
+        """What the extension launches with: the driver's calls, own stream, mark and ordinal."""
+        return self.context.calls, self._stream.handle, self._mark, self.context.ordinal
+
     # Captures.
 
     def capture(self, stream: object) -> int | None:
@@ -302,9 +307,6 @@ class CudaDevice(Device):
             return
         done = functools.partial(self.context.stream_done, handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
-
-    def soon_done(self, stream: int) -> bool:
-        return self.context.poll(stream, _POLL_S)
 
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
@@ -369,12 +371,16 @@ class CudaDevice(Device):
 
 
 class _CudaLaunch(Launch):
+    # For the extension: the kernel, and its blocks and their threads.
+    size: tuple[int, int, int]
+
     def __init__(
         self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
     ) -> None:
         self._device = device
         self._context = device.context
         self._size = kernel, blocks, block_threads
+        self.size = kernel.handle, blocks, block_threads
         self._own = (device._stream.handle,)
 
     def __call__(
@@ -392,6 +398,9 @@ class _CudaLaunch(Launch):
             self._context.launch(*self._size, arguments, handle)
         else:
             self.append_after((*arguments,), (), handle, end)
+
+    def refuse(self, result: int, stream: int) -> None:
+        self._context.refuse_launch(result, *self._size, stream)
 
     def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
         if not self._size[1]:
