@@ -89,6 +89,14 @@ bool Torch::describe_by_attributes(nb::handle tensor, Tensor& seen) const {
   return true;
 }
 
+bool Torch::is_initialized() {
+  if (!tensor_type_) find();
+  if (!initialized_ && tensor_type_) {
+    initialized_ = nb::cast<bool>(module_.attr("cuda").attr("is_initialized")());
+  }
+  return initialized_;
+}
+
 uintptr_t Torch::current_stream(int ordinal) const {
   void* stream = nullptr;
   if (exchange_ != nullptr) {

@@ -31,6 +31,8 @@ class Torch {
   bool is_tensor(nb::handle object);
   // False if it is not dense, not on a GPU, or has very many axes. Only for what `is_tensor` is.
   bool describe(nb::handle tensor, Tensor& seen) const;
+  // Whether torch uses GPUs.
+  bool is_initialized();
   // The stream on which torch runs now.
   uintptr_t current_stream(int ordinal) const;
   // torch's dtype of this name, or none; and how `Tensor` has it.
@@ -47,6 +49,7 @@ class Torch {
 
   nb::object module_, tensor_type_;
   const Exchange* exchange_ = nullptr;
+  bool initialized_ = false;
 };
 
 }  // namespace fw::native

@@ -363,13 +363,13 @@ class Moved:
     @property
     def rows(self) -> int: ...
 
+class Launching:
+    def __init__(self, context: object, own: int, mark: int, ordinal: int) -> None: ...
+
 class TensorCalls:
     def __init__(
         self,
-        context: object,
-        own: int,
-        mark: int,
-        ordinal: int,
+        launching: Launching,
         row_shape: Sequence[int],
         row_bytes: int,
         dtype_name: object | None,
@@ -391,6 +391,26 @@ class TensorCalls:
         self, idx: object | None, stream: object | None, changes: object, end: object
     ) -> bool: ...
     def operands(self, idx: object | None, out: object | None, stream: object | None) -> object: ...
+
+class KernelCalls:
+    def __init__(
+        self, device: object, launching: Launching, params: Sequence[tuple[str, int]]
+    ) -> None: ...
+    def launch(
+        self,
+        arguments: tuple[object, ...],
+        warps: object | None,
+        block_threads: object,
+        stream: object | None,
+    ) -> bool: ...
+    def learn(
+        self,
+        arguments: tuple[object, ...],
+        packed: tuple[object, ...],
+        warps: object | None,
+        block_threads: object,
+        prepared: object,
+    ) -> None: ...
 
 class FaultyStorage(Storage):
     def __init__(

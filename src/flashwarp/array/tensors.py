@@ -16,17 +16,17 @@ __all__ = ["tensor_calls"]
 
 
 def tensor_calls(launcher: Launcher, streams: set[int]) -> _native.TensorCalls | None:
-    """Return the short way of an array; None if it is on the CPU device, or has no rows.
+    """Return the short way of an array; None on the CPU device.
 
     `streams` has the streams on which the array may have work; those of calls are added.
     """
     device, rows = launcher.volume.cache.device, launcher.format
-    if not isinstance(device, CudaDevice) or not rows.shape:
+    if not isinstance(device, CudaDevice):
         return None
     return _native.TensorCalls(
-        *device.launching,
+        device.launching,
         row_shape=list(rows.row_shape),
-        row_bytes=rows.row_bytes,
+        row_bytes=rows.row_bytes if rows.shape else 0,  # none goes the short way
         dtype_name=rows.dtype.name if rows.dtype.isnative else None,
         launcher=launcher,
         streams=streams,

@@ -4,6 +4,7 @@
 # ruff: noqa: ARG002, D102
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -246,9 +247,10 @@ class CudaDevice(Device):
         self.context.wait_for_word(address, handle)
 
     @property
-    def launching(self) -> tuple[_native.CudaContext, int, int, int]:
-        """What the extension launches with: the driver's calls, own stream, mark and ordinal."""
-        return self.context.calls, self._stream.handle, self._mark, self.context.ordinal
+    def launching(self) -> _native.Launching:
+        """What the extension launches with."""
+        own, mark = self._stream.handle, self._mark
+        return _native.Launching(self.context.calls, own, mark, self.context.ordinal)
 
     # Captures.
 
@@ -290,6 +292,8 @@ class CudaDevice(Device):
                 return Stream(raw(self.ordinal))
             return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy" and module is not None:
+            with contextlib.suppress(TypeError):  # of older versions, which take no device
+                return Stream(int(module.cuda.get_current_stream(self.ordinal).ptr))
             with module.cuda.Device(self.ordinal):
                 return Stream(int(module.cuda.get_current_stream().ptr))
         return self._stream
