@@ -97,7 +97,7 @@ bool pack_integer(const Param& param, nb::handle argument, uint8_t* place) {
 
 bool pack_float(const Param& param, nb::handle argument, uint8_t* place) {
   if (!PyFloat_CheckExact(argument.ptr())) return false;
-  const double value = PyFloat_AS_DOUBLE(argument.ptr());
+  const double value = PyFloat_AsDouble(argument.ptr());
   if (param.nbytes == sizeof(double)) return store(place, value);
   const float narrow = float(value);
   return !(std::isinf(narrow) && !std::isinf(value)) && store(place, narrow);
@@ -210,10 +210,10 @@ class KernelCalls {
         break;
     }
     if (!PyBytes_CheckExact(argument.ptr()) ||
-        size_t(PyBytes_GET_SIZE(argument.ptr())) != param.nbytes) {
+        size_t(PyBytes_Size(argument.ptr())) != param.nbytes) {
       return false;
     }
-    std::memcpy(place, PyBytes_AS_STRING(argument.ptr()), param.nbytes);
+    std::memcpy(place, PyBytes_AsString(argument.ptr()), param.nbytes);
     return true;
   }
 

@@ -36,9 +36,9 @@ constexpr const char* kNames[] = {"gather", "prefetch"};
 
 // Returns whether the set had it.
 bool add(nb::handle set, nb::handle value) {
-  const Py_ssize_t before = PySet_GET_SIZE(set.ptr());
+  const Py_ssize_t before = PySet_Size(set.ptr());
   if (PySet_Add(set.ptr(), value.ptr()) != 0) throw nb::python_error();
-  return PySet_GET_SIZE(set.ptr()) == before;
+  return PySet_Size(set.ptr()) == before;
 }
 
 uint64_t next_number() {

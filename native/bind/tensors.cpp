@@ -122,7 +122,7 @@ uint64_t Torch::dtype(nb::handle torch_dtype) const {
 nb::object Torch::empty(const int64_t* shape, int axes, nb::handle dtype, nb::handle like) const {
   const nb::object lengths = nb::steal(PyTuple_New(axes));
   for (int i = 0; i < axes; ++i) {
-    PyTuple_SET_ITEM(lengths.ptr(), i, PyLong_FromLongLong(shape[i]));
+    PyTuple_SetItem(lengths.ptr(), i, PyLong_FromLongLong(shape[i]));
   }
   return module_.attr("empty")(lengths, nb::arg("dtype") = dtype,
                                nb::arg("device") = like.attr("device"));
