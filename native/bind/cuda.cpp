@@ -197,6 +197,10 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__", [](Context* self, uintptr_t context) { new (self) Context(handle(context)); },
           nb::arg("context"))
+      .def(
+          "set_own", [](Context& context, uintptr_t stream) { context.set_own(handle(stream)); },
+          nb::arg("stream"))
+      .def("note_own", &Context::note_own, nb::arg("always"))
       .def("enter", &Context::enter)
       .def("exit", &Context::exit)
       .def("launch", &launch, nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"),

@@ -57,6 +57,11 @@ class Context {
   // Throws std::runtime_error if the driver, or one of the calls, is not there.
   explicit Context(Handle context);
 
+  // Names the library's own stream. Work waits for it only after calls that have used it.
+  void set_own(Handle stream);
+  // Says that others have queued work on the own stream; with `always` they may do so at any time.
+  void note_own(bool always) const;
+
   // Makes the context current until `exit`, and lets this thread call what would otherwise break a
   // capture on another stream. The calls nest.
   Result enter() const;
@@ -111,6 +116,7 @@ class Context {
  private:
   class Current;
 
+  void used(Handle stream) const;
   bool idle(Handle stream, Result& result) const;
   Result is_captured(Handle stream) const;
   // Makes streams wait for the present work on one, whatever they are.
@@ -121,6 +127,11 @@ class Context {
   const Driver& driver_;
   Handle context_;
   ForkGuard fork_;
+  Handle own_ = nullptr;
+  // Work was queued on the own stream so many times. It was done after so many: the stream is idle
+  // while these are equal. Asking the driver takes half as long as a launch.
+  mutable std::atomic<uint64_t> own_uses_{0}, own_done_{0};
+  mutable std::atomic<bool> own_shared_{false};
   // Another thread must not record the event of `order` between its record and the wait for it.
   mutable std::mutex ordering_;
 };

@@ -442,7 +442,15 @@ class Device(endings.Closing, ABC):
 
     @abstractmethod
     def default_stream(self) -> Stream:
-        """Return the library's own stream, which does not wait for the legacy default stream."""
+        """Return the library's own stream, which does not wait for the legacy default stream.
+
+        Calls on other streams come after what is queued on it. They look for that from now on at
+        every call, because others may queue work there: who only waits for it asks `own_stream`.
+        """
+
+    def own_stream(self) -> int:
+        """Return the handle of the library's own stream, to wait for it."""
+        return 0
 
     @abstractmethod
     def create_stream(self) -> OwnedStream:
@@ -489,7 +497,7 @@ class Device(endings.Closing, ABC):
 
     def view(self, array: object) -> ArrayView:
         """Describe `array`. A DLPack producer on a GPU finishes before our stream goes on."""
-        return view(array, stream=self.default_stream())
+        return view(array, stream=self.own_stream())
 
     # The end.
 

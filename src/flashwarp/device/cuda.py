@@ -18,7 +18,7 @@ from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
-from flashwarp.device.foreign import Stream, stream_handle
+from flashwarp.device.foreign import ArrayView, Stream, stream_handle
 from flashwarp.device.memory import (
     DeviceMemory,
     MemoryInfo,
@@ -73,6 +73,7 @@ class CudaDevice(Device):
         with saying_if_slow(_log, "opening %s", self.name):
             self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
+        self.context.calls.set_own(self._stream.handle)
         self.warps_at_once = self.context.multiprocessors * 8
         # Marks the end of a stream for as long as `order` needs it.
         self._mark = self.context.create_event(timing=False)
@@ -277,7 +278,17 @@ class CudaDevice(Device):
         return self._stream.handle if stream is None else stream_handle(stream)
 
     def default_stream(self) -> Stream:
+        self.context.calls.note_own(always=True)
         return self._stream
+
+    def own_stream(self) -> int:
+        return self._stream.handle
+
+    def view(self, array: object) -> ArrayView:
+        seen = super().view(array)
+        if seen.library not in ("numpy", "torch"):
+            self.context.calls.note_own(always=False)  # its producer may wait there
+        return seen
 
     def create_stream(self) -> OwnedStream:
         handle = self.context.create_stream()

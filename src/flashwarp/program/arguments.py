@@ -47,7 +47,7 @@ class Launch:
 
     def view(self, array: object) -> ArrayView:
         """Describe an argument, and note the streams that may use it."""
-        run = self.device.default_stream() if self.stream is None else self.stream
+        run = self.device.own_stream() if self.stream is None else self.stream
         seen = devices.view(array, stream=run)
         if seen.device_kind == "cuda":
             neighbour = self.device.current_stream(seen.library)
