@@ -205,7 +205,7 @@ def add_training(report: Report, device: Device, folder: Path, nbytes: int) -> N
         finish(device)
 
     def steps(more: Callable[[], bool]) -> list[float]:
-        found = []
+        found: list[float] = []
         began = time.perf_counter()
         while not found or (more() and time.perf_counter() - began < _TRAINING_S):
             found.append(wall_seconds(step))
@@ -282,7 +282,7 @@ def add_durable(
 def add_checksums(report: Report, folder: Path, nbytes: int, runs: int) -> None:
     """Add the rate of writing a version with checksums, beside the same without."""
     buffer = np.frombuffer(np.random.default_rng(1).bytes(1 << 20) * (nbytes >> 20), np.uint8)
-    source = memoryview(buffer)
+    source = memoryview(buffer.data)
     piece = 16 << 20
     numbers = count()
     with Directory(folder / "checksums") as directory:
