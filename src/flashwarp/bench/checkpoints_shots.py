@@ -7,6 +7,7 @@ calls block their caller and its stream; each rate is the bytes over this time.
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,10 +124,20 @@ def limited_mover(links: Links) -> type[Mover]:
         "from storage": links.reads,
     }
 
+    busy_until_ns = dict.fromkeys(rates, 0.0)
+    lock = threading.Lock()
+
+    def take(link: str, nbytes: int, began_ns: int) -> None:
+        """Sleep until a link, which transfers share one after the other, has moved the bytes."""
+        with lock:
+            end_ns = max(began_ns, busy_until_ns[link]) + nbytes / rates[link] * 1e9
+            busy_until_ns[link] = end_ns
+        time.sleep(max(0.0, (end_ns - time.monotonic_ns()) / 1e9))
+
     class Limited(Mover):
         def moved(self, link: str, nbytes: int, began_ns: int) -> None:
             if link in rates:
-                _sleep_until(began_ns + nbytes / rates[link] * 1e9)
+                take(link, nbytes, began_ns)
             super().moved(link, nbytes, began_ns)
 
         def deliver(self, tier: Tier, entry: Entry, targets: list[Bytes]) -> Pending:
@@ -134,14 +145,10 @@ def limited_mover(links: Links) -> type[Mover]:
             pending = super().deliver(tier, entry, targets)
             if tier.name == "host":  # over the link of a GPU, as a restore from there is
                 nbytes = sum(each.region.nbytes for each in targets)
-                _sleep_until(began_ns + nbytes / rates["up"] * 1e9)
+                take("up", nbytes, began_ns)
             return pending
 
     return Limited
-
-
-def _sleep_until(end_ns: float) -> None:
-    time.sleep(max(0.0, (end_ns - time.monotonic_ns()) / 1e9))
 
 
 def order_of(name: str, steps: int) -> list[int]:

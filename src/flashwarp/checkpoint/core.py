@@ -278,13 +278,14 @@ class Core:
         tier.refresh_flushes(self.now_ns())
         self.wake("flush")
 
-    def refresh(self, key: Key) -> None:
-        """Tell the tiers about a hint for a version, or its end."""
+    def refresh(self, key: Key, *, wake: bool = True) -> None:
+        """Tell the tiers about a hint for a version, or its end, and wake prefetches."""
         entry = self.entries.get(key)
         for tier in self.tiers:
             if entry is not None and entry in tier.lives:
                 tier.refresh(entry, self.now_ns())
-        self.wake("prefetch")
+        if wake:
+            self.wake("prefetch")
 
     def give_up_hint(self, key: Key) -> None:
         """Unpin a version whose hint restores have passed by."""
