@@ -63,6 +63,7 @@ SMALL = {
         "state": "1 MiB",
         "runs": 1,
         "limit": False,
+        "nodes": "1,3",
     },
 }
 """Options for a run of a second."""

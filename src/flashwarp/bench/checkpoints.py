@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from flashwarp.bench import checkpoints_nodes as many
 from flashwarp.bench import checkpoints_others as others
 from flashwarp.bench import checkpoints_shots as shots
 from flashwarp.bench import checkpoints_state as one
@@ -23,9 +24,9 @@ from flashwarp.probe.timing import median_of
 
 __all__ = ["run"]
 
-_PARTS = ("shots", "saved", "training", "durable", "checksums", "decision", "others")
+_PARTS = ("decision", "saved", "training", "durable", "checksums", "shots", "others", "nodes")
 _WAITS = ("no", "yes")
-_DISK_BYTES_MAX = 4 << 30
+_DISK_BYTES_MAX = 2 << 30
 
 
 def run(
@@ -45,6 +46,8 @@ def run(
     state: Annotated[str, "Bytes of the one large state."] = "64 MiB",
     runs: Annotated[int, "Runs of each short measurement; the median counts."] = 5,
     limit: Annotated[bool, "Limit the links on the CPU device, to the paper's times."] = True,
+    nodes: Annotated[str, "Nodes to simulate."] = "1,10,100,1000",
+    figures: Annotated[str, "Record of this benchmark whose links nodes have; this run's."] = "",
 ) -> Report:
     """Write and restore histories and one large state, beside plain copies and other libraries."""
     where = resolve(device)
@@ -61,7 +64,7 @@ def run(
             "state_bytes": state_bytes,
             "eviction": eviction,
         },
-        seeds={"sizes": 1, "irregular order": 2, "contents of files": 1},
+        seeds={"sizes": 1, "irregular order": 2, "contents of files": 1, "nodes": 3},
     )
     disk = Disk.measure(folder, min(max(state_bytes, total), _DISK_BYTES_MAX))
     links = _links(where, disk, total // steps)
@@ -77,8 +80,7 @@ def run(
     if "training" in wanted and where.kind == "cuda":
         one.add_training(report, where, folder, state_bytes)
     if "durable" in wanted:
-        for versions in (1, 16):
-            one.add_durable(report, where, folder, state_bytes, versions, disk.writes)
+        one.add_durable(report, where, folder, state_bytes, (1, 16), disk)
     if "checksums" in wanted:
         one.add_checksums(report, folder, min(state_bytes, 1 << 30), 3)
     if "shots" in wanted:
@@ -100,6 +102,12 @@ def run(
     if "others" in wanted:
         lengths = shots.sizes_of("uniform", steps, total, 0)
         others.add_shot(report, where, folder, lengths, links)
+    if "nodes" in wanted:
+        links = many.links_of(figures) if figures else links
+        slots = max(1, steps // 12), max(1, steps * 8 // 12)
+        interval_s = float(intervals_ms.split(",")[0]) / 1e3
+        node = many.Node(links, total // steps, steps, slots, interval_s)
+        many.add_nodes(report, node, [integer("nodes", int(each), 1) for each in nodes.split(",")])
     return report
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 __all__ = ["Disk"]
 
-_TRANSFER_BYTES = 4 << 20
+_WAYS = ((4 << 20, 4), (16 << 20, 4), (16 << 20, 1))
+"""Bytes of a transfer, and how many at a time."""
 
 
 @dataclass(frozen=True)
@@ -23,25 +24,29 @@ class Disk:
     writes: float
     reads: float
 
+    def best(self, other: Disk) -> Disk:
+        """Return the better of each rate: a disk may be slower at one time than at another."""
+        return Disk(max(self.writes, other.writes), max(self.reads, other.reads))
+
     @staticmethod
     def measure(folder: Path, nbytes: int) -> Disk:
-        """Write a file past the page cache until it is durable, and read it; best of two depths."""
+        """Write a file past the page cache until it is durable, and read it, in the best way."""
         path = folder / "ceiling"
         try:
-            writes = max(_rate(path, nbytes, depth, write=True) for depth in (2, 8))
-            reads = max(_rate(path, nbytes, depth, write=False) for depth in (2, 8))
+            writes = max(_rate(path, nbytes, *way, write=True) for way in _WAYS)
+            reads = max(_rate(path, nbytes, *way, write=False) for way in _WAYS)
         finally:
             path.unlink(missing_ok=True)
         return Disk(writes, reads)
 
 
-def _rate(path: Path, nbytes: int, depth: int, *, write: bool) -> float:
+def _rate(path: Path, nbytes: int, size: int, depth: int, *, write: bool) -> float:
     mode = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if write else 0)
     try:
         descriptor = os.open(path, mode | os.O_DIRECT)
     except OSError:  # a file system without it
         descriptor = os.open(path, mode)
-    size = min(_TRANSFER_BYTES, max(nbytes // depth // 4096 * 4096, 4096))
+    size = min(size, max(nbytes // depth // 4096 * 4096, 4096))
     places = range(0, max(nbytes - size, 0) + 1, size)
     # Anonymous mappings are page-aligned. Random, so that nothing on the way compresses them.
     buffers = [mmap.mmap(-1, size) for _ in range(depth)]

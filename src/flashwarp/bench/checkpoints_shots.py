@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import flashwarp as fw
-from flashwarp.bench.checkpoints_state import VALUES, blocked, ends_are, finish, new_array
+from flashwarp.bench.checkpoints_state import (
+    VALUES,
+    blocked,
+    ends_are,
+    finish,
+    new_array,
+    wait_until_pinned,
+)
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.mover import Mover, Pending
 from flashwarp.checkpoint.report import CheckpointStats
@@ -46,7 +53,6 @@ HINTS = ("none", "single", "all")
 SIZES = ("uniform", "variable")
 
 PAPER_SNAPSHOT_BYTES = 128 << 20
-_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -252,7 +258,7 @@ def add_shots(
         place = folder / f"shot{number}"
         made = fw.Checkpointer(place, device, *caches, config=config)
         try:
-            _wait_until_pinned(made, sum(caches))
+            wait_until_pinned(made, sum(caches))
             shot = shoot(made, device, lengths, plan)
         finally:
             made.close(drain=False)
@@ -261,15 +267,6 @@ def add_shots(
             plain = plan, shot
         same = plain is not None and str(plain[0]).partition(", hints")[0] in str(plan)
         _add(report, plan, shot, lengths, caches, links, plain[1] if plain and same else None)
-
-
-def _wait_until_pinned(made: fw.Checkpointer, nbytes: int) -> None:
-    """Wait for the whole host cache: how fast it grows is measured elsewhere."""
-    until = time.monotonic() + _LIMIT_S
-    while sum(made.stats.cache_bytes.values()) < nbytes * 0.99 - 8192:
-        if time.monotonic() > until:
-            return
-        time.sleep(0.01)
 
 
 def least_seconds(

@@ -208,6 +208,8 @@ class System:
         for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.storing)
             prefetcher = Prefetcher(core, tier, below, self.storing)
+            if below is not None:
+                below.above = tier
             for number in range(FLUSH_THREADS if below is None else 1):
                 self._workers.append(
                     Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
