@@ -7,7 +7,9 @@ The other parts save one large state, and measure what a checkpoint is made of.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +49,7 @@ def run(
     state: Annotated[str, "Bytes of the one large state."] = "64 MiB",
     runs: Annotated[int, "Runs of each short measurement; the median counts."] = 5,
     limit: Annotated[bool, "Limit the links on the CPU device, to the paper's times."] = True,
+    seconds: Annotated[float, "Leave out what would begin later."] = 3600,
     nodes: Annotated[str, "Nodes to simulate."] = "1,10,100,1000",
     figures: Annotated[str, "Record of this benchmark whose links nodes have; this run's."] = "",
 ) -> Report:
@@ -72,20 +75,24 @@ def run(
     disk = Disk.measure(folder, min(max(state_bytes, total), most))
     links = _links(where, disk, total // steps)
     report.settings["measured_bytes_per_s"] = vars(links)
+    late = _Late(seconds)
+    saved_s = 0.0
     if "decision" in wanted:
         one.add_decision(report, runs)
     if "saved" in wanted:
         saved_s = one.add_saved(report, where, folder, state_bytes, runs)
         if "others" in wanted:
-            others.add_state(report, where, folder, state_bytes, saved_s)
+            others.add_state(report, where, folder, state_bytes, saved_s, late, others.WAYS[:1])
         if where.kind == "cuda":
             one.add_overlapped(report, where, folder, state_bytes)
+    if "durable" in wanted:
+        disk = one.add_durable(report, where, folder, state_bytes, (1, 16), disk)
+        links = replace(links, writes=disk.writes, reads=disk.reads)
+        report.settings["measured_bytes_per_s"] = vars(links)
+    if "checksums" in wanted:
+        one.add_checksums(report, folder, min(state_bytes, 512 << 20), 3)
     if "training" in wanted and where.kind == "cuda":
         one.add_training(report, where, folder, state_bytes)
-    if "durable" in wanted:
-        one.add_durable(report, where, folder, state_bytes, (1, 16), disk)
-    if "checksums" in wanted:
-        one.add_checksums(report, folder, min(state_bytes, 1 << 30), 3)
     if "shots" in wanted:
         if limited:
             links = _of_paper(links, total // steps)
@@ -100,11 +107,16 @@ def run(
             _named("hints", hints, shots.HINTS),
         )
         shots.add_shots(
-            report, where, folder, total, steps, plans, eviction, links, limited=limited
+            report, where, folder, total, steps, plans, eviction, links, limited=limited, late=late
         )
     if "others" in wanted:
         lengths = shots.sizes_of("uniform", steps, total, 0)
-        others.add_shot(report, where, folder, lengths, links)
+        if late():
+            others.absent(report, "shots by other libraries", "no time was left")
+        else:
+            others.add_shot(report, where, folder, lengths, links)
+        if saved_s:
+            others.add_state(report, where, folder, state_bytes, saved_s, late, others.WAYS[1:])
     if "nodes" in wanted:
         links = many.links_of(figures) if figures else links
         slots = max(1, steps // 12), max(1, steps * 8 // 12)
@@ -112,6 +124,16 @@ def run(
         node = many.Node(links, total // steps, steps, slots, interval_s)
         many.add_nodes(report, node, [integer("nodes", int(each), 1) for each in nodes.split(",")])
     return report
+
+
+class _Late:
+    """Says whether so many seconds have passed since it was made."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def __call__(self) -> bool:
+        return time.monotonic() > self._until
 
 
 def _links(device: Device, disk: Disk, nbytes: int) -> Links:

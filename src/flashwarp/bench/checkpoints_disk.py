@@ -13,7 +13,7 @@ import numpy as np
 
 __all__ = ["Disk"]
 
-_WAYS = ((4 << 20, 4), (16 << 20, 4), (16 << 20, 1))
+_WAYS = ((16 << 20, 4), (16 << 20, 1))
 """Bytes of a transfer, and how many at a time."""
 
 

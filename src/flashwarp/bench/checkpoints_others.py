@@ -8,7 +8,7 @@ import importlib.util
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,49 +21,11 @@ from flashwarp.device import Device
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import wall_seconds
 
-__all__ = ["add_shot", "add_state"]
+__all__ = ["WAYS", "absent", "add_shot", "add_state"]
 
 _ABSENT = {"orbax.checkpoint": "orbax", "adios2": "ADIOS2"}
 _INTERVAL_S = 0.01
 _MANAGED_SHARE = 0.25
-
-
-def add_state(report: Report, device: Device, folder: Path, nbytes: int, saved_s: float) -> None:
-    """Add what other libraries block to save one state."""
-    if not _has(report, "torch"):
-        return
-    state = new_array(device, nbytes)
-    torch: Any = importlib.import_module("torch")
-    tensor = torch.as_tensor(state)
-    ways: dict[str, Callable[[Path], float]] = {
-        "torch.save": partial(_torch_save, device, tensor),
-        "dcp.async_save, a thread": partial(_async_save, device, tensor, "thread"),
-        "dcp.async_save, a process and pinned memory": partial(
-            _async_save, device, tensor, "process"
-        ),
-    }
-    for number, (name, save) in enumerate(ways.items()):
-        place = folder / f"other{number}"
-        try:
-            seconds = save(place)
-        except Exception as error:  # of a library that this one does not control
-            _absent(report, name, f"{type(error).__name__}: {str(error)[:200]}")
-            continue
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-            place.unlink(missing_ok=True)
-        report.add(
-            Row(
-                f"a state saved, beside {name}",
-                nbytes / saved_s / 1e9,
-                "GB/s",
-                name,
-                nbytes / seconds / 1e9,
-                target=100.0 if "a thread" in name else 0.0,
-                note=f"it blocks {seconds:.3f} s, and a checkpoint {saved_s * 1e3:.3f} ms",
-                footprint=nbytes,
-            )
-        )
 
 
 def _torch_save(device: Device, tensor: Any, path: Path) -> float:
@@ -71,7 +33,7 @@ def _torch_save(device: Device, tensor: Any, path: Path) -> float:
     return blocked(device, lambda: torch.save({"state": tensor}, path))
 
 
-def _async_save(device: Device, tensor: Any, kind: str, path: Path) -> float:
+def _async_save(kind: str, device: Device, tensor: Any, path: Path) -> float:
     """Return what a save blocks; in a process, the second, since the first one starts it."""
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     saver: Any = importlib.import_module("torch.distributed.checkpoint.state_dict_saver")
@@ -115,6 +77,58 @@ def _one_rank() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+_SAVES: dict[str, Callable[[Device, Any, Path], float]] = {
+    "dcp.async_save, a thread": partial(_async_save, "thread"),
+    "torch.save": _torch_save,
+    "dcp.async_save, a process and pinned memory": partial(_async_save, "process"),
+}
+WAYS = tuple(_SAVES)
+"""How else one state is saved."""
+
+
+def add_state(
+    report: Report,
+    device: Device,
+    folder: Path,
+    nbytes: int,
+    saved_s: float,
+    late: Callable[[], bool],
+    names: Sequence[str],
+) -> None:
+    """Add what some of `WAYS` block to save one state."""
+    if not _has(report, "torch"):
+        return
+    state = new_array(device, nbytes)
+    torch: Any = importlib.import_module("torch")
+    tensor = torch.as_tensor(state)
+    for number, name in enumerate(names):
+        save = _SAVES[name]
+        if late():
+            absent(report, name, "no time was left")
+            continue
+        place = folder / f"other{number}"
+        try:
+            seconds = save(device, tensor, place)
+        except Exception as error:  # of a library that this one does not control
+            absent(report, name, f"{type(error).__name__}: {str(error)[:200]}")
+            continue
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+            place.unlink(missing_ok=True)
+        report.add(
+            Row(
+                f"a state saved, beside {name}",
+                nbytes / saved_s / 1e9,
+                "GB/s",
+                name,
+                nbytes / seconds / 1e9,
+                target=100.0 if "a thread" in name else 0.0,
+                note=f"it blocks {seconds:.3f} s, and a checkpoint {saved_s * 1e3:.3f} ms",
+                footprint=nbytes,
+            )
+        )
+
+
 def add_shot(
     report: Report, device: Device, folder: Path, lengths: NDArray[Any], links: Links
 ) -> None:
@@ -127,7 +141,7 @@ def add_shot(
         try:
             _add_managed(report, device, lengths, links)
         except Exception as error:  # of a library that this one does not control
-            _absent(report, "managed memory", f"{type(error).__name__}: {str(error)[:200]}")
+            absent(report, "managed memory", f"{type(error).__name__}: {str(error)[:200]}")
 
 
 def _add_torch_load(
@@ -178,7 +192,7 @@ def _add_managed(report: Report, device: Device, lengths: NDArray[Any], links: L
     total = int(lengths.sum())
     free = device.memory_info().free_bytes
     if total > free * _MANAGED_SHARE:
-        _absent(report, "managed memory", f"{total} bytes exceed a quarter of {free} free bytes")
+        absent(report, "managed memory", f"{total} bytes exceed a quarter of {free} free bytes")
         return
     runtime = cupy.cuda.runtime
     advise_location = runtime.cudaMemAdviseSetPreferredLocation
@@ -245,10 +259,11 @@ def _has(report: Report, module: str, name: str = "") -> bool:
     except ImportError:  # of a package that it is in
         found = False
     if not found:
-        _absent(report, name or module, "not installed")
+        absent(report, name or module, "not installed")
     return found
 
 
-def _absent(report: Report, name: str, why: str) -> None:
+def absent(report: Report, name: str, why: str) -> None:
+    """Note what was not measured."""
     report.settings.setdefault("left out", {})[name] = why
     print(f"left out: {name}: {why}", flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -243,10 +243,14 @@ def add_shots(
     links: Links,
     *,
     limited: bool,
+    late: Callable[[], bool],
 ) -> None:
-    """Run shots, and add what each restored and how long it took."""
+    """Run shots until it is late, and add what each restored and how long it took."""
     plain: tuple[Plan, Shot] | None = None
     for number, plan in enumerate(wanted):
+        if late():
+            report.settings.setdefault("left out", {})[str(plan)] = "no time was left"
+            continue
         lengths = sizes_of(plan.sizes, steps, total, plan.sigma)
         caches = (int(total * plan.cache / 12), int(total * plan.cache * 8 / 12))
         config = {

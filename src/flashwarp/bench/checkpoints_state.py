@@ -256,10 +256,11 @@ def add_training(report: Report, device: Device, folder: Path, nbytes: int) -> N
 
 def add_durable(
     report: Report, device: Device, folder: Path, nbytes: int, counts: Sequence[int], disk: Disk
-) -> None:
-    """Add the rates at which a state becomes durable, in one version or in several."""
+) -> Disk:
+    """Add the rates at which a state becomes durable; return the best that the disk gave."""
     found = [(versions, *_durable(device, folder, nbytes, versions)) for versions in counts]
     after = Disk.measure(folder, min(nbytes, 2 << 30))
+    best = disk.best(after)
     for versions, rate, right in found:
         report.add(
             Row(
@@ -267,7 +268,7 @@ def add_durable(
                 rate / 1e9,
                 "GB/s",
                 "the disk's writes",
-                disk.best(after).writes / 1e9,
+                best.writes / 1e9,
                 target=0.90,
                 checked=right,
                 note=f"{nbytes} bytes, from the first call to the last commit; the disk wrote "
@@ -275,6 +276,7 @@ def add_durable(
                 footprint=nbytes,
             )
         )
+    return best
 
 
 def _durable(device: Device, folder: Path, nbytes: int, versions: int) -> tuple[float, bool]:
