@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +35,14 @@ host, back, and those of storage."""
 
 _PIECE_BYTES = 16 << 20
 """Largest piece between two looks at whether a copy is still wanted."""
+
+_WRITE_BYTES = 8 << 20
+_WRITES = 4
+"""Pieces of host memory that are written to storage, and how many at a time: one at a time leaves
+the disk idle between two of them."""
+
+_POOLED_BYTES_MIN = 1 << 20
+"""A smaller piece is written before another thread has begun to."""
 
 _LINK_BYTES_MIN = 64 << 10
 """Smaller copies say more about the latency of a link than about its bandwidth."""
@@ -103,6 +113,7 @@ class Mover(endings.Closing):
         self.engine: CopyEngine | None = None
         self._staging: StagingRing | None = None
         self._seams: list[tuple[int, int, int]] = []
+        self._pool = ThreadPoolExecutor(_WRITES, "flashwarp-checkpoint-write")
         if device.kind == "cuda":
             from flashwarp.transfer import CopyEngine, Direction, StagingRing
 
@@ -181,40 +192,60 @@ class Mover(endings.Closing):
     ) -> bool:
         """Write a block to storage; return False if it was given up because it is not wanted."""
         base = tier.block(entry)
-        for region in entry.regions:
-            address = base + entry.offsets[region.name]
-            if not self._store(region, address, tier.on_host, (), writer, wanted):
-                return False
-        return True
+        blocks = [(region, base + entry.offsets[region.name]) for region in entry.regions]
+        if tier.on_host:
+            return self._store_host(blocks, writer, wanted)
+        return all(self._store_staged(*block, (), writer, wanted) for block in blocks)
 
     def store_arrays(self, sources: list[Bytes], writer: Writer) -> None:
         """Write a user's arrays to storage."""
         for source in sources:
-            self._store(
-                source.region,
-                source.address,
-                not source.on_device,
-                source.stream,
-                writer,
-                lambda: True,
-            )
+            region, address = source.region, source.address
+            if source.on_device:
+                self._store_staged(region, address, source.stream, writer, lambda: True)
+            else:
+                self._store_host([(region, address)], writer, lambda: True)
 
-    def _store(
+    def _store_staged(
         self,
         region: Region,
         address: int,
-        on_host: bool,
         after: object,
         writer: Writer,
         wanted: Callable[[], bool],
     ) -> bool:
-        cut = self._host_pieces if on_host else self._staged_pieces
-        for offset, view in cut(address, region.nbytes, after):
+        for offset, view in self._staged_pieces(address, region.nbytes, after):
             if not wanted():
                 return False
             began_ns = time.monotonic_ns()
             writer.write(region, offset, view)
             self.moved("to storage", len(view), began_ns)
+        return True
+
+    def _store_host(
+        self, blocks: list[tuple[Region, int]], writer: Writer, wanted: Callable[[], bool]
+    ) -> bool:
+        pending: deque[Future[None]] = deque()
+        began_ns = time.monotonic_ns()
+        try:
+            for region, address in blocks:
+                for offset, size in pieces(region.nbytes, _WRITE_BYTES):
+                    if not wanted():
+                        return False
+                    view = host_view(address + offset, size)
+                    if size < _POOLED_BYTES_MIN:
+                        writer.write(region, offset, view)
+                        continue
+                    if len(pending) == _WRITES:
+                        pending.popleft().result()
+                    pending.append(self._pool.submit(writer.write, region, offset, view))
+            while pending:
+                pending.popleft().result()
+        finally:
+            # Also after a failure: nobody reads the memory when the call has ended.
+            for each in pending:
+                each.exception()
+        self.moved("to storage", sum(region.nbytes for region, _ in blocks), began_ns)
         return True
 
     def load_block(
@@ -345,15 +376,6 @@ class Mover(endings.Closing):
         for offset, view in self._staged_pieces(source, nbytes, ()):
             host_view(target + offset, len(view))[:] = view
 
-    def _host_pieces(
-        self,
-        address: int,
-        nbytes: int,
-        after: object,  # noqa: ARG002 - as `_staged_pieces`
-    ) -> Iterator[tuple[int, memoryview]]:
-        for offset, size in pieces(nbytes):
-            yield offset, host_view(address + offset, size)
-
     def _staged_pieces(
         self, address: int, nbytes: int, after: object
     ) -> Iterator[tuple[int, memoryview]]:
@@ -393,6 +415,7 @@ class Mover(endings.Closing):
 
     def close(self) -> None:
         """Wait for copies, and free the staging memory. May be called twice."""
+        self._pool.shutdown()
         if self._staging is not None:
             self._staging.close()
         if self.engine is not None:
