@@ -6,6 +6,7 @@ durable. The parent kills each, opens the folder, and checks every byte of every
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -128,6 +129,100 @@ def test_no_durable_version_is_lost_to_kills_of_the_checkpointer(tmp_path: Path)
         durable = check(tmp_path, durable, maybe, f"kill {kill}")
     print(f"{KILLS} kills, {early} before a first durable version, {reported} reported durable")
     assert reported > KILLS / 4
+
+
+# Several ranks. A version has the number of the run that wrote it, so that parts of two runs in one
+# version show.
+
+RANKS = 2
+
+
+def use_with_others(path: Path, pipe: int, rank: int, run: int) -> None:
+    config = {"ranks": RANKS, "timeout_s": 20, "retry_s": 0.02}
+    checkpointer = Checkpointer(path, "cpu", 0, "4 MiB", rank=rank, config=config)
+    state = np.zeros(5000, np.int64)
+    checkpointer.protect("state", state)
+    newest = checkpointer.test()
+    version = 0 if newest is None else newest + 1
+    pending = []
+    while True:
+        state[:] = 1_000_000 * run + 10 * version + rank
+        pending.append(checkpointer.checkpoint(version))
+        version += 1
+        while len(pending) > 3 or (pending and pending[0].done()):
+            saved = pending.pop(0)
+            if saved.exception(30) is None:  # else another rank was killed
+                os.write(pipe, b"durable %d\n" % saved.result(0))
+
+
+def run_ranks(path: Path, chooser: random.Random, run: int) -> list[set[int]]:
+    """Run all ranks, kill them one after the other; return what each has called durable."""
+    children, pipes = [], []
+    for rank in range(RANKS):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                use_with_others(path, writing, rank, run)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        os.close(writing)
+        children.append(child)
+        pipes.append(reading)
+    time.sleep(0.1 + chooser.random() * 0.6)
+    for rank in chooser.sample(range(RANKS), RANKS):
+        os.kill(children[rank], signal.SIGKILL)
+        time.sleep(chooser.choice((0, 0.01, 0.1)))
+    durable = []
+    for child, pipe in zip(children, pipes, strict=True):
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child ended by itself"
+        reports = b""
+        while piece := os.read(pipe, 4096):
+            reports += piece
+        os.close(pipe)
+        durable.append({int(line.split()[1]) for line in reports.splitlines()})
+    return durable
+
+
+def check_ranks(path: Path, durable: set[int], where: str) -> set[int]:
+    """Check all versions of all ranks; return those that are there, after the old ones are gone."""
+    config = {"ranks": RANKS, "timeout_s": 20}
+    with contextlib.ExitStack() as held:
+        ranks = [
+            held.enter_context(Checkpointer(path, "cpu", 0, "1 MiB", rank=rank, config=config))
+            for rank in range(RANKS)
+        ]
+        there = ranks[0].versions()
+        assert durable <= set(there), f"{where}: lost {sorted(durable - set(there))}"
+        for rank in ranks:
+            assert rank.versions() == there, where
+            assert rank.test() == max(there, default=None), where
+        for version in there:
+            runs = set()
+            for rank, checkpointer in enumerate(ranks):
+                state = checkpointer.restart(version)["state"]
+                run, rest = divmod(int(state[0]), 1_000_000)
+                assert (state == state[0]).all(), where
+                assert rest == 10 * version + rank, where
+                runs.add(run)
+            assert len(runs) == 1, f"{where}: version {version} has parts of runs {runs}"
+        for version in there[:-KEPT]:
+            for checkpointer in ranks:
+                checkpointer.discard(version)
+    return set(there[-KEPT:])
+
+
+@pytest.mark.timeout(600 + 2 * KILLS)
+def test_kills_of_ranks_leave_versions_of_all_ranks_or_none(tmp_path: Path) -> None:
+    durable: set[int] = set()
+    count = 0
+    for kill in range(max(KILLS // 4, 1)):
+        reported = run_ranks(tmp_path, random.Random(f"ranks {kill}"), kill)
+        count += sum(map(len, reported))
+        durable = check_ranks(tmp_path, durable.union(*reported), f"kill {kill}")
+    print(f"{RANKS * max(KILLS // 4, 1)} kills of ranks, {count} reported durable")
+    assert count > 0
 
 
 def test_the_suite_notices_versions_that_are_called_durable_too_early(

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 _FAILURES_S = 0.2
 """How often this rank looks whether others have failed: far below the 5 s in which all know."""
 
-_POLL_S = 0.01
+# A wait is looked at ever less often, and at most a twentieth longer for that.
+_POLL_SHARE, _POLL_S_MIN, _POLL_S_MAX = 0.05, 0.005, 0.25
 
 Ended = Callable[[bool, BaseException | None], None]
 """Takes the end of a write: whether the version is stored, and what it has failed with."""
@@ -112,7 +113,9 @@ class GroupCommits:
         with self._core.changed:
             # Polled: files of other processes send no notification that all file systems know.
             if self._prepared:
-                self._core.rest("ranks", _POLL_S)
+                waited_s = min(each.attempt.waited_s for each in self._prepared)
+                pause_s = min(max(_POLL_SHARE * waited_s, _POLL_S_MIN), _POLL_S_MAX)
+                self._core.rest("ranks", pause_s)
 
     def _step(self, each: _Prepared) -> bool:
         """Go on with a version; return whether it has ended."""
