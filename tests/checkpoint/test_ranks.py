@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -293,6 +294,33 @@ def test_a_version_that_only_some_ranks_have_is_no_version(
         assert checkpointer.versions() == [0, 1, 2, 3, 4, 5], "its own part of 5 is there"
         assert checkpointer.test() == 4, "and rank 1 has no part of 5"
     assert "left out 1 versions of 'default' that not all of 2 ranks have committed" in caplog.text
+
+
+def test_a_part_that_only_the_remote_store_has_counts(tmp_path: Path) -> None:
+    folder, config = tmp_path / "versions", {"ranks": 2, "timeout_s": 30}
+
+    def both(held: contextlib.ExitStack) -> list[Checkpointer]:
+        return [
+            held.enter_context(
+                Checkpointer(folder, "cpu", 0, "1 MiB", tmp_path / "remote", rank, config)
+            )
+            for rank in range(2)
+        ]
+
+    with contextlib.ExitStack() as held:
+        ranks = both(held)
+        for rank, checkpointer in enumerate(ranks):
+            write(checkpointer, rank, range(2))
+        for checkpointer in ranks:
+            checkpointer.wait(tier="remote")
+    with Directory(folder, 1) as directory:
+        directory.discard("default", 1)
+
+    with contextlib.ExitStack() as held:
+        ranks = both(held)
+        assert [checkpointer.test() for checkpointer in ranks] == [1, 1]
+        for rank, checkpointer in enumerate(ranks):
+            assert_holds(checkpointer, rank, [0, 1])
 
 
 def discard_and_write_again(rank: int, folder: Path, tell: Tell) -> None:

@@ -106,7 +106,7 @@ class System:
             settings.timeout_s,
             writable=not settings.read_only,
         )
-        return GroupCommits(self.core, self.directory, group)
+        return GroupCommits(self.core, self.directory, group, self.remote)
 
     def _make_mover(self) -> Mover:
         settings = self._settings
@@ -206,7 +206,8 @@ class System:
         for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.storing)
             prefetcher = Prefetcher(core, tier, below, self.storing)
-            for number in range(FLUSH_THREADS if below is None else 1):
+            # From a GPU one at a time: each flush holds two staging buffers.
+            for number in range(FLUSH_THREADS if below is None and tier.on_host else 1):
                 self._workers.append(
                     Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
                 )

@@ -22,7 +22,7 @@ from flashwarp.checkpoint.ranks.agreement import (
     rank_error,
 )
 from flashwarp.checkpoint.tier import Entry
-from flashwarp.errors import FlashwarpError, MissingVersionError
+from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
 
 __all__ = ["Ended", "GroupCommits"]
 
@@ -58,12 +58,15 @@ class GroupCommits:
         Storage.
     group : Group
         The ranks.
+    remote : Catalog or None
+        The second store.
     """
 
-    def __init__(self, core: Core, directory: Any, group: Group) -> None:
+    def __init__(self, core: Core, directory: Any, group: Group, remote: Any = None) -> None:
         self._core = core
         self._directory = directory
         self.group = group
+        self._remote = remote
         self._prepared: list[_Prepared] = []
         self._looked_ns = 0
 
@@ -190,10 +193,16 @@ class GroupCommits:
     # Versions that all ranks have.
 
     def check_all(self, name: str, version: int) -> None:
-        """Raise unless all ranks that have written a version still have it."""
+        """Raise unless all ranks that have written a version still have it, here or remotely."""
         for rank in range(self.group.ranks_of(name, version)):
-            if rank != self.group.rank:
+            if rank == self.group.rank:
+                continue
+            try:
                 self._directory.open(name, version, rank=rank).close()
+            except (MissingVersionError, DamagedVersionError):
+                if self._remote is None:
+                    raise
+                self._remote.open(name, version, rank=rank).close()
 
     def discard(self, name: str, version: int) -> None:
         """Remove the record of a version that no rank has any more."""
