@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -53,7 +54,11 @@ def assert_holds(checkpointer: Checkpointer, rank: int, versions: list[int]) -> 
 
 def votes(folder: Path) -> list[str]:
     place = folder / "default" / "ranks"
-    return sorted(os.listdir(place)) if place.exists() else []
+    return sorted(set(os.listdir(place)) - {"complete"}) if place.exists() else []
+
+
+def complete(folder: Path) -> list[int]:
+    return sorted(int(each) for each in os.listdir(folder / "default" / "ranks" / "complete"))
 
 
 # All is well.
@@ -76,7 +81,8 @@ def test_all_ranks_commit_a_version(tmp_path: Path, ranks: int) -> None:
         with Ranks(ranks, write_history, tmp_path, ranks, step) as run:
             run.heard(ranks)
 
-    assert votes(tmp_path) == [f"{version:019d}.complete" for version in range(12)]
+    assert complete(tmp_path) == list(range(12))
+    assert votes(tmp_path) == []
 
 
 # One rank fails.
@@ -290,6 +296,33 @@ def test_a_version_that_only_some_ranks_have_is_no_version(
     assert "left out 1 versions of 'default' that not all of 2 ranks have committed" in caplog.text
 
 
+def test_a_part_that_only_the_remote_store_has_counts(tmp_path: Path) -> None:
+    folder, config = tmp_path / "versions", {"ranks": 2, "timeout_s": 30}
+
+    def both(held: contextlib.ExitStack) -> list[Checkpointer]:
+        return [
+            held.enter_context(
+                Checkpointer(folder, "cpu", 0, "1 MiB", tmp_path / "remote", rank, config)
+            )
+            for rank in range(2)
+        ]
+
+    with contextlib.ExitStack() as held:
+        ranks = both(held)
+        for rank, checkpointer in enumerate(ranks):
+            write(checkpointer, rank, range(2))
+        for checkpointer in ranks:
+            checkpointer.wait(tier="remote")
+    with Directory(folder, 1) as directory:
+        directory.discard("default", 1)
+
+    with contextlib.ExitStack() as held:
+        ranks = both(held)
+        assert [checkpointer.test() for checkpointer in ranks] == [1, 1]
+        for rank, checkpointer in enumerate(ranks):
+            assert_holds(checkpointer, rank, [0, 1])
+
+
 def discard_and_write_again(rank: int, folder: Path, tell: Tell) -> None:
     with opened(folder, rank, 2) as checkpointer:
         write(checkpointer, rank, range(3))
@@ -306,7 +339,8 @@ def test_ranks_discard_versions_and_write_them_again(tmp_path: Path) -> None:
     with Ranks(2, discard_and_write_again, tmp_path) as run:
         run.heard(2)
 
-    assert votes(tmp_path) == [f"{version:019d}.complete" for version in (0, 1)]
+    assert complete(tmp_path) == [0, 1]
+    assert votes(tmp_path) == []
 
 
 def test_bad_numbers_of_ranks_are_refused(tmp_path: Path) -> None:

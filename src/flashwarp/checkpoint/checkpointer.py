@@ -14,7 +14,7 @@ from flashwarp import endings
 from flashwarp.checkpoint import report
 from flashwarp.checkpoint.capture import Bytes, RegionSet
 from flashwarp.checkpoint.directory import Catalog
-from flashwarp.checkpoint.directory.names import RANK_MAX, check_name, check_version
+from flashwarp.checkpoint.directory.names import check_name, check_version, rank_of_process
 from flashwarp.checkpoint.durability import Durability
 from flashwarp.checkpoint.flushing import retry_now
 from flashwarp.checkpoint.futures import Saved
@@ -24,7 +24,6 @@ from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.restoring import Restorer
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.stager import Stager
-from flashwarp.checkpoint.storing import forget_stored
 from flashwarp.checkpoint.system import System
 from flashwarp.checkpoint.targets import give, targets_of
 from flashwarp.checkpoint.tier import Entry, Key
@@ -119,7 +118,7 @@ class Checkpointer(endings.Closing):
         endings.check_not_ended()
         self.settings = Settings.of(config)
         self.path = os.fspath(path)
-        self.rank = _rank(rank)
+        self.rank = rank_of_process(rank)
         self._system = System(
             self.path,
             resolve(device),
@@ -465,32 +464,10 @@ class Checkpointer(endings.Closing):
         self._discard(self._lookup.load(key) if entry is None else entry)
 
     def _discard(self, entry: Entry, *, later: bool = False) -> None:
-        core = self._core
-
-        def remove() -> None:
-            if stored:
-                forget_stored(self._directory, *entry.key)
-                if self._system.commits is not None:
-                    self._system.commits.discard(*entry.key)
-            if remote:
-                forget_stored(self._system.remote, *entry.key)
-            with core.locked():
-                retry_now(core)  # the disk may have room now
-
-        with core.locked():
-            if entry.discarded:
-                return
-            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
-            core.in_remote.discard(entry.key)
-            core.retire(entry)
-            future = core.futures.pop(entry, None)
-            if later and (stored or remote):
-                self._system.remove_later(entry, remove)
-        if future is not None and not future.done():
-            future.observed = True
-            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
+        self._system.storing.discard(entry, self._system.remove_later if later else None)
         if not later:
-            remove()
+            with self._core.locked():
+                retry_now(self._core)  # the disk may have room now
 
     @property
     def stats(self) -> CheckpointStats:
@@ -609,12 +586,3 @@ class _Registered:
         except Exception as error:
             return error
         return None
-
-
-def _rank(rank: int | None) -> int:
-    if rank is not None:
-        return integer("rank", rank, 0, RANK_MAX)
-    text = os.environ.get("RANK", "0")
-    if not text.isdecimal():
-        raise ArgumentError(f"the environment has RANK={text!r}: pass rank=")
-    return int(text)

@@ -11,7 +11,12 @@ from typing import Any
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.ranks import Attempt, Ended, GroupCommits
 from flashwarp.checkpoint.tier import Entry, Key
-from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
+from flashwarp.errors import (
+    CheckpointError,
+    DamagedVersionError,
+    FlashwarpError,
+    MissingVersionError,
+)
 
 __all__ = ["Storing", "forget_stored", "wanted"]
 
@@ -102,6 +107,42 @@ class Storing:
                         writer.commit()
                     else:
                         raise problem
+
+    # Removing.
+
+    def discard(
+        self,
+        entry: Entry,
+        later: Callable[[Entry, Callable[[], None]], None] | None = None,
+    ) -> None:
+        """Remove a version from all tiers and stores; flushes that are pending give up.
+
+        What removes it from the stores goes to `later`, if that is given, under the lock.
+        """
+        core = self._core
+
+        def remove() -> None:
+            if stored:
+                forget_stored(self._directory, *entry.key)
+                if self._commits is not None:
+                    self._commits.discard(*entry.key)
+            if remote:
+                forget_stored(self._remote, *entry.key)
+
+        with core.locked():
+            if entry.discarded:
+                return
+            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
+            core.in_remote.discard(entry.key)
+            core.retire(entry)
+            future = core.futures.pop(entry, None)
+            if later is not None and (stored or remote):
+                later(entry, remove)
+        if future is not None and not future.done():
+            future.observed = True
+            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
+        if later is None:
+            remove()
 
     # Writing.
 

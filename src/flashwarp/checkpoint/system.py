@@ -13,7 +13,7 @@ from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.core import Core, hint_key
 from flashwarp.checkpoint.directory import Catalog, Directory
 from flashwarp.checkpoint.eviction import policy_of
-from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader, release
+from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader, release, retry_now
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
@@ -108,7 +108,7 @@ class System:
             settings.timeout_s,
             writable=not settings.read_only,
         )
-        return GroupCommits(self.core, self.directory, group)
+        return GroupCommits(self.core, self.directory, group, self.remote)
 
     def _make_mover(self) -> Mover:
         settings = self._settings
@@ -210,7 +210,8 @@ class System:
             prefetcher = Prefetcher(core, tier, below, self.storing)
             if below is not None:
                 below.above = tier
-            for number in range(FLUSH_THREADS if below is None else 1):
+            # From a GPU one at a time: flushes share the staging buffers.
+            for number in range(FLUSH_THREADS if below is None and tier.on_host else 1):
                 self._workers.append(
                     Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
                 )
@@ -338,7 +339,7 @@ class System:
             finally:
                 with core.changed:
                     release(core, entry)
-                    core.wake()
+                    retry_now(core)  # the disk may have room now
 
         self._removals.append(job)
         core.wake("look")

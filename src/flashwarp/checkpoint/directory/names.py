@@ -6,6 +6,7 @@ A version of a rank has two files, ``NAME/rank-RRRRR/VVVVVVVVVVVVVVVVVVV.manifes
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -23,6 +24,7 @@ __all__ = [
     "manifest_name",
     "rank_folder",
     "rank_of",
+    "rank_of_process",
     "versions_among",
 ]
 
@@ -55,6 +57,16 @@ def check_version(version: object) -> int:
 def check_rank(rank: object) -> int:
     """Return a rank; raises ArgumentError."""
     return integer("rank", rank, 0, RANK_MAX)
+
+
+def rank_of_process(rank: int | None) -> int:
+    """Return a rank; if none is given, that of the environment's ``RANK``, or 0."""
+    if rank is not None:
+        return check_rank(rank)
+    text = os.environ.get("RANK", "0")
+    if not text.isdecimal():
+        raise ArgumentError(f"the environment has RANK={text!r}: pass rank=")
+    return check_rank(int(text))
 
 
 def rank_folder(rank: int) -> str:

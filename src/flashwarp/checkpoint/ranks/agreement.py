@@ -28,6 +28,7 @@ __all__ = ["PREPARED", "PUBLISHED", "Attempt", "Group", "Outcome", "rank_error"]
 PREPARED, PUBLISHED = "prepared", "published"
 
 _FOLDER = "ranks"
+_COMPLETE_FOLDER = "complete"
 _ROUNDS_MAX = 9999
 _OTHERS_SETTLE_S = 1.0
 """Rank 0 settles what all have voted for; after this time any rank does."""
@@ -35,10 +36,11 @@ _OTHERS_SETTLE_S = 1.0
 _LOOK_S = 0.25
 _REASON_BYTES_MAX = 1000
 
-# VERSION.ROUND.STEP.RANK.SESSION, VERSION.ROUND.STEP.settled and VERSION.complete.
+# VERSION.ROUND.STEP.RANK.SESSION and VERSION.ROUND.STEP.settled. What is complete has a folder of
+# its own, because it stays, and the other one is listed again and again.
 _VOTE = re.compile(r"([0-9]{19})\.([0-9]{4})\.([a-z]+)\.([0-9]{5})\.([0-9a-f]{16})")
 _SETTLED = re.compile(r"([0-9]{19})\.([0-9]{4})\.([a-z]+)\.settled")
-_COMPLETE = re.compile(r"([0-9]{19})\.complete")
+_COMPLETE = re.compile(r"[0-9]{19}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Group:
         self.ranks = ranks
         self.timeout_s = timeout_s
         self.sessions = Sessions(path, rank, ranks)
-        self._reported: set[tuple[str, int, int, str]] = set()
+        self._reported: dict[str, set[str]] = {}
         if writable:
             self._remove_votes()
             self.sessions.join()
@@ -93,24 +95,28 @@ class Group:
 
     def complete(self, name: str) -> set[int]:
         """Return the versions that all ranks have published."""
-        matches = map(_COMPLETE.fullmatch, _listed(self.folder(name)))
-        return {int(match[1]) for match in matches if match}
+        found = _listed(self.folder(name) / _COMPLETE_FOLDER)
+        return {int(each) for each in found if _COMPLETE.fullmatch(each)}
+
+    def record(self, name: str, version: int) -> Path:
+        """Return the file that says that a version is complete."""
+        return self.folder(name) / _COMPLETE_FOLDER / f"{version:019d}"
 
     def ranks_of(self, name: str, version: int) -> int:
         """Return how many ranks have written a complete version."""
-        found = read_json(self.folder(name) / f"{version:019d}.complete")
+        found = read_json(self.record(name, version))
         return self.ranks if found is None else int(str(found["ranks"]))
 
     def forget(self, name: str, version: int) -> None:
         """Remove the record that a version is complete."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.folder(name) / f"{version:019d}.complete")
+            os.unlink(self.record(name, version))
 
     def begin(self, name: str, version: int) -> Attempt:
         """Begin a round for a version: the first that is not settled."""
         folder = self.folder(name)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _COMPLETE_FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise files.write_error(error, str(folder)) from error
         self.forget(name, version)
@@ -133,20 +139,16 @@ class Group:
         """Return versions that another rank has given up, each round once."""
         found: dict[int, Outcome] = {}
         folder = self.folder(name)
-        for each in _listed(folder):
-            match = _SETTLED.fullmatch(each)
-            if match is None:
-                continue
-            key = name, int(match[1]), int(match[2]), match[3]
-            if key in self._reported:
-                continue
-            self._reported.add(key)
+        settled = {each for each in _listed(folder) if _SETTLED.fullmatch(each)}
+        new = settled - self._reported.get(name, set())
+        self._reported[name] = settled
+        for each in new:
             record = _Record.read(folder / each)
             if record is None or record.outcome.ok or record.by == self.rank:
                 continue
             # What a process of an earlier run has settled concerns nobody now.
             if self.sessions.known(record.by, record.session):
-                found[key[1]] = record.outcome
+                found[int(each.partition(".")[0])] = record.outcome
         return found
 
     def _remove_votes(self) -> None:
@@ -165,6 +167,7 @@ class Attempt:
     def __init__(self, group: Group, name: str, version: int, number: int) -> None:
         self._group = group
         self._folder = group.folder(name)
+        self._record = group.record(name, version)
         self.what = f"version {version} of {name!r}"
         self.version = version
         self.number = number
@@ -173,6 +176,11 @@ class Attempt:
         self._looked = -_LOOK_S
         self.missing: list[int] = []
         """Ranks that had not voted at the last look."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the last vote of this rank."""
+        return self._clock.look()
 
     def vote(self, step: str) -> None:
         """Vote for a step; raises PathError."""
@@ -220,11 +228,10 @@ class Attempt:
         if step == PREPARED:
             return self.settle(step, Outcome(True))
         # The record comes first: once the step is settled, any rank may say that it is durable.
-        target = str(self._folder / f"{self.version:019d}.complete")
-        write_json(target, {"ranks": self._group.ranks})
+        write_json(str(self._record), {"ranks": self._group.ranks})
         outcome = self.settle(step, Outcome(True))
         if not outcome.ok:
-            _remove(Path(target))
+            _remove(self._record)
         return outcome
 
     def settle(self, step: str, outcome: Outcome) -> Outcome:
@@ -260,7 +267,7 @@ class Attempt:
         for step in (PREPARED, PUBLISHED):
             _remove(self._folder / self._vote_name(step))
         found = [each for each in _listed(self._folder) if each.startswith(f"{self.version:019d}.")]
-        if f"{self.version:019d}.complete" in found and not any(map(_VOTE.fullmatch, found)):
+        if self._record.exists() and not any(map(_VOTE.fullmatch, found)):
             for each in filter(_SETTLED.fullmatch, found):
                 _remove(self._folder / each)
 

@@ -22,7 +22,7 @@ from flashwarp.checkpoint.ranks.agreement import (
     rank_error,
 )
 from flashwarp.checkpoint.tier import Entry
-from flashwarp.errors import FlashwarpError, MissingVersionError
+from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
 
 __all__ = ["Ended", "GroupCommits"]
 
@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 _FAILURES_S = 0.2
 """How often this rank looks whether others have failed: far below the 5 s in which all know."""
 
-_POLL_S = 0.01
+# A wait is looked at ever less often, and at most a twentieth longer for that.
+_POLL_SHARE, _POLL_S_MIN, _POLL_S_MAX = 0.05, 0.005, 0.25
 
 Ended = Callable[[bool, BaseException | None], None]
 """Takes the end of a write: whether the version is stored, and what it has failed with."""
@@ -57,12 +58,15 @@ class GroupCommits:
         Storage.
     group : Group
         The ranks.
+    remote : Catalog or None
+        The second store.
     """
 
-    def __init__(self, core: Core, directory: Any, group: Group) -> None:
+    def __init__(self, core: Core, directory: Any, group: Group, remote: Any = None) -> None:
         self._core = core
         self._directory = directory
         self.group = group
+        self._remote = remote
         self._prepared: list[_Prepared] = []
         self._looked_ns = 0
 
@@ -112,7 +116,9 @@ class GroupCommits:
         with self._core.changed:
             # Polled: files of other processes send no notification that all file systems know.
             if self._prepared:
-                self._core.rest("ranks", _POLL_S)
+                waited_s = min(each.attempt.waited_s for each in self._prepared)
+                pause_s = min(max(_POLL_SHARE * waited_s, _POLL_S_MIN), _POLL_S_MAX)
+                self._core.rest("ranks", pause_s)
 
     def _step(self, each: _Prepared) -> bool:
         """Go on with a version; return whether it has ended."""
@@ -187,10 +193,16 @@ class GroupCommits:
     # Versions that all ranks have.
 
     def check_all(self, name: str, version: int) -> None:
-        """Raise unless all ranks that have written a version still have it."""
+        """Raise unless all ranks that have written a version still have it, here or remotely."""
         for rank in range(self.group.ranks_of(name, version)):
-            if rank != self.group.rank:
+            if rank == self.group.rank:
+                continue
+            try:
                 self._directory.open(name, version, rank=rank).close()
+            except (MissingVersionError, DamagedVersionError):
+                if self._remote is None:
+                    raise
+                self._remote.open(name, version, rank=rank).close()
 
     def discard(self, name: str, version: int) -> None:
         """Remove the record of a version that no rank has any more."""
