@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashwarp.checkpoint.life import TRANSITIONS, Fact, Transition
+from support import checkpoint_figures
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "checkpoints.md"
@@ -46,6 +47,13 @@ def test_the_table_of_transitions_is_that_of_the_code() -> None:
 
     assert found is not None
     assert found[1] == table(), "copy the table from here"
+
+
+def test_the_figures_are_those_of_the_stored_records() -> None:
+    found = checkpoint_figures.BLOCK.search(PAGE.read_text())
+
+    assert found is not None
+    assert found[0] == checkpoint_figures.render(), "run tests/support/checkpoint_figures.py"
 
 
 def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,7 @@ def run(
             others.add_state(report, where, folder, state_bytes, saved_s, late, others.WAYS[1:])
     if "nodes" in wanted:
         links = many.links_of(figures) if figures else links
+        report.settings["node_bytes_per_s"] = vars(links)
         slots = max(1, steps // 12), max(1, steps * 8 // 12)
         interval_s = float(intervals_ms.split(",")[0]) / 1e3
         node = many.Node(links, total // steps, steps, slots, interval_s)

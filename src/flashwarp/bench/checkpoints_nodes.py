@@ -322,7 +322,7 @@ def add_nodes(report: Report, node: Node, counts: list[int]) -> None:
                 hinted = "all" if hints else "none"
                 report.add(
                     Row(
-                        f"simulated: {nodes} nodes, {coupling}, irregular, hints: {hinted}",
+                        f"simulated: {nodes} node{'s' * (nodes > 1)}, {coupling}, irregular, hints: {hinted}",
                         nodes / found.end_s,
                         "shots/s",
                         f"as many nodes as fast as {counts[0]}",

@@ -1,0 +1,109 @@
+"""Writes the figures of `docs/checkpoints.md` from the stored records of its benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "checkpoints.md"
+RECORD = ROOT / "results" / "checkpoints_h200.json"
+NODES = ROOT / "results" / "checkpoints_nodes.json"
+BLOCK = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+
+PAPER = (
+    (
+        "Fig. 5: restores wait for flushes; uniform, all orders",
+        "2 to 74 times UVM with hints",
+        "restore, uniform reverse, 10 ms, durable first, hints: all",
+    ),
+    (
+        "Fig. 6: restores at once; uniform, all orders",
+        "1.8 to 3.6 times UVM with hints",
+        "restore, uniform reverse, 10 ms, at once, hints: all",
+    ),
+    (
+        "Fig. 8a: longer intervals; variable, irregular",
+        "restores reach the rate of copies inside the GPU at 30 ms",
+        "restore, uniform reverse, 30 ms, at once, hints: all",
+    ),
+    (
+        "Fig. 5, 6: UVM with advice and prefetches, all hints",
+        "the base of the ratios above",
+        "restore from managed memory, uniform reverse, 10 ms, hints: all",
+    ),
+    (
+        "section 5.4.2: flushes of one of eight ranks",
+        "0.685 GB/s",
+        "durable, 16 versions",
+    ),
+)
+"""Place in the paper, what it says, and the row that stands beside it."""
+
+
+def render() -> str:
+    """Return what belongs between the marks of the page."""
+    parts = [_own(_rows(RECORD)), _paper(_rows(RECORD)), _nodes(_rows(NODES))]
+    return "\n".join(part for part in parts if part)
+
+
+def _rows(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        return {}
+    return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def _value(row: dict[str, Any]) -> str:
+    return f"{row['value']:.3g} {row['unit']}"
+
+
+def _against(row: dict[str, Any]) -> str:
+    return f"{row['reference_name']}: {row['reference']:.3g}" if row["reference"] else ""
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['ratio']:.2f}" if row["reference"] else ""
+
+
+def _own(rows: dict[str, dict[str, Any]]) -> str:
+    if not rows:
+        return "No run on a GPU is stored yet.\n"
+    lines = ["| what | flashwarp | against | ratio | wanted |", "|---|---|---|---|---|"]
+    for row in rows.values():
+        wanted = f"{row['target']:.2g}" if row["target"] else ""
+        cells = [row["name"], _value(row), _against(row), _ratio(row), wanted]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _paper(rows: dict[str, dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    lines = ["| paper | says | here | |", "|---|---|---|---|"]
+    for place, says, name in PAPER:
+        row = rows.get(name)
+        here = "not measured" if row is None else f"{_value(row)}, {_ratio(row)} of {_against(row)}"
+        lines.append(f"| {place} | {says} | {name} | {here} |")
+    return "\n".join(lines) + "\n"
+
+
+def _nodes(rows: dict[str, dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    lines = [
+        "This is a simulation from the links that were measured on one node; no network was used.",
+        "",
+        "| nodes | shots a second | of as many nodes that do not wait |",
+        "|---|---|---|",
+    ]
+    for row in rows.values():
+        if row["name"].startswith("simulated: "):
+            name = row["name"].removeprefix("simulated: ")
+            lines.append(f"| {name} | {row['value']:.3g} | {_ratio(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(BLOCK.sub(lambda _: render(), PAGE.read_text()))
