@@ -140,6 +140,20 @@ def check_refused_launch_is_raised_and_forgets_the_stream() -> None:
         assert x.gather(index, out, stream=1) is out
 
 
+def check_what_is_no_stream_is_refused() -> None:
+    with open_array() as x:
+        fake().fake_hold(0)
+        torch_on(1)
+        index, out, kernel = tensor(x, 2), tensor(x, 2), own_kernel(x)
+        kernel(x, index, out, stream=1)
+        for bad in (-1, 1 << 64, True, "1"):
+            with pytest.raises(ArgumentError, match="CUDA stream"):
+                x.gather(index, out, stream=bad)
+            with pytest.raises(ArgumentError, match="CUDA stream"):
+                kernel(x, index, out, stream=bad)
+        assert x.gather(index, out, stream=1) is out
+
+
 def check_short_gather_is_refused_after_close() -> None:
     with open_array() as x:
         fake().fake_hold(0)
@@ -222,7 +236,8 @@ def with_exchange_api(torch: Any, stream: int) -> list[Any]:
     make.restype = ctypes.py_object
     make.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
     name = b"dlpack_exchange_api"
-    Tensor.__dlpack_c_exchange_api__ = make(ctypes.addressof(table), name, None)  # type: ignore[attr-defined]
+    tensors: Any = Tensor
+    tensors.__dlpack_c_exchange_api__ = make(ctypes.addressof(table), name, None)
     return [table, name]
 
 
