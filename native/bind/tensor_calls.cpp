@@ -56,9 +56,11 @@ Prepared::Prepared(nb::object made) : launch(std::move(made)) {
 }
 
 uintptr_t Names::stream_of(nb::handle stream) const {
-  if (PyLong_CheckExact(stream.ptr())) return nb::cast<uintptr_t>(stream);
-  const nb::object held = nb::getattr(stream, cuda_stream, nb::none());
-  if (PyLong_CheckExact(held.ptr())) return nb::cast<uintptr_t>(held);
+  const nb::object held = PyLong_CheckExact(stream.ptr())
+                              ? nb::borrow(stream)
+                              : nb::getattr(stream, cuda_stream, nb::none());
+  uintptr_t found = 0;
+  if (PyLong_CheckExact(held.ptr()) && nb::try_cast(held, found)) return found;
   return staying([&] {
     const nb::object take = nb::module_::import_("flashwarp.device").attr("stream_handle");
     return nb::cast<uintptr_t>(take(stream));

@@ -9,14 +9,11 @@ import _thread
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
 import gc
 import os
 import signal
-import sys
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,79 +26,39 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 import flashwarp as fw
 from flashwarp import endings
-from flashwarp._jit import compiler, precompiled
-from flashwarp._jit.compiler import Artifact, KernelResources
-from flashwarp._jit.program import LoadedKernel
 from flashwarp.array import calls
-from flashwarp.array.rows import MaintenanceParams, RowParams
-from flashwarp.cache.cache import FailureSequence
-from flashwarp.device import CudaDevice, DeviceArray
+from flashwarp.device import DeviceArray
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     CaptureError,
-    ClosedError,
     DeviceError,
     DeviceOutOfMemory,
     DeviceTimeout,
-    DtypeError,
     ForkError,
     StorageError,
 )
 from flashwarp.nvme import software as controller
 from flashwarp.nvme.group import ControllerGroup
-from flashwarp.program.compiling import Kernel
 from support import fake_cuda
+from support.cuda_arrays import (
+    LANE,
+    calls_of,
+    gpu,
+    note,
+    open_array,
+    own_kernel,
+    stream_of_last_launch,
+    tensor,
+    torch_on,
+)
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
     LAUNCH_FAILED,
     OUT_OF_MEMORY,
     failing,
     fake,
-    report,
 )
-
-LANE = 0x257  # the first stream after the library's own, and the one beside the calls
-
-
-def gpu() -> CudaDevice:
-    """A GPU whose kernels nobody had to compile."""
-    rows, maintenance = ctypes.sizeof(RowParams), ctypes.sizeof(MaintenanceParams)
-    names = [f"{verb}_{kind}" for verb in ("gather", "scatter") for kind in ("rows", "elements_8")]
-    sizes = dict.fromkeys([*names, "check_indices", "prefetch_rows"], rows)
-    sizes |= dict.fromkeys(("flush_lines", "submit_command", "quiesce"), maintenance)
-    symbols = {f"_Z{len(name) + 3}fw_{name}y": nbytes for name, nbytes in sizes.items()}
-    kernels = {
-        symbol: KernelResources(symbol, nbytes, (nbytes,), 32, 0, 0, 0)
-        for symbol, nbytes in symbols.items()
-    }
-
-    def compiled(arch: str, *_: Any, **__: Any) -> Artifact:
-        return Artifact(arch, "built in", b"\x7fELF", "", kernels, from_cache=False)
-
-    # For good: this process runs one check.
-    compiler.compile_source = compiled
-    precompiled.find = lambda *_: None
-    return CudaDevice(0)
-
-
-@contextlib.contextmanager
-def open_array() -> Iterator[fw.Array]:
-    """64 int64 on such a GPU; the first lane's stream is held."""
-    device = gpu()
-    memory = fw.storage.Memory(np.zeros(64, np.int64))
-    with device, fw.open(memory, "r+", "i8", device=device, cache="64 KiB") as x:
-        fake().fake_hold(LANE)
-        yield x
-        fake().fake_hold(0)
-
-
-def calls_of(x: fw.Array) -> list[Any]:
-    return [call for queue in x._attachment.calls._queues for call in queue.calls]
-
-
-def stream_of_last_launch(x: fw.Array) -> int:
-    return report(x.device, x.cache.geometry.tags)[2]
 
 
 def check_controllers_of_an_array_share_the_cores() -> None:
@@ -196,13 +153,6 @@ def check_calls_do_not_wait_for_the_librarys_own_stream() -> None:
         index = x.device.empty_array((1,), "i8", x._attachment.calls._side)
         assert isinstance(x.gather_async(index, stream=1).result(), DeviceArray)
         fake().fake_hold(0)
-
-
-def note(failures: FailureSequence, where: int, status: int = 0, opcode: int = 0) -> None:
-    """Append an entry, as a kernel does."""
-    entry = failures._entries[failures._read % len(failures._entries)]
-    entry.where, entry.status, entry.opcode = where, status, opcode
-    entry.number = failures._read + 1
 
 
 def check_values_on_the_gpu_are_waited_for() -> None:
@@ -302,149 +252,6 @@ def check_operands_on_the_host_are_kept_for_a_stream() -> None:
 
 
 # Tensors.
-
-
-class Tensor:
-    """A tensor of torch, as far as the library asks."""
-
-    layout, is_cuda, requires_grad = "torch.strided", True, False
-
-    def __init__(self, memory: DeviceArray, dtype: object) -> None:
-        self.memory, self.shape, self.dtype, self.device = memory, memory.shape, dtype, "cuda:0"
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return self.memory.__cuda_array_interface__
-
-    def __dlpack__(self) -> None: ...
-
-    def numel(self) -> int:
-        return self.memory.size
-
-    def get_device(self) -> int:
-        return 0
-
-    def is_contiguous(self) -> bool:
-        return True
-
-    def data_ptr(self) -> int:
-        return self.memory.address
-
-
-class Dtype:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __str__(self) -> str:
-        return f"torch.{self.name}"
-
-
-def torch_on(stream: int) -> Any:
-    """Make a torch whose current stream is this one, and import it."""
-    Tensor.__module__ = "torch"
-    torch: Any = types.ModuleType("torch")
-    torch.Tensor, torch.dtype, torch.strided = Tensor, Dtype, Tensor.layout
-    for name in ("int64", "int32", "float64"):
-        setattr(torch, name, Dtype(name))
-    torch._C = types.SimpleNamespace(_cuda_getCurrentRawStream=lambda _: stream)
-    torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
-    sys.modules["torch"] = torch
-    return torch
-
-
-def tensor(x: fw.Array, count: int) -> Any:
-    return Tensor(x.device.empty_array((count,), "i8"), sys.modules["torch"].int64)
-
-
-def check_tensors_go_the_short_way() -> None:
-    with open_array() as x:
-        torch_on(1)
-        index, out = tensor(x, 2), tensor(x, 2)
-        before = fake().fake_count(b"cuStreamGetCaptureInfo")
-        assert x.gather(index, out=out, stream=1) is out
-        assert fake().fake_count(b"cuStreamGetCaptureInfo") == before + 1
-
-
-def check_tensor_is_not_filled_with_bytes_in_another_order() -> None:
-    memory = fw.storage.Memory(np.zeros(64, ">i8"))
-    with gpu() as device, fw.open(memory, "r", ">i8", device=device, cache="64 KiB") as x:
-        torch_on(1)
-        index, out = Tensor(device.empty_array((2,), "i8"), sys.modules["torch"].int64), None
-        out = Tensor(device.empty_array((2,), "i8"), sys.modules["torch"].int64)
-        with pytest.raises(DtypeError, match="out has dtype int64, the array >i8"):
-            x.gather(index, out=out)
-        with pytest.raises(DtypeError, match="torch has no dtype for >i8"):
-            x.gather(index)
-
-
-def own_kernel(x: fw.Array) -> Kernel:
-    """`read`, of an array and two pointers, as if `compile` had made it."""
-    handle = x.device.built_in("gather_rows", x.cache.policy, ctypes.sizeof(RowParams)).handle
-    symbol = "_Z4readN2fw5arrayIxLj1EEEPKxPx"
-    sizes = (ctypes.sizeof(x.kernel_handle), 8, 8)
-    return Kernel(x.device, LoadedKernel(symbol, sizes, (0,) * 3, None, handle), x.cache.policy)
-
-
-def check_own_kernel_is_ordered_with_tensors_by_few_calls() -> None:
-    with open_array() as x:
-        fake().fake_hold(0)
-        beside = x.device.create_stream()
-        torch_on(beside.handle)
-        own = x.device.own_stream()
-        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
-        kernel(x, index, out, warps=1)
-        calls = "cuLaunchKernel", "cuEventRecord", "cuStreamWaitEvent", "cuStreamQuery"
-        before = [fake().fake_count(call.encode()) for call in calls]
-
-        kernel(x, index, out, warps=1)
-
-        made = [fake().fake_count(call.encode()) for call in calls]
-        assert [now - then for now, then in zip(made, before, strict=True)] == [1, 2, 2, 0]
-        assert stream_of_last_launch(x) == own
-        assert fake().fake_waits(beside.handle, own) == 2, "torch's next work waits"
-        assert fake().fake_waits(own, beside.handle) == 2, "torch's present work comes before"
-
-
-def check_own_kernel_is_not_launched_into_a_capture_of_its_operands() -> None:
-    with open_array() as x:
-        beside, captured = x.device.create_stream(), x.device.create_stream()
-        torch_on(beside.handle)
-        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
-
-        class Foreign:
-            @property
-            def __cuda_array_interface__(self) -> dict[str, Any]:
-                return {**index.__cuda_array_interface__, "stream": captured.handle}
-
-        before = fake().fake_count(b"cuLaunchKernel")
-        for stream, given in ((beside.handle, index), (captured.handle, Foreign())):
-            fake().fake_capture_begin(stream)
-            with pytest.raises(CaptureError, match=r"give (it|the launch) th"):
-                kernel(x, given, out, warps=1)
-            assert fake().fake_capture_end()
-        assert fake().fake_count(b"cuLaunchKernel") == before
-
-
-def check_own_kernel_looks_anew_at_what_may_have_changed() -> None:
-    with open_array() as x:
-        torch = torch_on(x.device.create_stream().handle)
-        kernel, index, out = own_kernel(x), tensor(x, 2), tensor(x, 2)
-        kernel(x, index, out, warps=1)
-        index.dtype = torch.float64
-        with pytest.raises(DtypeError, match=r"int64.* has float64"):
-            kernel(x, index, out, warps=1)
-        index.dtype = torch.int64
-        index.is_contiguous = lambda: False
-        with pytest.raises(ArgumentError, match="not contiguous"):
-            kernel(x, index, out, warps=1)
-        del index.is_contiguous
-        index.get_device = lambda: 1
-        with pytest.raises(ArgumentError, match="on cuda:1, the kernel on cuda:0"):
-            kernel(x, index, out, warps=1)
-        del index.get_device
-        x.close()
-        with pytest.raises(ClosedError):
-            kernel(x, index, out, warps=1)
 
 
 def check_async_read_of_tensors_is_launched_by_one_call() -> None:

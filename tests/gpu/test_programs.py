@@ -72,6 +72,32 @@ def test_launch_on_a_stream_of_ones_own_is_waited_for_by_close(
     assert (np.load(path) == 3).all()
 
 
+def test_repeated_launches_take_new_arguments(
+    program: fw.Program, tmp_path: Path, device: CudaDevice
+) -> None:
+    torch = pytest.importorskip("torch")
+    scale, gather = program["mine::scale"], program["gather"]
+    with (
+        fw.create(tmp_path / "x.npy", "f4", (1000,), device=device) as x,
+        fw.create(tmp_path / "y.npy", "f4", (1000,), device=device) as y,
+    ):
+        x[:] = y[:] = 1
+        for factor in (2.0, 3.0, 0.5):
+            scale(x, factor)
+            scale(y, 2 * factor, stream=torch.cuda.current_stream())
+        x.synchronize()
+        y.synchronize()
+        assert set(x[:].tolist()) == {3.0}
+        assert set(y[:].tolist()) == {24.0}
+
+        x[:] = np.arange(1000)
+        for first in range(5):
+            indices = torch.tensor([first, 999 - first], device="cuda").view(torch.uint64)
+            out = torch.zeros(2, device="cuda")
+            gather(x, indices, out, 2)
+            assert out.tolist() == [first, 999 - first]
+
+
 def test_resources_are_told(program: fw.Program) -> None:
     resources = program["gather"].resources
 

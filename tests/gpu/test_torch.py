@@ -109,6 +109,16 @@ def test_replays_read_new_indices(x, content, count):
     graph.reset()
 
 
+def test_repeated_gathers_take_new_operands(x, content):
+    stream = torch.cuda.current_stream()
+    for turn in range(48):
+        ids = torch.randint(-ROWS, ROWS, (32,), device="cuda")
+        out = torch.empty((32, WORDS), dtype=torch.int32, device="cuda") if turn % 2 else None
+        rows = x.gather(ids, out, stream=stream if turn % 3 else None)
+        assert np.array_equal(rows.cpu().numpy(), content[ids.cpu().numpy()])
+    x.synchronize()
+
+
 def test_operator_is_captured_between_kernels(x, content):
     index, found = some(60, 0, low=0), torch.empty(60, WORDS, dtype=torch.int32, device="cuda")
     graph = captured(lambda: found.copy_(fw.torch.gather(x, (index + 1) % ROWS) + 1))
