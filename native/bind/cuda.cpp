@@ -7,10 +7,11 @@
 #include <tuple>
 #include <vector>
 
+#include "bind/cuda.h"
 #include "bind/unlocked.h"
-#include "cuda/context.h"
 
 namespace nb = nanobind;
+using fw::native::Left;
 using fw::native::unlocked;
 using fw::native::cuda::Capture;
 using fw::native::cuda::Context;
@@ -130,37 +131,41 @@ std::tuple<Result, bool> copy_and_append(const Context& context, Handles others,
   return {result, recorded};
 }
 
-// What `end_calls` returns.
-enum Found : int { kQuick, kSlow, kFailed };
-
 // Whether a call at the head of its queue is over, and of those that need nothing more.
-Found look_at(const Context& context, const nb::object& call, bool& over) {
+Left look_at(const Context& context, const nb::object& call, bool& over) {
   over = false;
-  if (!nb::cast<bool>(call.attr("quick"))) return kSlow;
+  if (!nb::cast<bool>(call.attr("quick"))) return Left::kSlow;
   const nb::tuple watched(call.attr("lane").attr("watched"));
   const Result result = context.event_done(handle(nb::cast<uintptr_t>(watched[0])));
-  if (result == kNotReady) return kQuick;
-  if (result != kSuccess) return kFailed;
+  if (result == kNotReady) return Left::kNothing;
+  if (result != kSuccess) return Left::kFailed;
   for (size_t i = 1; i < watched.size(); ++i) {
     const auto* noted = reinterpret_cast<const volatile uint32_t*>(nb::cast<uintptr_t>(watched[i]));
-    if (*noted != 0) return kFailed;
+    if (*noted != 0) return Left::kFailed;
   }
   over = true;
-  return kQuick;
+  return Left::kNothing;
 }
+
+std::tuple<Result, bool, uint64_t> capture(const Context& context, uintptr_t stream) {
+  const Capture found = context.capture(handle(stream));
+  return {found.result, found.active, found.id};
+}
+
+}  // namespace
 
 // Ends the calls that are over and need nothing more, each queue's from the front: no line of
 // Python runs, so no signal handler and no other thread comes between. What it leaves needs a
 // thread: kSlow if a callback, a waiter of another library or a copy to the host does, kFailed if a
 // failure of a call that is over does.
-int end_calls(const Context& context, nb::typed<nb::list, nb::object> queues) {
-  Found found = kQuick;
+Left fw::native::end_calls(const Context& context, nb::handle queues) {
+  Left found = Left::kNothing;
   for (nb::handle each : queues) {
     const auto calls = nb::borrow<nb::object>(each);
     while (nb::len(calls) != 0) {
       const nb::object call = calls[0];
       bool over = false;
-      const Found looked = look_at(context, call, over);
+      const Left looked = look_at(context, call, over);
       if (looked > found) found = looked;
       if (!over) break;
       const nb::object future = call.attr("future");
@@ -176,20 +181,13 @@ int end_calls(const Context& context, nb::typed<nb::list, nb::object> queues) {
       }
       lock.attr("release")();
       if (hurried) {
-        if (found == kQuick) found = kSlow;
+        if (found == Left::kNothing) found = Left::kSlow;
         break;
       }
     }
   }
   return found;
 }
-
-std::tuple<Result, bool, uint64_t> capture(const Context& context, uintptr_t stream) {
-  const Capture found = context.capture(handle(stream));
-  return {found.result, found.active, found.id};
-}
-
-}  // namespace
 
 void bind_cuda(nb::module_& m) {
   nb::class_<Graphs>(m, "CudaGraphs")
@@ -199,6 +197,10 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__", [](Context* self, uintptr_t context) { new (self) Context(handle(context)); },
           nb::arg("context"))
+      .def(
+          "set_own", [](Context& context, uintptr_t stream) { context.set_own(handle(stream)); },
+          nb::arg("stream"))
+      .def("note_own", &Context::note_own, nb::arg("always"))
       .def("enter", &Context::enter)
       .def("exit", &Context::exit)
       .def("launch", &launch, nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"),
@@ -209,7 +211,12 @@ void bind_cuda(nb::module_& m) {
       .def("launch_and_append", &launch_and_append, nb::arg("others"), nb::arg("mark"),
            nb::arg("function"), nb::arg("blocks"), nb::arg("block_threads"), nb::arg("arguments"),
            nb::arg("stream"), nb::arg("event"), nb::arg("calls"), nb::arg("call"))
-      .def("end_calls", &end_calls, nb::arg("queues"))
+      .def(
+          "end_calls",
+          [](const Context& context, nb::typed<nb::list, nb::object> queues) {
+            return int(fw::native::end_calls(context, queues));
+          },
+          nb::arg("queues"))
       .def(
           "order",
           [](const Context& context, uintptr_t before, uintptr_t after, uintptr_t event) {

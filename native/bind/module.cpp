@@ -25,8 +25,10 @@ void bind_checksum(nb::module_& m);
 void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_cuda(nb::module_& m);
+void bind_kernel_calls(nb::module_& m);
 void bind_storage(nb::module_& m);
 void bind_vfio(nb::module_& m);
+void bind_tensor_calls(nb::module_& m);
 void bind_testing(nb::module_& m);
 void bind_transfer(nb::module_& m);
 
@@ -124,6 +126,8 @@ NB_MODULE(_native, m) {
   bind_controller(m);
   bind_vfio(m);
   bind_cuda(m);
+  bind_tensor_calls(m);
+  bind_kernel_calls(m);
   bind_testing(m);
   bind_transfer(m);
 }

@@ -11,16 +11,22 @@
 
 namespace fw::native {
 
+// Calls code of Python from C++ frames whose destructors need the GIL.
+template <typename Act>
+auto staying(Act act) {
+  try {
+    return act();
+  } catch (abi::__forced_unwind&) {
+    // Leaving this block without rethrowing would end the process as well.
+    while (true) pause();
+  }
+}
+
 class Unlocked {
  public:
   Unlocked() : state_(PyEval_SaveThread()) {}
   ~Unlocked() {
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (abi::__forced_unwind&) {
-      // Leaving this block without rethrowing would end the process as well.
-      while (true) pause();
-    }
+    staying([&] { PyEval_RestoreThread(state_); });
   }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;

@@ -1,7 +1,6 @@
 #include "cuda/context.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <stdexcept>
@@ -152,7 +151,7 @@ thread_local std::vector<int> modes;
 class Context::Current {
  public:
   explicit Current(const Context& context) : driver_(context.driver_) {
-    if (getpid() != context.pid_) {
+    if (context.fork_.in_child()) {
       result_ = kForked;
       return;
     }
@@ -200,10 +199,22 @@ class Relaxed {
 
 }  // namespace
 
-Context::Context(Handle context) : driver_(driver()), context_(context), pid_(getpid()) {}
+Context::Context(Handle context) : driver_(driver()), context_(context) {}
+
+void Context::set_own(Handle stream) { own_ = stream; }
+
+void Context::note_own(bool always) const {
+  if (always) own_shared_ = true;
+  ++own_uses_;
+}
+
+// Counts work after it was queued: who does not see it yet is not behind it either.
+void Context::used(Handle stream) const {
+  if (stream == own_) ++own_uses_;
+}
 
 Result Context::enter() const {
-  if (getpid() != pid_) return kForked;
+  if (fork_.in_child()) return kForked;
   const Result result = driver_.ctx_push(context_);
   if (result != kSuccess) return result;
   int mode = kRelaxed;
@@ -214,6 +225,7 @@ Result Context::enter() const {
 
 void Context::exit() const {
   Handle popped;
+  ++own_uses_;  // what was called may have used it
   if (modes.empty()) return;
   driver_.exchange_capture_mode(&modes.back());
   modes.pop_back();
@@ -223,8 +235,10 @@ void Context::exit() const {
 Result Context::launch(Handle function, uint32_t blocks, uint32_t block_threads, void** params,
                        Handle stream) const {
   return Current(*this).then([&] {
-    return driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
-                                 nullptr);
+    const Result result = driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0,
+                                                stream, params, nullptr);
+    used(stream);
+    return result;
   });
 }
 
@@ -235,9 +249,12 @@ Result Context::order(Handle before, Handle after, Handle event) const {
 // Whether a query proves that the stream has nothing to wait for; `result` is what failed.
 bool Context::idle(Handle stream, Result& result) const {
   result = kSuccess;
+  const uint64_t uses = own_uses_;
+  if (stream == own_ && !own_shared_ && uses == own_done_) return true;
   // An event on a default stream also covers other streams, which a query does not ask.
   if (reinterpret_cast<uintptr_t>(stream) <= kLastDefaultStream) return false;
   result = driver_.stream_query(stream);
+  if (result == kSuccess && stream == own_) own_done_ = uses;
   if (result != kNotReady) return true;
   result = kSuccess;
   return false;
@@ -255,19 +272,21 @@ Result Context::order_now(Handle before, Handle after, Handle event) const {
   Result result;
   if (idle(before, result)) return result;
   result = is_captured(after);
-  return result == kSuccess ? wait_now(before, {after}, event) : result;
+  return result == kSuccess ? wait_now(before, {&after, 1}, event) : result;
 }
 
-Result Context::wait_now(Handle before, const std::vector<Handle>& after, Handle event) const {
+Result Context::wait_now(Handle before, std::span<const Handle> after, Handle event) const {
   const std::lock_guard<std::mutex> lock(ordering_);
   Result result = driver_.event_record(event, before);
   for (const Handle each : after) {
-    if (result == kSuccess && each != before) result = driver_.stream_wait_event(each, event, 0);
+    if (result != kSuccess || each == before) continue;
+    result = driver_.stream_wait_event(each, event, 0);
+    used(each);
   }
   return result;
 }
 
-Result Context::launch_among(const std::vector<Handle>& others, bool both_ways, Handle event,
+Result Context::launch_among(std::span<const Handle> others, bool both_ways, Handle event,
                              Handle function, uint32_t blocks, uint32_t block_threads,
                              void** params, Handle stream) const {
   return Current(*this).then([&] {
@@ -278,11 +297,14 @@ Result Context::launch_among(const std::vector<Handle>& others, bool both_ways, 
     }
     const Relaxed relaxed(driver_);
     for (const Handle other : others) {
-      if (other != stream && !idle(other, result)) result = wait_now(other, {stream}, event);
+      // An event takes less time than a query whether it is needed.
+      const bool follows = other != stream && (other != own_ || !idle(other, result));
+      if (follows) result = wait_now(other, {&stream, 1}, event);
       if (result != kSuccess) return result;
     }
     result = driver_.launch_kernel(function, blocks, 1, 1, block_threads, 1, 1, 0, stream, params,
                                    nullptr);
+    used(stream);
     if (result != kSuccess || !both_ways || others.empty()) return result;
     return wait_now(stream, others, event);
   });
@@ -335,7 +357,11 @@ Result Context::wait_any(const std::vector<Handle>& events, int64_t microseconds
 }
 
 Result Context::fill(uint64_t address, uint32_t word, size_t count, Handle stream) const {
-  return Current(*this).then([&] { return driver_.memset_words(address, word, count, stream); });
+  return Current(*this).then([&] {
+    const Result result = driver_.memset_words(address, word, count, stream);
+    used(stream);
+    return result;
+  });
 }
 
 // Copies.
@@ -379,12 +405,13 @@ Result Context::copy(const std::vector<Handle>& others, Handle event,
     }
     const Relaxed relaxed(driver_);
     for (const Handle other : others) {
-      if (other != stream && !idle(other, result)) result = wait_now(other, {stream}, event);
+      if (other != stream && !idle(other, result)) result = wait_now(other, {&stream, 1}, event);
       if (result != kSuccess) return result;
     }
     if (begin != nullptr) result = driver_.event_record(begin, stream);
     if (result == kSuccess) result = copy_pieces(pieces, stream);
     const Result marked = driver_.event_record(end, stream);
+    used(stream);
     recorded = marked == kSuccess;
     return result != kSuccess ? result : marked;
   });
@@ -404,17 +431,24 @@ Result Context::memory(uint64_t address, Memory& kind) const {
 }
 
 Result Context::wait_word(uint64_t address, uint64_t value, Handle stream) const {
-  return Current(*this).then(
+  const Result result = Current(*this).then(
       [&] { return driver_.wait_value64(stream, address, value, kGreaterOrEqual); });
+  used(stream);
+  return result;
 }
 
 Result Context::write_word(uint64_t address, uint64_t value, Handle stream) const {
-  return Current(*this).then([&] { return driver_.write_value64(stream, address, value, 0); });
+  const Result result =
+      Current(*this).then([&] { return driver_.write_value64(stream, address, value, 0); });
+  used(stream);
+  return result;
 }
 
 Result Context::wait_word32(Handle stream, uint64_t address, uint32_t value) const {
-  return Current(*this).then(
+  const Result result = Current(*this).then(
       [&] { return driver_.wait_value32(stream, address, value, kGreaterOrEqual); });
+  used(stream);
+  return result;
 }
 
 bool Context::waits_for_words() const { return driver_.wait_value32 != nullptr; }

@@ -6,13 +6,14 @@
 // without one. Every call returns the driver's result, and Python makes an exception of it.
 #pragma once
 
-#include <sys/types.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <vector>
+
+#include "base/fork_guard.h"
 
 namespace fw::native::cuda {
 
@@ -20,7 +21,8 @@ namespace fw::native::cuda {
 using Result = int;
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kNotReady = 600;
-inline constexpr Result kForked = -1;    // the context belongs to the parent process
+inline constexpr Result kCaptureImplicit = 906;  // the work would be drawn into a capture
+inline constexpr Result kForked = -1;            // the context belongs to the parent process
 inline constexpr Result kCaptured = -2;  // a stream in a capture cannot wait for another one
 
 // CUstream, CUfunction, CUevent, CUgraph, CUcontext.
@@ -55,6 +57,11 @@ class Context {
   // Throws std::runtime_error if the driver, or one of the calls, is not there.
   explicit Context(Handle context);
 
+  // Names the library's own stream. Work waits for it only after calls that have used it.
+  void set_own(Handle stream);
+  // Says that others have queued work on the own stream; with `always` they may do so at any time.
+  void note_own(bool always) const;
+
   // Makes the context current until `exit`, and lets this thread call what would otherwise break a
   // capture on another stream. The calls nest.
   Result enter() const;
@@ -68,9 +75,8 @@ class Context {
   // Launches after the present work on other streams; with `both_ways` their later work waits for
   // the launch, too. If a stream that would wait is being captured, it does nothing, and returns
   // kCaptured. `event` is as for `order`.
-  Result launch_among(const std::vector<Handle>& others, bool both_ways, Handle event,
-                      Handle function, uint32_t blocks, uint32_t block_threads, void** params,
-                      Handle stream) const;
+  Result launch_among(std::span<const Handle> others, bool both_ways, Handle event, Handle function,
+                      uint32_t blocks, uint32_t block_threads, void** params, Handle stream) const;
   Result record(Handle event, Handle stream) const;
   Result done(Handle stream) const;
   Result event_done(Handle event) const;
@@ -110,16 +116,22 @@ class Context {
  private:
   class Current;
 
+  void used(Handle stream) const;
   bool idle(Handle stream, Result& result) const;
   Result is_captured(Handle stream) const;
   // Makes streams wait for the present work on one, whatever they are.
-  Result wait_now(Handle before, const std::vector<Handle>& after, Handle event) const;
+  Result wait_now(Handle before, std::span<const Handle> after, Handle event) const;
   Result order_now(Handle before, Handle after, Handle event) const;
   Result copy_pieces(const std::vector<Piece>& pieces, Handle stream) const;
 
   const Driver& driver_;
   Handle context_;
-  pid_t pid_;
+  ForkGuard fork_;
+  Handle own_ = nullptr;
+  // Work was queued on the own stream so many times. It was done after so many: the stream is idle
+  // while these are equal. Asking the driver takes half as long as a launch.
+  mutable std::atomic<uint64_t> own_uses_{0}, own_done_{0};
+  mutable std::atomic<bool> own_shared_{false};
   // Another thread must not record the event of `order` between its record and the wait for it.
   mutable std::mutex ordering_;
 };

@@ -55,7 +55,16 @@ SMALL = {
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "registers": {"arch": "sm_90"},
-    "checkpoints": {"mib": 1, "steps": 12, "interval_ms": 0.1},
+    "checkpoints": {
+        "mib": 3,
+        "steps": 12,
+        "intervals_ms": "0.1",
+        "sizes": "variable",
+        "state": "1 MiB",
+        "runs": 1,
+        "limit": False,
+        "nodes": "1,3",
+    },
 }
 """Options for a run of a second."""
 

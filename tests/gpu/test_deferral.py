@@ -281,7 +281,7 @@ def test_prefetches_on_another_stream_share_the_list(tmp_path, device, blocks):
     controller = fw.SoftwareController(data_path="bounce")
 
     with fw.open(
-        tmp_path / "tables.bin", np.int32, rows.shape, device=device, cache="24 MiB",
+        tmp_path / "tables.bin", dtype=np.int32, shape=rows.shape, device=device, cache="24 MiB",
         controller=controller, o_direct=False,
     ) as x:  # fmt: skip
         for k in range(len(index) - 1):

@@ -172,18 +172,17 @@ def test_failures_and_bad_indices_are_raised(table, device):
 def test_storage_that_hangs_is_an_error_in_time(table, device, monkeypatch):
     monkeypatch.setenv("FLASHWARP_TIMEOUT_S", "2")
     path, _ = table
-    with (
-        fw.storage.File(path, offset=128) as file,
-        fw.open(
-            storage := Faulty(file, "read hang n=5"), "r", "i4", (ROWS, 1024),
-            device=device, cache="16 MiB",
-        ) as x,
-    ):  # fmt: skip
+    with fw.storage.File(path, offset=128) as file:
+        x = fw.open(
+            Faulty(file, "read hang n=5"), "r", "i4", (ROWS, 1024), device=device, cache="16 MiB"
+        )
         begin = time.monotonic()
         with pytest.raises((errors.ControllerTimeout, errors.StorageError)):
             x.gather(np.arange(64))
         assert time.monotonic() - begin < 30
-        storage.inject("")
+        # The commands are lost until the controller stops.
+        with pytest.raises(errors.ControllerTimeout, match="quiesce"):
+            x.close()
 
 
 MATMULS = """

@@ -96,6 +96,29 @@ def test_waiting_without_a_free_buffer_says_who_has_them(device: CpuDevice) -> N
         held.release()
 
 
+def test_who_waits_gets_a_buffer_before_who_tries(device: CpuDevice) -> None:
+    with grown(device, 2) as ring:
+        first, second = ring.acquire(), ring.acquire()
+        got: list[StagingBuffer] = []
+        waiting = threading.Thread(target=lambda: got.append(ring.acquire(30)))
+        waiting.start()
+        while not ring._line:
+            time.sleep(0.001)
+
+        first.release()
+        # Whoever holds `second` and tries again and again would keep the other one for ever.
+        while not got:
+            assert ring._line or got
+            tried = ring.try_acquire() if ring._line else None
+            assert tried is None
+        waiting.join(30)
+        got[0].release()
+        second.release()
+        again = ring.try_acquire()
+        assert again is not None
+        again.release()
+
+
 def test_a_buffer_in_a_copy_is_not_lent_again(device: CpuDevice) -> None:
     with grown(device, 1) as ring:
         buffer, first, second = ring.acquire(), Copy(), Copy()

@@ -389,6 +389,15 @@ def test_header_may_be_included_twice(path: Path) -> None:
 # All sources.
 
 
+@each([path for path in native_files if NATIVE in path.parents])
+def test_no_native_file_leaves_the_stable_abi(path: Path) -> None:
+    # From Python 3.12 on the extension is compiled for it. Macros that reach into objects, such as
+    # PyTuple_SET_ITEM, are not part of it, and older versions of Python do not notice.
+    found = re.findall(r"\bPy[A-Za-z]+_[A-Z]{2,}[A-Z_]*\(", path.read_text())
+
+    assert not found
+
+
 @each([*python_files, *device_files, *native_files])
 def test_file_opens_with_its_promise(path: Path) -> None:
     if path.suffix == ".cpp" and path.with_suffix(".h").exists():

@@ -183,7 +183,7 @@ class Context:
         )
         self._open = True
         try:
-            self._calls = _native.CudaContext(int(self._handle))
+            self.calls = _native.CudaContext(int(self._handle))
         except RuntimeError as error:
             raise DeviceError(
                 f"the driver of cuda:{ordinal} cannot be used: {error}; CUDA 12 or newer is needed"
@@ -210,11 +210,11 @@ class Context:
     def __enter__(self) -> Context:
         if not self._open:
             raise ClosedError(f"cuda:{self.ordinal} is closed")
-        self._require(self._calls.enter() if self.usable else _FORKED, "cuCtxPushCurrent")
+        self._require(self.calls.enter() if self.usable else _FORKED, "cuCtxPushCurrent")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._calls.exit()
+        self.calls.exit()
 
     def _require(self, result: int, name: str, doing: str = "") -> None:
         """Raise what a call of the extension has returned, unless it succeeded."""
@@ -247,26 +247,26 @@ class Context:
             )
         if poll_s:
             return self.poll(stream, poll_s)
-        return self._is_done(self._calls.done(stream), "cuStreamQuery")
+        return self._is_done(self.calls.done(stream), "cuStreamQuery")
 
     def poll(self, stream: int, seconds: float) -> bool:
         """Do as `stream_done`, on a stream that is in no capture."""
         self._require_open()
-        return self._is_done(self._calls.poll(stream, int(seconds * 1e6)), "cuStreamQuery")
+        return self._is_done(self.calls.poll(stream, int(seconds * 1e6)), "cuStreamQuery")
 
     def event_done(self, event: int) -> bool:
         """Return whether an event is done; raises as `stream_done` does."""
         self._require_open()
-        return self._is_done(self._calls.event_done(event), "cuEventQuery")
+        return self._is_done(self.calls.event_done(event), "cuEventQuery")
 
     def wait_any(self, events: Sequence[int], seconds: float) -> None:
         """Wait until one of these events is done, or failed, but no longer than this."""
         self._require_open()
-        self._calls.wait_any(events, int(seconds * 1e6))
+        self.calls.wait_any(events, int(seconds * 1e6))
 
     def end_calls(self, queues: list[Any]) -> int:
         """End what is over in queues of asynchronous calls; see `Device.end_calls`."""
-        return self._calls.end_calls(queues)
+        return self.calls.end_calls(queues)
 
     def _is_done(self, result: int, name: str) -> bool:
         if result == _NOT_READY:
@@ -284,7 +284,7 @@ class Context:
         If `after` is being captured, which cannot wait for other streams, this call waits instead.
         """
         self._require_open()
-        result = self._calls.order(before, after, event)
+        result = self.calls.order(before, after, event)
         if result == _CAPTURED:
             wait_until(functools.partial(self.stream_done, before), ORDER_S, f"stream {before:#x}")
             return
@@ -293,26 +293,26 @@ class Context:
     def record(self, event: int, stream: int) -> None:
         """Move an event to the present end of a stream."""
         self._require_open()
-        self._require(self._calls.record(event, stream), "cuEventRecord")
+        self._require(self.calls.record(event, stream), "cuEventRecord")
 
     def fill(self, address: int, word: int, count: int, stream: int) -> None:
         """Queue the filling of device memory with `count` words of 32 bits."""
         self._require_open()
-        self._require(self._calls.fill(address, word, count, stream), "cuMemsetD32Async")
+        self._require(self.calls.fill(address, word, count, stream), "cuMemsetD32Async")
 
     # Copies on streams of their own, which are not being captured.
 
     def memory_kind(self, address: int) -> Memory:
         """Return what kind of memory is at an address."""
         self._require_open()
-        result, kind = self._calls.memory(address)
+        result, kind = self.calls.memory(address)
         self._require(result, "cuPointerGetAttribute")
         return Memory(kind)
 
     @property
     def copies_batches(self) -> bool:
         """Whether the driver copies many pieces in one call (CUDA 12.8)."""
-        return self._calls.copies_batches
+        return self.calls.copies_batches
 
     def copy_and_append(
         self,
@@ -330,7 +330,7 @@ class Context:
         and the entry was appended, its event marks the end of what had been queued.
         """
         self._require_open()
-        result, _ = self._calls.copy_and_append(
+        result, _ = self.calls.copy_and_append(
             others, mark, list(pieces), begin, end.event, stream, end.entries, end.entry
         )
         if result in (_CAPTURED, _CAPTURE_IMPLICIT):
@@ -343,12 +343,12 @@ class Context:
     def wait_word(self, address: int, value: int, stream: int) -> None:
         """Make later work on a stream wait until a word in pinned memory is at least `value`."""
         self._require_open()
-        self._require(self._calls.wait_word(address, value, stream), "cuStreamWaitValue64")
+        self._require(self.calls.wait_word(address, value, stream), "cuStreamWaitValue64")
 
     def write_word(self, address: int, value: int, stream: int) -> None:
         """Store a word in pinned memory after the present work of a stream."""
         self._require_open()
-        self._require(self._calls.write_word(address, value, stream), "cuStreamWriteValue64")
+        self._require(self.calls.write_word(address, value, stream), "cuStreamWriteValue64")
 
     def wait_event(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""
@@ -366,18 +366,18 @@ class Context:
     @property
     def waits_for_words(self) -> bool:
         """Whether the driver has `wait_for_word`."""
-        return bool(self._calls.waits_for_words)
+        return bool(self.calls.waits_for_words)
 
     def wait_for_word(self, address: int, stream: int) -> None:
         """Make later work on a stream wait until a word of 32 bits is 1 or more."""
         self._require_open()
-        self._require(self._calls.wait_word32(stream, address, 1), "cuStreamWaitValue32")
+        self._require(self.calls.wait_word32(stream, address, 1), "cuStreamWaitValue32")
 
     # Captures into CUDA graphs.
 
     def capture(self, stream: int) -> int | None:
         """Return the number of the capture in which a stream takes part, or None."""
-        result, active, number = self._calls.capture(stream)
+        result, active, number = self.calls.capture(stream)
         if result == _CAPTURE_IMPLICIT:
             # The legacy default stream, which would join the capture of another stream.
             return 0
@@ -386,11 +386,11 @@ class Context:
 
     def capture_call(self, stream: int, call: int, argument: int) -> None:
         """Make each replay call a C function beside what the stream queues next."""
-        self._require(self._calls.capture_call(stream, call, argument), "cuGraphAddHostNode")
+        self._require(self.calls.capture_call(stream, call, argument), "cuGraphAddHostNode")
 
     def capture_count(self, stream: int, graphs: _native.CudaGraphs) -> None:
         """Count the graph being captured in `graphs` for as long as it exists."""
-        self._require(self._calls.capture_count(stream, graphs), "cuGraphRetainUserObject")
+        self._require(self.calls.capture_count(stream, graphs), "cuGraphRetainUserObject")
 
     def releasing(self, name: str, handle: int) -> Callable[[], None]:
         """Return what releases a handle by a call, but not once the context cannot be used.
@@ -525,9 +525,9 @@ class Context:
     ) -> None:
         """Launch a kernel; `params` are the bytes of its parameters, one by one."""
         self._require_open()
-        result = self._calls.launch(kernel.handle, blocks, block_threads, tuple(params), stream)
+        result = self.calls.launch(kernel.handle, blocks, block_threads, tuple(params), stream)
         if result:
-            self._refuse_launch(result, kernel, blocks, block_threads, stream)
+            self.refuse_launch(result, kernel, blocks, block_threads, stream)
 
     def launch_among(
         self,
@@ -547,13 +547,13 @@ class Context:
         kernel, blocks, threads = size
         if not self._open:
             self._require_open()
-        result = self._calls.launch_among(
+        result = self.calls.launch_among(
             others, both_ways, mark, kernel.handle, blocks, threads, params, stream
         )
         if not result:
             return True
         if result not in (_CAPTURED, _CAPTURE_IMPLICIT):
-            self._refuse_launch(result, kernel, blocks, threads, stream)
+            self.refuse_launch(result, kernel, blocks, threads, stream)
         return False
 
     def launch_and_append(
@@ -572,18 +572,18 @@ class Context:
         """
         kernel, blocks, threads = size
         self._require_open()
-        result, recorded = self._calls.launch_and_append(
+        result, recorded = self.calls.launch_and_append(
             others, mark, kernel.handle, blocks, threads, params, stream, *end
         )
         if result in (_CAPTURED, _CAPTURE_IMPLICIT):
             return False
         if result:
-            self._refuse_launch(result, kernel, blocks, threads, stream)
+            self.refuse_launch(result, kernel, blocks, threads, stream)
         if recorded:
             self._require(recorded, "cuEventRecord")
         return True
 
-    def _refuse_launch(
+    def refuse_launch(
         self, result: int, kernel: Kernel, blocks: int, block_threads: int, stream: int
     ) -> None:
         """Raise why a launch failed."""

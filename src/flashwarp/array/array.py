@@ -26,7 +26,7 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
-from flashwarp import _native, config, endings
+from flashwarp import config, endings
 from flashwarp.array import handles
 from flashwarp.array.attachment import Attachment
 from flashwarp.array.futures import Future
@@ -301,34 +301,17 @@ class Array(endings.Closing):
         StorageError
             If a transfer failed; rows of lines that could be read are in `out`.
         """
-        tensors = self._attachment.tensors
-        if tensors is not None and tensors.serves(idx):
-            if self._attachment.in_child:
-                self._check_usable()  # before the turn, see `_locked`
-            short = functools.partial(self._gather_tensors, idx, out, stream)
-            rows = _native.holding(self.cache.turn, short)
+        attachment = self._attachment
+        if attachment.tensors is not None:
+            try:
+                rows = attachment.tensors.gather(
+                    idx, out, stream, self._changes, attachment.finish_launch
+                )
+            except DeviceError as error:
+                self._raise_reason(error)
             if rows is not None:
                 return rows
         return self._gather(idx, out, stream)
-
-    def _gather_tensors(self, idx: object, out: object, stream: object) -> Any:
-        """Gather by the short way; return None, and do nothing, if that cannot be."""
-        attachment = self._attachment
-        if attachment.tensors is None or not self._format.shape:
-            return None
-        try:
-            self._begin()
-            launched = attachment.tensors.gather(idx, out, stream)
-            if launched is None:
-                return None
-            rows, handle = launched
-            if stream is None:
-                attachment.finish_launch("gather", handle)
-            else:
-                attachment.note_stream(handle)
-        except DeviceError as error:
-            self._raise_reason(error)
-        return rows
 
     def _raise_reason(self, error: DeviceError) -> NoReturn:
         """Raise why a kernel was stopped, if `error` came from that; else `error`."""
@@ -507,29 +490,16 @@ class Array(endings.Closing):
         Takes the indices that `gather` takes, or a slice, and a stream as `gather` does. Skips
         lines that find no free frame.
         """
-        tensors = self._attachment.tensors
-        if tensors is not None and tensors.serves(idx_or_slice):
-            if self._attachment.in_child:
-                self._check_usable()  # before the turn, see `_locked`
-            operands = (idx_or_slice, stream)
-            short = functools.partial(_in_turn, self, Array._prefetch_tensors, operands, {})
-            if _native.holding(self.cache.turn, short):
-                return
-        self._prefetch(idx_or_slice, stream)
-
-    def _prefetch_tensors(self, idx: object, stream: object) -> bool:
-        """Prefetch by the short way; return False, and do nothing, if that cannot be."""
         attachment = self._attachment
-        if attachment.tensors is None or not self._format.shape:
-            return False
-        handle = attachment.tensors.prefetch(idx, stream)
-        if handle is None:
-            return False
-        if stream is None:
-            attachment.finish("prefetch", handle)
-        else:
-            attachment.note_stream(handle)
-        return True
+        if attachment.tensors is not None:
+            try:
+                if attachment.tensors.prefetch(
+                    idx_or_slice, stream, self._changes, attachment.finish_launch
+                ):
+                    return
+            except DeviceError as error:
+                self._raise_reason(error)
+        self._prefetch(idx_or_slice, stream)
 
     @_locked
     def _prefetch(self, idx_or_slice: object, stream: object) -> None:

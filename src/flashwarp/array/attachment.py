@@ -23,8 +23,9 @@ from flashwarp.array.failures import Failures
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Operands
 from flashwarp.array.rows import RowFormat
-from flashwarp.array.tensors import TensorCalls
+from flashwarp.array.tensors import tensor_calls
 from flashwarp.cache.cache import Cache
+from flashwarp.device import Launch
 from flashwarp.errors import CaptureError, DeviceError, DeviceTimeout, FlashwarpError, StorageError
 from flashwarp.nvme import Controller, Destination
 from flashwarp.stats import Stats
@@ -71,7 +72,7 @@ class Attachment(endings.NotCopied):
         Owns volume, service and format: what kernels need to know.
     operands : Operands
     tensors : TensorCalls or None
-        The short way of calls with tensors; None on the CPU device.
+        The short way of calls with tensors on a GPU.
     calls : Calls
         The asynchronous calls.
     """
@@ -97,8 +98,8 @@ class Attachment(endings.NotCopied):
         self._release_storage = release_storage
         self._fault_noted = False
         self._streams: set[int] = set()
-        # Whether there were launches for whose end no call has waited.
-        self._noted_late = False
+        # Whether there may be launches for whose end no call has waited.
+        self._noted_late = cache.device.kind != "cpu"
         # What CUDA graphs use beside the array, such as tables of a lookup in device memory.
         self._graphs_use: list[object] = []
         with contextlib.ExitStack() as opening, contextlib.ExitStack() as made:
@@ -119,9 +120,7 @@ class Attachment(endings.NotCopied):
             self.launcher = Launcher(volume, service, format)
             made.callback(self.launcher.let_go)
             self.operands = Operands(cache.device, format, cache.device)
-            self.tensors = (
-                None if self.launcher.on_cpu else TensorCalls(self.launcher, self._streams)
-            )
+            self.tensors = tensor_calls(self.launcher, self._streams)
             self.calls = Calls(self.launcher, self.operands, self._failures, self.tensors)
             endings.remember(self)
             made.pop_all()
@@ -160,13 +159,11 @@ class Attachment(endings.NotCopied):
             self._streams.discard(stream)
         self._raise_failure(what)
 
-    def finish_launch(self, what: str, stream: int) -> None:
-        """Do as `finish`, right after a launch on a GPU's stream, which is in no capture then."""
-        if not self.device.soon_done(stream):
-            self.finish(what, stream)
-            return
-        self._streams.discard(stream)
-        self._raise_failure(what)
+    def finish_launch(self, what: str, stream: int, launch: Launch, result: int) -> None:
+        """Do as `finish` after a launch of the short way; raise why if the driver refused it."""
+        if result:
+            launch.refuse(result, stream)
+        self.finish(what, stream)
 
     def join(self, stream: int, *, refreshes: bool = False, uses: Sequence[object] = ()) -> None:
         """Prepare for a launch on a stream of the caller's, which may be in a capture.
@@ -175,7 +172,6 @@ class Attachment(endings.NotCopied):
         is, and the array is leased, a kernel that does not drop old lines itself `refreshes`
         them by another one before it, in each replay.
         """
-        self._noted_late = True
         if self._graphs_use and not self.launcher.graphs.count:
             self._graphs_use.clear()
         if not self.launcher.join_capture(stream):
@@ -201,7 +197,6 @@ class Attachment(endings.NotCopied):
 
     def note_stream(self, stream: int) -> None:
         """Note that there is work on a stream of the caller's."""
-        self._noted_late = True
         self._streams.add(stream)
         self.cache.streams.add(stream)
 
@@ -310,8 +305,7 @@ class Attachment(endings.NotCopied):
         attachment is open and usable afterwards, or closed. In a forked child it does nothing.
         """
         if self.closed or self.in_child:
-            self.closed = True
-            endings.forget(self)
+            self._set_closed()
             return None
         if not endings.ended():
             self.refuse_graphs()
@@ -322,6 +316,12 @@ class Attachment(endings.NotCopied):
         except BaseException:
             self.calls.reopen()
             raise
+
+    def _set_closed(self) -> None:
+        self.closed = True
+        if self.tensors is not None:
+            self.tensors.shut()
+        endings.forget(self)
 
     def refuse_graphs(self) -> None:
         """Raise CaptureError if a CUDA graph still uses the array, or a capture forbids to wait."""
@@ -379,8 +379,7 @@ class Attachment(endings.NotCopied):
         if self.launcher.graphs.count:
             # The interpreter ends. A replay may still run, so nothing is freed.
             _visited.append(self)
-            self.closed = True
-            endings.forget(self)
+            self._set_closed()
             return failure
         return endings.uninterrupted(partial(self._end, failure, late))
 
@@ -415,8 +414,7 @@ class Attachment(endings.NotCopied):
     def _end(self, failure: Exception | None, late: DeviceTimeout | None) -> BaseException | None:
         """Release everything, after `_settle` has returned `failure`."""
         cache, volume = self.cache, self.launcher.volume
-        self.closed = True
-        endings.forget(self)
+        self._set_closed()
         self._graphs_use.clear()
         unobserved = self.calls.release(late)
         # After the fault of a kernel nothing on its device can be saved, only released.

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashwarp import config, endings
+from flashwarp import _native, config, endings
 from flashwarp._jit.driver import End
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.array.failures import Failures
@@ -36,7 +36,6 @@ from flashwarp.array.futures import Future
 from flashwarp.array.launcher import Launcher, Verb
 from flashwarp.array.operands import Index, Operands, Rows, host_index
 from flashwarp.array.selection import rows_of_slice
-from flashwarp.array.tensors import TensorCalls
 from flashwarp.cache.structs import ErrorRecordStruct, FailureStruct
 from flashwarp.device import DeviceArray, Event, OwnedStream, stream_handle
 from flashwarp.device.scratch import Scratch
@@ -159,7 +158,7 @@ class Calls:
         launcher: Launcher,
         operands: Operands,
         failures: Failures,
-        tensors: TensorCalls | None = None,
+        tensors: _native.TensorCalls | None = None,
     ) -> None:
         self._launcher = launcher
         self._tensors = tensors
@@ -186,6 +185,8 @@ class Calls:
         # Unobserved failures: those of futures that are gone, and the futures that have one.
         self._lost: deque[BaseException] = deque()
         self._failed: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        if tensors is not None:
+            tensors.follow(self._all, self._lost)
 
     # Copies for calls on streams of the caller's.
 
@@ -212,8 +213,8 @@ class Calls:
 
     def make(self, verb: Verb, idx: object, operand: object, stream: object) -> Future[Any]:
         """Start a call; see `Array.gather_async` and `Array.scatter_async`."""
-        if verb == "gather" and self._tensors is not None and self._tensors.serves(idx):
-            found = self._tensors.operands(idx, operand, stream)
+        if verb == "gather" and self._tensors is not None:
+            found: Any = self._tensors.operands(idx, operand, stream)
             if found is not None:
                 return self._make_short(idx, *found)
         chosen = self._choose(idx)
@@ -346,7 +347,7 @@ class Calls:
         if not self._queues:
             streams = 1 if self._launcher.on_cpu else config.current("async_streams").async_streams
             self._queues = [_Queue(self._operands.device.create_stream()) for _ in range(streams)]
-            self._all = [queue.calls for queue in self._queues]
+            self._all += [queue.calls for queue in self._queues]
 
     def _start_worker(self) -> None:
         if self._worker is not None:
@@ -739,7 +740,8 @@ class Calls:
 
     def _release(self) -> None:
         with self._changed:
-            queues, self._queues, self._all = self._queues, [], []
+            queues, self._queues = self._queues, []
+            self._all.clear()
         for queue in queues:
             for lane in queue.lanes:
                 lane.close()

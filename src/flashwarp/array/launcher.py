@@ -11,7 +11,6 @@ import functools
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -67,19 +66,6 @@ _PER_THREAD = 2
 _CHECKS_MAX = 4096
 
 
-@dataclass
-class Moved:
-    """How many calls moved rows, and how many rows. Updates of several threads may get lost."""
-
-    calls: int = 0
-    rows: int = 0
-
-    def add(self, rows: int) -> None:
-        """Count a call."""
-        self.calls += 1
-        self.rows += rows
-
-
 class Launcher:
     """The launches of one array's kernels. It owns what these kernels need to know.
 
@@ -112,7 +98,7 @@ class Launcher:
         # Whether a thread of the CPU device takes segments as they come. Several at a time, it
         # serves those that hit first; a trace is of accesses in their order.
         self.in_order = False
-        self.moved = Moved()
+        self.moved = _native.Moved()
         self.graphs = _native.CudaGraphs()
         self._capture: int | None = None  # that `graphs` has counted last
         self._wake_call: _native.WakeCall | None = None
@@ -204,37 +190,43 @@ class Launcher:
         counting: Counting | None = None,
     ) -> tuple[Launch, bytes]:
         """Prepare a gather of rows on a GPU: the launch, and its parameter."""
-        return self._prepared_rows("gather", indices, count, index_bytes, buffer, counting)
+        kind = count, index_bytes, buffer & _ALIGNMENT_MAX - 1, counting
+        found = self._prepared_small.get(kind)
+        if found is None:
+            launch, params, again = self.prepare_rows(
+                "gather", count, index_bytes, buffer, counting
+            )
+            found = launch, params[self.own_members_at + _FIRST_ROW_MEMBERS.size :]
+            if again:
+                if len(self._prepared_small) >= _PREPARED_MAX:
+                    self._prepared_small.clear()
+                self._prepared_small[kind] = found
+        launch, rest = found
+        return launch, self._array_members + _FIRST_ROW_MEMBERS.pack(indices, count, buffer) + rest
 
-    def prefetch_launch(self, indices: int, count: int, index_bytes: int) -> tuple[Launch, bytes]:
-        """Prepare a prefetch of rows on a GPU: the launch, and its parameter."""
-        return self._prepared_rows("prefetch", indices, count, index_bytes, 0)
+    @property
+    def own_members_at(self) -> int:
+        """The offset in `RowParams` of what differs between calls of one size."""
+        return len(self._array_members)
 
-    def _prepared_rows(
+    def prepare_rows(
         self,
         verb: str,
-        indices: int,
         count: int,
         index_bytes: int,
         buffer: int,
         counting: Counting | None = None,
-    ) -> tuple[Launch, bytes]:
-        kind = verb, count, index_bytes, buffer & _ALIGNMENT_MAX - 1, counting
-        small = self._prepared_small.get(kind)
-        if small is not None:
-            launch, rest = small
-            first = _FIRST_ROW_MEMBERS.pack(indices, count, buffer)
-            return launch, self._array_members + first + rest
+    ) -> tuple[Launch, bytes, bool]:
+        """Prepare a call on rows of a GPU: the launch, and its parameter without indices.
+
+        Returns, too, whether later calls of this size may use them: a call that is so large that
+        it may defer its misses needs its own.
+        """
         name, warps, batch, deferred = self._plan(verb, count, buffer)
         row = self.format.row_bytes
-        params = self._pack(indices, count, index_bytes, buffer, row, batch, 0, deferred, counting)
+        params = self._pack(0, count, index_bytes, buffer, row, batch, 0, deferred, counting)
         launch = self._prepared_launch(name, warps, len(params))
-        if warps < self._warps_at_once:  # so small that it never defers
-            if len(self._prepared_small) >= _PREPARED_MAX:
-                self._prepared_small.clear()
-            begin = len(self._array_members) + _FIRST_ROW_MEMBERS.size
-            self._prepared_small[kind] = launch, params[begin:]
-        return launch, params
+        return launch, params, warps < self._warps_at_once
 
     def _plan(self, verb: str, count: int, buffer: int) -> tuple[str, int, int, Deferred]:
         """Choose the kernel for rows by index, its warps, their batch, and what it defers."""

@@ -103,6 +103,10 @@ class FailureSequence:
         self._device = device
         self._stream = stream
         self._lock = threading.Lock()
+        # For the extension: the address of the first number, bytes to the next, and how many.
+        stride = ctypes.sizeof(FailureStruct)
+        address = ctypes.addressof(entries) + FailureStruct.number.offset
+        self.numbers_at = address, stride, FAILURES_KEPT
         self._read = 0  # entries
         self._acknowledged = 0  # of them
         self._untold = 0

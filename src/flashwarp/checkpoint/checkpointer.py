@@ -24,6 +24,7 @@ from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.restoring import Restorer
 from flashwarp.checkpoint.settings import Settings
 from flashwarp.checkpoint.stager import Stager
+from flashwarp.checkpoint.storing import forget_stored
 from flashwarp.checkpoint.system import System
 from flashwarp.checkpoint.targets import give, targets_of
 from flashwarp.checkpoint.tier import Entry, Key
@@ -417,7 +418,7 @@ class Checkpointer(endings.Closing):
             self._restorer.end(entry, tier, done=done)
             discards = done and self.settings.discard_consumed and not entry.discarded
         if discards:
-            self._discard(entry)
+            self._discard(entry, later=True)
 
     # Hints.
 
@@ -463,10 +464,33 @@ class Checkpointer(endings.Closing):
             entry = self._lookup.entry(key)
         self._discard(self._lookup.load(key) if entry is None else entry)
 
-    def _discard(self, entry: Entry) -> None:
-        self._system.storing.discard(entry)
-        with self._core.locked():
-            retry_now(self._core)  # the disk may have room now
+    def _discard(self, entry: Entry, *, later: bool = False) -> None:
+        core = self._core
+
+        def remove() -> None:
+            if stored:
+                forget_stored(self._directory, *entry.key)
+                if self._system.commits is not None:
+                    self._system.commits.discard(*entry.key)
+            if remote:
+                forget_stored(self._system.remote, *entry.key)
+            with core.locked():
+                retry_now(core)  # the disk may have room now
+
+        with core.locked():
+            if entry.discarded:
+                return
+            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
+            core.in_remote.discard(entry.key)
+            core.retire(entry)
+            future = core.futures.pop(entry, None)
+            if later and (stored or remote):
+                self._system.remove_later(entry, remove)
+        if future is not None and not future.done():
+            future.observed = True
+            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
+        if not later:
+            remove()
 
     @property
     def stats(self) -> CheckpointStats:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import islice
 
 from flashwarp._waiting import STEP_MAX_S, Waited
 from flashwarp.checkpoint.buffer import Window
@@ -72,6 +72,8 @@ class Core:
         self.queues: dict[str, deque[Entry]] = {"gpu": deque(), "host": deque(), "remote": deque()}
         # Work in progress of background threads, by version: a discarded one must end first.
         self.busy: Counter[Entry] = Counter()
+        # Discarded versions that may still be copied somewhere.
+        self._leaving: set[Entry] = set()
         self.retries: dict[tuple[str, Entry], tuple[int, float]] = {}
         self.to_storage = Backlog(mover.links["to storage"])
         # Versions whose manifests could not be read; restarts try again.
@@ -86,6 +88,8 @@ class Core:
         self.uploads = False
         """Whether there is a remote store."""
         self.started = False
+        self.fetches = 0
+        """Prefetches from storage that are under way."""
         self.closing = False
         self.closed = False
         self._pid = os.getpid()
@@ -241,6 +245,14 @@ class Core:
         tier.take(window, entry, event, now_ns)
         self.changed.notify_all()
 
+    def reads_first(self, tier: Tier) -> bool:
+        """Return whether flushes to storage let prefetches from there go first.
+
+        Only if what is restored is discarded: then most of what waits will never be flushed.
+        """
+        last = bool(self.tiers) and tier is self.tiers[-1]
+        return self.settings.discard_consumed and self.fetches > 0 and last and not tier.demands
+
     # Events.
 
     def apply(self, tier: Tier, entry: Entry, event: Event) -> None:
@@ -260,10 +272,16 @@ class Core:
         return True
 
     def pin(self, tier: Tier, entry: Entry) -> None:
-        """Pin a version for a hint, unless it is pinned."""
+        """Pin a version for a hint, unless it is pinned; slower copies are then not needed."""
         life = tier.life(entry)
-        if life is not None and Fact.PINNED not in life.facts and life.allows(Event.PIN):
-            self.apply(tier, entry, Event.PIN)
+        if life is None or Fact.PINNED in life.facts or not life.allows(Event.PIN):
+            return
+        self.apply(tier, entry, Event.PIN)
+        below = [each for each in self.tiers if each.above is tier]
+        for each in below:
+            self.apply_if(each, entry, Event.UNPIN)
+            if entry in each.lives:
+                each.refresh(entry, self.now_ns())
 
     def filled(self, tier: Tier, entry: Entry) -> None:
         """Note that a new version is on a tier, and queue its flush."""
@@ -275,16 +293,19 @@ class Core:
         """Queue the flush of a version from a tier."""
         self.queues[tier.name].append(entry)
         tier.backlog.add(entry, entry.nbytes)
-        tier.refresh_flushes(self.now_ns())
+        # It is the last of the queue: the others end when they would have.
+        now_ns = self.now_ns()
+        tier.refresh(entry, now_ns, tier.backlog.ends_ns(now_ns))
         self.wake("flush")
 
-    def refresh(self, key: Key) -> None:
-        """Tell the tiers about a hint for a version, or its end."""
+    def refresh(self, key: Key, *, wake: bool = True) -> None:
+        """Tell the tiers about a hint for a version, or its end, and wake prefetches."""
         entry = self.entries.get(key)
         for tier in self.tiers:
             if entry is not None and entry in tier.lives:
                 tier.refresh(entry, self.now_ns())
-        self.wake("prefetch")
+        if wake:
+            self.wake("prefetch")
 
     def give_up_hint(self, key: Key) -> None:
         """Unpin a version whose hint restores have passed by."""
@@ -297,6 +318,7 @@ class Core:
     def retire(self, entry: Entry) -> None:
         """Discard a version in all tiers; copies in progress end first."""
         entry.discarded = True
+        self._leaving.add(entry)
         if self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
         self.listed.get(entry.key[0], set()).discard(entry.key[1])
@@ -311,8 +333,12 @@ class Core:
 
     def in_use(self, key: Key) -> bool:
         """Return whether a discarded version of this key is still being copied somewhere."""
-        used = chain(self.busy, *(tier.lives for tier in self.tiers))
-        return any(entry.key == key and entry.discarded for entry in used)
+        self._leaving = {
+            each
+            for each in self._leaving
+            if each in self.busy or any(each in tier.lives for tier in self.tiers)
+        }
+        return any(entry.key == key for entry in self._leaving)
 
     # Counting.
 

@@ -7,9 +7,12 @@ buffers with a fixed budget. Nothing here decides anything.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +25,7 @@ from flashwarp.errors import ClosedError
 from flashwarp.transfer import LinkBandwidth
 
 if TYPE_CHECKING:
-    from flashwarp.transfer import CopyEngine, StagingRing, Ticket
+    from flashwarp.transfer import CopyEngine, StagingBuffer, StagingRing, Ticket
 
 __all__ = ["LINKS", "Mover", "Pending", "Reader", "Writer"]
 
@@ -32,6 +35,14 @@ host, back, and those of storage."""
 
 _PIECE_BYTES = 16 << 20
 """Largest piece between two looks at whether a copy is still wanted."""
+
+_WRITE_BYTES = 8 << 20
+_WRITES = 4
+"""Pieces of host memory that are written to storage, and how many at a time: one at a time leaves
+the disk idle between two of them."""
+
+_POOLED_BYTES_MIN = 1 << 20
+"""A smaller piece is written before another thread has begun to."""
 
 _LINK_BYTES_MIN = 64 << 10
 """Smaller copies say more about the latency of a link than about its bandwidth."""
@@ -102,6 +113,7 @@ class Mover(endings.Closing):
         self.engine: CopyEngine | None = None
         self._staging: StagingRing | None = None
         self._seams: list[tuple[int, int, int]] = []
+        self._pool = ThreadPoolExecutor(_WRITES, "flashwarp-checkpoint-write")
         if device.kind == "cuda":
             from flashwarp.transfer import CopyEngine, Direction, StagingRing
 
@@ -180,40 +192,60 @@ class Mover(endings.Closing):
     ) -> bool:
         """Write a block to storage; return False if it was given up because it is not wanted."""
         base = tier.block(entry)
-        for region in entry.regions:
-            address = base + entry.offsets[region.name]
-            if not self._store(region, address, tier.on_host, (), writer, wanted):
-                return False
-        return True
+        blocks = [(region, base + entry.offsets[region.name]) for region in entry.regions]
+        if tier.on_host:
+            return self._store_host(blocks, writer, wanted)
+        return all(self._store_staged(*block, (), writer, wanted) for block in blocks)
 
     def store_arrays(self, sources: list[Bytes], writer: Writer) -> None:
         """Write a user's arrays to storage."""
         for source in sources:
-            self._store(
-                source.region,
-                source.address,
-                not source.on_device,
-                source.stream,
-                writer,
-                lambda: True,
-            )
+            region, address = source.region, source.address
+            if source.on_device:
+                self._store_staged(region, address, source.stream, writer, lambda: True)
+            else:
+                self._store_host([(region, address)], writer, lambda: True)
 
-    def _store(
+    def _store_staged(
         self,
         region: Region,
         address: int,
-        on_host: bool,
         after: object,
         writer: Writer,
         wanted: Callable[[], bool],
     ) -> bool:
-        cut = self._host_pieces if on_host else self._staged_pieces
-        for offset, view in cut(address, region.nbytes, after):
+        for offset, view in self._staged_pieces(address, region.nbytes, after):
             if not wanted():
                 return False
             began_ns = time.monotonic_ns()
             writer.write(region, offset, view)
             self.moved("to storage", len(view), began_ns)
+        return True
+
+    def _store_host(
+        self, blocks: list[tuple[Region, int]], writer: Writer, wanted: Callable[[], bool]
+    ) -> bool:
+        pending: deque[Future[None]] = deque()
+        began_ns = time.monotonic_ns()
+        try:
+            for region, address in blocks:
+                for offset, size in pieces(region.nbytes, _WRITE_BYTES):
+                    if not wanted():
+                        return False
+                    view = host_view(address + offset, size)
+                    if size < _POOLED_BYTES_MIN:
+                        writer.write(region, offset, view)
+                        continue
+                    if len(pending) == _WRITES:
+                        pending.popleft().result()
+                    pending.append(self._pool.submit(writer.write, region, offset, view))
+            while pending:
+                pending.popleft().result()
+        finally:
+            # Also after a failure: nobody reads the memory when the call has ended.
+            for each in pending:
+                each.exception()
+        self.moved("to storage", sum(region.nbytes for region, _ in blocks), began_ns)
         return True
 
     def load_block(
@@ -257,7 +289,7 @@ class Mover(endings.Closing):
                 self.moved("from storage", size, began_ns)
                 continue
             assert self._staging is not None
-            with _Lent(self._staging, self.timeout_s) as buffer:
+            with _lent(self._staging, self.timeout_s) as buffer:
                 reader.read_into(region, offset, host_view(buffer.address, size))
                 self.moved("from storage", size, began_ns)
                 for ticket in self._copies(address + offset, buffer, size, after):
@@ -330,7 +362,7 @@ class Mover(endings.Closing):
                 self.moved("within", size, began_ns)
                 continue
             assert self._staging is not None
-            with _Lent(self._staging, self.timeout_s) as buffer:
+            with _lent(self._staging, self.timeout_s) as buffer:
                 self._host_copy(buffer.address, source + offset, size)
                 self._copies(target + offset, buffer, size, ())[0].wait(self.timeout_s)
 
@@ -344,66 +376,56 @@ class Mover(endings.Closing):
         for offset, view in self._staged_pieces(source, nbytes, ()):
             host_view(target + offset, len(view))[:] = view
 
-    def _host_pieces(
-        self,
-        address: int,
-        nbytes: int,
-        after: object,  # noqa: ARG002 - as `_staged_pieces`
-    ) -> Iterator[tuple[int, memoryview]]:
-        for offset, size in pieces(nbytes):
-            yield offset, host_view(address + offset, size)
-
     def _staged_pieces(
         self, address: int, nbytes: int, after: object
     ) -> Iterator[tuple[int, memoryview]]:
         """Yield device memory in staging buffers; the next piece is copied while one is used."""
         assert self._staging is not None
-        ahead: list[tuple[int, int, _Lent, list[Ticket]]] = []
+        ahead: list[tuple[int, int, StagingBuffer, list[Ticket]]] = []
         try:
             for offset, size in pieces(nbytes, self._piece_bytes(on_host=False)):
-                lent = _Lent(self._staging, self.timeout_s)
-                ahead.append((offset, size, lent, []))
-                ahead[-1][3].extend(self._copies(lent.buffer, address + offset, size, after))
+                buffer = self._staging.try_acquire()
+                if buffer is None:
+                    # Nobody waits for a buffer who holds one: two who do wait for each other.
+                    if ahead:
+                        yield from self._arrived(ahead)
+                    buffer = self._staging.acquire(self.timeout_s)
+                ahead.append((offset, size, buffer, []))
+                ahead[-1][3].extend(self._copies(buffer, address + offset, size, after))
                 if len(ahead) == 2:
                     yield from self._arrived(ahead)
             while ahead:
                 yield from self._arrived(ahead)
         finally:
-            for _, _, lent, _ in ahead:
-                lent.release()
+            for _, _, buffer, _ in ahead:
+                buffer.release()
 
     def _arrived(
-        self, ahead: list[tuple[int, int, _Lent, list[Ticket]]]
+        self, ahead: list[tuple[int, int, StagingBuffer, list[Ticket]]]
     ) -> Iterator[tuple[int, memoryview]]:
-        offset, size, lent, tickets = ahead[0]
+        offset, size, buffer, tickets = ahead[0]
         for ticket in tickets:
             ticket.wait(self.timeout_s)
-        yield offset, host_view(lent.buffer.address, size)
+        yield offset, host_view(buffer.address, size)
         ahead.pop(0)
-        lent.release()
+        buffer.release()
 
     def _piece_bytes(self, on_host: bool) -> int:
         return _PIECE_BYTES if on_host or self._staging is None else self._staging.buffer_bytes
 
     def close(self) -> None:
         """Wait for copies, and free the staging memory. May be called twice."""
+        self._pool.shutdown()
         if self._staging is not None:
             self._staging.close()
         if self.engine is not None:
             self.engine.close(self.timeout_s)
 
 
-class _Lent:
-    """A staging buffer that is given back at the end of a ``with`` statement."""
-
-    def __init__(self, ring: StagingRing, timeout_s: float) -> None:
-        self.buffer = ring.acquire(timeout_s)
-
-    def release(self) -> None:
-        self.buffer.release()
-
-    def __enter__(self) -> Any:
-        return self.buffer
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+@contextlib.contextmanager
+def _lent(ring: StagingRing, timeout_s: float) -> Iterator[StagingBuffer]:
+    buffer = ring.acquire(timeout_s)
+    try:
+        yield buffer
+    finally:
+        buffer.release()

@@ -54,10 +54,12 @@ class Prefetcher:
             entry = core.entries.get(hint_key(hint))
             if entry is None or entry.discarded:
                 continue  # the version does not exist yet, or never will
+            if self._is_above(entry):
+                continue  # a restore takes it from there
             if tier.life(entry) is not None:
                 core.pin(tier, entry)
                 continue
-            if self._is_above(entry) or not tier.fits(entry.nbytes) or not self._has_source(entry):
+            if not tier.fits(entry.nbytes) or not self._has_source(entry):
                 continue
             job = self._job(hint, entry)
             if job is None:
@@ -89,7 +91,8 @@ class Prefetcher:
         if not core.try_acquire(self._tier, entry, Event.FETCH, keep):
             return None
         core.busy[entry] += 1
-        core.apply(self._tier, entry, Event.PIN)
+        core.fetches += source is None
+        core.pin(self._tier, entry)
         if source is not None:
             core.apply(source, entry, Event.READ)
         return partial(self._fetch, entry, source)
@@ -110,6 +113,9 @@ class Prefetcher:
         except (FlashwarpError, OSError, MemoryError) as failure:
             error = failure
         with core.changed:
+            if source is None:
+                core.fetches -= 1
+                core.wake("flush")
             if done:
                 core.apply(tier, entry, Event.SAVED_BELOW)
                 core.apply(tier, entry, Event.FILLED)

@@ -46,6 +46,8 @@ class CheckpointStats:
         Staging memory allocated now.
     memory_only : int
         Versions that only the caches have.
+    cache_bytes : dict
+        Bytes of each cache that can be used now; that of the host grows while it is pinned.
     """
 
     checkpoints: int = 0
@@ -70,6 +72,7 @@ class CheckpointStats:
     hints: ScoreCard = field(default_factory=ScoreCard)
     staging_bytes: int = 0
     memory_only: int = 0
+    cache_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def stats_of(core: Core) -> CheckpointStats:
@@ -104,6 +107,7 @@ def stats_of(core: Core) -> CheckpointStats:
         hints=core.hints.card(),
         staging_bytes=core.mover.staging_bytes,
         memory_only=len(core.lost()),
+        cache_bytes={tier.name: tier.table.nbytes for tier in core.tiers},
     )
 
 

@@ -42,7 +42,9 @@ class Restorer:
         core.counts["prefetch_distance"] += core.prefetched_ahead()
         if core.settings.restart_prefetches:
             core.started = True
-        core.refresh(entry.key)
+        # If the version is here, the end of the restore wakes prefetches, not its beginning: until
+        # then they would find no room, and keep the restore from the lock.
+        core.refresh(entry.key, wake=not ready)
         for hint in given_up:
             assert isinstance(hint.key, tuple)
             core.give_up_hint(hint.key)

@@ -12,7 +12,6 @@ from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.ranks import Attempt, Ended, GroupCommits
 from flashwarp.checkpoint.tier import Entry, Key
 from flashwarp.errors import (
-    CheckpointError,
     DamagedVersionError,
     FlashwarpError,
     MissingVersionError,
@@ -107,28 +106,6 @@ class Storing:
                         writer.commit()
                     else:
                         raise problem
-
-    # Removing.
-
-    def discard(self, entry: Entry) -> None:
-        """Remove a version from all tiers and stores; flushes that are pending give up."""
-        core = self._core
-        with core.locked():
-            if entry.discarded:
-                return
-            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
-            core.in_remote.discard(entry.key)
-            core.retire(entry)
-            future = core.futures.pop(entry, None)
-        if future is not None and not future.done():
-            future.observed = True
-            future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
-        if stored:
-            forget_stored(self._directory, *entry.key)
-            if self._commits is not None:
-                self._commits.discard(*entry.key)
-        if remote:
-            forget_stored(self._remote, *entry.key)
 
     # Writing.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.core import Core, hint_key
 from flashwarp.checkpoint.directory import Catalog, Directory
 from flashwarp.checkpoint.eviction import policy_of
-from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader
+from flashwarp.checkpoint.flushing import FLUSH_THREADS, Flusher, Uploader, release
 from flashwarp.checkpoint.memory import GrowingMemory
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.prediction import Backlog
@@ -70,6 +71,7 @@ class System:
         # Names of which the remote store did not say what it has; `versions` and `test` ask again.
         self._remote_unknown: set[str] = set()
         self.commits: GroupCommits | None = None
+        self._removals: deque[Callable[[], None]] = deque()
         try:
             self.directory = Directory(path, rank, writable=not settings.read_only)
             self._closers.append(self.directory.close)
@@ -206,8 +208,9 @@ class System:
         for tier in reversed(core.tiers):
             flusher = Flusher(core, tier, below, self.storing)
             prefetcher = Prefetcher(core, tier, below, self.storing)
-            # From a GPU one at a time: each flush holds two staging buffers.
-            for number in range(FLUSH_THREADS if below is None and tier.on_host else 1):
+            if below is not None:
+                below.above = tier
+            for number in range(FLUSH_THREADS if below is None else 1):
                 self._workers.append(
                     Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
                 )
@@ -218,6 +221,8 @@ class System:
         if self.commits is not None:
             self._workers.append(Worker(core, "ranks", "ranks", self.commits.next_job))
         self._workers.append(Worker(core, "catalog", "look", self._next_look))
+        self._workers.append(Worker(core, "removing", "look", self._next_removal))
+        self._closers.append(self._remove_rest)
         if self.remote is not None:
             uploader = Uploader(core, self.directory, self.remote)
             self._workers.append(Worker(core, "upload", "flush", uploader.next_job))
@@ -316,6 +321,34 @@ class System:
             self.list_versions(name)
         except (FlashwarpError, OSError) as error:
             _log.warning("the versions of %r cannot be listed: %s", name, error)
+
+    def remove_later(self, entry: Entry, remove: Callable[[], None]) -> None:
+        """Remove a discarded version from the stores in the background; called under the lock.
+
+        Its number is in use until then.
+        """
+        core = self.core
+        core.busy[entry] += 1
+
+        def job() -> None:
+            try:
+                remove()
+            except (FlashwarpError, OSError) as error:
+                _log.warning("%s was discarded, and its files stay: %s", entry, error)
+            finally:
+                with core.changed:
+                    release(core, entry)
+                    core.wake()
+
+        self._removals.append(job)
+        core.wake("look")
+
+    def _next_removal(self) -> Callable[[], None] | None:
+        return self._removals.popleft() if self._removals else None
+
+    def _remove_rest(self) -> None:
+        while self._removals:
+            self._removals.popleft()()
 
     # The end.
 

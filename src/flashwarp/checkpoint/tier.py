@@ -137,6 +137,8 @@ class Tier:
         self.demands = 0
         """Threads of the user's that wait for room here: prefetches let them go first."""
         self.evictions = 0
+        self.above: Tier | None = None
+        """The next faster cache."""
         self._hint_number = hint_number
 
     @property
@@ -163,6 +165,11 @@ class Tier:
         """Return whether bytes of a version are on their way to here."""
         life = self.lives.get(entry)
         return life is not None and bool(life.facts & (Fact.WRITING | Fact.FETCHING))
+
+    def pins(self, entry: Entry) -> bool:
+        """Return whether a hint holds a version here until it is restored."""
+        life = self.lives.get(entry)
+        return life is not None and Fact.PINNED in life.facts
 
     def block(self, entry: Entry) -> int:
         """Return the address of a version's block."""
@@ -266,10 +273,12 @@ class Tier:
         return nbytes * _NS_A_BYTE if takes is None else takes
 
     def _urgency(self, entry: Entry, life: Life) -> int:
+        # A restore will take a version that is pinned above from there: this copy is not needed.
+        taken_over = self.above is not None and self.above.pins(entry)
         number = self._hint_number(entry.key)
-        if number is not None:
+        if number is not None and not taken_over:
             return Urgency.hinted(number)
         used = self.table.last_use(entry)
-        if Fact.CONSUMED in life.facts:
+        if taken_over or Fact.CONSUMED in life.facts:
             return Urgency.consumed(used)
         return Urgency.unhinted(used)

@@ -65,6 +65,10 @@ class Launch(ABC):
         """
         raise NotImplementedError
 
+    def refuse(self, result: int, stream: int) -> None:
+        """Raise why the driver has refused it on a GPU's stream."""
+        raise NotImplementedError
+
     def append_after(
         self,
         arguments: tuple[bytes, ...],
@@ -438,7 +442,15 @@ class Device(endings.Closing, ABC):
 
     @abstractmethod
     def default_stream(self) -> Stream:
-        """Return the library's own stream, which does not wait for the legacy default stream."""
+        """Return the library's own stream, which does not wait for the legacy default stream.
+
+        Calls on other streams come after what is queued on it. They look for that from now on at
+        every call, because others may queue work there: who only waits for it asks `own_stream`.
+        """
+
+    def own_stream(self) -> int:
+        """Return the handle of the library's own stream, to wait for it."""
+        return 0
 
     @abstractmethod
     def create_stream(self) -> OwnedStream:
@@ -471,10 +483,6 @@ class Device(endings.Closing, ABC):
     def wait_any(self, events: Sequence[Event], seconds: float) -> None:
         """Wait until one of these events is done, but no longer than this. Raises nothing."""
 
-    def soon_done(self, stream: int) -> bool:
-        """Return whether a GPU's stream is done, waiting a little. It must be in no capture."""
-        raise NotImplementedError
-
     def end_calls(self, queues: list[Any]) -> int:
         """End the asynchronous calls of a GPU that are over and need nothing more; see `Calls`.
 
@@ -489,7 +497,7 @@ class Device(endings.Closing, ABC):
 
     def view(self, array: object) -> ArrayView:
         """Describe `array`. A DLPack producer on a GPU finishes before our stream goes on."""
-        return view(array, stream=self.default_stream())
+        return view(array, stream=self.own_stream())
 
     # The end.
 

@@ -4,6 +4,7 @@
 # ruff: noqa: ARG002, D102
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -17,7 +18,7 @@ from flashwarp._jit import driver, spelling
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp._waiting import saying_if_slow
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
-from flashwarp.device.foreign import Stream, stream_handle
+from flashwarp.device.foreign import ArrayView, Stream, stream_handle
 from flashwarp.device.memory import (
     DeviceMemory,
     MemoryInfo,
@@ -72,6 +73,7 @@ class CudaDevice(Device):
         with saying_if_slow(_log, "opening %s", self.name):
             self.context = driver.Context(ordinal)
         self._stream = Stream(self.context.create_stream())
+        self.context.calls.set_own(self._stream.handle)
         self.warps_at_once = self.context.multiprocessors * 8
         # Marks the end of a stream for as long as `order` needs it.
         self._mark = self.context.create_event(timing=False)
@@ -245,6 +247,12 @@ class CudaDevice(Device):
         handle = self._stream.handle if stream is None else stream
         self.context.wait_for_word(address, handle)
 
+    @property
+    def launching(self) -> _native.Launching:
+        """What the extension launches with."""
+        own, mark = self._stream.handle, self._mark
+        return _native.Launching(self.context.calls, own, mark, self.context.ordinal)
+
     # Captures.
 
     def capture(self, stream: object) -> int | None:
@@ -270,7 +278,17 @@ class CudaDevice(Device):
         return self._stream.handle if stream is None else stream_handle(stream)
 
     def default_stream(self) -> Stream:
+        self.context.calls.note_own(always=True)
         return self._stream
+
+    def own_stream(self) -> int:
+        return self._stream.handle
+
+    def view(self, array: object) -> ArrayView:
+        seen = super().view(array)
+        if seen.library not in ("numpy", "torch"):
+            self.context.calls.note_own(always=False)  # its producer may wait there
+        return seen
 
     def create_stream(self) -> OwnedStream:
         handle = self.context.create_stream()
@@ -285,6 +303,8 @@ class CudaDevice(Device):
                 return Stream(raw(self.ordinal))
             return Stream(int(module.cuda.current_stream(self.ordinal).cuda_stream))
         if library == "cupy" and module is not None:
+            with contextlib.suppress(TypeError):  # of older versions, which take no device
+                return Stream(int(module.cuda.get_current_stream(self.ordinal).ptr))
             with module.cuda.Device(self.ordinal):
                 return Stream(int(module.cuda.get_current_stream().ptr))
         return self._stream
@@ -302,9 +322,6 @@ class CudaDevice(Device):
             return
         done = functools.partial(self.context.stream_done, handle)
         driver.wait_until(done, timeout_s, f"stream {handle:#x} of {self.name}")
-
-    def soon_done(self, stream: int) -> bool:
-        return self.context.poll(stream, _POLL_S)
 
     def done(self, stream: object) -> bool:
         return self.context.stream_done(self._handle(stream))
@@ -369,12 +386,16 @@ class CudaDevice(Device):
 
 
 class _CudaLaunch(Launch):
+    # For the extension: the kernel, and its blocks and their threads.
+    size: tuple[int, int, int]
+
     def __init__(
         self, device: CudaDevice, kernel: driver.Kernel, blocks: int, block_threads: int
     ) -> None:
         self._device = device
         self._context = device.context
         self._size = kernel, blocks, block_threads
+        self.size = kernel.handle, blocks, block_threads
         self._own = (device._stream.handle,)
 
     def __call__(
@@ -392,6 +413,9 @@ class _CudaLaunch(Launch):
             self._context.launch(*self._size, arguments, handle)
         else:
             self.append_after((*arguments,), (), handle, end)
+
+    def refuse(self, result: int, stream: int) -> None:
+        self._context.refuse_launch(result, *self._size, stream)
 
     def after_own(self, arguments: tuple[bytes, ...], stream: int) -> bool:
         if not self._size[1]:

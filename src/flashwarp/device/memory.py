@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flashwarp.config import integer
-from flashwarp.device.foreign import ArrayView, Place, Stream
+from flashwarp.device.foreign import ArrayView, Place
 from flashwarp.endings import Closing
 from flashwarp.errors import ArgumentError, ClosedError, DeviceError
 
@@ -39,8 +39,8 @@ class Home(Place, Protocol):
 
     def _own(self, thing: Owned, release: Callable[[], None]) -> Finalizer: ...
 
-    def default_stream(self) -> Stream:
-        """Return the library's own stream."""
+    def own_stream(self) -> int:
+        """Return the handle of the library's own stream."""
 
     def download_into(
         self, address: int, target: WriteableBuffer | npt.NDArray[Any], stream: object = None
@@ -179,7 +179,7 @@ class DeviceArray(Closing):
         self.shape = shape
         self.dtype = dtype
         # The stream that fills the array. Libraries that take the array come after this stream.
-        self.stream = device.default_stream().handle
+        self.stream = device.own_stream()
         self._memory = memory
         self._give_back = give_back
 

@@ -11,10 +11,8 @@ import ctypes
 import math
 import numbers
 import struct
-import sys
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,25 +37,17 @@ __all__ = ["Launch", "Param", "parse_signature"]
 class Launch:
     """Orders one launch with the work of other libraries, if it uses their arrays."""
 
-    __slots__ = ("_neighbours", "_torch", "device", "handle", "ordinal", "stream")
+    __slots__ = ("_neighbours", "device", "handle", "stream")
 
     def __init__(self, device: Device, stream: object) -> None:
         self.device = device
-        self.ordinal = device.ordinal
         self.stream = stream
         self.handle = None if stream is None or device.kind == "cpu" else stream_handle(stream)
         self._neighbours: dict[int, None] = {}
-        self._torch = False  # whether torch's current stream is a neighbour
-
-    def meet_torch(self) -> None:
-        """Note that the launch uses a tensor."""
-        if not self._torch and self.handle is None:
-            self._torch = True
-            self._neighbours[self.device.current_stream("torch").handle] = None
 
     def view(self, array: object) -> ArrayView:
         """Describe an argument, and note the streams that may use it."""
-        run = self.device.default_stream() if self.stream is None else self.stream
+        run = self.device.own_stream() if self.stream is None else self.stream
         seen = devices.view(array, stream=run)
         if seen.device_kind == "cuda":
             neighbour = self.device.current_stream(seen.library)
@@ -126,6 +116,11 @@ class Param:
             return _NumberParam(place, nbytes, np.dtype(spelling.NUMBERS[text]))
         return _BytesParam(place, nbytes)
 
+    @property
+    def kind(self) -> str:
+        """What the extension's short way takes: a kind of number as numpy has it, or "bytes"."""
+        return "bytes"
+
     def pack(self, argument: object, launch: Launch) -> bytes:
         """Return the bytes of the parameter; raises if the argument does not fit it."""
         raise NotImplementedError
@@ -154,23 +149,12 @@ class _ArrayParam(Param):
     element_bytes: int
     constant: bool
     rank: int
-    # The array that was packed last, if any, and its bytes: a launch in a loop repeats them.
-    _last: list[tuple[weakref.ref[Array], bytes]] = field(
-        default_factory=list, compare=False, repr=False
-    )
+
+    @property
+    def kind(self) -> str:
+        return "array"
 
     def pack(self, argument: object, launch: Launch) -> bytes:
-        last = self._last
-        if last:
-            array, packed = last[0]
-            # The caller checks whether the array is open, before each launch.
-            if array() is argument and argument is not None:
-                return packed
-        packed = self._pack(argument, launch)
-        self._last[:] = [(weakref.ref(argument), packed)]  # type: ignore[arg-type]
-        return packed
-
-    def _pack(self, argument: object, launch: Launch) -> bytes:
         if not isinstance(argument, Array):
             raise ArgumentError(
                 f"{self.place} takes a flashwarp.Array, not {type(argument).__name__}"
@@ -217,23 +201,12 @@ class _PointerParam(Param):
     element: str
     element_bytes: int
     constant: bool
-    # Of tensors on the GPU that the parameter has taken.
-    _torch_dtypes: set[object] = field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def kind(self) -> str:
+        return "pointer"
 
     def pack(self, argument: object, launch: Launch) -> bytes:
-        if self._torch_dtypes:
-            # What every launch asks anew, since a tensor may have been changed.
-            torch: Any = sys.modules["torch"]
-            tensor: Any = argument
-            if (
-                type(argument) is torch.Tensor
-                and tensor.dtype in self._torch_dtypes
-                and tensor.layout is torch.strided
-                and tensor.get_device() == launch.ordinal
-                and tensor.is_contiguous()
-            ):
-                launch.meet_torch()
-                return _ADDRESS.pack(tensor.data_ptr())
         return _ADDRESS.pack(self._address(argument, launch))
 
     def _address(self, argument: object, launch: Launch) -> int:
@@ -253,8 +226,6 @@ class _PointerParam(Param):
             )
         seen = launch.view(argument)
         self._check(seen, launch.device)
-        if seen.library == "torch" and seen.device_kind == "cuda":
-            self._torch_dtypes.add(argument.dtype)  # type: ignore[attr-defined]
         return seen.address
 
     def _memory_address(self, memory: DeviceMemory, launch: Launch) -> int:
@@ -290,6 +261,10 @@ class _PointerParam(Param):
 @dataclass(frozen=True)
 class _NumberParam(Param):
     dtype: np.dtype[Any]
+
+    @property
+    def kind(self) -> str:
+        return self.dtype.kind
 
     def pack(self, argument: object, launch: Launch) -> bytes:
         if isinstance(argument, np.ndarray) and argument.ndim == 0:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from flashwarp import _native, endings
 from flashwarp import device as devices
-from flashwarp import endings
 from flashwarp._jit import spelling
 from flashwarp._jit.compiler import INCLUDE_DIR, KernelResources, Source
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
@@ -29,8 +29,6 @@ __all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
 
 _WARPS_MAX = (1 << 31) - 1
 
-# Sizes of launches that a kernel keeps prepared.
-_PREPARED_MAX = 64
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z")
 
 Define = str | int | float | bool | None
@@ -230,9 +228,13 @@ class Kernel(endings.NotCopied):
         self._device = device
         self._policy = policy
         self._loaded = loaded
-        self._prepared: dict[tuple[int | None, int], devices.Launch] = {}
         self.signature = spelling.demangle(loaded.symbol)
         self.name, self._params = parse_signature(self.signature, loaded)
+        # The short way of launches whose arguments the ordinary way has accepted before.
+        self._short = None
+        if isinstance(device, devices.CudaDevice):
+            kinds = [(param.kind, param.nbytes) for param in self._params]
+            self._short = _native.KernelCalls(device, device.launching, kinds)
 
     @property
     def resources(self) -> KernelResources | None:
@@ -283,20 +285,19 @@ class Kernel(endings.NotCopied):
             raise ArgumentError(
                 f"{self.signature} takes {len(self._params)} arguments, not {len(arguments)}"
             )
-        known = (warps is None or type(warps) is int) and type(block_threads) is int
-        prepared = self._prepared.get((warps, block_threads)) if known else None
-        if prepared is None:
-            prepared = self._prepare(warps, block_threads)
-        arrays = [argument for argument in arguments if isinstance(argument, Array)]
-        if not arrays:
-            self._launch(prepared, arguments, arrays, stream)
+        short = self._short
+        if short is not None and short.launch(arguments, warps, block_threads, stream):
             return
-        caches = [array.cache for array in arrays]
+        prepared = self._prepare(warps, block_threads)
+        arrays = [argument for argument in arguments if isinstance(argument, Array)]
+        caches = {array.cache for array in arrays}
         self._check_policies(caches)
         # All launches take turns in one order, so that two never wait for each other.
-        ordered = caches if len(caches) == 1 else sorted({*caches}, key=id)
+        ordered = sorted(caches, key=id)
         launch_in_turn = functools.partial(self._launch, prepared, arguments, arrays, stream)
-        endings.holding([cache.turn for cache in ordered], launch_in_turn)
+        packed = endings.holding([cache.turn for cache in ordered], launch_in_turn)
+        if short is not None:
+            short.learn(arguments, packed, warps, block_threads, prepared)
 
     def _prepare(self, warps: int | None, block_threads: int) -> devices.Launch:
         if warps is not None:
@@ -304,11 +305,7 @@ class Kernel(endings.NotCopied):
         block_threads = integer("block_threads", block_threads, 32, 256)
         if block_threads % 32:
             raise ArgumentError(f"block_threads={block_threads} is not a multiple of 32")
-        prepared = self._device.prepare(self._loaded, warps, block_threads)
-        if len(self._prepared) >= _PREPARED_MAX:
-            self._prepared.clear()
-        self._prepared[warps, block_threads] = prepared
-        return prepared
+        return self._device.prepare(self._loaded, warps, block_threads)
 
     def _launch(
         self,
@@ -316,22 +313,22 @@ class Kernel(endings.NotCopied):
         arguments: Sequence[object],
         arrays: Sequence[Array],
         stream: object,
-    ) -> None:
+    ) -> tuple[bytes, ...]:
+        """Launch in the turns of the arrays' caches; return the bytes of the parameters."""
         launch = Launch(self._device, stream)
-        packed = [
-            param.pack(argument, launch)
-            for param, argument in zip(self._params, arguments, strict=True)
-        ]
+        pairs = zip(self._params, arguments, strict=True)
+        packed = tuple(param.pack(argument, launch) for param, argument in pairs)
         uses: list[object] = []
         try:
             for array in arrays:
                 uses += array._join_launch(stream)
-            launch.run(prepared, (*packed,), uses)
+            launch.run(prepared, packed, uses)
         finally:
             # A kept exception keeps this frame. That must not keep the arrays' files open.
             uses.clear()
+        return packed
 
-    def _check_policies(self, caches: Sequence[Cache]) -> None:
+    def _check_policies(self, caches: Iterable[Cache]) -> None:
         # The policy is compiled into the code, and another one may use words that the cache lacks.
         for cache in caches:
             wanted = cache.policy

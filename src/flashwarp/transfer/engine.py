@@ -193,7 +193,7 @@ class CopyEngine(endings.Closing):
                         "a copy of a mere address needs after=: the stream that writes the source "
                         "or still uses the target, or () if there is none"
                     )
-                streams.append(self.device.default_stream().handle)
+                streams.append(self.device.own_stream())
             return After(streams, ())
         given = after if isinstance(after, list | tuple) else (after,)
         tickets = [each for each in given if isinstance(each, Ticket)]

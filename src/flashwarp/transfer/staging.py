@@ -191,6 +191,7 @@ class StagingRing(endings.Closing):
         self._made: list[DeviceMemory] = []
         # What is free, by address: adding twice adds once, so an interrupted step can be repeated.
         self._free: dict[int, DeviceMemory] = {}
+        self._line: deque[object] = deque()  # who waits for a buffer
         # Came back, and some copy may still use it. Appended to without the lock, because a buffer
         # may be lost while this thread holds it.
         self._returned: deque[tuple[DeviceMemory, list[InFlight]]] = deque()
@@ -234,7 +235,7 @@ class StagingRing(endings.Closing):
     # Lending.
 
     def acquire(self, timeout_s: float = TIMEOUT_S) -> StagingBuffer:
-        """Lend a buffer, with any content; blocks until one is free.
+        """Lend a buffer, with any content; blocks until one is free. Who asked first gets it first.
 
         Raises
         ------
@@ -246,14 +247,19 @@ class StagingRing(endings.Closing):
             The ring was closed, or belongs to the parent process.
         """
         found: list[StagingBuffer] = []
+        place = object()
 
         def lent() -> bool:
-            each = self.try_acquire()
+            each = self._try() if self._line[0] is place else None
             if each is not None:
                 found.append(each)
             return each is not None
 
-        waited = _waiting.until(lent, timeout_s)
+        self._line.append(place)
+        try:
+            waited = _waiting.until(lent, timeout_s)
+        finally:
+            self._line.remove(place)
         if waited is not None:
             raise DeviceTimeout(
                 f"no staging buffer was free for {waited:.1f} s (limit {timeout_s:g} s): "
@@ -262,7 +268,13 @@ class StagingRing(endings.Closing):
         return found[0]
 
     def try_acquire(self) -> StagingBuffer | None:
-        """Lend a buffer if one is free; never blocks. Raises as `acquire` does."""
+        """Lend a buffer if one is free and nobody waits for it; never blocks.
+
+        Raises as `acquire` does.
+        """
+        return None if self._line else self._try()
+
+    def _try(self) -> StagingBuffer | None:
         self._check_usable()
         self._sort_returned()
         buffer = endings.holding([self._lock], self._lend)

@@ -1,0 +1,351 @@
+// The short way of launches of callers' kernels on a GPU.
+//
+// The ordinary way checks and packs arguments of any kind. This one knows by each parameter what
+// the ordinary way has accepted: arrays, dtypes of tensors, and sizes of launches. It packs such
+// arguments, and numbers, and launches. It leaves everything else to the ordinary way, which also
+// raises the errors.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "bind/tensor_calls.h"
+
+void bind_kernel_calls(nanobind::module_& m);
+
+namespace fw::native {
+namespace {
+
+using cuda::Handle;
+using cuda::kCaptured;
+using cuda::kCaptureImplicit;
+using cuda::kSuccess;
+using cuda::Result;
+
+// Arguments beyond that go the ordinary way.
+constexpr size_t kParamsMax = 32;
+constexpr size_t kBytesMax = 1024;
+constexpr size_t kAlignment = 16;
+
+constexpr size_t kSizesMax = 64;
+// Arrays and dtypes that a parameter remembers.
+constexpr size_t kKnownMax = 8;
+
+using Arguments = nb::typed<nb::tuple, nb::object, nb::ellipsis>;
+
+// What arguments have led to so far.
+struct Packing {
+  alignas(kAlignment) uint8_t bytes[kBytesMax];
+  void* params[kParamsMax];
+  TensorCalls* arrays[kParamsMax];
+  nb::object attachments[kParamsMax];
+  nb::handle array_objects[kParamsMax];
+  size_t array_count = 0;
+  bool meets_torch = false;
+};
+
+struct Param {
+  enum Kind { kArray, kPointer, kInteger, kFloat, kBool, kBytes };
+  struct Known {
+    uint64_t number = 0;
+    std::string bytes;
+  };
+
+  Kind kind;
+  size_t nbytes = 0, at = 0;
+  bool with_sign = false;
+  std::vector<Known> arrays;
+  std::vector<uint64_t> dtypes;
+  size_t next = 0;  // of what is known, to be replaced
+};
+
+template <typename T>
+bool store(uint8_t* place, T value) {
+  std::memcpy(place, &value, sizeof value);
+  return true;
+}
+
+bool pack_integer(const Param& param, nb::handle argument, uint8_t* place) {
+  if (!PyLong_CheckExact(argument.ptr())) return false;
+  const int bits = int(8 * param.nbytes);
+  if (param.with_sign) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(argument.ptr(), &overflow);
+    const long long most = std::numeric_limits<long long>::max() >> (64 - bits);
+    if (overflow != 0 || value > most || value < -most - 1) return false;
+    std::memcpy(place, &value, param.nbytes);  // little-endian
+    return true;
+  }
+  const unsigned long long value = PyLong_AsUnsignedLongLong(argument.ptr());
+  if (value == ~0ull && PyErr_Occurred()) {
+    PyErr_Clear();
+    return false;
+  }
+  if (value > ~0ull >> (64 - bits)) return false;
+  std::memcpy(place, &value, param.nbytes);
+  return true;
+}
+
+bool pack_float(const Param& param, nb::handle argument, uint8_t* place) {
+  if (!PyFloat_CheckExact(argument.ptr())) return false;
+  const double value = PyFloat_AsDouble(argument.ptr());
+  if (param.nbytes == sizeof(double)) return store(place, value);
+  const float narrow = float(value);
+  return !(std::isinf(narrow) && !std::isinf(value)) && store(place, narrow);
+}
+
+class KernelCalls {
+ public:
+  // Each parameter: its kind, as a dtype's or "array", "pointer" or "bytes", and how many bytes.
+  KernelCalls(nb::object device, const Launching& launching,
+              std::vector<std::tuple<std::string, size_t>> params)
+      : device_(std::move(device)), launching_(launching) {
+    size_t end = 0;
+    for (const auto& [kind, nbytes] : params) {
+      Param param;
+      param.kind = kind_of(kind);
+      param.with_sign = kind == "i";
+      param.nbytes = nbytes;
+      param.at = end;
+      end += (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+      params_.push_back(param);
+    }
+    usable_ = params_.size() <= kParamsMax && end <= kBytesMax;
+  }
+
+  // Returns false, and does nothing, if it goes the ordinary way.
+  bool launch(Arguments arguments, nb::handle warps, nb::handle block_threads, nb::handle stream) {
+    const std::optional<uint64_t> size = size_of(warps, block_threads);
+    if (!size || arguments.size() != params_.size()) return false;
+    const auto found = sizes_.find(*size);
+    if (found == sizes_.end() || fork_.in_child() || device_.attr(names_.closed).is(Py_True)) {
+      return false;
+    }
+    Packing packing;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const Param& param = params_[i];
+      packing.params[i] = packing.bytes + param.at;
+      if (!pack(param, arguments[i], packing)) return false;
+    }
+    const Prepared prepared = found->second;
+    if (packing.array_count == 0) return launched(prepared, packing, stream);
+    TensorCalls* const first = packing.arrays[0];
+    for (size_t i = 1; i < packing.array_count; ++i) {
+      // Two turns are taken in one order, which the ordinary way knows.
+      if (!packing.arrays[i]->takes_turns_with(*first)) return false;
+    }
+    const Turn turn(first->acquire(), first->release());
+    for (size_t i = 0; i < packing.array_count; ++i) {
+      if (!packing.arrays[i]->ready(packing.array_objects[i].attr(names_.own_changes)))
+        return false;
+    }
+    return launched(prepared, packing, stream);
+  }
+
+  // The ordinary way has made such a launch, with these bytes as parameters.
+  void learn(Arguments arguments, Arguments packed, nb::handle warps, nb::handle block_threads,
+             nb::object prepared) {
+    const std::optional<uint64_t> size = size_of(warps, block_threads);
+    if (!usable_ || !size) return;
+    Prepared made(std::move(prepared));
+    if (made.blocks == 0) return;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      Param& param = params_[i];
+      if (param.kind == Param::kArray) {
+        learn_array(param, arguments[i], nb::bytes(packed[i]));
+      } else if (param.kind == Param::kPointer) {
+        learn_dtype(param, arguments[i]);
+      }
+    }
+    if (sizes_.size() >= kSizesMax) sizes_.clear();
+    sizes_[*size] = std::move(made);
+  }
+
+ private:
+  static Param::Kind kind_of(const std::string& kind) {
+    if (kind == "array") return Param::kArray;
+    if (kind == "pointer") return Param::kPointer;
+    if (kind == "i" || kind == "u") return Param::kInteger;
+    if (kind == "f") return Param::kFloat;
+    return kind == "b" ? Param::kBool : Param::kBytes;
+  }
+
+  // None if they are no plain ints.
+  static std::optional<uint64_t> size_of(nb::handle warps, nb::handle block_threads) {
+    constexpr uint64_t kAll = 0xFFFFFFFF;  // as many warps as run at a time
+    const auto number = [](nb::handle value) {
+      const long found = PyLong_CheckExact(value.ptr()) ? PyLong_AsLong(value.ptr()) : -1;
+      if (found < 0) PyErr_Clear();
+      return found;
+    };
+    const long count = warps.is_none() ? long(kAll) : number(warps),
+               threads = number(block_threads);
+    if (count < 0 || threads < 0 || count > long(kAll) || threads > 1024) return std::nullopt;
+    return uint64_t(count) << 32 | uint64_t(threads);
+  }
+
+  bool pack(const Param& param, nb::handle argument, Packing& packing) {
+    uint8_t* place = packing.bytes + param.at;
+    switch (param.kind) {
+      case Param::kArray:
+        return pack_array(param, argument, packing, place);
+      case Param::kPointer:
+        return pack_pointer(param, argument, packing, place);
+      case Param::kInteger:
+        return pack_integer(param, argument, place);
+      case Param::kFloat:
+        return (param.nbytes == 4 || param.nbytes == 8) && pack_float(param, argument, place);
+      case Param::kBool:
+        return PyBool_Check(argument.ptr()) && store(place, uint8_t(argument.is(Py_True)));
+      case Param::kBytes:
+        break;
+    }
+    if (!PyBytes_CheckExact(argument.ptr()) ||
+        size_t(PyBytes_Size(argument.ptr())) != param.nbytes) {
+      return false;
+    }
+    std::memcpy(place, PyBytes_AsString(argument.ptr()), param.nbytes);
+    return true;
+  }
+
+  bool pack_array(const Param& param, nb::handle argument, Packing& packing, uint8_t* place) {
+    if (Py_TYPE(argument.ptr()) != array_type_) return false;
+    nb::object attachment =
+        staying([&] { return nb::object(argument.attr(names_.attachment)); });  // may open it
+    TensorCalls* calls = nullptr;
+    if (!nb::try_cast(attachment.attr(names_.tensors), calls) || calls == nullptr) return false;
+    for (const Param::Known& known : param.arrays) {
+      if (known.number != calls->number()) continue;
+      std::memcpy(place, known.bytes.data(), param.nbytes);
+      packing.attachments[packing.array_count] = std::move(attachment);  // keeps `calls`
+      packing.array_objects[packing.array_count] = argument;
+      packing.arrays[packing.array_count++] = calls;
+      return true;
+    }
+    return false;
+  }
+
+  bool pack_pointer(const Param& param, nb::handle argument, Packing& packing, uint8_t* place) {
+    if (argument.is_none()) return store(place, uint64_t{0});
+    Tensor seen;
+    if (!torch_.is_tensor(argument) || !torch_.describe(argument, seen) ||
+        seen.ordinal != launching_.ordinal) {
+      return false;
+    }
+    for (const uint64_t dtype : param.dtypes) {
+      if (dtype != seen.dtype) continue;
+      packing.meets_torch = true;
+      return store(place, seen.address);
+    }
+    return false;
+  }
+
+  void learn_array(Param& param, nb::handle argument, const nb::bytes& packed) {
+    TensorCalls* calls = nullptr;
+    const nb::object attachment = argument.attr(names_.attachment);
+    if (!nb::try_cast(attachment.attr(names_.tensors), calls) || calls == nullptr) return;
+    array_type_ = Py_TYPE(argument.ptr());
+    for (const Param::Known& known : param.arrays) {
+      if (known.number == calls->number()) return;
+    }
+    Param::Known known{calls->number(), std::string(packed.c_str(), packed.size())};
+    if (param.arrays.size() < kKnownMax) {
+      param.arrays.push_back(std::move(known));
+    } else {
+      param.arrays[param.next++ % kKnownMax] = std::move(known);
+    }
+  }
+
+  void learn_dtype(Param& param, nb::handle argument) {
+    Tensor seen;
+    if (!torch_.is_tensor(argument) || !torch_.describe(argument, seen)) return;
+    for (const uint64_t dtype : param.dtypes) {
+      if (dtype == seen.dtype) return;
+    }
+    param.dtypes.push_back(seen.dtype);
+  }
+
+  // Whether a library's current stream is being captured, into which the launch would not go.
+  bool libraries_capture(const Packing& packing) {
+    const int ordinal = launching_.ordinal;
+    const auto captures = [&](uintptr_t stream) {
+      const cuda::Capture found = launching_.context.capture(handle(stream));
+      return found.result != kSuccess || found.active;
+    };
+    // `launch_among` asks about the streams that it waits for.
+    if (!packing.meets_torch && torch_.is_initialized() && captures(torch_.current_stream(ordinal)))
+      return true;
+    PyObject* cupy = PyDict_GetItemString(PyImport_GetModuleDict(), "cupy");  // borrowed
+    return cupy != nullptr && staying([&] {
+             return captures(
+                 nb::cast<uintptr_t>(device_.attr("current_stream")("cupy").attr("handle")));
+           });
+  }
+
+  bool launched(const Prepared& prepared, Packing& packing, nb::handle on) {
+    const bool chosen = !on.is_none();
+    if (!chosen && libraries_capture(packing)) return false;
+    const uintptr_t run = chosen ? names_.stream_of(on) : launching_.own;
+    const uintptr_t other = chosen                ? launching_.own
+                            : packing.meets_torch ? torch_.current_stream(launching_.ordinal)
+                                                  : run;
+    const nb::object stream = nb::cast(run);
+    bool known[kParamsMax];
+    for (size_t i = 0; chosen && i < packing.array_count; ++i) {
+      known[i] = packing.arrays[i]->note_stream(stream);
+    }
+    const Result result = unlocked([&] {
+      const Handle others[] = {handle(other)};
+      const size_t count = other == run ? 0 : 1;
+      return launching_.context.launch_among(
+          {others, count}, !chosen, handle(launching_.mark), prepared.function, prepared.blocks,
+          prepared.block_threads, params_.empty() ? nullptr : packing.params, handle(run));
+    });
+    for (size_t i = 0; chosen && result == kSuccess && i < packing.array_count; ++i) {
+      packing.arrays[i]->keep_stream(stream);
+    }
+    if (result == kSuccess) return true;
+    for (size_t i = 0; chosen && i < packing.array_count; ++i) {
+      if (!known[i]) packing.arrays[i]->forget_stream(stream);  // which may not exist
+    }
+    if (result != kCaptured && result != kCaptureImplicit) {
+      staying([&] { prepared.launch.attr("refuse")(int(result), run); });
+    }
+    return false;
+  }
+
+  const nb::object device_;
+  const Launching launching_;
+  const Names names_;
+  const ForkGuard fork_;
+  Torch torch_;
+  std::vector<Param> params_;
+  bool usable_ = true;
+  std::unordered_map<uint64_t, Prepared> sizes_;
+  const PyTypeObject* array_type_ = nullptr;
+};
+
+}  // namespace
+}  // namespace fw::native
+
+void bind_kernel_calls(nanobind::module_& m) {
+  namespace nb = nanobind;
+  using fw::native::KernelCalls;
+  nb::class_<KernelCalls>(m, "KernelCalls")
+      .def(nb::init<nb::object, const fw::native::Launching&,
+                    std::vector<std::tuple<std::string, size_t>>>(),
+           nb::arg("device"), nb::arg("launching"), nb::arg("params"))
+      .def("launch", &KernelCalls::launch, nb::arg("arguments"), nb::arg("warps").none(),
+           nb::arg("block_threads"), nb::arg("stream").none())
+      .def("learn", &KernelCalls::learn, nb::arg("arguments"), nb::arg("packed"),
+           nb::arg("warps").none(), nb::arg("block_threads"), nb::arg("prepared"));
+}

@@ -1,0 +1,162 @@
+"""What prefetches and restores leave behind in slower places."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoint.faults import WAIT_S, Faults, Opener
+from flashwarp.checkpoint.buffer import ALIGNMENT
+from flashwarp.checkpoint.checkpointer import Checkpointer
+from flashwarp.checkpoint.directory import Directory
+from flashwarp.checkpoint.mover import Mover
+from flashwarp.checkpoint.region import Region
+from flashwarp.checkpoint.tier import Entry
+from flashwarp.device import CpuDevice
+from flashwarp.errors import StorageError
+
+BLOCK = 16 << 10
+
+
+def history(checkpointer: Checkpointer, versions: int) -> np.ndarray:
+    state = np.zeros(BLOCK, np.uint8)
+    checkpointer.protect("state", state)
+    for version in range(versions):
+        state[:] = version + 1
+        checkpointer.checkpoint(version)
+    return state
+
+
+def until_prefetched(checkpointer: Checkpointer, tier: str, count: int) -> None:
+    end = time.monotonic() + WAIT_S
+    while checkpointer.stats.prefetches[tier] < count:
+        assert time.monotonic() < end, checkpointer.explain()
+        time.sleep(0.001)
+
+
+def test_the_host_cache_gives_up_what_the_gpu_cache_holds_for_a_hint(opened: Opener) -> None:
+    # The two caches hold four versions each: eight of them without one that both have.
+    checkpointer = opened(4 * BLOCK, 4 * BLOCK)
+    state = history(checkpointer, 8)
+    checkpointer.wait()
+    for version in reversed(range(8)):
+        checkpointer.prefetch_enqueue(version)
+    checkpointer.prefetch_start()
+    until_prefetched(checkpointer, "host", 4)
+
+    for version in reversed(range(8)):
+        checkpointer.restart(version)
+        assert (state == version + 1).all()
+
+    assert checkpointer.stats.restarts_from["ssd"] == 0
+    assert checkpointer.stats.prefetches["host"] == 4
+
+
+def test_a_version_that_both_caches_have_is_restored_without_its_host_copy(
+    opened: Opener, faults: Faults
+) -> None:
+    # The GPU cache keeps what the host cache has given up, though its hint is restored last.
+    checkpointer = opened(4 * BLOCK, 4 * BLOCK)
+    state = history(checkpointer, 8)
+    checkpointer.wait()
+    order = [0, 1, 2, 3, 7, 6, 5, 4]
+    for version in order:
+        checkpointer.prefetch_enqueue(version)
+    checkpointer.prefetch_start()
+    until_prefetched(checkpointer, "host", 1)
+
+    for version in order:
+        checkpointer.restart(version)
+        assert (state == version + 1).all()
+
+
+def test_files_of_consumed_versions_are_gone_when_it_is_closed(
+    opened: Opener, tmp_path: Path
+) -> None:
+    checkpointer = opened(config={"discard_consumed": True})
+    state = history(checkpointer, 20)
+    checkpointer.wait()
+    for version in reversed(range(20)):
+        checkpointer.restart(version)
+        assert (state == version + 1).all()
+
+    # Its number is free at once, and the removal of the old files takes nothing of the new ones.
+    checkpointer.checkpoint(3).result(WAIT_S)
+    checkpointer.close()
+
+    with Directory(tmp_path / "versions", writable=False) as directory:
+        assert directory.versions("default") == [3]
+        with directory.open("default", 3) as reader:
+            reader.verify()
+
+
+class Written:
+    """Notes what is written; fails from some byte on."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.data = bytearray(64 << 20)
+        self.fails_at = fails_at
+        self.under_way = 0
+
+    def write(self, region: Region, offset: int, buffer: memoryview) -> None:
+        self.under_way += 1
+        try:
+            time.sleep(0.005)
+            if self.fails_at is not None and offset >= self.fails_at:
+                raise StorageError(5, "no more", "here")
+            begin = offset + (0 if region.name == "a" else 32 << 20)
+            self.data[begin : begin + len(buffer)] = buffer
+        finally:
+            self.under_way -= 1
+
+
+class Block:
+    """A tier with one version's block in it."""
+
+    on_host = True
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+
+    def block(self, _: Entry) -> int:
+        return int(self.memory.ctypes.data)
+
+
+def block_of(*nbytes: int) -> tuple[Entry, Block]:
+    regions = tuple(
+        Region(name, "|u1", (size,), size) for name, size in zip("ab", nbytes, strict=True)
+    )
+    entry = Entry(("default", 0), regions)
+    memory = np.random.default_rng(1).integers(0, 256, entry.nbytes + ALIGNMENT, np.uint8)
+    return entry, Block(memory)
+
+
+def test_all_pieces_of_a_version_are_written() -> None:
+    entry, tier = block_of(31 << 20, (8 << 20) + 5)
+    written = Written()
+    with Mover(CpuDevice(), 8192, WAIT_S) as mover:
+        assert mover.store_block(tier, entry, written, lambda: True)
+
+    for name, begin in (("a", 0), ("b", 32 << 20)):
+        region = entry.region(name)
+        assert region is not None
+        offset = entry.offsets[name]
+        expected = tier.memory[offset : offset + region.nbytes]
+        assert written.data[begin : begin + region.nbytes] == expected.tobytes()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_nothing_reads_the_block_after_a_write_has_ended(wanted: bool) -> None:
+    entry, tier = block_of(31 << 20, 1 << 20)
+    written = Written(fails_at=8 << 20 if wanted else None)
+    looks = iter([True, True, True, wanted] + [wanted] * 100)
+    with Mover(CpuDevice(), 8192, WAIT_S) as mover:
+        if wanted:
+            with pytest.raises(StorageError):
+                mover.store_block(tier, entry, written, lambda: next(looks))
+        else:
+            assert not mover.store_block(tier, entry, written, lambda: next(looks))
+        assert written.under_way == 0
