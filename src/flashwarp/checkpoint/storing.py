@@ -11,11 +11,7 @@ from typing import Any
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.ranks import Attempt, Ended, GroupCommits
 from flashwarp.checkpoint.tier import Entry, Key
-from flashwarp.errors import (
-    DamagedVersionError,
-    FlashwarpError,
-    MissingVersionError,
-)
+from flashwarp.errors import DamagedVersionError, FlashwarpError, MissingVersionError
 
 __all__ = ["Storing", "forget_stored", "wanted"]
 
