@@ -95,13 +95,13 @@ def _nodes(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         "This is a simulation from the links that were measured on one node; no network was used.",
         "",
-        "| nodes | shots a second | of as many nodes that do not wait |",
-        "|---|---|---|",
+        "| nodes | shots a second | against | ratio |",
+        "|---|---|---|---|",
     ]
     for row in rows.values():
         if row["name"].startswith("simulated: "):
             name = row["name"].removeprefix("simulated: ")
-            lines.append(f"| {name} | {row['value']:.3g} | {_ratio(row)} |")
+            lines.append(f"| {name} | {row['value']:.3g} | {_against(row)} | {_ratio(row)} |")
     return "\n".join(lines) + "\n"
 
 
