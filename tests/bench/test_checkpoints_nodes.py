@@ -12,6 +12,7 @@ from flashwarp.bench import checkpoints_nodes
 from flashwarp.bench.checkpoints_nodes import Node, links_of, simulate
 from flashwarp.bench.checkpoints_shots import Links
 from flashwarp.errors import ArgumentError
+from flashwarp.probe.report import Report
 
 NODE = Node(Links(1e12, 25e9, 25e9, 1e9, 2e9), 100_000_000, 48, (4, 32), 0.01)
 
@@ -73,6 +74,16 @@ def test_links_come_from_a_record(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps({"settings": {"measured_bytes_per_s": vars(NODE.links)}}))
     assert links_of(str(path)) == NODE.links
+
+    row = {"name": "shots, uniform reverse, 30 ms, at once, hints: all", "value": 0.3}
+    settings = {"measured_bytes_per_s": vars(NODE.links), "steps": 36, "shot_bytes": 36 << 20}
+    path.write_text(json.dumps({"settings": settings, "rows": [row, row | {"name": "other"}]}))
+    report = Report("t", "d", {}, {})
+    checkpoints_nodes.add_checks(report, str(path))
+    (found,) = report.rows
+    assert found.name == "simulated: the measured node, reverse, 30 ms, hints: all"
+    assert found.value == pytest.approx(1 / (2 * 36 * 0.03), rel=0.05)
+    assert found.reference == 0.3
 
     path.write_text("{}")
     with pytest.raises(ArgumentError, match=r"record\.json' is no record"):

@@ -55,16 +55,20 @@ def _rows(path: Path) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(path.read_text())["rows"]}
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def _value(row: dict[str, Any]) -> str:
-    return f"{row['value']:.3g} {row['unit']}"
+    return f"{_number(row['value'])} {row['unit']}"
 
 
 def _against(row: dict[str, Any]) -> str:
-    return f"{row['reference_name']}: {row['reference']:.3g}" if row["reference"] else ""
+    return f"{row['reference_name']}: {_number(row['reference'])}" if row["reference"] else ""
 
 
 def _ratio(row: dict[str, Any]) -> str:
-    return f"{row['ratio']:.2f}" if row["reference"] else ""
+    return _number(row["ratio"]) if row["reference"] else ""
 
 
 def _own(rows: dict[str, dict[str, Any]]) -> str:
@@ -72,7 +76,7 @@ def _own(rows: dict[str, dict[str, Any]]) -> str:
         return "No run on a GPU is stored yet.\n"
     lines = ["| what | flashwarp | against | ratio | wanted |", "|---|---|---|---|---|"]
     for row in rows.values():
-        wanted = f"{row['target']:.2g}" if row["target"] else ""
+        wanted = _number(row["target"]) if row["target"] else ""
         cells = [row["name"], _value(row), _against(row), _ratio(row), wanted]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -95,13 +99,13 @@ def _nodes(rows: dict[str, dict[str, Any]]) -> str:
     lines = [
         "This is a simulation from the links that were measured on one node; no network was used.",
         "",
-        "| nodes | shots a second | of as many nodes that do not wait |",
-        "|---|---|---|",
+        "| nodes | shots a second | against | ratio |",
+        "|---|---|---|---|",
     ]
     for row in rows.values():
         if row["name"].startswith("simulated: "):
             name = row["name"].removeprefix("simulated: ")
-            lines.append(f"| {name} | {row['value']:.3g} | {_ratio(row)} |")
+            lines.append(f"| {name} | {_number(row['value'])} | {_against(row)} | {_ratio(row)} |")
     return "\n".join(lines) + "\n"
 
 

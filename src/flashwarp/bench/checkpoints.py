@@ -120,6 +120,8 @@ def run(
     if "nodes" in wanted:
         links = many.links_of(figures) if figures else links
         report.settings["node_bytes_per_s"] = vars(links)
+        if figures:
+            many.add_checks(report, figures)
         slots = max(1, steps // 12), max(1, steps * 8 // 12)
         interval_s = float(intervals_ms.split(",")[0]) / 1e3
         node = many.Node(links, total // steps, steps, slots, interval_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,9 +23,10 @@ from flashwarp.bench.checkpoints_shots import Links, order_of
 from flashwarp.errors import ArgumentError
 from flashwarp.probe.report import Report, Row
 
-__all__ = ["Node", "add_nodes", "links_of", "simulate"]
+__all__ = ["Node", "add_checks", "add_nodes", "links_of", "simulate"]
 
 _SPREAD = 0.05
+_MEASURED = re.compile(r"shots, uniform (?P<order>\w+), (?P<ms>[0-9.]+) ms, at once, hints: all")
 
 
 @dataclass(eq=False)
@@ -297,11 +299,15 @@ def simulate(
     )
 
 
+def count_of(nodes: int) -> str:
+    """Return a number of nodes in words."""
+    return f"{nodes} node" + "s" * (nodes > 1)
+
+
 def links_of(path: str) -> Links:
     """Return the links that a record of this benchmark has measured."""
     try:
-        found = json.loads(Path(path).read_text())["settings"]["measured_bytes_per_s"]
-        return Links(**found)
+        return Links(**json.loads(Path(path).read_text())["settings"]["measured_bytes_per_s"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
             f"figures={path!r} is no record of flashwarp bench checkpoints: {error}"
@@ -322,7 +328,7 @@ def add_nodes(report: Report, node: Node, counts: list[int]) -> None:
                 hinted = "all" if hints else "none"
                 report.add(
                     Row(
-                        f"simulated: {nodes} node{'s' * (nodes > 1)}, {coupling}, irregular, hints: {hinted}",
+                        f"simulated: {count_of(nodes)}, {coupling}, irregular, hints: {hinted}",
                         nodes / found.end_s,
                         "shots/s",
                         f"as many nodes as fast as {counts[0]}",
@@ -332,3 +338,27 @@ def add_nodes(report: Report, node: Node, counts: list[int]) -> None:
                         f"after {found.end_s:.2f} s",
                     )
                 )
+
+
+def add_checks(report: Report, path: str) -> None:
+    """Add what the simulation says of shots that a record has measured on one node."""
+    record = json.loads(Path(path).read_text())
+    settings = record["settings"]
+    steps, nbytes = settings["steps"], settings["shot_bytes"] // settings["steps"]
+    slots = max(1, steps // 12), max(1, steps * 8 // 12)
+    for row in record["rows"]:
+        found = _MEASURED.fullmatch(row["name"])
+        if found is None:
+            continue
+        node = Node(links_of(path), nbytes, steps, slots, float(found["ms"]) / 1e3)
+        shot = simulate(node, 1, found["order"], coupled=False, hints=True)
+        report.add(
+            Row(
+                f"simulated: the measured node, {found['order']}, {found['ms']} ms, hints: all",
+                1 / shot.end_s,
+                "shots/s",
+                "measured",
+                row["value"],
+                note="a simulation with the best rates that the disk gave in that run",
+            )
+        )
