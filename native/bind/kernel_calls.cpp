@@ -285,10 +285,16 @@ class KernelCalls {
     if (!packing.meets_torch && torch_.is_initialized() && captures(torch_.current_stream(ordinal)))
       return true;
     PyObject* cupy = PyDict_GetItemString(PyImport_GetModuleDict(), "cupy");  // borrowed
-    return cupy != nullptr && staying([&] {
-             return captures(
-                 nb::cast<uintptr_t>(device_.attr("current_stream")("cupy").attr("handle")));
-           });
+    return cupy != nullptr && staying([&] { return captures(cupy_stream(cupy)); });
+  }
+
+  uintptr_t cupy_stream(nb::handle cupy) {
+    try {
+      if (!cupy_stream_) cupy_stream_ = cupy.attr("cuda").attr("get_current_stream");
+      return nb::cast<uintptr_t>(cupy_stream_(launching_.ordinal).attr("ptr"));
+    } catch (nb::python_error&) {  // older versions take no device
+      return nb::cast<uintptr_t>(device_.attr("current_stream")("cupy").attr("handle"));
+    }
   }
 
   bool launched(const Prepared& prepared, Packing& packing, nb::handle on) {
@@ -324,6 +330,7 @@ class KernelCalls {
   }
 
   const nb::object device_;
+  nb::object cupy_stream_;  // cupy's function, once it is known
   const Launching launching_;
   const Names names_;
   const ForkGuard fork_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -464,6 +465,22 @@ def check_captured_stream_gets_a_launch_the_ordinary_way() -> None:
         assert fake().fake_capture_end()
         assert fake().fake_host_nodes() == 1, "a replay wakes the controller"
         fake().fake_destroy_graphs()
+
+
+def check_launch_is_not_made_beside_a_capture_of_cupy() -> None:
+    with open_array() as x, pytest.MonkeyPatch.context() as patch:
+        cupy: Any = types.ModuleType("cupy")
+        stream = types.SimpleNamespace(ptr=1)
+        cupy.cuda = types.SimpleNamespace(get_current_stream=lambda _ordinal: stream)
+        sys.modules["cupy"] = cupy
+        kernel = kernel_of(x, "v")
+        kernel(warps=1)
+        fake().fake_capture_begin(1)
+        with pytest.raises(CaptureError, match="cupy's current stream"):
+            kernel(warps=1)
+        assert fake().fake_capture_end()
+        ordinary_way_is_closed(patch)
+        kernel(warps=1)
 
 
 # Running them.
