@@ -210,8 +210,7 @@ class System:
             prefetcher = Prefetcher(core, tier, below, self.storing)
             if below is not None:
                 below.above = tier
-            # From a GPU one at a time: flushes share the staging buffers.
-            for number in range(FLUSH_THREADS if below is None and tier.on_host else 1):
+            for number in range(FLUSH_THREADS if below is None else 1):
                 self._workers.append(
                     Worker(core, f"flush-{tier.name}-{number}", "flush", flusher.next_job)
                 )
