@@ -983,8 +983,8 @@ MUTANTS = {
         Mutant(
             "short-way-without-fence",
             _SHORT,
-            "  atomic::fence();\n  if (locked)",
-            "  if (locked)",
+            "  atomic::fence();\n  if (leads)",
+            "  if (leads)",
             "bytes of the next line are seen before the tag goes BUSY",
             "elements",
             "weak",
@@ -993,8 +993,8 @@ MUTANTS = {
         Mutant(
             "short-way-tag-first",
             _SHORT,
-            "    atomic::fence();\n    if (claimed) end_fill",
-            "    if (claimed) end_fill",
+            "    atomic::fence();\n    if (frame != kNotClaimed) end_fill",
+            "    if (frame != kNotClaimed) end_fill",
             "the tag says filled before the leader's own stores",
             "elements",
             "weak",
@@ -1003,8 +1003,8 @@ MUTANTS = {
         Mutant(
             "short-way-published-early",
             _SHORT,
-            "    } else {\n      warp::sync(mask);\n    }\n  } else if (fills)",
-            "    }\n  } else if (fills)",
+            "    warp::sync(mask);\n  }\n  FW_DEVICE void cancel() {}",
+            "  }\n  FW_DEVICE void cancel() {}",
             "the tag says filled before the other lanes' stores",
             "elements",
             "weak",
@@ -1013,7 +1013,7 @@ MUTANTS = {
         Mutant(
             "short-way-keeps-left-pages",
             _SHORT,
-            "      current = !warp::any(mask, !nvme::is_current(*from.queue, from.address));\n",
+            "      current = !warp::any(mask, !nvme::is_current(*way.queue, from.address));\n",
             "",
             "a line that was read while the host left the path is published",
             "leases",
