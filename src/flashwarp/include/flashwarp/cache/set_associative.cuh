@@ -395,6 +395,9 @@ FW_DEVICE claim claim_frame(line_cache& c, const geometry& g, uint64_t line, boo
 FW_DEVICE void open_sets(uint32_t mask, const claim& mine) {
   const bool locked = mine.control != nullptr;
   if (!warp::any(mask, locked)) return;
+  // Acquire, for all lanes, what the look saw: who empties a frame without the lock has written its
+  // line back.
+  if (locked) atomic::fence_acquire();
   // Each lane has claimed its own frame; now all lanes may store to all of them.
   warp::sync(mask);
   atomic::fence();
