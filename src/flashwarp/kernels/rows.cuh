@@ -262,11 +262,10 @@ FW_DEVICE_NOINLINE bool gather_absent(cache::geometry g, cache::line_cache* c, c
   const uint32_t mask = warp::kFullMask;
   if (piece.bytes == 0 || (piece.offset | piece.buffer | piece.bytes) % 16 != 0) return false;
   cache::counters& shard = cache::shard_of(*v);
+  const cache::short_way way = cache::short_way_of(*c, *v);
   take_segment take = {piece};
-  cache::tally count;
-  if (!cache::serve_short<policy>(g, *c, *v, mask, piece.line, take, count)) return false;
-  count.bytes_used = piece.bytes;
-  count.add_to(shard, mask);
+  if (!cache::serve_short<policy, false>(g, *c, way, shard, mask, piece.line, take)) return false;
+  if (warp::lane() == 0) atomic::add_relaxed(&shard.bytes_used, piece.bytes);
   return true;
 }
 

@@ -222,6 +222,43 @@ FW_SCENARIO(loops, "loops over elements in order, side by side, while others sto
   machine.settle();
 }
 
+FW_SCENARIO(emptied, "warps load and store lines in place that another flushes and empties") {
+  Shape shape;
+  shape.lines = 2;
+  shape.warps = 3;
+  shape.plain = true;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  const fw::kernels::maintenance_params p = machine.maintenance(0);
+  constexpr uint32_t kTurns = 3;
+  // The lanes of a warp want the same line, as on the short way of a miss.
+  std::vector<uint32_t> firsts;
+  for (uint32_t n = 0; n < shape.warps * kTurns; ++n) firsts.push_back(64 * run.random.below(2));
+  machine.launch([&](Thread& t) {
+    if (t.warp == 0) {
+      become(t.lane, kWidth);
+      for (uint32_t n = 0; n < kTurns; ++n) {
+        fw::warp::sync(fw::warp::kFullMask);
+        fw_flush_lines(p);
+        fw::warp::sync(fw::warp::kFullMask);
+        fw_invalidate_lines(p);
+      }
+      return;
+    }
+    for (uint32_t n = 0; n < kTurns; ++n) {
+      // The last line is partial.
+      const uint32_t i = std::min(firsts[t.warp * kTurns + n] + t.lane, data.length() - 1);
+      if (t.warp == 1 && n != 1) {
+        data.store(i);
+      } else {
+        data.load(i);
+      }
+    }
+  });
+  data.check();
+  machine.settle();
+}
+
 FW_SCENARIO(pair, "two threads on two lines: small enough for every schedule") {
   Shape shape;
   shape.lines = 2;

@@ -143,11 +143,14 @@ FW_DEVICE_NOINLINE loaded_short load_short(cache::line_cache* c, cache::volume* 
   const uint32_t mask = active_on(v);
   const cache::geometry g = c->geometry;
   cache::counters& shard = cache::shard_of(*v);
+  const cache::short_way way = cache::short_way_of(*c, *v);
   take_element take = {offset, {}};
   if (warp::any(mask, warp::match(mask, line) != mask)) return {{}, false};
-  cache::tally count;
-  const bool served = cache::serve_short<policy>(g, *c, *v, mask, line, take, count);
-  if (served) count.add_kernel_to(shard, mask);
+  // Of a mask that the compiler knows, collectives are an instruction each.
+  const bool served =
+      mask == warp::kFullMask
+          ? cache::serve_short<policy, true>(g, *c, way, shard, warp::kFullMask, line, take)
+          : cache::serve_short<policy, true>(g, *c, way, shard, mask, line, take);
   warp::sync(mask);
   return {take.value, served};
 }

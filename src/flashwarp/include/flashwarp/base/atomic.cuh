@@ -60,6 +60,7 @@ FW_DEFINE_ATOMICS(uint32_t, "32", "r")
 FW_DEFINE_ATOMICS(uint64_t, "64", "l")
 #undef FW_DEFINE_ATOMICS
 FW_DEFINE_ADD(or_acquire, uint32_t, "atom.acquire.gpu.global.or.b32", "r")
+FW_DEFINE_ADD(or_relaxed, uint32_t, "atom.relaxed.gpu.global.or.b32", "r")
 FW_DEFINE_ADD(add_relaxed, float, "atom.relaxed.gpu.global.add.f32", "f")
 FW_DEFINE_ADD(add_relaxed, double, "atom.relaxed.gpu.global.add.f64", "d")
 #undef FW_DEFINE_ADD
@@ -276,6 +277,8 @@ inline bool cas_relaxed(uint64_t* p, uint64_t expected, uint64_t desired) {
 inline uint32_t or_acquire(uint32_t* p, uint32_t bits) {
   return __atomic_fetch_or(p, bits, __ATOMIC_ACQUIRE);
 }
+// As cas_relaxed.
+inline uint32_t or_relaxed(uint32_t* p, uint32_t bits) { return or_acquire(p, bits); }
 inline pair64 load_relaxed_pair(const uint64_t* p) {
   return {load_relaxed(p), load_relaxed(p + 1)};
 }

@@ -28,9 +28,10 @@ inline constexpr uint32_t kCopyUnroll = 8;
 inline constexpr bool kHasStaging = true;
 // More lanes copy as fast without the buffer.
 inline constexpr uint32_t kStagingLanes = 8;
-// While the lanes store one piece, the others are on their way: all of them, up to 4 KiB.
-inline constexpr uint32_t kPieceBytes = 512;
-inline constexpr uint32_t kPieces = 8;
+// A line of 4 KiB is on its way whole. Few pieces, because the leader takes longer to ask for one
+// than the link takes to bring it; two, so that one is on its way while the lanes store the other.
+inline constexpr uint32_t kPieceBytes = 2048;
+inline constexpr uint32_t kPieces = 2;
 // How often a warp tries to get the buffer before it copies without.
 inline constexpr uint32_t kStagingTries = 32;
 inline constexpr uint32_t kStagingLocks = 1024;
@@ -82,11 +83,12 @@ FW_DEVICE atomic::word16 load_shared(uint32_t from) {
   return v;
 }
 
-// Stores a whole piece to the frame, by one lane. Loads four words ahead of those that it stores.
-FW_DEVICE void store_piece_alone(char* to, uint32_t from) {
+// Stores part of a piece to the frame, by one lane. Loads four words ahead of those that it stores.
+inline constexpr uint32_t kPartBytes = 512;
+FW_DEVICE void store_part_alone(char* to, uint32_t from) {
   using word = atomic::raw<16>;
   constexpr uint32_t kAhead = 4;
-  constexpr uint32_t kWords = kPieceBytes / 16;
+  constexpr uint32_t kWords = kPartBytes / 16;
   atomic::word16 values[2][kAhead];
   FW_UNROLL
   for (uint32_t u = 0; u < kAhead; u++) values[0][u] = load_shared(from + u * 16);
@@ -103,15 +105,31 @@ FW_DEVICE void store_piece_alone(char* to, uint32_t from) {
   }
 }
 
+// Stores a whole piece to the frame, by all lanes of a warp.
+FW_DEVICE void store_piece_together(char* to, uint32_t from) {
+  using word = atomic::raw<16>;
+  constexpr uint32_t kStep = kWarpWidth * 16;
+  constexpr uint32_t kWords = kPieceBytes / kStep;
+  const uint32_t mine = lane() * 16;
+  atomic::word16 values[kWords];
+  FW_UNROLL
+  for (uint32_t u = 0; u < kWords; u++) values[u] = load_shared(from + mine + u * kStep);
+  FW_UNROLL
+  for (uint32_t u = 0; u < kWords; u++) word::store(to + mine + u * kStep, values[u]);
+}
+
 // Stores one piece to the frame, by all lanes of the mask.
 FW_DEVICE void store_piece(uint32_t mask, char* to, uint32_t from, uint32_t bytes) {
   using word = atomic::raw<16>;
+  if (mask == kFullMask && bytes == kPieceBytes) return store_piece_together(to, from);
   const uint32_t step = base::popcount(mask) * 16;
-  if (step == 16 && bytes == kPieceBytes) {
-    store_piece_alone(to, from);
-    return;
+  uint32_t at = 0;
+  if (step == 16) {
+    _Pragma("unroll 1") for (; at + kPartBytes <= bytes; at += kPartBytes) {
+      store_part_alone(to + at, from + at);
+    }
   }
-  for (uint32_t at = rank_in(mask) * 16; at < bytes; at += step) {
+  for (at += rank_in(mask) * 16; at < bytes; at += step) {
     word::store(to + at, load_shared(from + at));
   }
 }
@@ -150,6 +168,10 @@ FW_DEVICE bool is_staged(uint32_t mask, uint64_t origin, uint64_t bytes) {
   return base::popcount(mask) <= kStagingLanes && (origin | bytes) % 16 == 0 && bytes >= 256;
 }
 
+// Tries to take the block's buffer, by the leader. A fence_acquire() follows: the last user's loads
+// from the buffer are over.
+FW_DEVICE bool try_buffer() { return atomic::or_relaxed(staging::lock_of_block(), 1) == 0; }
+
 // Takes the block's buffer for a copy, by at most `tries`. Returns false if it did not come free.
 FW_DEVICE bool take_buffer(uint32_t mask, uint32_t tries) {
   const uint32_t leader = base::lowest_bit(mask);
@@ -166,23 +188,20 @@ FW_DEVICE bool take_buffer(uint32_t mask, uint32_t tries) {
 // Gives the buffer back, by the leader, and behind a fence: our loads from the buffer are over.
 FW_DEVICE void give_buffer() { atomic::store_relaxed(staging::lock_of_block(), uint32_t(0)); }
 
-// Starts to fetch. Either `end_staged` or `cancel_staged` follows. `changes` says that lanes may
-// have stored to the source.
-FW_DEVICE void begin_staged(uint32_t mask, uint64_t origin, uint64_t bytes, bool changes) {
-  if (lane() == base::lowest_bit(mask)) {
-    FW_UNROLL
-    for (uint32_t k = 0; k < kPieces; k++) {
-      staging::init_barrier(staging::barrier_of(k * kPieceBytes));
-    }
-    staging::fence_buffer();
-    if (changes) staging::fence_source();
-    const uint32_t end = uint32_t(bytes);
-    for (uint32_t at = 0; at < end && at < kPieces * kPieceBytes; at += kPieceBytes) {
-      staging::fetch(origin, at, end);
-    }
+// Starts to fetch, by the leader. The lanes synchronise before any of them waits for what comes, by
+// `end_staged` or `cancel_staged`. `changes` says that lanes may have stored to the source.
+FW_DEVICE void begin_staged(uint64_t origin, uint64_t bytes, bool changes) {
+  FW_UNROLL
+  for (uint32_t k = 0; k < kPieces; k++) {
+    staging::init_barrier(staging::barrier_of(k * kPieceBytes));
   }
-  // The barriers are there before any lane waits at them.
-  sync(mask);
+  staging::fence_buffer();
+  if (changes) staging::fence_source();
+  const uint32_t end = uint32_t(bytes);
+  FW_UNROLL
+  for (uint32_t at = 0; at < kPieces * kPieceBytes; at += kPieceBytes) {
+    if (at < end) staging::fetch(origin, at, end);
+  }
 }
 
 // Stores what was fetched to the frame, and fetches the rest of longer lines. `take.piece(at,
@@ -235,7 +254,9 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
     FW_DEVICE void piece(uint32_t, uint32_t) {}
   } nothing;
   if (!take_buffer(mask, kStagingTries)) return false;
-  begin_staged(mask, origin, bytes, true);
+  if (lane() == base::lowest_bit(mask)) begin_staged(origin, bytes, true);
+  // The barriers are there before any lane waits at them.
+  sync(mask);
   end_staged(mask, target, origin, bytes, nothing);
   if (lane() == base::lowest_bit(mask)) {
     atomic::fence();
@@ -248,9 +269,9 @@ FW_DEVICE_NOINLINE bool copy_staged(uint32_t mask, uint64_t target, uint64_t ori
 
 inline constexpr bool kHasStaging = false;
 FW_DEVICE constexpr bool is_staged(uint32_t, uint64_t, uint64_t) { return false; }
-FW_DEVICE constexpr bool take_buffer(uint32_t, uint32_t) { return false; }
+FW_DEVICE constexpr bool try_buffer() { return false; }
 FW_DEVICE constexpr void give_buffer() {}
-FW_DEVICE constexpr void begin_staged(uint32_t, uint64_t, uint64_t, bool) {}
+FW_DEVICE constexpr void begin_staged(uint64_t, uint64_t, bool) {}
 template <typename Take>
 FW_DEVICE constexpr void end_staged(uint32_t, uint64_t, uint64_t, uint64_t, Take&) {}
 FW_DEVICE constexpr void cancel_staged(uint32_t, uint64_t) {}

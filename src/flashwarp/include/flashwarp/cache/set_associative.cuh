@@ -157,6 +157,16 @@ FW_DEVICE place probe(const geometry& g, uint64_t line) {
   return probe(g, line, busy);
 }
 
+// The tag words of four ways.
+FW_DEVICE void load_words(const geometry& g, uint64_t way, uint64_t (&words)[4]) {
+  const atomic::pair64 low = atomic::load_relaxed_pair(&g.tags[way]);
+  const atomic::pair64 high = atomic::load_relaxed_pair(&g.tags[way + 2]);
+  words[0] = low.first;
+  words[1] = low.second;
+  words[2] = high.first;
+  words[3] = high.second;
+}
+
 // The second look: whether the loads since the probe saw the line's data. They must be acquire
 // loads, or a fence_acquire() must come between them and this.
 FW_DEVICE bool still_holds(const geometry& g, uint64_t way, uint64_t seen) {
@@ -197,14 +207,7 @@ FW_DEVICE claim_result look_at_set(set_view& s) {
   s.resident = s.candidates = s.referenced = s.dirty = 0;
   s.next = kNoWay;
   // Four words at a time, all loaded before the first is used: one trip to memory.
-  for (uint32_t first = 0; first < g.ways; first += 4) {
-    const atomic::pair64 low = atomic::load_relaxed_pair(&g.tags[s.first + first]);
-    const atomic::pair64 high = atomic::load_relaxed_pair(&g.tags[s.first + first + 2]);
-    const uint64_t words[4] = {low.first, low.second, high.first, high.second};
-    if (first == 0) {
-      FW_UNROLL
-      for (uint32_t k = 0; k < 4; k++) s.words[k] = words[k];
-    }
+  const auto look = [&](uint32_t first, const uint64_t (&words)[4]) {
     FW_UNROLL
     for (uint32_t k = 0; k < 4; k++) {
       const uint64_t word = words[k];
@@ -218,6 +221,14 @@ FW_DEVICE claim_result look_at_set(set_view& s) {
         result = valid ? claim_result::kHit : claim_result::kBusy;
       }
     }
+  };
+  // The usual number of ways without a branch, behind which the loads would wait for each other.
+  load_words(g, s.first, s.words);
+  look(0, s.words);
+  for (uint32_t first = 4; first < g.ways; first += 4) {
+    uint64_t words[4];
+    load_words(g, s.first + first, words);
+    look(first, words);
   }
   return result;
 }
@@ -384,6 +395,9 @@ FW_DEVICE claim claim_frame(line_cache& c, const geometry& g, uint64_t line, boo
 FW_DEVICE void open_sets(uint32_t mask, const claim& mine) {
   const bool locked = mine.control != nullptr;
   if (!warp::any(mask, locked)) return;
+  // Acquire, for all lanes, what the look saw: who empties a frame without the lock has written its
+  // line back.
+  if (locked) atomic::fence_acquire();
   // Each lane has claimed its own frame; now all lanes may store to all of them.
   warp::sync(mask);
   atomic::fence();
@@ -399,9 +413,8 @@ FW_DEVICE void abandon_fill(line_cache& c, uint64_t way, uint64_t busy_word) {
 }
 
 // Ends a fill of a clean line, behind a fence() of the caller.
-FW_DEVICE void end_fill(line_cache& c, uint64_t way, uint64_t busy_word, bool filled) {
-  atomic::store_relaxed(&c.geometry.tags[way],
-                        filled ? tag::filled(busy_word, false) : tag::emptied(busy_word));
+FW_DEVICE void end_fill(uint64_t* word, uint64_t busy_word, bool filled) {
+  atomic::store_relaxed(word, filled ? tag::filled(busy_word, false) : tag::emptied(busy_word));
 }
 
 // The volume that owns a global line number.

@@ -1,9 +1,9 @@
 // The short way of a miss: one line for all lanes, read in place, with one trip for each step.
 //
 // It is the common case of `serve_misses` (access.cuh) alone, in straight code that keeps all it
-// needs in registers. What it reads of the cache, the volume and the queue pair is loaded together,
-// ahead of the set's lock. The loads of the line are in flight while the leader claims a frame, and
-// what the caller wants is taken from them, not from the frame. It waits for no other warp.
+// needs in registers. The leader asks for the set's lock and for the staging buffer at once, and
+// looks at the set. Then the line is on its way while the leader claims a frame, and what the
+// caller wants is taken from the line as it comes, not from the frame. It waits for no other warp.
 // Whatever is not the common case is left to `serve_misses`: another namespace or path, a host
 // tier, a set that is locked, a line that has come meanwhile, dirty victims only.
 //
@@ -21,38 +21,46 @@
 
 namespace fw::cache {
 
-// Where the short way finds the line.
-struct short_source {
+// The short way to the lines of a volume: what it needs of the cache, the volume and a queue pair.
+struct short_way {
   const nvme::queue_pair* queue;
-  uint64_t address;
-  uint64_t bytes;
+  uint32_t* set_control;
+  uint64_t line_begin;
+  uint64_t bytes;  // of the namespace
+  uint64_t base;   // its address
   uint32_t leased;
   bool changes;  // warps store to the namespace
   bool open;     // no other lane's: lanes may see different paths
 };
 
-// What the short way needs of a volume.
-struct short_volume {
-  uint64_t line_begin;
-  uint64_t bytes;
-  const nvme::queue_pair* queues;
-  uint32_t queue_count;
-  uint32_t spread;
-  uint32_t path;
-};
-
-FW_DEVICE short_source short_source_of(const geometry& g, const short_volume& v, uint32_t seat,
-                                       uint64_t line) {
-  const uint64_t begin = (line - v.line_begin) << g.line_shift;
-  const uint64_t rest = v.bytes - begin;
-  const uint64_t bytes = rest < line_bytes(g) ? rest : line_bytes(g);
-  const nvme::queue_pair& q = v.queues[seat % v.queue_count];
+// Two trips to memory.
+FW_DEVICE short_way short_way_of(const line_cache& c, const volume& v) {
+  uint32_t* const set_control = c.set_control;
+  const uint32_t tier_ways = c.tier_ways;
+  const uint64_t line_begin = v.line_begin;
+  const uint64_t bytes = v.bytes;
+  const bool usual = (v.spread == kOneNamespace) & (v.path == nvme::kInPlace) & (tier_ways == 0);
+  // Any queue pair knows the place, and the host changes the path of all.
+  const nvme::queue_pair& q = v.queues[0];
   // Relaxed, and looked at again behind the loads: see `nvme::path_of`.
   const uint32_t path = atomic::load_relaxed_system(&q.data.path);
-  const uint64_t address = q.data.mapped_base + begin;
-  const bool open = (q.plain_reads != 0) & (path == nvme::kInPlace) &
-                    ((address | bytes) % sizeof(atomic::word16) == 0);
-  return {&q, address, bytes, q.data.leased, q.plain_writes != 0, open};
+  const bool open = usual & (q.plain_reads != 0) & (path == nvme::kInPlace);
+  const bool changes = q.plain_writes != 0;
+  return {&q, set_control, line_begin, bytes, q.data.mapped_base, q.data.leased, changes, open};
+}
+
+// Where it finds a line.
+struct short_source {
+  uint64_t address;
+  uint64_t bytes;
+  bool aligned;
+};
+FW_DEVICE short_source short_source_of(const geometry& g, const short_way& way, uint64_t line) {
+  const uint64_t begin = (line - way.line_begin) << g.line_shift;
+  const uint64_t rest = way.bytes - begin;
+  const uint64_t bytes = rest < line_bytes(g) ? rest : line_bytes(g);
+  const uint64_t address = way.base + begin;
+  return {address, bytes, (address | bytes) % sizeof(atomic::word16) == 0};
 }
 
 // Whether a frame can be claimed for the absent line in the set, which this lane has locked. Not if
@@ -65,7 +73,10 @@ FW_DEVICE bool has_room(set_view& s) {
 
 // The copy of a line from the namespace to a frame, in two halves: `begin` sends the first loads,
 // while the leader claims the frame, and `end` stores what they give, and copies the rest. Between
-// them comes the fence that `open_sets` describes. This one loads to registers.
+// them comes the fence that `open_sets` describes. The leader says whether to begin. If `begin`
+// returns false, it did not say so; if true, other lanes may not know yet. Instead of `end`,
+// `cancel` may follow. All lanes have stored, or let go, when either returns. This one loads to
+// registers.
 template <typename Take>
 struct register_copy {
   static constexpr uint32_t kWord = sizeof(atomic::word16);
@@ -77,13 +88,17 @@ struct register_copy {
   Take& take;
   atomic::word16 values[warp::kCopyUnroll];
 
-  FW_DEVICE register_copy(uint32_t lanes, const short_source& from, Take& taker)
+  FW_DEVICE register_copy(uint32_t lanes, const short_source& from, bool, Take& taker)
       : mask(lanes), source(from.address), bytes(uint32_t(from.bytes)), take(taker) {}
 
   FW_DEVICE bool reserve() { return true; }
-  FW_DEVICE void begin() {
+  FW_DEVICE bool begin(bool first) {
+    if (!warp::any(mask, first)) return false;
+    // The leader has acquired what others have written back; now all lanes read that.
+    warp::sync(mask);
     take.begin(source);
     load(0);
+    return true;
   }
   FW_DEVICE void end(uint64_t frame) {
     store(0, frame);
@@ -91,6 +106,7 @@ struct register_copy {
       load(round);
       store(round, frame);
     }
+    warp::sync(mask);
   }
   FW_DEVICE void cancel() {}
   FW_DEVICE void release() {}
@@ -139,16 +155,19 @@ struct staged_copy {
   const bool changes;
   Take& take;
 
-  FW_DEVICE staged_copy(uint32_t lanes, const short_source& from, Take& taker)
+  FW_DEVICE staged_copy(uint32_t lanes, const short_source& from, bool stores, Take& taker)
       : mask(lanes),
         source(from.address),
         bytes(uint32_t(from.bytes)),
-        changes(from.changes),
+        changes(stores),
         take(taker) {}
 
   // One try: warps of a block that miss together take the general way, as many as want to.
-  FW_DEVICE bool reserve() { return warp::take_buffer(mask, 1); }
-  FW_DEVICE void begin() { warp::begin_staged(mask, source, bytes, changes); }
+  FW_DEVICE bool reserve() { return warp::try_buffer(); }
+  FW_DEVICE bool begin(bool first) {
+    if (first) warp::begin_staged(source, bytes, changes);
+    return true;
+  }
   FW_DEVICE void end(uint64_t frame) { warp::end_staged(mask, frame, source, bytes, take); }
   FW_DEVICE void cancel() { warp::cancel_staged(mask, bytes); }
   // By the leader, behind a fence.
@@ -166,72 +185,95 @@ struct copy_of<Take, false> {
 template <typename Take>
 using short_copy = typename copy_of<Take, warp::kHasStaging && !Take::kTakesWords>::type;
 
+// What the leader tells the other lanes: the address of the frame, or one of these.
+inline constexpr uint64_t kNotBegun = 0;
+inline constexpr uint64_t kNotClaimed = 1;  // the copy has begun for nothing
+
+// Opens the set, and gives the copy's buffer back, as far as the leader has them, without a change.
+template <typename Copy>
+FW_DEVICE void undo_short(uint32_t* control, uint32_t hand, bool locked, bool reserved,
+                          Copy& copy) {
+  // Who is next sees what was done before us, too.
+  atomic::fence();
+  if (locked) atomic::store_relaxed(control, hand);
+  if (reserved) copy.release();
+}
+
+// Locks the set and reserves the copy, by the leader. What it asks of memory is on its way
+// together.
+template <typename Copy>
+FW_DEVICE bool begin_short(uint32_t* control, Copy& copy, uint32_t& hand) {
+  hand = atomic::or_relaxed(control, kSetLocked);
+  const bool reserved = copy.reserve();
+  // Acquire the set and the buffer.
+  atomic::fence_acquire();
+  const bool locked = (hand & kSetLocked) == 0;
+  if (reserved & locked) return true;
+  undo_short(control, hand, locked, reserved, copy);
+  return false;
+}
+
 // Fills the absent line of all lanes of `mask`, which call together, and gives it to `take`.
 // Returns false if it did not: then the general way takes the miss, and overwrites what `take` got.
-// Counts in `count`, which the caller adds to `shard`, the volume's.
-template <typename Policy, typename Take>
-FW_DEVICE bool serve_short(const geometry& g, line_cache& c, volume& v, uint32_t mask,
-                           uint64_t line, Take& take, tally& count) {
+// Adds its events to `shard`, the volume's, with those of users' kernels if `kKernel`.
+//
+// While the set is locked and the line absent, nobody else can fill it, and so change what the
+// storage has. The copy does not begin ahead of the look: of warps that miss on one line together,
+// all would read it.
+template <typename Policy, bool kKernel, typename Take>
+FW_DEVICE bool serve_short(const geometry& g, line_cache& c, const short_way& way, counters& shard,
+                           uint32_t mask, uint64_t line, Take& take) {
   const uint32_t leader = base::lowest_bit(mask);
   const bool leads = warp::lane() == leader;
-  const uint32_t seat = take_seat(mask);
-  uint32_t* const control = &c.set_control[set_of(g, line)];
-  const short_volume facts = {v.line_begin, v.bytes, v.queues, v.queue_count, v.spread, v.path};
-  const uint32_t tier_ways = c.tier_ways;
-  // Keeps the loads together: they would sink behind the branches, and take one trip each.
-  warp::sync(mask);
-  if ((facts.path != nvme::kInPlace) | (facts.spread != kOneNamespace) | (tier_ways != 0)) {
-    return false;
-  }
-  const short_source from = short_source_of(g, facts, seat, line);
-  // Before the set is locked: a line that takes a command pays no more than these loads.
-  if (warp::any(mask, !from.open)) return false;
-  short_copy<Take> copy(mask, from, take);
-  if (!copy.reserve()) return false;
-  uint32_t seen = kSetLocked;
-  if (leads) seen = atomic::or_acquire(control, kSetLocked);
-  const bool locked = (seen & kSetLocked) == 0;
-  set_view s = {g, set_of(g, line) * g.ways, line, 0, 0, 0, 0, seen, kNoWay, false, {}};
-  const bool room = locked && has_room(s);
-  const bool fills = warp::any(mask, room);
-  // The leader has acquired the set, and what others have written back; now all lanes read that.
-  warp::sync(mask);
-  // While the set is locked, nobody else can fill the line, and so change what the storage has.
-  if (fills) copy.begin();
+  const home at = home_of(g, line);
+  uint32_t* const control = &way.set_control[at.set];
+  const short_source from = short_source_of(g, way, line);
+  short_copy<Take> copy(mask, from, way.changes, take);
+  set_view s = {g, at.set * g.ways, line, 0, 0, 0, 0, 0, kNoWay, false, {}};
+  // A line that takes a command pays no more than the loads for `way`.
+  const bool holds = leads && way.open && from.aligned && begin_short(control, copy, s.hand);
+  const bool room = holds && has_room(s);
+  if (holds && !room) undo_short(control, s.hand, true, true, copy);
+  // Acquire what the look saw: who empties a frame has written its line back.
+  atomic::fence_acquire();
+  if (!copy.begin(room)) return false;
   claim mine;
   if (room) take_way<Policy>(s, way_to_fill<Policy>(c, s), mine);
-  const bool claimed = mine.result == claim_result::kClaimed;
-  const bool all = warp::any(mask, claimed);
-  const uint64_t frame =
-      reinterpret_cast<uint64_t>(frame_of(g, warp::broadcast(mask, mine.way, leader)));
+  uint64_t frame = room ? kNotClaimed : kNotBegun;
+  if (mine.result == claim_result::kClaimed) {
+    frame = reinterpret_cast<uint64_t>(frame_of(g, mine.way));
+  }
+  uint64_t* const word = &g.tags[mine.way];
+  frame = warp::broadcast(mask, frame, leader);
+  if (frame == kNotBegun) return false;
   bool current = true;
   // What `open_sets` says. All lanes pass before they store to the frame.
   warp::sync(mask);
   atomic::fence();
-  if (locked) atomic::store_relaxed(control, s.hand & ~kSetLocked);
-  if (all) {
+  if (leads) atomic::store_relaxed(control, s.hand & ~kSetLocked);
+  if (frame != kNotClaimed) {
+    tally count;
+    count.misses = 1;
+    count.evictions = mine.evicted ? 1 : 0;
+    count.bytes_read = line_bytes(g);
+    // Here, and not behind the copy, while the line is still on its way.
+    kKernel ? count.add_kernel_to(shard, mask) : count.add_to(shard, mask);
     copy.end(frame);
-    if (from.leased != 0) {
+    if (way.leased != 0) {
       finish_loads(mask);
-      current = !warp::any(mask, !nvme::is_current(*from.queue, from.address));
-    } else {
-      warp::sync(mask);
+      current = !warp::any(mask, !nvme::is_current(*way.queue, from.address));
     }
-  } else if (fills) {
+  } else {
     copy.cancel();
   }
   if (leads) {
     // One fence: the line is there before its tag says so, and the staging buffer is read before
     // another warp gets it.
     atomic::fence();
-    if (claimed) end_fill(c, mine.way, mine.word, current);
+    if (frame != kNotClaimed) end_fill(word, mine.word, current);
     copy.release();
   }
-  if (!all || !current) return false;
-  count.misses += 1;
-  count.evictions += warp::any(mask, mine.evicted) ? 1 : 0;
-  count.bytes_read += line_bytes(g);
-  return true;
+  return frame != kNotClaimed && current;
 }
 
 }  // namespace fw::cache

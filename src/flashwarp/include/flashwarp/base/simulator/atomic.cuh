@@ -52,6 +52,9 @@ inline bool cas_relaxed(uint64_t* p, uint64_t expected, uint64_t desired, FW_SIT
 inline uint32_t or_acquire(uint32_t* p, uint32_t bits, FW_SITE) {
   return uint32_t(simulator::set_bits(p, bits, sizeof(*p), order::kAcquire, at));
 }
+inline uint32_t or_relaxed(uint32_t* p, uint32_t bits, FW_SITE) {
+  return uint32_t(simulator::set_bits(p, bits, sizeof(*p), order::kRelaxed, at));
+}
 inline pair64 load_relaxed_pair(const uint64_t* p, FW_SITE) {
   return {load_relaxed(p, at), load_relaxed(p + 1, at)};
 }
