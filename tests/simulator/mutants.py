@@ -1340,17 +1340,6 @@ MUTANTS = {
             "deferral_prefetch",
         ),
         Mutant(
-            "tier-victim-unacquired",
-            _TIER_MOVES,
-            "  if ((out | in) != 0) warp::sync(mask);\n  for (uint32_t rest",
-            "  for (uint32_t rest",
-            "lanes copy a victim to the tier whose fill only the lane that claimed it has acquired",
-            "split_streams",
-            "weak",
-            4,
-            "random",
-        ),
-        Mutant(
             "batch-fills-the-ring",
             _BATCH,
             "  const uint32_t most = (1u << q.depth_log2) - 1;\n",
