@@ -1,0 +1,1 @@
+"""Batches of rows that move beside the work of a device."""
