@@ -103,33 +103,35 @@ FW_DEVICE void look_ahead(const file& f, const span& s) {
   span wide = s;
   const uint64_t ahead = uint64_t(f.lines_ahead) << f.bytes.geometry.line_shift;
   const uint64_t size = f.size();
-  wide.end = ahead < size - s.end ? s.end + ahead : size;
+  wide.end = s.end >= size ? s.end : ahead < size - s.end ? s.end + ahead : size;
   base::opaque (&fetch_span)(f.bytes.cache, f.bytes.volume, wide, lines::kAll);
 }
 
-// Reads by the lanes of group `rank` of `ranks`. The result is that of this group's lines.
-FW_DEVICE int64_t read_file(const file& f, void* to, uint64_t offset, int64_t nbytes, uint32_t rank,
-                            uint32_t ranks) {
+// Moves bytes by the lanes of `mask`, group `rank` of `ranks`. The result is that of this group.
+FW_DEVICE int64_t read_file(const file& f, uint32_t mask, void* to, uint64_t offset, int64_t nbytes,
+                            uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
-  const span whole = f.bytes.span_of(offset, uint64_t(nbytes), to);
-  const span s = dealt(f.bytes.volume, whole, rank, ranks);
+  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
   if (f.lines_ahead != 0) look_ahead(f, s);
-  const uint32_t got = base::opaque(&move_shared<false>)(f.bytes.cache, f.bytes.volume, s);
+  const uint32_t got = base::opaque(&move_shared<false>)(f.bytes.cache, f.bytes.volume, mask, s);
   return file_result(got, uint64_t(nbytes));
 }
-
-FW_DEVICE int64_t write_file(const file& f, const void* from, uint64_t offset, int64_t nbytes,
-                             uint32_t rank, uint32_t ranks) {
+FW_DEVICE int64_t write_file(const file& f, uint32_t mask, const void* from, uint64_t offset,
+                             int64_t nbytes, uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
-  const span whole = f.bytes.span_of(offset, uint64_t(nbytes), from);
-  const span s = dealt(f.bytes.volume, whole, rank, ranks);
-  const uint32_t got = base::opaque(&move_shared<true>)(f.bytes.cache, f.bytes.volume, s);
+  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
+  const uint32_t got = base::opaque(&move_shared<true>)(f.bytes.cache, f.bytes.volume, mask, s);
   return file_result(got, uint64_t(nbytes));
 }
 
-// The answer of one lane for all that are active together: another lane may see another size.
-FW_DEVICE int64_t same(int64_t n) {
-  const uint32_t mask = warp::active();
+// Lets the file end behind a write of `got` bytes, or of none, by the lanes of `mask`.
+FW_DEVICE int64_t end_write(const file& f, uint32_t mask, uint64_t offset, int64_t got) {
+  if (got > 0 && warp::rank_in(mask) == 0) extend_to(f, offset + uint64_t(got));
+  return got;
+}
+
+// The answer of one lane for all: another lane may see another size.
+FW_DEVICE int64_t same(uint32_t mask, int64_t n) {
   return warp::broadcast(mask, n, base::lowest_bit(mask));
 }
 
@@ -140,23 +142,13 @@ FW_DEVICE int64_t common(int64_t got) {
   return late ? int64_t(kFileTimedOut) : failed ? int64_t(kFileIo) : got;
 }
 
-// Ends a write of `got` bytes, or of none: the file ends behind them, or later.
-FW_DEVICE int64_t end_write(const file& f, uint64_t offset, int64_t got) {
-  if (got > 0 && warp::rank_in(warp::active()) == 0) extend_to(f, offset + uint64_t(got));
-  return got;
-}
-
-// Writes the dirty lines of a span back. Returns the first failure of the lanes that share it.
-FW_DEVICE_NOINLINE uint32_t clean_and_wait(cache::line_cache* c, cache::volume* v, const span& s) {
-  clean_span(c, v, s);
-  const uint32_t mask = active_on(v);
-  const uint32_t status = wait_clean(c, v, s);
-  const uint32_t failed = warp::ballot(mask, status != nvme::kSuccess);
-  return failed == 0 ? 0 : warp::broadcast(mask, status, base::lowest_bit(failed));
-}
-
-FW_DEVICE_NOINLINE uint32_t flush_namespaces(cache::line_cache* c, cache::volume* v) {
-  return cache::flush_namespaces(*c, *v, active_on(v));
+// Writes the dirty lines of a span back that was dealt to the lanes of `mask`, and makes all that
+// was written to its namespaces durable.
+FW_DEVICE_NOINLINE uint32_t make_durable(cache::line_cache* c, cache::volume* v, uint32_t mask,
+                                         const span& s) {
+  clean_span(c, v, mask, s);
+  const uint32_t status = status_of_all(mask, wait_clean(c, v, mask, s));
+  return status != nvme::kSuccess ? status : cache::flush_namespaces(*c, *v, mask);
 }
 
 // What a sync writes back: [offset, offset + nbytes), as far as the file has it.
@@ -166,14 +158,11 @@ FW_DEVICE int64_t syncable(const file& f, uint64_t offset, uint64_t nbytes) {
   return int64_t(nbytes < f.size() - offset ? nbytes : f.size() - offset);
 }
 
-FW_DEVICE int64_t sync_file(const file& f, uint64_t offset, int64_t n) {
+FW_DEVICE int64_t sync_file(const file& f, uint32_t mask, uint64_t offset, int64_t n) {
   if (n <= 0) return n;
-  const span s = dealt(f.bytes.volume, f.bytes.span_of(offset, uint64_t(n), nullptr), 0, 1);
-  uint32_t status = base::opaque(&clean_and_wait)(f.bytes.cache, f.bytes.volume, s);
-  if (status == nvme::kSuccess) {
-    status = base::opaque(&flush_namespaces)(f.bytes.cache, f.bytes.volume);
-  }
-  return file_result(status, uint64_t(n));
+  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(n), nullptr), 0, 1);
+  return file_result(base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, mask, s),
+                     uint64_t(n));
 }
 
 }  // namespace detail
@@ -210,45 +199,53 @@ FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint6
 namespace warp {
 
 FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
-  return detail::read_file(f, to, offset, detail::same(detail::readable(f, offset, nbytes)), 0, 1);
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  const int64_t n = detail::same(mask, detail::readable(f, offset, nbytes));
+  return detail::read_file(f, mask, to, offset, n, 0, 1);
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  const uint32_t mask = detail::active_on(f.bytes.volume);
   const int64_t n = detail::writable(f, offset, nbytes);
-  return detail::end_write(f, offset, detail::write_file(f, from, offset, n, 0, 1));
+  const int64_t got = detail::write_file(f, mask, from, offset, n, 0, 1);
+  return detail::end_write(f, mask, offset, got);
 }
 
 FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
-  const uint32_t mask = active();
+  const uint32_t mask = detail::active_on(f.bytes.volume);
   int64_t begin = 0;
   if (rank_in(mask) == 0) begin = detail::take_end(f, nbytes);
-  begin = broadcast(mask, begin, base::lowest_bit(mask));
+  begin = detail::same(mask, begin);
   if (begin < 0) return begin;
   if (at != nullptr) *at = uint64_t(begin);
-  return warp::write(f, from, uint64_t(begin), nbytes);
+  return detail::write_file(f, mask, from, uint64_t(begin), int64_t(nbytes), 0, 1);
 }
 
 // Returns when the bytes that were written to [offset, offset + nbytes) are durable, with their
 // number. The size that writes and appends have given the file is durable after the host's sync.
 FW_DEVICE int64_t sync(const file& f, uint64_t offset, uint64_t nbytes) {
-  return detail::sync_file(f, offset, detail::same(detail::syncable(f, offset, nbytes)));
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  return detail::sync_file(f, mask, offset,
+                           detail::same(mask, detail::syncable(f, offset, nbytes)));
 }
 
 }  // namespace warp
 
-// As the functions of fw::warp, with barriers of the block before and after.
+// As the functions of fw::warp, by all threads of a block, with barriers before and after.
 namespace block {
 
 FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
   const int64_t n = int64_t(broadcast(uint64_t(detail::readable(f, offset, nbytes))));
-  return detail::common(detail::read_file(f, to, offset, n, warp_rank(), warp_count()));
+  return detail::common(
+      detail::read_file(f, warp::kFullMask, to, offset, n, warp_rank(), warp_count()));
 }
 
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
   sync();
   const int64_t n = detail::writable(f, offset, nbytes);
-  const int64_t got = detail::write_file(f, from, offset, n, warp_rank(), warp_count());
-  return detail::end_write(f, offset, detail::common(got));
+  const int64_t got = detail::common(
+      detail::write_file(f, warp::kFullMask, from, offset, n, warp_rank(), warp_count()));
+  return detail::end_write(f, warp::kFullMask, offset, got);
 }
 
 FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
@@ -263,7 +260,7 @@ FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint6
 FW_DEVICE int64_t sync(const file& f, uint64_t offset, uint64_t nbytes) {
   const int64_t n = int64_t(broadcast(uint64_t(detail::syncable(f, offset, nbytes))));
   int64_t got = n;
-  if (warp_rank() == 0) got = detail::sync_file(f, offset, n);
+  if (warp_rank() == 0) got = detail::sync_file(f, warp::kFullMask, offset, n);
   return detail::common(got);
 }
 
