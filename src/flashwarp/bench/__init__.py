@@ -17,6 +17,7 @@ BENCHES = {
     "first_light": "Rows, elements and files against the ceilings of this machine.",
     "calls": "One small gather, future or launch, beside what it replaces.",
     "split": "Gathers whose stream waits for the storage, and those whose warps wait.",
+    "files": "Files that kernels read and write, against plain memory (GeminiFS figures 6 to 10).",
     "latency": "One miss that a thread or a warp waits for, beside the least that it can cost.",
     "defaults": "Page cache or O_DIRECT: the default choice against both.",
     "hits": "Loads of resident elements against reference counts and plain memory.",
