@@ -32,6 +32,7 @@ BENCHES = {
     "tiers": "A host-memory tier under the cache, and one to eight modelled drives.",
     "dlrm": "A recommender whose tables exceed the cache (AGILE figures 7 to 10).",
     "checkpoints": "A history of states written, and restored by hints (Score figures 5 and 6).",
+    "workers": "Workers of the engine of batches: dynamic and fixed counts (CAM figures 12, 13).",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""
