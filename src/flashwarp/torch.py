@@ -31,6 +31,7 @@ from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from flashwarp.interop.torch.partners import Partners
+from flashwarp.interop.torch.sampling import NeighborSampler, Sample
 from flashwarp.interop.torch.states import load, save
 from flashwarp.table.checkpoint import restore_table
 from flashwarp.table.making import create_table
@@ -42,9 +43,11 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingGroup",
+    "NeighborSampler",
     "Offloaded",
     "Partners",
     "RowWiseAdagrad",
+    "Sample",
     "create_table",
     "gather",
     "load",
