@@ -306,9 +306,12 @@ def test_what_is_no_graph(graph, tmp_path):
 
 def test_arrays_on_two_devices(graph):
     one, other = fw.CpuDevice(1), fw.CpuDevice(2)
-    with graph.list_offsets(device=one) as offsets, graph.neighbours(device=other) as lists:  # noqa: SIM117
-        with pytest.raises(ArgumentError, match="one device"):
-            fw.torch.NeighborSampler((offsets, lists), (3,))
+    with (
+        graph.list_offsets(device=one) as offsets,
+        graph.neighbours(device=other) as lists,
+        pytest.raises(ArgumentError, match="one device"),
+    ):
+        fw.torch.NeighborSampler((offsets, lists), (3,))
 
 
 def test_graph_by_degree_is_sampled_by_number_only_if_asked(tmp_path):
