@@ -10,9 +10,10 @@ Eager code, `torch.compile` and captures of CUDA graphs may call them. On a GPU 
 order of torch's current stream and wait for nothing; the next call on the array, or
 `Array.check`, raises what went wrong. On the CPU device they raise it themselves.
 
-`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `save`
-and `load` keep state dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of
-a rank's checkpoints on another rank.
+`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `Loader`
+makes batches of rows, and `NeighborSampler` mini-batches of a graph. `save` and `load` keep state
+dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of a rank's checkpoints
+on another rank.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ except ImportError as _error:
 
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.group import EmbeddingGroup
+from flashwarp.interop.torch.loader import Loader
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
@@ -43,6 +45,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingGroup",
+    "Loader",
     "NeighborSampler",
     "Offloaded",
     "Partners",
