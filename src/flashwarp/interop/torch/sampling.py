@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.utils.data
 
 from flashwarp.array.array import Array
 from flashwarp.config import SIZE_MAX, integer
@@ -25,7 +26,7 @@ from flashwarp.interop.torch.operators import check_plain
 from flashwarp.program.compiling import Kernel, Program
 from flashwarp.program.compiling import compile as compile_kernels
 
-__all__ = ["NeighborSampler", "Sample"]
+__all__ = ["NeighborSampler", "Sample", "check_graph"]
 
 _SLOTS_MAX = (1 << 31) - 1
 _FANOUT_MAX = 1024
@@ -183,7 +184,8 @@ class NeighborSampler(Closing):
             Vertices; on the device of the graph, else they are copied there. If one repeats, each
             of its places gets the same neighbours.
         number : int, optional
-            Which of the samples of these seeds. Default: how many this sampler has made before.
+            Which of the samples of these seeds. Default: how many this sampler has made before;
+            in a worker of a `DataLoader`, which has a sampler of its own, plus the worker's seed.
 
         Returns
         -------
@@ -205,7 +207,7 @@ class NeighborSampler(Closing):
         if self.closed:
             raise ClosedError("the sampler is closed")
         ids = self._seeds(seeds)
-        draw = next(self._numbers) if number is None else integer("number", number, 0, SIZE_MAX)
+        draw = self._next() if number is None else integer("number", number, 0, SIZE_MAX)
         if ids.is_cuda:
             with torch.cuda.device(ids.device):
                 return self._sample(ids, draw)
@@ -255,6 +257,10 @@ class NeighborSampler(Closing):
 
     # A sample.
 
+    def _next(self) -> int:
+        worker = torch.utils.data.get_worker_info()
+        return next(self._numbers) + (0 if worker is None else worker.seed)
+
     def _seeds(self, seeds: Any) -> torch.Tensor:
         try:
             ids = seeds if isinstance(seeds, torch.Tensor) else torch.from_numpy(np.array(seeds))
@@ -289,7 +295,7 @@ class NeighborSampler(Closing):
         work = _Work(self, seeds)
         launch("enter_seeds", len(seeds), work.nodes, len(seeds), self.vertices, *work.table())
         for hop in range(1, hops + 1):
-            work.hop(launch, hop, draw * hops + hop)
+            work.hop(launch, hop, (draw * hops + hop) % (1 << 64))
         counts = self._read(work.counts, stream)
         return work.finish(launch, counts)
 
@@ -435,13 +441,12 @@ def _fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
     return found
 
 
-def _arrays_of(graph: Any, options: dict[str, Any]) -> tuple[Array, Array]:
+def check_graph(graph: Any) -> None:
+    """Raise ArgumentError for what is neither a graph whose ids are labels, nor two arrays."""
     if isinstance(graph, tuple):
         if len(graph) != 2 or not all(isinstance(each, Array) for each in graph):
             raise ArgumentError("the arrays of a graph are two: (offsets, neighbours)")
-        if options:
-            raise ArgumentError(f"{', '.join(options)}= is for graphs: these arrays are open")
-        return graph
+        return
     if not all(callable(getattr(graph, name, None)) for name in ("neighbours", "list_offsets")):
         raise ArgumentError(
             f"graph={graph!r} is no graph: give what flashwarp.apps.graphs.load returns, or "
@@ -449,11 +454,19 @@ def _arrays_of(graph: Any, options: dict[str, Any]) -> tuple[Array, Array]:
         )
     if graph.labels is not None:
         raise ArgumentError(
-            f"the vertices of {graph.folder} are numbered by degree, so ids of samples would not "
-            "be your labels: give the graph as it was before, or, to sample by number, "
+            f"the vertices of {graph.folder} are numbered by degree, so ids would not be your "
+            "labels: give the graph as it was before, or, to use the numbers, "
             "(graph.list_offsets(), graph.neighbours())"
         )
-    neighbours = graph.neighbours(**options)
+
+
+def _arrays_of(graph: Any, options: dict[str, Any]) -> tuple[Array, Array]:
+    check_graph(graph)
+    if isinstance(graph, tuple):
+        if options:
+            raise ArgumentError(f"{', '.join(options)}= is for graphs: these arrays are open")
+        return graph
+    neighbours: Array = graph.neighbours(**options)
     try:
         rest = {name: options[name] for name in options.keys() & {"device", "immutable", "lock"}}
         return graph.list_offsets(**rest), neighbours
