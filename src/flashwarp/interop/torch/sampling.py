@@ -175,6 +175,18 @@ class NeighborSampler(Closing):
         own = self.neighbours.device
         return torch.device("cpu") if own.kind == "cpu" else torch.device("cuda", own.ordinal)
 
+    def nodes_max(self, seeds: int) -> int:
+        """Return the most vertices that a sample of so many seeds can have.
+
+        It is what a `flashwarp.Pipeline` needs that reads the features of samples.
+        """
+        seeds = integer("seeds", seeds, 0, SIZE_MAX)
+        frontier = found = seeds
+        for fanout in self.fanouts:
+            frontier = min(frontier * fanout, self.vertices)
+            found += frontier
+        return min(found, seeds + self.vertices)
+
     def sample(self, seeds: Any, *, number: int | None = None) -> Sample:
         """Sample the neighbourhoods of some seeds.
 
@@ -349,7 +361,7 @@ class _Work:
         self._sampler = sampler
         self._fanouts = sampler.fanouts
         self._seeds = len(seeds)
-        frontier, total, nodes_max = len(seeds), len(seeds), len(seeds)
+        frontier, total = len(seeds), len(seeds)
         self._frontiers, self._first_slots = [], []
         for fanout in self._fanouts:
             self._frontiers.append(frontier)
@@ -357,13 +369,13 @@ class _Work:
             slots = frontier * fanout
             total += slots
             frontier = min(slots, sampler.vertices)
-            nodes_max += frontier
         if total > _SLOTS_MAX:
             raise ArgumentError(
                 f"{len(seeds)} seeds with fan-outs {self._fanouts} may have {total} neighbours, "
                 f"more than {_SLOTS_MAX}: give fewer seeds at a time"
             )
         hops = len(self._fanouts)
+        nodes_max = sampler.nodes_max(len(seeds))
         self.nodes = seeds.new_empty(nodes_max)
         self.nodes[: len(seeds)] = seeds
         self.counts = seeds.new_zeros(2 * hops + 2)
