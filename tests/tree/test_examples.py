@@ -21,6 +21,7 @@ EXAMPLES = ROOT / "examples"
         ("kernel.py", None, ["cpu"]),
         ("torch_custom_op.py", "torch", ["cpu"]),
         ("two_tower.py", "torch", ["cpu"]),
+        ("graphsage.py", "torch", ["cpu"]),
         ("decode_loop.py", "torch", ["--device=cpu", "--rows=4096", "--width=64", "--tokens=20"]),
         ("adjoint_wave.py", "torch", ["--device=cpu", "--cells=40", "--steps=60"]),
         ("offload_ngram.py", "torch", ["--device=cpu", "--rows=4096", "--tokens=20"]),

@@ -73,6 +73,8 @@ def test_examples_of_docstrings_run(
         pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
     if ".torch" in name:
         pytest.importorskip("torch", reason="torch is an extra")
+    if ".pyg" in name:
+        pytest.importorskip("torch_geometric", reason="torch_geometric is an extra")
     module = importlib.import_module(name)
     if "import flashwarp.torch" in (Path(str(module.__file__)).read_text()):
         pytest.importorskip("torch", reason="torch is an extra")

@@ -24,7 +24,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 # Rooms that measure, show and test: what the product may not need.
 NO_PRODUCT = {"apps", "bench", "cli", "demo", "probe", "testing", "trace"}
 
-TOP_MODULES_MAX = 9
+TOP_MODULES_MAX = 10
 
 # Folders of tests that are of no room: of the modules at the package's top level, of how processes
 # end, of the tree itself; and tests that need more than Python and g++.

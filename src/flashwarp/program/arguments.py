@@ -163,6 +163,8 @@ class _ArrayParam(Param):
                 f"{self.place} takes a flashwarp.Array, not {type(argument).__name__}"
             )
         if argument.device is not launch.device:
+            # In a forked child, the kernel is of a device of the parent, with the same name.
+            launch.device._check_usable()
             raise ArgumentError(
                 f"{self.place}: the array is on {argument.device.name}, the kernel on "
                 f"{launch.device.name}: open the array with device= this one"
