@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
     from flashwarp.checkpoint.checkpointer import Checkpointer
+    from flashwarp.loading.load import load
     from flashwarp.nvme.drive_model import SSDModel
     from flashwarp.nvme.vfio import VfioController
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
@@ -47,6 +48,7 @@ __all__ = [
     "create",
     "errors",
     "get_include",
+    "load",
     "open",
     "storage",
 ]
@@ -63,6 +65,7 @@ _LATER = {
     "VfioController": "flashwarp.nvme.vfio",
     "compile": "flashwarp.program.compiling",
     "get_include": "flashwarp.program.compiling",
+    "load": "flashwarp.loading.load",
 }
 
 
