@@ -31,6 +31,7 @@ BENCHES = {
     "tiers": "A host-memory tier under the cache, and one to eight modelled drives.",
     "dlrm": "A recommender whose tables exceed the cache (AGILE figures 7 to 10).",
     "checkpoints": "A history of states written, and restored by hints (Score figures 5 and 6).",
+    "load": "A checkpoint loaded cold and warm, beside other loaders and the ceilings.",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""
