@@ -54,6 +54,7 @@ SMALL = {
     "dlrm": {"divide": 1 << 20, "dim": 16, "batch": 4, "steps": 2, "runs": 1},
     "tables": {"size": "1 MiB", "steps": 2, "runs": 1},
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
+    "load": {"size": "4 MB", "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "registers": {"arch": "sm_90"},
     "checkpoints": {

@@ -33,6 +33,7 @@ BENCHES = {
     "dlrm": "A recommender whose tables exceed the cache (AGILE figures 7 to 10).",
     "checkpoints": "A history of states written, and restored by hints (Score figures 5 and 6).",
     "workers": "Workers of the engine of batches: dynamic and fixed counts (CAM figures 12, 13).",
+    "load": "A checkpoint loaded cold and warm, beside other loaders and the ceilings.",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""
