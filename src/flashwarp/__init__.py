@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from flashwarp.checkpoint.checkpointer import Checkpointer
     from flashwarp.nvme.drive_model import SSDModel
     from flashwarp.nvme.vfio import VfioController
+    from flashwarp.pipeline.pipeline import Pipeline
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "Explanation",
     "Future",
     "Kernel",
+    "Pipeline",
     "Policy",
     "Program",
     "SSDModel",
@@ -57,6 +59,7 @@ _LATER = {
     "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Explanation": "flashwarp.array.explanation",
     "Kernel": "flashwarp.program.compiling",
+    "Pipeline": "flashwarp.pipeline.pipeline",
     "Program": "flashwarp.program.compiling",
     "SSDModel": "flashwarp.nvme.drive_model",
     "ShareTable": "flashwarp.array.share_table",

@@ -511,14 +511,7 @@ class Array(endings.Closing):
     @_locked
     def _prefetch(self, idx_or_slice: object, stream: object) -> None:
         self._need_axis()
-        operands = self._operands_of(stream)
-        chosen: range | Index
-        if isinstance(idx_or_slice, slice):
-            rows = rows_of_slice(idx_or_slice, self.shape[0])
-            in_order = rows.step == 1 or len(rows) < 2
-            chosen = rows if in_order else operands.index(host_index(rows))
-        else:
-            chosen = operands.index(idx_or_slice)
+        chosen = self._choose(idx_or_slice, stream)
         if not len(chosen) or not self._format.row_bytes:
             return
         run = self._join("prefetch", chosen, None, stream)
@@ -950,14 +943,40 @@ class Array(endings.Closing):
 
     # Launches.
 
-    def _move(self, verb: Verb, chosen: range | Index, rows: Rows, stream: object = None) -> None:
+    def _move(
+        self,
+        verb: Verb,
+        chosen: range | Index,
+        rows: Rows,
+        stream: object = None,
+        warps: int | None = None,
+    ) -> None:
         """Copy chosen rows; those of a range lie back to back."""
         if not len(chosen) or not self._format.row_bytes:
             return
         run = self._join(verb, chosen, rows, stream)
-        self._attachment.launcher.move(verb, chosen, rows.address, run)
+        self._attachment.launcher.move(verb, chosen, rows.address, run, warps=warps)
         self._lend(chosen, rows, run, stream)
         self._finish(verb, run, stream)
+
+    def _choose(self, idx_or_slice: object, stream: object) -> range | Index:
+        """Check which rows a call is about, and place their numbers where kernels read them."""
+        operands = self._operands_of(stream)
+        if not isinstance(idx_or_slice, slice):
+            return operands.index(idx_or_slice)
+        rows = rows_of_slice(idx_or_slice, self.shape[0])
+        if rows.step == 1 or len(rows) < 2:
+            return rows
+        return operands.index(host_index(rows))
+
+    _place_ids = _locked(_choose)
+
+    @_locked
+    def _queue(
+        self, verb: Verb, chosen: range | Index, rows: Rows, stream: object, warps: int | None
+    ) -> None:
+        """Queue the copying of chosen rows on a stream, by at most so many warps."""
+        self._move(verb, chosen, rows, stream, warps)
 
     def _operands_of(self, stream: object) -> Operands:
         """Return what copies the host operands of a call, perhaps on a stream of the caller's."""

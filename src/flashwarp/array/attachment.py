@@ -200,6 +200,11 @@ class Attachment(endings.NotCopied):
         self._streams.add(stream)
         self.cache.streams.add(stream)
 
+    def forget_stream(self, stream: int) -> None:
+        """Forget a stream of ours that is done and about to be destroyed."""
+        self._streams.discard(stream)
+        self.cache.streams.discard(stream)
+
     def raise_noted(self) -> None:
         """Raise what earlier calls on streams, and replays, have noted so far. Does not wait."""
         if self._noted_late:

@@ -1,0 +1,1 @@
+"""Pipelines: batches of rows that arrive while the device computes (CAM)."""
