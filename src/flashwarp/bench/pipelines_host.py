@@ -184,6 +184,7 @@ class Ahead:
         fill: Callable[[Bytes, Any], int],
     ) -> None:  # fmt: skip
         self._slots, self.fill = _Slots(torch, place, shape, dtype), fill
+        self.rows = shape[0]
 
     def iterate(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield each batch on the device with what it was asked by; it is the body's alone."""
