@@ -26,6 +26,7 @@ void bind_endings(nb::module_& m);
 void bind_controller(nb::module_& m);
 void bind_cuda(nb::module_& m);
 void bind_kernel_calls(nb::module_& m);
+void bind_pipeline(nb::module_& m);
 void bind_storage(nb::module_& m);
 void bind_vfio(nb::module_& m);
 void bind_tensor_calls(nb::module_& m);
@@ -129,5 +130,6 @@ NB_MODULE(_native, m) {
   bind_tensor_calls(m);
   bind_kernel_calls(m);
   bind_testing(m);
+  bind_pipeline(m);
   bind_transfer(m);
 }

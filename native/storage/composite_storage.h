@@ -47,9 +47,6 @@ class PartitionedStorage : public CompositeStorage {
   int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
   int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
 
- protected:
-  using CompositeStorage::CompositeStorage;
-
   // Where a byte of the namespace lies, and how many bytes of the namespace follow there.
   struct Place {
     size_t member;
@@ -57,6 +54,9 @@ class PartitionedStorage : public CompositeStorage {
     uint64_t run_bytes;
   };
   virtual Place locate(uint64_t offset) const = 0;
+
+ protected:
+  using CompositeStorage::CompositeStorage;
 
  private:
   // Calls visit(member, member offset, bytes, offset in the request) until one returns non-zero.
@@ -71,8 +71,6 @@ class StripedStorage final : public PartitionedStorage {
   StripedStorage(StorageList members, uint32_t stripe_bytes, uint64_t nbytes);
 
   Description describe() const override;
-
- protected:
   Place locate(uint64_t offset) const override;
 
  private:
@@ -85,8 +83,6 @@ class ConcatenatedStorage final : public PartitionedStorage {
   explicit ConcatenatedStorage(StorageList members);
 
   Description describe() const override;
-
- protected:
   Place locate(uint64_t offset) const override;
 
  private:

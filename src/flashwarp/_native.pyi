@@ -434,6 +434,63 @@ class RecordingStorage(Storage):
     def clear(self) -> None: ...
     def mark(self, label: int) -> None: ...
 
+class BatchPort:
+    def __init__(
+        self,
+        *,
+        is_write: bool,
+        requests: int,
+        results: int,
+        lists: int,
+        statuses: int,
+        slots: int,
+        rows_max: int,
+        ring: int = 0,
+        chunk_bytes: int = 0,
+        chunks: int = 0,
+        filled: int = 0,
+        emptied: int = 0,
+        copies: bool = False,
+    ) -> None: ...
+
+class BatchEngine:
+    def __init__(
+        self,
+        storage: Storage,
+        row_bytes: int,
+        rows: int,
+        first_byte: int,
+        ports: Sequence[BatchPort],
+        workers: tuple[int, int],
+        limit_ns: int,
+        drives: Sequence[tuple[Storage, SsdParameters | None]],
+        drive_threads: int,
+        depth: int,
+        keeps: object | None = None,
+    ) -> None: ...
+    def submit(self, is_write: bool, ids: int, rows: int, first: int, buffer: int) -> int: ...
+    def announce(self, is_write: bool, ticket: int) -> None: ...
+    def kernels_begin(self) -> None: ...
+    def kernels_end(self) -> None: ...
+    def wait(self, is_write: bool, ticket: int, limit_ns: int) -> bool: ...
+    def ended(self, is_write: bool, ticket: int) -> bool: ...
+    def outcome(self, is_write: bool, ticket: int) -> tuple[int, int, int, str] | None: ...
+    def step_bytes(self, is_write: bool) -> int: ...
+    def take_errors(self) -> list[dict[str, Any]]: ...
+    def stats(self) -> dict[str, Any]: ...
+    @property
+    def leaked(self) -> bool: ...
+    def stop(self) -> None: ...
+
+def decide_workers(
+    state: tuple[int, int, int, int, float],
+    io_ns: int,
+    idle_ns: int,
+    nbytes: int,
+    low: int,
+    high: int,
+) -> tuple[tuple[int, int, int, int, float], str]: ...
+
 class HostCopier:
     def __init__(self) -> None: ...
     def copy_and_append(

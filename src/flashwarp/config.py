@@ -208,6 +208,17 @@ class Config:
     storage. 0: warps wait. The default is 0, because 1 was slower on a GPU: `docs/streams.md` has
     the figures. Read when an array is opened; `docs/architecture.md` says where it applies."""
 
+    batch_workers_low: int = _setting(0, 0, 256)
+    """Fewest workers of an engine of batches. 0: a quarter of the controllers, or of the cores if
+    there is one controller."""
+
+    batch_workers_high: int = _setting(0, 0, 256)
+    """Most workers of an engine of batches. 0: half of the controllers, or of the cores."""
+
+    batch_depth: int = _setting(128, 2, 32768)
+    """Entries of each worker's queue pair with each controller. 128 keep a drive of 1.5 M commands
+    per second busy that takes 80 us for each."""
+
     def __post_init__(self) -> None:
         for each in fields(self):
             check = integer if isinstance(each.default, int) else number

@@ -58,6 +58,7 @@ NATIVE_ROOMS = [
     "cpu/policy_kernels",
     "nvme/model",
     "nvme/software",
+    "pipeline",
     "vfio",
     "testing",
     "bind",

@@ -1,0 +1,299 @@
+// The workers: they take parts of chunks, move their rows, and end chunks and batches.
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/fault_guard.h"
+#include "nvme/software/completions.h"
+#include "pipeline/core.h"
+#include "storage/composite_storage.h"
+
+namespace fw::native::pipeline {
+namespace {
+
+// Between looks at queue pairs with commands in flight: a few of them end meanwhile.
+constexpr timespec kNap = {0, 5'000};
+constexpr uint32_t kLooksPerNap = 32;
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+void Batch::fail(uint64_t row, uint16_t status) {
+  const std::lock_guard guard(lock);
+  if (statuses.empty()) statuses.resize(request.rows);
+  if (statuses[row] == nvme::kSuccess) {
+    if (failed == 0 || row < first_failed) first_failed = row;
+    ++failed;
+  }
+  statuses[row] = status;
+}
+
+void Batch::fail_whole(std::string why) {
+  const std::lock_guard guard(lock);
+  overdue.store(true, std::memory_order_relaxed);
+  if (reason.empty()) reason = std::move(why);
+}
+
+void BatchEngine::Core::work(uint32_t index) {
+  const GuardedVisit visit;
+  // The default slack of 50 us would make naps ten times as long.
+  prctl(PR_SET_TIMERSLACK, 1'000, 0, 0, 0);
+  Lane& lane = *lanes[index];
+  std::vector<EndedRun> ended;
+  uint32_t aborts_seen = 0, looks = 0;
+  int64_t idle_since_ns = 0;
+  while (true) {
+    // Before the look for work, so that a wake-up after it is not missed.
+    const uint32_t epoch = sleepers[index]->epoch();
+    // Acquire: the batches that are overdue are marked.
+    if (const uint32_t now = aborts.load(std::memory_order_acquire); now != aborts_seen) {
+      aborts_seen = now;
+      // What does not end now never does; the polling thread gives up on it.
+      lane.abort(ended);
+      settle(lane, ended);
+    }
+    bool moved = fetch(index, lane, ended);
+    moved |= lane.work(ended);
+    settle(lane, ended);
+    if (moved) {
+      looks = 0;
+      idle_since_ns = 0;
+      continue;
+    }
+    if (workers_end.load(std::memory_order_acquire)) return;
+    relax();
+    if (++looks % kLooksPerNap != 0) continue;
+    if (!lane.idle()) {
+      nanosleep(&kNap, nullptr);
+      continue;
+    }
+    const int64_t now_ns = monotonic_ns();
+    if (idle_since_ns == 0) idle_since_ns = now_ns;
+    if (now_ns - idle_since_ns > kSpinNs) sleepers[index]->sleep(epoch, 0);
+  }
+}
+
+// Takes parts until the lane has enough. Returns whether it took one.
+bool BatchEngine::Core::fetch(uint32_t index, Lane& lane, std::vector<EndedRun>& ended) {
+  bool took = false;
+  const bool owns = !own_queues.empty();
+  while (lane.hungry() && (owns || index < meter.active())) {
+    std::shared_ptr<Chunk> chunk;
+    uint32_t part = index;
+    {
+      const std::lock_guard guard(queue_lock);
+      auto& from = owns ? own_queues[index] : queue;
+      while (!owns && !from.empty() &&
+             (part = from.front()->next.fetch_add(1)) >= from.front()->parts) {
+        from.pop_front();
+      }
+      if (from.empty()) break;
+      chunk = from.front();
+      if (owns) from.pop_front();
+    }
+    fill(*chunk, part, index, lane);
+    took = true;
+    if (!ended.empty()) break;
+  }
+  return took;
+}
+
+// Gives the rows of a part to the lane. Rows that do not exist fail here.
+void BatchEngine::Core::fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& lane) {
+  Batch& batch = *chunk.batch;
+  const Port& port = *batch.port;
+  const uint64_t row_bytes = options.row_bytes;
+  const uint32_t owners = chunk.by_owner ? chunk.parts : 1;
+  uint64_t position = chunk.begin + (chunk.by_owner ? 0 : part * chunk.part_bytes);
+  const uint64_t end =
+      chunk.by_owner ? chunk.end : std::min(chunk.end, position + chunk.part_bytes);
+  const bool sequence = batch.request.kind == batch::kSequence;
+  const int64_t* ids = port.options.regions.list(batch.request.ready);
+  const auto* striped = drives.controllers.size() > 1
+                            ? static_cast<const PartitionedStorage*>(options.storage.get())
+                            : nullptr;
+  uint64_t ended_bytes = 0;
+  Run last;
+  while (position < end) {
+    const uint64_t row = position / row_bytes, inside = position % row_bytes;
+    const uint64_t take = std::min(row_bytes - inside, end - position);
+    const uint64_t memory = chunk.memory + (position - chunk.begin);
+    const uint64_t id = sequence ? batch.request.first + row : uint64_t(ids[row]);
+    position += take;
+    if (id >= options.rows) {
+      // It lies on no drive, so the first of the owners has it.
+      if (owners != 1 && index != 0) continue;
+      batch.fail(row, nvme::kLbaOutOfRange);
+      const bool overdue = batch.overdue.load(std::memory_order_relaxed);
+      if (!overdue && !port.options.is_write) std::memset(reinterpret_cast<void*>(memory), 0, take);
+      ended_bytes += take;
+      continue;
+    }
+    const uint64_t offset = options.first_byte + id * row_bytes + inside;
+    for (uint64_t done = 0; done != take;) {
+      Run run;
+      run.chunk = &chunk;
+      run.memory = memory + done;
+      run.first_row = uint32_t(row);
+      uint64_t step = std::min<uint64_t>(take - done, kRunBytesMax);
+      run.offset = offset + done;
+      if (striped != nullptr) {
+        const auto place = striped->locate(offset + done);
+        step = std::min(step, place.run_bytes);
+        run.offset = place.offset;
+        run.drive = uint32_t(place.member);
+      }
+      run.nbytes = uint32_t(step);
+      // A part of a row is a run of its own.
+      run.rows = step == row_bytes ? 1 : 0;
+      done += step;
+      if (run.drive % owners != (owners == 1 ? 0 : index)) continue;
+      if (batch.overdue.load(std::memory_order_relaxed)) {
+        batch.fail(row, nvme::kCommandAborted);
+        ended_bytes += step;
+      } else {
+        add_piece(chunk, lane, last, run);
+      }
+    }
+  }
+  if (last.nbytes != 0) {
+    last.rows = std::max(1u, last.rows);
+    lane.add(last, port.options.is_write);
+  }
+  if (ended_bytes != 0) end_bytes(chunk, ended_bytes);
+}
+
+// Joins a row to the last run if they are neighbours, or begins another one.
+void BatchEngine::Core::add_piece(Chunk& chunk, Lane& lane, Run& last, const Run& piece) {
+  const bool joins = last.rows != 0 && piece.rows != 0 && last.drive == piece.drive &&
+                     last.offset + last.nbytes == piece.offset &&
+                     last.memory + last.nbytes == piece.memory &&
+                     last.nbytes + piece.nbytes <= kRunBytesMax;
+  if (joins) {
+    last.nbytes += piece.nbytes;
+    ++last.rows;
+    return;
+  }
+  if (last.nbytes != 0) {
+    last.rows = std::max(1u, last.rows);
+    lane.add(last, chunk.batch->port->options.is_write);
+  }
+  last = piece;
+}
+
+// Counts what has ended. What was aborted for another batch's sake begins again.
+void BatchEngine::Core::settle(Lane& lane, std::vector<EndedRun>& ended) {
+  uint64_t nbytes = 0;
+  Chunk* chunk = nullptr;
+  for (const EndedRun& each : ended) {
+    const Run& run = each.run;
+    if (each.status != nvme::kSuccess) {
+      Batch& batch = *run.chunk->batch;
+      const bool is_write = batch.port->options.is_write;
+      // Relaxed: the abort was requested behind the mark.
+      const bool overdue = batch.overdue.load(std::memory_order_relaxed);
+      if (each.status == nvme::kCommandAborted && !overdue &&
+          !stopping.load(std::memory_order_relaxed)) {
+        lane.add(run, is_write);
+        continue;
+      }
+      for (uint32_t i = 0; i < run.rows; ++i) batch.fail(run.first_row + i, each.status);
+      if (!is_write && !overdue) {
+        std::memset(reinterpret_cast<void*>(run.memory), 0, run.nbytes);
+      }
+    }
+    if (chunk != run.chunk && chunk != nullptr) {
+      end_bytes(*chunk, nbytes);
+      nbytes = 0;
+    }
+    chunk = run.chunk;
+    nbytes += run.nbytes;
+  }
+  if (chunk != nullptr) end_bytes(*chunk, nbytes);
+  if (!ended.empty()) runs.fetch_add(ended.size(), std::memory_order_relaxed);
+  ended.clear();
+}
+
+void BatchEngine::Core::end_bytes(Chunk& chunk, uint64_t nbytes) {
+  chunk.batch->port->moves();
+  // Acquire and release: who ends the chunk sees what all workers have moved.
+  if (chunk.remaining.fetch_sub(nbytes, std::memory_order_acq_rel) == nbytes) chunk_done(chunk);
+}
+
+// Stores the word of the ring for chunks that are complete, in their order, and ends batches.
+void BatchEngine::Core::chunk_done(Chunk& done) {
+  Port& port = *done.batch->port;
+  {
+    const std::lock_guard guard(port.lock);
+    done.complete = true;
+    while (!port.open.empty() && port.open.front()->complete) {
+      // Kept until the end of the round.
+      const std::shared_ptr<Chunk> chunk = std::move(port.open.front());
+      port.open.pop_front();
+      meter.chunk_closes(monotonic_ns());
+      Batch& batch = *chunk->batch;
+      if (port.step_bytes != 0) {
+        const uint64_t word = port.options.is_write ? port.options.emptied : port.options.filled;
+        // Release: who sees the word sees the data, or may overwrite it.
+        atomic::store_release(reinterpret_cast<uint64_t*>(word), chunk->q);
+      }
+      // The batches of a direction end in their order, as their chunks do.
+      if (++batch.completed == batch.chunks && !(port.options.copies && !port.options.is_write)) {
+        finish(port, batch);
+      }
+    }
+  }
+  // The stream side is fed by the polling thread, and the ring may have room.
+  if (port.step_bytes != 0 || stopping.load(std::memory_order_relaxed)) polling.wake();
+}
+
+// Ends a batch: its statuses, its outcome and its word. Under the port's lock.
+void BatchEngine::Core::finish(Port& port, Batch& batch) {
+  Outcome outcome;
+  const batch::request& request = batch.request;
+  const uint32_t direction = port.options.is_write ? 1 : 0;
+  {
+    const std::lock_guard guard(batch.lock);
+    outcome = {request.ready, batch.failed, batch.first_failed, 0, batch.reason};
+    if (batch.failed != 0) {
+      outcome.status = batch.statuses[batch.first_failed];
+      std::memcpy(port.options.regions.statuses(request.ready), batch.statuses.data(),
+                  batch.statuses.size() * sizeof(uint16_t));
+    }
+  }
+  port.outcomes[port.options.regions.slot(request.ready)] = outcome;
+  batches_ended[direction].fetch_add(1, std::memory_order_relaxed);
+  rows_ended[direction].fetch_add(request.rows, std::memory_order_relaxed);
+  bytes_ended[direction].fetch_add(batch.nbytes, std::memory_order_relaxed);
+  rows_failed[direction].fetch_add(outcome.failed, std::memory_order_relaxed);
+  const bool changed = meter.batch_ends(monotonic_ns(), batch.nbytes);
+  const bool by_stream = port.options.copies && !port.options.is_write && batch.chunks != 0;
+  if (!by_stream || !finish_by_stream(port, request.ready, outcome.failed)) {
+    port.options.regions.finish(request.ready, outcome.failed);
+  }
+  std::erase_if(port.batches, [&](const auto& each) { return each.get() == &batch; });
+  waiters.wake();
+  if (changed) wake_workers(meter.active());
+}
+
+// Ends a batch whose last chunk the engine's stream still copies.
+bool BatchEngine::Core::finish_by_stream(Port& port, uint64_t ticket, uint64_t failed) {
+  port.options.regions.set_failed(ticket, failed);
+  return stream->store(port.options.regions.done_word(ticket), ticket);
+}
+
+// Wakes as many workers as have parts to take.
+void BatchEngine::Core::wake_workers(uint32_t parts) {
+  const uint32_t count = own_queues.empty() ? std::min(parts, meter.active()) : parts;
+  for (uint32_t i = 0; i < count && i < sleepers.size(); ++i) sleepers[i]->wake();
+}
+
+}  // namespace fw::native::pipeline

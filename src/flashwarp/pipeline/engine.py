@@ -1,0 +1,523 @@
+"""`BatchEngine`: host threads that move batches of rows between a storage and buffers or a ring."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import _native, config, endings
+from flashwarp.config import SIZE_MAX, choice, cores, integer, number
+from flashwarp.device import Device
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    ControllerError,
+    ControllerTimeout,
+    FlashwarpError,
+    ForkError,
+    StorageError,
+)
+from flashwarp.nvme.software import SoftwareController
+from flashwarp.storage import Storage, Striped
+
+__all__ = ["BatchEngine", "BatchPort", "Direction", "Ring", "worker_limits"]
+
+_log = logging.getLogger(__name__)
+
+Direction = Literal["prefetch", "write_back"]
+_DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+
+_LINE = 64
+_ROWS_MAX = (1 << 32) - 1
+_SLOTS_MAX = 1 << 16
+_WORKERS_MAX = 256
+_LBA_OUT_OF_RANGE = 0x080
+_REQUEST_BYTES = _RESULT_BYTES = _LINE
+
+
+class Ring(NamedTuple):
+    """The size of a pinned ring: `chunks` buffers of `chunk_bytes` each."""
+
+    chunk_bytes: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class BatchPort:
+    """Where the four regions and the ring of one direction lie: addresses for host and device.
+
+    Attributes
+    ----------
+    requests, results, lists, statuses : int
+        The regions of ``flashwarp/batch/regions.cuh``, `slots` of each.
+    slots, rows_max : int
+        Tickets whose memory is apart, a power of two, and the most rows of a batch.
+    ring, chunk_bytes, chunks : int
+        The ring; 0: workers use the buffer of a request themselves. Chunk q (1, 2, ... for ever)
+        lies at ``ring + (q - 1) % chunks * chunk_bytes``.
+    step_bytes : int
+        The bytes of its batch that a chunk has; a batch's last chunk has what is left.
+    filled, emptied : int
+        The words of the ring: chunks up to this one have data, and were taken.
+    """
+
+    requests: int
+    results: int
+    lists: int
+    statuses: int
+    slots: int
+    rows_max: int
+    ring: int = 0
+    chunk_bytes: int = 0
+    chunks: int = 0
+    step_bytes: int = 0
+    filled: int = 0
+    emptied: int = 0
+
+
+def worker_limits(controllers: int, given: int | tuple[int, int] | None = None) -> tuple[int, int]:
+    """Return the least and the most workers for a storage behind so many controllers.
+
+    A quarter and a half of the controllers, or of the cores if there is one. `Config` changes
+    either, and `given` both: a number is a fixed count.
+    """
+    if given is not None:
+        low, high = (given, given) if isinstance(given, int) else given
+        high = integer("workers", high, 1, _WORKERS_MAX)
+        return integer("workers", low, 1, high), high
+    count = controllers if controllers > 1 else cores()
+    settings = config.current("batch_workers_low", "batch_workers_high")
+    high = settings.batch_workers_high or min(_WORKERS_MAX, -(-count // 2))
+    return min(settings.batch_workers_low or -(-count // 4), high), high
+
+
+class BatchEngine(endings.Closing):
+    """Moves batches of rows, in the order of their lists, by threads that call no driver.
+
+    A request says which rows, and for an engine without a ring where row 0 goes or comes from. It
+    comes from `submit`, from a stream that fills the regions (then call `announce`), or from
+    kernels (between `kernels_begin` and `kernels_end`). Tickets of a direction are 1, 2, ... in the
+    order of their requests, and end in this order.
+
+    Parameters
+    ----------
+    device : Device
+        Whose streams or kernels reach the regions and the ring.
+    storage : Storage
+        Where the rows lie. The caller keeps it open.
+    rows, row_bytes : int
+        How many rows it has, and the bytes of each, any number from 1 on.
+    first_byte : int
+        Where row 0 begins.
+    batch_rows : int
+        The most rows of a batch.
+    slots : int
+        Tickets of a direction that may be under way; a power of two.
+    directions : sequence of {"prefetch", "write_back"}
+    ring : Ring, optional
+        Data passes a pinned ring, and the caller's stream moves it on: chunk by chunk, it waits for
+        ``filled >= q``, copies, and stores ``emptied = q``. Writing back, it waits for ``emptied >=
+        q - chunks``, copies, and stores ``filled = q``. Each direction has a ring of its own.
+        Default: workers read and write the buffers of the requests, which are host memory.
+    copies : bool
+        The engine moves the chunks of its ring itself, to and from the buffers of the requests, as
+        kernels' batches need.
+    workers : int or (int, int), optional
+        Their number, or its limits; see `worker_limits`. Between limits it follows the load.
+    timeout_s : float
+        A batch that makes no progress for so long ends with an error that says what it waited for.
+        Default: `Config.timeout_s`.
+    controller : SoftwareController, optional
+        Drives that serve the rows. One with a model has it for the storage, or each member of a
+        striped one; one without leaves the workers to serve the storage themselves.
+
+    Notes
+    -----
+    A row that fails has an NVMe status, reads as zeros, and leaves the others as they are; `check`
+    raises its error. A row number out of range is such a row. If a batch is overdue, its rows that
+    have not been moved fail, and their memory keeps what it had.
+
+    Batches of the two directions are not ordered: wait for the one before you submit the other. If
+    a row is in a batch of writes more than once, one of them is stored, or parts of several.
+
+    Transfers are commands of 512-byte blocks, which read around rows that are no whole blocks.
+    Written rows that are none go through the page cache of a file, one call each; to modelled
+    drives they are refused.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from flashwarp.device import CpuDevice
+    >>> from flashwarp.pipeline.engine import BatchEngine
+    >>> from flashwarp.storage import Memory
+    >>> table = np.arange(40, dtype="i4").reshape(10, 4)
+    >>> buffer = np.empty((3, 4), "i4")
+    >>> with BatchEngine(CpuDevice(), Memory(table), rows=10, row_bytes=16, batch_rows=8) as engine:
+    ...     ticket = engine.submit("prefetch", [7, 0, 9], buffer.ctypes.data)
+    ...     engine.wait("prefetch", ticket)
+    >>> buffer[:, 0].tolist()
+    [28, 0, 36]
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        storage: Storage,
+        *,
+        rows: int,
+        row_bytes: int,
+        batch_rows: int,
+        first_byte: int = 0,
+        slots: int = 8,
+        directions: Sequence[Direction] = ("prefetch",),
+        ring: Ring | None = None,
+        copies: bool = False,
+        workers: int | tuple[int, int] | None = None,
+        timeout_s: float | None = None,
+        controller: SoftwareController | None = None,
+    ) -> None:
+        self.device = device
+        self._pid = os.getpid()
+        self._closed = False
+        self._decisions_logged = 0
+        self._log_of_errors: list[dict[str, Any]] = []
+        self.row_bytes = integer("row_bytes", row_bytes, 1, _ROWS_MAX)
+        self.rows = integer("rows", rows, 0, SIZE_MAX)
+        first_byte = integer("first_byte", first_byte, 0, SIZE_MAX)
+        if first_byte + self.rows * self.row_bytes > storage.nbytes:
+            raise BoundsError(
+                f"{rows} rows of {row_bytes} bytes from byte {first_byte} on lie beyond the "
+                f"storage's {storage.nbytes} bytes"
+            )
+        batch_rows = integer("batch_rows", batch_rows, 1, _ROWS_MAX)
+        slots = integer("slots", slots, 1, _SLOTS_MAX)
+        if slots & (slots - 1):
+            raise ArgumentError(f"slots={slots} is not a power of two")
+        if not directions or len(set(directions)) != len(directions):
+            raise ArgumentError(f"directions={directions!r} are not one or both of {_DIRECTIONS}")
+        for direction in directions:
+            choice("direction", direction, _DIRECTIONS)
+        if copies and ring is None:
+            raise ArgumentError("copies=True needs a ring")
+        limit_s = config.current("timeout_s").timeout_s if timeout_s is None else timeout_s
+        self.timeout_s = number("timeout_s", limit_s, 1e-3, 1e6)
+        drives, threads = _drives_of(storage, controller)
+        self.controllers = max(1, len(drives))
+        self.worker_limits = worker_limits(self.controllers, workers)
+        self._memory: list[Any] = []
+        self.ports: dict[Direction, BatchPort] = {}
+        try:
+            natives = [self._lay_out(each, slots, batch_rows, ring, copies) for each in directions]
+            try:
+                self._native = _native.BatchEngine(
+                    storage.native,
+                    self.row_bytes,
+                    self.rows,
+                    first_byte,
+                    natives,
+                    self.worker_limits,
+                    int(self.timeout_s * 1e9),
+                    drives,
+                    threads,
+                    config.current("batch_depth").batch_depth,
+                    (storage, [memory.owners for memory in self._memory]),
+                )
+            except ValueError as error:
+                raise ArgumentError(str(error)) from error
+            except RuntimeError as error:
+                raise ControllerError(
+                    f"{self.worker_limits[1]} workers cannot be started ({error}): raise the limit "
+                    "of processes (ulimit -u), or ask for fewer"
+                ) from error
+        except BaseException:
+            self._free()
+            raise
+        self._entry = _Entry(self)
+        endings.remember(self._entry)
+
+    def _lay_out(
+        self, direction: Direction, slots: int, rows: int, ring: Ring | None, copies: bool
+    ) -> _native.BatchPort:
+        """Allocate the regions of one direction, and its ring."""
+
+        def allocate(nbytes: int, alignment: int = _LINE) -> int:
+            self._memory.append(self.device.allocate_host(nbytes, alignment))
+            return int(self._memory[-1].address)
+
+        port: dict[str, int] = {
+            "requests": allocate(slots * _REQUEST_BYTES),
+            "results": allocate(slots * _RESULT_BYTES),
+            "lists": allocate(slots * rows * 8),
+            "statuses": allocate(slots * rows * 2),
+            "slots": slots,
+            "rows_max": rows,
+        }
+        step_bytes = 0
+        if ring is not None:
+            chunk_bytes = integer("chunk_bytes", ring.chunk_bytes, 4096, 1 << 40)
+            chunks = integer("chunks", ring.chunks, 2, 1 << 20)
+            if chunk_bytes % 4096:
+                raise ArgumentError(f"chunk_bytes={chunk_bytes} is not a multiple of 4096")
+            port |= {
+                "ring": allocate(chunk_bytes * chunks, 4096),
+                "chunk_bytes": chunk_bytes,
+                "chunks": chunks,
+                "filled": allocate(_LINE),
+                "emptied": allocate(_LINE),
+            }
+            whole = chunk_bytes // self.row_bytes * self.row_bytes
+            step_bytes = whole or chunk_bytes
+        self.ports[direction] = BatchPort(**port, step_bytes=step_bytes)
+        return _native.BatchPort(is_write=direction == "write_back", **port, copies=copies)
+
+    # Batches.
+
+    def submit(
+        self, direction: Direction, ids: Sequence[int] | npt.NDArray[Any] | range, buffer: int = 0
+    ) -> int:
+        """Submit a batch of the host, and return its ticket. Never waits.
+
+        Parameters
+        ----------
+        direction : {"prefetch", "write_back"}
+        ids : sequence of int, or range
+            The rows, in the order of the buffer; a range with step 1 is a sequence, which has no
+            list. They are copied.
+        buffer : int
+            Address of the first row; 0 for an engine with a ring whose chunks the caller moves.
+
+        Raises
+        ------
+        ArgumentError
+            The ticket that has the slot has not ended, or more rows than `batch_rows`.
+        """
+        self._check_usable()
+        port = self._port(direction)
+        if isinstance(ids, range) and ids.step == 1 and (not ids or ids.start >= 0):
+            address, count, first = 0, len(ids), ids.start
+        else:
+            found = np.ascontiguousarray(ids, np.int64)
+            address, count, first = found.ctypes.data if found.size else 0, found.size, 0
+        if count > port.rows_max:
+            raise ArgumentError(f"a batch of {count} rows, at most {port.rows_max}")
+        ticket = self._call(
+            self._native.submit, direction == "write_back", address, count, first, buffer
+        )
+        if not ticket:
+            raise ArgumentError(
+                f"{port.slots} batches of {direction} have not ended: wait for the oldest one, or "
+                "ask for more slots"
+            )
+        return ticket
+
+    def announce(self, direction: Direction, ticket: int) -> None:
+        """Say that a stream will submit tickets up to this one, so that the engine looks for them.
+
+        The stream writes the list and the request of the slot, and `ready` last.
+        """
+        self._check_usable()
+        self._native.announce(direction == "write_back", ticket)
+
+    def kernels_begin(self) -> None:
+        """Look for requests of kernels from now on, at intervals of 100 us at most."""
+        self._check_usable()
+        self._native.kernels_begin()
+
+    def kernels_end(self) -> None:
+        """End one `kernels_begin`."""
+        self._native.kernels_end()
+
+    def ended(self, direction: Direction, ticket: int) -> bool:
+        """Return whether a ticket has ended, well or not."""
+        return self._native.ended(direction == "write_back", ticket)
+
+    def wait(self, direction: Direction, ticket: int, timeout_s: float | None = None) -> None:
+        """Block until a ticket has ended, and raise its error.
+
+        Raises
+        ------
+        BoundsError, StorageError, ControllerTimeout, ClosedError
+            See `check`. ControllerTimeout also if it has not ended in time.
+        """
+        self._check_usable()
+        limit_s = 2 * self.timeout_s + 30 if timeout_s is None else timeout_s
+        if not self._native.wait(direction == "write_back", ticket, int(limit_s * 1e9)):
+            raise ControllerTimeout(
+                f"ticket {ticket} of {direction} has not ended after {limit_s:g} s: it was not "
+                "submitted, or a batch in front of it waits"
+            )
+        self.check(direction, ticket)
+
+    def check(self, direction: Direction, ticket: int) -> None:
+        """Raise the error of a ticket that has ended, if it has one. Never waits.
+
+        Raises
+        ------
+        BoundsError
+            A row number is out of range.
+        StorageError
+            A transfer failed; it names the first such row.
+        ControllerTimeout
+            The batch made no progress for `timeout_s`.
+        ClosedError
+            The engine was closed first.
+        """
+        self._log_decisions()
+        fate = self._native.outcome(direction == "write_back", ticket)
+        if fate is None:
+            return
+        failed, row, status, reason = fate
+        if reason:
+            kind = ClosedError if reason.startswith("the engine was stopped") else ControllerTimeout
+            raise kind(f"{direction}, ticket {ticket}: {reason}; {failed} rows have failed")
+        if failed:
+            raise self._failure(direction, ticket, failed, row, status)
+
+    def _failure(
+        self, direction: Direction, ticket: int, failed: int, row: int, status: int
+    ) -> FlashwarpError:
+        what = f"{direction}, ticket {ticket}: row {row} of the batch"
+        others = f"; {failed} rows of the batch have failed" if failed > 1 else ""
+        if status == _LBA_OUT_OF_RANGE:
+            return BoundsError(
+                f"{what} names a row that is out of bounds for {self.rows} rows{others}"
+            )
+        log = self._native.take_errors()
+        first = next((each for each in log if each["errno"] and not each["recovered"]), None)
+        if first is None:
+            return StorageError(
+                errno.EIO, f"{what} failed with NVMe status {status:#05x}{others}", status=status
+            )
+        return StorageError(
+            first["errno"],
+            f"{what} failed: {first['op']} of {first['nbytes']} bytes at offset "
+            f"{first['offset']}: {first['reason']} (NVMe status {status:#05x}){others}",
+            first["path"] or None,
+            offset=first["offset"],
+            status=status,
+        )
+
+    def statuses(self, direction: Direction, ticket: int) -> npt.NDArray[np.uint16]:
+        """Return the statuses of a slot's rows, by row; valid if `check` says that some failed."""
+        port = self._port(direction)
+        memory = next(each for each in self._memory if each.address == port.statuses)
+        all_rows = memory.as_numpy()[: 2 * port.slots * port.rows_max].view(np.uint16)
+        return np.array(all_rows.reshape(port.slots, port.rows_max)[ticket % port.slots])
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters: batches, rows and bytes by direction, times, CPU time and decisions.
+
+        Notes
+        -----
+        ``io_s`` is the time in which workers had something to move, and ``idle_s`` the time between
+        batches in which they had not. A decision has the window that it was made from.
+        """
+        self._log_decisions()
+        return self._native.stats()
+
+    def _log_decisions(self) -> None:
+        found = self._native.stats()
+        fresh = found["decision_count"] - self._decisions_logged
+        self._decisions_logged = found["decision_count"]
+        for each in found["decisions"][-fresh:] if fresh else []:
+            _log.info(
+                "%d workers instead of %d: %s (I/O %.3g s, pauses %.3g s)",
+                each["to"],
+                each["from"],
+                each["reason"],
+                each["io_s"],
+                each["idle_s"],
+            )
+
+    # Ends.
+
+    def close(self) -> None:
+        """End the threads within seconds; batches that have not ended fail. May be called twice."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        endings.uninterrupted(self._release)
+
+    def _release(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._native.stop()
+        endings.forget(self._entry)
+        if self._native.leaked:
+            _log.warning("a call of the storage does not return: its thread and memory remain")
+            _abandoned.append((self._native, self._memory))
+            return
+        self._free()
+
+    def _free(self) -> None:
+        for memory in self._memory:
+            memory.close()
+
+    def _port(self, direction: Direction) -> BatchPort:
+        port = self.ports.get(direction)
+        if port is None:
+            raise ArgumentError(f"{direction!r} is none of {', '.join(self.ports)}")
+        return port
+
+    def _call(self, act: Callable[..., int], *arguments: Any) -> int:
+        try:
+            return act(*arguments)
+        except RuntimeError as error:
+            raise ClosedError(str(error)) from error
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine was closed")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"this engine belongs to process {self._pid}: a forked child must make its own"
+            )
+
+    def __repr__(self) -> str:
+        return "<BatchEngine, closed>" if self._closed else f"<BatchEngine of {self.rows} rows>"
+
+
+_abandoned: list[object] = []
+"""What threads may use that did not end."""
+
+
+def _drives_of(
+    storage: Storage, controller: SoftwareController | None
+) -> tuple[list[tuple[Any, Any]], int]:
+    """Return the drives behind controllers, each a storage and its model, and their threads."""
+    if controller is None or controller.model is None:
+        return [], 1
+    model = controller.model
+    members = storage.members if isinstance(storage, Striped) else (storage,)
+    drives = []
+    for number_of, member in enumerate(members):
+        # Each drive has service times of its own.
+        import dataclasses
+
+        own = dataclasses.replace(model, seed=(model.seed + number_of) % (1 << 64) or 1)
+        drives.append((member.native, own.native_parameters()))
+    return drives, 1 if controller.threads is None else controller.threads
+
+
+class _Entry:
+    """The engine in the registry of what is open."""
+
+    def __init__(self, engine: BatchEngine) -> None:
+        self.device: Any = engine.device
+        self._close = partial(BatchEngine.close, engine)
+
+    def close(self) -> BaseException | None:
+        try:
+            self._close()
+        except FlashwarpError as error:
+            return error
+        return None
