@@ -53,6 +53,19 @@ SMALL = {
     "ctc": {"threads": 2, "blocks": 2, "model": "none", "runs": 1},
     "dlrm": {"divide": 1 << 20, "dim": 16, "batch": 4, "steps": 2, "runs": 1},
     "tables": {"size": "1 MiB", "steps": 2, "runs": 1},
+    "pipelines": {
+        "size": "2 MiB",
+        "batch": "256 KiB",
+        "rows": "4 KiB",
+        "dims": "128",
+        "models": "GraphSAGE,GAT",
+        "seeds": 8,
+        "keys": 1 / 16,
+        "side": 64,
+        "storages": "memory,page cache",
+        "steps": 2,
+        "runs": 1,
+    },
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
     "load": {"size": "4 MB", "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
@@ -70,7 +83,11 @@ SMALL = {
 }
 """Options for a run of a second."""
 
-NEEDS = {"tables": ["torch"], "ngrams": ["torch", "transformers.models.qwen4_exp"]}
+NEEDS = {
+    "tables": ["torch"],
+    "pipelines": ["torch"],
+    "ngrams": ["torch", "transformers.models.qwen4_exp"],
+}
 
 RATES = re.compile("(GB|rows|k|M|G|G entries)/s")
 

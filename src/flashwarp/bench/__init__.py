@@ -28,6 +28,7 @@ BENCHES = {
     "vectoradd": "Adding two vectors larger than memory, against tiles (BaM section 5.4).",
     "ctc": "Computation against communication, waiting or reading ahead (AGILE section 4.2).",
     "tables": "Rows of a table larger than memory, in steps of a model, beside what is done today.",
+    "pipelines": "Batches and tiles that arrive while the device computes (CAM figures 1 to 16).",
     "ngrams": "N-gram embeddings by code of transformers, resident and left in their files.",
     "tiers": "A host-memory tier under the cache, and one to eight modelled drives.",
     "dlrm": "A recommender whose tables exceed the cache (AGILE figures 7 to 10).",
