@@ -114,7 +114,7 @@ def run(
         if late():
             others.absent(report, "shots by other libraries", "no time was left")
         else:
-            others.add_shot(report, where, folder, lengths, links)
+            others.add_shot(report, where, folder, lengths, links, late)
         if saved_s:
             others.add_state(report, where, folder, state_bytes, saved_s, late, others.WAYS[1:])
     if "nodes" in wanted:

@@ -44,6 +44,7 @@ __all__ = [
     "Links",
     "Plan",
     "add_shots",
+    "order_of",
     "plans",
     "sizes_of",
 ]
