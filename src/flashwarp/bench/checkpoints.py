@@ -86,7 +86,7 @@ def run(
         if where.kind == "cuda":
             one.add_overlapped(report, where, folder, state_bytes)
     if "durable" in wanted:
-        disk = one.add_durable(report, where, folder, state_bytes, (1, 16), disk)
+        disk = one.add_durable(report, where, folder, state_bytes, (1, 16), disk, min(runs, 3))
         links = replace(links, writes=disk.writes, reads=disk.reads)
         report.settings["measured_bytes_per_s"] = vars(links)
     if "checksums" in wanted:
