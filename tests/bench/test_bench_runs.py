@@ -69,6 +69,7 @@ SMALL = {
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
     "load": {"size": "4 MB", "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
+    "workers": {"drives": 4, "rows": 64, "mib": 1, "seconds": 0.002},
     "registers": {"arch": "sm_90"},
     "checkpoints": {
         "mib": 3,
