@@ -321,4 +321,6 @@ EngineStats BatchEngine::stats() {
   return stats;
 }
 
+uint64_t BatchEngine::decision_count() const { return core_->meter.decision_count(); }
+
 }  // namespace fw::native::pipeline

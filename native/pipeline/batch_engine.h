@@ -110,6 +110,8 @@ class BatchEngine {
 
   std::vector<ErrorRecord> take_errors();
   EngineStats stats();
+  // How often the number of workers has changed; cheap.
+  uint64_t decision_count() const;
   bool in_forked_child() const { return fork_guard_.in_child(); }
 
   // Whether a thread did not end, so that the memory that it may use must stay.

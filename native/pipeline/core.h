@@ -31,6 +31,10 @@ class Meter {
   bool batch_ends(int64_t now_ns, uint64_t nbytes);
 
   void read(EngineStats& stats) const;
+  uint64_t decision_count() const {
+    const std::lock_guard guard(lock_);
+    return decision_count_;
+  }
 
  private:
   void advance(int64_t now_ns);

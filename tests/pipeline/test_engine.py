@@ -336,6 +336,57 @@ def test_modelled_drives_serve_both_directions(drives: int, threads: int) -> Non
             engine.wait("prefetch", engine.submit("prefetch", ids, buffer.ctypes.data))
 
 
+@pytest.mark.parametrize("threads", [None, 1])
+def test_a_drive_that_hangs_ends_its_batch_and_the_next_one_runs(
+    tmp_path: Path, threads: int | None
+) -> None:
+    data = bytes_of(16 * 4096, 11).reshape(16, 4096)
+    for member in range(2):
+        data[member::2].tofile(tmp_path / str(member))
+    drives = [File(tmp_path / str(member), o_direct=True) for member in range(2)]
+    hangs = Faulty(drives[1], FaultPlan.parse("read hang n=2"))
+    buffer = np.full((16, 4096), 9, np.uint8)
+    with BatchEngine(
+        DEVICE,
+        Striped([drives[0], hangs], 4096),
+        rows=16,
+        row_bytes=4096,
+        batch_rows=16,
+        workers=2,
+        timeout_s=0.3,
+        controller=SoftwareController(model=FAST, threads=threads),
+    ) as engine:
+        # Rows 3 and 5 are neighbours on their drive, so they are one command.
+        ticket = engine.submit("prefetch", [0, 1, 2, 3, 5], buffer.ctypes.data)
+        with pytest.raises(ControllerTimeout, match="; 2 rows have failed"):
+            engine.wait("prefetch", ticket)
+        engine.wait("prefetch", engine.submit("prefetch", range(16), buffer.ctypes.data))
+        np.testing.assert_array_equal(buffer, data)
+
+
+def test_decisions_about_workers_are_in_the_stats_and_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    buffer = np.zeros((64, 4096), np.uint8)
+    with (
+        caplog.at_level("INFO", "flashwarp.pipeline.engine"),
+        BatchEngine(
+            DEVICE, Memory(64 * 4096), rows=64, row_bytes=4096, batch_rows=64, workers=(1, 4)
+        ) as engine,
+    ):
+        assert engine.stats()["workers"] == 4
+        for _ in range(60):
+            engine.wait("prefetch", engine.submit("prefetch", range(64), buffer.ctypes.data))
+            time.sleep(0.003)
+        stats = engine.stats()
+    first = stats["decisions"][0]
+    assert (first["from"], first["reason"]) == (4, "fewer are enough")
+    assert first["io_s"] < 0.5 * first["idle_s"]
+    assert len(stats["decisions"]) == stats["decision_count"]
+    lines = [record for record in caplog.records if "workers instead of 4" in record.message]
+    assert lines
+
+
 def test_rows_that_are_no_blocks_are_not_written_to_modelled_drives() -> None:
     with pytest.raises(ArgumentError, match="whole blocks of 512"):
         BatchEngine(
@@ -409,7 +460,7 @@ def test_close_in_the_middle_of_batches_ends_them_and_is_quick(tmp_path: Path) -
         engine.submit("prefetch", [0], buffer.ctypes.data)
 
 
-def test_a_closed_or_lost_engine_leaves_no_thread() -> None:
+def test_a_closed_engine_leaves_no_thread() -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 

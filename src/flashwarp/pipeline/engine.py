@@ -192,7 +192,6 @@ class BatchEngine(endings.Closing):
         self._pid = os.getpid()
         self._closed = False
         self._decisions_logged = 0
-        self._log_of_errors: list[dict[str, Any]] = []
         self.row_bytes = integer("row_bytes", row_bytes, 1, _ROWS_MAX)
         self.rows = integer("rows", rows, 0, SIZE_MAX)
         first_byte = integer("first_byte", first_byte, 0, SIZE_MAX)
@@ -441,10 +440,12 @@ class BatchEngine(endings.Closing):
         return self._native.stats()
 
     def _log_decisions(self) -> None:
-        found = self._native.stats()
-        fresh = found["decision_count"] - self._decisions_logged
-        self._decisions_logged = found["decision_count"]
-        for each in found["decisions"][-fresh:] if fresh else []:
+        count = self._native.decision_count
+        fresh = count - self._decisions_logged
+        if fresh <= 0:
+            return
+        self._decisions_logged = count
+        for each in self._native.stats()["decisions"][-fresh:]:
             _log.info(
                 "%d workers instead of %d: %s (I/O %.3g s, pauses %.3g s)",
                 each["to"],
