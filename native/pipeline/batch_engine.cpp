@@ -16,8 +16,8 @@ namespace fw::native::pipeline {
 namespace {
 
 constexpr uint32_t kWorkersMax = 256;
-// How long `stop` waits for threads: an abort, and the look that gives up on it.
-constexpr std::chrono::seconds kStopLimit{20};
+// How long `stop` waits for threads beyond an abort and the look that gives up on it.
+constexpr std::chrono::seconds kStopSlack{2};
 // Callers that wait look at least this often: a stream stores words without a wake-up.
 constexpr int64_t kWaitLookNs = 200'000;
 constexpr uint64_t kTransferBytesMax = 2 * kRunBytesMax;
@@ -182,23 +182,28 @@ BatchEngine::~BatchEngine() {
     return;
   }
   stop();
-  if (leaked_.load(std::memory_order_acquire)) (void)core_.release();
+  if (!leaked_.load(std::memory_order_acquire)) return;
+  static std::mutex lock;
+  static auto* const kept = new std::vector<std::unique_ptr<Core>>;
+  const std::lock_guard guard(lock);
+  kept->push_back(std::move(core_));
 }
 
 void BatchEngine::stop() {
   if (fork_guard_.in_child()) return;
   Core& core = *core_;
+  const auto limit = std::chrono::nanoseconds(2 * core.options.abort_ns) + kStopSlack;
   std::vector<std::thread> ending;
   {
     std::unique_lock guard(core.life);
     if (core.stopping.exchange(true)) {
-      core.a_thread_ended.wait_for(guard, kStopLimit, [&] { return core.threads.empty(); });
+      core.a_thread_ended.wait_for(guard, limit, [&] { return core.threads.empty(); });
       return;
     }
     guard.unlock();
     core.polling.wake();
     guard.lock();
-    const bool all = core.a_thread_ended.wait_for(guard, kStopLimit, [&] {
+    const bool all = core.a_thread_ended.wait_for(guard, limit, [&] {
       return std::ranges::all_of(core.over, [](bool each) { return each; });
     });
     ending.swap(core.threads);

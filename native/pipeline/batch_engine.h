@@ -55,6 +55,8 @@ struct EngineOptions {
   std::vector<PortOptions> ports;  // one for each direction at most
   WorkerLimits workers;
   int64_t limit_ns = 30'000'000'000;  // without any progress
+  // What was asked to be aborted ends within this time, or never: a queue pair drains in 5 s.
+  int64_t abort_ns = 8'000'000'000;
   // The drives on which the storage lies: one, or a stripe's members in order. None: the workers
   // serve the storage themselves.
   std::vector<DriveOptions> drives;

@@ -107,7 +107,7 @@ struct BatchEngine::Core {
   // to abort (0: they were not).
   int64_t ran_ns = 1, looked_ns = 0, aborted_ns = 0;
   std::atomic<bool> broken{false};
-  std::string broken_reason;                      // under `life`
+  std::string broken_reason;                      // the polling thread's
   std::vector<std::shared_ptr<Chunk>> abandoned;  // runs of them may still be in flight
 
   std::mutex life;

@@ -14,9 +14,6 @@ constexpr int64_t kNapRingNs = 20'000;
 constexpr int64_t kNapKernelsNs = 100'000;
 // Between looks at the time limits, while workers move what was dealt.
 constexpr int64_t kLookNs = 10'000'000;
-// What was asked to be aborted ends within this time, or never: a queue pair drains in 5 s.
-constexpr int64_t kAbortNs = 8'000'000'000;
-
 // The longest time that counts between two looks.
 constexpr int64_t kStepNs = 100'000'000;
 
@@ -84,31 +81,28 @@ bool BatchEngine::Core::take(Port& port) {
   while (true) {
     const uint64_t ticket = port.taken + 1;
     batch::request request;
-    if (!port.options.regions.take(ticket, request)) return took;
+    if (!port.options.regions.take(ticket, request)) break;
     took = true;
     port.taken = ticket;
     auto batch = std::make_shared<Batch>();
     batch->port = &port;
     batch->request = request;
-    std::string refusal;
     if (request.rows > port.options.regions.rows_max) {
-      refusal = "a batch of " + std::to_string(request.rows) + " rows, more than " +
-                std::to_string(port.options.regions.rows_max);
+      batch->fail_whole("a batch of " + std::to_string(request.rows) + " rows, more than " +
+                        std::to_string(port.options.regions.rows_max));
+      batch->failed = request.rows;
       batch->request.rows = 0;
     }
     batch->nbytes = batch->request.rows * options.row_bytes;
     const uint64_t step = port.step_bytes;
     batch->chunks = batch->nbytes == 0 ? 0 : step == 0 ? 1 : (batch->nbytes + step - 1) / step;
-    if (broken.load(std::memory_order_relaxed)) {
-      const std::lock_guard guard(life);
-      refusal = broken_reason;
-    }
-    if (!refusal.empty()) batch->fail_whole(refusal);
     port.moves();
     const std::lock_guard guard(port.lock);
     port.batches.push_back(batch);
     if (batch->chunks == 0) finish(port, *batch);
   }
+  if (took && broken.load(std::memory_order_relaxed)) give_up(broken_reason);
+  return took;
 }
 
 // Deals the chunks for which the ring has room, or data.
@@ -254,7 +248,7 @@ void BatchEngine::Core::check_limits(int64_t now_ns) {
   }
   if (!open) {
     aborted_ns = 0;
-  } else if (ran_ns - aborted_ns > kAbortNs) {
+  } else if (ran_ns - aborted_ns > options.abort_ns) {
     give_up("a call of the storage does not return, and its thread cannot be ended");
   }
 }
@@ -290,10 +284,7 @@ void BatchEngine::Core::end_overdue(Port& port, const std::shared_ptr<Batch>& ba
 
 // Ends all batches although workers do not: what they move now must not be used again.
 void BatchEngine::Core::give_up(const std::string& why) {
-  {
-    const std::lock_guard guard(life);
-    broken_reason = why;
-  }
+  if (broken_reason.empty()) broken_reason = why;
   broken.store(true, std::memory_order_relaxed);
   aborted_ns = 0;
   for (const auto& each : ports) {
@@ -342,7 +333,7 @@ void BatchEngine::Core::end_everything() {
   };
   const int64_t start_ns = monotonic_ns();
   while (mark()) {
-    if (monotonic_ns() - start_ns > kAbortNs) {
+    if (monotonic_ns() - start_ns > options.abort_ns) {
       give_up(why + ", and a call of the storage does not return");
       break;
     }

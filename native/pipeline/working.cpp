@@ -263,7 +263,7 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
   {
     const std::lock_guard guard(batch.lock);
     outcome = {request.ready, batch.failed, batch.first_failed, 0, batch.reason};
-    if (batch.failed != 0) {
+    if (!batch.statuses.empty()) {
       outcome.status = batch.statuses[batch.first_failed];
       port.options.regions.report(request.ready, batch.statuses.data(), batch.statuses.size());
     }

@@ -311,6 +311,56 @@ void submit_as_kernels(std::mt19937& random) {
   engine.kernels_end();
 }
 
+// A call that does not return until it is released.
+class Stuck final : public Storage {
+ public:
+  explicit Stuck(uint64_t nbytes) : Storage(nbytes, false) {}
+  int read(uint64_t, void*, size_t, native::IoFailure*) override {
+    while (!released.load()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ended.store(true);
+    return EIO;
+  }
+  int write(uint64_t, const void*, size_t, native::IoFailure*) override { return EROFS; }
+  int read_nowait(uint64_t, void*, size_t, native::IoFailure*) override { return EAGAIN; }
+  bool writes_inline() const override { return false; }
+  bool resolve(const native::Request&, native::PieceList&) override { return false; }
+  bool resolve_flush(native::PieceList&) override { return false; }
+  int flush(native::IoFailure*) override { return 0; }
+  int discard(uint64_t, uint64_t, native::IoFailure*) override { return EROFS; }
+  int write_zeroes(uint64_t, uint64_t, native::IoFailure*) override { return EROFS; }
+  native::Description describe() const override { return {}; }
+
+  std::atomic<bool> released{false}, ended{false};
+};
+
+// A call of the storage never returns: all batches end, later ones at once, and so does the engine.
+void give_up() {
+  // The thread uses them for ever.
+  static Memory regions;
+  static std::vector<uint8_t> buffer(4 * 512);
+  const auto storage = std::make_shared<Stuck>(4 * 512);
+  {
+    EngineOptions options;
+    options.storage = storage;
+    options.row_bytes = 512;
+    options.rows = 4;
+    options.limit_ns = options.abort_ns = 50'000'000;
+    options.ports = {regions.port(false, 4096, 2, true)};
+    BatchEngine engine(options, std::make_unique<HostStream>());
+    for (uint32_t n = 0; n < 3; ++n) {
+      const uint64_t ticket = engine.submit(false, nullptr, 4, 0, at(buffer.data()));
+      check(engine.wait(false, ticket, kWaitNs), "a ticket ends");
+      const Outcome outcome = *engine.outcome(false, ticket);
+      check(outcome.failed == 4 && !outcome.reason.empty(), "all rows fail, with a reason");
+    }
+    engine.stop();
+    check(engine.leaked(), "a thread remains");
+  }
+  storage->released.store(true);
+  while (!storage->ended.load()) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+}
+
 void play(std::mt19937& random) {
   switch (random() % 4) {
     case 0:
@@ -327,6 +377,7 @@ void play(std::mt19937& random) {
 }  // namespace
 
 int main(int count, char** arguments) {
+  give_up();
   return stress::take_turns(count, arguments, "turns of batches",
                             [](uint32_t, std::mt19937& random) { play(random); });
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -530,6 +531,28 @@ while True:
         process.send_signal(signal.SIGKILL)
     found = np.fromfile(path, np.uint8).reshape(256, 4096)
     assert (found == found[:, :1]).all()
+
+
+def test_a_request_for_too_many_rows_fails_whole_and_the_next_one_runs() -> None:
+    data = bytes_of(4096, 12)
+    buffer = np.zeros(512, np.uint8)
+    with BatchEngine(DEVICE, Memory(data), rows=8, row_bytes=512, batch_rows=8) as engine:
+        # As a kernel writes it: ready, buffer, rows, first, kind.
+        request = np.array([0, buffer.ctypes.data, 9, 0, 1], np.uint64)
+        port = engine.ports["prefetch"]
+        slot = port.requests + 64 * (1 % port.slots)
+        ctypes.memmove(slot, request.ctypes.data, request.nbytes)
+        engine.kernels_begin()
+        _native.store_word(slot, 1)
+        with pytest.raises(ArgumentError, match="9 rows, more than 8; 9 rows have failed"):
+            engine.wait("prefetch", 1)
+        request[2:4] = 1, 5
+        slot = port.requests + 64 * (2 % port.slots)
+        ctypes.memmove(slot, request.ctypes.data, request.nbytes)
+        _native.store_word(slot, 2)
+        engine.wait("prefetch", 2)
+        engine.kernels_end()
+    np.testing.assert_array_equal(buffer, data[5 * 512 : 6 * 512])
 
 
 @pytest.mark.parametrize(

@@ -383,6 +383,8 @@ class BatchEngine(endings.Closing):
             A transfer failed; it names the first such row.
         ControllerTimeout
             The batch made no progress for `timeout_s`.
+        ArgumentError
+            A kernel asked for more rows than `batch_rows`.
         ClosedError
             The engine was closed first.
         """
@@ -391,9 +393,11 @@ class BatchEngine(endings.Closing):
         if fate is None:
             return
         failed, row, status, reason = fate
-        if reason:
-            kind = ClosedError if reason.startswith("the engine was stopped") else ControllerTimeout
-            raise kind(f"{direction}, ticket {ticket}: {reason}; {failed} rows have failed")
+        if failed and reason:
+            kinds = {"the engine was stopped": ClosedError, "a batch of": ArgumentError}
+            kind = next((k for text, k in kinds.items() if reason.startswith(text)), None)
+            text = f"{direction}, ticket {ticket}: {reason}; {failed} rows have failed"
+            raise (kind or ControllerTimeout)(text)
         if failed:
             raise self._failure(direction, ticket, failed, row, status)
 
