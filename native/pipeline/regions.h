@@ -1,10 +1,10 @@
 // The regions of a direction, as the engine's other files name them.
 #pragma once
 
-#include "flashwarp/batch/regions.cuh"
+#include "flashwarp/batch/host_regions.cuh"
 
 namespace fw::native::pipeline {
 
-using Regions = batch::regions;
+using Regions = batch::host_regions;
 
 }  // namespace fw::native::pipeline
