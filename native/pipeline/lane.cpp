@@ -92,8 +92,14 @@ bool Lane::work(std::vector<EndedRun>& ended) {
       for (uint32_t d = 0; d < drives_->controllers.size(); ++d) {
         HostQueuePair& pair = pair_of(d);
         if (pair.in_flight() == 0) continue;
-        pair.ring();
-        if (drives_->served_by_lanes) drives_->controllers[d]->serve_some(index_);
+        SoftwareController& controller = *drives_->controllers[d];
+        const bool rung = pair.ring();
+        if (drives_->served_by_lanes) {
+          controller.serve_some(index_);
+        } else if (rung) {
+          // Its threads may sleep.
+          controller.wake();
+        }
         reap(pair, ended);
       }
     }

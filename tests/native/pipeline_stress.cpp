@@ -82,12 +82,12 @@ struct Memory {
 
   PortOptions port(bool is_write, uint64_t chunk_bytes, uint32_t chunks, bool copies) {
     PortOptions port;
-    port.regions = {static_cast<batch::request*>(requests.address()),
-                    static_cast<batch::result*>(results.address()),
-                    static_cast<int64_t*>(lists.address()),
-                    static_cast<uint16_t*>(statuses.address()),
-                    kSlots,
-                    kRowsMax};
+    port.regions = {.requests = static_cast<batch::request*>(requests.address()),
+                    .results = static_cast<batch::result*>(results.address()),
+                    .lists = static_cast<int64_t*>(lists.address()),
+                    .all_statuses = static_cast<uint16_t*>(statuses.address()),
+                    .count = kSlots,
+                    .rows_max = kRowsMax};
     port.is_write = is_write;
     if (chunks == 0) return port;
     ring = std::make_unique<HostMemory>(chunk_bytes * chunks, 4096);
@@ -296,7 +296,7 @@ void submit_as_kernels(std::mt19937& random) {
   EngineOptions options = options_for(table, memory, random);
   Memory regions;
   options.ports = {regions.port(false, 0, 0, false)};
-  const Regions view = options.ports[0].regions;
+  const batch::host_regions view = options.ports[0].regions;
   BatchEngine engine(options);
   engine.kernels_begin();
   std::vector<uint8_t> buffer(table.row_bytes);

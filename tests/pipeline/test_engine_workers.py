@@ -20,7 +20,7 @@ class Load:
     def __init__(self, low: int, high: int, rates: list[float], serial: bool = False) -> None:
         self.low, self.high, self.serial = low, high, serial
         self.rates = rates
-        self.state: tuple[int, int, int, int, float] = (high, 0, 3, 0, 0.0)
+        self.state: tuple[int, int, int, int, float, int] = (high, 0, 3, 0, 0.0, 0)
         self.changes: list[tuple[int, int, str]] = []
 
     def period_ns(self, workers: int, compute_ns: float, io_ns: float) -> tuple[float, float]:
@@ -113,7 +113,23 @@ def test_who_waits_for_each_batch_is_slowed_seldom(load: Load, compute: float, i
     assert len(load.changes) <= 2 * (256 // 64 + math.ceil(math.log2(64 / 3)))
 
 
+@given(controllers=st.integers(3, 64), io=times, loss=st.floats(0.05, 1))
+def test_more_workers_that_slow_each_other_are_sent_away(
+    controllers: int, io: float, loss: float
+) -> None:
+    low, high = -(-controllers // 4), -(-controllers // 2)
+    rates = [0.0, *(1 - loss * (count - low) / high for count in range(1, high + 1))]
+    load = Load(low, high, rates)
+    load.state = (low, 0, 3, 0, 0.0, 0)
+    load.run(20, 0, io)
+
+    periods = load.run(640, 0, io)
+
+    # They are tried again, ever more seldom.
+    assert sum(periods) / 640 <= 1.05 * load.best(0, io) or rates[high] > rates[low] / 1.03
+
+
 def test_a_window_without_time_or_bytes_changes_nothing() -> None:
-    state = (3, 1, 3, 0, 0.0)
+    state = (3, 1, 3, 0, 0.0, 0)
     assert _native.decide_workers(state, 0, 0, 5, 1, 4) == (state, "")
     assert _native.decide_workers(state, 5, 5, 0, 1, 4) == (state, "")
