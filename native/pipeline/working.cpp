@@ -265,8 +265,7 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
     outcome = {request.ready, batch.failed, batch.first_failed, 0, batch.reason};
     if (batch.failed != 0) {
       outcome.status = batch.statuses[batch.first_failed];
-      std::memcpy(port.options.regions.statuses(request.ready), batch.statuses.data(),
-                  batch.statuses.size() * sizeof(uint16_t));
+      port.options.regions.report(request.ready, batch.statuses.data(), batch.statuses.size());
     }
   }
   port.outcomes[port.options.regions.slot(request.ready)] = outcome;

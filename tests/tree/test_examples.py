@@ -22,6 +22,8 @@ EXAMPLES = ROOT / "examples"
         ("torch_custom_op.py", "torch", ["cpu"]),
         ("two_tower.py", "torch", ["cpu"]),
         ("graphsage.py", "torch", ["cpu"]),
+        ("sort_file.py", "torch", ["--device=cpu", "--keys=100000", "--run-keys=30000"]),
+        ("matmul_files.py", "torch", ["--device=cpu", "--side=200", "--panel=64", "--slab=48"]),
         ("decode_loop.py", "torch", ["--device=cpu", "--rows=4096", "--width=64", "--tokens=20"]),
         ("adjoint_wave.py", "torch", ["--device=cpu", "--cells=40", "--steps=60"]),
         ("offload_ngram.py", "torch", ["--device=cpu", "--rows=4096", "--tokens=20"]),

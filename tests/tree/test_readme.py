@@ -65,6 +65,8 @@ def modules_with_examples() -> list[str]:
     ]
 
 
+# torch says so also to a caller who passes no_dist=True, as the examples of flashwarp.dcp do.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_of_docstrings_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

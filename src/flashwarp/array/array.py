@@ -175,6 +175,7 @@ class Array(endings.Closing):
         self._why = why
         self._recipe = recipe
         self._changes = 0
+        self._holder = ""  # who has the storage, see `_hand_over`
         self._handle = handles.new(self)
 
     # Properties.
@@ -913,10 +914,29 @@ class Array(endings.Closing):
             If rows may have been read in place while they were written.
         DataPathError
             If only the in-place path is allowed.
+        ArgumentError
+            If the array was handed over.
         """
+        if self._holder:
+            raise ArgumentError(
+                f"the array {self._place} belongs to {self._holder} now: use that, or close it "
+                "first"
+            )
         stale = endings.holding([self.cache.turn], self._leave_old_lines)
         if stale is not None:
             raise stale
+
+    def _hand_over(self, holder: str) -> None:
+        """Give the storage to one who moves rows past the cache; other calls are refused.
+
+        All calls compare `_changes` with the service's, so they cost nothing more.
+        """
+        self._after_calls(lambda: self._attachment.drop_lines(drop_dirty=False))
+        self._holder, self._changes = holder, -1
+
+    def _take_back(self) -> None:
+        """End `_hand_over`: the next call begins without old lines."""
+        self._holder = ""
 
     def _leave_old_lines(self) -> StorageError | None:
         service = self.controller

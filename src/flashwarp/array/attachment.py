@@ -89,6 +89,7 @@ class Attachment(endings.NotCopied):
         release_storage: Callable[[], None] = lambda: None,
     ) -> None:
         self.storage = storage
+        self.controller = controller
         self.writable = writable
         self.closed = False
         self.device = cache.device  # a cache may change its device between arrays

@@ -493,10 +493,10 @@ class Launcher:
         useful = self._warps(volume.cache.lines) if warps is None else warps
         self._start(name, bytes(params), useful, stream, served=served)
 
-    def drop_tier(self, *, drop: int = 0, served: bool = True) -> None:
+    def drop_tier(self, *, drop: int = 0, served: bool = True, stream: int | None = None) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
         warps = self._warps(self.volume.cache.host_lines)
-        self.maintain("drop_tier", warps=warps, drop=drop, served=served)
+        self.maintain("drop_tier", warps=warps, drop=drop, served=served, stream=stream)
 
     def forget_lines(self, drop: int) -> None:
         """Launch the dropping of the array's lines. Its service has stopped."""

@@ -17,9 +17,17 @@ from flashwarp.array.array import Array
 from flashwarp.array.operands import Index
 from flashwarp.config import integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
-from flashwarp.errors import ArgumentError, ClosedError, FlashwarpError, ForkError, ReadOnlyError
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    DataPathError,
+    FlashwarpError,
+    ForkError,
+    ReadOnlyError,
+)
 from flashwarp.pipeline.buffers import Buffers
 from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
+from flashwarp.pipeline.ring import RingWay, why_no_ring
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import CpuWay, PullWay, Way
 
@@ -50,15 +58,21 @@ class Pipeline(endings.Closing):
         The caller's stream on a GPU, in any form. Default: the current stream of the library of the
         ids, at each call.
     sms : int, optional
-        The most multiprocessors that move rows beside the caller's kernels. Default: 8, which is
-        enough for the link.
+        The most multiprocessors that move rows beside the caller's kernels. 0: host threads and
+        copy engines move them. Default: 8, which fill the link, if the GPU reads the rows in place,
+        and else 0.
+    workers : int or (int, int), optional
+        Host threads, or their limits, between which they follow the load. Default: a quarter to a
+        half of the storage's controllers, or of the cores if there is one.
     timeout_s : float
-        The time limit of what waits: `synchronize` on the CPU device, and `close`.
+        The time limit of a batch and of what waits: `synchronize` on the CPU device, and `close`.
 
     Raises
     ------
     ArgumentError
         For an array without axes, and numbers out of their limits.
+    DataPathError
+        If `sms` is 0 and host threads cannot move the rows.
 
     Notes
     -----
@@ -68,7 +82,11 @@ class Pipeline(endings.Closing):
 
     On a GPU a batch reads what the array holds when its turn comes: stores that the caller's stream
     has queued before `prefetch` are seen. Ids on a GPU are not copied to the host, and the call can
-    be captured into a CUDA graph.
+    be captured into a CUDA graph if multiprocessors move the rows.
+
+    Host threads read and write rows past the array's cache. If the array is writable and host
+    threads move its rows, it is the pipeline's until the pipeline is closed: other calls on the
+    array are refused. Do not write rows of batches that are in flight.
 
     Serialise the calls of a pipeline: one thread at a time.
 
@@ -93,6 +111,7 @@ class Pipeline(endings.Closing):
         stream: object = None,
         *,
         sms: int | None = None,
+        workers: int | tuple[int, int] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not isinstance(array, Array):
@@ -111,14 +130,25 @@ class Pipeline(endings.Closing):
         self._writes: deque[Ticket] = deque()
         self.stats = PipelineStats()
         """What has been moved, and by which way."""
-        self._way: Way
-        if isinstance(array.device, CudaDevice):
-            most = None if sms is None else integer("sms", sms, 1, _SMS_MAX)
-            self._way = PullWay(array, self.batch_rows, most, timeout_s)
-        else:
-            self._way = CpuWay(array, timeout_s)
+        self._way = self._choose_way(sms, workers, timeout_s)
         self._entry = _Entry(self)
         endings.remember(self._entry)
+
+    def _choose_way(
+        self, sms: int | None, workers: int | tuple[int, int] | None, timeout_s: float
+    ) -> Way:
+        array = self.array
+        if not isinstance(array.device, CudaDevice):
+            return CpuWay(array, timeout_s)
+        most = None if sms is None else integer("sms", sms, 0, _SMS_MAX)
+        in_place = array.controller.path == "in_place"
+        refused = why_no_ring(array)
+        if most == 0 and refused:
+            raise DataPathError(f"sms=0, but {refused}: leave sms= out, and a few warps pull rows")
+        if refused or (in_place and most != 0) or (most is not None and most > 0):
+            return PullWay(array, most, timeout_s, refused)
+        reason = "sms=0" if most == 0 else "the rows are not read in place"
+        return RingWay(array, self.batch_rows, self.depth, workers, timeout_s, reason)
 
     # Reads.
 
@@ -155,7 +185,8 @@ class Pipeline(endings.Closing):
                 f"{len(self._reads)} batches are prefetched and not synchronized, as many as "
                 f"depth={self.depth} allows: synchronize one first, or make the pipeline deeper"
             )
-        self.array.check()
+        self.array._check_usable()
+        self._way.check()
         chosen, library = self._way.place(ids)
         count = self._count(chosen)
         buffer = self._buffers.take(library, count)
@@ -248,7 +279,8 @@ class Pipeline(endings.Closing):
             raise ReadOnlyError(
                 'the array of this pipeline was opened for reading: open it with mode="r+"'
             )
-        self.array.check()
+        self.array._check_usable()
+        self._way.check()
         chosen, library = self._way.place(ids)
         count = self._count(chosen)
         ticket = Ticket(self._way, "write_back", count, None, (ids, rows))
@@ -280,7 +312,7 @@ class Pipeline(endings.Closing):
     def flush(self) -> None:
         """Make all rows that were written durable. Waits."""
         self.write_back_synchronize()
-        self.array.flush()
+        self._way.flush()
 
     # What users ask.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from flashwarp.pipeline.buffers import Buffer
@@ -25,14 +25,21 @@ class Ticket:
     """
 
     def __init__(
-        self, way: Way, verb: str, rows: int, buffer: Buffer | None, operands: object
+        self,
+        way: Way,
+        verb: Literal["prefetch", "write_back"],
+        rows: int,
+        buffer: Buffer | None,
+        operands: object,
     ) -> None:
-        self.verb = verb
+        self.verb: Literal["prefetch", "write_back"] = verb
         self.rows = rows
         self.buffer: Any = buffer
         self.operands: object = operands
         self.end: Any = None
         """For the way: what ends it, an event or a future."""
+        self.number = 0
+        """For the way, if it numbers them."""
         self._way = way
 
     def done(self) -> bool:

@@ -70,6 +70,14 @@ class Way(ABC):
     def drop(self, ticket: Ticket) -> None:
         """Forget a batch that nobody synchronizes."""
 
+    def check(self) -> None:
+        """Raise what earlier batches are known to have failed with. Does not wait."""
+        self.array.check()
+
+    def flush(self) -> None:
+        """Make what was written durable. Waits."""
+        self.array.flush()
+
     @abstractmethod
     def explain(self) -> PipelineExplanation:
         """Explain the way."""
@@ -83,10 +91,12 @@ class PullWay(Way):
 
     name = "pull"
 
-    def __init__(self, array: Array, batch_rows: int, sms: int | None, timeout_s: float) -> None:
+    def __init__(
+        self, array: Array, sms: int | None, timeout_s: float, why_no_ring: str = ""
+    ) -> None:
         super().__init__(array, timeout_s)
         self._device = array.device
-        self._batch_rows = batch_rows
+        self._why_no_ring = why_no_ring
         self._sms = _BLOCKS if sms is None else sms
         self._side: OwnedStream = array.device.create_stream()
         self._free: list[Event] = []
@@ -137,7 +147,8 @@ class PullWay(Way):
         found = self.array.explain()
         return PipelineExplanation(
             self.name,
-            f"at most {self._sms * _WARPS_OF_A_BLOCK} warps read rows beside the caller's kernels",
+            f"at most {self._sms * _WARPS_OF_A_BLOCK} warps read rows beside the caller's kernels"
+            + (f", because {self._why_no_ring}" if self._why_no_ring else ""),
             self._sms,
             0,
             f"{found.path}: {found.reason}",

@@ -20,6 +20,14 @@ FW_DEVICE uint32_t count() { return gridDim.x; }
 // `count_of`: for how many.
 FW_DEVICE bool any(bool predicate) { return __syncthreads_or(predicate) != 0; }
 FW_DEVICE uint32_t count_of(bool predicate) { return __syncthreads_count(predicate); }
+// The value of the block's first thread, for all of them, with barriers before and after.
+FW_DEVICE uint64_t broadcast(uint64_t value) {
+  __shared__ uint64_t shared;
+  sync();
+  if (threadIdx.x == 0) shared = value;
+  sync();
+  return shared;
+}
 
 #elif !defined(FW_SIMULATOR)
 
@@ -29,6 +37,7 @@ inline uint32_t warp_count() { return 1; }
 inline uint32_t count() { return warp::count(); }
 inline bool any(bool predicate) { return predicate; }
 inline uint32_t count_of(bool predicate) { return predicate ? 1 : 0; }
+inline uint64_t broadcast(uint64_t value) { return value; }
 
 #endif
 
