@@ -32,6 +32,7 @@ BENCHES = {
     "dlrm": "A recommender whose tables exceed the cache (AGILE figures 7 to 10).",
     "checkpoints": "A history of states written, and restored by hints (Score figures 5 and 6).",
     "load": "A checkpoint loaded cold and warm, beside other loaders and the ceilings.",
+    "activations": "GPT-2 whose activations go to host memory and disk (GeminiFS figure 11b).",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""
