@@ -32,7 +32,7 @@ from flashwarp.errors import (
     WaitTimeout,
 )
 from flashwarp.storage import files
-from flashwarp.transfer import CopyEngine, StagingBuffer, StagingRing, Ticket
+from flashwarp.transfer import CopyEngine, Direction, StagingBuffer, StagingRing, Ticket
 
 __all__ = ["ActivationStore", "Kept"]
 
@@ -130,12 +130,16 @@ class ActivationStore:
         with self._lock:
             self._check_usable()
             if self._failure is not None:
-                raise self._failure
+                raise self._refusal(self._failure)
             entry = _Entry(self.saved, flat.nbytes, self._buffers(count))
-            pieces = flat.split(self._buffer_bytes)
+            stream = self._engine.device.current_stream("torch")
             try:
                 entry.saving = self._engine.copy_batch(
-                    entry.buffers, pieces, [piece.nbytes for piece in pieces]
+                    entry.buffers,
+                    self._parts(flat),
+                    self._sizes(flat.nbytes),
+                    after=stream,
+                    direction=Direction.TO_HOST,
                 )
             except BaseException:
                 self._release(entry)
@@ -163,7 +167,7 @@ class ActivationStore:
                     return False
                 elif not self._give_up_oldest():
                     if self._failure is not None:
-                        raise self._failure  # no write will free a buffer
+                        raise self._refusal(self._failure)  # no write will free a buffer
                     return False
             return True
 
@@ -174,6 +178,11 @@ class ActivationStore:
                 buffer.release()
             raise
         return found
+
+    def _refusal(self, failure: StorageError) -> StorageError:
+        """Copy an error. Raised itself it would hold the caller's frames, and so a whole graph."""
+        number, why = failure.errno or errno.EIO, failure.strerror or ""
+        return StorageError(number, why, self._folder, offset=failure.offset)
 
     def _grows(self) -> bool:
         """Whether more buffers are being pinned, which takes less time than the file does."""
@@ -302,10 +311,23 @@ class ActivationStore:
             if not entry.valid:
                 assert entry.failure is not None
                 raise entry.failure
-            pieces = flat.split(self._buffer_bytes)
-            after = () if entry.saving is None else (entry.saving,)
-            sizes = [piece.nbytes for piece in pieces]
-            return self._engine.copy_batch(pieces, entry.buffers, sizes, after=after)
+            return self._engine.copy_batch(
+                self._parts(flat),
+                entry.buffers,
+                self._sizes(entry.nbytes),
+                after=() if entry.saving is None else (entry.saving,),
+                direction=Direction.TO_DEVICE,
+            )
+
+    def _parts(self, flat: torch.Tensor) -> list[Any]:
+        """Return the sides of copies; the tensor itself stands for the first and is kept alive."""
+        begin = flat.data_ptr()
+        later = range(begin + self._buffer_bytes, begin + flat.nbytes, self._buffer_bytes)
+        return [flat, *later]
+
+    def _sizes(self, nbytes: int) -> list[int]:
+        size = self._buffer_bytes
+        return [min(size, nbytes - at) for at in range(0, nbytes, size)]
 
     def _start_read(self, entry: _Entry, buffers: list[StagingBuffer]) -> None:
         entry.buffers = buffers

@@ -155,7 +155,7 @@ class ActivationOffload(Closing):
         self._lock = threading.RLock()
         # By storage and version of its content; a weak reference keeps the key from being reused.
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Kept]]] = {}
-        self._recent: deque[Kept] = deque()
+        self._recent: deque[weakref.ref[Kept]] = deque()
         self._side: Any = None
         if self._device.kind == "cuda":
             self._side = torch.cuda.Stream(self._place)
@@ -171,9 +171,8 @@ class ActivationOffload(Closing):
     def close(self) -> None:
         """Wait for what is under way, and free all memory and the file. May be called twice."""
         with self._lock:
-            for kept in self._recent:
-                kept.restored = None
-            self._recent.clear()
+            while self._recent:
+                self._leave_device(self._recent.popleft())
             self._known.clear()
         self._store.close()
 
@@ -242,13 +241,20 @@ class ActivationOffload(Closing):
         """Return the bytes of a storage on the device, and remember them among the recent ones."""
         if kept.restored is None:
             self._start(kept)
-        if kept in self._recent:
-            self._recent.remove(kept)
-        self._recent.append(kept)
+        this = weakref.ref(kept)
+        if this in self._recent:
+            self._recent.remove(this)
+        self._recent.append(this)
         while len(self._recent) > _RECENT:
-            self._recent.popleft().restored = None
+            self._leave_device(self._recent.popleft())
         restored: torch.Tensor = kept.restored
         return restored
+
+    @staticmethod
+    def _leave_device(one: weakref.ref[Kept]) -> None:
+        kept = one()
+        if kept is not None:
+            kept.restored = None
 
     def _start(self, kept: Kept) -> None:
         """Start to copy a storage to the device; waits until the host has it."""
