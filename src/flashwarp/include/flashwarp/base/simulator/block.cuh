@@ -46,14 +46,5 @@ inline uint64_t broadcast(uint64_t value) {
 }
 inline bool any(bool predicate) { return count_of(predicate) != 0; }
 inline void sync() { count_of(false); }
-// Bit by bit: the simulator's blocks share nothing but the barrier.
-inline uint64_t broadcast(uint64_t value) {
-  const bool first = warp_rank() == 0 && warp::lane() == 0;
-  uint64_t result = 0;
-  for (uint32_t bit = 0; bit < 64; bit++) {
-    if (any(first && ((value >> bit) & 1) != 0)) result |= uint64_t(1) << bit;
-  }
-  return result;
-}
 
 }  // namespace fw::block
