@@ -12,7 +12,8 @@ order of torch's current stream and wait for nothing; the next call on the array
 
 `Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `save`
 and `load` keep state dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of
-a rank's checkpoints on another rank.
+a rank's checkpoints on another rank, and `StoreVotes` lets ranks commit versions together that
+share no folder.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from flashwarp.interop.torch.partners import Partners
 from flashwarp.interop.torch.states import load, save
+from flashwarp.interop.torch.votes import StoreVotes
 from flashwarp.table.checkpoint import restore_table
 from flashwarp.table.making import create_table
 
@@ -45,6 +47,7 @@ __all__ = [
     "Offloaded",
     "Partners",
     "RowWiseAdagrad",
+    "StoreVotes",
     "create_table",
     "gather",
     "load",
