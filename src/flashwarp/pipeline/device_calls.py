@@ -6,8 +6,6 @@ Kernels get a `DeviceCalls` as an argument of type `fw::pipeline<T>`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +44,8 @@ class DeviceCalls(endings.Closing):
     Parameters
     ----------
     engine : BatchEngine
-        Of which kernels are the only submitter. It stays open while kernels run.
+        Of which kernels are the only submitter. It stays open while kernels run. Until `close` it
+        looks for their requests, at intervals of 100 us at most.
     dtype : dtype
         Of the elements of rows.
     timeout_s : float, optional
@@ -54,8 +53,7 @@ class DeviceCalls(endings.Closing):
 
     Notes
     -----
-    Launch kernels inside `running`, so that the engine looks for their requests. What they could
-    not do, `check` raises.
+    What kernels could not do, `check` raises.
 
     While a kernel waits for a batch on a GPU, the engine calls the driver for it. So no thread of
     the program may then make a call that waits for the device while it holds the driver, such as
@@ -87,6 +85,7 @@ class DeviceCalls(endings.Closing):
             self._free()
             raise
         self._handle = handle
+        engine.kernels_begin()
 
     def _lay_out(self, name: str, port: BatchPort) -> int:
         """Make the device's memory of one direction, and return its address."""
@@ -134,16 +133,6 @@ class DeviceCalls(endings.Closing):
     def owners(self) -> tuple[object, ...]:
         """What holds the memory; see `DeviceMemory.owners`."""
         return tuple(owner for memory in self._memory for owner in memory.owners)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Let the engine look for kernels' requests meanwhile."""
-        self.check_usable()
-        self.engine.kernels_begin()
-        try:
-            yield
-        finally:
-            self.engine.kernels_end()
 
     def check(self) -> None:
         """Raise what a call of a kernel could not do since the last check. Waits for no kernel.
@@ -209,6 +198,7 @@ class DeviceCalls(endings.Closing):
         """Free the memory. No kernel may use it any more. May be called twice."""
         if not self._closed:
             self._closed = True
+            self.engine.kernels_end()
             self._free()
 
     def _free(self) -> None:

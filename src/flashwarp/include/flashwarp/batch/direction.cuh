@@ -193,7 +193,8 @@ FW_DEVICE bool is_waiting(uint64_t issued) {
 FW_DEVICE_NOINLINE uint64_t find_oldest(direction& d) {
   nvme::deadline limit(d.limit);
   while (true) {
-    const uint64_t ended = atomic::load_relaxed(&d.ended);
+    // Acquire: the tickets that those had taken who have moved this word, or claimed the batch.
+    const uint64_t ended = atomic::load_acquire(&d.ended);
     const uint64_t ticket = ended + 1;
     // Relaxed: whoever may ask for the oldest batch has seen its ticket taken, or will see it
     // later.
@@ -202,7 +203,7 @@ FW_DEVICE_NOINLINE uint64_t find_oldest(direction& d) {
     if (issue::ticket_of(issued) == ticket && is_waiting(issued)) return issued;
     if (issue::ticket_of(issued) >= ticket) {
       // Synchronized by its ticket, or a later part of such a batch.
-      atomic::cas_relaxed(&d.ended, ended, ticket);
+      atomic::cas_acq_rel(&d.ended, ended, ticket);
       continue;
     }
     if (limit.passed()) return 0;
@@ -224,8 +225,8 @@ FW_DEVICE_NOINLINE uint64_t claim(direction& d, uint64_t ticket) {
     // A batch that does not end stays as it is: a later call may wait for it again.
     if (!wait_for_parts(d, issued)) return 0;
     slot_state& state = state_of(d, issue::ticket_of(issued));
-    // Relaxed: it only decides which of several blocks goes on.
-    if (atomic::cas_relaxed(&state.issued, issued, issued | issue::kClaimed)) return issued;
+    // Release: see `find_oldest`.
+    if (atomic::cas_acq_rel(&state.issued, issued, issued | issue::kClaimed)) return issued;
   }
 }
 
@@ -274,8 +275,8 @@ FW_DEVICE_NOINLINE uint64_t synchronize(direction& d, uint64_t ticket, uint16_t*
       // Release: the looks of all threads at the result come before the slot's next use.
       atomic::store_release(&state_of(d, first + part).retired, first + part);
     }
-    // Relaxed: advice for `find_oldest`, which looks at `issued` itself.
-    atomic::cas_relaxed(&d.ended, first - 1, first - 1 + parts);
+    // Release: see `find_oldest`.
+    atomic::cas_acq_rel(&d.ended, first - 1, first - 1 + parts);
   }
   return failed;
 }
@@ -320,14 +321,14 @@ FW_DEVICE uint64_t meet(direction& d, uint64_t refused, Work work) {
   if (block::any(is_last)) {
     const uint64_t found = work();
     if (leads) {
-      atomic::store_plain(&d.found, found);
+      atomic::store_relaxed(&d.found, found);
       // Release: what was found, and for reads the rows; the next meeting begins without blocks.
       atomic::store_release(&d.meeting, ((before >> 32) + 1) << 32);
     }
     return found;
   }
   uint64_t found = refused;
-  if (leads && wait_for_meeting(d, before)) found = atomic::load_plain(&d.found);
+  if (leads && wait_for_meeting(d, before)) found = atomic::load_relaxed(&d.found);
   return block::broadcast(found);
 }
 
