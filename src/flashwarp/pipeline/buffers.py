@@ -8,7 +8,7 @@ from flashwarp.array.array import Array
 from flashwarp.device import DeviceArray, DeviceMemory
 from flashwarp.errors import CaptureError
 
-__all__ = ["Buffer", "Buffers"]
+__all__ = ["Buffer", "Buffers", "library_of"]
 
 # Libraries that allocate their own arrays on a GPU; callers of others get a `DeviceArray`.
 _ALLOCATING = ("torch", "cupy")
@@ -93,6 +93,12 @@ class Buffers:
                 if isinstance(whole, DeviceArray):
                     whole.close()
         self._of.clear()
+
+
+def library_of(array: object) -> str:
+    """Return "torch" or "cupy" for their arrays, else ""."""
+    name = type(array).__module__.partition(".")[0]
+    return name if name in _ALLOCATING else ""
 
 
 def _keep_memory(memory: DeviceMemory) -> None:

@@ -28,7 +28,7 @@ from flashwarp.errors import (
     ForkError,
     ReadOnlyError,
 )
-from flashwarp.pipeline.buffers import Buffers
+from flashwarp.pipeline.buffers import Buffers, library_of
 from flashwarp.pipeline.copying import CopyWay, why_no_copies
 from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
 from flashwarp.pipeline.ids import refuse_repeats
@@ -358,7 +358,9 @@ class Pipeline(endings.Closing):
         chosen, library = self._way.place(ids)
         count = self._count(chosen)
         ticket = Ticket(self._way, "write_back", count, None, (ids, rows))
-        self._way.write(chosen, rows, self._stream_of(library), ticket)
+        # Rows in memory of torch come from torch's stream, wherever their ids come from.
+        ticket.library = library_of(rows) or library
+        self._way.write(chosen, rows, self._stream_of(ticket.library), ticket)
         self._forget_done_writes()
         self._writes.append(ticket)
         self.stats.note(ticket.way, "write_back", count, count * self._row_bytes)
@@ -380,8 +382,8 @@ class Pipeline(endings.Closing):
     def _finish_writes(self) -> list[BaseException]:
         """Put the ends of writes before later work of the caller's stream; return what failed."""
         failures: list[BaseException] = []
-        stream = self._stream_of("") if self._writes else 0
         while self._writes:
+            stream = self._stream_of(self._writes[0].library)
             self._way.check_capture(self._writes[0], stream)
             try:
                 self._way.finish(self._writes.popleft(), stream)

@@ -43,6 +43,8 @@ class Ticket:
         self.number = 0
         """For the way, if it numbers them."""
         self.way = way.name
+        self.library = ""
+        """On whose stream it ends; empty: on that of the last batch."""
         self.capture: int | None = None
         """The capture of a CUDA graph that it is part of."""
         self._way = way
