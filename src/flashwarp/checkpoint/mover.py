@@ -430,7 +430,10 @@ def _at_a_time(
                 continue
             if len(pending) == _QUEUED_MAX:
                 pending.popleft().result()
-            pending.append(pool.submit(job))
+            try:
+                pending.append(pool.submit(job))
+            except RuntimeError:  # the interpreter is ending, and takes no new work for threads
+                job()
         ending()
         while pending:
             pending.popleft().result()
