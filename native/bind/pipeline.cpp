@@ -137,12 +137,12 @@ void bind_pipeline(nb::module_& m) {
              uint64_t chunk_bytes, uint32_t chunks, uint64_t filled, uint64_t emptied,
              bool copies) {
             new (self) PortOptions();
-            self->regions = {.requests = reinterpret_cast<fw::batch::request*>(requests),
+            self->regions = {{.requests = reinterpret_cast<fw::batch::request*>(requests),
                              .results = reinterpret_cast<fw::batch::result*>(results),
                              .lists = reinterpret_cast<int64_t*>(lists),
                              .all_statuses = reinterpret_cast<uint16_t*>(statuses),
                              .count = slots,
-                             .rows_max = rows_max};
+                             .rows_max = rows_max}};
             self->is_write = is_write;
             self->ring = ring;
             self->chunk_bytes = chunk_bytes;

@@ -289,7 +289,7 @@ bool BatchEngine::Core::finish_by_stream(Port& port, const Batch& batch, uint64_
   port.options.regions.set_failed(ticket, failed);
   return stream->finish(
       port.options.regions.done_word(ticket), ticket, [this, &port, ticket, rows] {
-        const batch::regions& regions = port.options.regions;
+        const batch::host_regions& regions = port.options.regions;
         std::fill_n(regions.statuses(ticket), rows, uint16_t(nvme::kDataTransferError));
         regions.set_failed(ticket, rows);
         const std::lock_guard guard(port.lock);

@@ -67,6 +67,7 @@ SMALL = {
         "runs": 1,
     },
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
+    "activations": {"layers": 1, "host": "1 MiB", "fits": "8 MiB", "least": "4 KiB", "steps": 1},
     "load": {"size": "4 MB", "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "workers": {"drives": 4, "rows": 64, "mib": 1, "seconds": 0.002},

@@ -25,6 +25,8 @@ SHIM = "import numpy\nif not hasattr(numpy, 'row_stack'):\n    numpy.row_stack =
         ("torch_custom_op.py", "torch", ["cuda"]),
         ("two_tower.py", "torch", ["cuda"]),
         ("graphsage.py", "torch", ["cuda"]),
+        ("sort_file.py", "torch", ["--device=cuda"]),
+        ("matmul_files.py", "torch", ["--device=cuda"]),
         ("torch_custom_op.py", "torch", ["cpu"]),
         ("decode_loop.py", "torch", ["--compare"]),
         ("numba_kernel.py", "numba_cuda", []),

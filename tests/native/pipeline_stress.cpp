@@ -296,7 +296,7 @@ void submit_as_kernels(std::mt19937& random) {
   EngineOptions options = options_for(table, memory, random);
   Memory regions;
   options.ports = {regions.port(false, 0, 0, false)};
-  const batch::regions view = options.ports[0].regions;
+  const batch::host_regions view = options.ports[0].regions;
   BatchEngine engine(options);
   engine.kernels_begin();
   std::vector<uint8_t> buffer(table.row_bytes);

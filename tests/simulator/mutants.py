@@ -58,6 +58,7 @@ _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _LEASE = "flashwarp/cache/lease.cuh"
 _ROWS = "flashwarp/kernels/rows.cuh"
+_SAMPLING = "flashwarp/sampling.cuh"
 _TABLE = "flashwarp/kernels/table.cuh"
 _UPDATE = "flashwarp/kernels/update.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
@@ -919,6 +920,33 @@ MUTANTS = {
             "  if (opcode == nvme::kWrite) {\n",
             "a queue pair dies under a prefetch, and nobody is told",
             "prefetch_lost",
+        ),
+        Mutant(
+            "vertex-placed-twice",
+            _SAMPLING,
+            "      if (key == kFree) key = atomic::load_relaxed(&keys[place]);\n",
+            "",
+            "a vertex gets two places if another thread enters it meanwhile",
+            "sampling",
+        ),
+        Mutant(
+            "vertex-of-a-later-slot",
+            _SAMPLING,
+            "    while (slot < before && !atomic::cas_acq_rel(&first[place], before, slot)) {\n"
+            "      before = atomic::load_relaxed(&first[place]);\n"
+            "    }\n",
+            "    if (slot < before) atomic::store_relaxed(&first[place], slot);\n",
+            "the number of a vertex depends on which thread comes last",
+            "sampling",
+        ),
+        Mutant(
+            "entry-drawn-twice",
+            _SAMPLING,
+            "    taken = warp::any(warp::kFullMask, taken);\n",
+            "",
+            "a lane does not know what the other lanes have drawn before",
+            "sampling",
+            width=4,
         ),
         Mutant(
             "window-keeps-slots",

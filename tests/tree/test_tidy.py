@@ -41,7 +41,16 @@ TESTS_BESIDE_ROOMS = {
 ROOMS_TESTED_BY_OTHERS = {"probe"}
 
 # Lowest first: a header includes from its own room and from those below; "" is outside of rooms.
-HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "array": 3, "file": 4, "": 5, "kernels": 6}
+HEADER_RANK = {
+    "base": 0,
+    "nvme": 1,
+    "cache": 2,
+    "array": 3,
+    "batch": 3,
+    "file": 4,
+    "": 5,
+    "kernels": 6,
+}
 
 # The same for the C++ extension. The CPU device stands below the controllers, of which it knows
 # the contract alone.

@@ -35,6 +35,7 @@ BENCHES = {
     "checkpoints": "A history of states written, and restored by hints (Score figures 5 and 6).",
     "workers": "Workers of the engine of batches: dynamic and fixed counts (CAM figures 12, 13).",
     "load": "A checkpoint loaded cold and warm, beside other loaders and the ceilings.",
+    "activations": "GPT-2 whose activations go to host memory and disk (GeminiFS figure 11b).",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""

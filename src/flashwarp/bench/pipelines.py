@@ -46,7 +46,7 @@ def run(
     storages: Annotated[
         str, "Where features, keys and matrices are: memory, page cache and O_DIRECT."
     ] = "memory,page cache,O_DIRECT",
-    ways: Annotated[str, "Ways of pipelines: default, without SMs."] = "default",
+    ways: Annotated[str, "Ways of pipelines: default, without SMs."] = "default,without SMs",
     runs: Annotated[int, "How often each way is measured."] = 3,
     seed: Annotated[int, "Of the rows that are drawn."] = 1,
 ) -> Report:

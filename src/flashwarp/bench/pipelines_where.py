@@ -8,7 +8,9 @@ writes frames itself are measured.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -148,7 +150,7 @@ class _Beside:
         """Tell what computing keeps of its rate beside each way of reading."""
         alone = self._beside(lambda _: None)[0]
         bounce = fw.SoftwareController(data_path="bounce")
-        ways: list[tuple[str, dict[str, Any], Callable[[fw.Array], Callable[[Any], None]]]] = [
+        ways: list[tuple[str, dict[str, Any], Callable[..., Callable[[Any], None]]]] = [
             ("gather by polled commands", {"controller": bounce}, self._gathering),
             ("gather in place", {}, self._gathering),
             *[
@@ -162,8 +164,8 @@ class _Beside:
             with fw.open(
                 memory, "r", np.int32, shape, device=self.bench.device, cache="256 MiB", **settings
             ) as array:
-                read = make(array)
-                computing, rate = self._beside(read)
+                with contextlib.ExitStack() as undo:
+                    computing, rate = self._beside(make(array, undo))
                 path = array.explain().path
             self.bench.add(
                 f"computing beside {name}", alone / computing, "of its rate alone",
@@ -179,18 +181,26 @@ class _Beside:
         self.bench.torch.cuda.synchronize()
         times = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         self.side.wait_stream(torch.cuda.current_stream())
-        times[0].record(self.side)
-        read(ids)
-        times[1].record(self.side)
+
+        def run() -> None:
+            times[0].record(self.side)
+            read(ids)
+            times[1].record(self.side)
+
+        # In a thread of its own: a reader may wait, and must not hold the computation up.
+        reader = threading.Thread(target=run)
+        reader.start()
         times[2].record()
         self.compute(self.products)
         times[3].record()
+        reader.join()
         torch.cuda.synchronize()
         reading = times[0].elapsed_time(times[1]) / 1e3
         nbytes = batches * self.rows * _ROW_BYTES
         return times[2].elapsed_time(times[3]) / 1e3, nbytes / max(reading, 1e-9) / 1e9
 
-    def _gathering(self, array: fw.Array) -> Callable[[Any], None]:
+    def _gathering(self, array: fw.Array, undo: contextlib.ExitStack) -> Callable[[Any], None]:
+        del undo
         torch = self.bench.torch
         outs = [torch.empty((self.rows, _ROW_BYTES // 4), dtype=torch.int32, device="cuda")] * 2
 
@@ -200,11 +210,13 @@ class _Beside:
 
         return read
 
-    def _piping(self, options: dict[str, Any], array: fw.Array) -> Callable[[Any], None]:
+    def _piping(
+        self, options: dict[str, Any], array: fw.Array, undo: contextlib.ExitStack
+    ) -> Callable[[Any], None]:
+        pipeline = undo.enter_context(fw.Pipeline(array, self.rows, stream=self.side, **options))
+
         def read(ids: Any) -> None:
-            # Its own thread of work: the consumer is empty, on the side stream.
-            self.pipeline = fw.Pipeline(array, self.rows, stream=self.side, **options)
-            for _ in self.pipeline.iterate(ids):
+            for _ in pipeline.iterate(ids):
                 pass
 
         return read

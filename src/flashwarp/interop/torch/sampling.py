@@ -279,6 +279,8 @@ class NeighborSampler(Closing):
         except TypeError as error:
             raise IndexDtypeError(f"seeds that are no integers: {error}") from error
         check_plain(seeds=ids)
+        if ids.numel() == 0:
+            ids = ids.to(torch.int64)
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             raise IndexDtypeError(f"seeds of dtype {ids.dtype}: give integers")
         if ids.ndim != 1:
