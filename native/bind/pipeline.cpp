@@ -138,11 +138,11 @@ void bind_pipeline(nb::module_& m) {
              bool copies) {
             new (self) PortOptions();
             self->regions = {{.requests = reinterpret_cast<fw::batch::request*>(requests),
-                             .results = reinterpret_cast<fw::batch::result*>(results),
-                             .lists = reinterpret_cast<int64_t*>(lists),
-                             .all_statuses = reinterpret_cast<uint16_t*>(statuses),
-                             .count = slots,
-                             .rows_max = rows_max}};
+                              .results = reinterpret_cast<fw::batch::result*>(results),
+                              .lists = reinterpret_cast<int64_t*>(lists),
+                              .all_statuses = reinterpret_cast<uint16_t*>(statuses),
+                              .count = slots,
+                              .rows_max = rows_max}};
             self->is_write = is_write;
             self->ring = ring;
             self->chunk_bytes = chunk_bytes;

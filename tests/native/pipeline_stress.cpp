@@ -82,12 +82,12 @@ struct Memory {
 
   PortOptions port(bool is_write, uint64_t chunk_bytes, uint32_t chunks, bool copies) {
     PortOptions port;
-    port.regions = {.requests = static_cast<batch::request*>(requests.address()),
-                    .results = static_cast<batch::result*>(results.address()),
-                    .lists = static_cast<int64_t*>(lists.address()),
-                    .all_statuses = static_cast<uint16_t*>(statuses.address()),
-                    .count = kSlots,
-                    .rows_max = kRowsMax};
+    port.regions = {{.requests = static_cast<batch::request*>(requests.address()),
+                     .results = static_cast<batch::result*>(results.address()),
+                     .lists = static_cast<int64_t*>(lists.address()),
+                     .all_statuses = static_cast<uint16_t*>(statuses.address()),
+                     .count = kSlots,
+                     .rows_max = kRowsMax}};
     port.is_write = is_write;
     if (chunks == 0) return port;
     ring = std::make_unique<HostMemory>(chunk_bytes * chunks, 4096);
