@@ -21,8 +21,10 @@ if _TYPE_CHECKING:
     from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
     from flashwarp.checkpoint.checkpointer import Checkpointer
+    from flashwarp.loading.load import load
     from flashwarp.nvme.drive_model import SSDModel
     from flashwarp.nvme.vfio import VfioController
+    from flashwarp.pipeline.pipeline import Pipeline
     from flashwarp.program.compiling import Kernel, Program, compile, get_include  # noqa: A004
 
 __version__ = "0.1.0"
@@ -36,6 +38,7 @@ __all__ = [
     "Explanation",
     "Future",
     "Kernel",
+    "Pipeline",
     "Policy",
     "Program",
     "SSDModel",
@@ -47,6 +50,7 @@ __all__ = [
     "create",
     "errors",
     "get_include",
+    "load",
     "open",
     "storage",
 ]
@@ -57,12 +61,14 @@ _LATER = {
     "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Explanation": "flashwarp.array.explanation",
     "Kernel": "flashwarp.program.compiling",
+    "Pipeline": "flashwarp.pipeline.pipeline",
     "Program": "flashwarp.program.compiling",
     "SSDModel": "flashwarp.nvme.drive_model",
     "ShareTable": "flashwarp.array.share_table",
     "VfioController": "flashwarp.nvme.vfio",
     "compile": "flashwarp.program.compiling",
     "get_include": "flashwarp.program.compiling",
+    "load": "flashwarp.loading.load",
 }
 
 

@@ -10,9 +10,10 @@ Eager code, `torch.compile` and captures of CUDA graphs may call them. On a GPU 
 order of torch's current stream and wait for nothing; the next call on the array, or
 `Array.check`, raises what went wrong. On the CPU device they raise it themselves.
 
-`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `save`
-and `load` keep state dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of
-a rank's checkpoints on another rank.
+`Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `Loader`
+makes batches of rows, and `NeighborSampler` mini-batches of a graph. `save` and `load` keep state
+dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of a rank's checkpoints
+on another rank.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ except ImportError as _error:
 
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.group import EmbeddingGroup
+from flashwarp.interop.torch.loader import Loader
 from flashwarp.interop.torch.offload import Offloaded, offload
 from flashwarp.interop.torch.operators import gather, scatter
 from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from flashwarp.interop.torch.partners import Partners
+from flashwarp.interop.torch.sampling import NeighborSampler, Sample
 from flashwarp.interop.torch.states import load, save
 from flashwarp.table.checkpoint import restore_table
 from flashwarp.table.making import create_table
@@ -42,9 +45,12 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingGroup",
+    "Loader",
+    "NeighborSampler",
     "Offloaded",
     "Partners",
     "RowWiseAdagrad",
+    "Sample",
     "create_table",
     "gather",
     "load",

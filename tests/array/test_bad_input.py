@@ -32,7 +32,6 @@ from flashwarp.errors import (
     DtypeError,
     FileFormatError,
     FlashwarpError,
-    ForkError,
     IndexDtypeError,
     MissingFileError,
     PathError,
@@ -432,33 +431,6 @@ def test_close_while_others_read(path: Path) -> None:
             thread.join(10)
             assert not thread.is_alive()
         assert [type(error) for error in endings] == [ClosedError] * 2
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_is_told(x: fw.Array) -> None:
-    x[0]
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = b"nothing"
-        try:
-            x[0]
-        except ForkError as error:
-            said = str(error).encode()
-        except BaseException as error:
-            said = repr(error).encode()
-        try:
-            x.close()
-        except BaseException as error:
-            said = b"close: " + repr(error).encode()
-        os.write(writer, said)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    assert b"open it again there" in said
-    assert x[5].tolist() == [5] * 4, "the parent goes on"
 
 
 # Storage that fails while in use.

@@ -150,11 +150,12 @@ def test_failure_while_reading_counters_is_a_row(
         assert table["shape"] == "(6, 4)"
 
 
-def test_table_of_a_parents_array_asks_nothing_of_it(path: Path) -> None:
-    with fw.open(path, device="cpu") as x:
+@pytest.mark.parametrize(("mode", "state"), [("r", "unopened"), ("r+", "of another process")])
+def test_table_of_a_parents_array_asks_nothing_of_it(path: Path, mode: str, state: str) -> None:
+    with fw.open(path, mode, device="cpu") as x:
         child = os.fork()
         if child == 0:
-            os._exit(0 if table_of(x)[""] == "flashwarp.Array, of another process" else 1)
+            os._exit(0 if table_of(x)[""] == f"flashwarp.Array, {state}" else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

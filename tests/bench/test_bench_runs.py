@@ -41,6 +41,7 @@ SMALL = {
     "first_light": {"gib": 1 / 64},
     "calls": {"resident": "1 MiB", "cold": "4 MiB", "runs": 3, "first": True},
     "split": {"rows": 2100, "cache": "4 MiB", "runs": 3},
+    "files": {"size": "2 MiB", "disk": "256 KiB", "warps": "2"},
     "latency": {"size": "4 MiB", "steps": 20},
     "defaults": {"sizes": "1 MB", "memory": "", "runs": 1, "seconds": 0.05},
     "hits": {"size": "1 MiB", "loads": 1 << 12},
@@ -52,8 +53,23 @@ SMALL = {
     "ctc": {"threads": 2, "blocks": 2, "model": "none", "runs": 1},
     "dlrm": {"divide": 1 << 20, "dim": 16, "batch": 4, "steps": 2, "runs": 1},
     "tables": {"size": "1 MiB", "steps": 2, "runs": 1},
+    "pipelines": {
+        "size": "2 MiB",
+        "batch": "256 KiB",
+        "rows": "4 KiB",
+        "dims": "128",
+        "models": "GraphSAGE,GAT",
+        "seeds": 8,
+        "keys": 1 / 16,
+        "side": 64,
+        "storages": "memory,page cache",
+        "steps": 2,
+        "runs": 1,
+    },
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
+    "load": {"size": "4 MB", "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
+    "workers": {"drives": 4, "rows": 64, "mib": 1, "seconds": 0.002},
     "registers": {"arch": "sm_90"},
     "checkpoints": {
         "mib": 3,
@@ -68,7 +84,11 @@ SMALL = {
 }
 """Options for a run of a second."""
 
-NEEDS = {"tables": ["torch"], "ngrams": ["torch", "transformers.models.qwen4_exp"]}
+NEEDS = {
+    "tables": ["torch"],
+    "pipelines": ["torch"],
+    "ngrams": ["torch", "transformers.models.qwen4_exp"],
+}
 
 RATES = re.compile("(GB|rows|k|M|G|G entries)/s")
 

@@ -648,7 +648,7 @@ class Sequence:
         self.call("repr", lambda: repr(value))
 
     def fork(self) -> None:
-        """Fork; the child closes and uses what it has inherited, and opens anew."""
+        """Fork; the child uses and closes what it has inherited, and opens anew."""
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
@@ -674,8 +674,11 @@ class Sequence:
         for held in self.arrays:
             if not held.array.closed:
                 used = self.call("gather, forked", lambda held=held: held.array.gather([0]))
-                if not isinstance(used, _Refused):
+                if not isinstance(used, _Refused) and held.array.writable:
                     return 2
+                # What a writer of the parent has stored may be in its cache alone.
+                if not held.table.writers:
+                    self._check(held, np.array([0]), used)
         for held in self.arrays:
             self.must("close, forked", held.array.close)
         for value in self.caches + [storage for storage, _ in self.storages]:

@@ -24,6 +24,7 @@ SHIM = "import numpy\nif not hasattr(numpy, 'row_stack'):\n    numpy.row_stack =
         ("kernel.py", None, ["cuda"]),
         ("torch_custom_op.py", "torch", ["cuda"]),
         ("two_tower.py", "torch", ["cuda"]),
+        ("graphsage.py", "torch", ["cuda"]),
         ("torch_custom_op.py", "torch", ["cpu"]),
         ("decode_loop.py", "torch", ["--compare"]),
         ("numba_kernel.py", "numba_cuda", []),

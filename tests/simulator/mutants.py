@@ -70,6 +70,7 @@ _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 _MISSES = "flashwarp/cache/miss_list.cuh"
 _BATCH = "flashwarp/nvme/batch.cuh"
 _FILLS = "flashwarp/cache/batch_fills.cuh"
+_FILE = "flashwarp/file/file_view.cuh"
 
 _LAND = """\
   if (opcode == nvme::kRead) {
@@ -1454,6 +1455,45 @@ MUTANTS = {
             "",
             "a line whose command found no room is waited for, and never comes",
             "split",
+        ),
+        Mutant(
+            "append-in-two-steps",
+            _FILE,
+            "    if (atomic::cas_acq_rel(&f.state->size, size, size + nbytes)) "
+            "return int64_t(size);\n",
+            "    atomic::store_relaxed(&f.state->size, size + nbytes);\n"
+            "    return int64_t(size);\n",
+            "two appends get the same place",
+            "files",
+        ),
+        Mutant(
+            "sync-past-a-begun-write",
+            _ASYNC,
+            "pending && (in_flight || (dirty && !taken));",
+            "pending && in_flight;",
+            "a sync returns while a write-back that another warp began is in flight",
+            "files",
+        ),
+        Mutant(
+            "sync-of-one-lane",
+            _FILE,
+            "status_of_all(mask, wait_clean(c, v, mask, s))",
+            "wait_clean(c, v, mask, s)",
+            "lanes have different answers, and meet at different places",
+            "files",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "share-by-another-mask",
+            _FILE,
+            "base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, mask, s)",
+            "base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, active_on(f.bytes.volume),"
+            " s)",
+            "a lane returns before another one has written its share back",
+            "files",
+            "sc",
+            4,
         ),
     )
 }

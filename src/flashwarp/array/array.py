@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -62,7 +65,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _opening = threading.RLock()
-"""One pickled array opens at a time."""
+"""One pickled or inherited array opens at a time."""
+
+_of_parent: list[Attachment] = []
+"""What arrays of a forked child were attached to: it stays, because its end is the parent's."""
 
 
 # Parameters that a call reads, and for which a caller may give another `Array`.
@@ -137,12 +143,13 @@ class Array(endings.Closing):
     moved: it runs in the order of the stream, and the next call or `close` raises its errors.
     Kernels check indices that are on a GPU. Several Python threads may use one
     array; their calls take turns. If an index repeats in a store, `scatter` keeps one of the values
-    and ``x[...] = v`` the last one. A forked child must open its own array.
+    and ``x[...] = v`` the last one.
 
     If an array is open when the interpreter ends, it is flushed and closed then. A read-only array
     that was opened from a path can be pickled: the other process opens the path again, with the
     same settings, when it first uses the array. Copying any array, or pickling another one, raises
-    CopyError.
+    CopyError. A forked child opens such an array again, too, if it is on the CPU device; there,
+    calls of any other inherited array raise ForkError.
 
     ``x[key]`` and ``x[key] = value`` do what numpy does with an array in memory, or raise. Arrays
     are compared by identity: ``x == y`` is ``x is y``, as for a file; compare ``x[...]``. Functions
@@ -168,6 +175,7 @@ class Array(endings.Closing):
         self._why = why
         self._recipe = recipe
         self._changes = 0
+        self._holder = ""  # who has the storage, see `_hand_over`
         self._handle = handles.new(self)
 
     # Properties.
@@ -504,14 +512,7 @@ class Array(endings.Closing):
     @_locked
     def _prefetch(self, idx_or_slice: object, stream: object) -> None:
         self._need_axis()
-        operands = self._operands_of(stream)
-        chosen: range | Index
-        if isinstance(idx_or_slice, slice):
-            rows = rows_of_slice(idx_or_slice, self.shape[0])
-            in_order = rows.step == 1 or len(rows) < 2
-            chosen = rows if in_order else operands.index(host_index(rows))
-        else:
-            chosen = operands.index(idx_or_slice)
+        chosen = self._choose(idx_or_slice, stream)
         if not len(chosen) or not self._format.row_bytes:
             return
         run = self._join("prefetch", chosen, None, stream)
@@ -833,6 +834,32 @@ class Array(endings.Closing):
         endings.uninterrupted(self._open)
         return getattr(self, name)
 
+    def _leave_to_parent(self) -> None:
+        """Open anew on first use, in a forked child."""
+        attachment: Attachment | None = self.__dict__.get("_attachment")
+        if attachment is None or attachment.closed or self._not_in_child(attachment):
+            return
+        assert self._recipe is not None
+        _of_parent.append(attachment)
+        del self._attachment
+        self._recipe = _Inherited(self._recipe.of(self.shape, self.dtype))
+
+    def _not_in_child(self, attachment: Attachment) -> str:
+        """Return why a forked child cannot open the array by itself, and what to do; or nothing."""
+        if attachment.writable:
+            return (
+                "for storing, and two processes must not store to one file: flush it, and open it "
+                "there with mode='r'"
+            )
+        if attachment.device.kind != "cpu":
+            return (
+                "on a GPU, which a forked child cannot use: start children with 'spawn', or open "
+                "it with device='cpu' for them"
+            )
+        if self._recipe is None:
+            return "from a storage, which belongs to that process: open it there from a path"
+        return ""
+
     def _open(self) -> None:
         with _opening:
             if "_attachment" in self.__dict__:
@@ -864,8 +891,8 @@ class Array(endings.Closing):
             raise ClosedError(f"the array {self._place} is closed")
         if self._attachment.in_child:
             raise ForkError(
-                f"the array was opened by process {self._attachment.opened_by}; its threads do not "
-                "exist in a forked child: open it again there, or start children with 'spawn'"
+                f"the array was opened by process {self._attachment.opened_by} "
+                f"{self._not_in_child(self._attachment)}"
             )
 
     def _begin(self) -> None:
@@ -887,10 +914,29 @@ class Array(endings.Closing):
             If rows may have been read in place while they were written.
         DataPathError
             If only the in-place path is allowed.
+        ArgumentError
+            If the array was handed over.
         """
+        if self._holder:
+            raise ArgumentError(
+                f"the array {self._place} belongs to {self._holder} now: use that, or close it "
+                "first"
+            )
         stale = endings.holding([self.cache.turn], self._leave_old_lines)
         if stale is not None:
             raise stale
+
+    def _hand_over(self, holder: str) -> None:
+        """Give the storage to one who moves rows past the cache; other calls are refused.
+
+        All calls compare `_changes` with the service's, so they cost nothing more.
+        """
+        self._after_calls(lambda: self._attachment.drop_lines(drop_dirty=False))
+        self._holder, self._changes = holder, -1
+
+    def _take_back(self) -> None:
+        """End `_hand_over`: the next call begins without old lines."""
+        self._holder = ""
 
     def _leave_old_lines(self) -> StorageError | None:
         service = self.controller
@@ -917,14 +963,40 @@ class Array(endings.Closing):
 
     # Launches.
 
-    def _move(self, verb: Verb, chosen: range | Index, rows: Rows, stream: object = None) -> None:
+    def _move(
+        self,
+        verb: Verb,
+        chosen: range | Index,
+        rows: Rows,
+        stream: object = None,
+        warps: int | None = None,
+    ) -> None:
         """Copy chosen rows; those of a range lie back to back."""
         if not len(chosen) or not self._format.row_bytes:
             return
         run = self._join(verb, chosen, rows, stream)
-        self._attachment.launcher.move(verb, chosen, rows.address, run)
+        self._attachment.launcher.move(verb, chosen, rows.address, run, warps=warps)
         self._lend(chosen, rows, run, stream)
         self._finish(verb, run, stream)
+
+    def _choose(self, idx_or_slice: object, stream: object) -> range | Index:
+        """Check which rows a call is about, and place their numbers where kernels read them."""
+        operands = self._operands_of(stream)
+        if not isinstance(idx_or_slice, slice):
+            return operands.index(idx_or_slice)
+        rows = rows_of_slice(idx_or_slice, self.shape[0])
+        if rows.step == 1 or len(rows) < 2:
+            return rows
+        return operands.index(host_index(rows))
+
+    _place_ids = _locked(_choose)
+
+    @_locked
+    def _queue(
+        self, verb: Verb, chosen: range | Index, rows: Rows, stream: object, warps: int | None
+    ) -> None:
+        """Queue the copying of chosen rows on a stream, by at most so many warps."""
+        self._move(verb, chosen, rows, stream, warps)
 
     def _operands_of(self, stream: object) -> Operands:
         """Return what copies the host operands of a call, perhaps on a stream of the caller's."""
@@ -1004,3 +1076,32 @@ def _unopened(recipe: Recipe, format: RowFormat) -> Array:  # noqa: A002
     array = Array.__new__(Array)
     array.__dict__.update(_recipe=recipe, _format=format)
     return array
+
+
+@dataclass(frozen=True)
+class _Inherited:
+    """How a forked child opens an array of its parent: as if it had come by a pickle."""
+
+    recipe: Recipe
+
+    def open(self) -> Array:
+        try:
+            own: Recipe = pickle.loads(pickle.dumps(self.recipe))
+        except Exception as error:
+            raise ForkError(
+                f"this forked child cannot open the array by itself: {error}; open it there"
+            ) from error
+        return own.open()
+
+    def of(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Recipe:
+        return self.recipe.of(shape, dtype)
+
+
+def _after_fork() -> None:
+    global _opening
+    _opening = threading.RLock()  # another thread of the parent may have held it
+    for array in handles.arrays():
+        array._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)

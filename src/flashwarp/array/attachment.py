@@ -89,6 +89,7 @@ class Attachment(endings.NotCopied):
         release_storage: Callable[[], None] = lambda: None,
     ) -> None:
         self.storage = storage
+        self.controller = controller
         self.writable = writable
         self.closed = False
         self.device = cache.device  # a cache may change its device between arrays
@@ -199,6 +200,11 @@ class Attachment(endings.NotCopied):
         """Note that there is work on a stream of the caller's."""
         self._streams.add(stream)
         self.cache.streams.add(stream)
+
+    def forget_stream(self, stream: int) -> None:
+        """Forget a stream of ours that is done and about to be destroyed."""
+        self._streams.discard(stream)
+        self.cache.streams.discard(stream)
 
     def raise_noted(self) -> None:
         """Raise what earlier calls on streams, and replays, have noted so far. Does not wait."""

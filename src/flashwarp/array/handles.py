@@ -12,7 +12,7 @@ from typing import Any
 
 from flashwarp.errors import ClosedError
 
-__all__ = ["array_of", "new", "point_to"]
+__all__ = ["array_of", "arrays", "new", "point_to"]
 
 _numbers = itertools.count(1)
 _arrays: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -36,3 +36,8 @@ def array_of(handle: str) -> Any:
         return _arrays[handle]
     except KeyError:
         raise ClosedError(f"{handle!r} does not exist any more, or is of another process") from None
+
+
+def arrays() -> list[Any]:
+    """Return all arrays that exist and were opened, each once."""
+    return list({id(array): array for array in _arrays.values()}.values())

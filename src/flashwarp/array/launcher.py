@@ -228,21 +228,25 @@ class Launcher:
         launch = self._prepared_launch(name, warps, len(params))
         return launch, params, warps < self._warps_at_once
 
-    def _plan(self, verb: str, count: int, buffer: int) -> tuple[str, int, int, Deferred]:
+    def _plan(
+        self, verb: str, count: int, buffer: int, most: int | None = None
+    ) -> tuple[str, int, int, Deferred]:
         """Choose the kernel for rows by index, its warps, their batch, and what it defers."""
         row = self.format.row_bytes
         width = None if verb == "prefetch" else element_bytes(row, buffer)
         if width is None:
-            return self._plan_segments(verb, count * self._segments)
+            return self._plan_segments(verb, count * self._segments, most)
         items = count * (row // width)
-        warps = self._warps(items)
+        warps = _at_most(most, self._warps(items))
         deferred = self._deferral.of(items, warps, 32, elements=True)
         return f"{verb}_elements_{width}", warps, 1, deferred
 
-    def _plan_segments(self, verb: str, segments: int) -> tuple[str, int, int, Deferred]:
+    def _plan_segments(
+        self, verb: str, segments: int, most: int | None = None
+    ) -> tuple[str, int, int, Deferred]:
         """Choose as `_plan` does, for a kernel whose warps take lines of rows in batches."""
         batch = self._batch_of(segments)
-        warps = self._warps(segments, batch)
+        warps = _at_most(most, self._warps(segments, batch))
         return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)
 
     def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
@@ -301,8 +305,12 @@ class Launcher:
         stream: int | None = None,
         end: End | None = None,
         counting: Counting | None = None,
+        warps: int | None = None,
     ) -> None:
-        """Launch the copying of chosen rows; those of a range lie back to back."""
+        """Launch the copying of chosen rows; those of a range lie back to back.
+
+        At most `warps` warps copy; default: warps for all rows.
+        """
         self.moved.add(len(chosen))
         if self.watchers:
             self._show_rows(chosen, counting)
@@ -312,7 +320,7 @@ class Launcher:
             self.volume.cache.device.clear(strays, 4, stream)
             params = self._row_params(chosen, 0, 1, strays)
             self._start("check_indices", params, self._warps(len(chosen)), stream)
-        self._start_rows(verb, chosen, buffer, stream, None, strays, end, counting)
+        self._start_rows(verb, chosen, buffer, stream, warps, strays, end, counting)
 
     def prefetch(
         self, chosen: range | Index, stream: int | None = None, warps: int | None = None
@@ -378,11 +386,12 @@ class Launcher:
     ) -> None:
         """Launch the kernel that moves rows, and waits for those that are not in the cache."""
         if isinstance(chosen, range):
-            name, useful, batch, deferred = self._plan_segments(verb, self._lines(chosen))
+            plan = self._plan_segments(verb, self._lines(chosen), warps)
         else:
-            name, useful, batch, deferred = self._plan(verb, len(chosen), buffer)
+            plan = self._plan(verb, len(chosen), buffer, warps)
+        name, useful, batch, deferred = plan
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
-        self._start(name, params, useful if warps is None else warps, stream, end=end)
+        self._start(name, params, useful, stream, end=end)
 
     def _submit(
         self,
@@ -484,10 +493,10 @@ class Launcher:
         useful = self._warps(volume.cache.lines) if warps is None else warps
         self._start(name, bytes(params), useful, stream, served=served)
 
-    def drop_tier(self, *, drop: int = 0, served: bool = True) -> None:
+    def drop_tier(self, *, drop: int = 0, served: bool = True, stream: int | None = None) -> None:
         """Launch the dropping of the array's lines in the host tier; none may be in a frame."""
         warps = self._warps(self.volume.cache.host_lines)
-        self.maintain("drop_tier", warps=warps, drop=drop, served=served)
+        self.maintain("drop_tier", warps=warps, drop=drop, served=served, stream=stream)
 
     def forget_lines(self, drop: int) -> None:
         """Launch the dropping of the array's lines. Its service has stopped."""
@@ -562,6 +571,10 @@ class Launcher:
         self._uses = None
         if self._strays is not None:
             self._strays.close()
+
+
+def _at_most(most: int | None, useful: int) -> int:
+    return useful if most is None else min(useful, most)
 
 
 def _lines_between(begin: int, end: int, line_bytes: int) -> int:

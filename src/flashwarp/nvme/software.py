@@ -32,7 +32,7 @@ from flashwarp.storage.file import Mapping
 if TYPE_CHECKING:
     from flashwarp.nvme.drive_model import SSDModel
 
-__all__ = ["PAGE_BYTES", "SoftwareController", "SoftwareService", "choose_path"]
+__all__ = ["PAGE_BYTES", "PIECE_BYTES", "SoftwareController", "SoftwareService", "choose_path"]
 
 _log = logging.getLogger(__name__)
 
@@ -191,9 +191,9 @@ def _parts_of(storage: Storage, device: Device) -> list[MappedPart]:
 # The longest load of a GPU thread, and so the strictest alignment.
 _LOAD_BYTES_MAX = 16
 
-# If a device refuses one registration of a file's pages, it may accept them in pieces. A multiple
-# of all page sizes.
-_PIECE_BYTES = 1 << 30
+PIECE_BYTES = 1 << 30
+"""If a device refuses one registration of a file's pages, it may accept them in pieces of this
+size, a multiple of all page sizes."""
 
 
 def register(storage: Storage, device: Device) -> Iterator[Registration]:
@@ -214,11 +214,11 @@ def register(storage: Storage, device: Device) -> Iterator[Registration]:
         # it began outside of a registered range and ended inside.
         yield device.register_host(held.address, held.nbytes, read_only)
     except DeviceError:
-        if isinstance(held, Mapping) and held.nbytes > _PIECE_BYTES:
+        if isinstance(held, Mapping) and held.nbytes > PIECE_BYTES:
             # Of the caller's own memory other libraries may copy parts, which must not lie in two
             # registrations. Of our mapping they know nothing.
-            for begin in range(0, held.nbytes, _PIECE_BYTES):
-                nbytes = min(_PIECE_BYTES, held.nbytes - begin)
+            for begin in range(0, held.nbytes, PIECE_BYTES):
+                nbytes = min(PIECE_BYTES, held.nbytes - begin)
                 yield device.register_host(held.address + begin, nbytes, read_only)
         elif isinstance(held, Memory) and read_only and held.array.flags.writeable:
             # Some devices register no read-only memory. This memory could be written.

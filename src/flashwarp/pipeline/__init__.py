@@ -1,1 +1,1 @@
-"""Batches of rows that move beside the work of a device."""
+"""Pipelines: batches of rows that arrive while the device computes (CAM)."""

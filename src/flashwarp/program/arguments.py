@@ -30,9 +30,10 @@ from flashwarp.errors import (
     DtypeError,
     ReadOnlyError,
 )
+from flashwarp.file.kernel_file import KernelFile
 from flashwarp.pipeline.device_calls import DeviceCalls
 
-__all__ = ["Launch", "Param", "parse_signature"]
+__all__ = ["Launch", "Param", "arrays_of", "parse_signature"]
 
 
 class Launch:
@@ -115,6 +116,8 @@ class Param:
             return _ArrayParam(place, nbytes, to.type, element_bytes, to.constant, to.rank)
         if to is not None:
             return _PointerParam(place, nbytes, to.type, element_bytes, to.constant)
+        if text == "fw::file":
+            return _FileParam(place, nbytes)
         if text in spelling.NUMBERS:
             return _NumberParam(place, nbytes, np.dtype(spelling.NUMBERS[text]))
         return _BytesParam(place, nbytes)
@@ -163,6 +166,8 @@ class _ArrayParam(Param):
                 f"{self.place} takes a flashwarp.Array, not {type(argument).__name__}"
             )
         if argument.device is not launch.device:
+            # In a forked child, the kernel is of a device of the parent, with the same name.
+            launch.device._check_usable()
             raise ArgumentError(
                 f"{self.place}: the array is on {argument.device.name}, the kernel on "
                 f"{launch.device.name}: open the array with device= this one"
@@ -219,6 +224,38 @@ class _PipelineParam(Param):
                 "here: the headers that it was compiled with are not this version's"
             )
         return handle
+
+
+@dataclass(frozen=True)
+class _FileParam(Param):
+    def pack(self, argument: object, launch: Launch) -> bytes:
+        if not isinstance(argument, KernelFile):
+            raise ArgumentError(
+                f"{self.place} takes a file for kernels, not {type(argument).__name__}"
+            )
+        if argument.array.device is not launch.device:
+            raise ArgumentError(
+                f"{self.place}: the file is on {argument.array.device.name}, the kernel on "
+                f"{launch.device.name}: open the file with device= this one"
+            )
+        handle = argument.pack()
+        if len(handle) != self.nbytes:
+            raise DeviceError(
+                f"{self.place} has {self.nbytes} bytes in the compiled code and {len(handle)} "
+                "here: the headers that it was compiled with are not this version's"
+            )
+        return handle
+
+
+def arrays_of(arguments: Sequence[object]) -> list[Array]:
+    """Return the arrays among the arguments of a launch, and those behind files."""
+    found: list[Array] = []
+    for argument in arguments:
+        if isinstance(argument, Array):
+            found.append(argument)
+        elif isinstance(argument, KernelFile):
+            found.append(argument.array)
+    return found
 
 
 _ADDRESS = struct.Struct("<Q")

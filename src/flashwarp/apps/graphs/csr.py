@@ -164,6 +164,10 @@ class CsrGraph:
         """Open the lists as an array; options are those of `flashwarp.open`."""
         return open_array(self.neighbours_path, **options)
 
+    def list_offsets(self, **options: Any) -> Array:
+        """Open the offsets as an array, for kernels; options are those of `flashwarp.open`."""
+        return open_array(self.folder / OFFSETS, **options)
+
     def weights(self, **options: Any) -> Array:
         """Open the weights as an array; options are those of `flashwarp.open`."""
         if not self.weighted:

@@ -1,0 +1,86 @@
+"""The buffers of a pipeline, in device memory, which its batches use in turn."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from flashwarp.array.array import Array
+from flashwarp.device import DeviceArray, DeviceMemory
+
+__all__ = ["Buffer", "Buffers"]
+
+
+class Buffer(NamedTuple):
+    """Where one batch goes."""
+
+    rows: Any
+    """The array of its rows, of the library of its ids."""
+    address: int
+    library: str
+
+
+class Buffers:
+    """So many buffers of so many rows, for each library whose ids have been seen.
+
+    Parameters
+    ----------
+    array : Array
+        Whose rows they hold.
+    batch_rows, count : int
+    """
+
+    def __init__(self, array: Array, batch_rows: int, count: int) -> None:
+        self._array = array
+        self._shape = (batch_rows, *array.shape[1:])
+        self._count = count
+        self._turn = 0
+        self._of: dict[str, list[tuple[Any, int]]] = {}
+        self.library = "numpy"
+        """The library of the last batch."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one buffer."""
+        return self._shape[0] * self._array._format.row_bytes
+
+    def take(self, library: str, rows: int) -> Buffer:
+        """Return the next buffer, cut to so many rows; `keep` makes the one after it the next."""
+        pool = self._of.get(library)
+        if pool is None:
+            pool = self._of[library] = [self._make(library) for _ in range(self._count)]
+        whole, address = pool[self._turn % self._count]
+        self.library = library
+        if isinstance(whole, DeviceArray):
+            return Buffer(self._cut(whole, rows), address, library)
+        return Buffer(whole[:rows], address, library)
+
+    def keep(self) -> None:
+        """Go on: the buffer that was taken is in use."""
+        self._turn += 1
+
+    def _make(self, library: str) -> tuple[Any, int]:
+        device = self._array.device
+        made: Any
+        if device.kind == "cuda" and library == "numpy":
+            made = device.empty_array(self._shape, self._array.dtype)
+        else:
+            made = device.empty_like_library(library, self._shape, self._array.dtype)
+        return made, device.view(made).address if self.nbytes else 0
+
+    def _cut(self, whole: DeviceArray, rows: int) -> DeviceArray:
+        """Return the first rows; closing them frees nothing."""
+        shape = (rows, *self._shape[1:])
+        memory = whole._memory if rows else None
+        return DeviceArray(memory, shape, whole.dtype, whole.device, _keep_memory)
+
+    def close(self) -> None:
+        """Free what no other library owns. No batch may be in flight."""
+        for pool in self._of.values():
+            for whole, _ in pool:
+                if isinstance(whole, DeviceArray):
+                    whole.close()
+        self._of.clear()
+
+
+def _keep_memory(memory: DeviceMemory) -> None:
+    del memory

@@ -1,0 +1,217 @@
+"""The way of rows that a GPU reads in place: warps for small rows, copy engines for long pieces.
+
+A copy engine moves long pieces at the speed of the link and needs no multiprocessor, but somebody
+on the host must know the rows. So sequences, and rows of 64 KiB whose ids are on the host, go by
+batched copies. Warps pull what is left: `PullWay`.
+"""
+
+# The methods are documented once, by `Way`.
+# ruff: noqa: D102
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import endings
+from flashwarp._jit.driver import End
+from flashwarp.array.array import Array
+from flashwarp.array.operands import Index, host_index, is_foreign
+from flashwarp.array.rows import host_indices
+from flashwarp.array.selection import rows_of_slice
+from flashwarp.device import CudaDevice, OwnedStream
+from flashwarp.errors import CaptureError
+from flashwarp.nvme.software import PIECE_BYTES, SoftwareService
+from flashwarp.pipeline.buffers import Buffer
+from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.ticket import Ticket
+from flashwarp.pipeline.ways import PullWay
+from flashwarp.storage import File, Memory
+
+__all__ = ["CopyWay", "why_no_copies"]
+
+# A batched copy of pieces of 64 KiB fills the link; one of 16 KiB reaches half of it.
+_PIECE_BYTES_MIN = 64 << 10
+
+Pieces = list[tuple[int, int, int]]
+
+
+def why_no_copies(array: Array) -> str:
+    """Say why copy engines cannot read an array's storage; empty if they can."""
+    service, storage = array.controller, array._attachment.storage
+    if service.path != "in_place" or not isinstance(service, SoftwareService):
+        return "the rows are not in memory that the GPU reads"
+    if not isinstance(storage, Memory | File):
+        return "the rows lie in several storages"
+    if service.leased:
+        # Warps look at the lease's epoch. A copy that is under way would not notice a writer.
+        return "a lease guards the file, which another process may open for writing"
+    if service.model is not None:
+        return "a drive is modelled"
+    return ""
+
+
+class CopyWay(PullWay):
+    """Copies of long pieces on streams of their own, one for each direction; warps for the rest."""
+
+    def __init__(self, array: Array, sms: int | None, timeout_s: float) -> None:
+        super().__init__(array, sms, timeout_s)
+        assert isinstance(array.device, CudaDevice)
+        self._context = array.device.context
+        self._out: OwnedStream = array.device.create_stream()
+        storage = array._attachment.storage
+        self._base = int(storage.native.mapped_base)  # type: ignore[attr-defined]
+        # A file's pages may be registered in pieces, and no copy may cross from one into the next.
+        mapping = storage.mapping if isinstance(storage, File) else None
+        self._cut_from = None if mapping is None else mapping.address
+        self._written = False
+
+    def place(self, ids: object) -> tuple[range | Index, str]:
+        long_rows = self.array._format.row_bytes >= _PIECE_BYTES_MIN
+        if isinstance(ids, range | slice) or (long_rows and not on_gpu(ids)):
+            return host_rows(self.array, ids)
+        return super().place(ids)
+
+    def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
+        if self._written:
+            # What was written before is read.
+            self._device.order(self._out.handle, self._side.handle)
+            self._written = False
+        if not _by_copies(chosen):
+            super().read(chosen, buffer, stream, ticket)
+            return
+        self._begin(stream, self._side)
+        pieces = [(buffer.address + at, row, nbytes) for row, at, nbytes in self._pieces(chosen)]
+        self._copy(pieces, self._side, ticket)
+
+    def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
+        if not _by_copies(chosen):
+            # In the order of other writes, by whichever way.
+            self._device.order(self._out.handle, self._side.handle)
+            super().write(chosen, rows, stream, ticket)
+            self._device.order(self._side.handle, self._out.handle)
+            return
+        source = self.array._attachment.operands.source(rows, chosen)
+        ticket.operands = (ticket.operands, source)
+        self._begin(stream, self._out)
+        pieces = [(row, source.address + at, nbytes) for row, at, nbytes in self._pieces(chosen)]
+        self._copy(pieces, self._out, ticket)
+        _maintain(self.array, ("invalidate_lines", "drop_tier"), self._out)
+        ticket.end.record(self._out)
+        self._written = True
+
+    def _begin(self, stream: int, own: OwnedStream) -> None:
+        """Let copies come after the caller's work so far, and after the write-back of lines."""
+        if self._device.capture(stream) is not None:
+            raise CaptureError(
+                "copies by copy engines cannot become part of a CUDA graph, because the host "
+                "chooses their pieces: give the ids as an array on the GPU, and warps pull the rows"
+            )
+        self._device.order(stream, own.handle)
+        if self.array.writable:
+            _maintain(self.array, ("flush_lines",), own)
+
+    def _copy(self, pieces: Pieces, own: OwnedStream, ticket: Ticket) -> None:
+        event = self._take_event()
+        if pieces:
+            mark = self._take_event()
+            # The entry says nothing that the event does not.
+            end = End(event.handle, [], None)
+            self._context.copy_and_append((), mark.handle, pieces, 0, end, own.handle)
+            self._free.append(mark)
+        else:
+            event.record(own)
+        ticket.end = event
+        ticket.way = "copies"
+
+    def _pieces(self, chosen: range | Index) -> Iterator[tuple[int, int, int]]:
+        """Yield the address of each piece in the storage, its place in the batch, and its bytes."""
+        row_bytes = self.array._format.row_bytes
+        if isinstance(chosen, range):
+            runs = [(chosen.start, 0, len(chosen))]
+        else:
+            runs = _runs(np.asarray(chosen.owner))
+        for first, place, count in runs:
+            address, at, left = self._base + first * row_bytes, place * row_bytes, count * row_bytes
+            while left:
+                size = min(left, PIECE_BYTES)
+                if self._cut_from is not None:
+                    size = min(size, PIECE_BYTES - (address - self._cut_from) % PIECE_BYTES)
+                yield address, at, size
+                address, at, left = address + size, at + size, left - size
+
+    def explain(self) -> PipelineExplanation:
+        pulled = super().explain()
+        return PipelineExplanation(
+            pulled.way,
+            f"{pulled.reason}; copy engines move sequences, and rows of "
+            f"{_PIECE_BYTES_MIN >> 10} KiB and more whose ids are on the host",
+            pulled.multiprocessors,
+            0,
+            pulled.array,
+        )
+
+    def close(self) -> None:
+        if not self.array.closed:
+            self._device.synchronize(self._out, self._timeout_s)
+        super().close()
+        self.array._attachment.forget_stream(self._out.handle)
+        self._out.close()
+
+
+def on_gpu(ids: object) -> bool:
+    """Return whether ids are an array in a GPU's memory."""
+    if not is_foreign(ids):
+        return False
+    if hasattr(ids, "__cuda_array_interface__"):
+        return True
+    return int(ids.__dlpack_device__()[0]) in (2, 13)  # type: ignore[attr-defined]
+
+
+def host_rows(array: Array, ids: object) -> tuple[range | Index, str]:
+    """Check ids that the host knows: a range of rows, or a list of them that stays on the host."""
+    length = len(array)
+    if isinstance(ids, slice):
+        ids = rows_of_slice(ids, length)
+    if isinstance(ids, range):
+        if (ids.step == 1 or len(ids) < 2) and (not ids or (ids.start >= 0 and ids[-1] < length)):
+            return range(ids.start, ids.start + len(ids)), ""
+        ids = host_index(ids)
+    library = "numpy"
+    if is_foreign(ids):
+        library = array.device.view(ids).library
+        ids = np.from_dlpack(ids)  # type: ignore[arg-type]
+    host = np.ascontiguousarray(host_indices(ids, length))
+    return Index(host.ctypes.data, host.shape, 8, library, host), library
+
+
+def _by_copies(chosen: range | Index) -> bool:
+    """Return whether the host knows the rows; a list that was copied to the GPU is for warps."""
+    return isinstance(chosen, range) or (chosen.checked and chosen.held is None)
+
+
+def _runs(ids: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Merge neighbours: the first row of each run, its place in the batch, and how many rows."""
+    if not ids.size:
+        return []
+    begins = np.flatnonzero(np.diff(ids, prepend=ids[0] - 2) != 1)
+    counts = np.diff(begins, append=ids.size)
+    return list(zip(ids[begins].tolist(), begins.tolist(), counts.tolist(), strict=True))
+
+
+def _maintain(array: Array, kernels: tuple[str, ...], stream: OwnedStream) -> None:
+    """Queue kernels over the array's lines on a stream of ours."""
+    endings.holding((array.cache.turn,), partial(_maintain_in_turn, array, kernels, stream.handle))
+
+
+def _maintain_in_turn(array: Array, kernels: tuple[str, ...], stream: int) -> None:
+    attachment = array._attachment
+    attachment.join(stream)
+    array.device.order(None, stream)
+    for name in kernels:
+        if name != "drop_tier":
+            attachment.launcher.maintain(name, stream=stream)
+        elif attachment.launcher.volume.in_host_tier:
+            attachment.launcher.drop_tier(stream=stream)

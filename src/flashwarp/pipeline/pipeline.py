@@ -1,0 +1,411 @@
+"""`Pipeline`: batches of rows arrive in device memory while the device computes.
+
+Batches pass in the order of their calls. On a GPU nothing here waits: each call queues work on a
+stream of the pipeline's own and orders it with the caller's stream by events.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flashwarp import endings
+from flashwarp.array.array import Array
+from flashwarp.array.operands import Index
+from flashwarp.config import integer
+from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    DataPathError,
+    FlashwarpError,
+    ForkError,
+    ReadOnlyError,
+)
+from flashwarp.pipeline.buffers import Buffers
+from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
+from flashwarp.pipeline.ring import RingWay, why_no_ring
+from flashwarp.pipeline.ticket import Ticket
+from flashwarp.pipeline.ways import CpuWay, PullWay, Way
+
+__all__ = ["Pipeline"]
+
+_DEPTH_MAX = 1024
+_ROWS_MAX = 1 << 40
+_SMS_MAX = 1024
+
+
+class Pipeline(endings.Closing):
+    """Batches of rows that arrive in device memory while the device computes.
+
+    `prefetch` starts a batch and returns at once; `synchronize` gives the oldest one to the
+    caller's stream. Between the two the device computes. Row i of a batch is the one that its i-th
+    id names.
+
+    Parameters
+    ----------
+    array : Array
+        Whose rows are read, and written by `write_back`. It stays open while the pipeline is.
+    batch_rows : int
+        The most rows of a batch.
+    depth : int
+        Batches that may be in flight: prefetched and not yet synchronized. The pipeline allocates
+        ``depth + 1`` buffers of `batch_rows` rows in device memory, at the first `prefetch`.
+    stream : optional
+        The caller's stream on a GPU, in any form. Default: the current stream of the library of the
+        ids, at each call.
+    sms : int, optional
+        The most multiprocessors that move rows beside the caller's kernels. 0: host threads and
+        copy engines move them. Default: 8, which fill the link, if the GPU reads the rows in place,
+        and else 0.
+    workers : int or (int, int), optional
+        Host threads, or their limits, between which they follow the load. Default: a quarter to a
+        half of the storage's controllers, or of the cores if there is one.
+    timeout_s : float
+        The time limit of a batch and of what waits: `synchronize` on the CPU device, and `close`.
+
+    Raises
+    ------
+    ArgumentError
+        For an array without axes, and numbers out of their limits.
+    DataPathError
+        If `sms` is 0 and host threads cannot move the rows.
+
+    Notes
+    -----
+    The buffer that `synchronize` returns belongs to the caller until the next `synchronize`. Then
+    the pipeline fills it again, after all work that the caller's stream had at that moment. If
+    another stream uses a buffer, let the caller's stream wait for that one first.
+
+    On a GPU a batch reads what the array holds when its turn comes: stores that the caller's stream
+    has queued before `prefetch` are seen. Ids on a GPU are not copied to the host, and the call can
+    be captured into a CUDA graph if multiprocessors move the rows.
+
+    Host threads read and write rows past the array's cache. If the array is writable and host
+    threads move its rows, it is the pipeline's until the pipeline is closed: other calls on the
+    array are refused. Do not write rows of batches that are in flight.
+
+    Serialise the calls of a pipeline: one thread at a time.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> with fw.create("rows.npy", "float32", (1000, 64), device="cpu") as x:
+    ...     x[:] = np.arange(1000, dtype="float32")[:, None]
+    ...     batches = [np.array([7, 3]), np.array([999])]
+    ...     with fw.Pipeline(x, batch_rows=2) as pipeline:
+    ...         for rows, ids in pipeline.iterate(batches):
+    ...             print(ids.tolist(), rows[:, 0].tolist())
+    [7, 3] [7.0, 3.0]
+    [999] [999.0]
+    """
+
+    def __init__(
+        self,
+        array: Array,
+        batch_rows: int,
+        depth: int = 2,
+        stream: object = None,
+        *,
+        sms: int | None = None,
+        workers: int | tuple[int, int] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        if not isinstance(array, Array):
+            raise ArgumentError(f"a pipeline reads a flashwarp.Array, not {type(array).__name__}")
+        if not array.shape:
+            raise ArgumentError("a pipeline moves rows, and an array without axes has none")
+        array._check_usable()
+        self.array = array
+        self.batch_rows = integer("batch_rows", batch_rows, 1, _ROWS_MAX)
+        self.depth = integer("depth", depth, 1, _DEPTH_MAX)
+        self._pid = os.getpid()
+        self._closed = False
+        self._stream = stream
+        self._buffers = Buffers(array, self.batch_rows, self.depth + 1)
+        self._reads: deque[Ticket] = deque()
+        self._writes: deque[Ticket] = deque()
+        self.stats = PipelineStats()
+        """What has been moved, and by which way."""
+        self._way = self._choose_way(sms, workers, timeout_s)
+        self._entry = _Entry(self)
+        endings.remember(self._entry)
+
+    def _choose_way(
+        self, sms: int | None, workers: int | tuple[int, int] | None, timeout_s: float
+    ) -> Way:
+        array = self.array
+        if not isinstance(array.device, CudaDevice):
+            return CpuWay(array, timeout_s)
+        most = None if sms is None else integer("sms", sms, 0, _SMS_MAX)
+        in_place = array.controller.path == "in_place"
+        refused = why_no_ring(array)
+        if most == 0 and refused:
+            raise DataPathError(f"sms=0, but {refused}: leave sms= out, and a few warps pull rows")
+        if refused or (in_place and most != 0) or (most is not None and most > 0):
+            return PullWay(array, most, timeout_s, refused)
+        reason = "sms=0" if most == 0 else "the rows are not read in place"
+        return RingWay(array, self.batch_rows, self.depth, workers, timeout_s, reason)
+
+    # Reads.
+
+    def prefetch(self, ids: object) -> Ticket:
+        """Start a batch: the rows that `ids` name. Never waits.
+
+        Parameters
+        ----------
+        ids : array of int64 or int32, range, or slice
+            At most `batch_rows` rows of the first axis, on one axis; negative ones count from the
+            end, and a row may occur more than once. On a GPU they may be an array of torch, cupy or
+            numba in its memory, which the caller's stream computes: leave it unchanged until
+            `synchronize`.
+
+        Returns
+        -------
+        Ticket
+            Of the batch.
+
+        Raises
+        ------
+        ArgumentError
+            If there are more than `batch_rows` ids, they have several axes, or `depth` batches wait
+            to be synchronized. Nothing was started.
+        BoundsError
+            If an id on the host is out of bounds. If one on a GPU is, its row is zeros, and a later
+            call, `Array.check` or `Array.synchronize` raises.
+        IndexDtypeError
+            For ids of another dtype.
+        """
+        self._check_usable()
+        if len(self._reads) >= self.depth:
+            raise ArgumentError(
+                f"{len(self._reads)} batches are prefetched and not synchronized, as many as "
+                f"depth={self.depth} allows: synchronize one first, or make the pipeline deeper"
+            )
+        self.array._check_usable()
+        self._way.check()
+        chosen, library = self._way.place(ids)
+        count = self._count(chosen)
+        buffer = self._buffers.take(library, count)
+        ticket = Ticket(self._way, "prefetch", count, buffer, ids)
+        self._way.read(chosen, buffer, self._stream_of(library), ticket)
+        self._reads.append(ticket)
+        self._buffers.keep()
+        self.stats.note(self._way.name, "prefetch", count, count * self._row_bytes)
+        return ticket
+
+    def synchronize(self) -> Any:
+        """Give the oldest batch to the caller's stream, and return its rows.
+
+        On a GPU this never waits: work that the stream gets from now on runs after the batch has
+        arrived. On the CPU device it waits for the batch.
+
+        Returns
+        -------
+        array
+            Of shape ``(len(ids), *array.shape[1:])``: a tensor of torch or an array of cupy if the
+            ids were one, else a `DeviceArray` on a GPU and a numpy array on the CPU device.
+
+        Raises
+        ------
+        ArgumentError
+            If no batch was prefetched.
+        StorageError, BoundsError
+            What the batch failed with on the CPU device. The next batches are not affected. On a
+            GPU, failures that are known by now, of any batch.
+        DeviceTimeout
+            If the batch does not arrive in time on the CPU device.
+        """
+        self._check_usable()
+        if not self._reads:
+            raise ArgumentError("there is no batch to synchronize: call prefetch(ids) first")
+        ticket = self._reads.popleft()
+        self._way.finish(ticket, self._stream_of(ticket.buffer.library))
+        return ticket.buffer.rows
+
+    def iterate(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Prefetch `depth` batches ahead, and yield each one's rows and ids.
+
+        The rows are the loop body's until the next turn. If the loop ends early, the batches that
+        it has not seen are dropped.
+        """
+        self._check_usable()
+        waiting: deque[Any] = deque()
+        source = iter(batches)
+        begun = len(self._reads)
+        try:
+            while True:
+                for ids in itertools.islice(source, self.depth - len(self._reads)):
+                    self.prefetch(ids)
+                    waiting.append(ids)
+                if not waiting:
+                    return
+                yield self.synchronize(), waiting.popleft()
+        finally:
+            while waiting and len(self._reads) > begun and not self._closed:
+                waiting.pop()
+                self._way.drop(self._reads.pop())
+
+    # Writes.
+
+    def write_back(self, ids: object, rows: object) -> Ticket:
+        """Store rows, in the order of the caller's stream. Never waits on a GPU.
+
+        Parameters
+        ----------
+        ids : as for `prefetch`
+            If a row occurs more than once, one of its values is kept.
+        rows : array
+            Of shape ``(len(ids), *array.shape[1:])`` and the array's dtype, contiguous. It may be a
+            buffer of this pipeline. Leave it unchanged until `write_back_synchronize`.
+
+        Returns
+        -------
+        Ticket
+            Batches that are prefetched later see the rows. They are durable after `flush`.
+
+        Raises
+        ------
+        ReadOnlyError
+            If the array was opened for reading.
+        ArgumentError, BoundsError, DtypeError, IndexDtypeError
+            For ids and rows that do not fit.
+        """
+        self._check_usable()
+        if not self.array.writable:
+            raise ReadOnlyError(
+                'the array of this pipeline was opened for reading: open it with mode="r+"'
+            )
+        self.array._check_usable()
+        self._way.check()
+        chosen, library = self._way.place(ids)
+        count = self._count(chosen)
+        ticket = Ticket(self._way, "write_back", count, None, (ids, rows))
+        self._way.write(chosen, rows, self._stream_of(library), ticket)
+        while self._writes and self._writes[0].done():
+            self._writes.popleft()
+        self._writes.append(ticket)
+        self.stats.note(self._way.name, "write_back", count, count * self._row_bytes)
+        return ticket
+
+    def write_back_synchronize(self) -> None:
+        """Let the caller's stream wait until the rows of all writes have been taken.
+
+        Their buffers may be changed then. On the CPU device this waits, and raises what the writes
+        failed with.
+        """
+        self._check_usable()
+        _raise_first(self._finish_writes())
+
+    def _finish_writes(self) -> list[BaseException]:
+        failures: list[BaseException] = []
+        while self._writes:
+            try:
+                self._way.finish(self._writes.popleft(), self._stream_of(""))
+            except FlashwarpError as error:
+                failures.append(error)
+        return failures
+
+    def flush(self) -> None:
+        """Make all rows that were written durable. Waits."""
+        self.write_back_synchronize()
+        self._way.flush()
+
+    # What users ask.
+
+    def explain(self) -> PipelineExplanation:
+        """Explain by which way batches move, what it uses, and why."""
+        self._check_usable()
+        return self._way.explain()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that were prefetched and not synchronized."""
+        return len(self._reads)
+
+    # The end.
+
+    def close(self) -> None:
+        """Wait for what is in flight, and free the buffers. May be called twice.
+
+        Raises what writes have failed with that nobody has seen. The rows of buffers that the
+        caller still holds stay valid for libraries that count references.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        failures = [] if self.array.closed else self._finish_writes()
+        while self._reads:
+            self._way.drop(self._reads.popleft())
+        self._closed = True
+        endings.forget(self._entry)
+        self._way.close()
+        self._buffers.close()
+        _raise_first(failures)
+
+    # Checks.
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.array._format.row_bytes
+
+    def _stream_of(self, library: str) -> int:
+        """Return the caller's stream."""
+        device = self.array.device
+        if not isinstance(device, CudaDevice):
+            return 0
+        if self._stream is not None:
+            return stream_handle(self._stream)
+        return device.current_stream(library or self._buffers.library).handle
+
+    def _count(self, chosen: range | Index) -> int:
+        if isinstance(chosen, Index) and len(chosen.shape) != 1:
+            raise ArgumentError(
+                f"the ids have {len(chosen.shape)} axes: a batch is a list of rows, on one axis"
+            )
+        if len(chosen) > self.batch_rows:
+            raise ArgumentError(
+                f"a batch of {len(chosen)} rows exceeds batch_rows={self.batch_rows}: make the "
+                "pipeline with larger batches, or divide this one"
+            )
+        return len(chosen)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError("the pipeline was closed")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"this pipeline belongs to process {self._pid}: a forked child must make its own"
+            )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._reads)} of {self.depth} in flight"
+        return f"<Pipeline of {self.batch_rows} rows, {state}, over {self.array!r}>"
+
+
+def _raise_first(failures: list[BaseException]) -> None:
+    first = endings.first_of(failures)
+    if first is not None:
+        raise first
+
+
+class _Entry:
+    """The pipeline in the registry of what is open."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.device: Any = pipeline.array.device
+        self._pipeline = pipeline
+
+    def close(self) -> BaseException | None:
+        try:
+            self._pipeline.close()
+        except FlashwarpError as error:
+            return error
+        return None

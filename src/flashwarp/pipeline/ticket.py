@@ -1,0 +1,63 @@
+"""`Ticket`: one batch of a pipeline, from its call to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from flashwarp.pipeline.buffers import Buffer
+    from flashwarp.pipeline.ways import Way
+
+__all__ = ["Ticket"]
+
+
+class Ticket:
+    """One batch that was prefetched, or is being written back.
+
+    It keeps the ids and rows of the caller until the batch has ended.
+
+    Attributes
+    ----------
+    verb : str
+        "prefetch" or "write_back".
+    rows : int
+        How many.
+    """
+
+    def __init__(
+        self,
+        way: Way,
+        verb: Literal["prefetch", "write_back"],
+        rows: int,
+        buffer: Buffer | None,
+        operands: object,
+    ) -> None:
+        self.verb: Literal["prefetch", "write_back"] = verb
+        self.rows = rows
+        self.buffer: Any = buffer
+        self.operands: object = operands
+        self.end: Any = None
+        """For the way: what ends it, an event or a future."""
+        self.number = 0
+        """For the way, if it numbers them."""
+        self._way = way
+
+    def done(self) -> bool:
+        """Return whether the batch has ended, well or not. Never blocks."""
+        return self.end is None or bool(self.end.done())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the batch has ended, and raise what it has failed with.
+
+        Raises
+        ------
+        StorageError, BoundsError
+            What it has failed with.
+        DeviceTimeout
+            If it does not end in time; default: in the pipeline's.
+        """
+        self._way.wait(self, timeout_s)
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done() else "in flight"
+        return f"<Ticket of {self.verb}, {self.rows} rows, {state}>"

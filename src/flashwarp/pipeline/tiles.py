@@ -1,0 +1,54 @@
+"""`Pipeline.tiles`: an array from front to back, tile by tile, and stores back to its storage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from flashwarp.config import flag
+from flashwarp.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from flashwarp.pipeline.pipeline import Pipeline
+
+__all__ = ["tiles"]
+
+
+def tiles(make: Callable[[], Pipeline], writable: bool, read: bool) -> Iterator[Any]:
+    """Yield the tiles of an array; `Pipeline.tiles` describes them."""
+    flag("writable", writable)
+    if not flag("read", read) and not writable:
+        raise ArgumentError("tiles that are neither read nor written: say writable=True")
+    return _tiles(make, writable, read)
+
+
+def _tiles(make: Callable[[], Pipeline], writable: bool, read: bool) -> Iterator[Any]:
+    with make() as pipeline:
+        rows, length = pipeline.batch_rows, len(pipeline.array)
+        parts = (range(at, min(at + rows, length)) for at in range(0, length, rows))
+        ahead: deque[range] = deque()
+        for part in parts:
+            ahead.append(part)
+            if read:
+                pipeline.prefetch(part)
+            if len(ahead) == pipeline.depth:
+                yield from _tile(pipeline, ahead.popleft(), writable, read)
+        while ahead:
+            yield from _tile(pipeline, ahead.popleft(), writable, read)
+        if writable:
+            pipeline._settle_writes()
+
+
+def _tile(pipeline: Pipeline, part: range, writable: bool, read: bool) -> Iterator[Any]:
+    tile = pipeline.synchronize() if read else pipeline._lend(len(part))
+    try:
+        yield tile
+    except GeneratorExit:
+        # The loop has ended early, or a shorter one beside it in `zip` has: the tile was used.
+        if writable:
+            pipeline.write_back(part, tile)
+            pipeline._settle_writes()
+        raise
+    if writable:
+        pipeline.write_back(part, tile)

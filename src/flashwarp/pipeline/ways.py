@@ -1,0 +1,220 @@
+"""How the rows of a batch move.
+
+A few warps pull them on a stream of the pipeline's own, or the threads of the CPU device copy them.
+"""
+
+# The methods are documented once, by `Way`.
+# ruff: noqa: D102
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flashwarp.array.array import Array
+from flashwarp.array.operands import Index, Rows
+from flashwarp.device import Event, OwnedStream
+from flashwarp.errors import ArgumentError, DeviceTimeout
+from flashwarp.pipeline.buffers import Buffer
+from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.ticket import Ticket
+
+__all__ = ["CpuWay", "PullWay", "Way"]
+
+# Warps of a block of the kernels that move rows.
+_WARPS_OF_A_BLOCK = 8
+# Blocks whose loads fill PCIe 5; each gets a multiprocessor of its own while others are free.
+_BLOCKS = 8
+
+
+class Way(ABC):
+    """How batches move. All calls are those of one pipeline, one at a time."""
+
+    name: str
+
+    def __init__(self, array: Array, timeout_s: float) -> None:
+        self.array = array
+        self._timeout_s = timeout_s
+
+    def place(self, ids: object) -> tuple[range | Index, str]:
+        """Check ids, and place them where they are read. Returns the library of their caller."""
+        if isinstance(ids, range):
+            ids = np.arange(ids.start, ids.stop, ids.step)
+        chosen = self.array._place_ids(ids, self._stream())
+        return chosen, "" if isinstance(chosen, range) else chosen.library
+
+    def _stream(self) -> object:
+        """Return the stream on which operands are placed; None: the library's own."""
+        return None
+
+    @abstractmethod
+    def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
+        """Start the reading of rows to a buffer, in the order of the caller's stream."""
+
+    @abstractmethod
+    def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
+        """Start the storing of rows, in the order of the caller's stream."""
+
+    @abstractmethod
+    def finish(self, ticket: Ticket, stream: int) -> None:
+        """Put the end of a batch before later work of the caller's stream."""
+
+    @abstractmethod
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
+        """Block until a batch has ended."""
+
+    @abstractmethod
+    def drop(self, ticket: Ticket) -> None:
+        """Forget a batch that nobody synchronizes."""
+
+    def check(self) -> None:
+        """Raise what earlier batches are known to have failed with. Does not wait."""
+        self.array.check()
+
+    def flush(self) -> None:
+        """Make what was written durable. Waits."""
+        self.array.flush()
+
+    @abstractmethod
+    def explain(self) -> PipelineExplanation:
+        """Explain the way."""
+
+    def close(self) -> None:  # noqa: B027 - some ways own nothing
+        """Wait for what is in flight, and release what the way owns."""
+
+
+class PullWay(Way):
+    """Warps of a GPU read rows in place or by commands, on a stream of the pipeline's own."""
+
+    name = "pull"
+
+    def __init__(
+        self, array: Array, sms: int | None, timeout_s: float, why_no_ring: str = ""
+    ) -> None:
+        super().__init__(array, timeout_s)
+        self._device = array.device
+        self._why_no_ring = why_no_ring
+        self._sms = _BLOCKS if sms is None else sms
+        self._side: OwnedStream = array.device.create_stream()
+        self._free: list[Event] = []
+        self._all: list[Event] = []
+
+    def _stream(self) -> object:
+        return self._side
+
+    def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
+        rows = Rows(buffer.address, buffer.rows, None, buffer.library or "numpy")
+        self._queue("gather", chosen, rows, stream, ticket)
+
+    def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
+        operands = self.array._operands_of(self._side)
+        self._queue("scatter", chosen, operands.source(rows, chosen), stream, ticket)
+
+    def _queue(
+        self, verb: Any, chosen: range | Index, rows: Rows, stream: int, ticket: Ticket
+    ) -> None:
+        # The caller's work so far has computed the ids, and has read the buffer that is reused.
+        self._device.order(stream, self._side.handle)
+        self.array._queue(verb, chosen, rows, self._side, self._sms * _WARPS_OF_A_BLOCK)
+        if not self._free:
+            self._free.append(self._device.event())
+            self._all.append(self._free[-1])
+        event = self._free.pop()
+        event.record(self._side)
+        ticket.end = event
+
+    def finish(self, ticket: Ticket, stream: int) -> None:
+        event, ticket.end = ticket.end, None
+        event.wait_on(stream)
+        # Waits look at what the event recorded when they were queued, so it may be used again.
+        self._free.append(event)
+        ticket.operands = None
+
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
+        if ticket.end is not None:
+            ticket.end.wait(self._timeout_s if timeout_s is None else timeout_s)
+        self.array.check()
+
+    def drop(self, ticket: Ticket) -> None:
+        if ticket.end is not None:
+            self._free.append(ticket.end)
+            ticket.end = None
+
+    def explain(self) -> PipelineExplanation:
+        found = self.array.explain()
+        return PipelineExplanation(
+            self.name,
+            f"at most {self._sms * _WARPS_OF_A_BLOCK} warps read rows beside the caller's kernels"
+            + (f", because {self._why_no_ring}" if self._why_no_ring else ""),
+            self._sms,
+            0,
+            f"{found.path}: {found.reason}",
+        )
+
+    def close(self) -> None:
+        if not self.array.closed:
+            self._device.synchronize(self._side, self._timeout_s)
+        for event in self._all:
+            event.close()
+        self._all.clear()
+        self._free.clear()
+        # The array waits for its streams when it closes: it must not know one that is gone.
+        self.array._attachment.forget_stream(self._side.handle)
+        self._side.close()
+
+
+class CpuWay(Way):
+    """Threads of the CPU device move rows in the background, one batch after the other."""
+
+    name = "direct"
+
+    def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
+        del stream
+        ids = slice(chosen.start, chosen.stop) if isinstance(chosen, range) else chosen.owner
+        ticket.end = self.array.gather_async(ids, buffer.rows) if ticket.rows else None
+
+    def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
+        del stream
+        ids: Any = slice(chosen.start, chosen.stop) if isinstance(chosen, range) else chosen.owner
+        shape = (len(chosen), *self.array.shape[1:])
+        given: Sequence[int] | None = getattr(rows, "shape", None)
+        if given is None or tuple(given) != shape:
+            raise ArgumentError(
+                f"the rows to write have shape {given}, and {len(chosen)} ids need {shape}"
+            )
+        ticket.end = self.array.scatter_async(ids, np.asarray(rows)) if ticket.rows else None
+
+    def finish(self, ticket: Ticket, stream: int) -> None:
+        del stream
+        self.wait(ticket, None)
+
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
+        future, limit = ticket.end, self._timeout_s if timeout_s is None else timeout_s
+        if future is None:
+            return
+        began = time.monotonic()
+        try:
+            future.result(limit)
+        except TimeoutError as error:
+            raise DeviceTimeout(
+                f"a batch of {ticket.rows} rows to {ticket.verb} has not ended after "
+                f"{time.monotonic() - began:.1f} s (limit {limit:g} s): its storage does not answer"
+            ) from error
+        finally:
+            if future.done():
+                ticket.end, ticket.operands = None, None
+
+    def drop(self, ticket: Ticket) -> None:
+        if ticket.end is not None:
+            # Its buffer is used until then. Nobody asks for its rows, or for their errors.
+            ticket.end.exception(self._timeout_s)
+            ticket.end = None
+
+    def explain(self) -> PipelineExplanation:
+        found = self.array.explain()
+        threads = getattr(self.array.device, "threads", 1)
+        reason = "the threads of the CPU device write the buffers"
+        return PipelineExplanation(self.name, reason, 0, threads, f"{found.path}: {found.reason}")

@@ -1,0 +1,208 @@
+"""Pipelines on a GPU, made for real through the driver's interface into a driver without a GPU.
+
+The fake runs copies and words in the order of their streams, so batches that pass the host really
+move. Kernels do nothing there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+pytest.importorskip("cuda.bindings.nvrtc")
+
+import flashwarp as fw
+from flashwarp.device import DeviceArray
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    CaptureError,
+    IndexDtypeError,
+    StorageError,
+)
+from flashwarp.pipeline import ring
+from flashwarp.storage import File
+from flashwarp.testing.faults import Faulty
+from support import fake_cuda
+from support.cuda_arrays import gpu, stream_of_last_launch
+from support.fake_cuda import fake, report
+
+ROWS, WIDTH = 1000, 96
+FOLDER = "FLASHWARP_TEST_FOLDER"
+
+
+def values() -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.arange(ROWS * WIDTH, dtype=np.int64).reshape(ROWS, WIDTH)
+
+
+def path() -> Path:
+    return Path(os.environ["FLASHWARP_CACHE_DIR"]).parent / f"rows{os.getpid()}"
+
+
+@contextlib.contextmanager
+def opened(batch: int = 300, faults: str = "", **options: Any) -> Iterator[Any]:
+    """A file of rows on such a GPU, and a pipeline over it whose batches have several chunks."""
+    ring._CHUNK_BYTES, ring._CHUNKS = 16384, 4
+    values().tofile(path())
+    storage: Any = File(path(), writable=True)
+    if faults:
+        storage = Faulty(storage, faults)
+    mode = options.pop("mode", "r+")
+    assert fake().fake_run_streams() == 0
+    device = gpu()
+    with (
+        device,
+        fw.open(storage, mode, "i8", (ROWS, WIDTH), device=device, cache="64 KiB") as x,
+        fw.Pipeline(x, batch, **{"sms": 0, "timeout_s": 20, **options}) as p,
+    ):
+        yield x, p
+
+
+def on_gpu(x: fw.Array, ids: Any) -> DeviceArray:
+    array = x.device.empty_array((len(ids),), np.int64)
+    x.device.upload(array.address, np.asarray(ids, np.int64))
+    return array
+
+
+def arrived(p: Any) -> Any:
+    """The oldest batch: the fake moves bytes when somebody asks it, and not for a download."""
+    p._reads[0].wait(20)
+    return np.asarray(p.synchronize())
+
+
+def check_rows_pass_the_ring() -> None:
+    rng = np.random.default_rng(1)
+    with opened(depth=3) as (x, p):
+        assert p.explain().way == "ring", p.explain()
+        batches = [rng.integers(0, ROWS, rng.integers(0, 301)) for _ in range(40)]
+        ids = [on_gpu(x, each) if k % 2 and len(each) else each for k, each in enumerate(batches)]
+        for k, each in enumerate(ids):
+            p.prefetch(each)
+            if k >= 2:
+                np.testing.assert_array_equal(arrived(p), values()[batches[k - 2]])
+        assert p.stats.moved["ring, prefetch"].batches == 40
+
+
+def check_ranges_slices_and_negative_rows_of_the_host() -> None:
+    with opened(depth=4) as (_, p):
+        for ids in (slice(10, 300), range(20, 2, -3), [-1, -ROWS, 5]):
+            p.prefetch(ids)
+        for want in (values()[10:300], values()[20:2:-3], values()[[-1, 0, 5]]):
+            np.testing.assert_array_equal(arrived(p), want)
+
+
+def check_rows_are_written_and_read_again() -> None:
+    rng = np.random.default_rng(2)
+    with opened(depth=2) as (x, p):
+        now = values()
+        for turn in range(12):
+            which = rng.permutation(ROWS)[:250]
+            now[which] = turn * 10_000 + np.arange(250 * WIDTH).reshape(250, WIDTH)
+            rows = x.device.empty_array((250, WIDTH), np.int64)
+            x.device.upload(rows.address, now[which])
+            p.write_back(on_gpu(x, which) if turn % 2 else which, rows)
+            p.prefetch(which)
+            np.testing.assert_array_equal(arrived(p), now[which])
+            p.write_back_synchronize()
+        p.write_back(slice(3, 5), np.full((2, WIDTH), -1, np.int64))
+        now[3:5] = -1
+        p.flush()
+        np.testing.assert_array_equal(np.fromfile(path(), np.int64).reshape(ROWS, WIDTH), now)
+
+
+def check_a_batch_that_fails_raises_and_later_ones_run() -> None:
+    with opened(faults="read eio bytes=38400-38401", mode="r") as (_, p):
+        ticket = p.prefetch([1, 50, 2])
+        p.prefetch([3])
+        with pytest.raises(StorageError):
+            ticket.wait(20)
+        with pytest.raises(StorageError):
+            p.synchronize()
+        np.testing.assert_array_equal(arrived(p), values()[3:4])
+
+
+def check_rows_out_of_bounds() -> None:
+    with opened(mode="r") as (x, p):
+        with pytest.raises(BoundsError):
+            p.prefetch([ROWS])
+        ticket = p.prefetch(on_gpu(x, [1, ROWS]))
+        with pytest.raises(BoundsError, match=str(ROWS)):
+            ticket.wait(20)
+        with pytest.raises(BoundsError):
+            p.synchronize()
+        p.prefetch([2])
+
+
+def check_a_writable_array_belongs_to_the_pipeline() -> None:
+    with opened() as (x, p):
+        for call in (lambda: x.gather([1]), lambda: x[1], x.check, x.flush):
+            with pytest.raises(ArgumentError, match="belongs to a pipeline"):
+                call()
+        p.prefetch([1])
+        p.synchronize()
+        p.close()
+        x.check()
+
+
+def check_steady_state_creates_nothing_and_waits_for_nothing() -> None:
+    counted = [b"cuEventCreate", b"cuMemAlloc", b"cuMemHostAlloc", b"cuStreamCreate"]
+    with opened(mode="r") as (x, p):
+        ids = on_gpu(x, range(200))
+        for _ in range(8):
+            p.prefetch(ids)
+            arrived(p)
+        before = [fake().fake_count(each) for each in counted]
+        for _ in range(50):
+            p.prefetch(ids)
+            arrived(p)
+        assert [fake().fake_count(each) for each in counted] == before
+
+
+def check_captures_are_refused_before_anything_is_queued() -> None:
+    with opened(mode="r") as (_, p):
+        fake().fake_capture_begin(1)
+        with pytest.raises(CaptureError, match="replays"):
+            p._way.read(slice(0), p._buffers.take("numpy", 0), 1, None)  # type: ignore[arg-type]
+        fake().fake_capture_end()
+        p.prefetch([4])
+        np.testing.assert_array_equal(arrived(p), values()[4:5])
+
+
+def check_ids_of_other_dtypes() -> None:
+    with opened(mode="r") as (x, p):
+        narrow = x.device.empty_array((3,), np.int32)
+        with pytest.raises(IndexDtypeError, match="int64"):
+            p.prefetch(narrow)
+
+
+def check_rows_in_place_are_pulled_by_few_warps() -> None:
+    device = gpu()
+    memory = fw.storage.Memory(np.zeros(200_000, np.int64))
+    with device, fw.open(memory, "r+", "i8", device=device, cache="64 KiB") as x:
+        with fw.Pipeline(x, 100_000, sms=3) as p:
+            assert p.explain().way == "pull"
+            assert p.explain().multiprocessors == 3
+            ids = x.device.empty_array((100_000,), np.int64)
+            p.prefetch(ids)
+            blocks, threads, stream, _ = report(device, x.cache.geometry.tags)
+            assert blocks * threads // 32 <= 24
+            assert stream == stream_of_last_launch(x) == p._way._side.handle
+            assert len(p.synchronize()) == 100_000
+        x.check()  # the pipeline's stream is gone, and the array does not wait for it
+
+
+@fake_cuda.checks(globals())
+def test_on_the_fake_driver(check: Any, environment: dict[str, str]) -> None:
+    fake_cuda.run(check, environment)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return fake_cuda.build(tmp_path_factory.mktemp("driver"))

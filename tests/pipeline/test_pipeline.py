@@ -1,0 +1,244 @@
+"""Pipelines: batches arrive in their order, in buffers that nobody else uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashwarp as fw
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    DeviceTimeout,
+    ForkError,
+    IndexDtypeError,
+    ReadOnlyError,
+    StorageError,
+)
+from flashwarp.storage import File
+from flashwarp.testing.faults import Faulty
+
+ROWS, WIDTH = 2000, 24
+
+
+def values() -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
+
+
+@pytest.fixture
+def array(tmp_path: Path) -> Iterator[fw.Array]:
+    np.save(tmp_path / "rows.npy", values())
+    with fw.open(tmp_path / "rows.npy", mode="r+", device="cpu", cache="64 KiB") as x:
+        yield x
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(-ROWS, ROWS - 1), max_size=40), max_size=12),
+    st.integers(1, 4),
+)
+def test_batches_arrive_in_order(batches: list[list[int]], depth: int) -> None:
+    data = values()
+    with (
+        fw.open(fw.storage.Memory(data), dtype="f4", shape=(ROWS, WIDTH), device="cpu") as x,
+        fw.Pipeline(x, 40, depth) as p,
+    ):
+        ids = [np.array(each, np.int64) for each in batches]
+        seen = 0
+        for k, (rows, which) in enumerate(p.iterate(ids)):
+            assert which is ids[k]
+            np.testing.assert_array_equal(rows, data[which])
+            seen += 1
+        assert seen == len(batches)
+        assert p.in_flight == 0
+
+
+def test_a_buffer_is_the_callers_until_the_next_synchronize(array: fw.Array) -> None:
+    with fw.Pipeline(array, 10, depth=3) as p:
+        for k in range(3):
+            p.prefetch(np.arange(10 * k, 10 * k + 10))
+        held = p.synchronize()
+        p.prefetch(np.arange(100, 110))  # as many in flight as the depth allows
+        np.testing.assert_array_equal(held, values()[:10])
+        second = p.synchronize()
+        assert not np.shares_memory(held, second)
+
+
+def test_slices_ranges_and_no_rows(array: fw.Array) -> None:
+    with fw.Pipeline(array, 100, depth=5) as p:
+        for ids in (slice(5, 9), range(20, 10, -3), slice(0, 100, 7), np.empty(0, np.int64)):
+            p.prefetch(ids)
+        for want in (values()[5:9], values()[20:10:-3], values()[0:100:7], values()[:0]):
+            np.testing.assert_array_equal(p.synchronize(), want)
+
+
+def test_rows_that_are_written_are_read_by_later_batches(array: fw.Array) -> None:
+    with fw.Pipeline(array, 10) as p:
+        p.prefetch(np.arange(10))
+        rows = p.synchronize()
+        rows += 1
+        ticket = p.write_back(np.arange(10), rows)
+        p.prefetch(np.arange(10))
+        np.testing.assert_array_equal(p.synchronize(), values()[:10] + 1)
+        p.flush()
+        assert ticket.done()
+    np.testing.assert_array_equal(np.load(array._attachment.storage.path)[:10], values()[:10] + 1)
+
+
+def test_the_stats_and_the_explanation_name_the_way(array: fw.Array) -> None:
+    with fw.Pipeline(array, 10) as p:
+        p.prefetch([1, 2, 3])
+        p.synchronize()
+        moved = p.stats.moved["direct, prefetch"]
+        assert (moved.batches, moved.rows, moved.nbytes) == (1, 3, 3 * WIDTH * 4)
+        assert "direct" in str(p.explain())
+        assert p.explain().multiprocessors == 0
+
+
+# Bad input.
+
+
+def test_what_does_not_fit_is_refused_and_loses_nothing(array: fw.Array) -> None:
+    with fw.Pipeline(array, 4) as p:
+        p.prefetch([1, 2])
+        for ids, error, says in (
+            (np.arange(5), ArgumentError, "batch_rows=4"),
+            ([ROWS], BoundsError, str(ROWS)),
+            ([-ROWS - 1], BoundsError, str(ROWS)),
+            (np.array([1.5]), IndexDtypeError, "float64"),
+            (np.zeros((2, 2), np.int64), ArgumentError, "2 axes"),
+            ("abc", IndexDtypeError, "str"),
+        ):
+            with pytest.raises(error, match=says):
+                p.prefetch(ids)
+        np.testing.assert_array_equal(p.synchronize(), values()[1:3])
+        with pytest.raises(ArgumentError, match="prefetch"):
+            p.synchronize()
+
+
+def test_more_batches_than_the_depth_are_refused(array: fw.Array) -> None:
+    with fw.Pipeline(array, 4, depth=2) as p:
+        p.prefetch([1])
+        p.prefetch([2])
+        with pytest.raises(ArgumentError, match="depth=2"):
+            p.prefetch([3])
+        assert p.synchronize()[0, 0] == WIDTH
+        p.prefetch([3])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch_rows": 0}, "batch_rows"),
+        ({"batch_rows": 2.5}, "batch_rows"),
+        ({"batch_rows": 5, "depth": 0}, "depth"),
+    ],
+)
+def test_options_out_of_their_limits(array: fw.Array, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        fw.Pipeline(array, **options)
+
+
+def test_what_is_no_array_of_rows(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="ndarray"):
+        fw.Pipeline(np.zeros((3, 3)), 2)  # type: ignore[arg-type]
+    np.save(tmp_path / "one.npy", np.float32(3))
+    with fw.open(tmp_path / "one.npy", device="cpu") as x, pytest.raises(ArgumentError):
+        fw.Pipeline(x, 2)
+
+
+def test_writes_are_checked(array: fw.Array, tmp_path: Path) -> None:
+    with fw.Pipeline(array, 4) as p:
+        with pytest.raises(ArgumentError, match="shape"):
+            p.write_back([1, 2], np.zeros((3, WIDTH), np.float32))
+        with pytest.raises(BoundsError):
+            p.write_back([ROWS], np.zeros((1, WIDTH), np.float32))
+        p.write_back_synchronize()
+    array.close()
+    with (
+        fw.open(tmp_path / "rows.npy", device="cpu") as x,
+        fw.Pipeline(x, 4) as p,
+        pytest.raises(ReadOnlyError),
+    ):
+        p.write_back([1], np.zeros((1, WIDTH), np.float32))
+
+
+def test_a_batch_that_fails_raises_at_its_own_end(tmp_path: Path) -> None:
+    values().tofile(tmp_path / "f")
+    storage = Faulty(File(tmp_path / "f"), "read eio bytes=4096-8192")
+    with (
+        fw.open(storage, dtype="f4", shape=(ROWS, WIDTH), device="cpu", line="4 KiB") as x,
+        fw.Pipeline(x, 8, depth=3) as p,
+    ):
+        p.prefetch([0, 1])
+        p.prefetch([50, 51])  # of the line that fails
+        p.prefetch([500])
+        np.testing.assert_array_equal(p.synchronize(), values()[:2])
+        with pytest.raises(StorageError):
+            p.synchronize()
+        np.testing.assert_array_equal(p.synchronize(), values()[500:501])
+
+
+def test_a_storage_that_does_not_answer_ends_the_wait(tmp_path: Path) -> None:
+    values().tofile(tmp_path / "f")
+    storage = Faulty(File(tmp_path / "f"), "read delay=1500000us n=1")
+    with (
+        fw.open(storage, dtype="f4", shape=(ROWS, WIDTH), device="cpu") as x,
+        fw.Pipeline(x, 8, timeout_s=0.1) as p,
+    ):
+        p.prefetch([0])
+        with pytest.raises(DeviceTimeout, match="1 rows to prefetch"):
+            p.synchronize()
+        x.synchronize()
+
+
+def test_the_end_with_batches_in_flight(array: fw.Array) -> None:
+    p = fw.Pipeline(array, 4)
+    p.prefetch([1])
+    p.write_back([2], np.zeros((1, WIDTH), np.float32))
+    p.close()
+    p.close()
+    assert p.closed
+    for call in (lambda: p.prefetch([1]), p.synchronize, p.flush, p.explain):
+        with pytest.raises(ClosedError):
+            call()
+    assert not array[2].any()
+
+
+def test_an_array_that_closes_first(array: fw.Array) -> None:
+    p = fw.Pipeline(array, 4)
+    p.prefetch([1])
+    array.close()
+    with pytest.raises(ClosedError):
+        p.prefetch([1])
+    p.close()
+
+
+def test_a_loop_that_ends_early_leaves_nothing_in_flight(array: fw.Array) -> None:
+    with fw.Pipeline(array, 4, depth=3) as p:
+        for rows, _ in p.iterate([k] for k in range(100)):
+            if rows[0, 0] == 5 * WIDTH:
+                break
+        assert p.in_flight == 0
+        p.prefetch([7])
+        assert p.synchronize()[0, 0] == 7 * WIDTH
+
+
+def test_a_forked_child_cannot_use_it(array: fw.Array) -> None:
+    with fw.Pipeline(array, 4) as p:
+        child = os.fork()
+        if child == 0:
+            try:
+                p.prefetch([1])
+            except ForkError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
