@@ -145,6 +145,7 @@ FW_DEVICE void fill_request(direction& d, const submission& s, uint64_t part, ui
 // Publishes the tickets of a batch, whose requests and lists are complete. One thread.
 FW_DEVICE_NOINLINE void publish(direction& d, uint64_t ticket, uint64_t parts, uint64_t rows,
                                 uint32_t slot) {
+  atomic::store_relaxed(&d.states[slot].rows, rows);
   // The engine takes a ticket as soon as it sees `ready`. Before that come the arguments, the lists
   // of all threads, the rows that they have stored for a write, and their loads of the buffer that
   // a read overwrites: their barrier has put all of it before this fence.
@@ -153,9 +154,8 @@ FW_DEVICE_NOINLINE void publish(direction& d, uint64_t ticket, uint64_t parts, u
     request& to = d.shared.requests[d.shared.slot(ticket + part)];
     atomic::store_relaxed_system(&to.ready, ticket + part);
   }
-  atomic::store_relaxed(&d.states[slot].rows, rows);
-  // Release: who synchronizes the batch reads its rows and follows its chain.
-  atomic::store_release(&d.states[slot].issued, issue::word(ticket, parts));
+  // Behind the fence: who synchronizes the batch reads its rows and follows its chain.
+  atomic::store_relaxed(&d.states[slot].issued, issue::word(ticket, parts));
 }
 
 // Submits a batch: the rows that `ids` name, or if it is null those from `sequence` on. Returns its
