@@ -302,8 +302,8 @@ void submit_as_kernels(std::mt19937& random) {
   std::vector<uint8_t> buffer(table.row_bytes);
   for (uint64_t ticket = 1; ticket < 10; ++ticket) {
     const int64_t id = int64_t(random() % table.rows);
-    view.list(ticket)[0] = id;
-    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows});
+    view.list(view.slot(ticket))[0] = id;
+    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows, 0});
     while (!view.ended(ticket)) std::this_thread::yield();
     check(std::equal(buffer.begin(), buffer.end(), &table.data[uint64_t(id) * table.row_bytes]),
           "the row arrived");

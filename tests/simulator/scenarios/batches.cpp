@@ -60,6 +60,7 @@ class Side {
   }
 
   fw::batch::direction& direction() { return *direction_; }
+  void resume() { setup_.stop_after = kNobody; }
 
   // The polling thread: takes what is ready. Returns whether it took something.
   bool poll() {
@@ -67,11 +68,13 @@ class Side {
     fw::batch::request request;
     if (!regions_.take(taken_ + 1, request)) return false;
     ++taken_;
-    Job& job = jobs_[regions_.slot(taken_)];
+    const uint32_t slot = regions_.slot(request);
+    slot_of_.push_back(slot);
+    Job& job = jobs_[slot];
     if (request.rows > setup_.rows_max) scheduler.fail("a request of more rows than a slot has");
     job.request = request;
     job.statuses.assign(request.rows, 0);
-    fw::atomic::store_relaxed(&left_[regions_.slot(taken_)], kWorkers);
+    fw::atomic::store_relaxed(&left_[slot], kWorkers);
     // Release: the job, which workers acquire.
     fw::atomic::store_release(dealt_, taken_);
     return true;
@@ -81,17 +84,17 @@ class Side {
   bool work(uint32_t worker) {
     const uint64_t ticket = done_[worker] + 1;
     if (fw::atomic::load_acquire(dealt_) < ticket) return false;
-    const uint32_t slot = regions_.slot(ticket);
+    const uint32_t slot = slot_of_[ticket - 1];
     Job& job = jobs_[slot];
-    for (uint64_t i = worker; i < job.request.rows; i += kWorkers) move(job, ticket, i);
+    for (uint64_t i = worker; i < job.request.rows; i += kWorkers) move(job, slot, i);
     ++done_[worker];
     // Release and acquire: who ends the batch has seen what both workers have moved.
     if (fw::atomic::add_release(&left_[slot], ~0u) != 1) return true;
     fw::atomic::fence_system();
     const uint64_t failed = uint64_t(
         std::count_if(job.statuses.begin(), job.statuses.end(), [](uint16_t s) { return s != 0; }));
-    if (failed != 0) regions_.report(ticket, job.statuses.data(), job.statuses.size());
-    regions_.finish(ticket, failed);
+    if (failed != 0) regions_.report(job.request, job.statuses.data(), job.statuses.size());
+    regions_.finish(job.request, failed);
     return true;
   }
 
@@ -101,10 +104,10 @@ class Side {
     std::vector<uint16_t> statuses;
   };
 
-  void move(Job& job, uint64_t ticket, uint64_t i) {
+  void move(Job& job, uint32_t slot, uint64_t i) {
     const bool sequence = job.request.kind == fw::batch::kSequence;
     const uint64_t id = sequence ? job.request.first + i
-                                 : uint64_t(fw::atomic::load_plain(&regions_.list(ticket)[i]));
+                                 : uint64_t(fw::atomic::load_plain(&regions_.list(slot)[i]));
     uint64_t* row = reinterpret_cast<uint64_t*>(job.request.buffer) + i;
     if (id >= kRowsOfTable) {
       job.statuses[i] = fw::nvme::kLbaOutOfRange;
@@ -119,13 +122,14 @@ class Side {
     }
   }
 
-  const Setup setup_;
+  Setup setup_;
   const bool is_write_;
   uint64_t* table_;
   Random random_;
   fw::batch::host_regions regions_;
   fw::batch::direction* direction_;
-  std::vector<Job> jobs_;
+  std::vector<Job> jobs_;          // by slot
+  std::vector<uint32_t> slot_of_;  // by ticket, from 1 on
   uint32_t* left_;
   uint64_t* dealt_;
   uint64_t taken_ = 0;
@@ -386,21 +390,24 @@ FW_SCENARIO(batches_oldest,
   Setup setup = draw_setup(run);
   setup.slots = 4;
   setup.bad_percent = 0;
+  // Two parts each, so that slots form chains.
+  constexpr uint32_t kRows = 6;
   Engine engine(run, setup);
   const uint32_t warps = draw_warps(run);
   const uint32_t blocks = kWidth == 32 ? 2 : 2 + run.random.below(2);
   std::vector<Batch> batches;
-  for (uint32_t b = 0; b < blocks; ++b) batches.emplace_back(4);
+  for (uint32_t b = 0; b < blocks; ++b) batches.emplace_back(kRows);
   std::vector<uint64_t> seen;
   const bool by_ticket = run.random.chance(50);
   engine.launch(blocks, warps, [&](uint32_t block) {
     const auto& p = engine.pipeline();
     const uint32_t rank = rank_here();
     // As many rows fail as the block's number says.
-    for (uint32_t i = rank; i < 4; i += ranks_here()) {
+    for (uint32_t i = rank; i < kRows; i += ranks_here()) {
       fw::atomic::store_plain(&batches[block].ids[i], int64_t(i <= block ? kRowsOfTable : i));
     }
-    const uint64_t ticket = fw::block::prefetch(p, batches[block].ids, 4, batches[block].buffer);
+    const uint64_t ticket =
+        fw::block::prefetch(p, batches[block].ids, kRows, batches[block].buffer);
     // The first block may ask for its own one: then others must not get it.
     const bool own = by_ticket && block == 0;
     const uint64_t failed = fw::block::prefetch_synchronize(p, own ? ticket : kOldest);
@@ -418,7 +425,7 @@ FW_SCENARIO(batches_oldest,
 
 FW_SCENARIO(batches_stop, "the engine stops: no wait lasts for ever, and nothing wrong is seen") {
   Setup setup = draw_setup(run);
-  setup.slots = 2;
+  setup.slots = 1u << run.random.below(2);
   setup.stop_after = run.random.below(4);
   setup.timeout_ns = 20'000;
   run_blocks(run, setup, 2, draw_warps(run), 0, setup.rows_max);
@@ -446,5 +453,33 @@ FW_SCENARIO(batches_missing,
     if (ticket == kRefused) scheduler.fail("a batch was refused");
     if (engine.pipeline().prefetch_synchronize(ticket) != 0) scheduler.fail("a batch failed");
     if (fw::atomic::load_plain(batch.buffer) != value_of(5, 0)) scheduler.fail("a wrong row");
+  });
+}
+
+FW_SCENARIO(batches_late,
+            "the engine is late: a batch that was not synchronized is waited for again") {
+  Setup setup = draw_setup(run);
+  setup.bad_percent = 0;
+  setup.stop_after = 0;
+  setup.timeout_ns = 20'000;
+  Engine engine(run, setup);
+  Batch batch(6);
+  const uint32_t delay = run.random.below(2);
+  engine.launch(1, draw_warps(run), [&](uint32_t) {
+    const auto& p = engine.pipeline();
+    const uint64_t ticket = fw::block::prefetch_seq(p, 3, 6, batch.buffer);
+    if (ticket == kRefused) scheduler.fail("a batch was refused");
+    uint64_t failed = kNotSynchronized;
+    for (uint32_t n = 0; failed == kNotSynchronized; ++n) {
+      if (n > 20) scheduler.fail("a batch is not synchronized, however often it is waited for");
+      if (n == delay) engine.reads().resume();
+      failed = fw::block::prefetch_synchronize(p, n % 2 == 0 ? ticket : kOldest);
+    }
+    if (failed != 0) scheduler.fail("rows failed");
+    for (uint32_t i = rank_here(); i < 6; i += ranks_here()) {
+      if (fw::atomic::load_plain(&batch.buffer[i]) != value_of(3 + i, 0)) {
+        scheduler.fail("a row is not its own");
+      }
+    }
   });
 }

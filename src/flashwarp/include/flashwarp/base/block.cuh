@@ -25,14 +25,13 @@ FW_DEVICE uint32_t rank() {
   return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
 }
 FW_DEVICE uint32_t size() { return blockDim.x * blockDim.y * blockDim.z; }
-// Returns the value of the block's first thread, behind a barrier.
+// The value of the block's first thread, for all of them, with barriers before and after.
 FW_DEVICE uint64_t broadcast(uint64_t value) {
-  FW_SHARED uint64_t shared;
+  __shared__ uint64_t shared;
+  sync();
   if (rank() == 0) shared = value;
   sync();
-  value = shared;
-  sync();
-  return value;
+  return shared;
 }
 
 #elif !defined(FW_SIMULATOR)
