@@ -30,8 +30,10 @@ from flashwarp.errors import (
 )
 from flashwarp.pipeline.buffers import Buffers, library_of
 from flashwarp.pipeline.copying import CopyWay, why_no_copies
+from flashwarp.pipeline.device_calls import DeviceCalls
 from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
 from flashwarp.pipeline.ids import refuse_repeats
+from flashwarp.pipeline.kernels import KernelBatches
 from flashwarp.pipeline.ring import RingWay, why_no_ring
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.tiles import tiles
@@ -140,6 +142,8 @@ class Pipeline(endings.Closing):
         self._writes: deque[Ticket] = deque()
         self.stats = PipelineStats()
         """What has been moved, and by which way."""
+        self._kernels: KernelBatches | None = None
+        self._settings: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s}
         self._way = self._choose_way(sms, workers, timeout_s)
         self._entry = _Entry(self)
         endings.remember(self._entry)
@@ -416,6 +420,35 @@ class Pipeline(endings.Closing):
         self.write_back_synchronize()
         self._way.flush()
 
+    # Kernels.
+
+    @property
+    def device_calls(self) -> DeviceCalls:
+        """What kernels take as ``fw::pipeline<T>``: batches that they start themselves.
+
+        Give the pipeline itself to a launch. The first use starts an engine for kernels alone. Its
+        threads look for requests until the pipeline is closed; close it after such kernels. A
+        writable array is theirs until then, and other calls on it are refused, those of the
+        pipeline too. What a kernel could not do, `check` raises.
+
+        Raises
+        ------
+        DataPathError
+            If the host's threads do not reach the storage.
+        """
+        self._check_usable()
+        if self._kernels is None:
+            self._kernels = KernelBatches(self.array, self.batch_rows, self.depth, **self._settings)
+        return self._kernels.calls
+
+    def check(self) -> None:
+        """Raise what batches are known to have failed with, those of kernels too. Never waits."""
+        self._check_usable()
+        if isinstance(self._way, RingWay) or not self.array._holder:
+            self._way.check()
+        if self._kernels is not None:
+            self._kernels.calls.check()
+
     # What users ask.
 
     def explain(self) -> PipelineExplanation:
@@ -449,6 +482,8 @@ class Pipeline(endings.Closing):
                 self._way.drop(self._reads.popleft())
             if not isinstance(self._way, CudaWay) and not self.array.closed:
                 failures += self._finish_writes()
+            if self._kernels is not None:
+                self._kernels.close()
             self._way.close()
         except DeviceTimeout:
             raise  # what is in flight may still write the buffers: close it again

@@ -36,10 +36,10 @@ from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import CudaWay
 from flashwarp.storage import Storage
 
-__all__ = ["RingWay", "why_no_ring"]
+__all__ = ["CHUNKS", "RingWay", "ring_of", "slots_of", "why_no_ring"]
 
 _CHUNK_BYTES = 4 << 20
-_CHUNKS = 16
+CHUNKS = 16
 _ROWS, _SEQUENCE = 0, 1
 _SLOTS_MAX = 64
 # Of all slots: an id and a status for each row.
@@ -59,6 +59,11 @@ def why_no_ring(array: Array) -> str:
     if not isinstance(array.device, CudaDevice) or not array.device.waits_for_words:
         return "the driver has no waits of streams for words"
     return ""
+
+
+def ring_of(chunks: int) -> Ring:
+    """Return the size of a pinned ring."""
+    return Ring(_CHUNK_BYTES, chunks)
 
 
 class RingWay(CudaWay):
@@ -95,9 +100,9 @@ class RingWay(CudaWay):
             rows=len(array),
             row_bytes=max(1, array._format.row_bytes),
             batch_rows=batch_rows,
-            slots=_slots(depth, batch_rows),
+            slots=slots_of(depth, batch_rows),
             directions=directions,
-            ring=Ring(_CHUNK_BYTES, _CHUNKS),
+            ring=ring_of(CHUNKS),
             workers=workers,
             timeout_s=timeout_s,
             controller=controller if isinstance(controller, SoftwareController) else None,
@@ -236,7 +241,7 @@ class RingWay(CudaWay):
         low, high = self._engine.worker_limits
         return PipelineExplanation(
             self.name,
-            f"{self._reason}; copy engines move {_CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
+            f"{self._reason}; copy engines move {CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
             f"which {low} to {high} host threads fill",
             0,
             high + 1,
@@ -264,7 +269,7 @@ class RingWay(CudaWay):
             raise failure
 
 
-def _slots(depth: int, batch_rows: int) -> int:
+def slots_of(depth: int, batch_rows: int) -> int:
     """Return how many batches the calling thread may be ahead of the storage: a power of two."""
     least = 1 << math.ceil(math.log2(2 * (depth + 1)))
     fit = _LIST_BYTES_MAX // (_ROW_BYTES_OF_A_LIST * batch_rows)
