@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from flashwarp import endings
 from flashwarp.array.array import Array
-from flashwarp.errors import DataPathError
-from flashwarp.nvme.software import SoftwareController
 from flashwarp.pipeline.device_calls import DeviceCalls
-from flashwarp.pipeline.engine import BatchEngine, Direction
-from flashwarp.pipeline.ring import CHUNKS, ring_of, slots_of, why_no_ring
-from flashwarp.storage import Storage
+from flashwarp.pipeline.engines import make_engine
+from flashwarp.pipeline.ring import CHUNKS, ring_of
 
 __all__ = ["KernelBatches"]
 
@@ -28,34 +25,20 @@ class KernelBatches(endings.Closing):
         workers: int | tuple[int, int] | None,
         timeout_s: float,
     ) -> None:
-        storage, controller = array._attachment.storage, array._attachment.controller
         on_gpu = array.device.kind == "cuda"
-        refused = why_no_ring(array) if on_gpu else ""
-        if refused or not isinstance(storage, Storage):
-            raise DataPathError(
-                f"kernels cannot have batches of this array: {refused or 'it has no storage here'}"
-            )
-        directions: list[Direction] = ["prefetch"]
         self._array = array
         self._hands_over = array.writable and not array._holder
-        if array.writable:
-            directions.append("write_back")
         if self._hands_over:
             array._hand_over("kernels that start batches of it past its cache")
         try:
-            self.engine = BatchEngine(
-                array.device,
-                storage,
-                rows=len(array),
-                row_bytes=max(1, array._format.row_bytes),
-                batch_rows=batch_rows,
-                slots=slots_of(depth, batch_rows),
-                directions=directions,
-                ring=ring_of(CHUNKS) if on_gpu else None,
+            self.engine = make_engine(
+                array,
+                batch_rows,
+                depth,
+                workers,
+                timeout_s,
+                ring_of(CHUNKS) if on_gpu else None,
                 copies=on_gpu,
-                workers=workers,
-                timeout_s=timeout_s,
-                controller=controller if isinstance(controller, SoftwareController) else None,
             )
             self.calls = DeviceCalls(self.engine, array.dtype, timeout_s)
         except BaseException:
