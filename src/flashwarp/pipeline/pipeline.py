@@ -252,7 +252,7 @@ class Pipeline(endings.Closing):
         self._way.check_capture(self._reads[0], stream)
         ticket = self._reads.popleft()
         self._way.finish(ticket, stream)
-        return ticket.buffer.rows
+        return ticket.buffer.on(stream)
 
     def iterate(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Prefetch `depth` batches ahead, and yield each one's rows and ids.
@@ -420,9 +420,10 @@ class Pipeline(endings.Closing):
         """Lend a buffer with any content, after the writes from it that came before."""
         while len(self._writes) > self.depth:
             self._way.finish(self._writes.popleft(), self._stream_of(""))
-        buffer = self._buffers.take(self._library, rows, self._stream_of(""))
+        stream = self._stream_of("")
+        buffer = self._buffers.take(self._library, rows, stream)
         self._buffers.keep()
-        return buffer.rows
+        return buffer.on(stream)
 
     def flush(self) -> None:
         """Make all rows that were written durable. Waits."""
