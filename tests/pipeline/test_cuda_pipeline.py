@@ -49,7 +49,7 @@ def path() -> Path:
 @contextlib.contextmanager
 def opened(batch: int = 300, faults: str = "", **options: Any) -> Iterator[Any]:
     """A file of rows on such a GPU, and a pipeline over it whose batches have several chunks."""
-    ring._CHUNK_BYTES, ring._CHUNKS = 16384, 4
+    ring._CHUNK_BYTES, ring.CHUNKS = 16384, 4
     values().tofile(path())
     storage: Any = File(path(), writable=True)
     if faults:

@@ -22,6 +22,12 @@ class Buffer(NamedTuple):
     address: int
     library: str
 
+    def on(self, stream: int) -> Any:
+        """Return the rows for work on a stream, which other libraries and copies come after."""
+        if isinstance(self.rows, DeviceArray) and self.rows.device.kind == "cuda":
+            self.rows.stream = stream
+        return self.rows
+
 
 class Buffers:
     """So many buffers of so many rows, for each library whose ids have been seen.

@@ -30,12 +30,16 @@ from flashwarp.errors import (
 )
 from flashwarp.pipeline.buffers import Buffers, library_of
 from flashwarp.pipeline.copying import CopyWay, why_no_copies
+from flashwarp.pipeline.device_calls import DeviceCalls
+from flashwarp.pipeline.engines import why_no_engine
 from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
 from flashwarp.pipeline.ids import refuse_repeats
-from flashwarp.pipeline.ring import RingWay, why_no_ring
+from flashwarp.pipeline.kernels import KernelBatches
+from flashwarp.pipeline.ring import RingWay
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.tiles import tiles
 from flashwarp.pipeline.ways import CpuWay, CudaWay, PullWay, Way
+from flashwarp.pipeline.workers import WorkerWay
 
 __all__ = ["Pipeline"]
 
@@ -69,7 +73,8 @@ class Pipeline(endings.Closing):
         and else 0.
     workers : int or (int, int), optional
         Host threads, or their limits, between which they follow the load. Default: a quarter to a
-        half of the storage's controllers, or of the cores if there is one.
+        half of the storage's controllers, or of the cores if there is one. On the CPU device they
+        read past the cache, and only if this is given.
     library : {"torch", "cupy", "numpy"}, optional
         What the buffers are arrays of. Default: of the library of the ids of each batch.
     timeout_s : float
@@ -80,7 +85,7 @@ class Pipeline(endings.Closing):
     ArgumentError
         For an array without axes, and numbers out of their limits.
     DataPathError
-        If `sms` is 0 and host threads cannot move the rows.
+        If `sms` is 0 or `workers` is given, and host threads cannot move the rows.
 
     Notes
     -----
@@ -138,8 +143,9 @@ class Pipeline(endings.Closing):
         self._buffers = Buffers(array, self.batch_rows, self.depth + 1)
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
-        self.stats = PipelineStats()
-        """What has been moved, and by which way."""
+        self._stats = PipelineStats()
+        self._kernels: KernelBatches | None = None
+        self._settings: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s}
         self._way = self._choose_way(sms, workers, timeout_s)
         self._entry = _Entry(self)
         endings.remember(self._entry)
@@ -149,17 +155,24 @@ class Pipeline(endings.Closing):
     ) -> Way:
         array = self.array
         if not isinstance(array.device, CudaDevice):
-            return CpuWay(array, timeout_s)
+            if workers is None:
+                return CpuWay(array, timeout_s)
+            return WorkerWay(array, self.batch_rows, self.depth, workers, timeout_s)
         most = None if sms is None else integer("sms", sms, 0, _SMS_MAX)
-        in_place = array.controller.path == "in_place"
-        refused = why_no_ring(array)
-        if most == 0 and refused:
-            raise DataPathError(f"sms=0, but {refused}: leave sms= out, and a few warps pull rows")
-        if most != 0 and not why_no_copies(array):
+        asked = "sms=0" if most == 0 else "workers= is given" if workers is not None else ""
+        refused = why_no_engine(array)
+        if asked and most:
+            raise ArgumentError(
+                f"sms={most} lets warps move the rows, and workers= host threads: give one"
+            )
+        if asked and refused:
+            raise DataPathError(f"{asked}, but {refused}: leave it out, and a few warps pull rows")
+        if not asked and not why_no_copies(array):
             return CopyWay(array, most, timeout_s)
-        if refused or (in_place and most != 0) or (most is not None and most > 0):
+        in_place = array.controller.path == "in_place"
+        if not asked and (refused or in_place or most):
             return PullWay(array, most, timeout_s, refused)
-        reason = "sms=0" if most == 0 else "the rows are not read in place"
+        reason = asked or "the rows are not read in place"
         return RingWay(array, self.batch_rows, self.depth, workers, timeout_s, reason)
 
     # Reads.
@@ -207,7 +220,7 @@ class Pipeline(endings.Closing):
         self._way.read(chosen, buffer, stream, ticket)
         self._reads.append(ticket)
         self._buffers.keep()
-        self.stats.note(ticket.way, "prefetch", count, count * self._row_bytes)
+        self._stats.note(ticket.way, "prefetch", count, count * self._row_bytes)
         return ticket
 
     def synchronize(self) -> Any:
@@ -239,7 +252,7 @@ class Pipeline(endings.Closing):
         self._way.check_capture(self._reads[0], stream)
         ticket = self._reads.popleft()
         self._way.finish(ticket, stream)
-        return ticket.buffer.rows
+        return ticket.buffer.on(stream)
 
     def iterate(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Prefetch `depth` batches ahead, and yield each one's rows and ids.
@@ -363,7 +376,7 @@ class Pipeline(endings.Closing):
         self._way.write(chosen, rows, self._stream_of(ticket.library), ticket)
         self._forget_done_writes()
         self._writes.append(ticket)
-        self.stats.note(ticket.way, "write_back", count, count * self._row_bytes)
+        self._stats.note(ticket.way, "write_back", count, count * self._row_bytes)
         return ticket
 
     def _forget_done_writes(self) -> None:
@@ -407,14 +420,44 @@ class Pipeline(endings.Closing):
         """Lend a buffer with any content, after the writes from it that came before."""
         while len(self._writes) > self.depth:
             self._way.finish(self._writes.popleft(), self._stream_of(""))
-        buffer = self._buffers.take(self._library, rows, self._stream_of(""))
+        stream = self._stream_of("")
+        buffer = self._buffers.take(self._library, rows, stream)
         self._buffers.keep()
-        return buffer.rows
+        return buffer.on(stream)
 
     def flush(self) -> None:
         """Make all rows that were written durable. Waits."""
         self.write_back_synchronize()
         self._way.flush()
+
+    # Kernels.
+
+    @property
+    def device_calls(self) -> DeviceCalls:
+        """What kernels take as ``fw::pipeline<T>``: batches that they start themselves.
+
+        Give the pipeline itself to a launch. The first use starts an engine for kernels alone. Its
+        threads look for requests until the pipeline is closed; close it after such kernels. A
+        writable array is theirs until then, and other calls on it are refused, those of the
+        pipeline too. What a kernel could not do, `check` raises.
+
+        Raises
+        ------
+        DataPathError
+            If the host's threads do not reach the storage.
+        """
+        self._check_usable()
+        if self._kernels is None:
+            self._kernels = KernelBatches(self.array, self.batch_rows, self.depth, **self._settings)
+        return self._kernels.calls
+
+    def check(self) -> None:
+        """Raise what batches are known to have failed with, those of kernels too. Never waits."""
+        self._check_usable()
+        if isinstance(self._way, RingWay | WorkerWay) or not self.array._holder:
+            self._way.check()
+        if self._kernels is not None:
+            self._kernels.calls.check()
 
     # What users ask.
 
@@ -422,6 +465,13 @@ class Pipeline(endings.Closing):
         """Explain by which way batches move, what it uses, and why."""
         self._check_usable()
         return self._way.explain()
+
+    @property
+    def stats(self) -> PipelineStats:
+        """What has been moved by which way, and the counters of host threads."""
+        if not self._closed:
+            self._stats.engine = self._way.engine_stats
+        return self._stats
 
     @property
     def closed(self) -> bool:
@@ -449,6 +499,8 @@ class Pipeline(endings.Closing):
                 self._way.drop(self._reads.popleft())
             if not isinstance(self._way, CudaWay) and not self.array.closed:
                 failures += self._finish_writes()
+            if self._kernels is not None:
+                self._kernels.close()
             self._way.close()
         except DeviceTimeout:
             raise  # what is in flight may still write the buffers: close it again

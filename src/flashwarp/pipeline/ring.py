@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 from collections import deque
 from typing import Any
 
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index
-from flashwarp.device import CudaDevice, OwnedStream
+from flashwarp.device import OwnedStream
 from flashwarp.errors import (
     BoundsError,
     DeviceTimeout,
@@ -26,9 +25,9 @@ from flashwarp.errors import (
     IndexDtypeError,
     StorageError,
 )
-from flashwarp.nvme.software import SoftwareController
 from flashwarp.pipeline.buffers import Buffer
-from flashwarp.pipeline.engine import BatchEngine, BatchPort, Direction, Ring
+from flashwarp.pipeline.engine import BatchPort, Direction, Ring
+from flashwarp.pipeline.engines import make_engine
 from flashwarp.pipeline.explanation import PipelineExplanation
 from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.structs import RequestStruct, ResultStruct
@@ -36,29 +35,20 @@ from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import CudaWay
 from flashwarp.storage import Storage
 
-__all__ = ["RingWay", "why_no_ring"]
+__all__ = ["CHUNKS", "RingWay", "ring_of"]
 
 _CHUNK_BYTES = 4 << 20
-_CHUNKS = 16
+CHUNKS = 16
 _ROWS, _SEQUENCE = 0, 1
-_SLOTS_MAX = 64
-# Of all slots: an id and a status for each row.
-_LIST_BYTES_MAX = 16 << 20
-_ROW_BYTES_OF_A_LIST = 10
-
 _NO_CAPTURE = (
     "host threads move the rows, and do not see replays (prefetch before the replay and let the "
     "graph use the buffer, or give sms=8: warps pull the rows then)"
 )
 
 
-def why_no_ring(array: Array) -> str:
-    """Say why host threads cannot move an array's rows; empty if they can."""
-    if not isinstance(array._attachment.storage, Storage):
-        return "its namespace is a drive's, which kernels read by themselves"
-    if not isinstance(array.device, CudaDevice) or not array.device.waits_for_words:
-        return "the driver has no waits of streams for words"
-    return ""
+def ring_of(chunks: int) -> Ring:
+    """Return the size of a pinned ring."""
+    return Ring(_CHUNK_BYTES, chunks)
 
 
 class RingWay(CudaWay):
@@ -80,28 +70,16 @@ class RingWay(CudaWay):
         self._reason = reason
         found = array.explain()
         self._path = f"{found.path}: {found.reason}"
-        storage, controller = array._attachment.storage, array._attachment.controller
+        storage = array._attachment.storage
         assert isinstance(storage, Storage)
         self._storage = storage
         self._operands = array._attachment.operands
-        directions: list[Direction] = ["prefetch"]
         if array.writable:
             # Stores of before are read past the cache, and nobody else stores from now on.
             array.flush()
-            directions.append("write_back")
-        self._engine = BatchEngine(
-            device,
-            storage,
-            rows=len(array),
-            row_bytes=max(1, array._format.row_bytes),
-            batch_rows=batch_rows,
-            slots=_slots(depth, batch_rows),
-            directions=directions,
-            ring=Ring(_CHUNK_BYTES, _CHUNKS),
-            workers=workers,
-            timeout_s=timeout_s,
-            controller=controller if isinstance(controller, SoftwareController) else None,
-        )
+        ring = ring_of(CHUNKS)
+        self._engine = make_engine(array, batch_rows, depth, workers, timeout_s, ring)
+        directions = tuple(self._engine.ports)
         self._ports = {each: _Port(self._engine.ports[each]) for each in directions}
         self._submitting: OwnedStream = device.create_stream()
         self._copying: dict[Direction, OwnedStream] = {
@@ -236,7 +214,7 @@ class RingWay(CudaWay):
         low, high = self._engine.worker_limits
         return PipelineExplanation(
             self.name,
-            f"{self._reason}; copy engines move {_CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
+            f"{self._reason}; copy engines move {CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
             f"which {low} to {high} host threads fill",
             0,
             high + 1,
@@ -244,8 +222,7 @@ class RingWay(CudaWay):
         )
 
     @property
-    def engine_stats(self) -> dict[str, Any]:
-        """The counters of the host threads, and why their number changed."""
+    def engine_stats(self) -> dict[str, Any] | None:
         return self._engine.stats()
 
     def close(self) -> None:
@@ -262,13 +239,6 @@ class RingWay(CudaWay):
             self.array._take_back()
         if failure is not None:
             raise failure
-
-
-def _slots(depth: int, batch_rows: int) -> int:
-    """Return how many batches the calling thread may be ahead of the storage: a power of two."""
-    least = 1 << math.ceil(math.log2(2 * (depth + 1)))
-    fit = _LIST_BYTES_MAX // (_ROW_BYTES_OF_A_LIST * batch_rows)
-    return max(least, min(_SLOTS_MAX, 1 << max(0, fit.bit_length() - 1)))
 
 
 class _Port:

@@ -83,6 +83,11 @@ class Way(ABC):
         """Make what was written durable. Waits."""
         self.array.flush()
 
+    @property
+    def engine_stats(self) -> dict[str, Any] | None:
+        """The counters of the engine's threads, and why their number changed; None: it has none."""
+        return None
+
     @abstractmethod
     def explain(self) -> PipelineExplanation:
         """Explain the way."""
