@@ -128,17 +128,14 @@ def test_a_failing_read_leaves_no_pinned_memory(tmp_path, monkeypatch):
     with fw.CudaDevice(0) as device:
         allocate = device.allocate_host
         monkeypatch.setattr(device, "allocate_host", lambda n: made.append(allocate(n)) or made[-1])
-        calls = iter(range(100))
-        read = moving.os.preadv
 
         def preadv(*arguments):
-            if next(calls) > 3:
-                raise OSError(5, "Input/output error")
-            return read(*arguments)
+            raise OSError(5, "Input/output error")
 
+        # The file ends inside of a page, whose bytes come last.
         monkeypatch.setattr(moving.os, "preadv", preadv)
         with pytest.raises(OSError, match="Input/output"):
-            fw.load(tmp_path / "x.safetensors", device)
+            fw.load(tmp_path / "x.safetensors", device, o_direct=True)
 
         assert all(memory.closed for memory in made)
 

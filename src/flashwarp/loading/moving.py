@@ -1,14 +1,16 @@
 """Bytes from files to tensors: threads read chunks, and the copy engine takes them on.
 
 Each thread has two pinned buffers: it reads into one while the other is copied. So reading, copying
-and the disk overlap, and the host memory in use is that of the buffers. On the CPU device what is
-in the page cache is read straight into the tensors.
+and the disk overlap, and the host memory in use is that of the buffers. A `Gatherer` does the work
+of the threads: it copies from the page cache by all cores, and has many direct reads in flight. On
+the CPU device what is in the page cache is read straight into the tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import errno
 import os
 import queue
@@ -18,7 +20,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flashwarp import _native, _waiting, config, endings
 from flashwarp.device import Device, DeviceMemory
@@ -28,19 +33,24 @@ from flashwarp.loading.places import Place
 from flashwarp.loading.progress import Progress
 from flashwarp.storage import files
 from flashwarp.storage.file import Mapping as FileMapping
-from flashwarp.transfer import CopyEngine, Direction, Ticket
+from flashwarp.transfer import CopyEngine, Direction, Gatherer, Ticket
 
 __all__ = ["STAGING_BYTES_MIN", "move"]
 
 # So many bytes are read and copied at a time: a tenth of a millisecond of Python's lock each.
-_CHUNK_BYTES = 8 << 20
+# Pinning takes 0.5 ms for each MiB, so there are no more buffers than keep the copy engine busy.
+_CHUNK_BYTES = 16 << 20
+_THREADS_MAX = 3
+_CORES_MAX = 12
+# Parts of a chunk: what a core copies at a time, and a direct read.
+_COPY_BYTES = 64 << 10
+_READ_BYTES = 1 << 20
 _PAGE_BYTES = 4096
 STAGING_BYTES_MIN = 2 * _PAGE_BYTES
 """Two buffers of a page."""
-_THREADS_MAX = 12
 # Gaps between tensors up to this size are read with them.
 _GAP_BYTES = 64 << 10
-# Least share of a chunk that must be in the page cache for it to be read from there.
+# Least share of a chunk that must be in the page cache for the rest to be read through it.
 _RESIDENT = 0.5
 _PROGRESS_S = 0.05
 _COPY_PAUSE_S = 100e-6
@@ -75,7 +85,13 @@ class _Source:
         self.fd = opened.enter_context(files.open_for_reading(path)).fileno()
         self.direct_fd = -1
         self._mapping: FileMapping | None = None
+        self._mapped: NDArray[np.uint8] | None = None
         self.check_unchanged()
+        if stamp.nbytes and o_direct is not True:
+            with contextlib.suppress(OSError, ValueError):
+                self._mapping = FileMapping(Path(path), stamp.nbytes)
+                opened.callback(self._mapping.close)
+                self._mapped = _view(self._mapping.address, stamp.nbytes)
         if o_direct is False:
             return
         alignment = _native.direct_io_alignment(path)
@@ -91,22 +107,18 @@ class _Source:
         opened.callback(os.close, self.direct_fd)
         # Chunks are read in any order, which the kernel would take for the begin of a stream.
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        if o_direct is None and stamp.nbytes:
-            with contextlib.suppress(OSError, ValueError):
-                self._mapping = FileMapping(Path(path), stamp.nbytes)
-                opened.callback(self._mapping.close)
 
-    def is_cached(self, begin: int, end: int) -> bool:
-        """Whether bytes are to be read through the page cache."""
-        if self.direct_fd < 0:
-            return True
-        if self._mapping is None:
-            return False
-        try:
-            share = _native.residency(self._mapping.address + begin, end - begin)
-        except OSError:  # a sandbox may refuse mincore
-            return True
-        return share >= _RESIDENT
+    def way(self, begin: int, end: int) -> _Way:
+        """Choose how bytes are to be read."""
+        share = 0.0
+        if self._mapping is not None:
+            try:
+                share = _native.residency(self._mapping.address + begin, end - begin)
+            except OSError:  # a sandbox may refuse mincore
+                return _Way.BUFFERED
+        if share == 1:
+            return _Way.MAPPED
+        return _Way.BUFFERED if self.direct_fd < 0 or share >= _RESIDENT else _Way.DIRECT
 
     def check_unchanged(self) -> None:
         """Raise StorageError if the file was written or replaced since its header was read."""
@@ -121,12 +133,45 @@ class _Source:
             self.path,
         )
 
-    def read(self, view: memoryview, offset: int, nbytes: int, direct: bool) -> None:
-        """Fill the first bytes of a view with those from `offset` on; blocks.
+    def read(
+        self, gatherer: Gatherer, memory: NDArray[np.uint8], offset: int, nbytes: int, way: _Way
+    ) -> None:
+        """Fill the first bytes of memory with those from `offset` on; blocks.
 
-        With `direct`, the view and `offset` are aligned, and the view has room for whole pages.
+        For a direct read, memory and `offset` are aligned, and the memory has room for whole pages.
         """
-        fd, done = (self.direct_fd if direct else self.fd), 0
+        done = 0
+        try:
+            if way is _Way.MAPPED and self._mapped is not None:
+                done = nbytes - nbytes % _COPY_BYTES
+                gatherer.gather(
+                    memory, self._mapped, _steps(offset, done, _COPY_BYTES), _COPY_BYTES
+                )
+                if done < nbytes:
+                    rest = memory[done:nbytes]
+                    gatherer.gather(rest, self._mapped, [offset + done], nbytes - done)
+                return
+            if way is _Way.DIRECT:
+                done = nbytes - nbytes % _READ_BYTES
+                steps = _steps(offset, done, _READ_BYTES)
+                gatherer.read(memory, self.direct_fd, steps, _READ_BYTES)
+        except StorageError as error:
+            # EFAULT: a page of the mapping is gone.
+            if error.errno in (errno.EFAULT, errno.ENODATA):
+                raise self._cut(error.offset or offset) from error
+            why = error.strerror or str(error)
+            raise StorageError(
+                error.errno or errno.EIO, why, self.path, offset=error.offset
+            ) from error
+        self._read_rest(memory, offset, done, nbytes, way is _Way.DIRECT)
+
+    def _read_rest(
+        self, memory: NDArray[np.uint8], offset: int, done: int, nbytes: int, direct: bool
+    ) -> None:
+        """Fill memory from byte `done` on by blocking calls."""
+        held: Any = memory
+        view = memoryview(held)
+        fd = self.direct_fd if direct else self.fd
         until = nbytes + -nbytes % _PAGE_BYTES if direct else nbytes
         while done < nbytes:
             try:
@@ -137,15 +182,30 @@ class _Source:
                     number, f"read: {os.strerror(number)}", self.path, offset=offset + done
                 ) from error
             if moved == 0:
-                raise StorageError(
-                    errno.ENODATA,
-                    "the file ends before its tensors do: it was cut while it was loaded",
-                    self.path,
-                    offset=offset + done,
-                )
+                raise self._cut(offset + done)
             done += moved
             if done % _PAGE_BYTES:
                 fd, until = self.fd, nbytes  # no direct read begins inside of a page
+
+    def _cut(self, offset: int) -> StorageError:
+        return StorageError(
+            errno.ENODATA,
+            "the file ends before its tensors do: it was cut while it was loaded",
+            self.path,
+            offset=offset,
+        )
+
+
+class _Way(enum.Enum):
+    """How bytes of a file are read."""
+
+    MAPPED = "copied from the page cache"
+    BUFFERED = "read through the page cache"
+    DIRECT = "read past the page cache"
+
+
+def _steps(begin: int, nbytes: int, step: int) -> NDArray[np.int64]:
+    return np.arange(begin, begin + nbytes, step, dtype=np.int64)
 
 
 def move(
@@ -230,7 +290,7 @@ class _Buffer:
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
-        self.view = _view(memory.address, memory.nbytes)
+        self.bytes = _view(memory.address, memory.nbytes)
         self.copies: list[Ticket] = []
 
     def wait(self, timeout_s: float) -> None:
@@ -260,6 +320,7 @@ class _Mover:
         self._streams = streams
         self._total = sum(piece.nbytes for chunk in chunks for piece in chunk.pieces)
         self._engine = CopyEngine(device) if device.kind == "cuda" and chunks else None
+        self._gatherer = Gatherer(min(_CORES_MAX, config.cores()))
         self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._done: list[int] = []
         self._limit_s = config.current().timeout_s
@@ -312,7 +373,10 @@ class _Mover:
         while any(each.is_alive() for each in started) and clock.look() < self._limit_s:
             time.sleep(_COPY_PAUSE_S)
         self._stuck = [each for each in started if each.is_alive()]
-        if self._engine is not None and not self._stuck:
+        if self._stuck:
+            return
+        self._gatherer.close()
+        if self._engine is not None:
             self._engine.close()
 
     def leave(self, opened: contextlib.ExitStack) -> None:
@@ -358,11 +422,12 @@ class _Mover:
                 chunk = self._chunks.popleft()
             except IndexError:
                 return
-            direct = not chunk.source.is_cached(chunk.begin, chunk.end)
-            if self._engine is None and not direct:
+            source = chunk.source
+            way = source.way(chunk.begin, chunk.end)
+            if self._engine is None and way is not _Way.DIRECT:
                 for piece in chunk.pieces:
-                    view = _view(piece.address, piece.nbytes)
-                    chunk.source.read(view, piece.offset, piece.nbytes, direct=False)
+                    target = _view(piece.address, piece.nbytes)
+                    source.read(self._gatherer, target, piece.offset, piece.nbytes, way)
                     self._done.append(piece.nbytes)
                 continue
             if len(buffers) < 2:
@@ -371,7 +436,8 @@ class _Mover:
             buffer = buffers[turn]
             turn = 1 - turn
             buffer.wait(self._limit_s)
-            chunk.source.read(buffer.view, chunk.begin, chunk.end - chunk.begin, direct)
+            nbytes = chunk.end - chunk.begin
+            source.read(self._gatherer, buffer.bytes, chunk.begin, nbytes, way)
             self._deliver(chunk, buffer)
             self._done.append(sum(piece.nbytes for piece in chunk.pieces))
 
@@ -390,6 +456,7 @@ class _Mover:
         )
 
 
-def _view(address: int, nbytes: int) -> memoryview:
+def _view(address: int, nbytes: int) -> NDArray[np.uint8]:
     """View memory that the caller keeps allocated."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    held: Any = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(held, np.uint8)
