@@ -16,7 +16,7 @@ import numpy as np
 
 import flashwarp as fw
 from flashwarp.apps import gemm
-from flashwarp.apps.tensors import cut as cut_rows
+from flashwarp.apps.gemm.gemm import cut as cut_rows
 from flashwarp.bench.pipelines_base import Bench
 from flashwarp.bench.pipelines_host import Ahead, Behind, cut
 from flashwarp.bench.pipelines_lines import code_lines
