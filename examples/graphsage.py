@@ -3,8 +3,8 @@
     python examples/graphsage.py [cpu | cuda]
 
 Each step samples the neighbourhoods of some vertices, 10 neighbours of each and 5 of each of these,
-gathers the features of all vertices in them, and trains on the result. On a GPU, the next batch is
-sampled on a stream of its own meanwhile.
+reads the features of all vertices in them, and trains on the result. The next batch is sampled, and
+its features are read, while the device trains on this one.
 
 The graph is synthetic. Degrees follow a power law. Each vertex is of one of 8 groups, and most of
 its neighbours are of its own group. Features are the group's centre with so much noise that the
@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,20 @@ def batches(vertices: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return vertices[torch.randperm(len(vertices), device=vertices.device)].split(BATCH)
 
 
+def loaded(
+    sampler: fw.torch.NeighborSampler, features: fw.Pipeline, seeds: Iterable[torch.Tensor]
+) -> Iterator[tuple[fw.torch.Sample, torch.Tensor]]:
+    """Yield samples with the features of their vertices, which arrive one batch ahead."""
+    last = None
+    for sample in sampler.iterate(seeds):
+        features.prefetch(sample.nodes)
+        if last is not None:
+            yield last, features.synchronize()
+        last = sample
+    if last is not None:
+        yield last, features.synchronize()
+
+
 def main(device: str) -> None:
     """Train, and compare the model with the best classifier without neighbours."""
     torch.manual_seed(1)
@@ -102,12 +117,12 @@ def main(device: str) -> None:
 
         with (
             fw.torch.NeighborSampler(graph, FANOUTS, device=device, cache=CACHE) as sampler,
-            fw.open(folder / "features.npy", device=device, cache=CACHE) as features,
+            fw.open(folder / "features.npy", device=device, cache=CACHE) as rows_on_disk,
+            fw.Pipeline(rows_on_disk, sampler.nodes_max(BATCH)) as features,
         ):
             start, vertices = time.perf_counter(), 0
             for _ in range(EPOCHS):
-                for sample in sampler.iterate(batches(train)):
-                    rows = fw.torch.gather(features, sample.nodes)
+                for sample, rows in loaded(sampler, features, batches(train)):
                     wanted = labels[sample.nodes[: sample.batch_size]]
                     loss = nn.functional.cross_entropy(model(rows, sample), wanted)
                     optimizer.zero_grad()
@@ -118,10 +133,10 @@ def main(device: str) -> None:
 
             right = 0
             with torch.no_grad():
-                for sample in sampler.iterate(batches(test)):
-                    found = model(fw.torch.gather(features, sample.nodes), sample).argmax(1)
+                for sample, rows in loaded(sampler, features, batches(test)):
+                    found = model(rows, sample).argmax(1)
                     right += int((found == labels[sample.nodes[: sample.batch_size]]).sum())
-            read = features.stats.bytes_read + sampler.neighbours.stats.bytes_read
+            read = rows_on_disk.stats.bytes_read + sampler.neighbours.stats.bytes_read
 
         # Of equally frequent groups with the same noise, the nearest centre is the likeliest.
         alone = np.load(folder / "features.npy")[test.cpu().numpy()] @ centres.T

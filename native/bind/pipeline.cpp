@@ -14,7 +14,9 @@
 #include <vector>
 
 #include "bind/convert.h"
+#include "cuda/context.h"
 #include "pipeline/batch_engine.h"
+#include "pipeline/cuda_stream.h"
 #include "pipeline/host_stream.h"
 
 namespace nb = nanobind;
@@ -32,7 +34,7 @@ const char* text_of(WorkerReason reason) {
     case WorkerReason::kIdle:
       return "fewer are enough";
     case WorkerReason::kSlowed:
-      return "fewer made batches later";
+      return "batches came later with the other count";
     default:
       return "";
   }
@@ -95,7 +97,8 @@ using Drive = std::tuple<std::shared_ptr<Storage>, std::optional<SsdParameters>>
 void make_engine(BatchEngine* self, std::shared_ptr<Storage> storage, uint64_t row_bytes,
                  uint64_t rows, uint64_t first_byte, std::vector<PortOptions> ports,
                  std::pair<uint32_t, uint32_t> workers, int64_t limit_ns, std::vector<Drive> drives,
-                 uint32_t drive_threads, uint32_t depth, nb::object) {
+                 uint32_t drive_threads, uint32_t depth, const cuda::Context* context,
+                 uint64_t stream_handle, uint64_t event_handle, nb::object) {
   EngineOptions options;
   options.storage = std::move(storage);
   options.row_bytes = row_bytes;
@@ -110,7 +113,13 @@ void make_engine(BatchEngine* self, std::shared_ptr<Storage> storage, uint64_t r
   const Unlocked unlocked;
   std::unique_ptr<StreamSide> stream;
   for (const PortOptions& port : options.ports) {
-    if (port.copies && stream == nullptr) stream = std::make_unique<HostStream>();
+    if (!port.copies || stream != nullptr) continue;
+    if (context == nullptr) {
+      stream = std::make_unique<HostStream>();
+    } else {
+      stream = std::make_unique<CudaStream>(*context, reinterpret_cast<cuda::Handle>(stream_handle),
+                                            reinterpret_cast<cuda::Handle>(event_handle));
+    }
   }
   new (self) BatchEngine(std::move(options), std::move(stream));
 }
@@ -128,12 +137,12 @@ void bind_pipeline(nb::module_& m) {
              uint64_t chunk_bytes, uint32_t chunks, uint64_t filled, uint64_t emptied,
              bool copies) {
             new (self) PortOptions();
-            self->regions = {reinterpret_cast<fw::batch::request*>(requests),
-                             reinterpret_cast<fw::batch::result*>(results),
-                             reinterpret_cast<int64_t*>(lists),
-                             reinterpret_cast<uint16_t*>(statuses),
-                             slots,
-                             rows_max};
+            self->regions = {{.requests = reinterpret_cast<fw::batch::request*>(requests),
+                             .results = reinterpret_cast<fw::batch::result*>(results),
+                             .lists = reinterpret_cast<int64_t*>(lists),
+                             .all_statuses = reinterpret_cast<uint16_t*>(statuses),
+                             .count = slots,
+                             .rows_max = rows_max}};
             self->is_write = is_write;
             self->ring = ring;
             self->chunk_bytes = chunk_bytes;
@@ -150,9 +159,10 @@ void bind_pipeline(nb::module_& m) {
       .def("__init__", &make_engine, nb::arg("storage"), nb::arg("row_bytes"), nb::arg("rows"),
            nb::arg("first_byte"), nb::arg("ports"), nb::arg("workers"), nb::arg("limit_ns"),
            nb::arg("drives"), nb::arg("drive_threads"), nb::arg("depth"),
+           nb::arg("context").none() = nb::none(), nb::arg("stream") = 0, nb::arg("event") = 0,
            nb::arg("keeps") = nb::none(),
-           // What holds the regions and the ring: it outlives the threads.
-           nb::keep_alive<1, 12>())
+           // What holds the regions, the ring and the context: it outlives the threads.
+           nb::keep_alive<1, 15>())
       .def(
           "submit",
           [](BatchEngine& engine, bool is_write, uint64_t ids, uint64_t rows, uint64_t first,
@@ -182,15 +192,15 @@ void bind_pipeline(nb::module_& m) {
       .def("stop", &BatchEngine::stop, WithoutGil());
   m.def(
       "decide_workers",
-      [](std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, double> state, int64_t io_ns,
+      [](std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, double, uint32_t> state, int64_t io_ns,
          int64_t idle_ns, uint64_t nbytes, uint32_t low, uint32_t high) {
-        const auto& [count, calm, patience, before, before_ns] = state;
+        const auto& [count, calm, patience, before, before_ns, hold] = state;
         const WorkerState next =
-            decide_workers({count, calm, patience, before, before_ns, WorkerReason::kNone},
+            decide_workers({count, calm, patience, before, before_ns, hold, WorkerReason::kNone},
                            {io_ns, idle_ns, nbytes}, {low, high});
-        return std::tuple(
-            std::tuple(next.count, next.calm, next.patience, next.before, next.before_ns_per_byte),
-            std::string(text_of(next.reason)));
+        return std::tuple(std::tuple(next.count, next.calm, next.patience, next.before,
+                                     next.before_ns_per_byte, next.hold),
+                          std::string(text_of(next.reason)));
       },
       nb::arg("state"), nb::arg("io_ns"), nb::arg("idle_ns"), nb::arg("nbytes"), nb::arg("low"),
       nb::arg("high"));

@@ -227,7 +227,7 @@ uint64_t BatchEngine::submit(bool is_write, const int64_t* ids, uint64_t rows, u
                              uint64_t buffer) {
   if (in_forked_child()) throw std::runtime_error("the engine belongs to the parent process");
   Port& to = port(is_write);
-  const Regions& regions = to.options.regions;
+  const batch::host_regions& regions = to.options.regions;
   if (rows > regions.rows_max) {
     throw std::invalid_argument("a batch of " + std::to_string(rows) + " rows, at most " +
                                 std::to_string(regions.rows_max));

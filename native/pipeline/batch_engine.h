@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,6 +33,8 @@ class StreamSide {
   virtual ~StreamSide() = default;
   virtual bool copy(uint64_t target, uint64_t source, uint64_t nbytes) = 0;
   virtual bool store(uint64_t word, uint64_t value) = 0;
+  // Stores the word that ends a batch. Calls failed() before, if a copy of it may have failed.
+  virtual bool finish(uint64_t word, uint64_t value, std::function<void()> failed) = 0;
   // What went wrong; empty: nothing.
   virtual std::string failure() = 0;
   // Ends within seconds; later calls return false.

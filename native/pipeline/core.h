@@ -75,7 +75,7 @@ struct BatchEngine::Core {
   // Either.
   void chunk_done(Chunk& chunk);
   void finish(Port& port, Batch& batch);
-  bool finish_by_stream(Port& port, uint64_t ticket, uint64_t failed);
+  bool finish_by_stream(Port& port, const Batch& batch, uint64_t failed);
   void wake_workers(uint32_t parts);
 
   EngineOptions options;

@@ -6,10 +6,14 @@
 namespace fw::native::pipeline {
 namespace {
 
-constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t kRingPageBytes = 4096;
 
-uint64_t sq_bytes(uint32_t depth) { return round_up(depth * sizeof(nvme::command), kPageBytes); }
-uint64_t cq_bytes(uint32_t depth) { return round_up(depth * sizeof(nvme::completion), kPageBytes); }
+uint64_t sq_bytes(uint32_t depth) {
+  return round_up(depth * sizeof(nvme::command), kRingPageBytes);
+}
+uint64_t cq_bytes(uint32_t depth) {
+  return round_up(depth * sizeof(nvme::completion), kRingPageBytes);
+}
 
 uint32_t checked(uint32_t depth) {
   require(depth >= 2 && depth <= 1 << 15, "a queue pair has 2 to 32768 entries");
@@ -21,7 +25,7 @@ uint32_t checked(uint32_t depth) {
 HostQueuePair::HostQueuePair(uint32_t depth, uint16_t id)
     : depth_(checked(depth)),
       id_(id),
-      memory_(sq_bytes(depth) + cq_bytes(depth) + kPageBytes, kPageBytes),
+      memory_(sq_bytes(depth) + cq_bytes(depth) + kRingPageBytes, kRingPageBytes),
       sq_(static_cast<nvme::command*>(memory_.address())),
       cq_(reinterpret_cast<nvme::completion*>(static_cast<char*>(memory_.address()) +
                                               sq_bytes(depth))),

@@ -30,12 +30,13 @@ class HostQueuePair {
     ++in_flight_;
   }
 
-  // Makes the controller see what was posted.
-  void ring() {
-    if (rung_ == tail_) return;
+  // Makes the controller see what was posted. Returns whether there was anything.
+  bool ring() {
+    if (rung_ == tail_) return false;
     rung_ = tail_;
     // Release: the controller reads the entries, and the data of writes, after the doorbell.
     atomic::store_release(&bells_[0], tail_);
+    return true;
   }
 
   // Calls ended(cid, status) for each completion. Returns their number.

@@ -14,7 +14,7 @@ namespace fw::native::pipeline {
 namespace {
 
 // Of a queue pair that the lane serves itself: a run has two pages at most, so needs no list.
-constexpr uint64_t kPageBytes = 2 << 20;
+constexpr uint64_t kTransferPageBytes = 2 << 20;
 constexpr uint64_t kBlock = nvme::kLbaBytes;
 // A run with the blocks at its ends that it has only a part of.
 constexpr uint64_t kBounceBytes = kRunBytesMax + 4096;
@@ -34,7 +34,8 @@ Lane::Lane(const Options& options)
       row_bytes_(options.row_bytes),
       in_memory_(options.drives == nullptr && options.storage->mapped_base() != nullptr &&
                  install_fault_guard()),
-      context_{options.storage, DmaRegions(options.memory), kPageBytes, kRunBytesMax * 2, {}} {
+      context_{
+          options.storage, DmaRegions(options.memory), kTransferPageBytes, kRunBytesMax * 2, {}} {
   const bool needs_none = in_memory_ && (!options.is_write || options.storage->writes_inline());
   const uint32_t drives = drives_ == nullptr ? 1 : uint32_t(drives_->controllers.size());
   const uint32_t slots = needs_none ? 0 : std::min((depth_ - 1) * drives, 1u << 15);
@@ -91,8 +92,14 @@ bool Lane::work(std::vector<EndedRun>& ended) {
       for (uint32_t d = 0; d < drives_->controllers.size(); ++d) {
         HostQueuePair& pair = pair_of(d);
         if (pair.in_flight() == 0) continue;
-        pair.ring();
-        if (drives_->served_by_lanes) drives_->controllers[d]->serve_some(index_);
+        SoftwareController& controller = *drives_->controllers[d];
+        const bool rung = pair.ring();
+        if (drives_->served_by_lanes) {
+          controller.serve_some(index_);
+        } else if (rung) {
+          // Its threads may sleep.
+          controller.wake();
+        }
         reap(pair, ended);
       }
     }
@@ -193,7 +200,7 @@ void Lane::post(HostQueuePair& pair, const Waiting& waiting) {
   pair.post(nvme::block_command(waiting.is_write ? nvme::kWrite : nvme::kRead, cid,
                                 begin >> nvme::kLbaShift,
                                 uint32_t((end - begin) >> nvme::kLbaShift), memory,
-                                nvme::second_prp(memory, end - begin, kPageBytes)));
+                                nvme::second_prp(memory, end - begin, kTransferPageBytes)));
   ++in_flight_;
 }
 

@@ -13,14 +13,14 @@
 #include <string>
 #include <vector>
 
-#include "pipeline/regions.h"
+#include "flashwarp/batch/host_regions.cuh"
 
 namespace fw::native::pipeline {
 
 struct PortOptions {
-  Regions regions;        // where requests come from
-  bool is_write = false;  // a buffer's rows go to the storage
-  uint64_t ring = 0;      // 0: workers use the caller's buffer themselves
+  batch::host_regions regions;  // where requests come from
+  bool is_write = false;        // a buffer's rows go to the storage
+  uint64_t ring = 0;            // 0: workers use the caller's buffer themselves
   uint64_t chunk_bytes = 0;
   uint32_t chunks = 0;
   uint64_t filled = 0;   // address of the word: chunks up to this one have data

@@ -15,35 +15,41 @@ WorkerState decide_workers(WorkerState state, const WorkerWindow& window,
   const double ns_per_byte = period_ns / double(window.nbytes);
   const double busy = double(window.io_ns) / period_ns;
 
+  const auto change = [&](uint32_t count, WorkerReason reason) {
+    state.before = state.count;
+    state.before_ns_per_byte = ns_per_byte;
+    state.count = count;
+    state.calm = 0;
+    state.reason = reason;
+  };
   const uint32_t before = std::exchange(state.before, 0);
-  if (before > state.count && before <= limits.high) {
+  if (before >= limits.low && before <= limits.high && before != state.count) {
     if (ns_per_byte > kSlowedFactor * state.before_ns_per_byte) {
-      state.count = before;
-      state.calm = 0;
+      // Of too many workers, such as on more cores than there are, or of too few.
+      if (before < state.count) state.hold = state.patience;
       state.patience = std::min(2 * state.patience, kPatienceMax);
-      state.reason = WorkerReason::kSlowed;
+      change(before, WorkerReason::kSlowed);
+      state.before = 0;
       return state;
     }
     state.patience = kPatienceMin;
   }
   if (busy >= kBusyShare) {
     state.calm = 0;
-    if (state.count != limits.high) {
-      state.count = limits.high;
-      state.reason = WorkerReason::kIoBound;
+    if (state.hold != 0) {
+      --state.hold;
+    } else if (state.count != limits.high) {
+      change(limits.high, WorkerReason::kIoBound);
     }
     return state;
   }
+  state.hold = 0;
   const auto enough = uint32_t(std::ceil(busy * state.count / kFilledShare));
   const uint32_t target = std::max(limits.low, enough);
   if (target >= state.count) {
     state.calm = 0;
   } else if (++state.calm >= state.patience) {
-    state.before = state.count;
-    state.before_ns_per_byte = ns_per_byte;
-    state.count = target;
-    state.calm = 0;
-    state.reason = WorkerReason::kIdle;
+    change(target, WorkerReason::kIdle);
   }
   return state;
 }

@@ -24,15 +24,16 @@ enum class WorkerReason : uint8_t {
   kNone,     // the count stays
   kIoBound,  // workers had no pause, so the submitter waits for them: all that are allowed
   kIdle,     // so few are enough, even if I/O took as much longer as there are fewer
-  kSlowed,   // fewer made batches later, so I/O was waited for: back
+  kSlowed,   // batches came later with another count: back
 };
 
 struct WorkerState {
   uint32_t count = 1;
   uint32_t calm = 0;              // windows in a row for which fewer would be enough
   uint32_t patience = 3;          // windows that it takes to have fewer
-  uint32_t before = 0;            // the count before it became less; 0: that has been judged
+  uint32_t before = 0;            // the count before the last change; 0: it has been judged
   double before_ns_per_byte = 0;  // and what a byte took then
+  uint32_t hold = 0;              // windows for which more are not tried again
   WorkerReason reason = WorkerReason::kNone;  // of the last decision
 };
 
@@ -47,7 +48,7 @@ inline constexpr uint32_t kPatienceMin = 3;
 inline constexpr uint32_t kPatienceMax = 64;
 
 // The state after a window. More workers come at once, because too few cost time; fewer come after
-// `patience` windows, which doubles whenever they turn out to be too few.
+// `patience` windows. A change that makes batches slower is taken back, and then patience doubles.
 WorkerState decide_workers(WorkerState state, const WorkerWindow& window,
                            const WorkerLimits& limits);
 

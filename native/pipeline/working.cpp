@@ -265,8 +265,7 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
     outcome = {request.ready, batch.failed, batch.first_failed, 0, batch.reason};
     if (batch.failed != 0) {
       outcome.status = batch.statuses[batch.first_failed];
-      std::memcpy(port.options.regions.statuses(request.ready), batch.statuses.data(),
-                  batch.statuses.size() * sizeof(uint16_t));
+      port.options.regions.report(request.ready, batch.statuses.data(), batch.statuses.size());
     }
   }
   port.outcomes[port.options.regions.slot(request.ready)] = outcome;
@@ -276,7 +275,7 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
   rows_failed[direction].fetch_add(outcome.failed, std::memory_order_relaxed);
   const bool changed = meter.batch_ends(monotonic_ns(), batch.nbytes);
   const bool by_stream = port.options.copies && !port.options.is_write && batch.chunks != 0;
-  if (!by_stream || !finish_by_stream(port, request.ready, outcome.failed)) {
+  if (!by_stream || !finish_by_stream(port, batch, outcome.failed)) {
     port.options.regions.finish(request.ready, outcome.failed);
   }
   std::erase_if(port.batches, [&](const auto& each) { return each.get() == &batch; });
@@ -284,10 +283,20 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
   if (changed) wake_workers(meter.active());
 }
 
-// Ends a batch whose last chunk the engine's stream still copies.
-bool BatchEngine::Core::finish_by_stream(Port& port, uint64_t ticket, uint64_t failed) {
+// Ends a batch whose last chunk the engine's stream still copies. Under the port's lock.
+bool BatchEngine::Core::finish_by_stream(Port& port, const Batch& batch, uint64_t failed) {
+  const uint64_t ticket = batch.request.ready, rows = batch.request.rows;
   port.options.regions.set_failed(ticket, failed);
-  return stream->store(port.options.regions.done_word(ticket), ticket);
+  return stream->finish(
+      port.options.regions.done_word(ticket), ticket, [this, &port, ticket, rows] {
+        const batch::host_regions& regions = port.options.regions;
+        std::fill_n(regions.statuses(ticket), rows, uint16_t(nvme::kDataTransferError));
+        regions.set_failed(ticket, rows);
+        const std::lock_guard guard(port.lock);
+        port.outcomes[regions.slot(ticket)] = {
+            ticket, rows, 0, nvme::kDataTransferError,
+            "the stream that copies between the ring and the device: " + stream->failure()};
+      });
 }
 
 // Wakes as many workers as have parts to take.

@@ -21,6 +21,7 @@ if _TYPE_CHECKING:
     from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
     from flashwarp.checkpoint.checkpointer import Checkpointer
+    from flashwarp.loading.load import load
     from flashwarp.nvme.drive_model import SSDModel
     from flashwarp.nvme.vfio import VfioController
     from flashwarp.pipeline.pipeline import Pipeline
@@ -49,6 +50,7 @@ __all__ = [
     "create",
     "errors",
     "get_include",
+    "load",
     "open",
     "storage",
 ]
@@ -66,6 +68,7 @@ _LATER = {
     "VfioController": "flashwarp.nvme.vfio",
     "compile": "flashwarp.program.compiling",
     "get_include": "flashwarp.program.compiling",
+    "load": "flashwarp.loading.load",
 }
 
 

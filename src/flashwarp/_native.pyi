@@ -466,6 +466,9 @@ class BatchEngine:
         drives: Sequence[tuple[Storage, SsdParameters | None]],
         drive_threads: int,
         depth: int,
+        context: CudaContext | None = None,
+        stream: int = 0,
+        event: int = 0,
         keeps: object | None = None,
     ) -> None: ...
     def submit(self, is_write: bool, ids: int, rows: int, first: int, buffer: int) -> int: ...
@@ -483,13 +486,13 @@ class BatchEngine:
     def stop(self) -> None: ...
 
 def decide_workers(
-    state: tuple[int, int, int, int, float],
+    state: tuple[int, int, int, int, float, int],
     io_ns: int,
     idle_ns: int,
     nbytes: int,
     low: int,
     high: int,
-) -> tuple[tuple[int, int, int, int, float], str]: ...
+) -> tuple[tuple[int, int, int, int, float, int], str]: ...
 
 class HostCopier:
     def __init__(self) -> None: ...

@@ -13,7 +13,8 @@ order of torch's current stream and wait for nothing; the next call on the array
 `Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `Loader`
 makes batches of rows, and `NeighborSampler` mini-batches of a graph. `save` and `load` keep state
 dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of a rank's checkpoints
-on another rank.
+on another rank. `offload_activations` keeps what autograd saves for backward in host memory and a
+file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ except ImportError as _error:
         "pip install 'flashwarp[torch]'"
     ) from _error
 
+from flashwarp.interop.torch.activations import offload_activations
 from flashwarp.interop.torch.embedding import Embedding, EmbeddingBag
 from flashwarp.interop.torch.group import EmbeddingGroup
 from flashwarp.interop.torch.loader import Loader
@@ -55,6 +57,7 @@ __all__ = [
     "gather",
     "load",
     "offload",
+    "offload_activations",
     "restore_table",
     "save",
     "scatter",

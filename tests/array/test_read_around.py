@@ -178,7 +178,8 @@ def test_only_rows_whose_pages_are_gone_take_commands(tmp_path: Path) -> None:
             pytest.skip("the file system keeps pages of its own accord")
         with opened(tmp_path, rows, o_direct=False) as x:
             np.testing.assert_array_equal(x.gather(np.arange(200)), rows[:200])
-            assert 1 <= x.stats.commands <= 136
+            # 136 pages are gone; a busy machine may take back a few of the others.
+            assert 1 <= x.stats.commands <= 150
 
             # What was fetched is in frames.
             commands = x.stats.commands

@@ -41,6 +41,7 @@ SMALL = {
     "first_light": {"gib": 1 / 64},
     "calls": {"resident": "1 MiB", "cold": "4 MiB", "runs": 3, "first": True},
     "split": {"rows": 2100, "cache": "4 MiB", "runs": 3},
+    "files": {"size": "2 MiB", "disk": "256 KiB", "warps": "2"},
     "latency": {"size": "4 MiB", "steps": 20},
     "defaults": {"sizes": "1 MB", "memory": "", "runs": 1, "seconds": 0.05},
     "hits": {"size": "1 MiB", "loads": 1 << 12},
@@ -66,6 +67,8 @@ SMALL = {
         "runs": 1,
     },
     "ngrams": {"size": "2 MiB", "prefill": 16, "decode": 4, "runs": 1},
+    "activations": {"layers": 1, "host": "1 MiB", "fits": "8 MiB", "least": "4 KiB", "steps": 1},
+    "load": {"size": "4 MB", "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "registers": {"arch": "sm_90"},
     "checkpoints": {

@@ -147,6 +147,28 @@ def test_no_seeds_give_an_empty_sample(sampler):
     assert sample.edge_index.shape == (2, 0)
 
 
+@pytest.mark.parametrize("count", [1, 20, 1000])
+def test_samples_fit_what_they_may_have_at_most(graph, sampler, count):
+    seeds = np.arange(count)
+    most = sampler.nodes_max(count)
+
+    assert len(sampler.sample(seeds).nodes) <= most
+    assert most <= count + graph.vertices
+    assert sampler.nodes_max(1) == 1 + 7 + 28 + 56
+
+
+def test_features_of_samples_come_by_a_pipeline(graph, sampler, tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(graph.vertices) * 2)
+    with (
+        fw.open(tmp_path / "x.npy", device="cpu", cache="4 KiB", line=512) as x,
+        fw.Pipeline(x, sampler.nodes_max(64)) as pipeline,
+    ):
+        samples = sampler.iterate(torch.arange(512).split(64))
+        nodes = (sample.nodes for sample in samples)
+        for rows, ids in pipeline.iterate(nodes):
+            assert torch.equal(rows, ids * 2)
+
+
 # Chances. The seeds are fixed, so these tests give one answer for ever.
 
 

@@ -49,7 +49,7 @@ def path() -> Path:
 @contextlib.contextmanager
 def opened(batch: int = 300, faults: str = "", **options: Any) -> Iterator[Any]:
     """A file of rows on such a GPU, and a pipeline over it whose batches have several chunks."""
-    ring._CHUNK_BYTES, ring._CHUNKS = 16384, 4
+    ring._CHUNK_BYTES, ring.CHUNKS = 16384, 4
     values().tofile(path())
     storage: Any = File(path(), writable=True)
     if faults:
@@ -165,14 +165,20 @@ def check_steady_state_creates_nothing_and_waits_for_nothing() -> None:
         assert [fake().fake_count(each) for each in counted] == before
 
 
-def check_captures_are_refused_before_anything_is_queued() -> None:
-    with opened(mode="r") as (_, p):
-        fake().fake_capture_begin(1)
-        with pytest.raises(CaptureError, match="replays"):
-            p._way.read(slice(0), p._buffers.take("numpy", 0), 1, None)  # type: ignore[arg-type]
-        fake().fake_capture_end()
+def check_batches_that_pass_the_host_are_in_no_capture() -> None:
+    with opened() as (x, p):
+        stream = x.device.create_stream()
+        p._stream = stream
         p.prefetch([4])
-        np.testing.assert_array_equal(arrived(p), values()[4:5])
+        rows = p.synchronize()
+        x.device.synchronize(stream)
+        fake().fake_capture_begin(stream.handle)
+        for call in (lambda: p.prefetch([5]), lambda: p.write_back([5], rows)):
+            with pytest.raises(CaptureError, match="replays"):
+                call()
+        assert fake().fake_capture_end() == 1, "the capture goes on"
+        p.prefetch([5])
+        np.testing.assert_array_equal(np.asarray(p.synchronize()), values()[5:6])
 
 
 def check_ids_of_other_dtypes() -> None:

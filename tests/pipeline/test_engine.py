@@ -515,11 +515,16 @@ def test_a_read_only_storage_takes_no_writes() -> None:
 def test_limits_of_workers_follow_the_controllers_and_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("flashwarp.pipeline.engine.cores", lambda: 16)
     assert worker_limits(12) == (3, 6)
+    assert worker_limits(1) == (4, 8)
     assert worker_limits(16) == (4, 8)
     assert worker_limits(5) == (2, 3)
     assert worker_limits(12, 4) == (4, 4)
     assert worker_limits(12, (1, 12)) == (1, 12)
+    monkeypatch.setattr("flashwarp.pipeline.engine.cores", lambda: 4)
+    assert worker_limits(12) == (3, 4)
+    assert worker_limits(32) == (8, 8)
     monkeypatch.setenv("FLASHWARP_BATCH_WORKERS_HIGH", "2")
     assert worker_limits(12) == (2, 2)
     monkeypatch.setenv("FLASHWARP_BATCH_WORKERS_LOW", "1")

@@ -242,3 +242,30 @@ def test_a_forked_child_cannot_use_it(array: fw.Array) -> None:
                 os._exit(0)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+KERNEL = """
+#include "flashwarp/batch.cuh"
+
+FW_KERNEL add_one(fw::pipeline<float> p, const int64_t* ids, uint64_t n, float* rows,
+                  uint64_t width) {
+  p.prefetch(ids, n, rows);
+  p.prefetch_synchronize();
+  for (uint64_t i = fw::warp::index(); i < n * width; i += fw::warp::count()) rows[i] += 1;
+  p.write_back(ids, n, rows);
+  p.write_back_synchronize();
+}
+"""
+
+
+def test_kernels_start_batches_of_a_pipeline(array: fw.Array) -> None:
+    device = array.device
+    kernel = fw.compile(KERNEL, device)["add_one"]
+    ids, rows = np.arange(0, 200, 2), np.empty((100, WIDTH), np.float32)
+    with fw.Pipeline(array, 100) as p:
+        kernel(p, ids, len(ids), rows, WIDTH, warps=1)
+        p.check()
+        np.testing.assert_array_equal(rows, values()[ids] + 1)
+        with pytest.raises(ArgumentError, match="kernels"):
+            array.gather(ids)
+    np.testing.assert_array_equal(array.gather(ids), values()[ids] + 1)

@@ -58,6 +58,7 @@ _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _LEASE = "flashwarp/cache/lease.cuh"
 _ROWS = "flashwarp/kernels/rows.cuh"
+_SAMPLING = "flashwarp/sampling.cuh"
 _TABLE = "flashwarp/kernels/table.cuh"
 _UPDATE = "flashwarp/kernels/update.cuh"
 _ASYNC = "flashwarp/array/async.cuh"
@@ -70,6 +71,7 @@ _COMPLETE = "flashwarp/nvme/completion_queue.cuh"
 _MISSES = "flashwarp/cache/miss_list.cuh"
 _BATCH = "flashwarp/nvme/batch.cuh"
 _FILLS = "flashwarp/cache/batch_fills.cuh"
+_FILE = "flashwarp/file/file_view.cuh"
 
 _LAND = """\
   if (opcode == nvme::kRead) {
@@ -920,6 +922,33 @@ MUTANTS = {
             "prefetch_lost",
         ),
         Mutant(
+            "vertex-placed-twice",
+            _SAMPLING,
+            "      if (key == kFree) key = atomic::load_relaxed(&keys[place]);\n",
+            "",
+            "a vertex gets two places if another thread enters it meanwhile",
+            "sampling",
+        ),
+        Mutant(
+            "vertex-of-a-later-slot",
+            _SAMPLING,
+            "    while (slot < before && !atomic::cas_acq_rel(&first[place], before, slot)) {\n"
+            "      before = atomic::load_relaxed(&first[place]);\n"
+            "    }\n",
+            "    if (slot < before) atomic::store_relaxed(&first[place], slot);\n",
+            "the number of a vertex depends on which thread comes last",
+            "sampling",
+        ),
+        Mutant(
+            "entry-drawn-twice",
+            _SAMPLING,
+            "    taken = warp::any(warp::kFullMask, taken);\n",
+            "",
+            "a lane does not know what the other lanes have drawn before",
+            "sampling",
+            width=4,
+        ),
+        Mutant(
             "window-keeps-slots",
             "flashwarp/bench/drives.cuh",
             "      while (outstanding_ != 0) {\n",
@@ -1454,6 +1483,45 @@ MUTANTS = {
             "",
             "a line whose command found no room is waited for, and never comes",
             "split",
+        ),
+        Mutant(
+            "append-in-two-steps",
+            _FILE,
+            "    if (atomic::cas_acq_rel(&f.state->size, size, size + nbytes)) "
+            "return int64_t(size);\n",
+            "    atomic::store_relaxed(&f.state->size, size + nbytes);\n"
+            "    return int64_t(size);\n",
+            "two appends get the same place",
+            "files",
+        ),
+        Mutant(
+            "sync-past-a-begun-write",
+            _ASYNC,
+            "pending && (in_flight || (dirty && !taken));",
+            "pending && in_flight;",
+            "a sync returns while a write-back that another warp began is in flight",
+            "files",
+        ),
+        Mutant(
+            "sync-of-one-lane",
+            _FILE,
+            "status_of_all(mask, wait_clean(c, v, mask, s))",
+            "wait_clean(c, v, mask, s)",
+            "lanes have different answers, and meet at different places",
+            "files",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "share-by-another-mask",
+            _FILE,
+            "base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, mask, s)",
+            "base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, active_on(f.bytes.volume),"
+            " s)",
+            "a lane returns before another one has written its share back",
+            "files",
+            "sc",
+            4,
         ),
     )
 }

@@ -494,12 +494,23 @@ CUresult cuStreamDestroy(void* stream) {
   return check_stream(stream);
 }
 // Captures: one stream at a time. Asking a captured stream whether it is done ends the capture.
-enum { kCaptureActive = 1, kCaptureInvalidated = 2, kHostNodesMax = 64 };
+// Other streams take part once they have waited for an event of it, and must be joined at its end.
+enum { kCaptureActive = 1, kCaptureInvalidated = 2, kHostNodesMax = 64, kForksMax = 8 };
 static struct {
   intptr_t stream;
   int status;
   uint64_t id;
+  struct {
+    intptr_t stream;
+    int joined;
+  } forks[kForksMax];
+  int fork_count;
 } capture;
+static int fork_of(const void* stream) {
+  for (int i = 0; i < capture.fork_count; ++i)
+    if (capture.forks[i].stream == (intptr_t)stream) return i;
+  return -1;
+}
 typedef void (*host_function)(void*);
 struct user_object {
   host_function destroy;
@@ -515,12 +526,14 @@ static int retained_count;
 void fake_capture_begin(intptr_t stream) {
   capture.stream = stream;
   capture.status = kCaptureActive;
+  capture.fork_count = 0;
   ++capture.id;
 }
 // Whether the capture was still valid.
 int fake_capture_end(void) {
-  const int valid = capture.status == kCaptureActive;
-  capture.status = 0;
+  int valid = capture.status == kCaptureActive;
+  for (int i = 0; i < capture.fork_count; ++i) valid &= capture.forks[i].joined;
+  capture.status = capture.fork_count = 0;
   return valid;
 }
 int fake_host_nodes(void) { return host_node_count; }
@@ -549,12 +562,13 @@ static int value_nodes;
 const uint32_t* fake_last_word(void) { return last_word; }
 int fake_value_nodes(void) { return value_nodes; }
 static int is_captured(const void* stream) {
-  return capture.status == kCaptureActive && capture.stream == (intptr_t)stream;
+  return capture.status == kCaptureActive &&
+         (capture.stream == (intptr_t)stream || fork_of(stream) >= 0);
 }
 CUresult cuStreamGetCaptureInfo(void* stream, int* status, uint64_t* id, void** graph,
                                 void*** dependencies, size_t* count) {
   ENTER_CONTEXT;
-  *status = capture.stream == (intptr_t)stream ? capture.status : 0;
+  *status = capture.stream == (intptr_t)stream || fork_of(stream) >= 0 ? capture.status : 0;
   if (id != NULL) *id = capture.id;
   if (graph != NULL) *graph = (void*)0x96A9;
   if (dependencies != NULL) *dependencies = NULL;
@@ -620,7 +634,8 @@ CUresult cuStreamQuery(void* stream) {
 struct event {
   int magic;  // kEventMagic while it exists
   void* stream;
-  int work_end;  // the stream's work before the record was queued before this
+  int work_end;      // the stream's work before the record was queued before this
+  uint64_t capture;  // in which it was recorded; 0: in none
 };
 static int is_event(const struct event* event) {
   return event != NULL && event->magic == kEventMagic;
@@ -628,6 +643,18 @@ static int is_event(const struct event* event) {
 CUresult cuStreamWaitEvent(void* stream, struct event* event, unsigned flags) {
   ENTER_CONTEXT;
   if (!is_event(event) || flags != 0) return kInvalidValue;
+  if (event->capture != 0) {
+    if (capture.status != kCaptureActive || event->capture != capture.id) return 907;
+    const int waiting = fork_of(stream), awaited = fork_of(event->stream);
+    if (awaited >= 0) capture.forks[awaited].joined = 1;
+    if (waiting >= 0) capture.forks[waiting].joined = 0;
+    if (waiting < 0 && (intptr_t)stream != capture.stream) {
+      if (capture.fork_count == kForksMax) abort();
+      capture.forks[capture.fork_count].stream = (intptr_t)stream;
+      capture.forks[capture.fork_count++].joined = 0;
+    }
+    return check_stream(stream);
+  }
   if (is_captured(stream)) {
     capture.status = kCaptureInvalidated;
     return 905;  // the event is not of the capture
@@ -664,12 +691,14 @@ CUresult cuEventRecord(struct event* event, void* stream) {
   if (!is_event(event)) return kInvalidValue;
   event->stream = stream;
   event->work_end = work_count;
+  event->capture = is_captured(stream) ? capture.id : 0;
   if (record_us != 0) usleep(record_us);
   return check_stream(stream);
 }
 CUresult cuEventQuery(struct event* event) {
   ENTER_CONTEXT;
   if (!is_event(event)) return kInvalidValue;
+  if (event->capture != 0) return 907;  // CAPTURED_EVENT
   do_works();
   if (is_late(event->stream, event->work_end)) return kNotReady;
   return is_busy(event->stream) ? kNotReady : kSuccess;

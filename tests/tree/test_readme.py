@@ -65,6 +65,8 @@ def modules_with_examples() -> list[str]:
     ]
 
 
+# torch says so also to a caller who passes no_dist=True, as the examples of flashwarp.dcp do.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", modules_with_examples())
 def test_examples_of_docstrings_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +75,8 @@ def test_examples_of_docstrings_run(
         pytest.importorskip("numba.cuda", reason="numba-cuda is an extra")
     if ".torch" in name:
         pytest.importorskip("torch", reason="torch is an extra")
+    if ".pyg" in name:
+        pytest.importorskip("torch_geometric", reason="torch_geometric is an extra")
     module = importlib.import_module(name)
     if "import flashwarp.torch" in (Path(str(module.__file__)).read_text()):
         pytest.importorskip("torch", reason="torch is an extra")

@@ -24,7 +24,7 @@ HEADERS = PACKAGE / "include" / "flashwarp"
 # Rooms that measure, show and test: what the product may not need.
 NO_PRODUCT = {"apps", "bench", "cli", "demo", "probe", "testing", "trace"}
 
-TOP_MODULES_MAX = 9
+TOP_MODULES_MAX = 10
 
 # Folders of tests that are of no room: of the modules at the package's top level, of how processes
 # end, of the tree itself; and tests that need more than Python and g++.
@@ -41,7 +41,16 @@ TESTS_BESIDE_ROOMS = {
 ROOMS_TESTED_BY_OTHERS = {"probe"}
 
 # Lowest first: a header includes from its own room and from those below; "" is outside of rooms.
-HEADER_RANK = {"base": 0, "nvme": 1, "cache": 2, "array": 3, "": 4, "kernels": 5}
+HEADER_RANK = {
+    "base": 0,
+    "nvme": 1,
+    "cache": 2,
+    "array": 3,
+    "batch": 3,
+    "file": 4,
+    "": 5,
+    "kernels": 6,
+}
 
 # The same for the C++ extension. The CPU device stands below the controllers, of which it knows
 # the contract alone.

@@ -31,29 +31,34 @@ NUMBERS = {
 """Types that are numbers, and their dtypes."""
 
 _ARRAY = re.compile(r"fw::array<(?P<element>.+?)(?:, (?P<rank>\d+)u?)?>\Z")
+_PIPELINE = re.compile(r"fw::pipeline<(?P<element>.+?)>\Z")
 _CONST = re.compile(r" const(?= |\Z)")
 _QUALIFIER = re.compile(r" (const|volatile)(?= |\Z)")
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements of an array or a pointer; `rank` is 0 for a pointer."""
+    """The elements of an array, a pointer or a pipeline; `rank` is 0 but for an array."""
 
     type: str
     constant: bool
     rank: int
+    of_pipeline: bool = False
 
 
 def elements_of(text: str) -> Elements | None:
     """Tell what a parameter's type leads to; None for a value."""
-    array = _ARRAY.match(text)
-    if array is not None:
+    array, pipeline = _ARRAY.match(text), _PIPELINE.match(text)
+    if pipeline is not None:
+        element, rank = pipeline["element"].rstrip(), 0
+    elif array is not None:
         element, rank = array["element"].rstrip(), int(array["rank"] or 1)
     elif text.endswith("*"):
         element, rank = text[:-1].rstrip(), 0
     else:
         return None
-    return Elements(_QUALIFIER.sub("", element), bool(_CONST.search(element)), rank)
+    constant = bool(_CONST.search(element))
+    return Elements(_QUALIFIER.sub("", element), constant, rank, pipeline is not None)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ BENCHES = {
     "first_light": "Rows, elements and files against the ceilings of this machine.",
     "calls": "One small gather, future or launch, beside what it replaces.",
     "split": "Gathers whose stream waits for the storage, and those whose warps wait.",
+    "files": "Files that kernels read and write, against plain memory (GeminiFS figures 6 to 10).",
     "latency": "One miss that a thread or a warp waits for, beside the least that it can cost.",
     "defaults": "Page cache or O_DIRECT: the default choice against both.",
     "hits": "Loads of resident elements against reference counts and plain memory.",
@@ -32,6 +33,9 @@ BENCHES = {
     "tiers": "A host-memory tier under the cache, and one to eight modelled drives.",
     "dlrm": "A recommender whose tables exceed the cache (AGILE figures 7 to 10).",
     "checkpoints": "A history of states written, and restored by hints (Score figures 5 and 6).",
+    "workers": "Workers of the engine of batches: dynamic and fixed counts (CAM figures 12, 13).",
+    "load": "A checkpoint loaded cold and warm, beside other loaders and the ceilings.",
+    "activations": "GPT-2 whose activations go to host memory and disk (GeminiFS figure 11b).",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""

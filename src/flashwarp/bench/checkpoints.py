@@ -86,7 +86,7 @@ def run(
         if where.kind == "cuda":
             one.add_overlapped(report, where, folder, state_bytes)
     if "durable" in wanted:
-        disk = one.add_durable(report, where, folder, state_bytes, (1, 16), disk)
+        disk = one.add_durable(report, where, folder, state_bytes, (1, 16), disk, min(runs, 3))
         links = replace(links, writes=disk.writes, reads=disk.reads)
         report.settings["measured_bytes_per_s"] = vars(links)
     if "checksums" in wanted:
@@ -114,7 +114,7 @@ def run(
         if late():
             others.absent(report, "shots by other libraries", "no time was left")
         else:
-            others.add_shot(report, where, folder, lengths, links)
+            others.add_shot(report, where, folder, lengths, links, late)
         if saved_s:
             others.add_state(report, where, folder, state_bytes, saved_s, late, others.WAYS[1:])
     if "nodes" in wanted:

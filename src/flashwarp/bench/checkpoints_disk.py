@@ -14,6 +14,7 @@ import numpy as np
 __all__ = ["Disk"]
 
 _WAYS = ((16 << 20, 4), (16 << 20, 1))
+_OFTEN = (16 << 20, 4)
 """Bytes of a transfer, and how many at a time."""
 
 
@@ -38,6 +39,15 @@ class Disk:
         finally:
             path.unlink(missing_ok=True)
         return Disk(writes, reads)
+
+    @staticmethod
+    def measured_writes(folder: Path, nbytes: int) -> float:
+        """Return the rate of one file, for comparisons that are made again and again."""
+        path = folder / "ceiling"
+        try:
+            return _rate(path, nbytes, *_OFTEN, write=True)
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _rate(path: Path, nbytes: int, size: int, depth: int, *, write: bool) -> float:

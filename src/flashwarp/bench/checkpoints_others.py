@@ -1,31 +1,39 @@
-"""What else saves states: torch, managed memory with hints, and what else is installed."""
+"""What else saves states: torch, managed memory with hints, orbax and ADIOS2."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import importlib.util
+import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
+from flashwarp.bench.checkpoints_managed import add_managed
 from flashwarp.bench.checkpoints_shots import Links
-from flashwarp.bench.checkpoints_state import VALUES, blocked, ends_are, finish, new_array
+from flashwarp.bench.checkpoints_state import (
+    VALUES,
+    blocked,
+    copy,
+    ends_are,
+    finish,
+    new_array,
+    pinned_array,
+)
 from flashwarp.device import Device
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import wall_seconds
 
 __all__ = ["WAYS", "absent", "add_shot", "add_state"]
 
-_ABSENT = {"orbax.checkpoint": "orbax", "adios2": "ADIOS2"}
 _INTERVAL_S = 0.01
-_MANAGED_SHARE = 0.25
 
 
 def _torch_save(device: Device, tensor: Any, path: Path) -> float:
@@ -44,7 +52,14 @@ def _async_save(kind: str, device: Device, tensor: Any, path: Path) -> float:
         if kind == "process":
             stack.enter_context(_one_rank())
             staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
-            stager = staging.DefaultStager(staging.StagingOptions(use_async_staging=False))
+            on_gpu = device.kind == "cuda"
+            stager = staging.DefaultStager(
+                staging.StagingOptions(
+                    use_pinned_memory=on_gpu,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_gpu,
+                )
+            )
             stack.callback(stager.close)
             options["async_stager"] = stager
         else:
@@ -60,6 +75,27 @@ def _async_save(kind: str, device: Device, tensor: Any, path: Path) -> float:
             seconds = blocked(device, save)
             getattr(saved[0], "upload_completion", saved[0]).result(120)
             shutil.rmtree(path / str(turn), ignore_errors=True)
+    return seconds
+
+
+def _orbax_save(device: Device, tensor: Any, path: Path) -> float:
+    """Return what the second save blocks: the first one starts threads.
+
+    Arrays of jax never change, so that it may copy them after it has returned.
+    """
+    # Otherwise jax takes three quarters of the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax: Any = importlib.import_module("jax")
+    orbax: Any = importlib.import_module("orbax.checkpoint")
+    state = {"state": jax.dlpack.from_dlpack(tensor)}
+    path.mkdir()
+    with contextlib.closing(orbax.AsyncCheckpointer(orbax.StandardCheckpointHandler())) as saver:
+        for turn in range(2):
+            place = path.resolve() / str(turn)
+            save = partial(saver.save, place, args=orbax.args.StandardSave(state))
+            seconds = blocked(device, save)
+            saver.wait_until_finished()
+            shutil.rmtree(place)
     return seconds
 
 
@@ -81,6 +117,7 @@ _SAVES: dict[str, Callable[[Device, Any, Path], float]] = {
     "dcp.async_save, a thread": partial(_async_save, "thread"),
     "torch.save": _torch_save,
     "dcp.async_save, a process and pinned memory": partial(_async_save, "process"),
+    "orbax": _orbax_save,
 }
 WAYS = tuple(_SAVES)
 """How else one state is saved."""
@@ -101,6 +138,7 @@ def add_state(
     state = new_array(device, nbytes)
     torch: Any = importlib.import_module("torch")
     tensor = torch.as_tensor(state)
+    tensor.random_()  # some libraries compress
     for number, name in enumerate(names):
         save = _SAVES[name]
         if late():
@@ -130,18 +168,31 @@ def add_state(
 
 
 def add_shot(
-    report: Report, device: Device, folder: Path, lengths: NDArray[Any], links: Links
+    report: Report,
+    device: Device,
+    folder: Path,
+    lengths: NDArray[Any],
+    links: Links,
+    late: Callable[[], bool],
 ) -> None:
     """Add how other ways restore the uniform shot in reverse order."""
-    for module, name in _ABSENT.items():
-        _has(report, module, name)
+    ways: dict[str, Callable[[], object]] = {}
+    if device.kind == "cuda":
+        ways["managed memory"] = partial(add_managed, report, device, lengths, links, late)
     if _has(report, "torch"):
-        _add_torch_load(report, device, folder, lengths, links)
-    if device.kind == "cuda" and _has(report, "cupy"):
+        ways["torch.load"] = partial(_add_torch_load, report, device, folder, lengths, links)
+    if _has(report, "adios2"):
+        ways["ADIOS2"] = partial(_add_adios2, report, device, folder, lengths, links)
+    for name, add in ways.items():
+        if late():
+            absent(report, name, "no time was left")
+            continue
         try:
-            _add_managed(report, device, lengths, links)
+            why = add()
         except Exception as error:  # of a library that this one does not control
-            absent(report, "managed memory", f"{type(error).__name__}: {str(error)[:200]}")
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+        if why:
+            absent(report, name, str(why))
 
 
 def _add_torch_load(
@@ -182,85 +233,84 @@ def _add_torch_load(
     )
 
 
-def _add_managed(report: Report, device: Device, lengths: NDArray[Any], links: Links) -> None:
-    """Add managed memory with advice and prefetches in the order of restores, as in the paper.
+def _add_adios2(
+    report: Report, device: Device, folder: Path, lengths: NDArray[Any], links: Links
+) -> None:
+    """Add ADIOS2 with its engine BP5, which buffers in host memory and has no cache on the GPU.
 
-    All of it stays in host memory, and nothing is written to storage, which favours it. Prefetches
-    hold at most a twelfth of the data on the GPU, as the GPU cache does.
+    Its package on PyPI copies from no GPU: a copy to pinned memory comes before each step.
     """
-    cupy: Any = importlib.import_module("cupy")
-    total = int(lengths.sum())
-    free = device.memory_info().free_bytes
-    if total > free * _MANAGED_SHARE:
-        absent(report, "managed memory", f"{total} bytes exceed a quarter of {free} free bytes")
-        return
-    runtime = cupy.cuda.runtime
-    advise_location = runtime.cudaMemAdviseSetPreferredLocation
-    host, gpu = -1, device.ordinal or 0
-    nbytes, steps = int(lengths[0]), len(lengths)
-    blocks = [cupy.cuda.malloc_managed(nbytes) for _ in range(steps)]
-    state = new_array(device, nbytes)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    ahead_max = max(1, steps // 12)
-
-    def place(block: Any, location: int) -> None:
-        runtime.memAdvise(block.ptr, nbytes, advise_location, location)
-        runtime.memPrefetchAsync(block.ptr, nbytes, location, stream.ptr)
-
-    def copy(target: int, source: int) -> None:
-        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToDevice, 0)
-
+    adios2: Any = importlib.import_module("adios2")
+    mode = adios2.bindings.Mode
+    nbytes = int(lengths[0])
+    state, pinned = new_array(device, nbytes), pinned_array(device, nbytes)
+    host = np.asarray(pinned)
+    path = folder / "adios2.bp"
+    system = adios2.Adios()
     write_s = read_s = 0.0
-    for hinted in ("none", "all"):
-        for step, block in enumerate(blocks):
-            state[:] = step % VALUES
-            place(block, gpu)
-            stream.synchronize()
-            time.sleep(_INTERVAL_S)
-            write_s += blocked(device, partial(copy, block.ptr, state.data_ptr()))
-            place(block, host)
-        stream.synchronize()
-        ahead: deque[Any] = deque()
-        left = iter(list(reversed(blocks)))
-        read_s, right = 0.0, True
-        for step in reversed(range(steps)):
-            while hinted == "all" and len(ahead) < ahead_max:
-                block = next(left, None)
-                if block is None:
-                    break
-                place(block, gpu)
-                ahead.append(block)
-            state[:] = VALUES
-            finish(device)
-            time.sleep(_INTERVAL_S)
-            read_s += blocked(device, partial(copy, state.data_ptr(), blocks[step].ptr))
-            right &= ends_are(state, step % VALUES)
-            place(blocks[step], host)
-            if ahead:
-                ahead.popleft()
-        stream.synchronize()
-        report.add(
-            Row(
-                f"restore from managed memory, uniform reverse, 10 ms, hints: {hinted}",
-                total / read_s / 1e9,
-                "GB/s",
-                "copies inside the device",
-                links.within / 1e9,
-                checked=right,
-                note="advice and prefetches by cupy; in host memory alone, never on storage",
-                footprint=total,
-            )
+
+    def opened(name: str, way: Any) -> tuple[Any, Any]:
+        stream = system.declare_io(name)
+        stream.set_engine("BP5")
+        stream.set_parameters({"AsyncWrite": "On"})
+        return stream, stream.open(str(path), way)
+
+    stream, engine = opened("writing", mode.Write)
+    variable = stream.define_variable("state", host, [nbytes], [0], [nbytes], True)
+
+    def put() -> None:
+        copy(pinned, state)
+        finish(device)
+        engine.begin_step()
+        engine.put(variable, host, mode.Sync)
+        engine.end_step()
+
+    for step in range(len(lengths)):
+        state[:] = step % VALUES
+        finish(device)
+        time.sleep(_INTERVAL_S)
+        write_s += blocked(device, put)
+    close_s = wall_seconds(engine.close)
+    stream, engine = opened("reading", mode.ReadRandomAccess)
+    variable = stream.inquire_variable("state")
+
+    def get() -> None:
+        engine.get(variable, host, mode.Sync)
+        copy(state, pinned)
+
+    right = True
+    for step in reversed(range(len(lengths))):
+        variable.set_step_selection([step, 1])
+        state[:] = VALUES
+        finish(device)
+        time.sleep(_INTERVAL_S)
+        read_s += blocked(device, get)
+        right &= ends_are(state, step % VALUES)
+    engine.close()
+    shutil.rmtree(path)
+    total = int(lengths.sum())
+    report.add(
+        Row(
+            "restore by ADIOS2, uniform reverse, 10 ms",
+            total / read_s / 1e9,
+            "GB/s",
+            "copies inside the device",
+            links.within / 1e9,
+            checked=right,
+            note=(
+                f"{total / write_s / 1e9:.3g} GB/s written, closed after {close_s:.2f} s more; "
+                f"BP5 of {adios2.__version__}, written in the background, nothing durable"
+            ),
+            footprint=total,
         )
+    )
 
 
-def _has(report: Report, module: str, name: str = "") -> bool:
-    try:
-        found = importlib.util.find_spec(module) is not None
-    except ImportError:  # of a package that it is in
-        found = False
-    if not found:
-        absent(report, name or module, "not installed")
-    return found
+def _has(report: Report, module: str) -> bool:
+    if importlib.util.find_spec(module) is not None:
+        return True
+    absent(report, module, "not installed")
+    return False
 
 
 def absent(report: Report, name: str, why: str) -> None:

@@ -29,10 +29,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 FLUSH_THREADS = 8
 TOGETHER_BYTES = 64 << 20
-"""Small versions are flushed together, up to so many bytes. Most of the time of a small version
-goes by in syncs, which wait behind all that other processes have in flight. So a process that
-flushes one small version at a time gets far less of the disk than one that flushes large ones:
-disks serve processes by what each has in flight."""
+"""Small versions are flushed together, up to so many bytes. A larger one begins when the last
+pieces of the one before are on their way, and is written while that one is committed. Most of the
+time of a small version goes by in syncs, which wait behind all that other processes have in flight.
+So a process that flushes one small version at a time gets far less of the disk than one that
+flushes large ones: disks serve processes by what each has in flight."""
 
 
 class Flusher:
@@ -55,7 +56,8 @@ class Flusher:
         self._tier = tier
         self._below = below
         self._storing = storing
-        self._under_way = 0
+        # Bytes of versions whose last pieces are not on their way yet.
+        self._under_way: dict[Entry, int] = {}
 
     def next_job(self) -> Callable[[], None] | None:
         """Return the next flush; called under the lock."""
@@ -65,7 +67,8 @@ class Flusher:
         queue_due_retries(core, tier.name)
         queue = core.queues[tier.name]
         while queue:
-            if self._under_way and self._under_way + queue[0].nbytes > TOGETHER_BYTES:
+            under_way = sum(self._under_way.values())
+            if under_way and under_way + queue[0].nbytes > TOGETHER_BYTES:
                 return None
             entry = queue.popleft()
             life = tier.life(entry)
@@ -74,7 +77,7 @@ class Flusher:
                 continue
             core.busy[entry] += 1
             core.apply(tier, entry, Event.FLUSH)
-            self._under_way += entry.nbytes
+            self._under_way[entry] = entry.nbytes
             return partial(self._flush, entry)
         return None
 
@@ -89,12 +92,21 @@ class Flusher:
         except (FlashwarpError, OSError, MemoryError) as failure:
             end(False, failure)
             return
-        self._storing.write(entry, partial(core.mover.store_block, self._tier, entry), end)
+        store = partial(
+            core.mover.store_block, self._tier, entry, ending=partial(self._let_next_begin, entry)
+        )
+        self._storing.write(entry, store, end)
+
+    def _let_next_begin(self, entry: Entry) -> None:
+        """Note that the last bytes of a version are on their way to the disk."""
+        with self._core.changed:
+            self._under_way.pop(entry, None)
+            self._core.wake("flush")
 
     def _end(self, entry: Entry, began_ns: int, done: bool, error: BaseException | None) -> None:
         core, tier = self._core, self._tier
         with core.changed:
-            self._under_way -= entry.nbytes
+            self._under_way.pop(entry, None)
             tier.backlog.remove(entry)
             core.apply(tier, entry, Event.FLUSHED if done else Event.FLUSH_FAILED)
             release(core, entry)

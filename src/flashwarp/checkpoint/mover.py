@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,13 +38,16 @@ host, back, and those of storage."""
 _PIECE_BYTES = 16 << 20
 """Largest piece between two looks at whether a copy is still wanted."""
 
-_WRITE_BYTES = 8 << 20
-_WRITES = 4
-"""Pieces of host memory that are written to storage, and how many at a time: one at a time leaves
-the disk idle between two of them."""
+_STORED_BYTES = 4 << 20
+_AT_A_TIME = 8
+"""Pieces from and to storage, and how many are read and how many written at a time: one at a time
+leaves the disk idle between two of them. Readers take larger pieces apart again."""
+
+_QUEUED_MAX = 2 * _AT_A_TIME
+"""Of one version, so that no thread waits for the oldest piece while others have ended."""
 
 _POOLED_BYTES_MIN = 1 << 20
-"""A smaller piece is written before another thread has begun to."""
+"""A smaller piece is moved before another thread has begun to."""
 
 _LINK_BYTES_MIN = 64 << 10
 """Smaller copies say more about the latency of a link than about its bandwidth."""
@@ -113,7 +118,10 @@ class Mover(endings.Closing):
         self.engine: CopyEngine | None = None
         self._staging: StagingRing | None = None
         self._seams: list[tuple[int, int, int]] = []
-        self._pool = ThreadPoolExecutor(_WRITES, "flashwarp-checkpoint-write")
+        self._writers = ThreadPoolExecutor(_AT_A_TIME, "flashwarp-checkpoint-write")
+        self._readers = ThreadPoolExecutor(_AT_A_TIME, "flashwarp-checkpoint-read")
+        self._moved = threading.Lock()
+        self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
             from flashwarp.transfer import CopyEngine, Direction, StagingRing
 
@@ -188,13 +196,21 @@ class Mover(endings.Closing):
     # Between memory and storage.
 
     def store_block(
-        self, tier: Tier, entry: Entry, writer: Writer, wanted: Callable[[], bool]
+        self,
+        tier: Tier,
+        entry: Entry,
+        writer: Writer,
+        wanted: Callable[[], bool],
+        ending: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Write a block to storage; return False if it was given up because it is not wanted."""
+        """Write a block to storage; return False if it was given up because it is not wanted.
+
+        `ending` is called when its last piece is on its way: the next version may begin.
+        """
         base = tier.block(entry)
         blocks = [(region, base + entry.offsets[region.name]) for region in entry.regions]
         if tier.on_host:
-            return self._store_host(blocks, writer, wanted)
+            return self._store_host(blocks, writer, wanted, ending)
         return all(self._store_staged(*block, (), writer, wanted) for block in blocks)
 
     def store_arrays(self, sources: list[Bytes], writer: Writer) -> None:
@@ -223,30 +239,22 @@ class Mover(endings.Closing):
         return True
 
     def _store_host(
-        self, blocks: list[tuple[Region, int]], writer: Writer, wanted: Callable[[], bool]
+        self,
+        blocks: list[tuple[Region, int]],
+        writer: Writer,
+        wanted: Callable[[], bool],
+        ending: Callable[[], None] = lambda: None,
     ) -> bool:
-        pending: deque[Future[None]] = deque()
         began_ns = time.monotonic_ns()
-        try:
-            for region, address in blocks:
-                for offset, size in pieces(region.nbytes, _WRITE_BYTES):
-                    if not wanted():
-                        return False
-                    view = host_view(address + offset, size)
-                    if size < _POOLED_BYTES_MIN:
-                        writer.write(region, offset, view)
-                        continue
-                    if len(pending) == _WRITES:
-                        pending.popleft().result()
-                    pending.append(self._pool.submit(writer.write, region, offset, view))
-            while pending:
-                pending.popleft().result()
-        finally:
-            # Also after a failure: nobody reads the memory when the call has ended.
-            for each in pending:
-                each.exception()
-        self.moved("to storage", sum(region.nbytes for region, _ in blocks), began_ns)
-        return True
+        jobs = (
+            (size, partial(writer.write, region, offset, host_view(address + offset, size)))
+            for region, address in blocks
+            for offset, size in pieces(region.nbytes, _STORED_BYTES)
+        )
+        done = _at_a_time(self._writers, jobs, wanted, ending)
+        if done:
+            self.moved("to storage", sum(region.nbytes for region, _ in blocks), began_ns)
+        return done
 
     def load_block(
         self, tier: Tier, entry: Entry, reader: Reader, wanted: Callable[[], bool]
@@ -280,21 +288,24 @@ class Mover(endings.Closing):
         reader: Reader,
         wanted: Callable[[], bool],
     ) -> bool:
-        for offset, size in pieces(region.nbytes, self._piece_bytes(on_host)):
-            if not wanted():
-                return False
-            began_ns = time.monotonic_ns()
+        began_ns = time.monotonic_ns()
+
+        def load(offset: int, size: int) -> None:
             if on_host:
                 reader.read_into(region, offset, host_view(address + offset, size))
-                self.moved("from storage", size, began_ns)
-                continue
+                return
             assert self._staging is not None
             with _lent(self._staging, self.timeout_s) as buffer:
                 reader.read_into(region, offset, host_view(buffer.address, size))
-                self.moved("from storage", size, began_ns)
                 for ticket in self._copies(address + offset, buffer, size, after):
                     ticket.wait(self.timeout_s)
-        return True
+
+        most = min(_STORED_BYTES, self._piece_bytes(on_host))
+        jobs = ((size, partial(load, offset, size)) for offset, size in pieces(region.nbytes, most))
+        done = _at_a_time(self._readers, jobs, wanted)
+        if done:
+            self.moved("from storage", region.nbytes, began_ns)
+        return done
 
     def copy_stored(
         self, entry: Entry, reader: Reader, writer: Writer, wanted: Callable[[], bool]
@@ -315,9 +326,15 @@ class Mover(endings.Closing):
     # The ways that bytes go.
 
     def moved(self, link: str, nbytes: int, began_ns: int) -> None:
-        """Measure a link by a transfer that was made. On GPUs the copy engine measures its own."""
+        """Measure a link by a transfer that was made. On GPUs the copy engine measures its own.
+
+        Transfers at the same time share the link: each counts the time since the end of another.
+        """
         if nbytes >= _LINK_BYTES_MIN:
-            self.links[link].record(nbytes, time.monotonic_ns() - began_ns)
+            with self._moved:
+                began_ns = max(began_ns, self._last_ns[link])
+                self._last_ns[link] = time.monotonic_ns()
+                self.links[link].record(nbytes, max(self._last_ns[link] - began_ns, 1))
 
     def _host_copy(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
@@ -415,11 +432,40 @@ class Mover(endings.Closing):
 
     def close(self) -> None:
         """Wait for copies, and free the staging memory. May be called twice."""
-        self._pool.shutdown()
+        self._writers.shutdown()
+        self._readers.shutdown()
         if self._staging is not None:
             self._staging.close()
         if self.engine is not None:
             self.engine.close(self.timeout_s)
+
+
+def _at_a_time(
+    pool: ThreadPoolExecutor,
+    jobs: Iterable[tuple[int, Callable[[], None]]],
+    wanted: Callable[[], bool],
+    ending: Callable[[], None] = lambda: None,
+) -> bool:
+    """Move pieces, each with its size, in threads; return False if they are not wanted any more."""
+    pending: deque[Future[None]] = deque()
+    try:
+        for size, job in jobs:
+            if not wanted():
+                return False
+            if size < _POOLED_BYTES_MIN:
+                job()
+                continue
+            if len(pending) == _QUEUED_MAX:
+                pending.popleft().result()
+            pending.append(pool.submit(job))
+        ending()
+        while pending:
+            pending.popleft().result()
+    finally:
+        # Also after a failure: nobody touches the memory when the call has ended.
+        for each in pending:
+            each.exception()
+    return True
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.checkpoint.workers import Worker
 from flashwarp.device import Device
 from flashwarp.device.memory import DeviceMemory
-from flashwarp.errors import ArgumentError, FlashwarpError
+from flashwarp.errors import ArgumentError, FlashwarpError, MissingVersionError
 
 __all__ = ["System"]
 
@@ -279,14 +279,26 @@ class System:
     def load(self, key: Key) -> Entry:
         """Look at the manifest of a stored version, and return what it holds."""
         core = self.core
+        with core.changed:
+            self._check_listed(key)
         with self.storing.open(*key) as reader:
             entry = Entry(key, tuple(reader.regions), stored=True)
-        entry.remote = key in core.in_remote
         with core.changed:
-            found = core.entries.setdefault(key, entry)
-            core.listed.setdefault(key[0], set()).add(key[1])
-            core.wake()
-        return found
+            if key not in core.entries:
+                self._check_listed(key)  # it may have been discarded meanwhile
+                entry.remote = key in core.in_remote
+                core.entries[key] = entry
+                core.listed.setdefault(key[0], set()).add(key[1])
+                core.wake()
+            return core.entries[key]
+
+    def _check_listed(self, key: Key) -> None:
+        """Raise if a version was discarded whose files may still be there; called under the lock.
+
+        For a reader the folder decides: another process writes.
+        """
+        if not self._settings.read_only and not self.core.exists(key):
+            raise MissingVersionError(f"version {key[1]} of {key[0]!r} does not exist")
 
     def _next_look(self) -> Callable[[], None] | None:
         """Return a look at the manifest of the next hinted version that is not known."""
@@ -312,9 +324,11 @@ class System:
         try:
             self.load(key)
         except (FlashwarpError, OSError) as error:
-            _log.warning("version %d of %r cannot be prefetched: %s", key[1], key[0], error)
             with self.core.changed:
+                if not self.core.exists(key):
+                    return  # it was discarded meanwhile
                 self.core.unreadable.add(key)
+            _log.warning("version %d of %r cannot be prefetched: %s", key[1], key[0], error)
 
     def _list_again(self, name: str) -> None:
         try:

@@ -4,6 +4,7 @@
 
 #include "builds.cuh"
 #include "flashwarp/array.cuh"
+#include "flashwarp/cache/single_command.cuh"
 
 namespace fw::kernels {
 
@@ -113,33 +114,17 @@ FW_KERNEL_RESIDENT(2) fw_quiesce(const FW_GRID_CONSTANT fw::kernels::maintenance
 // Submits one command (Flush, Write Zeroes, Dataset Management, ...) to each namespace and waits:
 // one warp for each namespace. Commands that name blocks need a volume of one namespace.
 FW_KERNEL fw_submit_command(const FW_GRID_CONSTANT fw::kernels::maintenance_params p) {
-  const uint32_t mask = fw::warp::kFullMask;
-  fw::cache::line_finisher finisher{*p.cache};
   fw::cache::volume& v = *p.volume;
-  const uint32_t namespaces = v.spread == fw::cache::kOneNamespace ? 1 : v.namespace_count;
-  for (uint32_t n = fw::warp::index(); n < namespaces; n += fw::warp::count()) {
-    fw::nvme::queue_pair& q = v.queues[namespaces == 1 ? 0 : v.spans[n].first];
-    const uint32_t ticket = fw::nvme::take_tickets(q, mask, 1);
-    uint32_t status = fw::nvme::kTimedOut;
-    if (fw::nvme::wait_for_slots(q, mask, 1, ticket, finisher)) {
-      if (fw::warp::lane() == 0) {
-        fw::nvme::command entry =
-            fw::nvme::block_command(uint8_t(p.opcode), uint16_t(fw::nvme::entry_of(q, ticket)),
-                                    p.lba, p.lba_count == 0 ? 1 : p.lba_count, p.prp1, 0);
-        if (p.opcode == fw::nvme::kDatasetManagement) {
-          entry.cdw10 = p.cdw10;
-          entry.cdw11 = fw::nvme::kAttributeDeallocate;
-          entry.cdw12 = 0;
-        }
-        fw::nvme::write_entry(q, ticket, entry, 0);
-      }
-      fw::warp::sync(mask);
-      fw::nvme::publish(q, mask);
-      status = fw::nvme::wait_for_completions(q, mask, 1, ticket, finisher);
-      if (fw::warp::lane() == 0 && status != fw::nvme::kTimedOut) {
-        fw::nvme::release_slot(q, ticket);
-      }
-    }
+  fw::nvme::command entry = fw::nvme::block_command(uint8_t(p.opcode), 0, p.lba,
+                                                    p.lba_count == 0 ? 1 : p.lba_count, p.prp1, 0);
+  if (p.opcode == fw::nvme::kDatasetManagement) {
+    entry.cdw10 = p.cdw10;
+    entry.cdw11 = fw::nvme::kAttributeDeallocate;
+    entry.cdw12 = 0;
+  }
+  for (uint32_t n = fw::warp::index(); n < fw::cache::namespaces_of(v); n += fw::warp::count()) {
+    const uint32_t status = fw::cache::run_command(*p.cache, fw::cache::queue_of_namespace(v, n),
+                                                   fw::warp::kFullMask, entry);
     if (fw::warp::lane() == 0 && status != fw::nvme::kSuccess) {
       fw::cache::record_error(v, status, p.opcode, v.line_begin);
     }

@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 
 from flashwarp.array.array import Array
 from flashwarp.device import DeviceArray, DeviceMemory
+from flashwarp.errors import CaptureError
 
-__all__ = ["Buffer", "Buffers"]
+__all__ = ["Buffer", "Buffers", "library_of"]
+
+# Libraries that allocate their own arrays on a GPU; callers of others get a `DeviceArray`.
+_ALLOCATING = ("torch", "cupy")
 
 
 class Buffer(NamedTuple):
@@ -17,6 +21,12 @@ class Buffer(NamedTuple):
     """The array of its rows, of the library of its ids."""
     address: int
     library: str
+
+    def on(self, stream: int) -> Any:
+        """Return the rows for work on a stream, which other libraries and copies come after."""
+        if isinstance(self.rows, DeviceArray) and self.rows.device.kind == "cuda":
+            self.rows.stream = stream
+        return self.rows
 
 
 class Buffers:
@@ -43,10 +53,19 @@ class Buffers:
         """Bytes of one buffer."""
         return self._shape[0] * self._array._format.row_bytes
 
-    def take(self, library: str, rows: int) -> Buffer:
-        """Return the next buffer, cut to so many rows; `keep` makes the one after it the next."""
+    def take(self, library: str, rows: int, stream: int) -> Buffer:
+        """Return the next buffer, cut to so many rows; `keep` makes the one after it the next.
+
+        Raises CaptureError if the buffers must be allocated while `stream` is being captured.
+        """
+        library = library if library in _ALLOCATING else "numpy"
         pool = self._of.get(library)
         if pool is None:
+            if self._array.device.capture(stream) is not None:
+                raise CaptureError(
+                    "the buffers of this pipeline are not allocated yet, and memory that a capture "
+                    "allocates is the graph's: prefetch and synchronize a batch of such ids before"
+                )
             pool = self._of[library] = [self._make(library) for _ in range(self._count)]
         whole, address = pool[self._turn % self._count]
         self.library = library
@@ -80,6 +99,12 @@ class Buffers:
                 if isinstance(whole, DeviceArray):
                     whole.close()
         self._of.clear()
+
+
+def library_of(array: object) -> str:
+    """Return "torch" or "cupy" for their arrays, else ""."""
+    name = type(array).__module__.partition(".")[0]
+    return name if name in _ALLOCATING else ""
 
 
 def _keep_memory(memory: DeviceMemory) -> None:

@@ -18,14 +18,12 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp._jit.driver import End
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index, host_index, is_foreign
-from flashwarp.array.rows import host_indices
-from flashwarp.array.selection import rows_of_slice
-from flashwarp.device import CudaDevice, OwnedStream
-from flashwarp.errors import CaptureError
+from flashwarp.array.operands import Index
+from flashwarp.device import OwnedStream
 from flashwarp.nvme.software import PIECE_BYTES, SoftwareService
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.ticket import Ticket
 from flashwarp.pipeline.ways import PullWay
 from flashwarp.storage import File, Memory
@@ -58,15 +56,16 @@ class CopyWay(PullWay):
 
     def __init__(self, array: Array, sms: int | None, timeout_s: float) -> None:
         super().__init__(array, sms, timeout_s)
-        assert isinstance(array.device, CudaDevice)
-        self._context = array.device.context
-        self._out: OwnedStream = array.device.create_stream()
+        self._context = self._device.context
+        self._out: OwnedStream = self._device.create_stream()
         storage = array._attachment.storage
-        self._base = int(storage.native.mapped_base)  # type: ignore[attr-defined]
+        assert isinstance(storage, Memory | File)
+        self._base = int(storage.native.mapped_base)
         # A file's pages may be registered in pieces, and no copy may cross from one into the next.
         mapping = storage.mapping if isinstance(storage, File) else None
         self._cut_from = None if mapping is None else mapping.address
-        self._written = False
+        # Whether later batches must come after writes of the one and of the other stream.
+        self._copied = self._scattered = False
 
     def place(self, ids: object) -> tuple[range | Index, str]:
         long_rows = self.array._format.row_bytes >= _PIECE_BYTES_MIN
@@ -75,56 +74,58 @@ class CopyWay(PullWay):
         return super().place(ids)
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
-        if self._written:
-            # What was written before is read.
-            self._device.order(self._out.handle, self._side.handle)
-            self._written = False
+        self._after_copies()
         if not _by_copies(chosen):
             super().read(chosen, buffer, stream, ticket)
             return
         self._begin(stream, self._side)
         pieces = [(buffer.address + at, row, nbytes) for row, at, nbytes in self._pieces(chosen)]
         self._copy(pieces, self._side, ticket)
+        self._end(ticket, self._side)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         if not _by_copies(chosen):
-            # In the order of other writes, by whichever way.
-            self._device.order(self._out.handle, self._side.handle)
+            self._after_copies()
             super().write(chosen, rows, stream, ticket)
-            self._device.order(self._side.handle, self._out.handle)
+            self._scattered = ticket.capture is None
             return
         source = self.array._attachment.operands.source(rows, chosen)
         ticket.operands = (ticket.operands, source)
+        if self._scattered:
+            self._device.order(self._side.handle, self._out.handle)
+            self._scattered = False
         self._begin(stream, self._out)
         pieces = [(row, source.address + at, nbytes) for row, at, nbytes in self._pieces(chosen)]
         self._copy(pieces, self._out, ticket)
         _maintain(self.array, ("invalidate_lines", "drop_tier"), self._out)
-        ticket.end.record(self._out)
-        self._written = True
+        self._end(ticket, self._out)
+        self._copied = True
+
+    def _after_copies(self) -> None:
+        """Let later batches come after what was written by copies."""
+        if self._copied:
+            self._device.order(self._out.handle, self._side.handle)
+            self._copied = False
 
     def _begin(self, stream: int, own: OwnedStream) -> None:
         """Let copies come after the caller's work so far, and after the write-back of lines."""
-        if self._device.capture(stream) is not None:
-            raise CaptureError(
-                "copies by copy engines cannot become part of a CUDA graph, because the host "
-                "chooses their pieces: give the ids as an array on the GPU, and warps pull the rows"
-            )
+        self._refuse_capture(
+            stream,
+            "the host chooses the pieces that copy engines move (give the ids as an array on the "
+            "GPU, and warps pull the rows)",
+        )
         self._device.order(stream, own.handle)
         if self.array.writable:
             _maintain(self.array, ("flush_lines",), own)
 
     def _copy(self, pieces: Pieces, own: OwnedStream, ticket: Ticket) -> None:
-        event = self._take_event()
-        if pieces:
-            mark = self._take_event()
-            # The entry says nothing that the event does not.
-            end = End(event.handle, [], None)
-            self._context.copy_and_append((), mark.handle, pieces, 0, end, own.handle)
-            self._free.append(mark)
-        else:
-            event.record(own)
-        ticket.end = event
         ticket.way = "copies"
+        if pieces:
+            mark, end = self._take_event(), self._take_event()
+            # The entry says nothing here: the batch has an event of its own.
+            entry = End(end.handle, [], ticket)
+            self._context.copy_and_append((), mark.handle, pieces, 0, entry, own.handle)
+            self._free += mark, end
 
     def _pieces(self, chosen: range | Index) -> Iterator[tuple[int, int, int]]:
         """Yield the address of each piece in the storage, its place in the batch, and its bytes."""
@@ -154,37 +155,7 @@ class CopyWay(PullWay):
         )
 
     def close(self) -> None:
-        if not self.array.closed:
-            self._device.synchronize(self._out, self._timeout_s)
-        super().close()
-        self.array._attachment.forget_stream(self._out.handle)
-        self._out.close()
-
-
-def on_gpu(ids: object) -> bool:
-    """Return whether ids are an array in a GPU's memory."""
-    if not is_foreign(ids):
-        return False
-    if hasattr(ids, "__cuda_array_interface__"):
-        return True
-    return int(ids.__dlpack_device__()[0]) in (2, 13)  # type: ignore[attr-defined]
-
-
-def host_rows(array: Array, ids: object) -> tuple[range | Index, str]:
-    """Check ids that the host knows: a range of rows, or a list of them that stays on the host."""
-    length = len(array)
-    if isinstance(ids, slice):
-        ids = rows_of_slice(ids, length)
-    if isinstance(ids, range):
-        if (ids.step == 1 or len(ids) < 2) and (not ids or (ids.start >= 0 and ids[-1] < length)):
-            return range(ids.start, ids.start + len(ids)), ""
-        ids = host_index(ids)
-    library = "numpy"
-    if is_foreign(ids):
-        library = array.device.view(ids).library
-        ids = np.from_dlpack(ids)  # type: ignore[arg-type]
-    host = np.ascontiguousarray(host_indices(ids, length))
-    return Index(host.ctypes.data, host.shape, 8, library, host), library
+        self._close([self._side, self._out])
 
 
 def _by_copies(chosen: range | Index) -> bool:

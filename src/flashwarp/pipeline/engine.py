@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from flashwarp import _native, config, endings
 from flashwarp.config import SIZE_MAX, choice, cores, integer, number
-from flashwarp.device import Device
+from flashwarp.device import CudaDevice, Device
+from flashwarp.device.memory import DeviceMemory, Owned
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -87,8 +88,8 @@ class BatchPort:
 def worker_limits(controllers: int, given: int | tuple[int, int] | None = None) -> tuple[int, int]:
     """Return the least and the most workers for a storage behind so many controllers.
 
-    A quarter and a half of the controllers, or of the cores if there is one. `Config` changes
-    either, and `given` both: a number is a fixed count.
+    A quarter and a half of the controllers, or of the cores if there is one; the most is also
+    limited by the cores. `Config` changes either, and `given` both: a number is a fixed count.
     """
     if given is not None:
         low, high = (given, given) if isinstance(given, int) else given
@@ -96,8 +97,9 @@ def worker_limits(controllers: int, given: int | tuple[int, int] | None = None) 
         return integer("workers", low, 1, high), high
     count = controllers if controllers > 1 else cores()
     settings = config.current("batch_workers_low", "batch_workers_high")
-    high = settings.batch_workers_high or min(_WORKERS_MAX, -(-count // 2))
-    return min(settings.batch_workers_low or -(-count // 4), high), high
+    low, high = -(-count // 4), max(-(-count // 4), min(-(-count // 2), cores()))
+    high = min(settings.batch_workers_high or high, _WORKERS_MAX)
+    return min(settings.batch_workers_low or low, high), high
 
 
 class BatchEngine(endings.Closing):
@@ -138,7 +140,8 @@ class BatchEngine(endings.Closing):
         Default: `Config.timeout_s`.
     controller : SoftwareController, optional
         Drives that serve the rows. One with a model has it for the storage, or each member of a
-        striped one; one without leaves the workers to serve the storage themselves.
+        striped one: its `threads` serve each, by default the workers do. One without a model leaves
+        the storage to the workers.
 
     Notes
     -----
@@ -213,7 +216,8 @@ class BatchEngine(endings.Closing):
         drives, threads = _drives_of(storage, controller)
         self.controllers = max(1, len(drives))
         self.worker_limits = worker_limits(self.controllers, workers)
-        self._memory: list[Any] = []
+        self._memory: list[DeviceMemory] = []
+        self._streams: list[Owned] = []
         self.ports: dict[Direction, BatchPort] = {}
         try:
             natives = [self._lay_out(each, slots, batch_rows, ring, copies) for each in directions]
@@ -229,7 +233,8 @@ class BatchEngine(endings.Closing):
                     drives,
                     threads,
                     config.current("batch_depth").batch_depth,
-                    (storage, [memory.owners for memory in self._memory]),
+                    *self._stream_side(copies),
+                    (storage, [memory.owners for memory in self._memory], device),
                 )
             except ValueError as error:
                 raise ArgumentError(str(error)) from error
@@ -243,6 +248,17 @@ class BatchEngine(endings.Closing):
             raise
         self._entry = _Entry(self)
         endings.remember(self._entry)
+
+    def _stream_side(self, copies: bool) -> tuple[_native.CudaContext | None, int, int]:
+        """Return the context, stream and event with which the engine copies on a GPU."""
+        if not copies or not isinstance(self.device, CudaDevice):
+            return None, 0, 0
+        context = self.device.context
+        stream = self.device.create_stream()
+        self._streams.append(stream)
+        event = context.create_event(timing=False)
+        self._streams.append(Owned(self.device, context.releasing("cuEventDestroy", event)))
+        return context.calls, stream.handle, event
 
     def _lay_out(
         self, direction: Direction, slots: int, rows: int, ring: Ring | None, copies: bool
@@ -454,13 +470,13 @@ class BatchEngine(endings.Closing):
         endings.forget(self._entry)
         if self._native.leaked:
             _log.warning("a call of the storage does not return: its thread and memory remain")
-            _abandoned.append((self._native, self._memory))
+            _abandoned.append((self._native, self._memory, self._streams))
             return
         self._free()
 
     def _free(self) -> None:
-        for memory in self._memory:
-            memory.close()
+        for each in (*self._streams, *self._memory):
+            each.close()
 
     def _port(self, direction: Direction) -> BatchPort:
         port = self.ports.get(direction)
@@ -495,17 +511,15 @@ def _drives_of(
 ) -> tuple[list[tuple[Any, Any]], int]:
     """Return the drives behind controllers, each a storage and its model, and their threads."""
     if controller is None or controller.model is None:
-        return [], 1
+        return [], 0
     model = controller.model
     members = storage.members if isinstance(storage, Striped) else (storage,)
     drives = []
-    for number_of, member in enumerate(members):
+    for drive, member in enumerate(members):
         # Each drive has service times of its own.
-        import dataclasses
-
-        own = dataclasses.replace(model, seed=(model.seed + number_of) % (1 << 64) or 1)
+        own = replace(model, seed=(model.seed + drive) % (1 << 64) or 1)
         drives.append((member.native, own.native_parameters()))
-    return drives, 1 if controller.threads is None else controller.threads
+    return drives, controller.threads or 0
 
 
 class _Entry:

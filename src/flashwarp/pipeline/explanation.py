@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["PipelineExplanation", "PipelineStats"]
 
@@ -46,6 +47,8 @@ class PipelineStats:
     """What a pipeline has moved: by way and direction, such as "pull, prefetch"."""
 
     moved: dict[str, Moved] = field(default_factory=dict)
+    engine: dict[str, Any] | None = None
+    """The counters of host threads that move rows, with the decisions on their number."""
 
     def note(self, way: str, verb: str, rows: int, nbytes: int) -> None:
         """Count a batch."""

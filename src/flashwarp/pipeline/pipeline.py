@@ -8,28 +8,38 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index
-from flashwarp.config import integer
+from flashwarp.config import choice, integer
 from flashwarp.device import TIMEOUT_S, CudaDevice, stream_handle
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
     DataPathError,
+    DeviceTimeout,
     FlashwarpError,
     ForkError,
     ReadOnlyError,
 )
-from flashwarp.pipeline.buffers import Buffers
+from flashwarp.pipeline.buffers import Buffers, library_of
+from flashwarp.pipeline.copying import CopyWay, why_no_copies
+from flashwarp.pipeline.device_calls import DeviceCalls
+from flashwarp.pipeline.engines import why_no_engine
 from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
-from flashwarp.pipeline.ring import RingWay, why_no_ring
+from flashwarp.pipeline.ids import refuse_repeats
+from flashwarp.pipeline.kernels import KernelBatches
+from flashwarp.pipeline.ring import RingWay
 from flashwarp.pipeline.ticket import Ticket
-from flashwarp.pipeline.ways import CpuWay, PullWay, Way
+from flashwarp.pipeline.tiles import tiles
+from flashwarp.pipeline.ways import CpuWay, CudaWay, PullWay, Way
+from flashwarp.pipeline.workers import WorkerWay
 
 __all__ = ["Pipeline"]
 
@@ -63,7 +73,10 @@ class Pipeline(endings.Closing):
         and else 0.
     workers : int or (int, int), optional
         Host threads, or their limits, between which they follow the load. Default: a quarter to a
-        half of the storage's controllers, or of the cores if there is one.
+        half of the storage's controllers, or of the cores if there is one. On the CPU device they
+        read past the cache, and only if this is given.
+    library : {"torch", "cupy", "numpy"}, optional
+        What the buffers are arrays of. Default: of the library of the ids of each batch.
     timeout_s : float
         The time limit of a batch and of what waits: `synchronize` on the CPU device, and `close`.
 
@@ -72,7 +85,7 @@ class Pipeline(endings.Closing):
     ArgumentError
         For an array without axes, and numbers out of their limits.
     DataPathError
-        If `sms` is 0 and host threads cannot move the rows.
+        If `sms` is 0 or `workers` is given, and host threads cannot move the rows.
 
     Notes
     -----
@@ -112,6 +125,7 @@ class Pipeline(endings.Closing):
         *,
         sms: int | None = None,
         workers: int | tuple[int, int] | None = None,
+        library: str = "",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not isinstance(array, Array):
@@ -125,11 +139,13 @@ class Pipeline(endings.Closing):
         self._pid = os.getpid()
         self._closed = False
         self._stream = stream
+        self._library = _library(library)
         self._buffers = Buffers(array, self.batch_rows, self.depth + 1)
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
-        self.stats = PipelineStats()
-        """What has been moved, and by which way."""
+        self._stats = PipelineStats()
+        self._kernels: KernelBatches | None = None
+        self._settings: dict[str, Any] = {"workers": workers, "timeout_s": timeout_s}
         self._way = self._choose_way(sms, workers, timeout_s)
         self._entry = _Entry(self)
         endings.remember(self._entry)
@@ -139,15 +155,24 @@ class Pipeline(endings.Closing):
     ) -> Way:
         array = self.array
         if not isinstance(array.device, CudaDevice):
-            return CpuWay(array, timeout_s)
+            if workers is None:
+                return CpuWay(array, timeout_s)
+            return WorkerWay(array, self.batch_rows, self.depth, workers, timeout_s)
         most = None if sms is None else integer("sms", sms, 0, _SMS_MAX)
+        asked = "sms=0" if most == 0 else "workers= is given" if workers is not None else ""
+        refused = why_no_engine(array)
+        if asked and most:
+            raise ArgumentError(
+                f"sms={most} lets warps move the rows, and workers= host threads: give one"
+            )
+        if asked and refused:
+            raise DataPathError(f"{asked}, but {refused}: leave it out, and a few warps pull rows")
+        if not asked and not why_no_copies(array):
+            return CopyWay(array, most, timeout_s)
         in_place = array.controller.path == "in_place"
-        refused = why_no_ring(array)
-        if most == 0 and refused:
-            raise DataPathError(f"sms=0, but {refused}: leave sms= out, and a few warps pull rows")
-        if refused or (in_place and most != 0) or (most is not None and most > 0):
+        if not asked and (refused or in_place or most):
             return PullWay(array, most, timeout_s, refused)
-        reason = "sms=0" if most == 0 else "the rows are not read in place"
+        reason = asked or "the rows are not read in place"
         return RingWay(array, self.batch_rows, self.depth, workers, timeout_s, reason)
 
     # Reads.
@@ -189,12 +214,13 @@ class Pipeline(endings.Closing):
         self._way.check()
         chosen, library = self._way.place(ids)
         count = self._count(chosen)
-        buffer = self._buffers.take(library, count)
+        stream = self._stream_of(library)
+        buffer = self._buffers.take(self._library or library, count, stream)
         ticket = Ticket(self._way, "prefetch", count, buffer, ids)
-        self._way.read(chosen, buffer, self._stream_of(library), ticket)
+        self._way.read(chosen, buffer, stream, ticket)
         self._reads.append(ticket)
         self._buffers.keep()
-        self.stats.note(self._way.name, "prefetch", count, count * self._row_bytes)
+        self._stats.note(ticket.way, "prefetch", count, count * self._row_bytes)
         return ticket
 
     def synchronize(self) -> Any:
@@ -222,9 +248,11 @@ class Pipeline(endings.Closing):
         self._check_usable()
         if not self._reads:
             raise ArgumentError("there is no batch to synchronize: call prefetch(ids) first")
+        stream = self._stream_of(self._reads[0].buffer.library)
+        self._way.check_capture(self._reads[0], stream)
         ticket = self._reads.popleft()
-        self._way.finish(ticket, self._stream_of(ticket.buffer.library))
-        return ticket.buffer.rows
+        self._way.finish(ticket, stream)
+        return ticket.buffer.on(stream)
 
     def iterate(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Prefetch `depth` batches ahead, and yield each one's rows and ids.
@@ -249,6 +277,63 @@ class Pipeline(endings.Closing):
                 waiting.pop()
                 self._way.drop(self._reads.pop())
 
+    @staticmethod
+    def tiles(
+        array: Array,
+        rows: int,
+        *,
+        writable: bool = False,
+        read: bool = True,
+        depth: int = 2,
+        stream: object = None,
+        library: str = "",
+        sms: int | None = None,
+        workers: int | tuple[int, int] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Iterator[Any]:
+        """Yield an array from front to back, `rows` rows at a time, in buffers of a pipeline.
+
+        A tile is the loop body's until the next turn, and so are the rules of `synchronize`.
+        Meanwhile the next tiles arrive.
+
+        Parameters
+        ----------
+        array : Array
+        rows : int
+            Of each tile; the last one has what is left.
+        writable : bool
+            Store each tile after its turn, in the order of the caller's stream. The end of the loop
+            waits until all are stored; `Array.flush` makes them durable.
+        read : bool
+            If False, tiles come with any content, for loops that only store.
+        depth, stream, library, sms, workers, timeout_s
+            As for `Pipeline`.
+
+        Raises
+        ------
+        ReadOnlyError
+            At the first store to an array that was opened for reading.
+        ArgumentError, StorageError, DeviceTimeout
+            As for `prefetch`, `synchronize` and `write_back`.
+
+        Notes
+        -----
+        A loop over several arrays takes ``zip(..., strict=True)``, which ends all of them; the
+        tile that a loop has when it ends early is stored, too.
+
+        Examples
+        --------
+        >>> import flashwarp as fw
+        >>> with fw.create("tiles.npy", "float32", (1000, 64), device="cpu") as x:
+        ...     for tile in fw.Pipeline.tiles(x, 300, writable=True):
+        ...         tile += 1
+        ...     float(x[999, 63])
+        1.0
+        """
+        options: dict[str, Any] = {"sms": sms, "workers": workers, "timeout_s": timeout_s}
+        make = partial(Pipeline, array, rows, depth, stream, library=library, **options)
+        return tiles(make, writable, read)
+
     # Writes.
 
     def write_back(self, ids: object, rows: object) -> Ticket:
@@ -257,7 +342,8 @@ class Pipeline(endings.Closing):
         Parameters
         ----------
         ids : as for `prefetch`
-            If a row occurs more than once, one of its values is kept.
+            On the host, no row may occur twice. If one does on a GPU, it gets one of its values, or
+            parts of several.
         rows : array
             Of shape ``(len(ids), *array.shape[1:])`` and the array's dtype, contiguous. It may be a
             buffer of this pipeline. Leave it unchanged until `write_back_synchronize`.
@@ -272,7 +358,7 @@ class Pipeline(endings.Closing):
         ReadOnlyError
             If the array was opened for reading.
         ArgumentError, BoundsError, DtypeError, IndexDtypeError
-            For ids and rows that do not fit.
+            For ids and rows that do not fit, and for ids on the host that name a row twice.
         """
         self._check_usable()
         if not self.array.writable:
@@ -281,15 +367,21 @@ class Pipeline(endings.Closing):
             )
         self.array._check_usable()
         self._way.check()
+        refuse_repeats(self.array, ids)
         chosen, library = self._way.place(ids)
         count = self._count(chosen)
         ticket = Ticket(self._way, "write_back", count, None, (ids, rows))
-        self._way.write(chosen, rows, self._stream_of(library), ticket)
-        while self._writes and self._writes[0].done():
-            self._writes.popleft()
+        # Rows in memory of torch come from torch's stream, wherever their ids come from.
+        ticket.library = library_of(rows) or library
+        self._way.write(chosen, rows, self._stream_of(ticket.library), ticket)
+        self._forget_done_writes()
         self._writes.append(ticket)
-        self.stats.note(self._way.name, "write_back", count, count * self._row_bytes)
+        self._stats.note(ticket.way, "write_back", count, count * self._row_bytes)
         return ticket
+
+    def _forget_done_writes(self) -> None:
+        while isinstance(self._way, CudaWay) and self._writes and self._writes[0].done():
+            self._way.drop(self._writes.popleft())
 
     def write_back_synchronize(self) -> None:
         """Let the caller's stream wait until the rows of all writes have been taken.
@@ -301,18 +393,71 @@ class Pipeline(endings.Closing):
         _raise_first(self._finish_writes())
 
     def _finish_writes(self) -> list[BaseException]:
+        """Put the ends of writes before later work of the caller's stream; return what failed."""
         failures: list[BaseException] = []
         while self._writes:
+            stream = self._stream_of(self._writes[0].library)
+            self._way.check_capture(self._writes[0], stream)
             try:
-                self._way.finish(self._writes.popleft(), self._stream_of(""))
+                self._way.finish(self._writes.popleft(), stream)
             except FlashwarpError as error:
                 failures.append(error)
         return failures
+
+    def _settle_writes(self) -> None:
+        """Wait until all writes have ended, and raise what they have failed with."""
+        failures: list[BaseException] = []
+        while self._writes:
+            ticket = self._writes.popleft()
+            try:
+                ticket.wait()
+            except FlashwarpError as error:
+                failures.append(error)
+            self._way.drop(ticket)
+        _raise_first(failures)
+
+    def _lend(self, rows: int) -> Any:
+        """Lend a buffer with any content, after the writes from it that came before."""
+        while len(self._writes) > self.depth:
+            self._way.finish(self._writes.popleft(), self._stream_of(""))
+        stream = self._stream_of("")
+        buffer = self._buffers.take(self._library, rows, stream)
+        self._buffers.keep()
+        return buffer.on(stream)
 
     def flush(self) -> None:
         """Make all rows that were written durable. Waits."""
         self.write_back_synchronize()
         self._way.flush()
+
+    # Kernels.
+
+    @property
+    def device_calls(self) -> DeviceCalls:
+        """What kernels take as ``fw::pipeline<T>``: batches that they start themselves.
+
+        Give the pipeline itself to a launch. The first use starts an engine for kernels alone. Its
+        threads look for requests until the pipeline is closed; close it after such kernels. A
+        writable array is theirs until then, and other calls on it are refused, those of the
+        pipeline too. What a kernel could not do, `check` raises.
+
+        Raises
+        ------
+        DataPathError
+            If the host's threads do not reach the storage.
+        """
+        self._check_usable()
+        if self._kernels is None:
+            self._kernels = KernelBatches(self.array, self.batch_rows, self.depth, **self._settings)
+        return self._kernels.calls
+
+    def check(self) -> None:
+        """Raise what batches are known to have failed with, those of kernels too. Never waits."""
+        self._check_usable()
+        if isinstance(self._way, RingWay | WorkerWay) or not self.array._holder:
+            self._way.check()
+        if self._kernels is not None:
+            self._kernels.calls.check()
 
     # What users ask.
 
@@ -320,6 +465,13 @@ class Pipeline(endings.Closing):
         """Explain by which way batches move, what it uses, and why."""
         self._check_usable()
         return self._way.explain()
+
+    @property
+    def stats(self) -> PipelineStats:
+        """What has been moved by which way, and the counters of host threads."""
+        if not self._closed:
+            self._stats.engine = self._way.engine_stats
+        return self._stats
 
     @property
     def closed(self) -> bool:
@@ -341,12 +493,22 @@ class Pipeline(endings.Closing):
         """
         if self._closed or os.getpid() != self._pid:
             return
-        failures = [] if self.array.closed else self._finish_writes()
-        while self._reads:
-            self._way.drop(self._reads.popleft())
+        failures: list[BaseException] = []
+        try:
+            while self._reads:
+                self._way.drop(self._reads.popleft())
+            if not isinstance(self._way, CudaWay) and not self.array.closed:
+                failures += self._finish_writes()
+            if self._kernels is not None:
+                self._kernels.close()
+            self._way.close()
+        except DeviceTimeout:
+            raise  # what is in flight may still write the buffers: close it again
+        except FlashwarpError as error:
+            failures.append(error)
+        self._writes.clear()
         self._closed = True
         endings.forget(self._entry)
-        self._way.close()
         self._buffers.close()
         _raise_first(failures)
 
@@ -363,7 +525,9 @@ class Pipeline(endings.Closing):
             return 0
         if self._stream is not None:
             return stream_handle(self._stream)
-        return device.current_stream(library or self._buffers.library).handle
+        if library in ("", "numpy"):
+            library = self._library or library or self._buffers.library
+        return device.current_stream(library).handle
 
     def _count(self, chosen: range | Index) -> int:
         if isinstance(chosen, Index) and len(chosen.shape) != 1:
@@ -388,6 +552,13 @@ class Pipeline(endings.Closing):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._reads)} of {self.depth} in flight"
         return f"<Pipeline of {self.batch_rows} rows, {state}, over {self.array!r}>"
+
+
+def _library(name: str) -> str:
+    choice("library", name, ("", "numpy", "torch", "cupy"))
+    if name and name not in sys.modules:
+        raise ArgumentError(f"library={name!r} is not imported, and buffers are arrays of it")
+    return name
 
 
 def _raise_first(failures: list[BaseException]) -> None:

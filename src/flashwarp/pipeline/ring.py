@@ -10,45 +10,48 @@ CUDA, so a stream that waits for them cannot block them.
 # ruff: noqa: D102
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import math
 from collections import deque
 from typing import Any
 
-import numpy as np
-
 from flashwarp.array.array import Array
-from flashwarp.array.operands import Index, host_index, is_foreign
-from flashwarp.array.rows import host_indices
-from flashwarp.array.selection import rows_of_slice
-from flashwarp.device import CudaDevice, Event, OwnedStream
-from flashwarp.errors import CaptureError, DeviceTimeout, FlashwarpError, IndexDtypeError
-from flashwarp.nvme.software import SoftwareController
+from flashwarp.array.operands import Index
+from flashwarp.device import OwnedStream
+from flashwarp.errors import (
+    BoundsError,
+    DeviceTimeout,
+    FlashwarpError,
+    IndexDtypeError,
+    StorageError,
+)
 from flashwarp.pipeline.buffers import Buffer
-from flashwarp.pipeline.engine import BatchEngine, BatchPort, Direction, Ring
+from flashwarp.pipeline.engine import BatchPort, Direction, Ring
+from flashwarp.pipeline.engines import make_engine
 from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.ids import host_rows, on_gpu
 from flashwarp.pipeline.structs import RequestStruct, ResultStruct
 from flashwarp.pipeline.ticket import Ticket
-from flashwarp.pipeline.ways import Way
+from flashwarp.pipeline.ways import CudaWay
 from flashwarp.storage import Storage
 
-__all__ = ["RingWay", "why_no_ring"]
+__all__ = ["CHUNKS", "RingWay", "ring_of"]
 
 _CHUNK_BYTES = 4 << 20
-_CHUNKS = 16
+CHUNKS = 16
 _ROWS, _SEQUENCE = 0, 1
+_NO_CAPTURE = (
+    "host threads move the rows, and do not see replays (prefetch before the replay and let the "
+    "graph use the buffer, or give sms=8: warps pull the rows then)"
+)
 
 
-def why_no_ring(array: Array) -> str:
-    """Say why host threads cannot move an array's rows; empty if they can."""
-    if not isinstance(array._attachment.storage, Storage):
-        return "its namespace is a drive's, which kernels read by themselves"
-    if not isinstance(array.device, CudaDevice) or not array.device.waits_for_words:
-        return "the driver has no waits of streams for words"
-    return ""
+def ring_of(chunks: int) -> Ring:
+    """Return the size of a pinned ring."""
+    return Ring(_CHUNK_BYTES, chunks)
 
 
-class RingWay(Way):
+class RingWay(CudaWay):
     """Host threads read rows to a pinned ring, or write them; copy engines move the chunks."""
 
     name = "ring"
@@ -63,77 +66,46 @@ class RingWay(Way):
         reason: str,
     ) -> None:
         super().__init__(array, timeout_s)
-        device = array.device
-        assert isinstance(device, CudaDevice)
-        self._device = device
+        device = self._device
         self._reason = reason
         found = array.explain()
         self._path = f"{found.path}: {found.reason}"
-        storage, controller = array._attachment.storage, array._attachment.controller
+        storage = array._attachment.storage
         assert isinstance(storage, Storage)
         self._storage = storage
         self._operands = array._attachment.operands
-        directions: list[Direction] = ["prefetch"]
         if array.writable:
             # Stores of before are read past the cache, and nobody else stores from now on.
             array.flush()
-            directions.append("write_back")
-        self._engine = BatchEngine(
-            device,
-            storage,
-            rows=len(array),
-            row_bytes=max(1, array._format.row_bytes),
-            batch_rows=batch_rows,
-            # The calling thread may be so many batches ahead of the storage.
-            slots=1 << math.ceil(math.log2(2 * (depth + 1))),
-            directions=directions,
-            ring=Ring(_CHUNK_BYTES, _CHUNKS),
-            workers=workers,
-            timeout_s=timeout_s,
-            controller=controller if isinstance(controller, SoftwareController) else None,
-        )
+        ring = ring_of(CHUNKS)
+        self._engine = make_engine(array, batch_rows, depth, workers, timeout_s, ring)
+        directions = tuple(self._engine.ports)
         self._ports = {each: _Port(self._engine.ports[each]) for each in directions}
         self._submitting: OwnedStream = device.create_stream()
         self._copying: dict[Direction, OwnedStream] = {
             each: device.create_stream() for each in directions
         }
-        self._free: list[Event] = []
-        self._all: list[Event] = []
-        # Batches that were given to a stream before they had ended: their errors come later.
-        self._unseen: deque[tuple[Direction, int]] = deque()
+        # Batches whose errors the caller has not had: reads that were given to a stream before they
+        # had ended, and writes. By direction, oldest first.
+        self._unseen: dict[Direction, deque[int]] = {each: deque() for each in directions}
         if array.writable:
             array._hand_over("a pipeline that reads and writes it past its cache")
 
     # Batches.
 
     def place(self, ids: object) -> tuple[range | Index, str]:
-        length = len(self.array)
-        if isinstance(ids, range):
-            ids = np.arange(ids.start, ids.stop, ids.step)
-        if isinstance(ids, slice):
-            rows = rows_of_slice(ids, length)
-            if rows.step == 1 or len(rows) < 2:
-                return rows, ""
-            ids = host_index(rows)
-        library = "numpy"
-        if is_foreign(ids):
-            seen = self._device.view(ids)
-            if seen.device_kind == "cuda":
-                index = self._operands.index(ids)
-                if index.itemsize != 8:
-                    raise IndexDtypeError(
-                        "ids of dtype int32 on a GPU: batches that pass the host need int64, such "
-                        "as ids.long()"
-                    )
-                return index, index.library
-            given: Any = ids
-            ids, library = np.from_dlpack(given), seen.library
-        # Rows that the host knows stay there: its threads read the list.
-        host = np.ascontiguousarray(host_indices(ids, length))
-        return Index(host.ctypes.data, host.shape, 8, library, host), library
+        if not on_gpu(ids):
+            # Rows that the host knows stay there: its threads read the list.
+            return host_rows(self.array, ids)
+        index = self._operands.index(ids)
+        if index.itemsize != 8:
+            raise IndexDtypeError(
+                "ids of dtype int32 on a GPU: batches that pass the host need int64, such as "
+                "ids.long()"
+            )
+        return index, index.library
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
-        self.check()
         number, port = self._submit("prefetch", chosen, stream)
         copying = self._copying["prefetch"].handle
         # The caller's work so far has read what was in the buffer.
@@ -143,11 +115,11 @@ class RingWay(Way):
             context.wait_word(words.filled, q, copying)
             context.call("cuMemcpyAsync", buffer.address + begin, chunk, nbytes, copying)
             context.write_word(words.emptied, q, copying)
-        ticket.end = self._event(copying)
+        self._end(ticket, self._copying["prefetch"])
         ticket.number = number
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
-        self.check()
+        self._refuse_capture(stream, _NO_CAPTURE)
         source = self._operands.source(rows, chosen)
         copying = self._copying["write_back"].handle
         self._device.order(stream, copying)
@@ -162,21 +134,18 @@ class RingWay(Way):
                 context.wait_word(words.emptied, q - words.chunks, copying)
             context.call("cuMemcpyAsync", chunk, source.address + begin, nbytes, copying)
             context.write_word(words.filled, q, copying)
-        ticket.end = self._event(copying)
+        self._end(ticket, self._copying["write_back"])
         ticket.number = number
+        self._unseen["write_back"].append(number)
 
     def _submit(
         self, direction: Direction, chosen: range | Index, stream: int
     ) -> tuple[int, _Port]:
         """Queue the list and the request of a batch; `ready` is stored when both are there."""
-        if self._device.capture(stream) is not None:
-            raise CaptureError(
-                "batches that pass the host cannot become part of a CUDA graph, whose replays the "
-                "host's threads do not see: prefetch before the replay and let the graph use the "
-                "buffer, or use a pipeline whose rows are read in place (explain() says why not)"
-            )
+        self._refuse_capture(stream, _NO_CAPTURE)
         port = self._ports[direction]
-        number = port.take(self._engine, direction, self._timeout_s)
+        self._free_slot(direction, port.number + 1 - port.words.slots)
+        port.number = number = port.number + 1
         run = self._submitting.handle
         request = port.request(number)
         request.rows, request.buffer = len(chosen), 0
@@ -199,57 +168,53 @@ class RingWay(Way):
         self._engine.announce(direction, number)
         return number, port
 
-    def _event(self, stream: int) -> Event:
-        if not self._free:
-            self._free.append(self._device.event())
-            self._all.append(self._free[-1])
-        event = self._free.pop()
-        event.record(stream)
-        return event
+    def _free_slot(self, direction: Direction, before: int) -> None:
+        """See that the ticket whose slot is used again has ended, and that its error is known."""
+        if before <= 0:
+            return
+        if before in self._unseen[direction]:
+            self._unseen[direction].remove(before)
+            self._engine.wait(direction, before, self._timeout_s)
+        elif not self._engine.ended(direction, before):  # it was dropped
+            with contextlib.suppress(StorageError, BoundsError):
+                self._engine.wait(direction, before, self._timeout_s)
 
     def finish(self, ticket: Ticket, stream: int) -> None:
-        event, ticket.end = ticket.end, None
-        event.wait_on(stream)
-        # Waits look at what the event recorded when they were queued, so it may be used again.
-        self._free.append(event)
-        self._unseen.append((ticket.verb, ticket.number))
-        ticket.operands = None
-        self.check()
+        super().finish(ticket, stream)
+        if ticket.verb == "write_back":
+            self.check()
+        elif self._engine.ended(ticket.verb, ticket.number):
+            self._engine.check(ticket.verb, ticket.number)
+        else:
+            self._unseen[ticket.verb].append(ticket.number)
 
     def check(self) -> None:
-        """Raise the first error of batches that have ended by now."""
-        while self._unseen and self._engine.ended(*self._unseen[0]):
-            self._engine.check(*self._unseen.popleft())
+        """Raise the first error of batches that were synchronized, or written, and have ended."""
+        for direction, unseen in self._unseen.items():
+            while unseen and self._engine.ended(direction, unseen[0]):
+                self._engine.check(direction, unseen.popleft())
 
     def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        if ticket.end is not None:
-            ticket.end.wait(limit)
-        self._engine.wait(ticket.verb, ticket.number, limit)
+        super().wait(ticket, timeout_s)
+        self._engine.wait(
+            ticket.verb, ticket.number, self._timeout_s if timeout_s is None else timeout_s
+        )
 
-    def drop(self, ticket: Ticket) -> None:
-        if ticket.end is not None:
-            self._free.append(ticket.end)
-            ticket.end = None
-
-    def settle(self) -> None:
-        """Wait until all batches have ended, and raise the first error."""
+    def _settle(self) -> None:
+        """Wait until all batches have ended, and raise the first error that nobody has had."""
         for stream in (self._submitting, *self._copying.values()):
             self._device.synchronize(stream, 2 * self._timeout_s + 30)
-        for direction, port in self._ports.items():
-            if port.number:
-                self._engine.wait(direction, port.number, 2 * self._timeout_s + 30)
         self.check()
 
     def flush(self) -> None:
-        self.settle()
+        self._settle()
         self._storage.flush()
 
     def explain(self) -> PipelineExplanation:
         low, high = self._engine.worker_limits
         return PipelineExplanation(
             self.name,
-            f"{self._reason}; copy engines move {_CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
+            f"{self._reason}; copy engines move {CHUNKS} chunks of {_CHUNK_BYTES >> 20} MiB, "
             f"which {low} to {high} host threads fill",
             0,
             high + 1,
@@ -257,23 +222,19 @@ class RingWay(Way):
         )
 
     @property
-    def engine_stats(self) -> dict[str, Any]:
-        """The counters of the host threads, and why their number changed."""
+    def engine_stats(self) -> dict[str, Any] | None:
         return self._engine.stats()
 
     def close(self) -> None:
         failure: FlashwarpError | None = None
         try:
-            self.settle()
+            self._settle()
         except DeviceTimeout:
             raise
         except FlashwarpError as error:
             failure = error
         self._engine.close()
-        for event in self._all:
-            event.close()
-        for stream in (self._submitting, *self._copying.values()):
-            stream.close()
+        self._close([self._submitting, *self._copying.values()])
         if self.array.writable:
             self.array._take_back()
         if failure is not None:
@@ -287,15 +248,6 @@ class _Port:
         self.words = words
         self.number = 0
         self._q = 0
-
-    def take(self, engine: BatchEngine, direction: Direction, timeout_s: float) -> int:
-        """Return the next ticket, whose slot is free; that of so many batches before has ended."""
-        number = self.number + 1
-        before = number - self.words.slots
-        if before > 0 and not engine.ended(direction, before):
-            engine.wait(direction, before, timeout_s)
-        self.number = number
-        return number
 
     def chunks_of(self, nbytes: int) -> list[tuple[int, int, int, int]]:
         """Number the next chunks: each one's number, address, first byte and bytes."""

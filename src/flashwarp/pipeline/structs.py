@@ -1,23 +1,31 @@
-"""The regions of a pipeline as the host's threads have them; mirrors of `native/pipeline`."""
+"""The structs of batches as device code has them; mirrors of `batch/*.cuh` and `batch.cuh`.
+
+A test compares their layouts with the headers.
+"""
 
 from __future__ import annotations
 
 import ctypes
 
-__all__ = ["RequestStruct", "ResultStruct"]
+from flashwarp.cache.structs import FailureLogStruct
+from flashwarp.nvme.queue_pair import TransportStruct, u32, u64
 
-_u64 = ctypes.c_uint64
+__all__ = [
+    "DirectionStruct",
+    "PipelineStruct",
+    "RegionsStruct",
+    "RequestStruct",
+    "ResultStruct",
+    "SlotStateStruct",
+]
 
 
 class RequestStruct(ctypes.Structure):
     """Mirror of `batch::request`."""
 
     _fields_ = (
-        ("ready", _u64),
-        ("buffer", _u64),
-        ("rows", _u64),
-        ("first", _u64),
-        ("kind", ctypes.c_uint32),
+        *u64("ready", "buffer", "rows", "first"),
+        *u32("kind"),
         ("_pad", ctypes.c_uint8 * 28),
     )
 
@@ -25,4 +33,40 @@ class RequestStruct(ctypes.Structure):
 class ResultStruct(ctypes.Structure):
     """Mirror of `batch::result`."""
 
-    _fields_ = (("done", _u64), ("failed", _u64), ("_pad", ctypes.c_uint8 * 48))
+    _fields_ = (*u64("done", "failed"), ("_pad", ctypes.c_uint8 * 48))
+
+
+class RegionsStruct(ctypes.Structure):
+    """Mirror of `batch::regions`."""
+
+    _fields_ = (
+        *u64("requests", "results", "lists", "all_statuses"),
+        *u32("count", "reserved"),
+        *u64("rows_max"),
+    )
+
+
+class SlotStateStruct(ctypes.Structure):
+    """Mirror of `batch::slot_state`."""
+
+    _fields_ = u64("issued", "retired")
+
+
+class DirectionStruct(ctypes.Structure):
+    """Mirror of `batch::direction`."""
+
+    _fields_ = (
+        ("shared", RegionsStruct),
+        *u64("states", "failures"),
+        ("limit", TransportStruct),
+        *u64("row_bytes", "reserved"),
+        *u64("taken", "ended", "meeting", "found"),
+        ("log", FailureLogStruct),
+        ("_pad", ctypes.c_uint8 * 80),
+    )
+
+
+class PipelineStruct(ctypes.Structure):
+    """Mirror of `fw::pipeline`, a kernel's parameter."""
+
+    _fields_ = u64("reads", "writes")

@@ -22,6 +22,8 @@ class Ticket:
         "prefetch" or "write_back".
     rows : int
         How many.
+    way : str
+        By which way they move.
     """
 
     def __init__(
@@ -40,11 +42,19 @@ class Ticket:
         """For the way: what ends it, an event or a future."""
         self.number = 0
         """For the way, if it numbers them."""
+        self.way = way.name
+        self.library = ""
+        """On whose stream it ends; empty: on that of the last batch."""
+        self.capture: int | None = None
+        """The capture of a CUDA graph that it is part of."""
         self._way = way
 
     def done(self) -> bool:
         """Return whether the batch has ended, well or not. Never blocks."""
-        return self.end is None or bool(self.end.done())
+        if self.end is None:
+            return True
+        # Of a batch in a graph nobody knows how often it ran.
+        return self.capture is None and bool(self.end.done())
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the batch has ended, and raise what it has failed with.

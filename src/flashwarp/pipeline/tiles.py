@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashwarp.config import flag
 from flashwarp.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from flashwarp.pipeline.pipeline import Pipeline
-
 __all__ = ["tiles"]
 
 
-def tiles(make: Callable[[], Pipeline], writable: bool, read: bool) -> Iterator[Any]:
+def tiles(make: Callable[[], Any], writable: bool, read: bool) -> Iterator[Any]:
     """Yield the tiles of an array; `Pipeline.tiles` describes them."""
     flag("writable", writable)
     if not flag("read", read) and not writable:
@@ -23,7 +20,7 @@ def tiles(make: Callable[[], Pipeline], writable: bool, read: bool) -> Iterator[
     return _tiles(make, writable, read)
 
 
-def _tiles(make: Callable[[], Pipeline], writable: bool, read: bool) -> Iterator[Any]:
+def _tiles(make: Callable[[], Any], writable: bool, read: bool) -> Iterator[Any]:
     with make() as pipeline:
         rows, length = pipeline.batch_rows, len(pipeline.array)
         parts = (range(at, min(at + rows, length)) for at in range(0, length, rows))
@@ -40,7 +37,7 @@ def _tiles(make: Callable[[], Pipeline], writable: bool, read: bool) -> Iterator
             pipeline._settle_writes()
 
 
-def _tile(pipeline: Pipeline, part: range, writable: bool, read: bool) -> Iterator[Any]:
+def _tile(pipeline: Any, part: range, writable: bool, read: bool) -> Iterator[Any]:
     tile = pipeline.synchronize() if read else pipeline._lend(len(part))
     try:
         yield tile

@@ -16,13 +16,14 @@ import numpy as np
 
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index, Rows
-from flashwarp.device import Event, OwnedStream
-from flashwarp.errors import ArgumentError, DeviceTimeout
+from flashwarp.device import CudaDevice, Event, OwnedStream
+from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DeviceTimeout, FlashwarpError
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.explanation import PipelineExplanation
+from flashwarp.pipeline.ids import host_rows
 from flashwarp.pipeline.ticket import Ticket
 
-__all__ = ["CpuWay", "PullWay", "Way"]
+__all__ = ["CpuWay", "CudaWay", "PullWay", "Way"]
 
 # Warps of a block of the kernels that move rows.
 _WARPS_OF_A_BLOCK = 8
@@ -42,7 +43,8 @@ class Way(ABC):
     def place(self, ids: object) -> tuple[range | Index, str]:
         """Check ids, and place them where they are read. Returns the library of their caller."""
         if isinstance(ids, range):
-            ids = np.arange(ids.start, ids.stop, ids.step)
+            rows, _ = host_rows(self.array, ids)
+            ids = slice(rows.start, rows.stop) if isinstance(rows, range) else rows.owner
         chosen = self.array._place_ids(ids, self._stream())
         return chosen, "" if isinstance(chosen, range) else chosen.library
 
@@ -57,6 +59,9 @@ class Way(ABC):
     @abstractmethod
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         """Start the storing of rows, in the order of the caller's stream."""
+
+    def check_capture(self, ticket: Ticket, stream: int) -> None:  # noqa: B027
+        """Raise CaptureError if a batch cannot end where a stream is now."""
 
     @abstractmethod
     def finish(self, ticket: Ticket, stream: int) -> None:
@@ -78,6 +83,11 @@ class Way(ABC):
         """Make what was written durable. Waits."""
         self.array.flush()
 
+    @property
+    def engine_stats(self) -> dict[str, Any] | None:
+        """The counters of the engine's threads, and why their number changed; None: it has none."""
+        return None
+
     @abstractmethod
     def explain(self) -> PipelineExplanation:
         """Explain the way."""
@@ -86,7 +96,81 @@ class Way(ABC):
         """Wait for what is in flight, and release what the way owns."""
 
 
-class PullWay(Way):
+class CudaWay(Way):
+    """Batches that end with an event of a stream of the pipeline's own. Events are used again."""
+
+    def __init__(self, array: Array, timeout_s: float) -> None:
+        super().__init__(array, timeout_s)
+        assert isinstance(array.device, CudaDevice)
+        self._device = array.device
+        self._free: list[Event] = []
+        self._all: list[Event] = []
+
+    def _take_event(self) -> Event:
+        if not self._free:
+            self._free.append(self._device.event())
+            self._all.append(self._free[-1])
+        return self._free.pop()
+
+    def _end(self, ticket: Ticket, stream: OwnedStream) -> None:
+        """Let the present end of a stream be a batch's end."""
+        ticket.end = self._take_event()
+        ticket.end.record(stream)
+
+    def _refuse_capture(self, stream: int, why: str) -> None:
+        if self._device.capture(stream) is not None:
+            raise CaptureError(f"{why}, so the batch cannot become part of a CUDA graph")
+
+    def check_capture(self, ticket: Ticket, stream: int) -> None:
+        if self._device.capture(stream) != ticket.capture:
+            raise CaptureError(
+                f"a batch to {ticket.verb} begins {_where(ticket.capture)} and would end elsewhere:"
+                " start it and synchronize it in the same capture, or both outside of one"
+            )
+
+    def finish(self, ticket: Ticket, stream: int) -> None:
+        if ticket.end is not None:
+            ticket.end.wait_on(stream)
+        self.drop(ticket)
+        ticket.operands = None
+
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
+        if ticket.capture is not None:
+            raise CaptureError("a batch in a CUDA graph has no end of its own: wait for the stream")
+        if ticket.end is not None:
+            ticket.end.wait(self._timeout_s if timeout_s is None else timeout_s)
+
+    def drop(self, ticket: Ticket) -> None:
+        if ticket.end is not None:
+            # Waits look at what the event recorded when they were queued, so it may be used again.
+            self._free.append(ticket.end)
+            ticket.end = None
+
+    def _close(self, streams: Sequence[OwnedStream]) -> None:
+        """Wait for streams of ours, and release them; raises what they have failed with."""
+        failure: FlashwarpError | None = None
+        for stream in streams:
+            try:
+                self._device.synchronize(stream, self._timeout_s)
+            except DeviceTimeout:
+                raise  # what runs still uses the memory
+            except ClosedError:
+                break  # the device was closed, after all that ran on it
+            except FlashwarpError as error:
+                failure = failure or error
+        for event in self._all:
+            event.close()
+        self._all.clear()
+        self._free.clear()
+        for stream in streams:
+            # The array waits for its streams when it closes: it must not know one that is gone.
+            self.array._attachment.forget_stream(stream.handle)
+            stream.close()
+        if failure is not None:
+            raise failure
+
+
+class PullWay(CudaWay):
     """Warps of a GPU read rows in place or by commands, on a stream of the pipeline's own."""
 
     name = "pull"
@@ -95,12 +179,9 @@ class PullWay(Way):
         self, array: Array, sms: int | None, timeout_s: float, why_no_ring: str = ""
     ) -> None:
         super().__init__(array, timeout_s)
-        self._device = array.device
         self._why_no_ring = why_no_ring
         self._sms = _BLOCKS if sms is None else sms
-        self._side: OwnedStream = array.device.create_stream()
-        self._free: list[Event] = []
-        self._all: list[Event] = []
+        self._side: OwnedStream = self._device.create_stream()
 
     def _stream(self) -> object:
         return self._side
@@ -116,32 +197,25 @@ class PullWay(Way):
     def _queue(
         self, verb: Any, chosen: range | Index, rows: Rows, stream: int, ticket: Ticket
     ) -> None:
+        ticket.capture = self._device.capture(stream)
         # The caller's work so far has computed the ids, and has read the buffer that is reused.
-        self._device.order(stream, self._side.handle)
+        if ticket.capture is None:
+            self._device.order(stream, self._side.handle)
+        else:
+            self._fork(stream)
         self.array._queue(verb, chosen, rows, self._side, self._sms * _WARPS_OF_A_BLOCK)
-        if not self._free:
-            self._free.append(self._device.event())
-            self._all.append(self._free[-1])
-        event = self._free.pop()
-        event.record(self._side)
-        ticket.end = event
+        self._end(ticket, self._side)
 
-    def finish(self, ticket: Ticket, stream: int) -> None:
-        event, ticket.end = ticket.end, None
-        event.wait_on(stream)
-        # Waits look at what the event recorded when they were queued, so it may be used again.
-        self._free.append(event)
-        ticket.operands = None
+    def _fork(self, stream: int) -> None:
+        """Let our stream take part in a capture, until the batch is synchronized."""
+        fork = self._take_event()
+        fork.record(stream)
+        fork.wait_on(self._side)
+        self._free.append(fork)
 
     def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
-        if ticket.end is not None:
-            ticket.end.wait(self._timeout_s if timeout_s is None else timeout_s)
+        super().wait(ticket, timeout_s)
         self.array.check()
-
-    def drop(self, ticket: Ticket) -> None:
-        if ticket.end is not None:
-            self._free.append(ticket.end)
-            ticket.end = None
 
     def explain(self) -> PipelineExplanation:
         found = self.array.explain()
@@ -155,15 +229,11 @@ class PullWay(Way):
         )
 
     def close(self) -> None:
-        if not self.array.closed:
-            self._device.synchronize(self._side, self._timeout_s)
-        for event in self._all:
-            event.close()
-        self._all.clear()
-        self._free.clear()
-        # The array waits for its streams when it closes: it must not know one that is gone.
-        self.array._attachment.forget_stream(self._side.handle)
-        self._side.close()
+        self._close([self._side])
+
+
+def _where(capture: int | None) -> str:
+    return "outside of a capture" if capture is None else "in a capture"
 
 
 class CpuWay(Way):

@@ -30,8 +30,10 @@ from flashwarp.errors import (
     DtypeError,
     ReadOnlyError,
 )
+from flashwarp.file.kernel_file import KernelFile
+from flashwarp.pipeline.device_calls import DeviceCalls
 
-__all__ = ["Launch", "Param", "parse_signature"]
+__all__ = ["Launch", "Param", "arrays_of", "parse_signature"]
 
 
 class Launch:
@@ -108,10 +110,14 @@ class Param:
         """Make the parameter number `index` of `signature`, whose type is spelled `text`."""
         place = f"argument {index} ({text}) of {signature}"
         to = spelling.elements_of(text)
+        if to is not None and to.of_pipeline:
+            return _PipelineParam(place, nbytes, to.type, element_bytes, to.constant)
         if to is not None and to.rank:
             return _ArrayParam(place, nbytes, to.type, element_bytes, to.constant, to.rank)
         if to is not None:
             return _PointerParam(place, nbytes, to.type, element_bytes, to.constant)
+        if text == "fw::file":
+            return _FileParam(place, nbytes)
         if text in spelling.NUMBERS:
             return _NumberParam(place, nbytes, np.dtype(spelling.NUMBERS[text]))
         return _BytesParam(place, nbytes)
@@ -186,6 +192,67 @@ class _ArrayParam(Param):
                 "here: the headers that it was compiled with are not this version's"
             )
         return handle
+
+
+@dataclass(frozen=True)
+class _FileParam(Param):
+    def pack(self, argument: object, launch: Launch) -> bytes:
+        if not isinstance(argument, KernelFile):
+            raise ArgumentError(
+                f"{self.place} takes a file for kernels, not {type(argument).__name__}"
+            )
+        if argument.array.device is not launch.device:
+            raise ArgumentError(
+                f"{self.place}: the file is on {argument.array.device.name}, the kernel on "
+                f"{launch.device.name}: open the file with device= this one"
+            )
+        return _whole(self, argument.pack())
+
+
+@dataclass(frozen=True)
+class _PipelineParam(Param):
+    element: str
+    element_bytes: int
+    constant: bool
+
+    def pack(self, argument: object, launch: Launch) -> bytes:
+        calls = getattr(argument, "device_calls", argument)
+        if not isinstance(calls, DeviceCalls):
+            raise ArgumentError(
+                f"{self.place} takes a flashwarp.Pipeline, not {type(argument).__name__}"
+            )
+        if calls.device is not launch.device:
+            raise ArgumentError(
+                f"{self.place}: the pipeline is on {calls.device.name}, the kernel on "
+                f"{launch.device.name}"
+            )
+        _check_element(self.place, self.element, self.element_bytes, calls.dtype, "the pipeline")
+        if not self.constant and not calls.writable:
+            raise ReadOnlyError(
+                f"{self.place} can write rows, but the pipeline only reads: write "
+                f"fw::pipeline<const {self.element}>"
+            )
+        return _whole(self, calls.handle)
+
+
+def _whole(param: Param, handle: bytes) -> bytes:
+    if len(handle) != param.nbytes:
+        raise DeviceError(
+            f"{param.place} has {param.nbytes} bytes in the compiled code and {len(handle)} here: "
+            "the headers that it was compiled with are not this version's"
+        )
+    return handle
+
+
+def arrays_of(arguments: Sequence[object]) -> list[Array]:
+    """Return the arrays among the arguments of a launch, and those behind files."""
+    found: list[Array] = []
+    for argument in arguments:
+        if isinstance(argument, Array):
+            found.append(argument)
+        elif isinstance(argument, KernelFile):
+            found.append(argument.array)
+    return found
 
 
 _ADDRESS = struct.Struct("<Q")

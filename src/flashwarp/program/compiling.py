@@ -22,7 +22,7 @@ from flashwarp.config import integer
 from flashwarp.device import Device
 from flashwarp.errors import ArgumentError, CompileError
 from flashwarp.policy import CLOCK, Policy, resolve_policy
-from flashwarp.program.arguments import Launch, parse_signature
+from flashwarp.program.arguments import Launch, arrays_of, parse_signature
 from flashwarp.storage import files
 
 __all__ = ["Kernel", "KernelResources", "Program", "compile", "get_include"]
@@ -253,10 +253,10 @@ class Kernel(endings.NotCopied):
         Parameters
         ----------
         *arguments
-            One for each parameter: a `flashwarp.Array` for `fw::array<T>`; for a pointer an array
-            in the device's memory of any library (numpy on the CPU device), `DeviceMemory`, or
-            None; a Python or numpy number for a number; and for any other type its bytes, as
-            `bytes`, a ctypes structure or a numpy record.
+            One for each parameter: a `flashwarp.Array` for `fw::array<T>`; a `KernelFile` for
+            `fw::file`; for a pointer an array in the device's memory of any library (numpy on the
+            CPU device), `DeviceMemory`, or None; a Python or numpy number for a number; and for any
+            other type its bytes, as `bytes`, a ctypes structure or a numpy record.
         warps : int, optional
             How many warps have something to do. The launch has at most as many as the device runs
             at a time, so kernels loop. Default: as many as run at a time. Then other kernels find
@@ -289,7 +289,7 @@ class Kernel(endings.NotCopied):
         if short is not None and short.launch(arguments, warps, block_threads, stream):
             return
         prepared = self._prepare(warps, block_threads)
-        arrays = [argument for argument in arguments if isinstance(argument, Array)]
+        arrays = arrays_of(arguments)
         caches = {array.cache for array in arrays}
         self._check_policies(caches)
         # All launches take turns in one order, so that two never wait for each other.

@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO, Self, TypeAlias, TypeVar
+from typing import BinaryIO, NamedTuple, Self, TypeAlias, TypeVar
 
 from flashwarp import _native
 from flashwarp.errors import (
@@ -28,6 +28,7 @@ from flashwarp.errors import (
 __all__ = [
     "Draft",
     "PathLike",
+    "Stamp",
     "check",
     "check_name",
     "check_new",
@@ -35,6 +36,7 @@ __all__ = [
     "open_for_reading",
     "opened",
     "path_error",
+    "stamp",
     "write_error",
 ]
 
@@ -106,6 +108,26 @@ def open_for_reading(path: str) -> BinaryIO:
     MissingFileError, PathError
     """
     return os.fdopen(opened(lambda: _native.open_file(path), path, writable=False), "rb")
+
+
+class Stamp(NamedTuple):
+    """Which file it is, and its state as far as the file system shows it.
+
+    A file that has the same stamp later was most likely not written in between: the time of the
+    last write has the resolution of the kernel's clock, some milliseconds.
+    """
+
+    device: int
+    inode: int
+    nbytes: int
+    """0 for a block device."""
+    modified_ns: int
+
+
+def stamp(descriptor: int) -> Stamp:
+    """Return the stamp of an open file."""
+    status = os.fstat(descriptor)
+    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def opened(attempt: Callable[[], T], path: str, *, writable: bool) -> T:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from flashwarp.config import SIZE_MAX
@@ -53,6 +53,8 @@ class Tensor:
     offset: int
     """Byte of the file at which it begins."""
     nbytes: int
+    stamp: files.Stamp = field(compare=False)
+    """The file when its header was read."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.dtype} {list(self.shape)} in {self.path})"
@@ -88,18 +90,21 @@ def read_header(path: files.PathLike) -> dict[str, Tensor]:
                 f"{name} has a header of {length} bytes, more than {_HEADER_BYTES_MAX}"
             )
         text = file.read(length)
+        stamp = files.stamp(file.fileno())
     entries = _json_object(text, f"the header of {name}")
     begin = 8 + length
     tensors = [
-        _tensor(tensor, entry, name, begin, nbytes - begin)
+        _tensor(tensor, entry, name, stamp, begin, nbytes - begin)
         for tensor, entry in entries.items()
         if tensor != "__metadata__"
     ]
     return _without_overlaps(tensors, name, nbytes)
 
 
-def _tensor(name: str, entry: object, path: str, begin: int, room: int) -> Tensor:
-    """Check one entry of a header, after which `room` bytes of data follow."""
+def _tensor(
+    name: str, entry: object, path: str, stamp: files.Stamp, begin: int, room: int
+) -> Tensor:
+    """Check one entry of a header, after which `room` bytes of data follow from `begin` on."""
     where = f"tensor {name!r} of {path}"
     if not isinstance(entry, dict):
         raise FileFormatError(f"{where} is described by {_short(entry)}, not by an object")
@@ -122,7 +127,7 @@ def _tensor(name: str, entry: object, path: str, begin: int, room: int) -> Tenso
         raise FileFormatError(
             f"{where} has {nbytes} bytes, but {dtype} of shape {list(lengths)} needs {bits / 8:g}"
         )
-    return Tensor(name, path, dtype, lengths, begin + places[0], nbytes)
+    return Tensor(name, path, dtype, lengths, begin + places[0], nbytes, stamp)
 
 
 def _without_overlaps(tensors: list[Tensor], path: str, nbytes: int) -> dict[str, Tensor]:

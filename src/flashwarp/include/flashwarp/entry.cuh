@@ -9,9 +9,12 @@
 
 namespace fw {
 
+template <typename T>
+struct pipeline;
+
 struct entry_param {
   uint32_t bytes;          // of the parameter
-  uint32_t element_bytes;  // of the elements of an array or pointer; 0: not known
+  uint32_t element_bytes;  // of the elements that the parameter leads to; 0: not known
 };
 
 struct entry {
@@ -32,13 +35,15 @@ namespace detail {
 template <typename T>
 concept complete = requires { sizeof(T); };
 
-// The size of the elements of an array or pointer parameter.
+// The size of the elements of an array, pipeline or pointer parameter.
 template <typename T>
 inline constexpr uint32_t kElementBytes = 0;
 template <complete T>
 inline constexpr uint32_t kElementBytes<T*> = sizeof(T);
 template <typename T, uint32_t kRank>
 inline constexpr uint32_t kElementBytes<array<T, kRank>> = sizeof(T);
+template <typename T>
+inline constexpr uint32_t kElementBytes<pipeline<T>> = sizeof(T);
 template <>
 inline constexpr uint32_t kElementBytes<void*> = 0;
 template <>

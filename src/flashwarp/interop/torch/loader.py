@@ -8,8 +8,10 @@ their number, so that the batches and their order are the same for any number of
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,10 +22,13 @@ from flashwarp.array.futures import Future
 from flashwarp.config import SIZE_MAX, flag, integer
 from flashwarp.device.foreign import torch_dtype
 from flashwarp.errors import ArgumentError, BoundsError, IndexDtypeError
+from flashwarp.pipeline.pipeline import Pipeline
 
 __all__ = ["Loader"]
 
 _DEPTH_MAX = 64
+
+Rows: TypeAlias = np.ndarray[Any, Any]
 
 
 class Loader(IterableDataset):  # type: ignore[misc]
@@ -68,7 +73,8 @@ class Loader(IterableDataset):  # type: ignore[misc]
     Inside a `DataLoader`, give it ``batch_size=None``, since batches are made here, and open the
     arrays with ``device="cpu"`` for reading: forked and spawned workers open their paths
     themselves, and read rows straight into the shared memory in which a `DataLoader` hands them
-    over. On a GPU, use the loader directly: its batches arrive there while the GPU computes.
+    over. On a GPU, use the loader directly: it has a `flashwarp.Pipeline` for each array, so that
+    batches arrive while the GPU computes.
 
     Examples
     --------
@@ -155,7 +161,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
             rows = self._length if self._rows is None else len(self._rows)
         return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
 
-    def _order(self) -> np.ndarray[Any, Any] | None:
+    def _order(self) -> Rows | None:
         """Return the rows of the epoch in their order; None for all rows in the file's order."""
         if self.sampler is not None:
             if hasattr(self.sampler, "set_epoch"):
@@ -170,7 +176,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
             return random.permutation(self._length)
         return random.permutation(self._rows)
 
-    def _checked(self, rows: Any) -> np.ndarray[Any, Any]:
+    def _checked(self, rows: Any) -> Rows:
         """Return rows as int64; raises for what no array has."""
         if isinstance(rows, torch.Tensor):
             rows = rows.cpu()
@@ -203,26 +209,69 @@ class Loader(IterableDataset):  # type: ignore[misc]
         order, begin = self._order(), int(self._state[1])
         rows = self._length if order is None else len(order)
         count = rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
-        pending: collections.deque[_Batch] = collections.deque()
-        rest = iter(range(begin + number, count, stride))
-        try:
-            while True:
-                for each in rest:
-                    pending.append(self._read(order, each, rows, in_worker=worker is not None))
-                    if len(pending) > self.depth:
-                        break
-                if not pending:
-                    break
-                batch = pending.popleft()
-                tensors = batch.take()
+        numbers = range(begin + number, count, stride)
+        parts = (self._part(order, rows, each) for each in numbers)
+        read = self._from_cpu(parts) if kinds == {"cpu"} else self._on_gpu(parts)
+        with contextlib.closing(read):
+            for each, tensors in zip(numbers, read, strict=True):
                 if worker is None:
-                    self._state[1] = batch.number + 1
+                    self._state[1] = each + 1
                 yield self._formed(tensors)
-        finally:
-            for left in pending:
-                left.drop()
         if worker is None:
             self._state[1] = 0
+
+    def _part(self, order: Rows | None, rows: int, number: int) -> slice | Rows:
+        first = number * self.batch_size
+        end = min(first + self.batch_size, rows)
+        return slice(first, end) if order is None else order[first:end]
+
+    def _from_cpu(self, parts: Iterable[slice | Rows]) -> Generator[list[torch.Tensor], None, None]:
+        """Read batches in the background, into memory that suits their way from here."""
+        goes_to = self.device
+        if get_worker_info() is not None:
+            empty = _shared
+        else:
+            empty = _pinned if goes_to is not None and goes_to.type == "cuda" else torch.empty
+        pending: collections.deque[list[tuple[Future[Any], torch.Tensor]]] = collections.deque()
+        source = iter(parts)
+        try:
+            while True:
+                for part in itertools.islice(source, self.depth + 1 - len(pending)):
+                    pending.append([self._start(array, part, empty) for array in self._arrays])
+                if not pending:
+                    return
+                for future, _ in pending[0]:
+                    future.result()
+                yield [
+                    rows if goes_to is None else rows.to(goes_to, non_blocking=True)
+                    for _, rows in pending.popleft()
+                ]
+        finally:
+            # Nobody wants these batches, nor their failures.
+            for future, _ in itertools.chain.from_iterable(pending):
+                future.exception()
+
+    def _start(
+        self, array: Array, part: slice | Rows, empty: Callable[..., torch.Tensor]
+    ) -> tuple[Future[Any], torch.Tensor]:
+        count = part.stop - part.start if isinstance(part, slice) else len(part)
+        rows = empty((count, *array.shape[1:]), dtype=torch_dtype(torch, array.dtype))
+        return array.gather_async(part, out=rows), rows
+
+    def _on_gpu(self, parts: Iterable[slice | Rows]) -> Generator[list[torch.Tensor], None, None]:
+        """Read batches by pipelines, and copy them out of their buffers, in the caller's stream."""
+        place = torch.device("cuda", self._arrays[0].device.ordinal)
+        with contextlib.ExitStack() as opened:
+            sources = itertools.tee((_uploaded(part, place) for part in parts), len(self._arrays))
+            turns = []
+            for array, source in zip(self._arrays, sources, strict=True):
+                rows_max = max(1, min(self.batch_size, self._length))
+                pipeline = opened.enter_context(Pipeline(array, rows_max, self.depth))
+                turns.append(pipeline.iterate(source))
+            for batch in zip(*turns, strict=True):
+                # A copy takes a hundredth of the time in which the rows have arrived, and the
+                # caller may keep it.
+                yield [rows.clone() for rows, _ in batch]
 
     def _check_devices(self) -> None:
         devices = {id(array.device): array.device for array in self._arrays}
@@ -239,29 +288,6 @@ class Loader(IterableDataset):  # type: ignore[misc]
                 "the arrays with device='cpu'"
             )
 
-    def _read(
-        self, order: np.ndarray[Any, Any] | None, number: int, rows: int, *, in_worker: bool
-    ) -> _Batch:
-        first = number * self.batch_size
-        end = min(first + self.batch_size, rows)
-        chosen = slice(first, end) if order is None else order[first:end]
-        own = self._arrays[0].device
-        goes_to = self.device if own.kind == "cpu" else None
-        if own.kind != "cpu":
-            place = torch.device("cuda", own.ordinal)
-            if not isinstance(chosen, slice):
-                chosen = torch.from_numpy(chosen).pin_memory().to(place, non_blocking=True)
-            empty = _on(place)
-        elif in_worker:
-            empty = _shared
-        else:
-            empty = _pinned if goes_to is not None and goes_to.type == "cuda" else _on("cpu")
-        parts = []
-        for array in self._arrays:
-            out = empty((end - first, *array.shape[1:]), torch_dtype(torch, array.dtype))
-            parts.append((array.gather_async(chosen, out=out), out))
-        return _Batch(number, parts, goes_to)
-
     def _formed(self, tensors: list[torch.Tensor]) -> Any:
         if self._single:
             return tensors[0]
@@ -270,45 +296,7 @@ class Loader(IterableDataset):  # type: ignore[misc]
         )
 
 
-class _Batch:
-    """A batch on its way: a future for each array, and the tensor that it fills."""
-
-    def __init__(
-        self,
-        number: int,
-        parts: list[tuple[Future[Any], torch.Tensor]],
-        goes_to: torch.device | None,
-    ) -> None:
-        self.number = number
-        self._parts = parts
-        self._goes_to = goes_to
-
-    def take(self) -> list[torch.Tensor]:
-        """Return the tensors: on a GPU, for what the current stream does next."""
-        tensors = []
-        for future, out in self._parts:
-            if out.is_cuda:
-                stream = torch.cuda.current_stream(out.device)
-                out.record_stream(stream)
-                future.wait_on(stream)
-            else:
-                future.result()
-            if self._goes_to is not None:
-                out = out.to(self._goes_to, non_blocking=True)
-            tensors.append(out)
-        return tensors
-
-    def drop(self) -> None:
-        """Wait for a batch that nobody wants; its failures go with it."""
-        for future, _ in self._parts:
-            future.exception()
-
-
-# Memory for rows.
-
-
-def _on(place: torch.device | str) -> Any:
-    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=place)
+# Memory.
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -320,6 +308,12 @@ def _shared(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     storage = torch.UntypedStorage._new_shared(nbytes, device="cpu")
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+
+
+def _uploaded(part: slice | Rows, place: torch.device) -> torch.Tensor:
+    if isinstance(part, slice):
+        return torch.arange(part.start, part.stop, device=place)
+    return torch.from_numpy(part).pin_memory().to(place, non_blocking=True)
 
 
 # Arguments.

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.utils.data
 
 from flashwarp.array.array import Array
 from flashwarp.config import SIZE_MAX, integer
@@ -25,7 +26,7 @@ from flashwarp.interop.torch.operators import check_plain
 from flashwarp.program.compiling import Kernel, Program
 from flashwarp.program.compiling import compile as compile_kernels
 
-__all__ = ["NeighborSampler", "Sample"]
+__all__ = ["NeighborSampler", "Sample", "check_graph"]
 
 _SLOTS_MAX = (1 << 31) - 1
 _FANOUT_MAX = 1024
@@ -174,6 +175,18 @@ class NeighborSampler(Closing):
         own = self.neighbours.device
         return torch.device("cpu") if own.kind == "cpu" else torch.device("cuda", own.ordinal)
 
+    def nodes_max(self, seeds: int) -> int:
+        """Return the most vertices that a sample of so many seeds can have.
+
+        It is what a `flashwarp.Pipeline` needs that reads the features of samples.
+        """
+        seeds = integer("seeds", seeds, 0, SIZE_MAX)
+        frontier = found = seeds
+        for fanout in self.fanouts:
+            frontier = min(frontier * fanout, self.vertices)
+            found += frontier
+        return min(found, seeds + self.vertices)
+
     def sample(self, seeds: Any, *, number: int | None = None) -> Sample:
         """Sample the neighbourhoods of some seeds.
 
@@ -183,7 +196,8 @@ class NeighborSampler(Closing):
             Vertices; on the device of the graph, else they are copied there. If one repeats, each
             of its places gets the same neighbours.
         number : int, optional
-            Which of the samples of these seeds. Default: how many this sampler has made before.
+            Which of the samples of these seeds. Default: how many this sampler has made before;
+            in a worker of a `DataLoader`, which has a sampler of its own, plus the worker's seed.
 
         Returns
         -------
@@ -205,7 +219,7 @@ class NeighborSampler(Closing):
         if self.closed:
             raise ClosedError("the sampler is closed")
         ids = self._seeds(seeds)
-        draw = next(self._numbers) if number is None else integer("number", number, 0, SIZE_MAX)
+        draw = self._next() if number is None else integer("number", number, 0, SIZE_MAX)
         if ids.is_cuda:
             with torch.cuda.device(ids.device):
                 return self._sample(ids, draw)
@@ -255,12 +269,18 @@ class NeighborSampler(Closing):
 
     # A sample.
 
+    def _next(self) -> int:
+        worker = torch.utils.data.get_worker_info()
+        return next(self._numbers) + (0 if worker is None else worker.seed)
+
     def _seeds(self, seeds: Any) -> torch.Tensor:
         try:
             ids = seeds if isinstance(seeds, torch.Tensor) else torch.from_numpy(np.array(seeds))
         except TypeError as error:
             raise IndexDtypeError(f"seeds that are no integers: {error}") from error
         check_plain(seeds=ids)
+        if ids.numel() == 0:
+            ids = ids.to(torch.int64)
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             raise IndexDtypeError(f"seeds of dtype {ids.dtype}: give integers")
         if ids.ndim != 1:
@@ -289,7 +309,7 @@ class NeighborSampler(Closing):
         work = _Work(self, seeds)
         launch("enter_seeds", len(seeds), work.nodes, len(seeds), self.vertices, *work.table())
         for hop in range(1, hops + 1):
-            work.hop(launch, hop, draw * hops + hop)
+            work.hop(launch, hop, (draw * hops + hop) % (1 << 64))
         counts = self._read(work.counts, stream)
         return work.finish(launch, counts)
 
@@ -343,7 +363,7 @@ class _Work:
         self._sampler = sampler
         self._fanouts = sampler.fanouts
         self._seeds = len(seeds)
-        frontier, total, nodes_max = len(seeds), len(seeds), len(seeds)
+        frontier, total = len(seeds), len(seeds)
         self._frontiers, self._first_slots = [], []
         for fanout in self._fanouts:
             self._frontiers.append(frontier)
@@ -351,13 +371,13 @@ class _Work:
             slots = frontier * fanout
             total += slots
             frontier = min(slots, sampler.vertices)
-            nodes_max += frontier
         if total > _SLOTS_MAX:
             raise ArgumentError(
                 f"{len(seeds)} seeds with fan-outs {self._fanouts} may have {total} neighbours, "
                 f"more than {_SLOTS_MAX}: give fewer seeds at a time"
             )
         hops = len(self._fanouts)
+        nodes_max = sampler.nodes_max(len(seeds))
         self.nodes = seeds.new_empty(nodes_max)
         self.nodes[: len(seeds)] = seeds
         self.counts = seeds.new_zeros(2 * hops + 2)
@@ -435,13 +455,12 @@ def _fanouts(fanouts: Iterable[int]) -> tuple[int, ...]:
     return found
 
 
-def _arrays_of(graph: Any, options: dict[str, Any]) -> tuple[Array, Array]:
+def check_graph(graph: Any) -> None:
+    """Raise ArgumentError for what is neither a graph whose ids are labels, nor two arrays."""
     if isinstance(graph, tuple):
         if len(graph) != 2 or not all(isinstance(each, Array) for each in graph):
             raise ArgumentError("the arrays of a graph are two: (offsets, neighbours)")
-        if options:
-            raise ArgumentError(f"{', '.join(options)}= is for graphs: these arrays are open")
-        return graph
+        return
     if not all(callable(getattr(graph, name, None)) for name in ("neighbours", "list_offsets")):
         raise ArgumentError(
             f"graph={graph!r} is no graph: give what flashwarp.apps.graphs.load returns, or "
@@ -449,11 +468,19 @@ def _arrays_of(graph: Any, options: dict[str, Any]) -> tuple[Array, Array]:
         )
     if graph.labels is not None:
         raise ArgumentError(
-            f"the vertices of {graph.folder} are numbered by degree, so ids of samples would not "
-            "be your labels: give the graph as it was before, or, to sample by number, "
+            f"the vertices of {graph.folder} are numbered by degree, so ids would not be your "
+            "labels: give the graph as it was before, or, to use the numbers, "
             "(graph.list_offsets(), graph.neighbours())"
         )
-    neighbours = graph.neighbours(**options)
+
+
+def _arrays_of(graph: Any, options: dict[str, Any]) -> tuple[Array, Array]:
+    check_graph(graph)
+    if isinstance(graph, tuple):
+        if options:
+            raise ArgumentError(f"{', '.join(options)}= is for graphs: these arrays are open")
+        return graph
+    neighbours: Array = graph.neighbours(**options)
     try:
         rest = {name: options[name] for name in options.keys() & {"device", "immutable", "lock"}}
         return graph.list_offsets(**rest), neighbours

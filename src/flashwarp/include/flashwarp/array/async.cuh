@@ -75,8 +75,7 @@ FW_DEVICE_NOINLINE uint32_t move_part(cache::line_cache* c, cache::volume* v, co
 }
 
 // Starts write-backs of the dirty lines in each lane's span.
-FW_DEVICE_NOINLINE void clean_span(cache::line_cache* c, cache::volume* v, const span& s) {
-  const uint32_t mask = active_on(v);
+FW_DEVICE void clean_span(cache::line_cache* c, cache::volume* v, uint32_t mask, const span& s) {
   for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
     const uint64_t line = v->line_begin + at.line;
     cache::place where = {0, 0, false};
@@ -89,8 +88,8 @@ FW_DEVICE_NOINLINE void clean_span(cache::line_cache* c, cache::volume* v, const
 }
 
 // Waits until no line of each lane's span is dirty or WRITING. Returns the lane's first failure.
-FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, const span& s) {
-  const uint32_t mask = active_on(v);
+FW_DEVICE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, uint32_t mask,
+                              const span& s) {
   uint32_t step = 0;
   uint32_t status = 0;
   for (walk at(c->geometry, s); warp::any(mask, at.more()); at.line += at.stride) {
@@ -103,14 +102,15 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, c
       const bool in_flight = where.found && (where.word & cache::tag::kWriting) != 0;
       // Dirty again: a store came later, or the write-back failed. Write it back once more, and
       // wait no longer whatever comes of it.
-      const bool taken = where.found && !in_flight && (where.word & cache::tag::kDirty) != 0 &&
-                         cache::begin_write(&c->geometry.tags[where.way], line);
+      const bool dirty = where.found && !in_flight && (where.word & cache::tag::kDirty) != 0;
+      const bool taken = dirty && cache::begin_write(&c->geometry.tags[where.way], line);
       const uint32_t members = warp::ballot(mask, taken);
       if (members != 0) {
         const uint32_t got = cache::write_back(*c, *v, mask, members, {line, where.way}, false);
         if (taken && status == nvme::kSuccess) status = got;
       }
-      pending = pending && in_flight;
+      // If another warp began to write the line back since the look, wait for that.
+      pending = pending && (in_flight || (dirty && !taken));
       if (!warp::any(mask, pending) || members != 0) continue;
       if (warp::any(mask, limit.passed() || cache::has_failed(*v))) {
         if (pending) cache::record_error(*v, nvme::kTimedOut, nvme::kWrite, line);
@@ -123,6 +123,14 @@ FW_DEVICE_NOINLINE uint32_t wait_clean(cache::line_cache* c, cache::volume* v, c
   }
   warp::sync(mask);
   return status;
+}
+
+// Both, for lanes that call together as they come.
+FW_DEVICE_NOINLINE void clean_own(cache::line_cache* c, cache::volume* v, const span& s) {
+  clean_span(c, v, active_on(v), s);
+}
+FW_DEVICE_NOINLINE uint32_t wait_own(cache::line_cache* c, cache::volume* v, const span& s) {
+  return wait_clean(c, v, active_on(v), s);
 }
 
 // Whether the lane's lines are in the cache or, for a write-back, clean.
@@ -211,7 +219,7 @@ class token {
 
   FW_DEVICE void ask() {
     if (task_ == detail::task::kWriteBack) {
-      base::opaque (&detail::clean_span)(cache_, volume_, span_);
+      base::opaque (&detail::clean_own)(cache_, volume_, span_);
     } else {
       const bool writes = task_ == detail::task::kWrite;
       base::opaque (&detail::fetch_span)(cache_, volume_, span_,
@@ -245,7 +253,7 @@ class token {
         return early_ != nvme::kSuccess ? early_ : got;
       }
       case detail::task::kWriteBack:
-        return base::opaque(&detail::wait_clean)(cache_, volume_, span_);
+        return base::opaque(&detail::wait_own)(cache_, volume_, span_);
     }
     return nvme::kSuccess;
   }
@@ -320,7 +328,8 @@ template <typename T>
 FW_DEVICE token read_async(const array<T>& a, uint64_t i, uint64_t n,
                            typename array<T>::value_type* to) {
   if (!a.holds(i, n)) return token::refused(a);
-  return token::start(a, detail::task::kRead, detail::dealt(a.volume, a.span_of(i, n, to), 0, 1));
+  return token::start(a, detail::task::kRead,
+                      detail::dealt(detail::active_on(a.volume), a.span_of(i, n, to), 0, 1));
 }
 template <typename T>
 FW_DEVICE token write_async(const array<T>& a, uint64_t i, uint64_t n,
@@ -328,7 +337,7 @@ FW_DEVICE token write_async(const array<T>& a, uint64_t i, uint64_t n,
   static_assert(!array<T>::kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
   if (!a.holds(i, n)) return token::refused(a);
   return token::start(a, detail::task::kWrite,
-                      detail::dealt(a.volume, a.span_of(i, n, from), 0, 1));
+                      detail::dealt(detail::active_on(a.volume), a.span_of(i, n, from), 0, 1));
 }
 
 }  // namespace warp

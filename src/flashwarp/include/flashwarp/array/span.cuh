@@ -14,32 +14,38 @@ namespace fw {
 
 namespace detail {
 
-// This lane's share of a span that `ranks` groups of lanes divide. The lane is in group `rank`.
-FW_DEVICE span dealt(const cache::volume* v, span s, uint32_t rank, uint32_t ranks) {
-  const uint32_t mask = active_on(v);
+// This lane's share of a span that `ranks` groups of lanes divide. The lanes of `mask` are group
+// `rank`.
+FW_DEVICE span dealt(uint32_t mask, span s, uint32_t rank, uint32_t ranks) {
   const uint32_t lanes = base::popcount(mask);
   s.first = rank * lanes + warp::rank_in(mask);
   s.stride = ranks * lanes;
   return s;
 }
 
-// Moves a span that the active lanes share. Returns the first failure of any of them.
-template <bool kToFrame>
-FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, const span& s) {
-  const uint32_t mask = active_on(v);
-  const uint32_t status = move_span<kToFrame>(c, v, mask, s, lines::kAll);
+// The status of all lanes of `mask`, which have a span together: the first failure of any of them.
+FW_DEVICE uint32_t status_of_all(uint32_t mask, uint32_t status) {
   warp::sync(mask);
   const uint32_t failed = warp::ballot(mask, status != nvme::kSuccess);
   return failed == 0 ? 0 : warp::broadcast(mask, status, base::lowest_bit(failed));
 }
 
+// Moves a span that was dealt to the lanes of `mask`. All of them call together, with the mask by
+// which it was dealt: if the warp came here in two parts with masks of their own, lanes would
+// return before others had moved their shares.
+template <bool kToFrame>
+FW_DEVICE_NOINLINE uint32_t move_shared(cache::line_cache* c, cache::volume* v, uint32_t mask,
+                                        const span& s) {
+  return status_of_all(mask, move_span<kToFrame>(c, v, mask, s, lines::kAll));
+}
+
 // The common part of warp:: and block::.
 template <bool kToFrame, typename T>
-FW_DEVICE uint32_t move_together(const array<T>& a, uint64_t i, uint64_t n, const void* buffer,
-                                 uint32_t rank, uint32_t ranks) {
+FW_DEVICE uint32_t move_together(const array<T>& a, uint32_t mask, uint64_t i, uint64_t n,
+                                 const void* buffer, uint32_t rank, uint32_t ranks) {
   if (!a.holds(i, n)) return nvme::kLbaOutOfRange;
-  const span s = dealt(a.volume, a.span_of(i, n, buffer), rank, ranks);
-  return base::opaque(&move_shared<kToFrame>)(a.cache, a.volume, s);
+  const span s = dealt(mask, a.span_of(i, n, buffer), rank, ranks);
+  return base::opaque(&move_shared<kToFrame>)(a.cache, a.volume, mask, s);
 }
 
 }  // namespace detail
@@ -51,7 +57,7 @@ namespace warp {
 template <typename T>
 FW_DEVICE uint32_t read(const array<T>& a, uint64_t i, uint64_t n,
                         typename array<T>::value_type* to) {
-  return detail::move_together<false>(a, i, n, to, 0, 1);
+  return detail::move_together<false>(a, detail::active_on(a.volume), i, n, to, 0, 1);
 }
 
 // Stores `from` to the elements i .. i + n - 1. Lines that it overwrites whole are not read first.
@@ -59,7 +65,7 @@ template <typename T>
 FW_DEVICE uint32_t write(const array<T>& a, uint64_t i, uint64_t n,
                          const typename array<T>::value_type* from) {
   static_assert(!array<T>::kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
-  return detail::move_together<true>(a, i, n, from, 0, 1);
+  return detail::move_together<true>(a, detail::active_on(a.volume), i, n, from, 0, 1);
 }
 
 }  // namespace warp
@@ -72,7 +78,8 @@ template <typename T>
 FW_DEVICE uint32_t read(const array<T>& a, uint64_t i, uint64_t n,
                         typename array<T>::value_type* to) {
   sync();
-  const uint32_t status = detail::move_together<false>(a, i, n, to, warp_rank(), warp_count());
+  const uint32_t status =
+      detail::move_together<false>(a, warp::kFullMask, i, n, to, warp_rank(), warp_count());
   sync();
   return status;
 }
@@ -82,7 +89,8 @@ FW_DEVICE uint32_t write(const array<T>& a, uint64_t i, uint64_t n,
                          const typename array<T>::value_type* from) {
   static_assert(!array<T>::kReadOnly, "fw::array<const T> is read-only: take an fw::array<T>");
   sync();
-  const uint32_t status = detail::move_together<true>(a, i, n, from, warp_rank(), warp_count());
+  const uint32_t status =
+      detail::move_together<true>(a, warp::kFullMask, i, n, from, warp_rank(), warp_count());
   sync();
   return status;
 }

@@ -25,17 +25,6 @@ class token;
 
 namespace detail {
 
-template <typename T>
-struct without_const {
-  using type = T;
-  static constexpr bool kConst = false;
-};
-template <typename T>
-struct without_const<const T> {
-  using type = T;
-  static constexpr bool kConst = true;
-};
-
 // The widest access for which every element of this size is aligned.
 FW_HOST_DEVICE constexpr uint32_t access_bytes(uint64_t size) {
   const uint64_t lowest = size & (~size + 1);
@@ -355,8 +344,8 @@ FW_DEVICE To bit_cast(const From& from) {
 
 template <typename T>
 struct array<T, 1> {
-  using value_type = typename detail::without_const<T>::type;
-  static constexpr bool kReadOnly = detail::without_const<T>::kConst;
+  using value_type = typename base::without_const<T>::type;
+  static constexpr bool kReadOnly = base::without_const<T>::kConst;
   // Whether an element is one access of the machine. Such elements never straddle lines.
   static constexpr bool kWord = sizeof(T) <= 16 && (sizeof(T) & (sizeof(T) - 1)) == 0;
   static constexpr uint32_t kAccessBytes = detail::access_bytes(sizeof(T));

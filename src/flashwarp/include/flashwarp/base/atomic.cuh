@@ -66,6 +66,8 @@ FW_DEFINE_ADD(add_relaxed, double, "atom.relaxed.gpu.global.add.f64", "d")
 #undef FW_DEFINE_ADD
 FW_DEFINE_LOAD(FW_DEVICE, load_relaxed_system, uint32_t, const uint32_t*,
                "ld.relaxed.sys.global.u32", "r")
+FW_DEFINE_LOAD(FW_DEVICE, load_relaxed_system, uint64_t, const uint64_t*,
+               "ld.relaxed.sys.global.u64", "l")
 FW_DEVICE pair64 load_relaxed_pair(const uint64_t* p) {
   pair64 v;
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
@@ -285,7 +287,8 @@ inline pair64 load_relaxed_pair(const uint64_t* p) {
 inline pair64 load_acquire_pair(const uint64_t* p) {
   return {load_acquire(p), load_acquire(p + 1)};
 }
-inline uint32_t load_relaxed_system(const uint32_t* p) {
+template <typename T>
+inline T load_relaxed_system(const T* p) {
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 // Acquires the second half, which the controller stores last, with release.

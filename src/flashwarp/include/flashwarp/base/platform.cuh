@@ -128,6 +128,17 @@ typedef unsigned long long uintptr_t;
 
 namespace fw::base {
 
+template <typename T>
+struct without_const {
+  using type = T;
+  static constexpr bool kConst = false;
+};
+template <typename T>
+struct without_const<const T> {
+  using type = T;
+  static constexpr bool kConst = true;
+};
+
 // One copy out of a namespace, of bytes that the host's memory may have now.
 struct host_copy {
   uint64_t offset;  // in the namespace

@@ -61,8 +61,9 @@ inline pair64 load_relaxed_pair(const uint64_t* p, FW_SITE) {
 inline pair64 load_acquire_pair(const uint64_t* p, FW_SITE) {
   return {load_acquire(p, at), load_acquire(p + 1, at)};
 }
-inline uint32_t load_relaxed_system(const uint32_t* p, FW_SITE) {
-  return uint32_t(simulator::load(p, sizeof(*p), order::kRelaxed, scope::kSystem, at));
+template <typename T>
+inline T load_relaxed_system(const T* p, FW_SITE) {
+  return T(simulator::load(p, sizeof(T), order::kRelaxed, scope::kSystem, at));
 }
 // Loads the half that the controller stores last first. (A relaxed access may take either order.)
 inline word16 load16_relaxed_system(const word16* p, FW_SITE) {

@@ -10,27 +10,39 @@ inline uint32_t warp_count() { return simulator::here->block_warps; }
 inline uint32_t warp_rank() { return warp::index() % warp_count(); }
 inline uint32_t count() { return warp::count() / warp_count(); }
 
-// A barrier of all threads of the block. Returns for how many of them the predicate holds.
-inline uint32_t count_of(bool predicate) {
+inline uint32_t rank() { return warp_rank() * base::kWarpWidth + warp::lane(); }
+inline uint32_t size() { return warp_count() * base::kWarpWidth; }
+
+// A barrier of all threads of the block. Returns the sum of its warps' values, which all lanes of a
+// warp pass.
+inline uint64_t sum_of(uint64_t value) {
   warp::sync(warp::kFullMask);
-  uint32_t all = base::popcount(warp::ballot(warp::kFullMask, predicate));
   const uint32_t warps = warp_count();
-  if (warps == 1) return all;
+  if (warps == 1) return value;
+  uint64_t all = 0;
   if (warp::lane() == 0) {
     simulator::block_barrier& b = *simulator::here->barrier;
     atomic::fence();
     // The place of the barrier after the next one is free: who has used it last has gone on.
     const uint64_t number = atomic::load_relaxed(&b.arrived) / warps;
-    atomic::add_relaxed(&b.counts[number % 4], uint64_t(all));
+    atomic::add_relaxed(&b.counts[number % 4], value);
     if (atomic::add_release(&b.arrived, uint64_t(1)) % warps == 0) {
       atomic::store_relaxed(&b.counts[(number + 2) % 4], uint64_t(0));
     }
     while (atomic::load_acquire(&b.arrived) / warps == number) base::pause(1);
-    all = uint32_t(atomic::load_relaxed(&b.counts[number % 4]));
+    all = atomic::load_relaxed(&b.counts[number % 4]);
   }
   all = warp::broadcast(warp::kFullMask, all, 0);
   warp::sync(warp::kFullMask);
   return all;
+}
+// For how many threads of the block the predicate holds.
+inline uint32_t count_of(bool predicate) {
+  return uint32_t(sum_of(base::popcount(warp::ballot(warp::kFullMask, predicate))));
+}
+inline uint64_t broadcast(uint64_t value) {
+  const uint64_t own = warp::broadcast(warp::kFullMask, value, 0);
+  return sum_of(warp_rank() == 0 ? own : 0);
 }
 inline bool any(bool predicate) { return count_of(predicate) != 0; }
 inline void sync() { count_of(false); }

@@ -1,0 +1,1 @@
+"""Files: what kernels hold of one that is open."""

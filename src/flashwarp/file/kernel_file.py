@@ -1,0 +1,119 @@
+"""`KernelFile`: an open file as kernels hold it; mirrors `file/file_view.cuh`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flashwarp.config import integer
+from flashwarp.endings import Closing
+from flashwarp.errors import ArgumentError, ClosedError, DtypeError
+
+if TYPE_CHECKING:
+    from flashwarp.array.array import Array
+
+__all__ = ["FileStateStruct", "FileStruct", "KernelFile"]
+
+_LINES_AHEAD_MAX = 1 << 16
+_READ, _WRITE = 1, 2
+_ARRAY_BYTES = 72
+
+
+class FileStateStruct(ctypes.Structure):
+    """Mirror of `fw::file_state`."""
+
+    _fields_ = (("size", ctypes.c_uint64),)
+
+
+class FileStruct(ctypes.Structure):
+    """Mirror of `fw::file`."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_uint8 * _ARRAY_BYTES),
+        ("state", ctypes.c_uint64),
+        ("mode", ctypes.c_uint32),
+        ("lines_ahead", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64),
+    )
+
+
+class KernelFile(Closing):
+    """A file for kernels: pass it for a parameter of type `fw::file`.
+
+    Kernels read and write it at byte offsets, append to it, and see its end. The bytes go through
+    the cache of `array`. Close it before the array.
+
+    Parameters
+    ----------
+    array : Array
+        The file's bytes, of dtype uint8 and one axis, as long as the file's capacity. If it is not
+        writable, kernels can only read.
+    size : int, optional
+        Bytes up to the end of the file. Default: the capacity. Writes and appends by kernels move
+        the end, as far as the capacity.
+    prefetch : int
+        Lines that a read starts to fetch behind the ones that it needs.
+
+    Raises
+    ------
+    ArgumentError, DtypeError
+        For an array that has no bytes on one axis, or a size above its capacity.
+    """
+
+    def __init__(self, array: Array, *, size: int | None = None, prefetch: int = 0) -> None:
+        if array.dtype != np.uint8:
+            raise DtypeError(
+                f"a file for kernels is an array of dtype uint8, this one has {array.dtype}: open "
+                "the file with dtype=np.uint8"
+            )
+        if array.ndim != 1:
+            raise ArgumentError(f"a file for kernels has one axis, the array has {array.ndim}")
+        self.array = array
+        self._ahead = integer("prefetch", prefetch, 0, _LINES_AHEAD_MAX)
+        state = FileStateStruct(
+            integer("size", array.size if size is None else size, 0, array.size)
+        )
+        self._state = array.device.allocate(ctypes.sizeof(state))
+        array.device.upload(self._state.address, bytes(state))
+
+    @property
+    def capacity(self) -> int:
+        """Bytes up to which kernels may write and append."""
+        return self.array.size
+
+    @property
+    def size(self) -> int:
+        """Bytes up to the end of the file. Waits for the launches so far, and raises as they do."""
+        self._check_open()
+        self.array.synchronize()
+        content = self.array.device.download(self._state.address, ctypes.sizeof(FileStateStruct))
+        return int(FileStateStruct.from_buffer_copy(content).size)
+
+    def pack(self) -> bytes:
+        """Return the bytes of the `fw::file` that kernels take."""
+        self._check_open()
+        handle = bytes(self.array.kernel_handle)
+        return bytes(
+            FileStruct(
+                bytes=(ctypes.c_uint8 * _ARRAY_BYTES).from_buffer_copy(handle),
+                state=self._state.address,
+                mode=_READ | (_WRITE if self.array.writable else 0),
+                lines_ahead=self._ahead,
+            )
+        )
+
+    def _check_open(self) -> None:
+        if self._state.closed:
+            raise ClosedError("the file for kernels was closed")
+
+    def close(self) -> None:
+        """Free its state, behind the launches that use it. May be called twice."""
+        if not self._state.closed and not self.array.closed:
+            self.array.synchronize()
+        self._state.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._state.closed else f"capacity {self.capacity}"
+        return f"<KernelFile of {self.array!r}, {state}>"

@@ -1,0 +1,64 @@
+// The four regions through which a submitter hands batches of rows to the host's engine.
+//
+// A submitter is a block of threads, or a stream. It fills the list of a slot (region 1) and the
+// arguments (2), and then stores the ticket in `ready` (3). The engine's polling thread takes
+// tickets in their order, workers move the rows, and the engine stores `done` (4). One set of
+// regions serves one direction and one kind of submitter. Ticket t, from 1 on, has slot t mod
+// slots. Every word has one writer: regions 1 to 3 the submitter, region 4 and statuses the host.
+//
+// A slot is free for ticket t once ticket t - slots is done and its submitter has read what became
+// of it. The engine relies on that: it never looks whether anybody still reads a result.
+#pragma once
+
+#include "flashwarp/base/atomic.cuh"
+
+namespace fw::batch {
+
+// What a batch names: the rows of its list, or `rows` rows from `first` on.
+inline constexpr uint32_t kRows = 0;
+inline constexpr uint32_t kSequence = 1;
+
+// Arguments of a batch, written by its submitter.
+struct alignas(64) request {
+  uint64_t ready;   // the ticket whose list and arguments are complete; stored last
+  uint64_t buffer;  // where row 0 goes to, or comes from
+  uint64_t rows;    // at most `rows_max`
+  uint64_t first;   // of a sequence: its first row
+  uint32_t kind;
+};
+static_assert(sizeof(request) == 64);
+FW_CHECK_OFFSET(request, buffer, 8);
+FW_CHECK_OFFSET(request, rows, 16);
+FW_CHECK_OFFSET(request, first, 24);
+FW_CHECK_OFFSET(request, kind, 32);
+
+// What became of a batch, written by the host.
+struct alignas(64) result {
+  uint64_t done;    // the ticket that has ended, well or not; stored last
+  uint64_t failed;  // rows of it that failed. If there are any, all of its statuses are written.
+};
+static_assert(sizeof(result) == 64);
+FW_CHECK_OFFSET(result, failed, 8);
+
+// Where the regions of a direction are. Host memory that the device can reach; the results may lie
+// in the device's memory instead, if a stream stores them.
+struct regions {
+  request* requests = nullptr;
+  result* results = nullptr;
+  int64_t* lists = nullptr;          // rows_max of each slot
+  uint16_t* all_statuses = nullptr;  // of NVMe, rows_max of each slot; 0: the row was moved
+  uint32_t count = 0;                // slots, a power of two
+  uint32_t reserved = 0;
+  uint64_t rows_max = 0;
+
+  FW_HOST_DEVICE uint32_t slot(uint64_t ticket) const { return uint32_t(ticket & (count - 1)); }
+  FW_HOST_DEVICE int64_t* list(uint64_t ticket) const { return lists + slot(ticket) * rows_max; }
+  FW_HOST_DEVICE uint16_t* statuses(uint64_t ticket) const {
+    return all_statuses + slot(ticket) * rows_max;
+  }
+};
+static_assert(sizeof(regions) == 48);
+FW_CHECK_OFFSET(regions, count, 32);
+FW_CHECK_OFFSET(regions, rows_max, 40);
+
+}  // namespace fw::batch

@@ -1,0 +1,269 @@
+// fw::file: an open file as a kernel holds it. Calls are those of POSIX at an offset.
+//
+// Each call returns how many bytes it moved, or a negative error. A read that begins at or past the
+// end of the file returns 0, and one that crosses the end returns the bytes before it. Offsets and
+// lengths need no alignment. Bytes move through the array's cache and rings, so a read sees the
+// last write to its bytes that finished before it, by whichever thread.
+//
+// A write may go past the end, as far as the file's capacity: the file then ends behind it. Bytes
+// of the capacity that nobody has written are zeros. `append` takes its place at the end with one
+// atomic operation, so parallel appends do not overlap; a reader that wants their bytes has to be
+// ordered behind them, as it has to be behind any write.
+//
+// Any thread may call the functions for one thread, in divergent code too. All lanes of a warp that
+// are active together, or all threads of a block, call those of fw::warp and fw::block with the
+// same arguments, and get the same result.
+#pragma once
+
+#include "flashwarp/array/async.cuh"
+#include "flashwarp/cache/single_command.cuh"
+
+namespace fw {
+
+// Errors are the negative errno values of Linux.
+enum file_error : int64_t {
+  kFileIo = -5,          // EIO: a transfer failed. The host raises why, after the launch.
+  kFileBadMode = -9,     // EBADF: the file is not open for this
+  kFileInvalid = -22,    // EINVAL: offset + nbytes exceeds 2^63 - 1
+  kFileNoSpace = -28,    // ENOSPC: the capacity ends before the bytes do; none was written
+  kFileTimedOut = -110,  // ETIMEDOUT: a wait ran out of time. The host raises it, too.
+};
+
+enum file_mode : uint32_t { kFileRead = 1, kFileWrite = 2 };
+
+// What kernels change of an open file, in device memory.
+struct file_state {
+  uint64_t size;  // bytes; grows only
+};
+
+// A view of 96 bytes, passed by value.
+struct file {
+  array<uint8_t> bytes;  // as long as the capacity
+  file_state* state;
+  uint32_t mode;
+  uint32_t lines_ahead;  // lines to prefetch behind each read; 0: none
+  uint64_t reserved;
+
+  // Bytes up to the end of the file.
+  FW_DEVICE uint64_t size() const { return atomic::load_relaxed(&state->size); }
+  FW_DEVICE uint64_t capacity() const { return bytes.length; }
+};
+static_assert(sizeof(file) == 96);
+FW_CHECK_OFFSET(file, state, 72);
+FW_CHECK_OFFSET(file, mode, 80);
+
+namespace detail {
+
+inline constexpr uint64_t kFileBytesMax = ~uint64_t(0) >> 1;
+
+FW_DEVICE int64_t file_result(uint32_t status, uint64_t nbytes) {
+  if (status == nvme::kSuccess) return int64_t(nbytes);
+  return status == nvme::kTimedOut ? kFileTimedOut : kFileIo;
+}
+
+// How many bytes a read moves, or why it moves none.
+FW_DEVICE int64_t readable(const file& f, uint64_t offset, uint64_t nbytes) {
+  if ((f.mode & kFileRead) == 0) return kFileBadMode;
+  if (nbytes > kFileBytesMax || offset > kFileBytesMax - nbytes) return kFileInvalid;
+  const uint64_t size = f.size();
+  if (offset >= size) return 0;
+  return int64_t(nbytes < size - offset ? nbytes : size - offset);
+}
+
+// The same for a write, which moves all or nothing.
+FW_DEVICE int64_t writable(const file& f, uint64_t offset, uint64_t nbytes) {
+  if ((f.mode & kFileWrite) == 0) return kFileBadMode;
+  if (nbytes > kFileBytesMax || offset > kFileBytesMax - nbytes) return kFileInvalid;
+  if (offset > f.capacity() || nbytes > f.capacity() - offset) return kFileNoSpace;
+  return int64_t(nbytes);
+}
+
+// Lets the file end at `end` or later. One lane for each call.
+FW_DEVICE void extend_to(const file& f, uint64_t end) {
+  uint64_t size = atomic::load_relaxed(&f.state->size);
+  while (size < end) {
+    // Release: who sees the new size sees the bytes before it.
+    if (atomic::cas_acq_rel(&f.state->size, size, end)) return;
+    size = atomic::load_relaxed(&f.state->size);
+  }
+}
+
+// Takes the next `nbytes` of the file. Returns their offset, or the error.
+FW_DEVICE int64_t take_end(const file& f, uint64_t nbytes) {
+  while (true) {
+    const uint64_t size = atomic::load_relaxed(&f.state->size);
+    const int64_t fits = writable(f, size, nbytes);
+    if (fits < 0) return fits;
+    if (atomic::cas_acq_rel(&f.state->size, size, size + nbytes)) return int64_t(size);
+  }
+}
+
+// Starts the fills of the lines of a read and of those behind it, as far as the file has them.
+FW_DEVICE void look_ahead(const file& f, const span& s) {
+  span wide = s;
+  const uint64_t ahead = uint64_t(f.lines_ahead) << f.bytes.geometry.line_shift;
+  const uint64_t size = f.size();
+  wide.end = s.end >= size ? s.end : ahead < size - s.end ? s.end + ahead : size;
+  base::opaque (&fetch_span)(f.bytes.cache, f.bytes.volume, wide, lines::kAll);
+}
+
+// Moves bytes by the lanes of `mask`, group `rank` of `ranks`. The result is that of this group.
+FW_DEVICE int64_t read_file(const file& f, uint32_t mask, void* to, uint64_t offset, int64_t nbytes,
+                            uint32_t rank, uint32_t ranks) {
+  if (nbytes <= 0) return nbytes;
+  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
+  if (f.lines_ahead != 0) look_ahead(f, s);
+  const uint32_t got = base::opaque(&move_shared<false>)(f.bytes.cache, f.bytes.volume, mask, s);
+  return file_result(got, uint64_t(nbytes));
+}
+FW_DEVICE int64_t write_file(const file& f, uint32_t mask, const void* from, uint64_t offset,
+                             int64_t nbytes, uint32_t rank, uint32_t ranks) {
+  if (nbytes <= 0) return nbytes;
+  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
+  const uint32_t got = base::opaque(&move_shared<true>)(f.bytes.cache, f.bytes.volume, mask, s);
+  return file_result(got, uint64_t(nbytes));
+}
+
+// Lets the file end behind a write of `got` bytes, or of none, by the lanes of `mask`.
+FW_DEVICE int64_t end_write(const file& f, uint32_t mask, uint64_t offset, int64_t got) {
+  if (got > 0 && warp::rank_in(mask) == 0) extend_to(f, offset + uint64_t(got));
+  return got;
+}
+
+// The answer of one lane for all: another lane may see another size.
+FW_DEVICE int64_t same(uint32_t mask, int64_t n) {
+  return warp::broadcast(mask, n, base::lowest_bit(mask));
+}
+
+// The result of a block whose warps have theirs, behind a barrier.
+FW_DEVICE int64_t common(int64_t got) {
+  const bool late = block::any(got == kFileTimedOut);
+  const bool failed = block::any(got == kFileIo);
+  return late ? int64_t(kFileTimedOut) : failed ? int64_t(kFileIo) : got;
+}
+
+// Writes the dirty lines of a span back that was dealt to the lanes of `mask`, and makes all that
+// was written to its namespaces durable.
+FW_DEVICE_NOINLINE uint32_t make_durable(cache::line_cache* c, cache::volume* v, uint32_t mask,
+                                         const span& s) {
+  clean_span(c, v, mask, s);
+  const uint32_t status = status_of_all(mask, wait_clean(c, v, mask, s));
+  return status != nvme::kSuccess ? status : cache::flush_namespaces(*c, *v, mask);
+}
+
+// What a sync writes back: [offset, offset + nbytes), as far as the file has it.
+FW_DEVICE int64_t syncable(const file& f, uint64_t offset, uint64_t nbytes) {
+  if ((f.mode & kFileWrite) == 0) return kFileBadMode;
+  if (offset >= f.size()) return 0;
+  return int64_t(nbytes < f.size() - offset ? nbytes : f.size() - offset);
+}
+
+FW_DEVICE int64_t sync_file(const file& f, uint32_t mask, uint64_t offset, int64_t n) {
+  if (n <= 0) return n;
+  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(n), nullptr), 0, 1);
+  return file_result(base::opaque(&make_durable)(f.bytes.cache, f.bytes.volume, mask, s),
+                     uint64_t(n));
+}
+
+}  // namespace detail
+
+// Reads [offset, offset + nbytes) of the file to `to`, by one thread.
+FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
+  const int64_t n = detail::readable(f, offset, nbytes);
+  if (n <= 0) return n;
+  const detail::span s = f.bytes.span_of(offset, uint64_t(n), to);
+  if (f.lines_ahead != 0) detail::look_ahead(f, s);
+  const uint32_t got = base::opaque(&detail::move_own<false>)(f.bytes.cache, f.bytes.volume, s);
+  return detail::file_result(got, uint64_t(n));
+}
+
+// Writes `from` to [offset, offset + nbytes), by one thread. Durable after a sync.
+FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  const int64_t n = detail::writable(f, offset, nbytes);
+  if (n <= 0) return n;
+  const detail::span s = f.bytes.span_of(offset, uint64_t(n), from);
+  const uint32_t got = base::opaque(&detail::move_own<true>)(f.bytes.cache, f.bytes.volume, s);
+  if (got == nvme::kSuccess) detail::extend_to(f, offset + uint64_t(n));
+  return detail::file_result(got, uint64_t(n));
+}
+
+// Writes `from` behind the end of the file, by one thread. If `at` is given, it becomes the offset
+// of the first byte. If the write fails, the file keeps the place, with undefined bytes.
+FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
+  const int64_t begin = detail::take_end(f, nbytes);
+  if (begin < 0) return begin;
+  if (at != nullptr) *at = uint64_t(begin);
+  return fw::write(f, from, uint64_t(begin), nbytes);
+}
+
+namespace warp {
+
+FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  const int64_t n = detail::same(mask, detail::readable(f, offset, nbytes));
+  return detail::read_file(f, mask, to, offset, n, 0, 1);
+}
+
+FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  const int64_t n = detail::writable(f, offset, nbytes);
+  const int64_t got = detail::write_file(f, mask, from, offset, n, 0, 1);
+  return detail::end_write(f, mask, offset, got);
+}
+
+FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  int64_t begin = 0;
+  if (rank_in(mask) == 0) begin = detail::take_end(f, nbytes);
+  begin = detail::same(mask, begin);
+  if (begin < 0) return begin;
+  if (at != nullptr) *at = uint64_t(begin);
+  return detail::write_file(f, mask, from, uint64_t(begin), int64_t(nbytes), 0, 1);
+}
+
+// Returns when the bytes that were written to [offset, offset + nbytes) are durable, with their
+// number. The size that writes and appends have given the file is durable after the host's sync.
+FW_DEVICE int64_t sync(const file& f, uint64_t offset, uint64_t nbytes) {
+  const uint32_t mask = detail::active_on(f.bytes.volume);
+  return detail::sync_file(f, mask, offset,
+                           detail::same(mask, detail::syncable(f, offset, nbytes)));
+}
+
+}  // namespace warp
+
+// As the functions of fw::warp, by all threads of a block, with barriers before and after.
+namespace block {
+
+FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes) {
+  const int64_t n = int64_t(broadcast(uint64_t(detail::readable(f, offset, nbytes))));
+  return detail::common(
+      detail::read_file(f, warp::kFullMask, to, offset, n, warp_rank(), warp_count()));
+}
+
+FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
+  sync();
+  const int64_t n = detail::writable(f, offset, nbytes);
+  const int64_t got = detail::common(
+      detail::write_file(f, warp::kFullMask, from, offset, n, warp_rank(), warp_count()));
+  return detail::end_write(f, warp::kFullMask, offset, got);
+}
+
+FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
+  int64_t begin = 0;
+  if (warp_rank() == 0 && warp::lane() == 0) begin = detail::take_end(f, nbytes);
+  begin = int64_t(broadcast(uint64_t(begin)));
+  if (begin < 0) return begin;
+  if (at != nullptr) *at = uint64_t(begin);
+  return block::write(f, from, uint64_t(begin), nbytes);
+}
+
+FW_DEVICE int64_t sync(const file& f, uint64_t offset, uint64_t nbytes) {
+  const int64_t n = int64_t(broadcast(uint64_t(detail::syncable(f, offset, nbytes))));
+  int64_t got = n;
+  if (warp_rank() == 0) got = detail::sync_file(f, warp::kFullMask, offset, n);
+  return detail::common(got);
+}
+
+}  // namespace block
+
+}  // namespace fw

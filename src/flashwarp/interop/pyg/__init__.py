@@ -1,0 +1,1 @@
+"""Features and graphs in files, for PyG; `flashwarp.pyg` is the door."""

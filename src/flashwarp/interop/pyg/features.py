@@ -1,0 +1,197 @@
+"""`FeatureStore`: PyG's feature store over arrays, which are read row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch_geometric.data import FeatureStore as _FeatureStore
+from torch_geometric.data import TensorAttr
+
+from flashwarp.array.array import Array
+from flashwarp.array.opening import create
+from flashwarp.array.opening import open as open_array
+from flashwarp.errors import ArgumentError
+from flashwarp.interop.torch import operators
+
+__all__ = ["FeatureStore"]
+
+Key: TypeAlias = tuple[Any, str]
+
+
+class FeatureStore(_FeatureStore):  # type: ignore[misc]
+    """Features of nodes or edges that stay in their files, for PyG's loaders.
+
+    Parameters
+    ----------
+    arrays : mapping, optional
+        Arrays by their names, such as "x"; or, in a graph of several types, by group and name, such
+        as ("paper", "x"). They stay the caller's, who closes them.
+    folder : path-like, optional
+        Where `put_tensor` makes a ``.npy`` file for a tensor whose name is new, and opens it for
+        reading. The store closes these.
+    device : Device or str, optional
+        Where these are opened; see `flashwarp.open`.
+
+    Notes
+    -----
+    ``get_tensor`` reads the rows of an index, on the device of the array, in the order of torch's
+    current stream. An index that is a tensor elsewhere is copied there. Without an index it reads
+    all rows. ``put_tensor`` takes a `flashwarp.Array` as it is; of a tensor it stores rows, into an
+    array that is open for writing, or into a new file. ``remove_tensor`` leaves the file alone.
+
+    A store whose arrays can be pickled can be used in workers of a loader.
+
+    Examples
+    --------
+    >>> import numpy as np, torch, flashwarp as fw, flashwarp.pyg
+    >>> np.save("x.npy", np.arange(20.0, dtype="f4").reshape(10, 2))
+    >>> with fw.open("x.npy", device="cpu") as x:
+    ...     store = fw.pyg.FeatureStore({"x": x})
+    ...     store[None, "x", torch.tensor([3, 0])].tolist()
+    [[6.0, 7.0], [0.0, 1.0]]
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[Any, Array] | None = None,
+        *,
+        folder: str | Path | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self._folder = None if folder is None else Path(folder)
+        self._arrays: dict[Key, Array] = {}
+        self._device = device
+        self._made: dict[Key, Array] = {}
+        for name, array in ({} if arrays is None else arrays).items():
+            if not isinstance(array, Array):
+                raise ArgumentError(f"{name!r}: {type(array).__name__} is no flashwarp.Array")
+            self._arrays[_key_of(name)] = array
+
+    def close(self) -> None:
+        """Close the arrays that the store has made. May be called twice."""
+        for array in self._made.values():
+            array.close()
+
+    # What PyG asks of a store.
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        key = (attr.group_name, attr.attr_name)
+        index = _rows_of(attr.index)
+        if isinstance(tensor, Array):
+            if index is not None:
+                raise ArgumentError(f"{key}: an array is put whole, with index=None")
+            self._forget(key)
+            self._arrays[key] = tensor
+            return True
+        values = tensor if isinstance(tensor, torch.Tensor) else torch.from_numpy(np.array(tensor))
+        array = self._arrays.get(key)
+        if array is None:
+            self._make(key, values, index)
+            return True
+        if index is None:
+            if tuple(values.shape) != array.shape:
+                raise ArgumentError(
+                    f"{key} has shape {array.shape}, the tensor {tuple(values.shape)}: remove it "
+                    "first, or give index= the rows"
+                )
+            index = slice(None)
+        array[index if isinstance(index, slice) else np.asarray(index.cpu())] = (
+            values.detach().cpu().numpy()
+        )
+        return True
+
+    def _get_tensor(self, attr: TensorAttr) -> Any:
+        array = self._array(attr)
+        index = _rows_of(attr.index)
+        place = _place_of(array)
+        if isinstance(attr.index, np.ndarray):
+            return array[attr.index]
+        if isinstance(index, torch.Tensor):
+            return operators.gather(array, index.to(place))
+        rows = np.asarray(array[... if index is None else index])
+        return torch.from_numpy(rows).to(place)
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        return self._forget((attr.group_name, attr.attr_name))
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+        array = self._arrays.get((attr.group_name, attr.attr_name))
+        if array is None:
+            return None
+        index = _rows_of(attr.index)
+        if index is None:
+            return array.shape
+        if isinstance(index, slice):
+            return (len(range(*index.indices(len(array)))), *array.shape[1:])
+        return (*index.shape, *array.shape[1:])
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        """Return the names of all arrays; PyG calls this."""
+        return [self._tensor_attr_cls(*key) for key in self._arrays]
+
+    # Arrays.
+
+    def _array(self, attr: TensorAttr) -> Array:
+        try:
+            return self._arrays[attr.group_name, attr.attr_name]
+        except KeyError:
+            known = ", ".join(map(repr, self._arrays)) or "nothing"
+            raise KeyError(
+                f"({attr.group_name!r}, {attr.attr_name!r}) is not in the store, which has {known}"
+            ) from None
+
+    def _make(self, key: Key, values: torch.Tensor, index: object) -> None:
+        if self._folder is None or index is not None:
+            raise ArgumentError(
+                f"{key} is not in the store: put a flashwarp.Array, or all rows into a store that "
+                "was made with folder="
+            )
+        name = ".".join(str(part) for part in key if part is not None)
+        if "/" in name:
+            raise ArgumentError(f"{key} would be a file in another folder: put a flashwarp.Array")
+        path = self._folder / f"{name}.npy"
+        rows = values.detach().cpu().numpy()
+        # What the store itself has made, and removed, it may replace.
+        with create(
+            path, rows.dtype, rows.shape, overwrite=key in self._made, device="cpu"
+        ) as written:
+            written[...] = rows
+        self._made[key] = self._arrays[key] = open_array(path, device=self._device)
+
+    def _forget(self, key: Key) -> bool:
+        array = self._arrays.pop(key, None)
+        if array is not None and array is self._made.get(key):
+            array.close()
+        return array is not None
+
+
+def _key_of(name: Any) -> Key:
+    if isinstance(name, str):
+        return None, name
+    if isinstance(name, tuple) and len(name) == 2 and isinstance(name[1], str):
+        return name
+    raise ArgumentError(f"{name!r}: name an array 'x', or (group, 'x')")
+
+
+def _rows_of(index: Any) -> torch.Tensor | slice | None:
+    """Return which rows an index of PyG means; None for all of them."""
+    if index is None or (isinstance(index, slice) and index == slice(None)):
+        return None
+    if isinstance(index, slice):
+        return index
+    if isinstance(index, int):
+        return torch.tensor([index])
+    found = index if isinstance(index, torch.Tensor) else torch.from_numpy(np.asarray(index))
+    if found.dtype is torch.bool:
+        return found.nonzero().view(-1)
+    return found
+
+
+def _place_of(array: Array) -> torch.device:
+    device = array.device
+    return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.ordinal)

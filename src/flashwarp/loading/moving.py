@@ -1,0 +1,395 @@
+"""Bytes from files to tensors: threads read chunks, and the copy engine takes them on.
+
+Each thread has two pinned buffers: it reads into one while the other is copied. So reading, copying
+and the disk overlap, and the host memory in use is that of the buffers. On the CPU device what is
+in the page cache is read straight into the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from flashwarp import _native, _waiting, config, endings
+from flashwarp.device import Device, DeviceMemory
+from flashwarp.errors import StorageError
+from flashwarp.loading.contents import Content
+from flashwarp.loading.places import Place
+from flashwarp.loading.progress import Progress
+from flashwarp.storage import files
+from flashwarp.storage.file import Mapping as FileMapping
+from flashwarp.transfer import CopyEngine, Direction, Ticket
+
+__all__ = ["STAGING_BYTES_MIN", "move"]
+
+# So many bytes are read and copied at a time: a tenth of a millisecond of Python's lock each.
+_CHUNK_BYTES = 8 << 20
+_PAGE_BYTES = 4096
+STAGING_BYTES_MIN = 2 * _PAGE_BYTES
+"""Two buffers of a page."""
+_THREADS_MAX = 12
+# Gaps between tensors up to this size are read with them.
+_GAP_BYTES = 64 << 10
+# Least share of a chunk that must be in the page cache for it to be read from there.
+_RESIDENT = 0.5
+_PROGRESS_S = 0.05
+_COPY_PAUSE_S = 100e-6
+
+
+class _Piece(NamedTuple):
+    """Bytes of one tensor in a chunk."""
+
+    address: int
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class _Chunk:
+    """Bytes [begin, end) of a file, and the tensors' pieces in them."""
+
+    source: _Source
+    begin: int
+    end: int
+    pieces: list[_Piece] = field(default_factory=list)
+
+
+class _Source:
+    """An open file: through the page cache, and past it if that is possible."""
+
+    def __init__(
+        self, path: str, stamp: files.Stamp, o_direct: bool | None, opened: contextlib.ExitStack
+    ) -> None:
+        self.path = path
+        self._stamp = stamp
+        self.fd = opened.enter_context(files.open_for_reading(path)).fileno()
+        self.direct_fd = -1
+        self._mapping: FileMapping | None = None
+        self.check_unchanged()
+        if o_direct is False:
+            return
+        alignment = _native.direct_io_alignment(path)
+        if isinstance(alignment, str) or max(alignment) > _PAGE_BYTES:
+            if o_direct:
+                raise files.path_error(
+                    OSError(errno.EINVAL, f"cannot be read with O_DIRECT: {alignment}"),
+                    path,
+                    writable=False,
+                )
+            return
+        self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        opened.callback(os.close, self.direct_fd)
+        # Chunks are read in any order, which the kernel would take for the begin of a stream.
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        if o_direct is None and stamp.nbytes:
+            with contextlib.suppress(OSError, ValueError):
+                self._mapping = FileMapping(Path(path), stamp.nbytes)
+                opened.callback(self._mapping.close)
+
+    def is_cached(self, begin: int, end: int) -> bool:
+        """Whether bytes are to be read through the page cache."""
+        if self.direct_fd < 0:
+            return True
+        if self._mapping is None:
+            return False
+        try:
+            share = _native.residency(self._mapping.address + begin, end - begin)
+        except OSError:  # a sandbox may refuse mincore
+            return True
+        return share >= _RESIDENT
+
+    def check_unchanged(self) -> None:
+        """Raise StorageError if the file was written or replaced since its header was read."""
+        now = files.stamp(self.fd)
+        if now == self._stamp:
+            return
+        same = now[:2] == self._stamp[:2]
+        raise StorageError(
+            errno.ESTALE,
+            "the file was " + ("written" if same else "replaced") + " while it was loaded, so the "
+            "tensors may mix old and new bytes: load it again",
+            self.path,
+        )
+
+    def read(self, view: memoryview, offset: int, nbytes: int, direct: bool) -> None:
+        """Fill the first bytes of a view with those from `offset` on; blocks.
+
+        With `direct`, the view and `offset` are aligned, and the view has room for whole pages.
+        """
+        fd, done = (self.direct_fd if direct else self.fd), 0
+        until = nbytes + -nbytes % _PAGE_BYTES if direct else nbytes
+        while done < nbytes:
+            try:
+                moved = os.preadv(fd, [view[done:until]], offset + done)
+            except OSError as error:
+                number = error.errno or errno.EIO
+                raise StorageError(
+                    number, f"read: {os.strerror(number)}", self.path, offset=offset + done
+                ) from error
+            if moved == 0:
+                raise StorageError(
+                    errno.ENODATA,
+                    "the file ends before its tensors do: it was cut while it was loaded",
+                    self.path,
+                    offset=offset + done,
+                )
+            done += moved
+            if done % _PAGE_BYTES:
+                fd, until = self.fd, nbytes  # no direct read begins inside of a page
+
+
+def move(
+    contents: Iterable[Content],
+    places: Mapping[str, Place],
+    device: Device,
+    *,
+    o_direct: bool | None,
+    staging_bytes: int,
+    progress: Progress,
+) -> None:
+    """Bring the bytes of tensors to their places; blocks until all have arrived.
+
+    Raises
+    ------
+    StorageError
+        A read failed, did not end in time, or the file was changed meanwhile. The tensors then hold
+        any bytes.
+    DeviceError, DeviceOutOfMemory
+    """
+    wanted = [each for each in contents if each.nbytes]
+    with contextlib.ExitStack() as opened:
+        shards: dict[str, list[Content]] = {}
+        for each in wanted:
+            shards.setdefault(each.path, []).append(each)
+        sources = {
+            path: _Source(path, inside[0].stamp, o_direct, opened)
+            for path, inside in shards.items()
+        }
+        most = min(_CHUNK_BYTES, staging_bytes // 2 // _PAGE_BYTES * _PAGE_BYTES)
+        chunks = [
+            chunk
+            for path, inside in shards.items()
+            for chunk in _chunks(sources[path], inside, places, most)
+        ]
+        streams = {places[each.name].stream for each in wanted}
+        before = tuple(each for each in streams if each is not None)
+        mover = _Mover(device, chunks, most, staging_bytes, before)
+        try:
+            mover.run(progress)
+        except BaseException:
+            mover.leave(opened)
+            raise
+        for source in sources.values():
+            source.check_unchanged()
+
+
+def _chunks(
+    source: _Source, inside: Iterable[Content], places: Mapping[str, Place], most: int
+) -> Iterator[_Chunk]:
+    """Divide the bytes of a file's tensors into chunks that begin on pages."""
+    chunk: _Chunk | None = None
+    for each in sorted(inside, key=lambda each: each.offset):
+        at, end = each.offset, each.offset + each.nbytes
+        address = places[each.name].address - at
+        while at < end:
+            if chunk is None or at >= chunk.begin + most or at > chunk.end + _GAP_BYTES:
+                if chunk is not None:
+                    yield chunk
+                begin = at - at % _PAGE_BYTES
+                chunk = _Chunk(source, begin, begin)
+            until = min(end, chunk.begin + most)
+            _add(chunk.pieces, _Piece(address + at, at, until - at))
+            chunk.end = at = until
+    if chunk is not None:
+        yield chunk
+
+
+def _add(pieces: list[_Piece], piece: _Piece) -> None:
+    """Append a piece, as a part of the last one if both sides continue it."""
+    if pieces:
+        last = pieces[-1]
+        ends = last.address + last.nbytes, last.offset + last.nbytes
+        if ends == (piece.address, piece.offset):
+            pieces[-1] = last._replace(nbytes=last.nbytes + piece.nbytes)
+            return
+    pieces.append(piece)
+
+
+class _Buffer:
+    """One buffer of a thread, and the copies that read it."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.memory = memory
+        self.view = _view(memory.address, memory.nbytes)
+        self.copies: list[Ticket] = []
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until nothing reads it. Sleeps at once: other threads need Python's lock."""
+        for each in self.copies:
+            clock = _waiting.Waited()
+            while not each.over() and clock.look() < timeout_s:
+                time.sleep(_COPY_PAUSE_S)
+            each.wait(0)
+        self.copies.clear()
+
+
+class _Mover:
+    """The threads of one load."""
+
+    def __init__(
+        self,
+        device: Device,
+        chunks: list[_Chunk],
+        chunk_bytes: int,
+        staging_bytes: int,
+        streams: tuple[int, ...],
+    ) -> None:
+        self._device = device
+        self._chunks = deque(chunks)
+        self._chunk_bytes = chunk_bytes
+        self._streams = streams
+        self._total = sum(piece.nbytes for chunk in chunks for piece in chunk.pieces)
+        self._engine = CopyEngine(device) if device.kind == "cuda" and chunks else None
+        self._ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._done: list[int] = []
+        self._limit_s = config.current().timeout_s
+        self._stuck: list[threading.Thread] = []
+        count = min(_THREADS_MAX, config.cores(), len(chunks), staging_bytes // (2 * chunk_bytes))
+        self._threads = [
+            threading.Thread(target=self._thread, name=f"flashwarp-load-{i}", daemon=True)
+            for i in range(count)
+        ]
+
+    def run(self, progress: Progress) -> None:
+        """Start the threads and wait for them; raise what the first one failed with."""
+        failure: BaseException | None = None
+        try:
+            for each in self._threads:
+                each.start()
+            self._collect(progress)
+        except BaseException as error:  # Ctrl-C too: what runs must end before its memory is freed
+            failure = error
+        endings.uninterrupted(self._end)
+        if failure is not None:
+            raise failure
+
+    def _collect(self, progress: Progress) -> None:
+        """Wait until all threads have ended, or one has failed."""
+        running = len(self._threads)
+        clock, seen = _waiting.Waited(), 0
+        progress(0, self._total)
+        while running:
+            try:
+                end = self._ends.get(timeout=_PROGRESS_S)
+            except queue.Empty:
+                pass
+            else:
+                if end is not None:
+                    raise end
+                running -= 1
+            done = sum(self._done)
+            progress(done, self._total)
+            if done != seen:
+                clock, seen = _waiting.Waited(), done
+            if clock.look() >= self._limit_s:
+                raise self._stalled(done)
+
+    def _end(self) -> None:
+        """End the threads, unless one is inside of a read that does not end."""
+        self._chunks.clear()
+        started = [each for each in self._threads if each.ident is not None]
+        clock = _waiting.Waited()
+        while any(each.is_alive() for each in started) and clock.look() < self._limit_s:
+            time.sleep(_COPY_PAUSE_S)
+        self._stuck = [each for each in started if each.is_alive()]
+        if self._engine is not None and not self._stuck:
+            self._engine.close()
+
+    def leave(self, opened: contextlib.ExitStack) -> None:
+        """If a thread is inside of a read that does not end, close the files after it."""
+        if self._stuck:
+            kept = opened.pop_all()
+
+            def close() -> None:
+                for each in self._stuck:
+                    each.join()
+                kept.close()
+
+            threading.Thread(target=close, name="flashwarp-load-close", daemon=True).start()
+
+    def _stalled(self, done: int) -> StorageError:
+        return StorageError(
+            errno.ETIMEDOUT,
+            f"no bytes have arrived for {self._limit_s:g} s, after {done} of {self._total}: the "
+            "storage does not answer, or is slower than FLASHWARP_TIMEOUT_S allows",
+        )
+
+    # In the threads.
+
+    def _thread(self) -> None:
+        buffers: list[_Buffer] = []
+        end: BaseException | None = None
+        try:
+            self._work(buffers)
+        except BaseException as error:
+            end = error
+        for each in buffers:
+            try:
+                each.wait(self._limit_s)
+            except BaseException as error:
+                end = end or error
+            each.memory.close()  # waits for what still reads it
+        self._ends.put(end)
+
+    def _work(self, buffers: list[_Buffer]) -> None:
+        turn = 0
+        while True:
+            try:
+                chunk = self._chunks.popleft()
+            except IndexError:
+                return
+            direct = not chunk.source.is_cached(chunk.begin, chunk.end)
+            if self._engine is None and not direct:
+                for piece in chunk.pieces:
+                    view = _view(piece.address, piece.nbytes)
+                    chunk.source.read(view, piece.offset, piece.nbytes, direct=False)
+                    self._done.append(piece.nbytes)
+                continue
+            if len(buffers) < 2:
+                turn = len(buffers)
+                buffers.append(_Buffer(self._device.allocate_host(self._chunk_bytes)))
+            buffer = buffers[turn]
+            turn = 1 - turn
+            buffer.wait(self._limit_s)
+            chunk.source.read(buffer.view, chunk.begin, chunk.end - chunk.begin, direct)
+            self._deliver(chunk, buffer)
+            self._done.append(sum(piece.nbytes for piece in chunk.pieces))
+
+    def _deliver(self, chunk: _Chunk, buffer: _Buffer) -> None:
+        targets = [piece.address for piece in chunk.pieces]
+        sources = [buffer.memory.address + p.offset - chunk.begin for p in chunk.pieces]
+        sizes = [piece.nbytes for piece in chunk.pieces]
+        if self._engine is None:
+            for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+                ctypes.memmove(target, source, nbytes)
+            return
+        buffer.copies.append(
+            self._engine.copy_batch(
+                targets, sources, sizes, after=self._streams, direction=Direction.TO_DEVICE
+            )
+        )
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    """View memory that the caller keeps allocated."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

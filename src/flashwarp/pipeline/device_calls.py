@@ -1,0 +1,206 @@
+"""Batches that kernels start themselves: the device's memory of `batch/direction.cuh`, and errors.
+
+Kernels get a `DeviceCalls` as an argument of type `fw::pipeline<T>`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import endings
+from flashwarp.cache.cache import FailureSequence
+from flashwarp.cache.structs import FAILURES_KEPT, FailureStruct
+from flashwarp.config import number
+from flashwarp.device import Device, DeviceMemory
+from flashwarp.errors import (
+    ArgumentError,
+    ClosedError,
+    ControllerTimeout,
+    DeviceTimeout,
+    FlashwarpError,
+)
+from flashwarp.pipeline.engine import BatchEngine, BatchPort
+from flashwarp.pipeline.structs import (
+    DirectionStruct,
+    PipelineStruct,
+    RegionsStruct,
+    SlotStateStruct,
+)
+
+__all__ = ["DeviceCalls"]
+
+# `fault` of batch/direction.cuh.
+_NO_FREE_SLOT, _NOT_DONE, _NOT_ALL, _TOO_LONG = 1, 2, 3, 4
+
+_PARTS_MAX = (1 << 15) - 1  # `issue::kParts`
+
+
+class DeviceCalls(endings.Closing):
+    """The batches of kernels over one engine.
+
+    Parameters
+    ----------
+    engine : BatchEngine
+        Of which kernels are the only submitter. It stays open while kernels run. Until `close` it
+        looks for their requests, at intervals of 100 us at most.
+    dtype : dtype
+        Of the elements of rows.
+    timeout_s : float, optional
+        The time limit of each wait of a kernel. Default: the engine's.
+
+    Notes
+    -----
+    What kernels could not do, `check` raises.
+
+    While a kernel waits for a batch on a GPU, the engine calls the driver for it. So no thread of
+    the program may then make a call that waits for the device while it holds the driver, such as
+    cudaFree or the loading of a module: the kernel's wait would run out of time.
+    """
+
+    def __init__(
+        self, engine: BatchEngine, dtype: npt.DTypeLike, timeout_s: float | None = None
+    ) -> None:
+        self.engine = engine
+        self.device: Device = engine.device
+        self.dtype = np.dtype(dtype)
+        if engine.row_bytes % self.dtype.itemsize:
+            raise ArgumentError(
+                f"rows of {engine.row_bytes} bytes have no whole elements of dtype {self.dtype}"
+            )
+        limit_s = engine.timeout_s if timeout_s is None else timeout_s
+        self.timeout_s = number("timeout_s", limit_s, 1e-3, 1e6)
+        self._closed = False
+        self._memory: list[DeviceMemory] = []
+        self._failures: dict[str, FailureSequence] = {}
+        self._slots: dict[str, BatchPort] = {}
+        handle = PipelineStruct()
+        try:
+            for name, member in (("prefetch", "reads"), ("write_back", "writes")):
+                if name in engine.ports:
+                    setattr(handle, member, self._lay_out(name, engine.ports[name]))
+        except BaseException:
+            self._free()
+            raise
+        self._handle = handle
+        engine.kernels_begin()
+
+    def _lay_out(self, name: str, port: BatchPort) -> int:
+        """Make the device's memory of one direction, and return its address."""
+        if port.slots > _PARTS_MAX:
+            raise ArgumentError(f"{port.slots} slots, of which kernels use at most {_PARTS_MAX}")
+        entry_bytes = ctypes.sizeof(FailureStruct) * FAILURES_KEPT
+        entries = self.device.allocate_host(entry_bytes)
+        self._memory.append(entries)
+        place = ctypes.sizeof(DirectionStruct)
+        memory = self.device.allocate(place + port.slots * ctypes.sizeof(SlotStateStruct))
+        self._memory.append(memory)
+        direction = DirectionStruct(
+            shared=RegionsStruct(
+                requests=port.requests,
+                results=port.results,
+                lists=port.lists,
+                all_statuses=port.statuses,
+                count=port.slots,
+                rows_max=port.rows_max,
+            ),
+            states=memory.address + place,
+            failures=entries.address,
+            row_bytes=self.engine.row_bytes,
+        )
+        direction.limit.timeout_ns = int(self.timeout_s * 1e9)
+        self.device.upload(memory.address, bytes(direction).ljust(memory.nbytes, b"\0"))
+        kept = (FailureStruct * FAILURES_KEPT).from_address(entries.address)
+        log = memory.address + DirectionStruct.log.offset
+        self._failures[name] = FailureSequence(kept, log, self.device, None)
+        self._slots[name] = port
+        return memory.address
+
+    @property
+    def writable(self) -> bool:
+        """Whether kernels may write rows."""
+        return "write_back" in self._slots
+
+    @property
+    def handle(self) -> bytes:
+        """The struct that a parameter of type ``fw::pipeline<T>`` takes by value."""
+        self.check_usable()
+        return bytes(self._handle)
+
+    @property
+    def owners(self) -> tuple[object, ...]:
+        """What holds the memory; see `DeviceMemory.owners`."""
+        return tuple(owner for memory in self._memory for owner in memory.owners)
+
+    def check(self) -> None:
+        """Raise what a call of a kernel could not do since the last check. Waits for no kernel.
+
+        Raises
+        ------
+        ArgumentError
+            A batch that all slots together cannot hold, or no batch to synchronize.
+        ControllerTimeout
+            The engine has not ended a batch in time.
+        DeviceTimeout
+            The batches in all slots were not synchronized, or some blocks of the launch did not
+            make the call that others made.
+        """
+        self.check_usable()
+        for name, sequence in self._failures.items():
+            noted = sequence.read()
+            if not noted:
+                continue
+            if not noted.kept:
+                raise DeviceTimeout(f"{noted.count} calls of {name} in kernels have failed")
+            raise self._error(name, noted.kept[0], noted.count)
+
+    def _error(self, name: str, first: FailureStruct, count: int) -> FlashwarpError:
+        more = f" (the first of {count} such failures)" if count > 1 else ""
+        limit = f"within {self.timeout_s:g} s{more}"
+        port = self._slots[name]
+        if first.status == _NO_FREE_SLOT:
+            return DeviceTimeout(
+                f"{name} in a kernel waited for a free slot for ticket {first.where}, and none of "
+                f"the {port.slots} batches in flight was synchronized {limit}: call "
+                f"{name}_synchronize for each batch, or ask for more slots"
+            )
+        if first.status == _NOT_DONE:
+            return ControllerTimeout(
+                f"{name}_synchronize in a kernel waited for ticket {first.where}, which the engine "
+                f"has not ended {limit}: the storage does not answer, or the program holds the "
+                "driver"
+            )
+        if first.status == _NOT_ALL:
+            return DeviceTimeout(
+                f"{name} in a kernel waited for all {first.limit} blocks of the launch, and only "
+                f"{first.where} made the call {limit}: all blocks must call, and run at a time; "
+                "fw::block has calls of one block"
+            )
+        if first.status == _TOO_LONG:
+            return ArgumentError(
+                f"{name} in a kernel of {first.where} rows: {port.slots} slots of {port.rows_max} "
+                f"rows hold {first.limit}{more}: ask for more slots or larger batches"
+            )
+        which = f"ticket {first.where}" if first.where else "any batch"
+        return ArgumentError(
+            f"{name}_synchronize in a kernel, but {which} is not in flight{more}: it was not "
+            f"started, or was synchronized before; call {name} first"
+        )
+
+    def check_usable(self) -> None:
+        """Raise ClosedError if it was closed."""
+        if self._closed:
+            raise ClosedError("the batches of kernels were closed")
+
+    def close(self) -> None:
+        """Free the memory. No kernel may use it any more. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.engine.kernels_end()
+            self._free()
+
+    def _free(self) -> None:
+        for memory in self._memory:
+            memory.close()

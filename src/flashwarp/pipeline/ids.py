@@ -1,0 +1,62 @@
+"""The ids of a batch: whether they are on a GPU, and which rows those on the host name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from flashwarp.array.array import Array
+from flashwarp.array.operands import Index, host_index, is_foreign
+from flashwarp.array.rows import host_indices
+from flashwarp.array.selection import rows_of_slice
+from flashwarp.errors import ArgumentError
+
+__all__ = ["host_rows", "on_gpu", "refuse_repeats"]
+
+# DLPack's kinds of memory: of a GPU, and managed.
+_CUDA_KINDS = (2, 13)
+
+
+def on_gpu(ids: object) -> bool:
+    """Return whether ids are an array in a GPU's memory."""
+    if not is_foreign(ids):
+        return False
+    if hasattr(ids, "__cuda_array_interface__"):
+        return True
+    given: Any = ids
+    return int(given.__dlpack_device__()[0]) in _CUDA_KINDS
+
+
+def host_rows(array: Array, ids: object) -> tuple[range | Index, str]:
+    """Check ids that the host knows: a range of rows, or a list of them that stays on the host."""
+    length = len(array)
+    if isinstance(ids, slice):
+        ids = rows_of_slice(ids, length)
+    if isinstance(ids, range):
+        if (ids.step == 1 or len(ids) < 2) and (not ids or (ids.start >= 0 and ids[-1] < length)):
+            return range(ids.start, ids.start + len(ids)), ""
+        ids = host_index(ids)
+    library = "numpy"
+    if is_foreign(ids):
+        library = array.device.view(ids).library
+        given: Any = ids
+        ids = np.from_dlpack(given)
+    host = np.ascontiguousarray(host_indices(ids, length))
+    return Index(host.ctypes.data, host.shape, 8, library, host), library
+
+
+def refuse_repeats(array: Array, ids: object) -> None:
+    """Raise ArgumentError if ids that the host knows name a row twice."""
+    if on_gpu(ids):
+        return
+    rows, _ = host_rows(array, ids)
+    if isinstance(rows, range):
+        return
+    found, counts = np.unique(np.asarray(rows.owner), return_counts=True)
+    if len(found) != len(rows):
+        twice = int(found[counts > 1][0])
+        raise ArgumentError(
+            f"row {twice} occurs more than once in a batch of writes, which has no order: leave "
+            "one of its values"
+        )

@@ -1,0 +1,281 @@
+"""Files in kernels: reads, writes, appends and syncs by threads, warps and blocks."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import flashwarp as fw
+from flashwarp.device import Device
+from flashwarp.errors import ArgumentError, ClosedError, DtypeError, StorageError
+from flashwarp.file.kernel_file import KernelFile
+from flashwarp.testing.faults import Faulty
+
+KERNELS = Path(__file__).parents[1] / "support" / "file_kernels.cu"
+REQUEST = np.dtype(
+    [("offset", "u8"), ("nbytes", "u8"), ("buffer", "u8"), ("got", "i8"), ("at", "u8")]
+)
+READ, WRITE, APPEND, SYNC = range(4)
+CALLERS = ("by_threads", "by_warps", "by_blocks")
+BYTES = 100_000
+BEYOND = 2**63 - 1
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    with fw.CpuDevice(3) if request.param == "cpu" else fw.CudaDevice(0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def program(device: Device) -> fw.Program:
+    return fw.compile(KERNELS, device)
+
+
+@pytest.fixture
+def content() -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(1).integers(0, 256, BYTES, dtype=np.uint8)
+
+
+def array_of(path: Path, device: Device, mode: str = "r+", **options: Any) -> fw.Array:
+    options.setdefault("cache", "64 KiB")
+    options.setdefault("line", "4 KiB")
+    return fw.open(path, dtype=np.uint8, mode=mode, device=device, **options)
+
+
+def call(
+    program: fw.Program,
+    caller: str,
+    file: KernelFile,
+    what: int,
+    wanted: list[tuple[int, int]],
+    data: npt.NDArray[np.uint8] | None = None,
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.uint8]]:
+    """Make a call for each offset and size; return the requests and the buffer afterwards."""
+    device = file.array.device
+    requests = np.zeros(len(wanted), REQUEST)
+    sizes = [min(size, BYTES) for _, size in wanted]
+    requests["offset"], requests["nbytes"] = np.array(wanted, np.uint64).T
+    requests["buffer"] = np.cumsum([0, *sizes])[:-1]
+    room = np.zeros(max(1, sum(sizes)), np.uint8) if data is None else data
+    held = device.allocate(requests.nbytes), device.allocate(room.nbytes)
+    device.upload(held[0].address, requests.view(np.uint8))
+    device.upload(held[1].address, room)
+    program[caller](file, held[0], len(wanted), held[1], what)
+    file.array.synchronize()
+    ended = np.frombuffer(device.download(held[0].address, requests.nbytes), REQUEST)
+    after = np.frombuffer(device.download(held[1].address, room.nbytes), np.uint8)
+    return ended, after
+
+
+def random_pieces(seed: int, count: int = 60, most: int = 9000) -> list[tuple[int, int]]:
+    rng = np.random.default_rng(seed)
+    begins = rng.integers(0, BYTES, count)
+    return [(int(b), int(min(rng.integers(0, most), BYTES - b))) for b in begins]
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_unaligned_reads_return_the_bytes(
+    caller: str,
+    prefetch: int,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    content.tofile(tmp_path / "f")
+    pieces = random_pieces(2)
+    with array_of(tmp_path / "f", device, "r") as x, KernelFile(x, prefetch=prefetch) as f:
+        ended, got = call(program, caller, f, READ, pieces)
+    assert ended["got"].tolist() == [size for _, size in pieces]
+    np.testing.assert_array_equal(got, np.concatenate([content[b : b + n] for b, n in pieces]))
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_reads_end_at_the_end_of_the_file(
+    caller: str,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    content.tofile(tmp_path / "f")
+    size = BYTES - 1234
+    wanted = [(size - 10, 100), (size, 5), (BYTES + 7, 5), (0, 0), (BEYOND, 1), (1, BEYOND + 9)]
+    with array_of(tmp_path / "f", device) as x, KernelFile(x, size=size) as f:
+        ended, got = call(program, caller, f, READ, wanted)
+        assert f.size == size
+    assert ended["got"].tolist() == [10, 0, 0, 0, -errno.EINVAL, -errno.EINVAL]
+    np.testing.assert_array_equal(got[:10], content[size - 10 : size])
+    assert not got[10:100].any()
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_writes_arrive_and_move_the_end(
+    caller: str,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
+    # Pieces of 997 bytes beside each other, so neighbours share lines.
+    pieces = [(begin, min(997, 70_000 - begin)) for begin in range(0, 70_000, 997)]
+    with array_of(tmp_path / "f", device) as x, KernelFile(x, size=100) as f:
+        ended, _ = call(program, caller, f, WRITE, pieces, content[:70_000].copy())
+        assert ended["got"].tolist() == [size for _, size in pieces]
+        assert f.size == 70_000
+        x.flush()
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "f", np.uint8)[:70_000], content[:70_000])
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_writes_that_do_not_fit_write_nothing(
+    caller: str, program: fw.Program, device: Device, tmp_path: Path
+) -> None:
+    np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
+    wanted = [(BYTES - 10, 11), (BYTES + 1, 0), (BEYOND, 5), (BYTES, 0)]
+    with array_of(tmp_path / "f", device) as x, KernelFile(x, size=5) as f:
+        ended, _ = call(program, caller, f, WRITE, wanted, np.ones(BYTES, np.uint8))
+        assert ended["got"].tolist() == [-errno.ENOSPC, -errno.ENOSPC, -errno.EINVAL, 0]
+        assert f.size == 5
+    assert not np.fromfile(tmp_path / "f", np.uint8).any()
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_appends_do_not_overlap(
+    caller: str, program: fw.Program, device: Device, tmp_path: Path
+) -> None:
+    np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
+    sizes = np.random.default_rng(3).integers(1, 700, 120)
+    data = np.repeat(np.arange(len(sizes), dtype=np.uint8), sizes)
+    with array_of(tmp_path / "f", device) as x, KernelFile(x, size=77) as f:
+        ended, _ = call(program, caller, f, APPEND, [(0, int(n)) for n in sizes], data)
+        assert f.size == 77 + sizes.sum()
+        x.flush()
+    assert ended["got"].tolist() == sizes.tolist()
+    stored = np.fromfile(tmp_path / "f", np.uint8)
+    for k, (at, size) in enumerate(zip(ended["at"], sizes, strict=True)):
+        assert (stored[int(at) : int(at) + size] == k).all()
+    assert sorted(ended["at"])[0] == 77
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_appends_stop_at_the_capacity(
+    caller: str, program: fw.Program, device: Device, tmp_path: Path
+) -> None:
+    np.zeros(1000, np.uint8).tofile(tmp_path / "f")
+    with array_of(tmp_path / "f", device) as x, KernelFile(x, size=0) as f:
+        ended, _ = call(program, caller, f, APPEND, [(0, 300)] * 5, np.ones(1500, np.uint8))
+        assert sorted(ended["got"].tolist()) == [-errno.ENOSPC] * 2 + [300] * 3
+        assert f.size == 900
+
+
+@pytest.mark.parametrize("caller", CALLERS[1:])
+def test_a_sync_writes_back_and_flushes(
+    caller: str,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    np.zeros(BYTES, np.uint8).tofile(tmp_path / "f")
+    with array_of(tmp_path / "f", device, cache="1 MiB") as x, KernelFile(x) as f:
+        call(program, caller, f, WRITE, [(500, 50_000)], content[:50_000].copy())
+        ended, _ = call(program, caller, f, SYNC, [(0, BYTES), (BYTES, 1)])
+        assert ended["got"].tolist() == [BYTES, 0]
+        # Without a flush by the host, another reader sees the bytes.
+        stored = np.fromfile(tmp_path / "f", np.uint8)
+        np.testing.assert_array_equal(stored[500:50_500], content[:50_000])
+        assert x.controller.stats()["commands"]["flush"] >= 1
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_a_file_that_is_read_only_refuses_writes(
+    caller: str,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    content.tofile(tmp_path / "f")
+    with array_of(tmp_path / "f", device, "r") as x, KernelFile(x) as f:
+        for what in (WRITE, APPEND):
+            ended, _ = call(program, caller, f, what, [(0, 5)], np.ones(5, np.uint8))
+            assert ended["got"].tolist() == [-errno.EBADF]
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_a_failed_transfer_is_an_error_here_and_at_the_host(
+    caller: str,
+    program: fw.Program,
+    device: Device,
+    tmp_path: Path,
+    content: npt.NDArray[np.uint8],
+) -> None:
+    content.tofile(tmp_path / "f")
+    storage = Faulty(fw.storage.File(tmp_path / "f"), "read eio bytes=40960-40961")
+    results = device.allocate(REQUEST.itemsize)
+    buffer = device.allocate(8192)
+    with (
+        fw.open(storage, dtype=np.uint8, device=device, cache="64 KiB", line="4 KiB") as x,
+        KernelFile(x) as f,
+    ):
+        device.upload(results.address, np.array([(40_000, 5000, 0, 0, 0)], REQUEST).view(np.uint8))
+        program[caller](f, results, 1, buffer, READ)
+        with pytest.raises(StorageError):
+            x.synchronize()
+        ended = np.frombuffer(device.download(results.address, REQUEST.itemsize), REQUEST)
+        assert ended["got"].tolist() == [-errno.EIO]
+        ended, got = call(program, caller, f, READ, [(0, 4000)])
+        assert ended["got"].tolist() == [4000]
+        np.testing.assert_array_equal(got, content[:4000])
+
+
+def test_sizes_that_kernels_see(program: fw.Program, device: Device, tmp_path: Path) -> None:
+    np.zeros(1000, np.uint8).tofile(tmp_path / "f")
+    with array_of(tmp_path / "f", device) as x, KernelFile(x, size=10) as f:
+        out = device.allocate(16)
+        program["sizes_of"](f, out)
+        x.synchronize()
+        assert np.frombuffer(device.download(out.address, 16), np.uint64).tolist() == [10, 1000]
+        assert f.capacity == 1000
+
+
+def test_what_is_no_file_for_kernels_is_refused(
+    program: fw.Program, device: Device, tmp_path: Path
+) -> None:
+    np.zeros(1000, np.uint8).tofile(tmp_path / "f")
+    with array_of(tmp_path / "f", device) as x:
+        with pytest.raises(ArgumentError, match="size=1001"):
+            KernelFile(x, size=1001)
+        with pytest.raises(ArgumentError, match="takes a file for kernels, not Array"):
+            program["sizes_of"](x, None)
+        f = KernelFile(x)
+        f.close()
+        f.close()
+        with pytest.raises(ClosedError):
+            program["sizes_of"](f, None)
+    with (
+        fw.open(tmp_path / "f", dtype=np.int32, device=device) as numbers,
+        pytest.raises(DtypeError, match="int32"),
+    ):
+        KernelFile(numbers)
+
+
+def test_layouts_match_the_header(program: fw.Program) -> None:
+    import ctypes
+
+    from flashwarp.file.kernel_file import FileStateStruct, FileStruct
+
+    assert ctypes.sizeof(FileStruct) == 96
+    assert FileStruct.state.offset == 72
+    assert FileStruct.mode.offset == 80
+    assert ctypes.sizeof(FileStateStruct) == 8

@@ -1,0 +1,305 @@
+"""Pipelines on a GPU: order with torch's streams, graphs, each way of the rows, and errors."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+
+import flashwarp as fw
+from flashwarp.errors import ArgumentError, BoundsError, CaptureError, StorageError
+from flashwarp.storage import File, Memory
+from flashwarp.testing import Faulty
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default::UserWarning"),  # of a capture that ends empty
+]
+
+ROWS, WORDS = 6000, 250  # a row has 1000 bytes, which are no whole blocks
+BATCH = 500
+WAIT_CYCLES = 1_000_000_000  # half a second
+
+# How an array is opened, and how its pipeline is made.
+WAYS = {
+    "memory": ({}, {}),
+    "in_place": ({"immutable": True}, {}),
+    "leased": ({}, {}),
+    "rings": ({"o_direct": True}, {"sms": 8}),
+    "no_sms": ({}, {"sms": 0}),
+    "o_direct": ({"o_direct": True}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def device():
+    with fw.CudaDevice(0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def content():
+    return np.random.default_rng(7).integers(0, 1 << 30, (ROWS, WORDS), np.int32)
+
+
+@pytest.fixture(params=WAYS)
+def read(request, tmp_path, content, device):
+    """An array that is only read, what its pipelines are made with, and their way."""
+    options, pipeline = WAYS[request.param]
+    content.tofile(tmp_path / "rows")
+    source = Memory(content.copy(), writable=False) if request.param == "memory" else None
+    with fw.open(
+        source or tmp_path / "rows", "r", "i4", (ROWS, WORDS), device=device, cache="1 MiB",
+        **options,
+    ) as x:  # fmt: skip
+        pulled = pipeline.get("sms", 8 if x.controller.path == "in_place" else 0)
+        yield x, pipeline, "pull" if pulled else "ring"
+        gc.collect()  # of graphs that read it
+
+
+@pytest.fixture(params=["memory", "page_cache", "o_direct"])
+def written(request, tmp_path, content, device):
+    """A writable array, and what reads its storage."""
+    data = content.copy()
+    data.tofile(tmp_path / "rows")
+    source = Memory(data) if request.param == "memory" else tmp_path / "rows"
+    options = {} if request.param == "memory" else {"o_direct": request.param == "o_direct"}
+    with fw.open(source, "r+", "i4", (ROWS, WORDS), device=device, cache="1 MiB", **options) as x:
+
+        def stored():
+            if request.param == "memory":
+                return data
+            return np.fromfile(tmp_path / "rows", np.int32).reshape(ROWS, WORDS)
+
+        yield x, stored
+
+
+def sample(count=BATCH):
+    return torch.randint(0, ROWS, (count,), device="cuda")
+
+
+def host(tensor):
+    return tensor.cpu().numpy()
+
+
+def test_one_stream_samples_prefetches_and_computes_without_a_wait_of_the_host(read, content):
+    x, options, way = read
+    with fw.Pipeline(x, BATCH, **options) as p:
+        for _ in range(4):
+            assert p.prefetch(sample()).way == way, p.explain()
+            p.synchronize().to(torch.int64).sum(dim=1)
+        torch.cuda.synchronize()
+        results = []
+
+        torch.cuda._sleep(WAIT_CYCLES)
+        for _ in range(6):
+            ids = sample()
+            p.prefetch(ids)
+            results.append((ids, p.synchronize().to(torch.int64).sum(dim=1)))
+        end = torch.cuda.Event()
+        end.record()
+        assert not end.query(), "the host has waited for the GPU"
+
+        for ids, sums in results:
+            np.testing.assert_array_equal(host(sums), content[host(ids)].sum(axis=1))
+
+
+def test_batches_of_all_sizes_arrive_ahead_of_their_use(read, content):
+    x, options, _ = read
+    sizes = np.random.default_rng(3).integers(0, BATCH + 1, 40)
+    with fw.Pipeline(x, BATCH, depth=3, **options) as p:
+        seen = 0
+        for rows, ids in p.iterate(sample(int(count)) for count in sizes):
+            np.testing.assert_array_equal(host(rows), content[host(ids)])
+            seen += 1
+        assert seen == len(sizes)
+
+
+def test_ids_of_the_host_of_every_form(read, content):
+    x, options, _ = read
+    forms = [slice(100, 600), range(5, 5000, 11), [3, -1, 3], np.array([ROWS - 1]), []]
+    with fw.Pipeline(x, BATCH, depth=len(forms), library="torch", **options) as p:
+        for ids in forms:
+            p.prefetch(ids)
+        for ids in forms:
+            want = content[ids] if isinstance(ids, slice) else content[np.array(ids, np.int64)]
+            np.testing.assert_array_equal(host(p.synchronize()), want)
+
+
+def test_a_buffer_is_not_overwritten_while_a_slow_kernel_reads_it(read, content):
+    x, options, _ = read
+    with fw.Pipeline(x, BATCH, **options) as p:
+        ids = sample()
+        p.prefetch(ids)
+        rows = p.synchronize()
+        torch.cuda._sleep(WAIT_CYCLES)
+        late = rows.clone()
+        for _ in range(7):
+            p.prefetch(sample())
+            p.synchronize()
+        np.testing.assert_array_equal(host(late), content[host(ids)])
+
+
+def test_a_graph_samples_nothing_twice(read, content):
+    x, options, way = read
+    ids, out = sample(), torch.empty(BATCH, WORDS, dtype=torch.int32, device="cuda")
+    with fw.Pipeline(x, BATCH, **options) as p:
+        p.prefetch(ids)
+        out.copy_(p.synchronize())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        if way != "pull":
+            with pytest.raises(CaptureError, match="sms=8"), torch.cuda.graph(graph):
+                p.prefetch(ids)
+            return
+        with torch.cuda.graph(graph):
+            p.prefetch(ids)
+            out.copy_(p.synchronize())
+
+        for _ in range(5):
+            ids.copy_(sample())
+            graph.replay()
+            np.testing.assert_array_equal(host(out), content[host(ids)])
+        x.check()
+        graph.reset()
+
+
+def test_rows_out_of_bounds_are_zero_and_raised(read, content):
+    x, options, _ = read
+    with fw.Pipeline(x, BATCH, **options) as p:
+        with pytest.raises(BoundsError, match=str(ROWS)):
+            p.prefetch([ROWS])
+        ticket = p.prefetch(torch.tensor([5, ROWS, 7], device="cuda"))
+        with pytest.raises(BoundsError):
+            ticket.wait()
+        try:
+            rows = p.synchronize()
+        except BoundsError:
+            rows = None
+        if rows is not None:
+            np.testing.assert_array_equal(host(rows)[[0, 2]], content[[5, 7]])
+            assert not host(rows)[1].any()
+        p.prefetch([8])
+        np.testing.assert_array_equal(np.asarray(p.synchronize()), content[8:9])
+
+
+@pytest.mark.parametrize("sms", [None, 0, 8])
+def test_what_is_written_is_read_by_later_batches_and_is_durable(written, content, sms):
+    x, stored = written
+    rng = np.random.default_rng(11)
+    now = content.copy()
+    with fw.Pipeline(x, BATCH, sms=sms) as p:
+        for turn in range(8):
+            which = rng.permutation(ROWS)[:BATCH]
+            now[which] = rng.integers(0, 1 << 30, (BATCH, WORDS), np.int32)
+            rows = torch.from_numpy(now[which]).cuda()
+            ids = torch.from_numpy(which).cuda()
+            p.write_back(ids if turn % 2 else which, rows)
+            p.prefetch(ids)
+            np.testing.assert_array_equal(host(p.synchronize()), now[which])
+        first = turn * 10
+        now[first : first + 20] += 1
+        p.write_back(slice(first, first + 20), torch.from_numpy(now[first : first + 20]).cuda())
+        p.flush()
+        np.testing.assert_array_equal(stored(), now)
+    # Nothing old is left in the cache.
+    np.testing.assert_array_equal(x[:], now)
+
+
+def test_stores_through_the_array_are_seen(written):
+    x, _ = written
+    x.gather(np.arange(100))
+    x.scatter(np.arange(100), np.full((100, WORDS), 5, np.int32))
+    with fw.Pipeline(x, BATCH, library="torch") as p:
+        p.prefetch(range(100))
+        assert bool((p.synchronize() == 5).all())
+
+
+def test_tiles_of_three_vectors(device, tmp_path):
+    n, rows = 1 << 20, 100_000
+    a = np.arange(n, dtype=np.float64)
+    np.save(tmp_path / "b.npy", 2 * a)
+    total = np.zeros(n)
+    with (
+        fw.open(Memory(a), "r", "f8", (n,), device=device) as x,
+        fw.open(tmp_path / "b.npy", device=device, o_direct=True) as y,
+        fw.open(Memory(total), "r+", "f8", (n,), device=device) as z,
+    ):
+        streams = (
+            fw.Pipeline.tiles(x, rows, library="torch"),
+            fw.Pipeline.tiles(y, rows, library="torch"),
+            fw.Pipeline.tiles(z, rows, library="torch", writable=True, read=False),
+        )
+        for one, two, out in zip(*streams, strict=True):
+            torch.add(one, two, out=out)
+        np.testing.assert_array_equal(total, 3 * a)
+
+
+def test_tiles_are_changed_in_place(written, content):
+    x, stored = written
+    for tile in fw.Pipeline.tiles(x, 700, writable=True, library="torch"):
+        tile += 3
+    x.flush()
+    np.testing.assert_array_equal(stored(), content + 3)
+
+
+def test_long_rows_and_ranges_go_by_copy_engines(device):
+    data = np.random.default_rng(5).integers(0, 1 << 30, (200, 1 << 15), np.int32)  # 128 KiB
+    with (
+        fw.open(Memory(data), "r", "i4", data.shape, device=device, cache="8 MiB") as x,
+        fw.Pipeline(x, 100, depth=3, library="torch") as p,
+    ):
+        which = np.random.default_rng(6).integers(0, 200, 100)
+        for ids in (which, slice(50, 150), range(199, 100, -1)):
+            assert p.prefetch(ids).way == "copies"
+        for want in (data[which], data[50:150], data[199:100:-1]):
+            np.testing.assert_array_equal(host(p.synchronize()), want)
+        assert p.prefetch(torch.from_numpy(which).cuda()).way == "pull"
+        np.testing.assert_array_equal(host(p.synchronize()), data[which])
+
+
+def test_a_batch_that_fails_leaves_the_next_ones(device, tmp_path, content):
+    content.tofile(tmp_path / "rows")
+    storage = Faulty(File(tmp_path / "rows"), "read eio bytes=400000-400001")
+    with (
+        fw.open(storage, "r", "i4", (ROWS, WORDS), device=device, cache="1 MiB") as x,
+        fw.Pipeline(x, BATCH, depth=3, library="torch") as p,
+    ):
+        assert p.explain().way == "ring"
+        tickets = [p.prefetch(ids) for ids in ([1, 2], [3, 400, 4], [5])]
+        tickets[0].wait()
+        with pytest.raises(StorageError):
+            tickets[1].wait()
+        np.testing.assert_array_equal(host(p.synchronize()), content[[1, 2]])
+        with pytest.raises(StorageError):
+            p.synchronize()
+        np.testing.assert_array_equal(host(p.synchronize()), content[[5]])
+
+
+def test_rows_that_do_not_fit_are_refused(written):
+    x, _ = written
+    with fw.Pipeline(x, BATCH) as p:
+        good = torch.zeros(2, WORDS, dtype=torch.int32, device="cuda")
+        for ids, rows in (
+            ([1, 1], good),
+            ([1, 2, 3], good),
+            ([1, 2], good.to(torch.int64)),
+            ([1, 2], torch.zeros(WORDS, 2, dtype=torch.int32, device="cuda").T),
+        ):
+            with pytest.raises(ArgumentError):
+                p.write_back(ids, rows)
+
+
+def test_the_end_with_batches_in_flight(read):
+    x, options, _ = read
+    p = fw.Pipeline(x, BATCH, **options)
+    torch.cuda._sleep(WAIT_CYCLES)
+    p.prefetch(sample())
+    p.prefetch(sample())
+    p.close()
+    x.check()

@@ -1,0 +1,332 @@
+// For the sanitizers: batches of rows by the engine, in both directions, through buffers and rings.
+//
+// Callers submit from several threads, and as a kernel or a stream does, while consumers move
+// chunks; engines are stopped in the middle, and storages fail, hang and lose rows. What has
+// arrived is compared with what was there. FLASHWARP_STRESS_SECONDS bounds the time.
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/host_memory.h"
+#include "device_threads.h"
+#include "pipeline/batch_engine.h"
+#include "pipeline/host_stream.h"
+#include "storage/composite_storage.h"
+#include "storage/memory_storage.h"
+
+using namespace fw;
+using namespace fw::native::pipeline;
+using native::HostCopier;
+using native::HostMemory;
+using native::MemoryStorage;
+using native::Storage;
+
+namespace {
+
+constexpr uint32_t kSlots = 4;
+constexpr uint32_t kRowsMax = 256;
+constexpr int64_t kWaitNs = 60'000'000'000;
+
+void check(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::abort();
+}
+
+uint64_t at(const void* p) { return reinterpret_cast<uint64_t>(p); }
+
+// Blocking calls that fail, or are slow, now and then. It has no mapping, so commands reach it.
+class Unreliable final : public Storage {
+ public:
+  Unreliable(std::shared_ptr<Storage> inner, uint32_t one_in)
+      : Storage(inner->nbytes(), true), inner_(std::move(inner)), one_in_(one_in) {}
+  int read(uint64_t offset, void* data, size_t n, native::IoFailure* failure) override {
+    return fails() ? EIO : inner_->read(offset, data, n, failure);
+  }
+  int write(uint64_t offset, const void* data, size_t n, native::IoFailure* failure) override {
+    return fails() ? EIO : inner_->write(offset, data, n, failure);
+  }
+  int read_nowait(uint64_t, void*, size_t, native::IoFailure*) override { return EAGAIN; }
+  bool writes_inline() const override { return false; }
+  bool resolve(const native::Request&, native::PieceList&) override { return false; }
+  bool resolve_flush(native::PieceList&) override { return false; }
+  int flush(native::IoFailure*) override { return 0; }
+  int discard(uint64_t, uint64_t, native::IoFailure*) override { return 0; }
+  int write_zeroes(uint64_t, uint64_t, native::IoFailure*) override { return 0; }
+  native::Description describe() const override { return {}; }
+
+ private:
+  bool fails() {
+    const uint32_t call = calls_.fetch_add(1, std::memory_order_relaxed);
+    if (call % 64 == 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    return one_in_ != 0 && call % one_in_ == one_in_ - 1;
+  }
+
+  const std::shared_ptr<Storage> inner_;
+  const uint32_t one_in_;
+  std::atomic<uint32_t> calls_{0};
+};
+
+// One direction's memory.
+struct Memory {
+  HostMemory requests{kSlots * 64, 64}, results{kSlots * 64, 64};
+  HostMemory lists{kSlots * kRowsMax * 8, 64}, statuses{kSlots * kRowsMax * 2, 64};
+  HostMemory words{128, 64};
+  std::unique_ptr<HostMemory> ring;
+
+  PortOptions port(bool is_write, uint64_t chunk_bytes, uint32_t chunks, bool copies) {
+    PortOptions port;
+    port.regions = {.requests = static_cast<batch::request*>(requests.address()),
+                    .results = static_cast<batch::result*>(results.address()),
+                    .lists = static_cast<int64_t*>(lists.address()),
+                    .all_statuses = static_cast<uint16_t*>(statuses.address()),
+                    .count = kSlots,
+                    .rows_max = kRowsMax};
+    port.is_write = is_write;
+    if (chunks == 0) return port;
+    ring = std::make_unique<HostMemory>(chunk_bytes * chunks, 4096);
+    port.ring = at(ring->address());
+    port.chunk_bytes = chunk_bytes;
+    port.chunks = chunks;
+    port.filled = at(words.address());
+    port.emptied = port.filled + 64;
+    port.copies = copies;
+    return port;
+  }
+};
+
+struct Table {
+  uint32_t row_bytes, rows;
+  std::vector<uint8_t> data;
+
+  Table(std::mt19937& random, bool blocks)
+      : row_bytes(blocks ? 512 * (1 + random() % 3) : 1 + random() % 2000),
+        rows(1 + random() % 300),
+        data(uint64_t(rows) * row_bytes) {
+    for (uint8_t& each : data) each = uint8_t(random());
+  }
+};
+
+// The stream's side of a ring, as a GPU's copy engine has it.
+struct Consumer {
+  HostCopier copier;
+  PortOptions port;
+  uint64_t step = 0;
+  uint64_t q = 0;
+
+  void move(uint8_t* buffer, uint64_t nbytes) {
+    for (uint64_t begin = 0; begin < nbytes; begin += step) {
+      ++q;
+      const uint64_t n = std::min(step, nbytes - begin);
+      const uint64_t chunk = port.ring + (q - 1) % port.chunks * port.chunk_bytes;
+      if (port.is_write) {
+        if (q > port.chunks) copier.wait_word(port.emptied, q - port.chunks);
+        copier.copy({{chunk, at(buffer + begin), n}});
+        copier.write_word(port.filled, q);
+      } else {
+        copier.wait_word(port.filled, q);
+        copier.copy({{at(buffer + begin), chunk, n}});
+        copier.write_word(port.emptied, q);
+      }
+    }
+  }
+  void wait() {
+    const uint64_t last = copier.write_word(at(&ended_), 1);
+    check(copier.wait(last, kWaitNs / 1000), "the consumer ends");
+  }
+
+ private:
+  alignas(8) uint64_t ended_ = 0;
+};
+
+EngineOptions options_for(const Table& table, std::shared_ptr<Storage> storage,
+                          std::mt19937& random) {
+  EngineOptions options;
+  options.storage = std::move(storage);
+  options.row_bytes = table.row_bytes;
+  options.rows = table.rows;
+  options.workers.high = 1 + random() % 4;
+  options.workers.low = 1 + random() % options.workers.high;
+  options.limit_ns = kWaitNs;
+  options.depth = 2 + random() % 64;
+  return options;
+}
+
+// Reads by several threads, each with tickets of its own, from a storage that may fail.
+void read_by_threads(std::mt19937& random) {
+  Table table(random, false);
+  auto memory = std::make_shared<MemoryStorage>(table.data.data(), table.data.size(), true);
+  std::shared_ptr<Storage> storage = memory;
+  const bool fails = random() % 2 == 0;
+  if (fails) storage = std::make_shared<Unreliable>(memory, random() % 2 == 0 ? 7 : 0);
+  EngineOptions options = options_for(table, storage, random);
+  Memory regions;
+  const bool ring = random() % 2 == 0;
+  options.ports = {regions.port(false, 4096, ring ? 2 + random() % 3 : 0, ring)};
+  BatchEngine engine(options, ring ? std::make_unique<HostStream>() : nullptr);
+  std::vector<std::thread> threads;
+  for (uint32_t t = 0; t < 3; ++t) {
+    threads.emplace_back([&, seed = uint32_t(random())] {
+      std::mt19937 own(seed);
+      for (uint32_t n = 0; n < 20; ++n) {
+        std::vector<int64_t> ids(own() % kRowsMax);
+        for (int64_t& id : ids) id = int64_t(own() % (table.rows + 1));
+        std::vector<uint8_t> buffer(ids.size() * table.row_bytes + 1, 77);
+        uint64_t ticket = 0;
+        while ((ticket = engine.submit(false, ids.data(), ids.size(), 0, at(buffer.data()))) == 0) {
+          std::this_thread::yield();
+        }
+        check(engine.wait(false, ticket, kWaitNs), "a ticket ends");
+        for (size_t i = 0; i < ids.size(); ++i) {
+          const uint8_t* row = &buffer[i * table.row_bytes];
+          const bool is_row = uint64_t(ids[i]) < table.rows &&
+                              std::memcmp(row, &table.data[uint64_t(ids[i]) * table.row_bytes],
+                                          table.row_bytes) == 0;
+          const bool is_zero =
+              std::all_of(row, row + table.row_bytes, [](uint8_t byte) { return byte == 0; });
+          const bool may_fail = fails || uint64_t(ids[i]) >= table.rows;
+          check(is_row || (may_fail && is_zero), "a row is what it was, or zeros");
+        }
+        check(buffer.back() == 77, "nothing behind the buffer");
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Batches of both directions through rings that a stream moves, with drives now and then.
+void relay(std::mt19937& random) {
+  const bool drives = random() % 2 == 0;
+  Table table(random, drives);
+  const uint32_t members = 1 + random() % 3;
+  std::vector<std::vector<uint8_t>> parts;
+  native::StorageList list;
+  const uint64_t part_bytes = (table.data.size() / 4096 / members + 2) * 4096;
+  for (uint32_t i = 0; i < members; ++i) {
+    parts.emplace_back(part_bytes);
+    list.push_back(std::make_shared<MemoryStorage>(parts.back().data(), part_bytes, true));
+  }
+  auto storage = std::make_shared<native::StripedStorage>(list, 4096, table.data.size());
+  check(storage->write(0, table.data.data(), table.data.size(), nullptr) == 0, "filled");
+  EngineOptions options = options_for(table, storage, random);
+  if (drives) {
+    options.drive_threads = random() % 2;
+    for (const auto& member : list) options.drives.push_back({member, std::nullopt});
+    if (random() % 2 == 0) {
+      native::SsdDirection direction;
+      direction.ceilings = {{512, 1e6}};
+      direction.bytes_per_s = 1e10;
+      direction.service_ns = {1000, 20000};
+      options.drives.back().model = native::SsdParameters{direction, direction, 8, 1};
+    }
+  }
+  Memory regions[2];
+  for (const bool is_write : {false, true}) {
+    options.ports.push_back(regions[is_write].port(is_write, 4096, 2 + random() % 3, false));
+  }
+  const std::vector<PortOptions> ports = options.ports;
+  BatchEngine engine(options);
+  Consumer consumers[2];
+  for (const bool is_write : {false, true}) {
+    consumers[is_write].port = ports[is_write];
+    consumers[is_write].step = engine.step_bytes(is_write);
+  }
+  for (uint32_t n = 0; n < 12; ++n) {
+    const bool is_write = random() % 2 == 0;
+    const uint64_t rows = random() % (std::min(table.rows, kRowsMax) + 1);
+    const uint64_t first = random() % (table.rows - rows + 1);
+    std::vector<uint8_t> buffer(rows * table.row_bytes);
+    for (uint8_t& each : buffer) each = uint8_t(random());
+    consumers[is_write].move(buffer.data(), buffer.size());
+    // As a stream does: the request, then `ready`, then the host's word that a ticket comes.
+    const uint64_t ticket = engine.submit(is_write, nullptr, rows, first, 0);
+    check(engine.wait(is_write, ticket, kWaitNs), "a ticket ends");
+    consumers[is_write].wait();
+    check(engine.outcome(is_write, ticket)->failed == 0, "no row fails");
+    uint8_t* place = table.data.data() + first * table.row_bytes;
+    if (is_write) {
+      std::copy(buffer.begin(), buffer.end(), place);
+    } else {
+      check(std::equal(buffer.begin(), buffer.end(), place), "the rows arrived");
+    }
+  }
+  std::vector<uint8_t> found(table.data.size());
+  check(storage->read(0, found.data(), found.size(), nullptr) == 0, "read");
+  check(found == table.data, "the storage has what was written");
+}
+
+// Stops in the middle: every ticket that was taken ends, and nothing is touched afterwards.
+void stop_in_the_middle(std::mt19937& random) {
+  Table table(random, false);
+  auto memory = std::make_shared<MemoryStorage>(table.data.data(), table.data.size(), true);
+  EngineOptions options = options_for(table, std::make_shared<Unreliable>(memory, 0), random);
+  Memory regions;
+  const bool ring = random() % 2 == 0;
+  options.ports = {regions.port(false, 4096, ring ? 2 : 0, false)};
+  BatchEngine engine(options);
+  const uint64_t nbytes = uint64_t(kRowsMax) * table.row_bytes;
+  std::vector<uint8_t> buffer(kSlots * nbytes);
+  std::thread submitter([&] {
+    try {
+      for (uint32_t n = 0; n < kSlots; ++n) {
+        engine.submit(false, nullptr, std::min(table.rows, kRowsMax), 0,
+                      at(buffer.data() + n * nbytes));
+      }
+    } catch (const std::runtime_error&) {  // it was stopped
+    }
+  });
+  std::thread waiter([&] { engine.wait(false, 1, 2'000'000'000); });
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % 400));
+  engine.stop();
+  submitter.join();
+  std::fill(buffer.begin(), buffer.end(), uint8_t(1));
+  waiter.join();
+}
+
+// Kernels' requests: a thread fills the regions itself and looks at the result.
+void submit_as_kernels(std::mt19937& random) {
+  Table table(random, false);
+  auto memory = std::make_shared<MemoryStorage>(table.data.data(), table.data.size(), true);
+  EngineOptions options = options_for(table, memory, random);
+  Memory regions;
+  options.ports = {regions.port(false, 0, 0, false)};
+  const batch::host_regions view = options.ports[0].regions;
+  BatchEngine engine(options);
+  engine.kernels_begin();
+  std::vector<uint8_t> buffer(table.row_bytes);
+  for (uint64_t ticket = 1; ticket < 10; ++ticket) {
+    const int64_t id = int64_t(random() % table.rows);
+    view.list(ticket)[0] = id;
+    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows});
+    while (!view.ended(ticket)) std::this_thread::yield();
+    check(std::equal(buffer.begin(), buffer.end(), &table.data[uint64_t(id) * table.row_bytes]),
+          "the row arrived");
+  }
+  engine.kernels_end();
+}
+
+void play(std::mt19937& random) {
+  switch (random() % 4) {
+    case 0:
+      return read_by_threads(random);
+    case 1:
+      return relay(random);
+    case 2:
+      return stop_in_the_middle(random);
+    default:
+      return submit_as_kernels(random);
+  }
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  return stress::take_turns(count, arguments, "turns of batches",
+                            [](uint32_t, std::mt19937& random) { play(random); });
+}

@@ -1,0 +1,83 @@
+"""Pipelines whose rows the engine's threads move on the CPU device, past the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.errors import ArgumentError, BoundsError, StorageError
+from flashwarp.storage import File, Memory, Striped
+from flashwarp.testing.faults import Faulty
+
+ROWS, WIDTH = 2000, 128
+
+
+def values() -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
+
+
+def opened(storage: Any, mode: str = "r+", **options: Any) -> fw.Array:
+    return fw.open(storage, mode, "f4", (ROWS, WIDTH), device="cpu", cache="64 KiB", **options)
+
+
+def test_batches_arrive_and_are_written_in_order() -> None:
+    rng, now = np.random.default_rng(1), values()
+    with opened(Memory(values())) as x:
+        x[3] = now[3] = -1  # dirty in the cache
+        with fw.Pipeline(x, 300, depth=3, workers=(1, 3)) as p:
+            assert p.explain().way == "workers"
+            batches = [rng.integers(-ROWS, ROWS, rng.integers(0, 300)) for _ in range(30)]
+            for rows, ids in p.iterate([*batches, slice(3, 30), range(9, 2, -1)]):
+                which = np.r_[ids] if isinstance(ids, slice) else np.array(ids)
+                np.testing.assert_array_equal(rows, now[which])
+            for turn in range(10):
+                which = rng.permutation(ROWS)[:200]
+                now[which] = turn
+                p.write_back(which, now[which])
+                p.prefetch(which)
+                np.testing.assert_array_equal(p.synchronize(), now[which])
+            with pytest.raises(ArgumentError, match="belongs to a pipeline"):
+                x.gather([1])
+            engine = p.stats.engine
+            assert engine is not None
+            assert engine["workers"] in (1, 2, 3)
+        np.testing.assert_array_equal(x[:], now)
+
+
+def test_modelled_drives_serve_the_workers() -> None:
+    stripe = Striped([Memory(ROWS * WIDTH * 2) for _ in range(2)], stripe="4 KiB")
+    controller = fw.SoftwareController(model="p5800x")
+    with opened(stripe, controller=controller) as x:
+        x[:] = values()
+        x.flush()
+        with fw.Pipeline(x, 100, workers=2) as p:
+            for rows, ids in p.iterate(np.array([k, 2 * k, 5 * k]) for k in range(300)):
+                np.testing.assert_array_equal(rows, values()[ids])
+
+
+def test_a_batch_that_fails_raises_at_its_own_synchronize(tmp_path: Path) -> None:
+    values().tofile(tmp_path / "f")
+    storage = Faulty(File(tmp_path / "f"), "read eio bytes=51200-51201")
+    with opened(storage, "r") as x, fw.Pipeline(x, 8, depth=3, workers=1) as p:
+        for ids in ([0, 1], [99, 100, 101], [500]):
+            p.prefetch(ids)
+        np.testing.assert_array_equal(p.synchronize(), values()[:2])
+        with pytest.raises(StorageError):
+            p.synchronize()
+        np.testing.assert_array_equal(p.synchronize(), values()[500:501])
+        with pytest.raises(BoundsError):
+            p.prefetch([ROWS])
+
+
+def test_the_end_with_batches_in_flight(tmp_path: Path) -> None:
+    values().tofile(tmp_path / "f")
+    with opened(File(tmp_path / "f", writable=True)) as x:
+        p = fw.Pipeline(x, 8, workers=1)
+        p.prefetch([1])
+        p.write_back([2], np.zeros((1, WIDTH), np.float32))
+        p.close()
+        assert not x[2].any()
