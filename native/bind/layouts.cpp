@@ -57,13 +57,13 @@ nb::dict layouts() {
   FW_STRUCTURE("miss_list", cache::miss_list, state, head, tail, capacity_log2)
   FW_STRUCTURE("batch_record", nvme::batch_record, submitted, completed, done, watched)
   FW_STRUCTURE("batch", nvme::batch, number, submitted, published, ended)
-  FW_STRUCTURE("batch_request", batch::request, ready, buffer, rows, first, kind)
+  FW_STRUCTURE("batch_request", batch::request, ready, buffer, rows, first, kind, place)
   FW_STRUCTURE("batch_result", batch::result, done, failed)
   FW_STRUCTURE("batch_regions", batch::regions, requests, results, lists, all_statuses, count,
                rows_max)
-  FW_STRUCTURE("batch_slot_state", batch::slot_state, issued, retired)
+  FW_STRUCTURE("batch_slot_state", batch::slot_state, issued, rows, held, next)
   FW_STRUCTURE("batch_direction", batch::direction, shared, states, failures, limit, row_bytes,
-               taken, ended, meeting, found, log)
+               taken, meeting, found, log)
   FW_STRUCTURE("pipeline", pipeline<float>, reads, writes)
   FW_STRUCTURE("submit_params", kernels::submit_params, rows, batch, stores)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, opcode, drop)

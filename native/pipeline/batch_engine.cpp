@@ -242,9 +242,9 @@ uint64_t BatchEngine::submit(bool is_write, const int64_t* ids, uint64_t rows, u
     if (!regions.is_free(ticket)) return 0;
     to.submitted = ticket;
   }
-  if (ids != nullptr) std::memcpy(regions.list(ticket), ids, rows * sizeof(int64_t));
+  if (ids != nullptr) std::memcpy(regions.list(regions.slot(ticket)), ids, rows * sizeof(int64_t));
   regions.submit(ticket,
-                 {0, buffer, rows, first, ids == nullptr ? batch::kSequence : batch::kRows});
+                 {0, buffer, rows, first, ids == nullptr ? batch::kSequence : batch::kRows, 0});
   announce(is_write, ticket);
   return ticket;
 }

@@ -116,7 +116,7 @@ void BatchEngine::Core::fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& 
   const uint64_t end =
       chunk.by_owner ? chunk.end : std::min(chunk.end, position + chunk.part_bytes);
   const bool sequence = batch.request.kind == batch::kSequence;
-  const int64_t* ids = port.options.regions.list(batch.request.ready);
+  const int64_t* ids = port.options.regions.list(port.options.regions.slot(batch.request));
   const auto* striped = drives.controllers.size() > 1
                             ? static_cast<const PartitionedStorage*>(options.storage.get())
                             : nullptr;
@@ -265,10 +265,10 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
     outcome = {request.ready, batch.failed, batch.first_failed, 0, batch.reason};
     if (batch.failed != 0) {
       outcome.status = batch.statuses[batch.first_failed];
-      port.options.regions.report(request.ready, batch.statuses.data(), batch.statuses.size());
+      port.options.regions.report(request, batch.statuses.data(), batch.statuses.size());
     }
   }
-  port.outcomes[port.options.regions.slot(request.ready)] = outcome;
+  port.outcomes[port.options.regions.slot(request)] = outcome;
   batches_ended[direction].fetch_add(1, std::memory_order_relaxed);
   rows_ended[direction].fetch_add(request.rows, std::memory_order_relaxed);
   bytes_ended[direction].fetch_add(batch.nbytes, std::memory_order_relaxed);
@@ -276,7 +276,7 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
   const bool changed = meter.batch_ends(monotonic_ns(), batch.nbytes);
   const bool by_stream = port.options.copies && !port.options.is_write && batch.chunks != 0;
   if (!by_stream || !finish_by_stream(port, batch, outcome.failed)) {
-    port.options.regions.finish(request.ready, outcome.failed);
+    port.options.regions.finish(request, outcome.failed);
   }
   std::erase_if(port.batches, [&](const auto& each) { return each.get() == &batch; });
   waiters.wake();
@@ -285,16 +285,17 @@ void BatchEngine::Core::finish(Port& port, Batch& batch) {
 
 // Ends a batch whose last chunk the engine's stream still copies. Under the port's lock.
 bool BatchEngine::Core::finish_by_stream(Port& port, const Batch& batch, uint64_t failed) {
-  const uint64_t ticket = batch.request.ready, rows = batch.request.rows;
-  port.options.regions.set_failed(ticket, failed);
+  const batch::request request = batch.request;
+  port.options.regions.set_failed(request, failed);
   return stream->finish(
-      port.options.regions.done_word(ticket), ticket, [this, &port, ticket, rows] {
+      port.options.regions.done_word(request), request.ready, [this, &port, request] {
         const batch::host_regions& regions = port.options.regions;
-        std::fill_n(regions.statuses(ticket), rows, uint16_t(nvme::kDataTransferError));
-        regions.set_failed(ticket, rows);
+        const uint32_t slot = regions.slot(request);
+        std::fill_n(regions.statuses(slot), request.rows, uint16_t(nvme::kDataTransferError));
+        regions.set_failed(request, request.rows);
         const std::lock_guard guard(port.lock);
-        port.outcomes[regions.slot(ticket)] = {
-            ticket, rows, 0, nvme::kDataTransferError,
+        port.outcomes[slot] = {
+            request.ready, request.rows, 0, nvme::kDataTransferError,
             "the stream that copies between the ring and the device: " + stream->failure()};
       });
 }

@@ -13,8 +13,8 @@ order of torch's current stream and wait for nothing; the next call on the array
 `Embedding`, `EmbeddingBag` and `EmbeddingGroup` look rows up in tables that stay in files. `Loader`
 makes batches of rows, and `NeighborSampler` mini-batches of a graph. `save` and `load` keep state
 dicts as versions of a checkpoint, without pickle. `Partners` keeps copies of a rank's checkpoints
-on another rank. `offload_activations` keeps what autograd saves for backward in host memory and a
-file.
+on another rank, and `StoreVotes` lets ranks commit versions together that share no folder.
+`offload_activations` keeps what autograd saves for backward in host memory and a file.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from flashwarp.interop.torch.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from flashwarp.interop.torch.partners import Partners
 from flashwarp.interop.torch.sampling import NeighborSampler, Sample
 from flashwarp.interop.torch.states import load, save
+from flashwarp.interop.torch.votes import StoreVotes
 from flashwarp.table.checkpoint import restore_table
 from flashwarp.table.making import create_table
 
@@ -53,6 +54,7 @@ __all__ = [
     "Partners",
     "RowWiseAdagrad",
     "Sample",
+    "StoreVotes",
     "create_table",
     "gather",
     "load",

@@ -70,6 +70,7 @@ SMALL = {
     "activations": {"layers": 1, "host": "1 MiB", "fits": "8 MiB", "least": "4 KiB", "steps": 1},
     "load": {"size": "4 MB", "runs": 1},
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
+    "workers": {"drives": 4, "rows": 64, "mib": 1, "seconds": 0.002},
     "registers": {"arch": "sm_90"},
     "checkpoints": {
         "mib": 3,

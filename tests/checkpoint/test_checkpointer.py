@@ -872,11 +872,15 @@ def test_a_forked_child_cannot_use_it_and_ends(opened: Opener) -> None:
     checkpointer.wait()
 
 
-def test_versions_are_durable_when_the_program_just_ends(opened: Opener, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1000, 1 << 20])
+def test_versions_are_durable_when_the_program_just_ends(
+    opened: Opener, tmp_path: Path, count: int
+) -> None:
+    # Large ones are written by threads, of which an interpreter that ends starts no more.
     script = (
         "import sys, numpy as np, flashwarp as fw\n"
-        "c = fw.Checkpointer(sys.argv[1], 'cpu', '1 MiB', '4 MiB')\n"
-        "c.protect('state', np.arange(1000.0))\n"
+        "c = fw.Checkpointer(sys.argv[1], 'cpu', '16 MiB', '160 MiB')\n"
+        f"c.protect('state', np.arange({count}.0))\n"
         "for version in range(20): c.checkpoint(version)\n"
     )
     subprocess.run(

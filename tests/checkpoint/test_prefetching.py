@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from checkpoint.faults import WAIT_S, Faults, Opener
+from checkpoint.faults import WAIT_S, Faults, FaultyDirectory, Opener
+from flashwarp.checkpoint import flushing
 from flashwarp.checkpoint.buffer import ALIGNMENT
 from flashwarp.checkpoint.checkpointer import Checkpointer
-from flashwarp.checkpoint.directory import Directory
+from flashwarp.checkpoint.directory import Directory, VersionWriter
 from flashwarp.checkpoint.mover import Mover
 from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.tier import Entry
@@ -160,3 +163,55 @@ def test_nothing_reads_the_block_after_a_write_has_ended(wanted: bool) -> None:
         else:
             assert not mover.store_block(tier, entry, written, lambda: next(looks))
         assert written.under_way == 0
+
+
+class Read:
+    """Gives bytes once as many reads as `together` wait for them."""
+
+    def __init__(self, together: int) -> None:
+        self._barrier = threading.Barrier(together)
+
+    def read_into(self, region: Region, offset: int, buffer: memoryview) -> None:
+        self._barrier.wait(WAIT_S)
+        buffer[:] = bytes([offset >> 22 & 255 | (64 if region.name == "b" else 0)]) * len(buffer)
+
+
+def test_several_pieces_of_a_version_are_read_at_a_time() -> None:
+    # One at a time leaves the disk idle between two of them.
+    entry, tier = block_of(16 << 20, 16 << 20)
+    with Mover(CpuDevice(), 8192, WAIT_S) as mover:
+        assert mover.load_block(tier, entry, Read(together=4), lambda: True)
+
+    for name, mark in (("a", 0), ("b", 64)):
+        found = tier.memory[entry.offsets[name] :][: 16 << 20].reshape(4, -1)
+        assert (found == np.arange(4)[:, None] + mark).all()
+
+
+def test_a_large_version_begins_while_the_one_before_is_committed(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One megabyte counts as large here.
+    monkeypatch.setattr(flushing, "TOGETHER_BYTES", 1)
+    begun: list[int] = []
+    second_begins = threading.Event()
+    begin, commit = FaultyDirectory.begin, VersionWriter.commit
+
+    def noted(self: FaultyDirectory, name: str, version: int, *rest: Any, **options: Any) -> Any:
+        begun.append(version)
+        if version == 1:
+            second_begins.set()
+        return begin(self, name, version, *rest, **options)
+
+    def waiting(writer: VersionWriter) -> None:
+        assert writer.version != 0 or second_begins.wait(WAIT_S)
+        commit(writer)
+
+    monkeypatch.setattr(FaultyDirectory, "begin", noted)
+    monkeypatch.setattr(VersionWriter, "commit", waiting)
+    checkpointer = opened("4 MiB", "4 MiB")
+    checkpointer.protect("state", np.ones(1 << 17))
+    for version in range(3):
+        checkpointer.checkpoint(version)
+    checkpointer.wait()
+
+    assert begun == [0, 1, 2]

@@ -11,7 +11,7 @@ import flashwarp as fw
 from flashwarp.errors import BoundsError, StorageError
 from flashwarp.pipeline.engine import BatchEngine, Ring
 from flashwarp.storage import File, Memory
-from flashwarp.testing.faults import Faulty, FaultPlan
+from flashwarp.testing.faults import FaultPlan, Faulty
 
 pytestmark = pytest.mark.gpu
 

@@ -82,12 +82,12 @@ struct Memory {
 
   PortOptions port(bool is_write, uint64_t chunk_bytes, uint32_t chunks, bool copies) {
     PortOptions port;
-    port.regions = {.requests = static_cast<batch::request*>(requests.address()),
-                    .results = static_cast<batch::result*>(results.address()),
-                    .lists = static_cast<int64_t*>(lists.address()),
-                    .all_statuses = static_cast<uint16_t*>(statuses.address()),
-                    .count = kSlots,
-                    .rows_max = kRowsMax};
+    port.regions = {{.requests = static_cast<batch::request*>(requests.address()),
+                     .results = static_cast<batch::result*>(results.address()),
+                     .lists = static_cast<int64_t*>(lists.address()),
+                     .all_statuses = static_cast<uint16_t*>(statuses.address()),
+                     .count = kSlots,
+                     .rows_max = kRowsMax}};
     port.is_write = is_write;
     if (chunks == 0) return port;
     ring = std::make_unique<HostMemory>(chunk_bytes * chunks, 4096);
@@ -302,8 +302,8 @@ void submit_as_kernels(std::mt19937& random) {
   std::vector<uint8_t> buffer(table.row_bytes);
   for (uint64_t ticket = 1; ticket < 10; ++ticket) {
     const int64_t id = int64_t(random() % table.rows);
-    view.list(ticket)[0] = id;
-    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows});
+    view.list(view.slot(ticket))[0] = id;
+    view.submit(ticket, {0, at(buffer.data()), 1, 0, batch::kRows, 0});
     while (!view.ended(ticket)) std::this_thread::yield();
     check(std::equal(buffer.begin(), buffer.end(), &table.data[uint64_t(id) * table.row_bytes]),
           "the row arrived");

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,6 +66,16 @@ class Reader(Protocol):
 
     def read_into(self, region: Region, offset: int, buffer: Any) -> None:
         """Read and verify bytes of a region; blocks."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Bytes of a region in memory, and the streams whose present work comes before a copy."""
+
+    region: Region
+    address: int
+    on_host: bool
+    after: object
 
 
 class Pending:
@@ -166,7 +177,7 @@ class Mover(endings.Closing):
             if target.on_device:
                 tickets += self._copies(target.address, source, nbytes, target.stream)
             else:
-                self._tier_to_host(target.address, source, nbytes, tier.on_host)
+                self._tier_to_host(target.address, source, target.region, tier.on_host)
         return Pending(tickets)
 
     # Between tiers.
@@ -208,103 +219,94 @@ class Mover(endings.Closing):
         `ending` is called when its last piece is on its way: the next version may begin.
         """
         base = tier.block(entry)
-        blocks = [(region, base + entry.offsets[region.name]) for region in entry.regions]
-        if tier.on_host:
-            return self._store_host(blocks, writer, wanted, ending)
-        return all(self._store_staged(*block, (), writer, wanted) for block in blocks)
+        parts = [
+            _Part(region, base + entry.offsets[region.name], tier.on_host, ())
+            for region in entry.regions
+        ]
+        return self._store(parts, writer, wanted, ending)
 
     def store_arrays(self, sources: list[Bytes], writer: Writer) -> None:
         """Write a user's arrays to storage."""
-        for source in sources:
-            region, address = source.region, source.address
-            if source.on_device:
-                self._store_staged(region, address, source.stream, writer, lambda: True)
-            else:
-                self._store_host([(region, address)], writer, lambda: True)
+        parts = [
+            _Part(each.region, each.address, not each.on_device, each.stream) for each in sources
+        ]
+        self._store(parts, writer, lambda: True)
 
-    def _store_staged(
+    def _store(
         self,
-        region: Region,
-        address: int,
-        after: object,
-        writer: Writer,
-        wanted: Callable[[], bool],
-    ) -> bool:
-        for offset, view in self._staged_pieces(address, region.nbytes, after):
-            if not wanted():
-                return False
-            began_ns = time.monotonic_ns()
-            writer.write(region, offset, view)
-            self.moved("to storage", len(view), began_ns)
-        return True
-
-    def _store_host(
-        self,
-        blocks: list[tuple[Region, int]],
+        parts: list[_Part],
         writer: Writer,
         wanted: Callable[[], bool],
         ending: Callable[[], None] = lambda: None,
     ) -> bool:
         began_ns = time.monotonic_ns()
-        jobs = (
-            (size, partial(writer.write, region, offset, host_view(address + offset, size)))
-            for region, address in blocks
-            for offset, size in pieces(region.nbytes, _STORED_BYTES)
-        )
-        done = _at_a_time(self._writers, jobs, wanted, ending)
+
+        def store(part: _Part, offset: int, size: int) -> None:
+            with self._on_host(part, offset, size) as view:
+                writer.write(part.region, offset, view)
+
+        done = _at_a_time(self._writers, self._jobs(parts, store), wanted, ending)
         if done:
-            self.moved("to storage", sum(region.nbytes for region, _ in blocks), began_ns)
+            self.moved("to storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
+
+    def _jobs(
+        self, parts: list[_Part], act: Callable[[_Part, int, int], None]
+    ) -> Iterator[tuple[int, Callable[[], None]]]:
+        for part in parts:
+            most = min(_STORED_BYTES, self._piece_bytes(part.on_host))
+            for offset, size in pieces(part.region.nbytes, most):
+                yield size, partial(act, part, offset, size)
+
+    @contextlib.contextmanager
+    def _on_host(self, part: _Part, offset: int, size: int) -> Iterator[memoryview]:
+        """View bytes, after a copy to a staging buffer if the host cannot touch them.
+
+        Whoever holds a buffer waits for no other one: two who did would wait for each other.
+        """
+        if part.on_host:
+            yield host_view(part.address + offset, size)
+            return
+        assert self._staging is not None
+        with _lent(self._staging, self.timeout_s) as buffer:
+            for ticket in self._copies(buffer, part.address + offset, size, part.after):
+                ticket.wait(self.timeout_s)
+            yield host_view(buffer.address, size)
 
     def load_block(
         self, tier: Tier, entry: Entry, reader: Reader, wanted: Callable[[], bool]
     ) -> bool:
         """Read a version from storage into its block; returns as `store_block`."""
         base = tier.block(entry)
-        for region in entry.regions:
-            address = base + entry.offsets[region.name]
-            if not self._load(region, address, tier.on_host, (), reader, wanted):
-                return False
-        return True
+        parts = [
+            _Part(region, base + entry.offsets[region.name], tier.on_host, ())
+            for region in entry.regions
+        ]
+        return self._load(parts, reader, wanted)
 
     def load_arrays(self, reader: Reader, targets: list[Bytes]) -> None:
         """Read regions from storage into a user's arrays."""
-        for target in targets:
-            self._load(
-                target.region,
-                target.address,
-                not target.on_device,
-                target.stream,
-                reader,
-                lambda: True,
-            )
+        parts = [
+            _Part(each.region, each.address, not each.on_device, each.stream) for each in targets
+        ]
+        self._load(parts, reader, lambda: True)
 
-    def _load(
-        self,
-        region: Region,
-        address: int,
-        on_host: bool,
-        after: object,
-        reader: Reader,
-        wanted: Callable[[], bool],
-    ) -> bool:
+    def _load(self, parts: list[_Part], reader: Reader, wanted: Callable[[], bool]) -> bool:
         began_ns = time.monotonic_ns()
 
-        def load(offset: int, size: int) -> None:
-            if on_host:
-                reader.read_into(region, offset, host_view(address + offset, size))
+        def load(part: _Part, offset: int, size: int) -> None:
+            if part.on_host:
+                reader.read_into(part.region, offset, host_view(part.address + offset, size))
                 return
             assert self._staging is not None
             with _lent(self._staging, self.timeout_s) as buffer:
-                reader.read_into(region, offset, host_view(buffer.address, size))
-                for ticket in self._copies(address + offset, buffer, size, after):
+                reader.read_into(part.region, offset, host_view(buffer.address, size))
+                for ticket in self._copies(part.address + offset, buffer, size, part.after):
                     ticket.wait(self.timeout_s)
 
-        most = min(_STORED_BYTES, self._piece_bytes(on_host))
-        jobs = ((size, partial(load, offset, size)) for offset, size in pieces(region.nbytes, most))
-        done = _at_a_time(self._readers, jobs, wanted)
+        done = _at_a_time(self._readers, self._jobs(parts, load), wanted)
         if done:
-            self.moved("from storage", region.nbytes, began_ns)
+            self.moved("from storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
 
     def copy_stored(
@@ -383,49 +385,20 @@ class Mover(endings.Closing):
                 self._host_copy(buffer.address, source + offset, size)
                 self._copies(target + offset, buffer, size, ())[0].wait(self.timeout_s)
 
-    def _tier_to_host(self, target: int, source: int, nbytes: int, on_host: bool) -> None:
+    def _tier_to_host(self, target: int, source: int, region: Region, on_host: bool) -> None:
         if on_host:
-            for offset, size in pieces(nbytes):
+            for offset, size in pieces(region.nbytes):
                 began_ns = time.monotonic_ns()
                 self._host_copy(target + offset, source + offset, size)
                 self.moved("within", size, began_ns)
             return
-        for offset, view in self._staged_pieces(source, nbytes, ()):
-            host_view(target + offset, len(view))[:] = view
 
-    def _staged_pieces(
-        self, address: int, nbytes: int, after: object
-    ) -> Iterator[tuple[int, memoryview]]:
-        """Yield device memory in staging buffers; the next piece is copied while one is used."""
-        assert self._staging is not None
-        ahead: list[tuple[int, int, StagingBuffer, list[Ticket]]] = []
-        try:
-            for offset, size in pieces(nbytes, self._piece_bytes(on_host=False)):
-                buffer = self._staging.try_acquire()
-                if buffer is None:
-                    # Nobody waits for a buffer who holds one: two who do wait for each other.
-                    if ahead:
-                        yield from self._arrived(ahead)
-                    buffer = self._staging.acquire(self.timeout_s)
-                ahead.append((offset, size, buffer, []))
-                ahead[-1][3].extend(self._copies(buffer, address + offset, size, after))
-                if len(ahead) == 2:
-                    yield from self._arrived(ahead)
-            while ahead:
-                yield from self._arrived(ahead)
-        finally:
-            for _, _, buffer, _ in ahead:
-                buffer.release()
+        def fetch(part: _Part, offset: int, size: int) -> None:
+            with self._on_host(part, offset, size) as view:
+                host_view(target + offset, size)[:] = view
 
-    def _arrived(
-        self, ahead: list[tuple[int, int, StagingBuffer, list[Ticket]]]
-    ) -> Iterator[tuple[int, memoryview]]:
-        offset, size, buffer, tickets = ahead[0]
-        for ticket in tickets:
-            ticket.wait(self.timeout_s)
-        yield offset, host_view(buffer.address, size)
-        ahead.pop(0)
-        buffer.release()
+        part = _Part(region, source, False, ())
+        _at_a_time(self._readers, self._jobs([part], fetch), lambda: True)
 
     def _piece_bytes(self, on_host: bool) -> int:
         return _PIECE_BYTES if on_host or self._staging is None else self._staging.buffer_bytes
@@ -457,7 +430,10 @@ def _at_a_time(
                 continue
             if len(pending) == _QUEUED_MAX:
                 pending.popleft().result()
-            pending.append(pool.submit(job))
+            try:
+                pending.append(pool.submit(job))
+            except RuntimeError:  # the interpreter is ending, and takes no new work for threads
+                job()
         ending()
         while pending:
             pending.popleft().result()

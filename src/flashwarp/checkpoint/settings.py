@@ -47,6 +47,8 @@ class Settings:
     ranks : int
         How many ranks share the folder and write each version together. From 2 on, all of them
         commit a version, or none does; see the page on checkpoints.
+    votes : flashwarp.torch.StoreVotes, optional
+        How these ranks agree if they share no folder. Default: by files in the folder.
     make_mover : callable, optional
         Makes what copies bytes; for benchmarks that limit the rates of links.
     """
@@ -63,6 +65,7 @@ class Settings:
     read_only: bool = False
     remote_options: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
+    votes: Any = None
     make_mover: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +80,10 @@ class Settings:
         if not isinstance(self.remote_options, Mapping):
             raise ArgumentError(f"remote_options={self.remote_options!r} is no mapping")
         integer("ranks", self.ranks, 1, RANK_MAX + 1)
+        if self.votes is not None and not hasattr(self.votes, "join"):
+            raise ArgumentError(f"votes={self.votes!r} is no flashwarp.torch.StoreVotes")
+        if self.votes is not None and self.read_only:
+            raise ArgumentError("votes= is for ranks that write: a reader looks into the folder")
         integer("lookahead", self.lookahead, 0, HINTS_MAX)
         integer("hints_max", self.hints_max, 1, SIZE_MAX)
         integer("passed_max", self.passed_max, 1, SIZE_MAX)

@@ -90,12 +90,17 @@ class System:
 
     def _join(self, rank: int) -> GroupCommits | None:
         settings = self._settings
-        if settings.ranks == 1:
+        if settings.ranks == 1 and settings.votes is None:
             return None
         if rank >= settings.ranks:
             raise ArgumentError(
                 f"rank={rank}, and ranks={settings.ranks}: pass a rank below, or more ranks"
             )
+        if settings.votes is not None:
+            agreement = settings.votes.join(
+                self.directory, rank, settings.ranks, settings.timeout_s
+            )
+            return GroupCommits(self.core, self.directory, agreement, self.remote)
         if not settings.read_only and not self.directory.locked:
             raise ArgumentError(
                 f"the file system of {self.directory.path} has no locks, which tell living ranks "

@@ -35,7 +35,7 @@ __all__ = ["DeviceCalls"]
 # `fault` of batch/direction.cuh.
 _NO_FREE_SLOT, _NOT_DONE, _NOT_ALL, _TOO_LONG = 1, 2, 3, 4
 
-_PARTS_MAX = (1 << 15) - 1  # `issue::kParts`
+_SLOTS_MAX = 1 << 14  # `kSlotsMax`
 
 
 class DeviceCalls(endings.Closing):
@@ -89,8 +89,8 @@ class DeviceCalls(endings.Closing):
 
     def _lay_out(self, name: str, port: BatchPort) -> int:
         """Make the device's memory of one direction, and return its address."""
-        if port.slots > _PARTS_MAX:
-            raise ArgumentError(f"{port.slots} slots, of which kernels use at most {_PARTS_MAX}")
+        if port.slots > _SLOTS_MAX:
+            raise ArgumentError(f"{port.slots} slots, of which kernels use at most {_SLOTS_MAX}")
         entry_bytes = ctypes.sizeof(FailureStruct) * FAILURES_KEPT
         entries = self.device.allocate_host(entry_bytes)
         self._memory.append(entries)

@@ -25,8 +25,8 @@ class RequestStruct(ctypes.Structure):
 
     _fields_ = (
         *u64("ready", "buffer", "rows", "first"),
-        *u32("kind"),
-        ("_pad", ctypes.c_uint8 * 28),
+        *u32("kind", "place"),
+        ("_pad", ctypes.c_uint8 * 24),
     )
 
 
@@ -49,7 +49,7 @@ class RegionsStruct(ctypes.Structure):
 class SlotStateStruct(ctypes.Structure):
     """Mirror of `batch::slot_state`."""
 
-    _fields_ = u64("issued", "retired")
+    _fields_ = (*u64("issued", "rows"), *u32("held", "next"), *u64("reserved"))
 
 
 class DirectionStruct(ctypes.Structure):
@@ -60,9 +60,9 @@ class DirectionStruct(ctypes.Structure):
         *u64("states", "failures"),
         ("limit", TransportStruct),
         *u64("row_bytes", "reserved"),
-        *u64("taken", "ended", "meeting", "found"),
+        *u64("taken", "meeting", "found"),
         ("log", FailureLogStruct),
-        ("_pad", ctypes.c_uint8 * 80),
+        ("_pad", ctypes.c_uint8 * 88),
     )
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from flashwarp.pipeline.buffers import Buffer
-    from flashwarp.pipeline.ways import Way
 
 __all__ = ["Ticket"]
+
+
+class Mover(Protocol):
+    """A way, as far as a ticket needs it."""
+
+    name: str
+
+    def wait(self, ticket: Ticket, timeout_s: float | None) -> None:
+        """Block until a batch has ended."""
 
 
 class Ticket:
@@ -28,7 +36,7 @@ class Ticket:
 
     def __init__(
         self,
-        way: Way,
+        way: Mover,
         verb: Literal["prefetch", "write_back"],
         rows: int,
         buffer: Buffer | None,

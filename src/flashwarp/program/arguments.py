@@ -195,21 +195,6 @@ class _ArrayParam(Param):
 
 
 @dataclass(frozen=True)
-class _FileParam(Param):
-    def pack(self, argument: object, launch: Launch) -> bytes:
-        if not isinstance(argument, KernelFile):
-            raise ArgumentError(
-                f"{self.place} takes a file for kernels, not {type(argument).__name__}"
-            )
-        if argument.array.device is not launch.device:
-            raise ArgumentError(
-                f"{self.place}: the file is on {argument.array.device.name}, the kernel on "
-                f"{launch.device.name}: open the file with device= this one"
-            )
-        return _whole(self, argument.pack())
-
-
-@dataclass(frozen=True)
 class _PipelineParam(Param):
     element: str
     element_bytes: int
@@ -232,16 +217,34 @@ class _PipelineParam(Param):
                 f"{self.place} can write rows, but the pipeline only reads: write "
                 f"fw::pipeline<const {self.element}>"
             )
-        return _whole(self, calls.handle)
+        handle = calls.handle
+        if len(handle) != self.nbytes:
+            raise DeviceError(
+                f"{self.place} has {self.nbytes} bytes in the compiled code and {len(handle)} "
+                "here: the headers that it was compiled with are not this version's"
+            )
+        return handle
 
 
-def _whole(param: Param, handle: bytes) -> bytes:
-    if len(handle) != param.nbytes:
-        raise DeviceError(
-            f"{param.place} has {param.nbytes} bytes in the compiled code and {len(handle)} here: "
-            "the headers that it was compiled with are not this version's"
-        )
-    return handle
+@dataclass(frozen=True)
+class _FileParam(Param):
+    def pack(self, argument: object, launch: Launch) -> bytes:
+        if not isinstance(argument, KernelFile):
+            raise ArgumentError(
+                f"{self.place} takes a file for kernels, not {type(argument).__name__}"
+            )
+        if argument.array.device is not launch.device:
+            raise ArgumentError(
+                f"{self.place}: the file is on {argument.array.device.name}, the kernel on "
+                f"{launch.device.name}: open the file with device= this one"
+            )
+        handle = argument.pack()
+        if len(handle) != self.nbytes:
+            raise DeviceError(
+                f"{self.place} has {self.nbytes} bytes in the compiled code and {len(handle)} "
+                "here: the headers that it was compiled with are not this version's"
+            )
+        return handle
 
 
 def arrays_of(arguments: Sequence[object]) -> list[Array]:

@@ -14,12 +14,13 @@ import contextlib
 import errno
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashwarp._waiting import Waited
-from flashwarp.checkpoint.directory.names import check_name
-from flashwarp.checkpoint.ranks.sessions import Sessions, read_json, write_json
+from flashwarp.checkpoint.ranks.records import FOLDER, Records, listed
+from flashwarp.checkpoint.ranks.sessions import Sessions
 from flashwarp.errors import CheckpointError, RankError
 from flashwarp.storage import files
 
@@ -27,8 +28,6 @@ __all__ = ["PREPARED", "PUBLISHED", "Attempt", "Group", "Outcome", "rank_error"]
 
 PREPARED, PUBLISHED = "prepared", "published"
 
-_FOLDER = "ranks"
-_COMPLETE_FOLDER = "complete"
 _ROUNDS_MAX = 9999
 _OTHERS_SETTLE_S = 1.0
 """Rank 0 settles what all have voted for; after this time any rank does."""
@@ -40,7 +39,6 @@ _REASON_BYTES_MAX = 1000
 # its own, because it stays, and the other one is listed again and again.
 _VOTE = re.compile(r"([0-9]{19})\.([0-9]{4})\.([a-z]+)\.([0-9]{5})\.([0-9a-f]{16})")
 _SETTLED = re.compile(r"([0-9]{19})\.([0-9]{4})\.([a-z]+)\.settled")
-_COMPLETE = re.compile(r"[0-9]{19}")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def rank_error(what: str, outcome: Outcome) -> RankError:
     )
 
 
-class Group:
+class Group(Records):
     """The ranks of one folder, seen from one of them.
 
     Parameters
@@ -79,9 +77,8 @@ class Group:
     def __init__(
         self, path: Path, rank: int, ranks: int, timeout_s: float, *, writable: bool = True
     ) -> None:
-        self._path = path
+        super().__init__(path, ranks)
         self.rank = rank
-        self.ranks = ranks
         self.timeout_s = timeout_s
         self.sessions = Sessions(path, rank, ranks)
         self._reported: dict[str, set[str]] = {}
@@ -89,39 +86,20 @@ class Group:
             self._remove_votes()
             self.sessions.join()
 
-    def folder(self, name: str) -> Path:
-        """Return where the votes on versions of a name are."""
-        return self._path / check_name(name) / _FOLDER
-
     def complete(self, name: str) -> set[int]:
         """Return the versions that all ranks have published."""
-        found = _listed(self.folder(name) / _COMPLETE_FOLDER)
-        return {int(each) for each in found if _COMPLETE.fullmatch(each)}
+        return self.recorded(name)
 
-    def record(self, name: str, version: int) -> Path:
-        """Return the file that says that a version is complete."""
-        return self.folder(name) / _COMPLETE_FOLDER / f"{version:019d}"
-
-    def ranks_of(self, name: str, version: int) -> int:
-        """Return how many ranks have written a complete version."""
-        found = read_json(self.record(name, version))
-        return self.ranks if found is None else int(str(found["ranks"]))
-
-    def forget(self, name: str, version: int) -> None:
-        """Remove the record that a version is complete."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.record(name, version))
+    def others(self, name: str, version: int) -> Iterable[int]:
+        """Return the other ranks whose parts of a version are in this folder."""
+        return (rank for rank in range(self.ranks_of(name, version)) if rank != self.rank)
 
     def begin(self, name: str, version: int) -> Attempt:
         """Begin a round for a version: the first that is not settled."""
-        folder = self.folder(name)
-        try:
-            (folder / _COMPLETE_FOLDER).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise files.write_error(error, str(folder)) from error
+        folder = self.make_folder(name)
         self.forget(name, version)
         number = 0
-        for each in _listed(folder):
+        for each in listed(folder):
             match = _SETTLED.fullmatch(each)
             if match and int(match[1]) == version:
                 attempt = Attempt(self, name, version, int(match[2]))
@@ -139,7 +117,7 @@ class Group:
         """Return versions that another rank has given up, each round once."""
         found: dict[int, Outcome] = {}
         folder = self.folder(name)
-        settled = {each for each in _listed(folder) if _SETTLED.fullmatch(each)}
+        settled = {each for each in listed(folder) if _SETTLED.fullmatch(each)}
         new = settled - self._reported.get(name, set())
         self._reported[name] = settled
         for each in new:
@@ -153,9 +131,9 @@ class Group:
 
     def _remove_votes(self) -> None:
         """Remove the votes of an earlier process of this rank."""
-        for name in _listed(self._path):
-            folder = self._path / name / _FOLDER
-            for each in _listed(folder):
+        for name in listed(self._path):
+            folder = self._path / name / FOLDER
+            for each in listed(folder):
                 match = _VOTE.fullmatch(each)
                 if match and int(match[4]) == self.rank:
                     _remove(folder / each)
@@ -167,7 +145,7 @@ class Attempt:
     def __init__(self, group: Group, name: str, version: int, number: int) -> None:
         self._group = group
         self._folder = group.folder(name)
-        self._record = group.record(name, version)
+        self._name = name
         self.what = f"version {version} of {name!r}"
         self.version = version
         self.number = number
@@ -194,7 +172,7 @@ class Attempt:
     def outcome(self, step: str) -> Outcome | None:
         """Return what was settled, after settling it if that is possible now; None: wait on."""
         waited = self._clock.look()
-        found = _listed(self._folder)
+        found = listed(self._folder)
         if f"{self._stem}.{step}.settled" in found:
             return self.settled(step, Outcome(False, self._group.rank, "lost its record"))
         votes = self._votes(found, step)
@@ -228,10 +206,10 @@ class Attempt:
         if step == PREPARED:
             return self.settle(step, Outcome(True))
         # The record comes first: once the step is settled, any rank may say that it is durable.
-        write_json(str(self._record), {"ranks": self._group.ranks})
+        self._group.write_record(self._name, self.version)
         outcome = self.settle(step, Outcome(True))
         if not outcome.ok:
-            _remove(self._record)
+            self._group.forget(self._name, self.version)
         return outcome
 
     def settle(self, step: str, outcome: Outcome) -> Outcome:
@@ -266,8 +244,9 @@ class Attempt:
         """Remove the votes of this rank; the last one of a complete version, what was settled."""
         for step in (PREPARED, PUBLISHED):
             _remove(self._folder / self._vote_name(step))
-        found = [each for each in _listed(self._folder) if each.startswith(f"{self.version:019d}.")]
-        if self._record.exists() and not any(map(_VOTE.fullmatch, found)):
+        found = [each for each in listed(self._folder) if each.startswith(f"{self.version:019d}.")]
+        complete = self._group.record(self._name, self.version).exists()
+        if complete and not any(map(_VOTE.fullmatch, found)):
             for each in filter(_SETTLED.fullmatch, found):
                 _remove(self._folder / each)
 
@@ -320,15 +299,6 @@ class _Record:
             return None
         except (OSError, ValueError, IndexError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _listed(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise files.path_error(error, str(folder), writable=False) from error
 
 
 def _remove(path: Path) -> None:

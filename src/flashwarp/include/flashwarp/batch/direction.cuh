@@ -1,7 +1,7 @@
 // The device's half of batches: blocks take tickets, fill slots, wait, and give slots back.
 //
 // All threads of a block call a function together, and its first thread leads. A block takes
-// tickets only once their slots are free, and from then on waits for nothing until they are
+// tickets only once there are slots for them, and from then on waits for nothing until they are
 // published. So the engine, which takes tickets in their order, never waits for one for long, and a
 // wait that runs out of time leaves nothing behind. Waits have the time limit of the direction, and
 // note in its record what they waited for.
@@ -30,22 +30,39 @@ inline constexpr uint64_t kOldest = ~uint64_t(0);
 // Returned in place of a number of failed rows, if the batch was not synchronized.
 inline constexpr uint64_t kNotSynchronized = ~uint64_t(0);
 
-// A slot as kernels see it. Zero: never used.
-struct slot_state {
-  uint64_t issued;   // the last ticket that was published here, as `issue` makes it
-  uint64_t retired;  // the last ticket that was synchronized here
+// A slot as kernels see it. Zeros: never used. A batch of several parts has a chain of slots.
+struct alignas(32) slot_state {
+  uint64_t issued;  // the last batch that begins in this slot, as `issue` makes it
+  uint64_t rows;    // of that batch
+  uint32_t held;    // 1: from the submission until the batch was synchronized
+  uint32_t next;    // the slot of the batch's next part
+  uint64_t reserved;
 };
-static_assert(sizeof(slot_state) == 16);
+static_assert(sizeof(slot_state) == 32);
+FW_CHECK_OFFSET(slot_state, rows, 8);
+FW_CHECK_OFFSET(slot_state, held, 16);
+FW_CHECK_OFFSET(slot_state, next, 20);
 
-// Bits 63:16 the ticket, 15 whether somebody synchronizes it, 14:0 the parts of the batch if the
-// ticket is its first one, else 0.
+// Of a slot: bits 63:16 the ticket, 15 whether somebody synchronizes the batch, 14:0 its parts.
 namespace issue {
 inline constexpr uint64_t kClaimed = 1u << 15;
 inline constexpr uint64_t kParts = kClaimed - 1;
 FW_DEVICE uint64_t word(uint64_t ticket, uint64_t parts) { return ticket << 16 | parts; }
 FW_DEVICE uint64_t ticket_of(uint64_t word) { return word >> 16; }
 FW_DEVICE uint64_t parts_of(uint64_t word) { return word & kParts; }
+// Whether it names a batch that nobody synchronizes.
+FW_DEVICE bool is_waiting(uint64_t word) { return (word & kClaimed) == 0 && parts_of(word) != 0; }
 }  // namespace issue
+
+// What kernel authors get as a ticket: bits 63:16 that of the first part, 15:0 its slot.
+namespace handle {
+FW_DEVICE uint64_t word(uint64_t ticket, uint32_t slot) { return ticket << 16 | slot; }
+FW_DEVICE uint64_t ticket_of(uint64_t word) { return word >> 16; }
+FW_DEVICE uint32_t slot_of(uint64_t word) { return uint32_t(word) & 0xffff; }
+}  // namespace handle
+
+// The most slots: their numbers, and the parts of a batch, have 15 bits.
+inline constexpr uint32_t kSlotsMax = 1u << 14;
 
 // One direction as launches use it, in device memory. The changing half begins as zeros.
 struct alignas(128) direction {
@@ -55,8 +72,7 @@ struct alignas(128) direction {
   nvme::transport limit;     // `timeout_ns` and `heartbeat`; the rest is not used
   uint64_t row_bytes;
   uint64_t reserved;
-  alignas(128) uint64_t taken;  // the last ticket that was taken
-  uint64_t ended;               // all tickets up to this one were synchronized, or more
+  alignas(128) uint64_t taken;  // bits 63:16 the last ticket that was taken, 15:0 slots in use
   uint64_t meeting;             // bits 63:32 meetings of the grid, 31:0 blocks at the present one
   uint64_t found;               // what the last block has found at the last meeting
   cache::failure_log log;
@@ -67,103 +83,123 @@ FW_CHECK_OFFSET(direction, failures, 56);
 FW_CHECK_OFFSET(direction, limit, 64);
 FW_CHECK_OFFSET(direction, row_bytes, 112);
 FW_CHECK_OFFSET(direction, taken, 128);
-FW_CHECK_OFFSET(direction, ended, 136);
-FW_CHECK_OFFSET(direction, meeting, 144);
-FW_CHECK_OFFSET(direction, found, 152);
-FW_CHECK_OFFSET(direction, log, 160);
+FW_CHECK_OFFSET(direction, meeting, 136);
+FW_CHECK_OFFSET(direction, found, 144);
+FW_CHECK_OFFSET(direction, log, 152);
 
 FW_DEVICE void note(direction& d, fault what, uint64_t where, uint64_t limit = 0) {
   cache::note_failure(d.log, d.failures, where, what, 0, limit);
 }
 
-FW_DEVICE slot_state& state_of(const direction& d, uint64_t ticket) {
-  return d.states[d.shared.slot(ticket)];
-}
-
-// Takes `parts` consecutive tickets whose slots are free, and returns the first. One thread.
+// Takes `parts` consecutive tickets once as many slots are free, and returns the first. One thread.
 FW_DEVICE_NOINLINE uint64_t take_tickets(direction& d, uint64_t parts) {
   nvme::deadline limit(d.limit);
   while (true) {
-    const uint64_t first = atomic::load_relaxed(&d.taken) + 1;
-    uint64_t free = 0;
-    // Acquire: all looks at the slot's last result and statuses are over, and the engine's at its
-    // list, which somebody has acquired from `done`. A free slot stays free until its ticket is
-    // taken, so taking it orders nothing more.
-    while (free < parts &&
-           atomic::load_acquire(&state_of(d, first + free).retired) + d.shared.count >=
-               first + free) {
-      free++;
+    const uint64_t seen = atomic::load_relaxed(&d.taken);
+    const uint64_t ticket = (seen >> 16) + 1;
+    // Acquire: what those have seen of the engine who gave slots back. So the engine's looks at the
+    // requests of these tickets are over; see regions.cuh.
+    if ((seen & 0xffff) + parts <= d.shared.count &&
+        atomic::cas_acq_rel(&d.taken, seen, seen + (parts << 16) + parts)) {
+      return ticket;
     }
-    if (free == parts && atomic::cas_relaxed(&d.taken, first - 1, first - 1 + parts)) return first;
     if (limit.passed()) {
-      note(d, kNoFreeSlot, first);
+      note(d, kNoFreeSlot, ticket);
       return kRefused;
     }
     base::pause(nvme::kBackOffNs);
   }
 }
 
-// Publishes the tickets of a batch, whose lists are complete. One thread.
-FW_DEVICE_NOINLINE void publish(direction& d, uint64_t first, uint64_t parts, uint64_t rows,
-                                uint64_t sequence, uint32_t kind, uint64_t buffer) {
-  for (uint64_t part = 0; part < parts; part++) {
-    const uint64_t begin = part * d.shared.rows_max;
-    const uint64_t rest = rows - begin;
-    request& to = d.shared.requests[d.shared.slot(first + part)];
-    atomic::store_plain(&to.buffer, buffer + begin * d.row_bytes);
-    atomic::store_plain(&to.rows, rest < d.shared.rows_max ? rest : d.shared.rows_max);
-    atomic::store_plain(&to.first, sequence + begin);
-    atomic::store_plain(&to.kind, kind);
+// Takes a slot for a ticket that was taken, so there is one. One thread.
+FW_DEVICE_NOINLINE uint32_t hold_slot(direction& d, uint64_t ticket) {
+  for (uint32_t slot = d.shared.slot(ticket);; slot = d.shared.slot(uint64_t(slot) + 1)) {
+    uint32_t* held = &d.states[slot].held;
+    // Acquire: all looks at the slot's last result and statuses are over, and the engine's at its
+    // list, which somebody has acquired from `done`.
+    if (atomic::load_relaxed(held) == 0 && atomic::cas_acq_rel(held, 0u, 1u)) return slot;
   }
+}
+
+// What the parts of a batch have in common.
+struct submission {
+  uint64_t ticket;  // of the first part
+  uint64_t rows;
+  uint64_t sequence;
+  uint64_t buffer;
+  uint32_t kind;
+};
+
+// Fills the request of a part. One thread.
+FW_DEVICE void fill_request(direction& d, const submission& s, uint64_t part, uint32_t slot) {
+  const uint64_t begin = part * d.shared.rows_max;
+  const uint64_t rest = s.rows - begin;
+  request& to = d.shared.requests[d.shared.slot(s.ticket + part)];
+  atomic::store_plain(&to.buffer, s.buffer + begin * d.row_bytes);
+  atomic::store_plain(&to.rows, rest < d.shared.rows_max ? rest : d.shared.rows_max);
+  atomic::store_plain(&to.first, s.sequence + begin);
+  atomic::store_plain(&to.kind, s.kind);
+  atomic::store_plain(&to.place, slot + 1);
+}
+
+// Publishes the tickets of a batch, whose requests and lists are complete. One thread.
+FW_DEVICE_NOINLINE void publish(direction& d, uint64_t ticket, uint64_t parts, uint64_t rows,
+                                uint32_t slot) {
   // The engine takes a ticket as soon as it sees `ready`. Before that come the arguments, the lists
   // of all threads, the rows that they have stored for a write, and their loads of the buffer that
   // a read overwrites: their barrier has put all of it before this fence.
   atomic::fence_system();
   for (uint64_t part = 0; part < parts; part++) {
-    const uint64_t ticket = first + part;
-    atomic::store_relaxed_system(&d.shared.requests[d.shared.slot(ticket)].ready, ticket);
-    // Release: who synchronizes the batch reads `rows` of its requests.
-    atomic::store_release(&state_of(d, ticket).issued, issue::word(ticket, part ? 0 : parts));
+    request& to = d.shared.requests[d.shared.slot(ticket + part)];
+    atomic::store_relaxed_system(&to.ready, ticket + part);
   }
+  atomic::store_relaxed(&d.states[slot].rows, rows);
+  // Release: who synchronizes the batch reads its rows and follows its chain.
+  atomic::store_release(&d.states[slot].issued, issue::word(ticket, parts));
 }
 
-// Submits a batch: the rows that `ids` name, or if it is null those from `sequence` on. Returns the
-// ticket of its first part, or kRefused. All threads of a block, with the same arguments.
+// Submits a batch: the rows that `ids` name, or if it is null those from `sequence` on. Returns its
+// handle, or kRefused. All threads of a block, with the same arguments.
 template <typename Id>
 FW_DEVICE uint64_t submit(direction& d, const Id* ids, uint64_t sequence, uint64_t rows,
                           const void* buffer) {
   const uint64_t rows_max = d.shared.rows_max;
   const uint64_t parts = rows == 0 ? 1 : (rows - 1) / rows_max + 1;
   const bool leads = block::rank() == 0;
-  uint64_t first = kRefused;
+  uint64_t ticket = kRefused;
   if (leads && parts > d.shared.count) note(d, kTooLong, rows, d.shared.count * rows_max);
-  if (leads && parts <= d.shared.count) first = take_tickets(d, parts);
-  // The first thread has acquired the slots for all; and all threads have computed their ids.
-  first = block::broadcast(first);
-  if (first == kRefused) return kRefused;
-  if (ids != nullptr) {
-    uint64_t begin = 0;
-    for (uint64_t part = 0; part < parts; part++, begin += rows_max) {
-      int64_t* list = d.shared.list(first + part);
-      const uint64_t count = rows - begin < rows_max ? rows - begin : rows_max;
-      for (uint64_t i = block::rank(); i < count; i += block::size()) {
-        atomic::store_plain(&list[i], int64_t(atomic::load_plain(&ids[begin + i])));
-      }
+  if (leads && parts <= d.shared.count) ticket = take_tickets(d, parts);
+  ticket = block::broadcast(ticket);
+  if (ticket == kRefused) return kRefused;
+  const submission s = {ticket, rows, sequence, reinterpret_cast<uint64_t>(buffer),
+                        ids != nullptr ? kRows : kSequence};
+  uint32_t first = 0;
+  uint32_t slot = 0;
+  for (uint64_t part = 0; part < parts; part++) {
+    const uint32_t before = slot;
+    // The first thread acquires the slot for all; and all threads have computed their ids.
+    slot = uint32_t(block::broadcast(leads ? hold_slot(d, ticket + part) : 0));
+    if (part == 0) first = slot;
+    if (leads && part != 0) atomic::store_relaxed(&d.states[before].next, slot);
+    if (leads) fill_request(d, s, part, slot);
+    if (ids == nullptr) continue;
+    int64_t* list = d.shared.list(slot);
+    const uint64_t begin = part * rows_max;
+    const uint64_t count = rows - begin < rows_max ? rows - begin : rows_max;
+    for (uint64_t i = block::rank(); i < count; i += block::size()) {
+      atomic::store_plain(&list[i], int64_t(atomic::load_plain(&ids[begin + i])));
     }
   }
   block::sync();
-  if (leads) {
-    publish(d, first, parts, rows, sequence, ids != nullptr ? kRows : kSequence,
-            reinterpret_cast<uint64_t>(buffer));
-  }
-  return first;
+  if (leads) publish(d, ticket, parts, rows, first);
+  return handle::word(ticket, first);
 }
 
-// Waits until a ticket has ended. Returns false after the time limit. One thread.
-FW_DEVICE bool wait_for(direction& d, uint64_t ticket) {
+// Waits until a part has ended. Returns false after the time limit. One thread.
+FW_DEVICE bool wait_for(direction& d, uint64_t ticket, uint32_t slot) {
   nvme::deadline limit(d.limit);
-  const result& r = d.shared.results[d.shared.slot(ticket)];
-  while (atomic::load_relaxed_system(&r.done) < ticket) {
+  const result& r = d.shared.results[slot];
+  while (atomic::load_relaxed_system(&r.done) != ticket) {
     if (limit.passed()) {
       note(d, kNotDone, ticket);
       return false;
@@ -173,111 +209,117 @@ FW_DEVICE bool wait_for(direction& d, uint64_t ticket) {
   return true;
 }
 
-// Waits for all parts of the batch that a word of `issued` names. One thread.
-FW_DEVICE bool wait_for_parts(direction& d, uint64_t issued) {
+// Finds the oldest batch that nobody synchronizes. Returns its handle; kRefused: there is none. One
+// thread.
+FW_DEVICE_NOINLINE uint64_t find_oldest(const direction& d) {
+  uint64_t before = 0;
+  while (true) {
+    uint64_t oldest = 0;
+    uint32_t place = 0;
+    uint64_t mix = 1;
+    for (uint32_t slot = 0; slot < d.shared.count; slot++) {
+      // Acquire: the batches that those had submitted who claimed this one.
+      const uint64_t issued = atomic::load_acquire(&d.states[slot].issued);
+      mix = mix * 0x9E3779B97F4A7C15u + issued;
+      if (issue::is_waiting(issued) && (oldest == 0 || issued < oldest)) {
+        oldest = issued;
+        place = slot;
+      }
+    }
+    if (oldest != 0) return handle::word(issue::ticket_of(oldest), place);
+    // What was acquired from one slot may show a batch in another one, which came earlier.
+    if (mix == before) return kRefused;
+    before = mix;
+  }
+}
+
+// Claims a batch: only one block synchronizes it. Returns its handle, or kRefused. One thread.
+FW_DEVICE_NOINLINE uint64_t claim(direction& d, uint64_t wanted) {
+  while (true) {
+    const uint64_t found = wanted == kOldest ? find_oldest(d) : wanted;
+    const uint32_t slot = handle::slot_of(found);
+    if (found != kRefused && slot < d.shared.count) {
+      uint64_t* issued = &d.states[slot].issued;
+      // Acquire: see `publish`.
+      const uint64_t seen = atomic::load_acquire(issued);
+      // Release: see `find_oldest`.
+      if (issue::ticket_of(seen) == handle::ticket_of(found) && issue::is_waiting(seen) &&
+          atomic::cas_acq_rel(issued, seen, seen | issue::kClaimed)) {
+        return found;
+      }
+      if (wanted == kOldest) continue;
+    }
+    note(d, kNoBatch, wanted == kOldest ? 0 : handle::ticket_of(wanted));
+    return kRefused;
+  }
+}
+
+// Waits for all parts of a batch that was claimed. Returns how many rows failed. If the batch does
+// not end in time, a later call may claim it again, and it returns kNotSynchronized. One thread.
+FW_DEVICE_NOINLINE uint64_t wait_for_batch(direction& d, uint64_t batch) {
+  const uint32_t first = handle::slot_of(batch);
+  const uint64_t issued = atomic::load_relaxed(&d.states[first].issued);
+  uint64_t failed = 0;
+  uint32_t slot = first;
   for (uint64_t part = 0; part < issue::parts_of(issued); part++) {
-    if (!wait_for(d, issue::ticket_of(issued) + part)) return false;
-  }
-  // What the engine has stored before each `done`: rows, statuses and their counts.
-  atomic::fence_system();
-  return true;
-}
-
-// Whether a word of `issued` names a batch that nobody synchronizes.
-FW_DEVICE bool is_waiting(uint64_t issued) {
-  return (issued & issue::kClaimed) == 0 && issue::parts_of(issued) != 0;
-}
-
-// Finds the oldest batch that nobody synchronizes. Returns its word of `issued`; 0: there is none,
-// or a ticket was taken and is not published in time. One thread.
-FW_DEVICE_NOINLINE uint64_t find_oldest(direction& d) {
-  nvme::deadline limit(d.limit);
-  while (true) {
-    // Acquire: the tickets that those had taken who have moved this word, or claimed the batch.
-    const uint64_t ended = atomic::load_acquire(&d.ended);
-    const uint64_t ticket = ended + 1;
-    // Relaxed: whoever may ask for the oldest batch has seen its ticket taken, or will see it
-    // later.
-    if (atomic::load_relaxed(&d.taken) < ticket) return 0;
-    const uint64_t issued = atomic::load_acquire(&state_of(d, ticket).issued);
-    if (issue::ticket_of(issued) == ticket && is_waiting(issued)) return issued;
-    if (issue::ticket_of(issued) >= ticket) {
-      // Synchronized by its ticket, or a later part of such a batch.
-      atomic::cas_acq_rel(&d.ended, ended, ticket);
-      continue;
+    if (!wait_for(d, handle::ticket_of(batch) + part, slot)) {
+      // Release: see `publish`, whose stores the next claim acquires by this one.
+      atomic::store_release(&d.states[first].issued, issued & ~issue::kClaimed);
+      return kNotSynchronized;
     }
-    if (limit.passed()) return 0;
-    base::pause(nvme::kBackOffNs);
+    // What the engine has stored before `done`: rows, statuses and their count.
+    atomic::fence_system();
+    failed += atomic::load_plain(&d.shared.results[slot].failed);
+    slot = atomic::load_relaxed(&d.states[slot].next);
   }
+  return failed;
 }
 
-// Waits for a batch, and claims it: only one block synchronizes it. Returns its word of `issued`,
-// or 0. One thread.
-FW_DEVICE_NOINLINE uint64_t claim(direction& d, uint64_t ticket) {
-  while (true) {
-    const uint64_t issued =
-        ticket == kOldest ? find_oldest(d) : atomic::load_acquire(&state_of(d, ticket).issued);
-    const bool known = ticket == kOldest ? issued != 0 : issue::ticket_of(issued) == ticket;
-    if (!known || !is_waiting(issued)) {
-      note(d, kNoBatch, ticket == kOldest ? 0 : ticket);
-      return 0;
-    }
-    // A batch that does not end stays as it is: a later call may wait for it again.
-    if (!wait_for_parts(d, issued)) return 0;
-    slot_state& state = state_of(d, issue::ticket_of(issued));
-    // Release: see `find_oldest`.
-    if (atomic::cas_acq_rel(&state.issued, issued, issued | issue::kClaimed)) return issued;
-  }
-}
-
-// Copies the statuses of a batch, whose `failed` rows are not all well. All threads of the block.
-FW_DEVICE void copy_statuses(const direction& d, uint64_t issued, uint64_t failed,
-                             uint16_t* statuses) {
+// Copies the statuses of a batch of which rows have failed, or none. All threads of the block.
+FW_DEVICE void copy_statuses(const direction& d, uint64_t batch, bool well, uint16_t* statuses) {
   using word = atomic::raw<2>;
-  uint64_t begin = 0;
-  for (uint64_t part = 0; part < issue::parts_of(issued); part++) {
-    const uint64_t ticket = issue::ticket_of(issued) + part;
-    const uint32_t slot = d.shared.slot(ticket);
-    const uint64_t rows = atomic::load_plain(&d.shared.requests[slot].rows);
-    const bool well = failed == 0 || atomic::load_plain(&d.shared.results[slot].failed) == 0;
-    const uint16_t* from = d.shared.statuses(ticket);
-    for (uint64_t i = block::rank(); i < rows; i += block::size()) {
-      word::store_plain(&statuses[begin + i], well ? 0 : word::load_plain(&from[i]));
+  uint32_t slot = handle::slot_of(batch);
+  const uint64_t rows = atomic::load_relaxed(&d.states[slot].rows);
+  for (uint64_t begin = 0; begin < rows; begin += d.shared.rows_max) {
+    const bool all_well = well || atomic::load_plain(&d.shared.results[slot].failed) == 0;
+    const uint16_t* from = d.shared.statuses(slot);
+    const uint64_t count = rows - begin < d.shared.rows_max ? rows - begin : d.shared.rows_max;
+    for (uint64_t i = block::rank(); i < count; i += block::size()) {
+      word::store_plain(&statuses[begin + i], all_well ? 0 : word::load_plain(&from[i]));
     }
-    begin += rows;
+    slot = atomic::load_relaxed(&d.states[slot].next);
   }
+}
+
+// Gives the slots of a batch back. One thread.
+FW_DEVICE_NOINLINE void give_back(direction& d, uint64_t batch) {
+  uint32_t slot = handle::slot_of(batch);
+  const uint64_t parts = issue::parts_of(atomic::load_relaxed(&d.states[slot].issued));
+  for (uint64_t part = 0; part < parts; part++) {
+    const uint32_t next = atomic::load_relaxed(&d.states[slot].next);
+    // Release: the looks of all threads at the result come before the slot's next use.
+    atomic::store_release(&d.states[slot].held, 0u);
+    slot = next;
+  }
+  // Release: the slots are free, and the engine has taken this batch's requests.
+  atomic::add_release(&d.taken, ~parts + 1);
 }
 
 // Waits for a batch and gives its slots back. Returns how many of its rows failed, and stores the
 // status of each row if the caller wants them; kNotSynchronized if there is no such batch, or it
 // does not end in time. All threads of a block, with the same arguments.
-FW_DEVICE_NOINLINE uint64_t synchronize(direction& d, uint64_t ticket, uint16_t* statuses) {
+FW_DEVICE_NOINLINE uint64_t synchronize(direction& d, uint64_t wanted, uint16_t* statuses) {
   const bool leads = block::rank() == 0;
-  uint64_t issued = 0;
-  uint64_t failed = 0;
-  if (leads) {
-    issued = claim(d, ticket);
-    for (uint64_t part = 0; part < issue::parts_of(issued); part++) {
-      const uint32_t slot = d.shared.slot(issue::ticket_of(issued) + part);
-      failed += atomic::load_plain(&d.shared.results[slot].failed);
-    }
-  }
+  uint64_t batch = kRefused;
+  uint64_t failed = kNotSynchronized;
+  if (leads) batch = claim(d, wanted);
+  if (leads && batch != kRefused) failed = wait_for_batch(d, batch);
   // The first thread has acquired what the engine has stored, for all threads of the block.
-  issued = block::broadcast(issued);
-  if (issued == 0) return kNotSynchronized;
   failed = block::broadcast(failed);
-  if (statuses != nullptr) copy_statuses(d, issued, failed, statuses);
+  if (failed == kNotSynchronized) return failed;
+  if (statuses != nullptr) copy_statuses(d, block::broadcast(batch), failed == 0, statuses);
   block::sync();
-  if (leads) {
-    const uint64_t first = issue::ticket_of(issued);
-    const uint64_t parts = issue::parts_of(issued);
-    for (uint64_t part = 0; part < parts; part++) {
-      // Release: the looks of all threads at the result come before the slot's next use.
-      atomic::store_release(&state_of(d, first + part).retired, first + part);
-    }
-    // Release: see `find_oldest`.
-    atomic::cas_acq_rel(&d.ended, first - 1, first - 1 + parts);
-  }
+  if (leads) give_back(d, batch);
   return failed;
 }
 

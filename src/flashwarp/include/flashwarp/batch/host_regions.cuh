@@ -22,32 +22,35 @@ struct host_regions : regions {
     found.rows = atomic::load_plain(&from.rows);
     found.first = atomic::load_plain(&from.first);
     found.kind = atomic::load_plain(&from.kind);
+    const uint32_t place = atomic::load_plain(&from.place);
+    // A place that does not exist is a stray store's, and must lead nowhere else.
+    found.place = place <= count ? place : 0;
     return true;
   }
 
   // Writes the statuses of all rows of a batch, of which some have failed. Before `finish`.
-  void report(uint64_t ticket, const uint16_t* found, uint64_t rows) const {
-    atomic::copy_plain(statuses(ticket), found, rows * sizeof(uint16_t));
+  void report(const request& taken, const uint16_t* found, uint64_t rows) const {
+    atomic::copy_plain(statuses(slot(taken)), found, rows * sizeof(uint16_t));
   }
 
   // Writes how many rows have failed, if a stream stores `done_word` behind its copies.
-  void set_failed(uint64_t ticket, uint64_t failed) const {
-    atomic::store_plain(&results[slot(ticket)].failed, failed);
+  void set_failed(const request& taken, uint64_t failed) const {
+    atomic::store_plain(&results[slot(taken)].failed, failed);
   }
 
   // Ends a batch. The caller has acquired what all workers have moved.
-  void finish(uint64_t ticket, uint64_t failed) const {
-    set_failed(ticket, failed);
+  void finish(const request& taken, uint64_t failed) const {
+    set_failed(taken, failed);
     // Release: the rows, the statuses and their count come before the word that a submitter awaits,
     // and the reads of the list before the submitter's next list.
-    atomic::store_release(&results[slot(ticket)].done, ticket);
+    atomic::store_release(&results[slot(taken)].done, taken.ready);
   }
 
-  uint64_t done_word(uint64_t ticket) const {
-    return reinterpret_cast<uint64_t>(&results[slot(ticket)].done);
+  uint64_t done_word(const request& taken) const {
+    return reinterpret_cast<uint64_t>(&results[slot(taken)].done);
   }
 
-  // For a submitter that is a thread of the host.
+  // For a submitter that is a thread of the host, and does not choose slots.
 
   bool ended(uint64_t ticket) const {
     // Acquire: see `finish`.

@@ -3,11 +3,15 @@
 // A submitter is a block of threads, or a stream. It fills the list of a slot (region 1) and the
 // arguments (2), and then stores the ticket in `ready` (3). The engine's polling thread takes
 // tickets in their order, workers move the rows, and the engine stores `done` (4). One set of
-// regions serves one direction and one kind of submitter. Ticket t, from 1 on, has slot t mod
-// slots. Every word has one writer: regions 1 to 3 the submitter, region 4 and statuses the host.
+// regions serves one direction and one kind of submitter. Every word has one writer: regions 1 to 3
+// the submitter, region 4 and statuses the host.
 //
-// A slot is free for ticket t once ticket t - slots is done and its submitter has read what became
-// of it. The engine relies on that: it never looks whether anybody still reads a result.
+// There are as many requests as slots. Ticket t, from 1 on, has request t mod slots, and the slot
+// that the request names: kernels give slots back in any order, so a slot that one block keeps must
+// not stand in the way of others. A slot is free once its last ticket is done and its submitter has
+// read what became of it. As no more tickets are in use than there are slots, one of the last
+// `slots` tickets is done when another one is taken. So its request was taken, because the engine
+// takes in order, and may be written again.
 #pragma once
 
 #include "flashwarp/base/atomic.cuh"
@@ -25,12 +29,14 @@ struct alignas(64) request {
   uint64_t rows;    // at most `rows_max`
   uint64_t first;   // of a sequence: its first row
   uint32_t kind;
+  uint32_t place;  // the slot, plus one; 0: slot number `ready` mod slots
 };
 static_assert(sizeof(request) == 64);
 FW_CHECK_OFFSET(request, buffer, 8);
 FW_CHECK_OFFSET(request, rows, 16);
 FW_CHECK_OFFSET(request, first, 24);
 FW_CHECK_OFFSET(request, kind, 32);
+FW_CHECK_OFFSET(request, place, 36);
 
 // What became of a batch, written by the host.
 struct alignas(64) result {
@@ -51,11 +57,13 @@ struct regions {
   uint32_t reserved = 0;
   uint64_t rows_max = 0;
 
+  // The request of a ticket; and its slot, if the submitter does not choose one.
   FW_HOST_DEVICE uint32_t slot(uint64_t ticket) const { return uint32_t(ticket & (count - 1)); }
-  FW_HOST_DEVICE int64_t* list(uint64_t ticket) const { return lists + slot(ticket) * rows_max; }
-  FW_HOST_DEVICE uint16_t* statuses(uint64_t ticket) const {
-    return all_statuses + slot(ticket) * rows_max;
+  FW_HOST_DEVICE uint32_t slot(const request& taken) const {
+    return taken.place != 0 ? taken.place - 1 : slot(taken.ready);
   }
+  FW_HOST_DEVICE int64_t* list(uint32_t slot) const { return lists + slot * rows_max; }
+  FW_HOST_DEVICE uint16_t* statuses(uint32_t slot) const { return all_statuses + slot * rows_max; }
 };
 static_assert(sizeof(regions) == 48);
 FW_CHECK_OFFSET(regions, count, 32);
