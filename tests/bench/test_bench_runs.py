@@ -249,6 +249,7 @@ def test_vectors_of_whole_lines_and_of_others(tmp_path, gib):
         "files: tiled, 16 MiB",
         "files: tiled, 100 KiB",
         "files: flashwarp",
+        "files: flashwarp, tiles of pipelines",
     ]
     assert rows["files: flashwarp"].reference == max(
         row.value for name, row in rows.items() if name.startswith("files: tiled")

@@ -7,6 +7,7 @@ threads that read ahead into pinned memory and write behind. All multiply by the
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from itertools import chain, islice, repeat
@@ -16,7 +17,7 @@ import numpy as np
 
 import flashwarp as fw
 from flashwarp.apps import gemm
-from flashwarp.apps.tensors import cut as cut_rows
+from flashwarp.apps.gemm.gemm import cut as cut_rows
 from flashwarp.bench.pipelines_base import Bench
 from flashwarp.bench.pipelines_host import Ahead, Behind, cut
 from flashwarp.bench.pipelines_lines import code_lines
@@ -175,6 +176,8 @@ class _Gemm:
             ways["POSIX baseline"] = self.by_posix
         seconds, right = {}, {}
         for name, way in ways.items():
+            # Nothing of the way before is around while this one is timed.
+            gc.collect()
             self.clear()
             with contextlib.ExitStack() as undo:
                 if way == self.by_posix:

@@ -220,7 +220,11 @@ class _Job:
 
         try:
             for rows, _ in self._posix(fill).iterate(sampled()):
-                train(rows, samples.popleft())
+                sample = samples.popleft()
+                if bench.on_gpu:
+                    # It was made by another thread, on another stream.
+                    sample.record_stream(bench.stream)
+                train(rows, sample)
         finally:
             if file >= 0:
                 os.close(file)

@@ -18,7 +18,10 @@ _ROW_BYTES = 4096
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _EQUAL, _SWEEP = 1 / 1.08, 1 / 1.10
 _SERIAL = 1.5
-_SIDE = {"cuda": 4096, "cpu": 192}
+# Rows and columns of a product, and what it sums over. The blocks of a small one fill a GPU a few
+# times only, so fewer multiprocessors can cost it a whole round of blocks.
+_LARGE = {"cuda": (8192, 2048), "cpu": (192, 192)}
+_SMALL = {"cuda": (4096, 4096), "cpu": (128, 128)}
 _DEPTH = 2
 _STORAGES = ("memory", "page cache")
 
@@ -26,27 +29,30 @@ _STORAGES = ("memory", "page cache")
 def measure(bench: Bench, data: Data, batch: int, steps: int) -> None:
     """Sweep the ratio of reading to computing, by pulled batches and by those without SMs."""
     rows = max(1, min(batch, data.nbytes // 2) // _ROW_BYTES)
-    work = _Work(bench)
+    large, small = (_Work(bench, *sizes[bench.device.kind]) for sizes in (_LARGE, _SMALL))
     for storage in _STORAGES:
         with data.open(storage, _ROW_BYTES) as array:
             ids = [bench.draw(number, rows, len(array)) for number in range(steps)]
             for name, options in bench.ways.items():
                 ratios = _RATIOS if storage == "memory" else (1.0,)
-                _sweep(bench, array, ids, work, f"{storage}, {name}", options, ratios)
+                _sweep(bench, array, ids, large, f"{storage}, {name}", options, ratios)
+                if storage == "memory":
+                    label = f"{storage}, {name}, small products"
+                    _sweep(bench, array, ids, small, label, options, (1.0,))
 
 
 class _Work:
     """Computation of a length that can be chosen: products of matrices."""
 
-    def __init__(self, bench: Bench) -> None:
-        torch, side = bench.torch, _SIDE[bench.device.kind]
+    def __init__(self, bench: Bench, side: int, depth: int) -> None:
+        torch = bench.torch
         made = torch.Generator(bench.place).manual_seed(1)
         dtype = torch.bfloat16 if bench.on_gpu else torch.float32
         self._a, self._b = (
-            torch.randn((side, side), generator=made, device=bench.place).to(dtype)
-            for _ in range(2)
+            torch.randn(shape, generator=made, device=bench.place).to(dtype)
+            for shape in ((side, depth), (depth, side))
         )
-        self._out = torch.empty_like(self._a)
+        self._out = torch.empty((side, side), dtype=dtype, device=bench.place)
         self._torch = torch
         many = 50
         self.seconds = bench.median_cost(lambda: self.compute(many)).seconds / many

@@ -274,7 +274,9 @@ class _Rows:
         return prepare
 
     def _sender(self, array: fw.Array, into: Any, batched: bool) -> Callable[[Any], _Call]:
-        loops, stream = self.bench.loops, self.bench.stream.cuda_stream
+        loops, current = self.bench.loops, self.bench.stream
+        # The driver takes no batches on the default stream.
+        stream = self.bench.torch.cuda.Stream()
         base = int(array.in_place or 0)
 
         def prepare(ids: Any) -> _Call:
@@ -283,8 +285,13 @@ class _Rows:
             places = np.random.default_rng(1).permutation(len(ids))
             to = (into.data_ptr() + places * self.row_bytes).astype(np.uint64)
             rows = into.view(self.bench.torch.int32).view(-1, self.row_bytes // 4)
+
+            def send() -> None:
+                loops.send(to, source, self.row_bytes, stream.cuda_stream, batched=batched)
+                current.wait_stream(stream)
+
             return _Call(
-                partial(loops.send, to, source, self.row_bytes, stream, batched=batched),
+                send,
                 lambda: rows[self.bench.torch.as_tensor(places, device=rows.device)],
             )
 

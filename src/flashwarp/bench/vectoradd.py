@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import flashwarp as fw
 from flashwarp.bench import vectoradd_files
-from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, KERNELS, Ours
+from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, KERNELS, Ours, Tiled
 from flashwarp.device import CudaDevice, Device, Stream, resolve
 from flashwarp.errors import ArgumentError
 from flashwarp.probe.report import Report, Row
@@ -35,6 +35,7 @@ _TURNS_OF_TILES = 2
 _IN_PLACE = "warps in place, without a cache"
 _OURS = "flashwarp"
 _LATER = "flashwarp, written back when frames are needed"
+_TILED = "flashwarp, tiles of pipelines"
 _STORAGES = {"memory": ("memory",), "file": ("file",), "both": ("memory", "file")}
 
 
@@ -103,6 +104,7 @@ def _in_memory(
             for vector in vectors
         ]
         ours = Ours(stack, device, program, arrays)
+        pipelined = Tiled(stack, device, program, arrays)
         if isinstance(device, CudaDevice):
             tiled: Callable[[int], Any] = _CopyEngines(stack, device, program, vectors).add
         else:
@@ -111,6 +113,7 @@ def _in_memory(
         ways: dict[str, Callable[[], Any]] = {
             _OURS: partial(_add_and_flush, ours, eager=True),
             _LATER: partial(_add_and_flush, ours, eager=False),
+            _TILED: pipelined.add_and_flush,
             **{name: partial(tiled, size) for name, size in tiles.items()},
         }
         if isinstance(device, CudaDevice):
@@ -126,7 +129,7 @@ def _in_memory(
         report.add(
             Row(told, gb / seconds[name], "GB/s", checked=right[name], footprint=3 * c.nbytes)
         )
-    for name in (_OURS, _LATER):
+    for name in (_OURS, _LATER, _TILED):
         for against in dict.fromkeys(("5 tiles", best, *({_IN_PLACE} & set(ways)))):
             report.add(
                 Row(
@@ -135,7 +138,7 @@ def _in_memory(
                     "GB/s",
                     against,
                     gb / seconds[against],
-                    1.0 if name == _OURS and against in tiles else 0.0,
+                    1.0 if name != _LATER and against in tiles else 0.0,
                     right[name],
                     paper="0.66 (BaM 5.4)" if against == "5 tiles" else "",
                     footprint=3 * c.nbytes,

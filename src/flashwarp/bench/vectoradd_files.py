@@ -23,7 +23,7 @@ import numpy as np
 
 import flashwarp as fw
 from flashwarp import config
-from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, Ours
+from flashwarp.bench.vectoradd_ours import ELEMENT_BYTES, Ours, Tiled
 from flashwarp.config import parse_bytes
 from flashwarp.device import CudaDevice, Device, DeviceMemory, OwnedStream
 from flashwarp.errors import ArgumentError
@@ -40,6 +40,11 @@ _SLOTS = 3
 # Of each vector of a tile: two inputs keep 16 threads busy.
 _PIECES = 8
 _CHECKED_AT_A_TIME = 1 << 20
+# What our ways are called, and the least part of the tiled pipeline that this project accepts.
+_OURS = {
+    "ours": ("files: flashwarp", 1.0),
+    "pipelines": ("files: flashwarp, tiles of pipelines", 0.95),
+}
 
 
 def tile_sizes(tiles: str) -> dict[str, int]:
@@ -77,6 +82,8 @@ def measure(
         tiled = _Tiles(stack, device, files, adder, room, threads)
         ways = {name: _Way(partial(tiled.add, size), files.sync) for name, size in tiles.items()}
         ways["ours"] = _Way(partial(ours.add, eager=True), ours.flush)
+        pipelined = Tiled(stack, device, program, arrays)
+        ways["pipelines"] = _Way(pipelined.add, pipelined.flush)
         seconds = in_turns(
             {name: partial(way.measure, files, tiled.pool) for name, way in ways.items()}, runs
         )
@@ -98,7 +105,7 @@ def _tell(
     threads: int,
     paths: Sequence[str],
 ) -> None:
-    tiled = [name for name in ways if name != "ours"]
+    tiled = [name for name in ways if name not in _OURS]
     gb = nbytes / 1e9
     for name in tiled:
         report.add(
@@ -112,21 +119,22 @@ def _tell(
             )
         )
     best = min(tiled, key=lambda name: seconds[name])
-    report.add(
-        Row(
-            "files: flashwarp",
-            gb / seconds["ours"],
-            "GB/s",
-            f"tiled, {best}",
-            gb / seconds[best],
-            1.0,
-            ways["ours"].right,
-            paper="0.66 (BaM 5.4)",
-            note=f"page cache; data paths: inputs {paths[0]}, output {paths[2]}; "
-            + ways["ours"].ending(seconds["ours"]),
-            footprint=nbytes,
+    for name, (told, target) in _OURS.items():
+        report.add(
+            Row(
+                told,
+                gb / seconds[name],
+                "GB/s",
+                f"tiled, {best}",
+                gb / seconds[best],
+                target,
+                ways[name].right,
+                paper="0.66 (BaM 5.4)",
+                note=f"page cache; data paths: inputs {paths[0]}, output {paths[2]}; "
+                + ways[name].ending(seconds[name]),
+                footprint=nbytes,
+            )
         )
-    )
 
 
 @dataclass

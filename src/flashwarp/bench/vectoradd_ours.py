@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import flashwarp as fw
 from flashwarp.device import CudaDevice, Device
 from flashwarp.program.compiling import Program
 
-__all__ = ["ELEMENT_BYTES", "KERNELS", "Ours"]
+__all__ = ["ELEMENT_BYTES", "KERNELS", "TILE_BYTES", "Ours", "Tiled"]
 
 KERNELS = Path(__file__).with_name("vectoradd.cu")
 ELEMENT_BYTES = 8
+TILE_BYTES = 16 << 20
+"""Of a tile of each vector, by pipelines."""
 
 
 class Ours:
@@ -40,6 +43,39 @@ class Ours:
     def flush(self) -> None:
         """Bring all sums to the storage, durable where it is a file."""
         self._arrays[-1].flush()
+
+
+class Tiled:
+    """Adds the same arrays by `Pipeline.tiles`: copies in, a kernel on plain memory, copies out."""
+
+    def __init__(
+        self, stack: ExitStack, device: Device, program: Program, arrays: Sequence[fw.Array]
+    ) -> None:
+        self._kernel = program["add_tile"]
+        self._arrays = arrays
+        self._rows = max(1, min(TILE_BYTES // ELEMENT_BYTES, arrays[0].size // 2))
+        on_gpu = isinstance(device, CudaDevice)
+        self._stream = stack.enter_context(device.create_stream()) if on_gpu else None
+
+    def add(self) -> None:
+        """Add; sums may still be in the cache of the CPU device at the end."""
+        a, b, c = self._arrays
+        for array in self._arrays:
+            array.drop_cache()
+        tiles = partial(fw.Pipeline.tiles, rows=self._rows, stream=self._stream)
+        of_c = tiles(c, writable=True, read=False)
+        for x, y, sums in zip(tiles(a), tiles(b), of_c, strict=True):
+            n = len(sums)
+            self._kernel(x, y, sums, n, warps=-(-n // 32), stream=self._stream)
+
+    def flush(self) -> None:
+        """Bring all sums to the storage, durable where it is a file."""
+        self._arrays[-1].flush()
+
+    def add_and_flush(self) -> None:
+        """Do both."""
+        self.add()
+        self.flush()
 
 
 def _warps_max(device: Device) -> int:

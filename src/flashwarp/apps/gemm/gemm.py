@@ -11,12 +11,12 @@ import importlib
 from itertools import chain, islice, repeat
 from typing import Any
 
-from flashwarp.apps.tensors import batches, cut, pipeline
+import flashwarp as fw
 from flashwarp.array.array import Array
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
 
-__all__ = ["multiply"]
+__all__ = ["cut", "multiply"]
 
 
 def multiply(a: Array, b: Array, product: Array, panel_rows: int, slab_rows: int) -> None:
@@ -66,14 +66,19 @@ def multiply(a: Array, b: Array, product: Array, panel_rows: int, slab_rows: int
     torch: Any = importlib.import_module("torch")
     panels, slabs = cut(len(a), panel_rows), cut(len(b), slab_rows)
     with (
-        pipeline(a, panel_rows) as of_a,
-        pipeline(b, slab_rows) as of_b,
-        pipeline(product, panel_rows) as sums,
+        fw.Pipeline(a, panel_rows, library="torch") as of_a,
+        fw.Pipeline(b, slab_rows, library="torch") as of_b,
+        fw.Pipeline(product, panel_rows, library="torch") as sums,
     ):
-        every_slab = batches(of_b, chain.from_iterable(repeat(slabs, len(panels))))
-        for panel, rows in batches(of_a, panels):
+        every_slab = of_b.iterate(chain.from_iterable(repeat(slabs, len(panels))))
+        for panel, rows in of_a.iterate(panels):
             total = torch.zeros((len(rows), b.shape[1]), dtype=panel.dtype, device=panel.device)
             for slab, columns in islice(every_slab, len(slabs)):
                 total.addmm_(panel[:, columns.start : columns.stop], slab)
             sums.write_back(rows, total)
         sums.flush()
+
+
+def cut(rows: int, at_a_time: int) -> list[range]:
+    """Cut rows into ranges."""
+    return [range(k, min(k + at_a_time, rows)) for k in range(0, rows, at_a_time)]

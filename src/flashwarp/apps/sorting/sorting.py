@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwarp.apps.tensors import batches, cut, pipeline
+import flashwarp as fw
 from flashwarp.array.array import Array
 from flashwarp.config import SIZE_MAX, integer
 from flashwarp.errors import ArgumentError
@@ -120,19 +120,15 @@ def sort(keys: Array, target: Array, run_rows: int, tile_rows: int | None = None
         return
     torch: Any = importlib.import_module("torch")
     firsts = []
-    with pipeline(keys, run_rows) as runs:
-        for tile, rows in batches(runs, cut(len(keys), run_rows)):
-            run = torch.sort(tile.reshape(-1)).values.view_as(tile)
-            firsts.append(run[:, 0].clone())
-            runs.write_back(rows, run)
-        # The merge reads what was written.
-        runs.write_back_synchronize()
+    for tile in fw.Pipeline.tiles(keys, run_rows, writable=True, library="torch"):
+        tile.copy_(torch.sort(tile.reshape(-1)).values.view_as(tile))
+        firsts.append(tile[:, 0].clone())
     merge = Merge(torch.cat(firsts).cpu().numpy(), run_rows, tile_rows)
     with (
-        pipeline(keys, max(map(len, merge.batches))) as reading,
-        pipeline(target, tile_rows) as writing,
+        fw.Pipeline(keys, max(map(len, merge.batches)), library="torch") as reading,
+        fw.Pipeline(target, tile_rows, library="torch") as writing,
     ):
-        for blocks, _ in batches(reading, merge.batches):
+        for blocks, _ in reading.iterate(merge.batches):
             for rows, tile in merge.step(blocks):
                 writing.write_back(rows, tile)
         writing.flush()
