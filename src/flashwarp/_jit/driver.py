@@ -464,6 +464,23 @@ class Context:
             self._require_same_address(address, "cuMemFreeHost")
         return address
 
+    def allocate_managed(self, nbytes: int) -> int:
+        """Managed memory; never ask for more than the GPU has free."""
+        flags = int(_cuda().CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL)
+        return int(self.call("cuMemAllocManaged", nbytes, flags))
+
+    def place_managed(self, address: int, nbytes: int, stream: int, *, on_host: bool) -> None:
+        """Advise the driver to keep managed memory somewhere, and queue a prefetch to there."""
+        cuda = _cuda()
+        kinds, location = cuda.CUmemLocationType, cuda.CUmemLocation()
+        location.type = (
+            kinds.CU_MEM_LOCATION_TYPE_HOST if on_host else kinds.CU_MEM_LOCATION_TYPE_DEVICE
+        )
+        location.id = 0 if on_host else self.ordinal
+        prefers = cuda.CUmem_advise.CU_MEM_ADVISE_SET_PREFERRED_LOCATION
+        self.call("cuMemAdvise", address, nbytes, prefers, location)
+        self.call("cuMemPrefetchAsync", address, nbytes, location, 0, stream)
+
     def register_host(self, address: int, nbytes: int, read_only: bool) -> None:
         """Pins host memory that exists already, so that kernels reach it at the same address."""
         cuda = _cuda()

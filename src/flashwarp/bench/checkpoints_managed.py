@@ -6,7 +6,6 @@ favours it. As many snapshots as the GPU cache has room for stay on the GPU.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -52,30 +51,18 @@ class _Snapshots:
     def __init__(self, device: Any, nbytes: int, count: int) -> None:
         self.nbytes = nbytes
         self._context = device.context
-        self._cuda: Any = importlib.import_module("cuda.bindings.driver")
-        kinds = self._cuda.CUmemLocationType
-        self.gpu = self._location(kinds.CU_MEM_LOCATION_TYPE_DEVICE, device.ordinal)
-        self.host = self._location(kinds.CU_MEM_LOCATION_TYPE_HOST, 0)
         self._stream = self._context.create_stream()
         self.blocks: list[int] = []
         try:
-            everyone = int(self._cuda.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL)
             for _ in range(count):
-                self.blocks.append(int(self._context.call("cuMemAllocManaged", nbytes, everyone)))
+                self.blocks.append(self._context.allocate_managed(nbytes))
         except BaseException:
             self.close()
             raise
 
-    def _location(self, kind: Any, number: int) -> Any:
-        location = self._cuda.CUmemLocation()
-        location.type, location.id = kind, number
-        return location
-
-    def place(self, block: int, location: Any) -> None:
+    def place(self, block: int, *, on_host: bool) -> None:
         """Advise the driver to keep a block somewhere, and to bring it there in the background."""
-        prefers = self._cuda.CUmem_advise.CU_MEM_ADVISE_SET_PREFERRED_LOCATION
-        self._context.call("cuMemAdvise", block, self.nbytes, prefers, location)
-        self._context.call("cuMemPrefetchAsync", block, self.nbytes, location, 0, self._stream)
+        self._context.place_managed(block, self.nbytes, self._stream, on_host=on_host)
 
     def settle(self) -> None:
         """Wait until all blocks are where they were asked to be."""
@@ -103,13 +90,13 @@ def _add(
     write_s = read_s = 0.0
     for step, block in enumerate(blocks):
         state[:] = step % VALUES
-        snapshots.place(block, snapshots.gpu)
+        snapshots.place(block, on_host=False)
         snapshots.settle()
         finish(device)
         time.sleep(_INTERVAL_S)
         write_s += blocked(device, partial(snapshots.copy, block, state.data_ptr()))
         if step >= room:
-            snapshots.place(blocks[step - room], snapshots.host)
+            snapshots.place(blocks[step - room], on_host=True)
     snapshots.settle()
     right = True
     steps = order_of(order, len(blocks))
@@ -118,7 +105,7 @@ def _add(
         ahead = deque(each for each in ahead if each >= turn)
         following = max(turn + (hints == "single"), ahead[-1] + 1 if ahead else 0)
         while len(ahead) < ahead_max and following < len(steps):
-            snapshots.place(blocks[steps[following]], snapshots.gpu)
+            snapshots.place(blocks[steps[following]], on_host=False)
             ahead.append(following)
             following += 1
         state[:] = VALUES
@@ -126,7 +113,7 @@ def _add(
         time.sleep(_INTERVAL_S)
         read_s += blocked(device, partial(snapshots.copy, state.data_ptr(), blocks[step]))
         right &= ends_are(state, step % VALUES)
-        snapshots.place(blocks[step], snapshots.host)
+        snapshots.place(blocks[step], on_host=True)
     snapshots.settle()
     total = nbytes * len(blocks)
     report.add(
