@@ -97,7 +97,9 @@ def test_wrong_rows_of_a_graph_network_are_found(tmp_path, monkeypatch):
 
     report = small(tmp_path, parts="gnn", storages="memory", dims="128", models="GCN", seeds=4)
 
-    assert report.wrong == ["GCN, 128 features, memory: pipelined"]
+    assert report.wrong == [
+        f"GCN, 128 features, memory: pipelined, {way}" for way in ("default", "without SMs")
+    ]
 
 
 def test_parts_and_ways_that_are_none_are_refused(tmp_path):

@@ -71,7 +71,7 @@ def _serial(
 
 def _pipelined(
     features: fw.Array, sampler: Any, batches: list[Any], train: Callable[[Any, Any], Any],
-    most: int,
+    most: int, **options: Any,
 ) -> None:  # fmt: skip
     samples: deque[Any] = deque()
 
@@ -80,7 +80,7 @@ def _pipelined(
             samples.append(sample)
             yield sample.nodes
 
-    with fw.Pipeline(features, most) as pipeline:
+    with fw.Pipeline(features, most, **options) as pipeline:
         for rows, _ in pipeline.iterate(nodes()):
             train(rows, samples.popleft())
 
@@ -194,9 +194,9 @@ class _Job:
         """Gather in the step."""
         _serial(self.features, self.sampler, self.bench.operators.gather, self.batches, train)
 
-    def pipelined(self, train: Callable[[Any, Any], Any]) -> None:
+    def pipelined(self, options: dict[str, Any], train: Callable[[Any, Any], Any]) -> None:
         """Read batches ahead."""
-        _pipelined(self.features, self.sampler, self.batches, train, self.most)
+        _pipelined(self.features, self.sampler, self.batches, train, self.most, **options)
 
     def by_posix(self, train: Callable[[Any, Any], Any]) -> None:
         """Read into pinned memory by threads."""
@@ -243,7 +243,9 @@ class _Job:
     def measure(self) -> None:
         """Take the steps in all ways."""
         phases = self._phases()
-        ways = {"serial": self.serial, "pipelined": self.pipelined, "POSIX": self.by_posix}
+        ways: dict[str, Callable[[Any], None]] = {"serial": self.serial, "POSIX": self.by_posix}
+        for name, options in self.bench.ways.items():
+            ways[f"pipelined, {name}"] = partial(self.pipelined, options)
         seconds, right = {}, {}
         for name, way in ways.items():
             self.wrong.zero_()
@@ -285,23 +287,24 @@ class _Job:
                 note=f"{spent * 1e3:.3g} ms of {total * 1e3:.3g} ms",
                 paper="extract 0.40 to 0.65, train 0.16 to 0.44 (CAM figure 1)",
             )  # fmt: skip
-        ours, computing = 1 / seconds["pipelined"], phases["sample"] + phases["train"]
-        longer = max(computing, phases["extract"])
-        rate = self.read / phases["extract"] / 1e9
-        note = f"{self.read / 1e6:.4g} MB of rows in a step, {rate:.3g} GB/s when gathered"
-        name = f"{self.label}: pipelined"
-        add(
-            name, ours, "steps/s", ("the longer of computing and reading", 1 / longer),
-            _OF_LONGER, right["pipelined"], note=note,
-        )  # fmt: skip
-        comparable = 0.5 < computing / phases["extract"] < 2
-        add(
-            name, ours, "steps/s", ("serial", 1 / seconds["serial"]),
-            _SERIAL if comparable else 0.0, right["serial"], paper=_PAPER,
-        )  # fmt: skip
+        computing, extract = phases["sample"] + phases["train"], phases["extract"]
+        longer, comparable = max(computing, extract), 0.5 < computing / extract < 2
         small = 4 * self.data.dim <= 16 << 10
-        add(
-            name, ours, "steps/s", ("POSIX baseline", 1 / seconds["POSIX"]),
-            _POSIX_SMALL if small else _POSIX, right["POSIX"],
-            note=f"{self.bench.threads} threads, three pinned buffers",
-        )  # fmt: skip
+        rate = self.read / extract / 1e9
+        note = f"{self.read / 1e6:.4g} MB of rows in a step, {rate:.3g} GB/s when gathered"
+        for way in self.bench.ways:
+            key = f"pipelined, {way}"
+            name, ours = f"{self.label}: {key}", 1 / seconds[key]
+            add(
+                name, ours, "steps/s", ("the longer of computing and reading", 1 / longer),
+                _OF_LONGER, right[key], note=note,
+            )  # fmt: skip
+            add(
+                name, ours, "steps/s", ("serial", 1 / seconds["serial"]),
+                _SERIAL if comparable else 0.0, right["serial"], paper=_PAPER,
+            )  # fmt: skip
+            add(
+                name, ours, "steps/s", ("POSIX baseline", 1 / seconds["POSIX"]),
+                _POSIX_SMALL if small else _POSIX, right["POSIX"],
+                note=f"{self.bench.threads} threads, three pinned buffers",
+            )  # fmt: skip
