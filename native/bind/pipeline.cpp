@@ -190,7 +190,8 @@ void bind_pipeline(nb::module_& m) {
       .def("stats", [](BatchEngine& engine) { return to_dict(engine.stats()); })
       .def_prop_ro("decision_count", &BatchEngine::decision_count)
       .def_prop_ro("leaked", &BatchEngine::leaked)
-      .def("stop", &BatchEngine::stop, WithoutGil());
+      .def("stop", &BatchEngine::stop, WithoutGil())
+      .def("let_go", &BatchEngine::let_go, WithoutGil());
   m.def(
       "decide_workers",
       [](std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, double, uint32_t> state, int64_t io_ns,

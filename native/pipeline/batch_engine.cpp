@@ -221,6 +221,16 @@ void BatchEngine::stop() {
   core.a_thread_ended.notify_all();
 }
 
+void BatchEngine::let_go() {
+  if (fork_guard_.in_child() || leaked_.load(std::memory_order_acquire)) return;
+  Core& core = *core_;
+  const std::lock_guard guard(core.life);
+  if (!core.stopping || !core.threads.empty()) return;
+  core.lanes.clear();
+  core.drives.controllers.clear();
+  core.options.storage.reset();
+}
+
 Port& BatchEngine::port(bool is_write) const {
   for (const auto& port : core_->ports) {
     if (port->options.is_write == is_write) return *port;
@@ -299,6 +309,7 @@ std::vector<ErrorRecord> BatchEngine::take_errors() {
   const auto append = [&](std::vector<ErrorRecord> more) {
     for (ErrorRecord& each : more) all.push_back(std::move(each));
   };
+  const std::lock_guard guard(core_->life);  // against `let_go`
   for (const auto& lane : core_->lanes) append(lane->take_errors());
   for (const auto& controller : core_->drives.controllers) append(controller->take_errors());
   return all;

@@ -121,6 +121,8 @@ class BatchEngine {
 
   // Ends all threads within seconds. Batches that have not ended fail, and their words are stored.
   void stop();
+  // After `stop`, if nothing leaked: lets go of the storage, so that its file can be locked again.
+  void let_go();
 
  private:
   struct Core;

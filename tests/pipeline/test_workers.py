@@ -81,3 +81,20 @@ def test_the_end_with_batches_in_flight(tmp_path: Path) -> None:
         p.write_back([2], np.zeros((1, WIDTH), np.float32))
         p.close()
         assert not x[2].any()
+
+
+@pytest.mark.parametrize("o_direct", [False, True])
+def test_the_file_may_be_opened_again_when_both_are_closed(o_direct: bool, tmp_path: Path) -> None:
+    np.zeros((256, 1024), np.int32).tofile(tmp_path / "rows")
+    kept = []
+    for turn in range(3):
+        with (
+            fw.open(
+                tmp_path / "rows", "r+", np.int32, (256, 1024), device="cpu", o_direct=o_direct
+            ) as x,
+            fw.Pipeline(x, 64, workers=1) as p,
+        ):
+            kept.append(p)
+            p.write_back(np.arange(64), np.full((64, 1024), turn + 1, np.int32))
+            p.flush()
+    assert (np.fromfile(tmp_path / "rows", np.int32)[: 64 * 1024] == 3).all()

@@ -191,6 +191,7 @@ class BatchEngine(endings.Closing):
         self.device = device
         self._pid = os.getpid()
         self._closed = False
+        self._late_errors: list[dict[str, Any]] = []
         self._decisions_logged = 0
         self.row_bytes = integer("row_bytes", row_bytes, 1, _ROWS_MAX)
         self.rows = integer("rows", rows, 0, SIZE_MAX)
@@ -410,7 +411,7 @@ class BatchEngine(endings.Closing):
             return BoundsError(
                 f"{what} names a row that is out of bounds for {self.rows} rows{others}"
             )
-        log = self._native.take_errors()
+        log = [*self._late_errors, *self._native.take_errors()]
         first = next((each for each in log if each["errno"] and not each["recovered"]), None)
         if first is None:
             return StorageError(
@@ -477,6 +478,9 @@ class BatchEngine(endings.Closing):
             _log.warning("a call of the storage does not return: its thread and memory remain")
             _abandoned.append((self._native, self._memory, self._streams))
             return
+        # What is asked for later needs no storage, and the file may be opened again.
+        self._late_errors = self._native.take_errors()
+        self._native.let_go()
         self._free()
 
     def _free(self) -> None:
