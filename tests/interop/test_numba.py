@@ -37,6 +37,7 @@ from flashwarp.interop.numba import (
     atomic_add,
     extension,
     jit,
+    pipeline_type,
     prefetch,
     read_async,
     write_async,
@@ -507,3 +508,41 @@ def test_numba_that_cannot_be_imported_is_an_error_with_the_way_out() -> None:
     )
 
     assert "flashwarp[numba]" in result.stdout
+
+
+def test_pipelines_are_linked_into_kernels() -> None:
+    def kernel(p: Any, ids: Any, narrow: Any, rows: Any, statuses: Any, out: Any) -> None:
+        ticket = p.prefetch(ids, ids.size, rows)
+        out[0] = p.prefetch_synchronize(ticket, statuses)
+        p.block_prefetch_seq(3, 4, rows)
+        out[1] = p.block_prefetch_synchronize()
+        p.write_back(narrow, 5, rows)
+        p.block_write_back_seq(0, 1, rows)
+        out[2] = p.write_back_synchronize()
+
+    arrays = (types.int64, types.int32, types.float32, types.uint16, types.uint64)
+    ptx = link(kernel, pipeline_type("float32"), *(each[::1] for each in arrays))
+
+    assert ".extern .func" not in ptx
+    assert "st.relaxed.sys" in ptx
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("p.prefetch(rows, 1, rows)", "takes ids as a contiguous array"),
+        ("p.prefetch(ids, 1.5, rows)", "takes integers"),
+        ("p.prefetch(ids, 1, ids)", "needs a contiguous array of float32"),
+        ("p.prefetch(ids, 1)", r"prefetch\(ids, n, buffer\)"),
+        ("p.write_back(ids, 1, rows)", "cannot be written to"),
+        ("p.write_back_synchronize()", "cannot be written to"),
+        ("p.prefetch_synchronize(1, rows)", "contiguous array of uint16"),
+    ],
+)
+def test_calls_of_pipelines_that_cannot_work_do_not_compile(call: str, message: str) -> None:
+    names: dict[str, Any] = {}
+    exec(f"def kernel(p, ids, rows):\n    {call}\n", names)
+    kinds = (pipeline_type("float32", readonly=True), types.int64[::1], types.float32[::1])
+
+    with pytest.raises((NumbaError, CudaNumbaError), match=message):
+        link(names["kernel"], *kinds)

@@ -295,7 +295,7 @@ def test_a_batch_is_synchronized_once(program: Any, calls: DeviceCalls) -> None:
     assert seen[0] == 0
     program["finish"](calls, ticket, seen, warps=1)
     assert seen[0] == NOT_SYNCHRONIZED
-    with pytest.raises(ArgumentError, match="ticket 1 .* synchronized before"):
+    with pytest.raises(ArgumentError, match=r"ticket 1 .* synchronized before"):
         calls.check()
 
 
@@ -315,7 +315,7 @@ def test_slots_that_nobody_gives_back_are_named(program: Any, table: np.ndarray)
         for expected in (1, 2, REFUSED):
             program["begin"](calls, 0, 1, to, seen, warps=1)
             assert seen[0] >> 16 == expected
-        with pytest.raises(DeviceTimeout, match="free slot for ticket 3.*2 batches"):
+        with pytest.raises(DeviceTimeout, match=r"free slot for ticket 3.*2 batches"):
             calls.check()
 
         # One is given back, so the next one fits: the refused call has taken no ticket.
@@ -368,12 +368,9 @@ def test_arguments_of_a_wrong_kind_are_refused(program: Any, calls: DeviceCalls)
         program["finish_oldest"](seen, seen)
     with pytest.raises(ReadOnlyError, match="const int"):
         program["store_rows"](calls, np.zeros(1, np.int64), 1, np.zeros(16, np.int32), seen)
-    with pytest.raises(DtypeError, match="elements of dtype int32"):
-        other = DeviceCalls(calls.engine, "float32")
-        try:
-            program["finish_oldest"](other, seen)
-        finally:
-            other.close()
+    other = DeviceCalls(calls.engine, "float32")
+    with other, pytest.raises(DtypeError, match="elements of dtype int32"):
+        program["finish_oldest"](other, seen)
     with pytest.raises(ArgumentError, match="no whole elements"):
         DeviceCalls(calls.engine, "V48")
 

@@ -75,6 +75,8 @@ _DIRECTION = "flashwarp/batch/direction.cuh"
 _HOST_REGIONS = "flashwarp/batch/host_regions.cuh"
 _FILE = "flashwarp/file/file_view.cuh"
 
+_EACH_PART = "  for (uint64_t part = 0; part < parts; part++) {\n    request& to"
+
 _LAND = """\
   if (opcode == nvme::kRead) {
     const uint32_t arrived = warp::ballot(mask, mine && status == nvme::kSuccess);
@@ -1528,8 +1530,8 @@ MUTANTS = {
         Mutant(
             "rows-published-unfenced",
             _DIRECTION,
-            "  atomic::fence_system();\n  for (uint64_t part = 0; part < parts; part++) {\n    request& to",
-            "  for (uint64_t part = 0; part < parts; part++) {\n    request& to",
+            "  atomic::fence_system();\n" + _EACH_PART,
+            _EACH_PART,
             "the engine sees a ticket before its list and arguments",
             "batches",
             "weak",
@@ -1537,8 +1539,8 @@ MUTANTS = {
         Mutant(
             "rows-published-to-the-device",
             _DIRECTION,
-            "  atomic::fence_system();\n  for (uint64_t part = 0; part < parts; part++) {\n    request& to",
-            "  atomic::fence();\n  for (uint64_t part = 0; part < parts; part++) {\n    request& to",
+            "  atomic::fence_system();\n" + _EACH_PART,
+            "  atomic::fence();\n" + _EACH_PART,
             "the same: a fence of the device means nothing to the host",
             "batches",
             "weak",
@@ -1590,8 +1592,8 @@ MUTANTS = {
         Mutant(
             "rows-read-unfenced",
             _DIRECTION,
-            "    // What the engine has stored before `done`: rows, statuses and their count.\n    atomic::fence_system();\n",
-            "",
+            "    atomic::fence_system();\n    failed +=",
+            "    failed +=",
             "rows are read before they have arrived",
             "batches",
             "weak",

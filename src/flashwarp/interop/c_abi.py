@@ -45,6 +45,13 @@ def lto_ir(policy: Policy) -> bytes:
     return compiler.compile_lto(source, options=policy.options)
 
 
+@functools.cache
+def batch_lto_ir() -> bytes:
+    """Return the functions of batches as LTO-IR (`batch_abi.cuh`); see `lto_ir`."""
+    source = compiler.Source("batch_abi.cu", b'#include "flashwarp/batch_abi.cuh"\n')
+    return compiler.compile_lto(source)
+
+
 def check_dtype(dtype: np.dtype[np.generic]) -> None:
     """Raise DtypeError for elements that are no numbers in this machine's byte order."""
     if dtype not in _DTYPES:

@@ -20,6 +20,7 @@ from flashwarp.errors import DeviceError
 try:
     # Numba knows what expressions mean, and what they become, when these have been imported.
     from flashwarp.interop.numba import lowering, typing_rules  # noqa: F401
+    from flashwarp.interop.numba.batches import PipelineType, pipeline_type
     from flashwarp.interop.numba.data_types import ArrayType, TokenType, array_type
     from flashwarp.interop.numba.functions import atomic_add, prefetch, read_async, write_async
     from flashwarp.interop.numba.launching import Kernel, extension, jit
@@ -32,11 +33,13 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "ArrayType",
     "Kernel",
+    "PipelineType",
     "TokenType",
     "array_type",
     "atomic_add",
     "extension",
     "jit",
+    "pipeline_type",
     "prefetch",
     "read_async",
     "write_async",

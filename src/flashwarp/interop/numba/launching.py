@@ -14,7 +14,9 @@ from flashwarp.array.array import Array
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError
 from flashwarp.interop import c_abi
+from flashwarp.interop.numba.batches import PipelineType, pipeline_words
 from flashwarp.interop.numba.data_types import ArrayType
+from flashwarp.pipeline.device_calls import DeviceCalls
 
 __all__ = ["Kernel", "extension", "jit"]
 
@@ -25,6 +27,9 @@ class _Extension:
     def prepare_args(self, kind: Any, value: Any, stream: Any, retr: Any) -> tuple[Any, Any]:
         """Replace an array by its words; other arguments stay as they are."""
         del retr
+        if isinstance(kind, PipelineType):
+            _check_place(value)
+            return types.UniTuple(types.uint64, 2), pipeline_words(value)
         if not isinstance(kind, ArrayType):
             return kind, value
         _check_place(value)
@@ -44,7 +49,7 @@ extension = _Extension()
 """For ``numba.cuda.jit(extensions=[...])``, where `jit` cannot be used."""
 
 
-def _check_place(array: Array) -> None:
+def _check_place(array: Array | DeviceCalls) -> None:
     device = array.device
     if not isinstance(device, CudaDevice):
         raise ArgumentError(
