@@ -30,7 +30,8 @@ fi
 unset CUDA_MODULE_LOADING
 # --import-mode: the installed package is tested, not the sources beside the tests.
 failed=0
-"$python" -m pytest tests/gpu tests/array/test_kernel_api.py tests/program/test_programs.py -m gpu \
+"$python" -m pytest tests/gpu tests/array/test_kernel_api.py tests/program/test_programs.py tests/file \
+  tests/pipeline -m gpu \
   --import-mode=importlib -q -p no:cacheprovider "${spread[@]}" "$@" || failed=$?
 
 sanitizer=$(command -v compute-sanitizer || true)
