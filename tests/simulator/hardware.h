@@ -273,7 +273,7 @@ class Hardware {
     const bool good = shape_.bad >= 0 && uint32_t(shape_.bad) != index;
     const Faults faults = good ? Faults{} : run_.faults;
     Region storage = {"storage", nullptr, bytes};
-    storage.sharing = Sharing::kChecked;
+    storage.sharing = shape_.streamed ? Sharing::kRacy : Sharing::kChecked;
     storage.volume = attaching_;
     storage.owner = volumes_[number].entry;
     storage.forgives_controllers = &has_given_up;

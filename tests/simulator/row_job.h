@@ -37,6 +37,8 @@ class RowJob {
 
   // Only prefetches the rows.
   void only_prefetches() { only_prefetches_ = true; }
+  // Gathers around the cache what is not in it.
+  void streams() { streams_ = true; }
   // Replaces an index by any number, of a row or not. A launch of the job may run meanwhile.
   void change_an_index(Random& random) {
     constexpr int64_t kFar[] = {INT64_MIN, INT64_MIN + 1, INT64_MAX, -1, int64_t(1) << 52};
@@ -78,7 +80,7 @@ class RowJob {
     if (row_words_ == 1) {
       scatters_ ? fw_scatter_elements_8(p) : fw_gather_elements_8(p);
     } else {
-      scatters_ ? fw_scatter_rows(p) : fw_gather_rows(p);
+      scatters_ ? fw_scatter_rows(p) : streams_ ? fw_stream_rows(p) : fw_gather_rows(p);
     }
     if (++done_ == count) end();
   }
@@ -129,6 +131,7 @@ class RowJob {
   fw::cache::list_use prefetch_misses_ = {};
   bool prefetches_ = false;
   bool only_prefetches_ = false;
+  bool streams_ = false;
   bool may_fail_ = false;
   uint32_t block_warps_ = 1;
   block_barrier* barriers_ = nullptr;

@@ -29,6 +29,7 @@ struct Shape {
   uint32_t first_deeper = 0;  // the rings of namespace 0 have this many times two as many entries
   bool leased = false;        // kInPlace: the pages may be left while kernels run
   bool plain = false;         // kInPlace: reads, and writes without a lease, take no commands
+  bool streamed = false;      // kInPlace: warps read storage that others write, and look again
   // With `plain`: reads look each line up among the parts of the namespace.
   bool parts = false;
   uint32_t batches = 0;  // of each volume, for launches whose misses a stream waits for

@@ -38,7 +38,7 @@ from flashwarp.nvme import Service
 
 __all__ = ["Counting", "Launcher", "Verb", "Watcher"]
 
-Verb: TypeAlias = Literal["gather", "scatter"]
+Verb: TypeAlias = Literal["gather", "scatter", "stream"]
 Watcher: TypeAlias = Callable[[npt.NDArray[np.int64], int], None]
 
 Counting: TypeAlias = tuple[int, int, int]
@@ -239,12 +239,18 @@ class Launcher:
         items = count * (row // width)
         warps = _at_most(most, self._warps(items))
         deferred = self._deferral.of(items, warps, 32, elements=True)
+        verb = "gather" if verb == "stream" else verb
         return f"{verb}_elements_{width}", warps, 1, deferred
 
     def _plan_segments(
         self, verb: str, segments: int, most: int | None = None
     ) -> tuple[str, int, int, Deferred]:
         """Choose as `_plan` does, for a kernel whose warps take lines of rows in batches."""
+        if verb == "stream":
+            # Few warps, each with many rows on their way: a lane loads its words of eight together.
+            warps = _at_most(most, -(-segments // 8))
+            batch = min(32, -(-segments // (8 * warps)) * 8)
+            return "stream_rows", warps, batch, NOT_DEFERRED
         batch = self._batch_of(segments)
         warps = _at_most(most, self._warps(segments, batch))
         return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)

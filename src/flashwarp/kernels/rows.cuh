@@ -14,6 +14,7 @@
 #include "flashwarp/array.cuh"
 #include "flashwarp/cache/miss_list.cuh"
 #include "flashwarp/cache/read_around.cuh"
+#include "flashwarp/cache/short_miss.cuh"
 
 namespace fw::kernels {
 
@@ -118,6 +119,7 @@ struct copy_segments {
   // Copies rows of up to one word for each lane. Each lane loads its word of eight rows before it
   // stores the first, so several rows are in flight. Returns false, and copies nothing, if not all
   // members' pieces are such rows.
+  template <warp::source kFrom>
   FW_DEVICE bool copy_short(uint32_t mask, uint32_t members, uint64_t inside) {
     constexpr uint64_t kWordBytes = 16;
     constexpr uint32_t kRows = 8;
@@ -141,7 +143,7 @@ struct copy_segments {
         const uint64_t there = warp::broadcast(mask, inside, source);
         targets[r] = warp::broadcast(mask, piece.buffer, source) + word;
         const uint64_t from = word < bytes ? there + word : there;
-        values[r] = atomic::raw<16>::load(reinterpret_cast<const char*>(from));
+        values[r] = warp::load_word<16, kFrom>(reinterpret_cast<const char*>(from));
       }
       if (word < bytes) {
         FW_UNROLL
@@ -157,17 +159,17 @@ struct copy_segments {
     const uint64_t inside = frame + piece.offset;
     // Each lane has acquired its own line; now all lanes copy all of them.
     warp::sync(mask);
-    copy(mask, members, inside);
+    copy<kToFrame ? warp::source::kStream : warp::source::kFrame>(mask, members, inside);
   }
 
- private:
+  // Copies the members' segments, which begin at `inside` of each.
+  template <warp::source kFrom>
   FW_DEVICE void copy(uint32_t mask, uint32_t members, uint64_t inside) {
     if constexpr (!kToFrame && warp::kWarpWidth > 1) {
-      if (copy_short(mask, members, inside)) return;
+      if (copy_short<kFrom>(mask, members, inside)) return;
     }
-    constexpr warp::source kSource = kToFrame ? warp::source::kStream : warp::source::kFrame;
-    warp::copy_each<kSource>(mask, members, kToFrame ? inside : piece.buffer,
-                             kToFrame ? piece.buffer : inside, piece.bytes);
+    warp::copy_each<kFrom>(mask, members, kToFrame ? inside : piece.buffer,
+                           kToFrame ? piece.buffer : inside, piece.bytes);
   }
 };
 
@@ -431,6 +433,72 @@ FW_DEVICE void for_each_segment(const row_params& p, const warp::share& mine, bo
   add_events(v, mask, tally, ahead);
 }
 
+// Copies the segments of absent lines from where the namespace is read in place to the caller's
+// buffer, and fills no frame. Returns the lanes it has served; `access` must serve the others. What
+// was stored before the look is in the namespace if the line is absent. What is stored later may or
+// may not be seen, as by every gather beside it.
+FW_DEVICE uint32_t gather_around(const row_params& p, const cache::short_way& way,
+                                 const segment& piece) {
+  const cache::geometry& g = p.geometry;
+  const uint32_t mask = warp::kFullMask;
+  cache::set_look look = {cache::set_of(g, piece.line) * g.ways, 0};
+  cache::place at;
+  const bool absent = piece.bytes != 0 && cache::look_for_absent(g, piece.line, look, at);
+  const uint32_t members = warp::ballot(mask, absent);
+  if (members == 0) return 0;
+  const uint64_t inside = way.base + ((piece.line - way.line_begin) << g.line_shift) + piece.offset;
+  copy_segments<false> op = {piece};
+  // Each lane has acquired what was written back of its own line; now all lanes read all of them.
+  warp::sync(mask);
+  op.copy<warp::source::kStream>(mask, members, inside);
+  // The loads of the bytes come before the second look at the path.
+  cache::finish_loads(mask);
+  const bool current = absent && nvme::is_current(*way.queue, inside);
+  return warp::ballot(mask, current);
+}
+
+// Gathers segments that nobody will ask for again soon: lines that are absent stay so.
+FW_DEVICE void stream_segments(const row_params& p) {
+  cache::line_cache& c = *p.cache;
+  cache::volume& v = *p.volume;
+  const uint32_t mask = warp::kFullMask;
+  const uint32_t batch = batch_of(p);
+  const warp::share mine = warp::share_of(segment_count(p), batch);
+  if (mine.begin >= mine.end) return;
+  cache::tally tally;
+  uint64_t bypasses = 0;
+  uint64_t bytes_around = 0;  // of this lane
+  cache::refresh(c, v, mask);
+  const cache::short_way way = cache::short_way_of(c, v);
+  for (uint64_t first = mine.begin; first < mine.end; first += mine.stride) {
+    const uint64_t item = first + warp::lane();
+    segment piece = {0, 0, 0, 0};
+    if (warp::lane() < batch && item < mine.end) piece = segment_at(p, way.line_begin, item);
+    if (piece.line == kNoRow) refuse_row<row_action::kGather>(p, item);
+    // Lanes may see different paths.
+    const bool closed = warp::any(mask, !way.open);
+    const uint32_t served = closed ? 0 : gather_around(p, way, piece);
+    if ((served >> warp::lane()) & 1) {
+      bytes_around += piece.bytes;
+      piece.bytes = 0;
+    }
+    bypasses += base::popcount(served);
+    if (warp::any(mask, piece.bytes != 0)) {
+      serve_segments<row_action::kGather>(p, piece, cache::fetch_misses(), tally);
+    }
+  }
+  cache::counters& shard = cache::shard_of(v);
+  if (bytes_around != 0) {
+    atomic::add_relaxed(&shard.bytes_read, bytes_around);
+    atomic::add_relaxed(&shard.bytes_used, bytes_around);
+  }
+  if (warp::lane() == 0 && bypasses != 0) {
+    atomic::add_relaxed(&shard.misses, bypasses);
+    atomic::add_relaxed(&shard.bypasses, bypasses);
+  }
+  add_events(v, mask, tally, {});
+}
+
 // Moves all segments of a launch.
 template <row_action kAction>
 FW_DEVICE void move_segments(const row_params& p) {
@@ -544,6 +612,11 @@ FW_DEVICE void for_each_element(const row_params& p) {
 #if FW_BUILDS(gather_rows)
 FW_KERNEL_RESIDENT(2) fw_gather_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::move_segments<fw::kernels::row_action::kGather>(p);
+}
+#endif
+#if FW_BUILDS(stream_rows)
+FW_KERNEL_RESIDENT(2) fw_stream_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+  fw::kernels::stream_segments(p);
 }
 #endif
 #if FW_BUILDS(scatter_rows)

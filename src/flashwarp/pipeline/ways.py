@@ -188,7 +188,10 @@ class PullWay(CudaWay):
 
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         rows = Rows(buffer.address, buffer.rows, None, buffer.library or "numpy")
-        self._queue("gather", chosen, rows, stream, ticket)
+        # A batch passes once. In place its rows need no frame, and rows that lie in frames are
+        # taken from there.
+        verb = "stream" if self.array.controller.path == "in_place" else "gather"
+        self._queue(verb, chosen, rows, stream, ticket)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         operands = self.array._operands_of(self._side)

@@ -90,6 +90,33 @@ void read_while_left(Run& run, Shape shape) {
   }
 }
 
+// Gathers of a pipeline, which read what is in no frame from the pages themselves.
+void stream_while_left(Run& run, Shape shape) {
+  shape.path = fw::nvme::kInPlace;
+  shape.leased = true;
+  shape.plain = true;
+  shape.volumes = 1;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  share_pages(machine);
+  machine.beside([&](Random& random) {
+    for (uint32_t n = random.below(60); n != 0; --n) scheduler.yield();
+    leave_pages(machine);
+  });
+  for (uint32_t round = 0; round < 2; ++round) {
+    RowJob gather(data, 8, 1 + run.random.below(2 * kWidth), false, run.random);
+    gather.streams();
+    const uint32_t gathering = (1 + run.random.below(shape.warps)) * kWidth;
+    machine.launch([&](Thread& t) {
+      if (t.index < gathering) return gather.run(t.index, gathering);
+      data.load(data.pick(t.random));
+    });
+    machine.beside(nullptr);
+    data.check();
+    machine.settle();
+  }
+}
+
 // What a graph replays: kernels of the library, and a kernel of the user's that refreshes. They
 // leave lines in the cache, and prefetches in flight.
 void replay(Machine& machine, Elements<>& data, Random& random) {
@@ -97,6 +124,7 @@ void replay(Machine& machine, Elements<>& data, Random& random) {
   const uint32_t gathering = random.below(shape.warps + 1) * kWidth;
   constexpr uint32_t kRowWords[] = {1, 8};
   RowJob gather(data, random.pick(kRowWords), 1 + random.below(kWidth + 4), false, random);
+  if (random.chance(30)) gather.streams();
   machine.launch([&](Thread& t) {
     if (t.index < gathering) return gather.run(t.index, gathering);
     fw::refresh(data.array());
@@ -150,6 +178,10 @@ FW_SCENARIO(leases_replayed_spread, "the same over stripes or replicas on two or
 
 FW_SCENARIO(leases, "loads and prefetches in place, while the host gives the pages up") {
   read_while_left(run, Shape::draw(run.random));
+}
+
+FW_SCENARIO(leases_streamed, "gathers around the cache, while the host gives the pages up") {
+  stream_while_left(run, Shape::draw(run.random));
 }
 
 FW_SCENARIO(leases_spread, "the same over stripes or replicas on two or three drives") {

@@ -80,6 +80,37 @@ FW_SCENARIO(rows_resident, "gathers of a few resident rows, while others evict t
   }
 }
 
+FW_SCENARIO(rows_streamed, "gathers around the cache, while others store and evict lines") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.sets = 1;
+  shape.lines = 5 + run.random.below(3);
+  shape.path = fw::nvme::kInPlace;
+  shape.plain = !run.random.chance(20);
+  shape.streamed = true;
+  Machine machine(run, shape);
+  Elements<> data(machine, 0);
+  for (uint32_t round = 0; round < 3; ++round) {
+    constexpr uint32_t kRowWords[] = {3, 8, 64};
+    const uint32_t rows = 1 + run.random.below(kWidth + 4);
+    RowJob gather(data, run.random.pick(kRowWords), rows, false, run.random);
+    gather.streams();
+    machine.launch([&](Thread& t) {
+      if (t.warp == 0) return gather.run(t.index, kWidth);
+      for (uint32_t n = 0; n < 6; ++n) {
+        const uint32_t i = data.pick(t.random);
+        if (t.random.chance(50)) {
+          data.store(i);
+        } else {
+          data.load(i);
+        }
+      }
+    });
+    data.check();
+    machine.settle();
+  }
+}
+
 FW_SCENARIO(flush, "a warp flushes what it has stored, while others go on") {
   const Shape shape = Shape::draw(run.random);
   Machine machine(run, shape);

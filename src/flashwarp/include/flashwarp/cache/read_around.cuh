@@ -1,12 +1,13 @@
-// Reads of pieces of lines by one thread of the CPU device, in batches: out of frames, and around
-// the cache if the launch streams.
+// Reads of pieces of lines around the cache, of lines that are in no frame.
 //
-// A launch streams if it asks for more bytes than the cache has: its lines would evict each other,
-// and the lines of other launches, before anybody asks for them again. If such a line is in no
-// frame and its bytes are in the page cache, the thread copies them straight to the caller. A fill
-// would move a whole line, and then the same bytes a second time, within one memory. Every other
-// miss fills a frame. A thread takes a batch of pieces at a time, so that the loads of many pieces
-// are in flight together.
+// A warp of a GPU that streams a pipeline's batch does so in kernels/rows.cuh. A thread of the CPU
+// device reads in batches: out of frames, and around the cache if the launch streams. A launch
+// streams if it asks for more bytes than the cache has: its lines would evict each other, and the
+// lines of other launches, before anybody asks for them again. If such a line is in no frame and
+// its bytes are in the page cache, the thread copies them straight to the caller. A fill would move
+// a whole line, and then the same bytes a second time, within one memory. Every other miss fills a
+// frame. A thread takes a batch of pieces at a time, so that the loads of many pieces are in flight
+// together.
 #pragma once
 
 #include "flashwarp/cache/access.cuh"
@@ -43,23 +44,23 @@ FW_DEVICE bool streams(const geometry& g, uint64_t bytes) {
   return bytes > g.set_count * g.ways * line_bytes(g);
 }
 
-inline constexpr uint32_t kWaysMax = 16;
-
-// What a thread saw of a set in which a line was absent.
+// What a thread saw of a set in which a line was absent. A frame's generation only grows, so the
+// sum of all tells whether one has changed.
 struct set_look {
   uint64_t first;  // way
-  uint64_t words[kWaysMax];
+  uint64_t generations;
 };
 
 // Looks at the set of `line`. Returns true if no frame holds or awaits the line; else `at` says
 // whether one holds it.
 FW_DEVICE bool look_for_absent(const geometry& g, uint64_t line, set_look& look, place& at) {
   at = {0, 0, false};
+  look.generations = 0;
   bool absent = true;
   for (uint32_t k = 0; k < g.ways; k++) {
     // Acquire: pairs with the release that published the fill, after its data.
     const uint64_t word = atomic::load_acquire(&g.tags[look.first + k]);
-    look.words[k] = word;
+    look.generations += word & tag::kGenerationMask;
     if (tag::line_of(word) != line || tag::state_of(word) == tag::kInvalid) continue;
     absent = false;
     if (tag::holds(word, line)) at = {look.first + k, word, true};
@@ -72,12 +73,11 @@ FW_DEVICE bool look_for_absent(const geometry& g, uint64_t line, set_look& look,
 // changed, nobody has stored to the line, and the namespace had its bytes. A fence_acquire() must
 // come between the loads of the bytes and this.
 FW_DEVICE bool still_absent(const geometry& g, const set_look& look) {
-  uint64_t changes = 0;  // of generations: another line's fill may end meanwhile
+  uint64_t generations = 0;  // another line's fill may end meanwhile, which is no change of them
   for (uint32_t k = 0; k < g.ways; k++) {
-    const uint64_t now = atomic::load_relaxed(&g.tags[look.first + k]);
-    changes |= now ^ look.words[k];
+    generations += atomic::load_relaxed(&g.tags[look.first + k]) & tag::kGenerationMask;
   }
-  return (changes & tag::kGenerationMask) == 0;
+  return generations == look.generations;
 }
 
 // Serves pieces from frames; if the launch streams, those of absent lines from the page cache. All
