@@ -52,6 +52,16 @@ class Meter {
   uint64_t decision_count_ = 0;
 };
 
+// Rows, or a part of one, that are neighbours in the storage and in memory.
+struct Span {
+  Chunk* chunk = nullptr;
+  uint64_t first_row = 0;  // of the batch
+  uint64_t inside = 0;     // where in it the span begins
+  uint64_t offset = 0;     // in the storage
+  uint64_t memory = 0;
+  uint64_t nbytes = 0;
+};
+
 struct BatchEngine::Core {
   explicit Core(EngineOptions given, std::unique_ptr<StreamSide> side);
 
@@ -72,7 +82,9 @@ struct BatchEngine::Core {
   void work(uint32_t index);
   bool fetch(uint32_t index, Lane& lane, std::vector<EndedRun>& ended);
   void fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& lane);
-  void add_piece(Chunk& chunk, Lane& lane, Run& last, const Run& piece);
+  uint64_t neighbours(const int64_t* ids, uint64_t id, uint64_t most) const;
+  uint64_t add_span(const Span& span, uint32_t owners, uint32_t index, Lane& lane, Run& last);
+  void add_run(Run run, Lane& lane);
   void settle(Lane& lane, std::vector<EndedRun>& ended);
   void end_bytes(Chunk& chunk, uint64_t nbytes);
 

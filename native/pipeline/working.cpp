@@ -106,7 +106,7 @@ bool BatchEngine::Core::fetch(uint32_t index, Lane& lane, std::vector<EndedRun>&
   return took;
 }
 
-// Gives the rows of a part to the lane. Rows that do not exist fail here.
+// Gives the rows of a part to the lane, neighbours as one run. Rows that do not exist fail here.
 void BatchEngine::Core::fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& lane) {
   Batch& batch = *chunk.batch;
   const Port& port = *batch.port;
@@ -117,76 +117,118 @@ void BatchEngine::Core::fill(Chunk& chunk, uint32_t part, uint32_t index, Lane& 
       chunk.by_owner ? chunk.end : std::min(chunk.end, position + chunk.part_bytes);
   const bool sequence = batch.request.kind == batch::kSequence;
   const int64_t* ids = port.options.regions.list(port.options.regions.slot(batch.request));
+  // Divisions cost as much as the copy of a narrow row, so the loops have none.
+  uint64_t row = position / row_bytes, inside = position % row_bytes;
+  const uint64_t rows_end = (end + row_bytes - 1) / row_bytes;
+  uint64_t ended_bytes = 0;
+  Run last;
+  while (position < end) {
+    const uint64_t id = sequence ? batch.request.first + row : uint64_t(ids[row]);
+    const uint64_t rows_left = rows_end - row;
+    const uint64_t count = id >= options.rows ? 1
+                           : sequence         ? std::min(rows_left, options.rows - id)
+                                              : neighbours(ids + row, id, rows_left);
+    Span span;
+    span.chunk = &chunk;
+    span.first_row = row;
+    span.inside = inside;
+    span.memory = chunk.memory + (position - chunk.begin);
+    span.nbytes = std::min(count * row_bytes - inside, end - position);
+    position += span.nbytes;
+    row += count;
+    inside = 0;
+    if (id < options.rows) {
+      span.offset = options.first_byte + id * row_bytes + span.inside;
+      ended_bytes += add_span(span, owners, index, lane, last);
+      continue;
+    }
+    // It lies on no drive, so the first of the owners has it.
+    if (owners != 1 && index != 0) continue;
+    batch.fail(span.first_row, nvme::kLbaOutOfRange);
+    const bool overdue = batch.overdue.load(std::memory_order_relaxed);
+    if (!overdue && !port.options.is_write) {
+      std::memset(reinterpret_cast<void*>(span.memory), 0, span.nbytes);
+    }
+    ended_bytes += span.nbytes;
+  }
+  add_run(last, lane);
+  if (ended_bytes != 0) end_bytes(chunk, ended_bytes);
+}
+
+// Counts the rows from `id` on that follow each other in a list, the first one included.
+uint64_t BatchEngine::Core::neighbours(const int64_t* ids, uint64_t id, uint64_t most) const {
+  most = std::min(most, options.rows - id);
+  uint64_t count = 1;
+  while (count != most && uint64_t(ids[count]) == id + count) ++count;
+  return count;
+}
+
+// Cuts a span into runs, and joins those of the worker's drives to the last run or adds that one to
+// the lane. Returns the bytes of runs that do not begin because the batch is overdue.
+uint64_t BatchEngine::Core::add_span(const Span& span, uint32_t owners, uint32_t index, Lane& lane,
+                                     Run& last) {
+  Batch& batch = *span.chunk->batch;
+  const uint64_t row_bytes = options.row_bytes;
   const auto* striped = drives.controllers.size() > 1
                             ? static_cast<const PartitionedStorage*>(options.storage.get())
                             : nullptr;
   uint64_t ended_bytes = 0;
-  Run last;
-  while (position < end) {
-    const uint64_t row = position / row_bytes, inside = position % row_bytes;
-    const uint64_t take = std::min(row_bytes - inside, end - position);
-    const uint64_t memory = chunk.memory + (position - chunk.begin);
-    const uint64_t id = sequence ? batch.request.first + row : uint64_t(ids[row]);
-    position += take;
-    if (id >= options.rows) {
-      // It lies on no drive, so the first of the owners has it.
-      if (owners != 1 && index != 0) continue;
-      batch.fail(row, nvme::kLbaOutOfRange);
-      const bool overdue = batch.overdue.load(std::memory_order_relaxed);
-      if (!overdue && !port.options.is_write) std::memset(reinterpret_cast<void*>(memory), 0, take);
-      ended_bytes += take;
+  uint64_t row = span.first_row, inside = span.inside;
+  for (uint64_t done = 0, step = 0; done != span.nbytes; done += step) {
+    Run run;
+    run.chunk = span.chunk;
+    run.memory = span.memory + done;
+    run.first_row = uint32_t(row);
+    run.offset = span.offset + done;
+    step = std::min<uint64_t>(span.nbytes - done, kRunBytesMax);
+    if (striped != nullptr) {
+      const auto place = striped->locate(run.offset);
+      step = std::min(step, place.run_bytes);
+      run.offset = place.offset;
+      run.drive = uint32_t(place.member);
+    }
+    if (inside == 0 && step >= row_bytes) {
+      run.rows = step == row_bytes ? 1 : uint32_t(step / row_bytes);
+      step = run.rows * row_bytes;
+      row += run.rows;
+    } else {
+      // A part of a row is a run of its own.
+      run.rows = 0;
+      step = std::min(step, row_bytes - inside);
+      inside += step;
+      if (inside == row_bytes) {
+        inside = 0;
+        ++row;
+      }
+    }
+    run.nbytes = uint32_t(step);
+    if (run.drive % owners != (owners == 1 ? 0 : index)) continue;
+    if (batch.overdue.load(std::memory_order_relaxed)) {
+      for (uint32_t i = 0; i < std::max(1u, run.rows); ++i) {
+        batch.fail(run.first_row + i, nvme::kCommandAborted);
+      }
+      ended_bytes += step;
       continue;
     }
-    const uint64_t offset = options.first_byte + id * row_bytes + inside;
-    for (uint64_t done = 0; done != take;) {
-      Run run;
-      run.chunk = &chunk;
-      run.memory = memory + done;
-      run.first_row = uint32_t(row);
-      uint64_t step = std::min<uint64_t>(take - done, kRunBytesMax);
-      run.offset = offset + done;
-      if (striped != nullptr) {
-        const auto place = striped->locate(offset + done);
-        step = std::min(step, place.run_bytes);
-        run.offset = place.offset;
-        run.drive = uint32_t(place.member);
-      }
-      run.nbytes = uint32_t(step);
-      // A part of a row is a run of its own.
-      run.rows = step == row_bytes ? 1 : 0;
-      done += step;
-      if (run.drive % owners != (owners == 1 ? 0 : index)) continue;
-      if (batch.overdue.load(std::memory_order_relaxed)) {
-        batch.fail(row, nvme::kCommandAborted);
-        ended_bytes += step;
-      } else {
-        add_piece(chunk, lane, last, run);
-      }
+    const bool joins = last.rows != 0 && run.rows != 0 && last.drive == run.drive &&
+                       last.offset + last.nbytes == run.offset &&
+                       last.memory + last.nbytes == run.memory &&
+                       last.nbytes + run.nbytes <= kRunBytesMax;
+    if (joins) {
+      last.nbytes += run.nbytes;
+      last.rows += run.rows;
+    } else {
+      add_run(last, lane);
+      last = run;
     }
   }
-  if (last.nbytes != 0) {
-    last.rows = std::max(1u, last.rows);
-    lane.add(last, port.options.is_write);
-  }
-  if (ended_bytes != 0) end_bytes(chunk, ended_bytes);
+  return ended_bytes;
 }
 
-// Joins a row to the last run if they are neighbours, or begins another one.
-void BatchEngine::Core::add_piece(Chunk& chunk, Lane& lane, Run& last, const Run& piece) {
-  const bool joins = last.rows != 0 && piece.rows != 0 && last.drive == piece.drive &&
-                     last.offset + last.nbytes == piece.offset &&
-                     last.memory + last.nbytes == piece.memory &&
-                     last.nbytes + piece.nbytes <= kRunBytesMax;
-  if (joins) {
-    last.nbytes += piece.nbytes;
-    ++last.rows;
-    return;
-  }
-  if (last.nbytes != 0) {
-    last.rows = std::max(1u, last.rows);
-    lane.add(last, chunk.batch->port->options.is_write);
-  }
-  last = piece;
+void BatchEngine::Core::add_run(Run run, Lane& lane) {
+  if (run.nbytes == 0) return;
+  run.rows = std::max(1u, run.rows);
+  lane.add(run, run.chunk->batch->port->options.is_write);
 }
 
 // Counts what has ended. What was aborted for another batch's sake begins again.

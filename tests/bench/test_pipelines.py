@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flashwarp.bench import pipelines, pipelines_lines  # noqa: E402 (need torch)
+from flashwarp.bench import pipelines, pipelines_lines, pipelines_staging  # noqa: E402 (need torch)
 from flashwarp.bench.pipelines_host import Ahead, Behind, Loops, cut  # noqa: E402
 from flashwarp.errors import ArgumentError  # noqa: E402
 
@@ -92,13 +92,14 @@ def test_wrong_data_of_a_baseline_is_found(tmp_path, monkeypatch, part):
     assert all("memory" not in name for name in report.wrong)
 
 
-def test_wrong_rows_of_a_graph_network_are_found(tmp_path, monkeypatch):
+def test_wrong_rows_of_each_graph_network_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(Loops, "gather", lambda *_: None)
 
-    report = small(tmp_path, parts="gnn", storages="memory", dims="128", models="GCN", seeds=4)
+    report = small(tmp_path, parts="gnn", storages="memory", dims="128", ways="default", seeds=4)
 
     assert report.wrong == [
-        f"GCN, 128 features, memory: pipelined, {way}" for way in ("default", "without SMs")
+        f"{model}, 128 features, memory: pipelined, default"
+        for model in ("GraphSAGE", "GCN", "GAT")
     ]
 
 
@@ -123,3 +124,17 @@ def test_lines_are_counted():
 
     assert pipelines_lines.lines_that_mention(step) == 2
     assert pipelines_lines.code_lines(step) == 8
+
+
+def test_wrong_writes_and_wrong_staging_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(Loops, "write", lambda *_: None)
+    monkeypatch.setattr(pipelines_staging, "_NBYTES", 1 << 20)
+    monkeypatch.setattr(pipelines_staging.BatchEngine, "wait", lambda *_: None)
+    monkeypatch.setattr(pipelines_staging.BatchEngine, "submit", lambda *_: 1)
+
+    wrong = small(tmp_path, parts="where").wrong
+
+    assert any("writes, page cache, pwrite" in name for name in wrong)
+    assert any("writes, page cache, the engine" in name for name in wrong)
+    assert sum("workers that" in name for name in wrong) == 4
+    assert not any("reads, page cache" in name or "controller" in name for name in wrong)

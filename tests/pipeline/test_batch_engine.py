@@ -337,6 +337,34 @@ def test_modelled_drives_serve_both_directions(drives: int, threads: int) -> Non
             engine.wait("prefetch", engine.submit("prefetch", ids, buffer.ctypes.data))
 
 
+@pytest.mark.parametrize("ids", [range(100_000), list(range(100_000))], ids=["range", "list"])
+def test_neighbours_are_moved_as_one(ids: Any) -> None:
+    data = np.arange(100_000)
+    buffer = np.zeros_like(data)
+    with BatchEngine(
+        DEVICE, Memory(data), rows=data.size, row_bytes=8, batch_rows=data.size, workers=1
+    ) as engine:
+        engine.wait("prefetch", engine.submit("prefetch", ids, buffer.ctypes.data))
+
+        # 800,000 bytes, dealt in parts of 256 KiB.
+        assert engine.stats()["transfers"] == 4
+    np.testing.assert_array_equal(buffer, data)
+
+
+def test_stretches_of_neighbours_end_with_the_array_and_at_rows_that_are_none() -> None:
+    data = np.arange(1, 1001)
+    ids = np.array([997, 998, 999, 1000, 1001, 0, 1, 2, 2, 3, -1, 0, 5, 4, 3, 1 << 62, 998, 999])
+    buffer = np.full(ids.size, 7)
+    with BatchEngine(
+        DEVICE, Memory(data), rows=1000, row_bytes=8, batch_rows=ids.size, workers=1
+    ) as engine:
+        ticket = engine.submit("prefetch", ids, buffer.ctypes.data)
+        with pytest.raises(BoundsError, match="4 rows of the batch have failed"):
+            engine.wait("prefetch", ticket)
+    there = (ids >= 0) & (ids < 1000)
+    np.testing.assert_array_equal(buffer, np.where(there, (ids + 1) * there, 0))
+
+
 @pytest.mark.parametrize("threads", [None, 1])
 def test_a_drive_that_hangs_ends_its_batch_and_the_next_one_runs(
     tmp_path: Path, threads: int | None

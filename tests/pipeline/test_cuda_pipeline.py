@@ -24,11 +24,13 @@ from flashwarp.errors import (
     ArgumentError,
     BoundsError,
     CaptureError,
+    DeviceError,
     IndexDtypeError,
     StorageError,
 )
 from flashwarp.pipeline import ring
-from flashwarp.storage import File
+from flashwarp.pipeline.engine import BatchEngine, Ring
+from flashwarp.storage import File, Memory
 from flashwarp.testing.faults import Faulty
 from support import fake_cuda
 from support.cuda_arrays import gpu, stream_of_last_launch
@@ -202,6 +204,22 @@ def check_rows_in_place_are_pulled_by_few_warps() -> None:
             assert stream == stream_of_last_launch(x) == p._way._side.handle
             assert len(p.synchronize()) == 100_000
         x.check()  # the pipeline's stream is gone, and the array does not wait for it
+
+
+def check_a_destination_that_the_driver_refuses_fails_its_batch() -> None:
+    assert fake().fake_run_streams() == 0
+    with (
+        gpu() as device,
+        BatchEngine(
+            device, Memory(values()), rows=ROWS, row_bytes=WIDTH * 8, batch_rows=64,
+            ring=Ring(16384, 4), copies=True, timeout_s=5,
+        ) as engine,
+        fake_cuda.failing("cuMemcpyAsync", fake_cuda.ILLEGAL_ADDRESS),
+        fake_cuda.failing("cuMemcpyBatchAsync", fake_cuda.ILLEGAL_ADDRESS),
+    ):  # fmt: skip
+        ticket = engine.submit("prefetch", range(64), values().ctypes.data)
+        with pytest.raises(DeviceError, match=r"device: .* returned 700; 64 rows"):
+            engine.wait("prefetch", ticket)
 
 
 @fake_cuda.checks(globals())

@@ -1,9 +1,7 @@
-"""Where time, cores and memory traffic go (figures 2 to 4, 14 and 15 of the CAM paper).
+"""Where time and cores go (figures 2 to 4 of the CAM paper).
 
-What a request costs on the host by each way to a file; what computing loses beside reading by each
-way to a GPU; and how often a delivered byte crosses the host's memory. The last is a model for
-GPUs, since nothing here counts that traffic; on the CPU device, staging and a controller that
-writes frames itself are measured.
+What a request costs on the host by each way to a file, and what computing loses beside reading by
+each way to a GPU. `pipelines_staging.py` has the host's memory.
 """
 
 from __future__ import annotations
@@ -11,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import flashwarp as fw
+from flashwarp.bench import pipelines_staging
 from flashwarp.bench.pipelines_base import Bench, Data
 from flashwarp.device import CpuDevice
+from flashwarp.pipeline.engine import BatchEngine
 from flashwarp.probe import disk
 from flashwarp.transfer import Gatherer
 
@@ -29,44 +30,23 @@ _ROW_BYTES = 4096
 _BATCH = 32 << 20
 _DISK_S = 0.5
 _BESIDE_S = 0.06
-_STAGED_BYTES = 64 << 20
 _KERNEL_PAPER = "more than 0.34 in file system and I/O map (CAM figure 3)"
 _SMS_PAPER = "nearly all multiprocessors above 5 drives (CAM figure 4)"
-_STAGING_PAPER = "staging: nearly twice the drives' bandwidth (CAM figure 14)"
-
-# How often the host's memory is crossed for each byte that a GPU gets.
-_CROSSED = {
-    "rows in memory or page cache, pulled or by copies": (1, "one read by the link"),
-    "rows in memory or page cache, gathered by host threads": (
-        3,
-        "read and written by a thread, read by the link",
-    ),
-    "O_DIRECT into pinned memory": (2, "written by the disk, read by the link"),
-    "pread through the page cache into pinned memory, cold": (
-        4,
-        "written by the disk, read and written by a thread, read by the link",
-    ),
-    "a controller that writes to the GPU's memory": (0, "no such drive is here"),
-}
 
 
 def measure(bench: Bench, data: Data) -> None:
-    """Measure all three."""
-    _requests(bench, data)
+    """Measure all of them."""
+    _reads(bench, data)
+    _writes(bench, data)
     if bench.on_gpu:
         _Beside(bench, data).measure()
-    _staging(bench)
-    for name, (times, why) in _CROSSED.items():
-        bench.add(
-            f"model: {name}", float(times), "bytes of memory traffic a byte", note=why,
-            paper=_STAGING_PAPER,
-        )  # fmt: skip
+    pipelines_staging.measure(bench)
 
 
 # Requests.
 
 
-def _requests(bench: Bench, data: Data) -> None:
+def _reads(bench: Bench, data: Data) -> None:
     """Read random blocks of the file by each way, and tell what a read costs."""
     data.write()
     nbytes = min(_BATCH, data.nbytes)
@@ -81,7 +61,7 @@ def _requests(bench: Bench, data: Data) -> None:
         ceiling = disk.measure_ceiling(data.path, _ROW_BYTES, _DISK_S)
         ceiling_cost = bench.cost(lambda: disk.read_blocks(data.path, ids, _ROW_BYTES, 256))
         disk_rate = ("the disk at depth 256", ceiling.random_reads_per_s / 1e3)
-        _tell(bench, "O_DIRECT, libaio", count, ceiling_cost, disk_rate, True, data.nbytes)
+        _tell(bench, "reads, O_DIRECT, libaio", count, ceiling_cost, disk_rate, True, data.nbytes)
     for name, flags in (("page cache", 0), ("O_DIRECT", os.O_DIRECT)):
         if flags and not direct:
             continue
@@ -103,9 +83,71 @@ def _requests(bench: Bench, data: Data) -> None:
                 words = into.view(np.int32).reshape(count, -1)
                 right = bool((words[:, 0] == ids * (_ROW_BYTES // 4)).all())
                 against = disk_rate if flags else ("", 0.0)
-                _tell(bench, f"{name}, {label}", count, cost, against, right, data.nbytes)
+                label = f"reads, {name}, {label}"
+                _tell(bench, label, count, cost, against, right, data.nbytes)
         finally:
             os.close(file)
+
+
+def _writes(bench: Bench, data: Data) -> None:
+    """Write blocks of a second file in a random order by each way."""
+    nbytes = min(_BATCH, data.nbytes)
+    count = nbytes // _ROW_BYTES
+    ids = np.random.default_rng(bench.seed).permutation(count)
+    blocks = data.memory[: nbytes // 4].reshape(count, -1)
+    memory = np.empty(nbytes + 4096, np.uint8)
+    rows = memory[-memory.ctypes.data % 4096 :][:nbytes].view(np.int32).reshape(count, -1)
+    rows[:] = blocks[ids]
+    path = data.path.with_name("written.bin")
+    for name, o_direct in (("page cache", False), ("O_DIRECT", True)):
+        if o_direct and not disk.direct_reads_work(data.path):
+            continue
+        rates: dict[str, float] = {}
+        for threads in sorted({1, bench.threads}):
+            for by, way in (("pwrite", _pwrites), ("the engine of pipelines", _writes_of_engine)):
+                # The file system has blocks for them, and no write-back runs beside.
+                path.write_bytes(bytes(nbytes))
+                disk.drop_page_cache(path)
+                with way(bench, path, rows, ids, threads, o_direct) as write:
+                    cost = bench.median_cost(write)
+                found = np.fromfile(path, np.int32).reshape(count, -1)
+                label = f"writes, {name}, {by}, {threads} threads"
+                other = f"pwrite, {threads} threads"
+                against = (other, rates[other] / 1e3) if other in rates else ("", 0.0)
+                rates[f"{by}, {threads} threads"] = count / cost.seconds
+                _tell(bench, label, count, cost, against, bool((found == blocks).all()), nbytes)
+    path.unlink()
+
+
+@contextlib.contextmanager
+def _pwrites(
+    bench: Bench, path: Path, rows: Any, ids: Any, threads: int, o_direct: bool
+) -> Iterator[Callable[[], object]]:
+    file = os.open(path, os.O_RDWR | (os.O_DIRECT if o_direct else 0))
+    try:
+        data = rows.view(np.uint8).reshape(-1)
+        yield partial(bench.loops.write, file, data, ids * _ROW_BYTES, _ROW_BYTES, threads)
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _writes_of_engine(
+    bench: Bench, path: Path, rows: Any, ids: Any, threads: int, o_direct: bool
+) -> Iterator[Callable[[], object]]:
+    del bench
+    with (
+        contextlib.closing(fw.storage.File(path, writable=True, o_direct=o_direct)) as storage,
+        BatchEngine(
+            CpuDevice(), storage, rows=len(rows), row_bytes=_ROW_BYTES, batch_rows=len(rows),
+            directions=("write_back",), workers=threads,
+        ) as engine,
+    ):  # fmt: skip
+
+        def write() -> None:
+            engine.wait("write_back", engine.submit("write_back", ids, rows.ctypes.data))
+
+        yield write
 
 
 def _gather(file: int, into: Any, offsets: Any, threads: int) -> None:
@@ -119,9 +161,9 @@ def _tell(
 ) -> None:  # fmt: skip
     kernel = cost.kernel_seconds / max(cost.cpu_seconds, 1e-9)
     bench.add(
-        f"4 KiB reads, {name}", count / cost.seconds / 1e3, "k/s", against, checked=right,
+        f"4 KiB {name}", count / cost.seconds / 1e3, "k/s", against, checked=right,
         paper=_KERNEL_PAPER, footprint=footprint,
-        note=f"{cost.cpu_seconds / count * 1e6:.3g} us of CPU a read, {kernel:.2f} of it in the "
+        note=f"{cost.cpu_seconds / count * 1e6:.3g} us of CPU each, {kernel:.2f} of it in the "
         "kernel",
     )  # fmt: skip
 
@@ -220,29 +262,3 @@ class _Beside:
                 pass
 
         return read
-
-
-# Staging.
-
-
-def _staging(bench: Bench) -> None:
-    """On the CPU device: a controller that writes frames itself, against one that stages."""
-    words = np.arange(_STAGED_BYTES // 4, dtype=np.int32).reshape(-1, _ROW_BYTES // 4)
-    ids = np.random.default_rng(bench.seed).permutation(len(words))
-    rates: dict[str, tuple[float, bool]] = {}
-    device = CpuDevice()
-    for way in ("bounce", "direct"):
-        memory = fw.storage.Memory(words.view(np.uint8).reshape(-1), writable=False)
-        with fw.open(
-            memory, "r", np.int32, words.shape, device=device, cache=_STAGED_BYTES // 4,
-            controller=fw.SoftwareController(data_path=way),
-        ) as array:  # fmt: skip
-            rows = array.gather(ids)
-            seconds = bench.median_cost(partial(array.gather, ids, rows)).seconds
-            rates[way] = (_STAGED_BYTES / seconds / 1e9, bool((rows == words[ids]).all()))
-    direct, staged = rates["direct"], rates["bounce"]
-    bench.add(
-        "CPU device: a controller that writes frames itself", direct[0], "GB/s",
-        ("staging", staged[0]), checked=direct[1] and staged[1], footprint=_STAGED_BYTES,
-        paper="CAM figure 15",
-    )  # fmt: skip

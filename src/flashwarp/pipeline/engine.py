@@ -23,6 +23,7 @@ from flashwarp.errors import (
     ClosedError,
     ControllerError,
     ControllerTimeout,
+    DeviceError,
     FlashwarpError,
     ForkError,
     StorageError,
@@ -386,6 +387,8 @@ class BatchEngine(endings.Closing):
             The batch made no progress for `timeout_s`.
         ArgumentError
             A kernel asked for more rows than `batch_rows`.
+        DeviceError
+            The driver failed to copy rows between the ring and the buffer.
         ClosedError
             The engine was closed first.
         """
@@ -395,7 +398,11 @@ class BatchEngine(endings.Closing):
             return
         failed, row, status, reason = fate
         if failed and reason:
-            kinds = {"the engine was stopped": ClosedError, "a batch of": ArgumentError}
+            kinds: dict[str, type[FlashwarpError]] = {
+                "the engine was stopped": ClosedError,
+                "a batch of": ArgumentError,
+                "the stream that copies": DeviceError,
+            }
             kind = next((k for text, k in kinds.items() if reason.startswith(text)), None)
             text = f"{direction}, ticket {ticket}: {reason}; {failed} rows have failed"
             raise (kind or ControllerTimeout)(text)

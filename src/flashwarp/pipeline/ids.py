@@ -1,4 +1,4 @@
-"""The ids of a batch: whether they are on a GPU, and which rows those on the host name."""
+"""The ids of a batch, whether they are on a GPU, and which rows they name; the rows to write."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flashwarp.array.array import Array
 from flashwarp.array.operands import Index, host_index, is_foreign
 from flashwarp.array.rows import host_indices
 from flashwarp.array.selection import rows_of_slice
-from flashwarp.errors import ArgumentError
+from flashwarp.errors import ArgumentError, DtypeError
 
-__all__ = ["host_rows", "on_gpu", "refuse_repeats"]
+__all__ = ["check_rows", "host_rows", "on_gpu", "refuse_repeats"]
 
 # DLPack's kinds of memory: of a GPU, and managed.
 _CUDA_KINDS = (2, 13)
@@ -42,7 +42,7 @@ def host_rows(array: Array, ids: object) -> tuple[range | Index, str]:
         library = array.device.view(ids).library
         given: Any = ids
         ids = np.from_dlpack(given)
-    host = np.ascontiguousarray(host_indices(ids, length))
+    host = np.asarray(host_indices(ids, length), order="C")
     return Index(host.ctypes.data, host.shape, 8, library, host), library
 
 
@@ -60,3 +60,30 @@ def refuse_repeats(array: Array, ids: object) -> None:
             f"row {twice} occurs more than once in a batch of writes, which has no order: leave "
             "one of its values"
         )
+
+
+def check_rows(array: Array, count: int, rows: object) -> None:
+    """Raise ArgumentError or DtypeError unless rows fit a batch of writes as they are.
+
+    Rows in a GPU's memory are checked where their address is taken.
+    """
+    shape = (count, *array.shape[1:])
+    given: Any = getattr(rows, "shape", None)
+    if given is None or tuple(given) != shape:
+        what = type(rows).__name__ if given is None else f"shape {tuple(given)}"
+        raise ArgumentError(
+            f"the rows to write have {what}, and {count} ids need an array of shape {shape}"
+        )
+    if isinstance(rows, np.ndarray):
+        dtype, contiguous = rows.dtype, rows.flags.c_contiguous
+    elif array.device.kind == "cpu" and is_foreign(rows):
+        view = array.device.view(rows)
+        dtype, contiguous = view.dtype, view.contiguous
+    else:
+        return
+    if dtype != array.dtype:
+        raise DtypeError(
+            f"the rows to write have dtype {dtype}, and the array {array.dtype}: convert them"
+        )
+    if not contiguous:
+        raise ArgumentError("the rows to write are not contiguous: write a contiguous copy")

@@ -33,7 +33,7 @@ from flashwarp.pipeline.copying import CopyWay, why_no_copies
 from flashwarp.pipeline.device_calls import DeviceCalls
 from flashwarp.pipeline.engines import why_no_engine
 from flashwarp.pipeline.explanation import PipelineExplanation, PipelineStats
-from flashwarp.pipeline.ids import refuse_repeats
+from flashwarp.pipeline.ids import check_rows, refuse_repeats
 from flashwarp.pipeline.kernels import KernelBatches
 from flashwarp.pipeline.ring import RingWay
 from flashwarp.pipeline.ticket import Ticket
@@ -370,6 +370,7 @@ class Pipeline(endings.Closing):
         refuse_repeats(self.array, ids)
         chosen, library = self._way.place(ids)
         count = self._count(chosen)
+        check_rows(self.array, count, rows)
         ticket = Ticket(self._way, "write_back", count, None, (ids, rows))
         # Rows in memory of torch come from torch's stream, wherever their ids come from.
         ticket.library = library_of(rows) or library

@@ -17,7 +17,7 @@ import numpy as np
 from flashwarp.array.array import Array
 from flashwarp.array.operands import Index, Rows
 from flashwarp.device import CudaDevice, Event, OwnedStream
-from flashwarp.errors import ArgumentError, CaptureError, ClosedError, DeviceTimeout, FlashwarpError
+from flashwarp.errors import CaptureError, ClosedError, DeviceTimeout, FlashwarpError
 from flashwarp.pipeline.buffers import Buffer
 from flashwarp.pipeline.explanation import PipelineExplanation
 from flashwarp.pipeline.ids import host_rows
@@ -252,12 +252,6 @@ class CpuWay(Way):
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         del stream
         ids: Any = slice(chosen.start, chosen.stop) if isinstance(chosen, range) else chosen.owner
-        shape = (len(chosen), *self.array.shape[1:])
-        given: Sequence[int] | None = getattr(rows, "shape", None)
-        if given is None or tuple(given) != shape:
-            raise ArgumentError(
-                f"the rows to write have shape {given}, and {len(chosen)} ids need {shape}"
-            )
         ticket.end = self.array.scatter_async(ids, np.asarray(rows)) if ticket.rows else None
 
     def finish(self, ticket: Ticket, stream: int) -> None:
