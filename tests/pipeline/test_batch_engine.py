@@ -393,6 +393,58 @@ def test_a_drive_that_hangs_ends_its_batch_and_the_next_one_runs(
         np.testing.assert_array_equal(buffer, data)
 
 
+@pytest.mark.parametrize("row_bytes", [1, 3, 1000, 4096, 300_000])
+@pytest.mark.parametrize("drives", [1, 3])
+def test_runs_of_narrow_rows_are_cut_where_stripes_and_the_array_end(
+    row_bytes: int, drives: int
+) -> None:
+    rows = max(12, 600_000 // row_bytes)
+    data = bytes_of(-(-rows * row_bytes // (3 * 4096)) * 3 * 4096, 12)
+    expected = data[: rows * row_bytes].reshape(rows, row_bytes)
+    members = [Memory(data.nbytes // drives) for _ in range(drives)]
+    storage: Storage = members[0] if drives == 1 else Striped(members, 4096)
+    storage.write(0, data)
+    with BatchEngine(
+        DEVICE, storage, rows=rows, row_bytes=row_bytes, batch_rows=rows, workers=(1, 2),
+        controller=SoftwareController(model=FAST) if drives > 1 else None,
+    ) as engine:  # fmt: skip
+        buffer = np.full((rows, row_bytes), 9, np.uint8)
+        engine.wait("prefetch", engine.submit("prefetch", range(1, rows), buffer.ctypes.data))
+        np.testing.assert_array_equal(buffer[:-1], expected[1:])
+
+        # Two runs that overlap, the second of which leaves the array, and one that goes down.
+        ids = np.r_[0:4, rows - 3 : rows + 1, 3, 2, -1, 0]
+        ticket = engine.submit("prefetch", ids, buffer.ctypes.data)
+        with pytest.raises(BoundsError, match=r"row 7 .*; 2 rows"):
+            engine.wait("prefetch", ticket)
+        inside = (ids >= 0) & (ids < rows)
+        statuses = engine.statuses("prefetch", ticket)[: len(ids)]
+        np.testing.assert_array_equal(statuses != 0, ~inside)
+        np.testing.assert_array_equal(buffer[: len(ids)][inside], expected[ids[inside]])
+        assert not buffer[: len(ids)][~inside].any()
+
+
+def test_a_fault_in_a_stripe_fails_those_of_its_narrow_rows_that_it_hits(tmp_path: Path) -> None:
+    data = bytes_of(16 * 4096, 13)
+    stripes = data.reshape(-1, 4096)
+    for member in range(2):
+        stripes[member::2].tofile(tmp_path / str(member))
+    drives = [File(tmp_path / str(member)) for member in range(2)]
+    # Bytes 20992 to 21504 of both drives together.
+    faulty = Faulty(drives[1], FaultPlan.parse("read eio bytes=8704-9216"))
+    expected = data[:64_000].reshape(64, 1000)
+    buffer = np.full((64, 1000), 9, np.uint8)
+    with BatchEngine(
+        DEVICE, Striped([drives[0], faulty], 4096), rows=64, row_bytes=1000, batch_rows=64,
+        workers=2, controller=SoftwareController(model=FAST),
+    ) as engine:  # fmt: skip
+        ticket = engine.submit("prefetch", range(64), buffer.ctypes.data)
+        with pytest.raises(StorageError, match="2 rows of the batch"):
+            engine.wait("prefetch", ticket)
+        assert np.flatnonzero(engine.statuses("prefetch", ticket)).tolist() == [20, 21]
+    np.testing.assert_array_equal(np.delete(buffer, [20, 21], 0), np.delete(expected, [20, 21], 0))
+
+
 def test_decisions_about_workers_are_in_the_stats_and_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
