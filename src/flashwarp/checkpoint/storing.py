@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,21 @@ from flashwarp.errors import (
     MissingVersionError,
 )
 
-__all__ = ["Storing", "forget_stored", "wanted"]
+__all__ = ["Removal", "Storing", "forget_stored", "wanted"]
 
 _log = logging.getLogger(__name__)
 
 Fill = Callable[[Any, Callable[[], bool]], bool]
 """Writes the bytes of a version; returns False if it was given up because nobody wants it."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A discarded version, and whether the folder and the remote store have files of it."""
+
+    entry: Entry
+    stored: bool
+    remote: bool
 
 
 class Storing:
@@ -110,39 +120,41 @@ class Storing:
 
     # Removing.
 
-    def discard(
-        self,
-        entry: Entry,
-        later: Callable[[Entry, Callable[[], None]], None] | None = None,
-    ) -> None:
+    def discard(self, entry: Entry, later: Callable[[Removal], None] | None = None) -> None:
         """Remove a version from all tiers and stores; flushes that are pending give up.
 
-        What removes it from the stores goes to `later`, if that is given, under the lock.
+        What is to be removed from the stores goes to `later`, if that is given, under the lock.
         """
         core = self._core
-
-        def remove() -> None:
-            if stored:
-                forget_stored(self._directory, *entry.key)
-                if self._commits is not None:
-                    self._commits.discard(*entry.key)
-            if remote:
-                forget_stored(self._remote, *entry.key)
-
         with core.locked():
             if entry.discarded:
                 return
-            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
+            in_remote = entry.remote or entry.key in core.in_remote
+            removal = Removal(entry, entry.stored, in_remote)
             core.in_remote.discard(entry.key)
             core.retire(entry)
             future = core.futures.pop(entry, None)
-            if later is not None and (stored or remote):
-                later(entry, remove)
+            if later is not None and (removal.stored or removal.remote):
+                later(removal)
         if future is not None and not future.done():
             future.observed = True
             future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
         if later is None:
-            remove()
+            self.remove([removal])
+
+    def remove(self, removals: Sequence[Removal]) -> None:
+        """Remove versions from the stores; those of one name share a sync of their folder."""
+        for name in {each.entry.key[0] for each in removals}:
+            some = [each for each in removals if each.entry.key[0] == name]
+            stored = [each.entry.key[1] for each in some if each.stored]
+            remote = [each.entry.key[1] for each in some if each.remote]
+            if stored:
+                self._directory.discard_all(name, stored)
+                if self._commits is not None:
+                    for version in stored:
+                        self._commits.discard(name, version)
+            if remote:
+                self._remote.discard_all(name, remote)
 
     # Writing.
 
