@@ -85,7 +85,7 @@ def test_no_flush_begins_between_two_reads_of_storage(
     checkpointer.prefetch_start()
     faults.until_waiting()
     faults.release()
-    checkpointer.wait()
+    until(lambda: len(read) == 3, "the other flushes have begun")
 
     assert read == [4, 4, 4]
     for version in range(8):
@@ -143,6 +143,27 @@ def test_a_checkpoint_that_waits_for_room_has_its_flush(opened: Opener, faults: 
     reading.join(WAIT_S)
     checkpointer.wait()
     assert checkpointer.versions() == [1, 2]
+
+
+def test_a_wait_for_a_flush_does_not_wait_for_reads(opened: Opener, faults: Faults) -> None:
+    first = opened(0, 0)
+    state = history(first, 1)
+    first.close()
+    checkpointer = opened(0, 8 * VERSION_BYTES, config=CONSUMED)
+    checkpointer.protect("state", state)
+    faults.hold_reads()
+    reading = threading.Thread(
+        target=checkpointer.restart, args=(0,), kwargs={"into": {"state": np.zeros_like(state)}}
+    )
+    reading.start()
+    faults.until_waiting()
+    checkpointer.checkpoint(1)
+
+    checkpointer.wait(1)
+
+    assert reading.is_alive()
+    faults.release()
+    reading.join(WAIT_S)
 
 
 def test_a_flush_that_waits_for_room_lets_prefetches_have_it(

@@ -88,6 +88,8 @@ class Core:
         """Whether a hint names a version on storage whose manifest was not read yet."""
         self.uploads = False
         """Whether there is a remote store."""
+        self.durable_waits = 0
+        """Threads of the user's that wait until versions are durable."""
         self.number_wanted = False
         """Whether a checkpoint waits until files of a discarded version are removed."""
         self.started = False
@@ -264,9 +266,12 @@ class Core:
     def reads_first(self, tier: Tier) -> bool:
         """Return whether flushes to storage let reads of storage go first.
 
-        Only if what is restored is discarded: then most of what waits will never be flushed.
+        Only if what is restored is discarded: then most of what waits will never be flushed. Not if
+        somebody waits for the flushes, as other ranks may that commit the same versions.
         """
         if not self.settings.discard_consumed or not self.storage_reads:
+            return False
+        if self.durable_waits or self.settings.ranks > 1:
             return False
         return tier is self.tiers[-1] and not tier.demanded
 
@@ -280,6 +285,16 @@ class Core:
         finally:
             with self.changed:
                 self.end_storage_read()
+
+    @contextlib.contextmanager
+    def waiting_for_flushes(self) -> Iterator[None]:
+        """Let flushes go before reads of storage; called under the lock."""
+        self.durable_waits += 1
+        self.wake("flush")
+        try:
+            yield
+        finally:
+            self.durable_waits -= 1
 
     def begin_storage_read(self) -> None:
         """Count a read of storage; called under the lock."""
