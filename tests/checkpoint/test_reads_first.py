@@ -145,6 +145,29 @@ def test_a_checkpoint_that_waits_for_room_has_its_flush(opened: Opener, faults: 
     assert checkpointer.versions() == [1, 2]
 
 
+def test_a_flush_past_the_host_cache_waits_too(opened: Opener, faults: Faults) -> None:
+    first = opened(0, 0)
+    state = history(first, 1)
+    first.close()
+    checkpointer = opened(4 * VERSION_BYTES, VERSION_BYTES // 2, config=CONSUMED)
+    checkpointer.protect("state", state)
+    faults.hold_reads()
+    reading = threading.Thread(
+        target=checkpointer.restart, args=(0,), kwargs={"into": {"state": np.zeros_like(state)}}
+    )
+    reading.start()
+    faults.until_waiting()
+    writes = faults.writes
+    saved = checkpointer.checkpoint(1)
+    until(lambda: checkpointer.stats.bypassed["oversized"] == 1, "it passes the host cache by")
+    time.sleep(0.1)
+
+    assert faults.writes == writes
+    faults.release()
+    reading.join(WAIT_S)
+    assert saved.result(WAIT_S) == 1
+
+
 def test_a_wait_for_a_flush_does_not_wait_for_reads(opened: Opener, faults: Faults) -> None:
     first = opened(0, 0)
     state = history(first, 1)

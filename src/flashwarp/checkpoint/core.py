@@ -264,7 +264,7 @@ class Core:
         self.changed.notify_all()
 
     def reads_first(self, tier: Tier) -> bool:
-        """Return whether flushes to storage let reads of storage go first.
+        """Return whether flushes from a tier to storage let reads of storage go first.
 
         Only if what is restored is discarded: then most of what waits will never be flushed. Not if
         somebody waits for the flushes, as other ranks may that commit the same versions.
@@ -273,7 +273,7 @@ class Core:
             return False
         if self.durable_waits or self.settings.ranks > 1:
             return False
-        return tier is self.tiers[-1] and not tier.demanded
+        return not tier.demanded
 
     @contextlib.contextmanager
     def reading_storage(self) -> Iterator[None]:

@@ -67,7 +67,7 @@ class Flusher:
     def next_job(self) -> Callable[[], None] | None:
         """Return the next flush; called under the lock."""
         core, tier = self._core, self._tier
-        if core.closing or core.reads_first(tier):
+        if core.closing or (self._below is None and core.reads_first(tier)):
             return None
         queue_due_retries(core, tier.name)
         queue = core.queues[tier.name]
