@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 _RETRY_MAX_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOOK_MAX = 512
-"""Versions of a queue among which the next flush is chosen: a look takes 0.1 ms."""
+"""Versions of a queue among which the next flush is chosen: a look takes 0.2 ms."""
 
 FLUSH_THREADS = 8
 TOGETHER_BYTES = 64 << 20

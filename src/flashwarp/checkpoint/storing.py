@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -144,17 +144,14 @@ class Storing:
 
     def remove(self, removals: Sequence[Removal]) -> None:
         """Remove versions from the stores; those of one name share a sync of their folder."""
-        for name in {each.entry.key[0] for each in removals}:
-            some = [each for each in removals if each.entry.key[0] == name]
-            stored = [each.entry.key[1] for each in some if each.stored]
-            remote = [each.entry.key[1] for each in some if each.remote]
-            if stored:
-                self._directory.discard_all(name, stored)
-                if self._commits is not None:
-                    for version in stored:
-                        self._commits.discard(name, version)
-            if remote:
-                self._remote.discard_all(name, remote)
+        for name, versions in _by_name(each for each in removals if each.stored):
+            self._directory.discard_all(name, versions)
+            if self._commits is not None:
+                for version in versions:
+                    self._commits.discard(name, version)
+        # Last: the remote store may fail.
+        for name, versions in _by_name(each for each in removals if each.remote):
+            self._remote.discard_all(name, versions)
 
     # Writing.
 
@@ -217,6 +214,13 @@ class Storing:
         if discarded:
             forget_stored(self._directory, *entry.key)
         return not discarded
+
+
+def _by_name(removals: Iterable[Removal]) -> Iterator[tuple[str, list[int]]]:
+    found: dict[str, list[int]] = {}
+    for name, version in (each.entry.key for each in removals):
+        found.setdefault(name, []).append(version)
+    yield from found.items()
 
 
 def _fail(attempt: Attempt, reason: str) -> None:
