@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is an extra")
 
+from flashwarp.bench import checkpoints
 from flashwarp.bench import checkpoints_others as others
 from flashwarp.bench.checkpoints_shots import Links, sizes_of
 from flashwarp.device import resolve
@@ -15,6 +17,12 @@ from flashwarp.probe.report import Report
 
 LINKS = Links(1e10, 1e10, 1e10, 1e9, 1e9)
 PACKAGES = {"orbax": "orbax.checkpoint"}
+NAMES = {
+    "thread": "dcp.async_save, a thread",
+    "save": "torch.save",
+    "process": "dcp.async_save, a process and pinned memory",
+    "orbax": "orbax",
+}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -26,7 +34,7 @@ def empty() -> Report:
     return Report(title="others", device="cpu", settings={}, seeds={})
 
 
-@pytest.mark.parametrize("way", others.WAYS)
+@pytest.mark.parametrize("way", others.STATES)
 def test_a_state_is_saved(way: str, tmp_path: Path) -> None:
     if way in PACKAGES:
         pytest.importorskip(PACKAGES[way])
@@ -35,7 +43,7 @@ def test_a_state_is_saved(way: str, tmp_path: Path) -> None:
     others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: False, [way])
 
     assert "left out" not in report.settings
-    assert [row.reference_name for row in report.rows] == [way]
+    assert [row.reference_name for row in report.rows] == [NAMES[way]]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -43,7 +51,13 @@ def test_a_shot_is_restored(tmp_path: Path) -> None:
     report = empty()
 
     others.add_shot(
-        report, resolve("cpu"), tmp_path, sizes_of("uniform", 12, 3 << 20, 0), LINKS, lambda: False
+        report,
+        resolve("cpu"),
+        tmp_path,
+        sizes_of("uniform", 12, 3 << 20, 0),
+        LINKS,
+        lambda: False,
+        others.SHOTS,
     )
 
     left_out = report.settings.get("left out", {})
@@ -57,7 +71,44 @@ def test_a_shot_is_restored(tmp_path: Path) -> None:
 def test_what_comes_too_late_is_said(tmp_path: Path) -> None:
     report = empty()
 
-    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: True, others.WAYS)
+    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: True, others.STATES)
 
-    assert report.settings["left out"] == dict.fromkeys(others.WAYS, "no time was left")
+    assert report.settings["left out"] == dict.fromkeys(NAMES.values(), "no time was left")
     assert report.rows == []
+
+
+def test_a_torch_that_closes_the_stager_of_its_caller_saves_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch before 2.13 does so at the end of each save, and the second one failed.
+    import torch.distributed.checkpoint as dcp
+
+    save, closed = dcp.async_save, []
+
+    def closing(*arguments: Any, async_stager: Any, **options: Any) -> Any:
+        saved = save(*arguments, async_stager=async_stager, **options)
+        saved.result(60)
+        async_stager.close()
+        closed.append(async_stager)
+        return saved
+
+    monkeypatch.setattr(dcp, "async_save", closing)
+    report = empty()
+
+    others.add_state(report, resolve("cpu"), tmp_path, 1 << 20, 1e-3, lambda: False, ["process"])
+
+    assert "left out" not in report.settings
+    assert len(closed) == 2
+
+
+def test_a_part_of_the_other_ways_runs_alone(tmp_path: Path) -> None:
+    small = {"mib": 3, "steps": 12, "state": "1 MiB", "runs": 1, "intervals_ms": "0.1"}
+
+    report = checkpoints.run("cpu", tmp_path, parts="others", ways="save,load", **small)
+
+    assert [row.name for row in report.rows] == [
+        "a state saved, with room in the GPU cache",
+        "torch.load of each",
+        "a state saved, beside torch.save",
+    ]
+    assert report.wrong == []

@@ -36,6 +36,9 @@ class Faults:
         self._open.set()
         self._reads_open.set()
 
+    def release_writes(self) -> None:
+        self._open.set()
+
     def hold_reads(self) -> None:
         self._reads_open.clear()
 

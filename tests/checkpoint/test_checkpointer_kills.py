@@ -40,27 +40,30 @@ def opened(path: Path, **config: Any) -> Checkpointer:
 def use(path: Path, pipe: int, seed: int) -> None:
     """Do what programs do, until killed; each line of the pipe is an event."""
     chooser = random.Random(seed)
-    checkpointer = opened(path)
+    consumes = chooser.random() < 0.5
+    checkpointer = opened(path, discard_consumed=consumes)
     state = {region: np.zeros(size, np.int64) for region, size in SIZES.items()}
     for region, array in state.items():
         checkpointer.protect(region, array)
     newest = checkpointer.test()
     version = 0 if newest is None else newest + 1
-    pending = []
+    pending = {}
     checkpointer.prefetch_start()
     while True:
         for region, array in state.items():
             array[:] = content(version, region)
-        pending.append(checkpointer.checkpoint(version, overlap=chooser.random() < 0.3))
+        pending[version] = checkpointer.checkpoint(version, overlap=chooser.random() < 0.3)
         checkpointer.wait_staged()
-        for saved in [each for each in pending if each.done()]:
-            os.write(pipe, b"durable %d\n" % saved.result(0))
-            pending.remove(saved)
+        for done in [each for each, saved in pending.items() if saved.done()]:
+            os.write(pipe, b"durable %d\n" % pending.pop(done).result(0))
         there = checkpointer.versions()
         action = chooser.random()
         if action < 0.3:
             asked = chooser.choice(there)
             checkpointer.prefetch_enqueue(asked)
+            if consumes:
+                pending.pop(asked, None)
+                os.write(pipe, b"discard %d\n" % asked)
             checkpointer.restart(asked)
             for region, array in state.items():
                 assert np.array_equal(array, content(asked, region)), (asked, region)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "checkpoints.md"
 RECORDS = tuple(
     ROOT / "results" / f"checkpoints{part}_h200.json"
-    for part in ("", "_others", "_irregular", "_reverse", "_durable")
+    for part in ("", "_others", "_irregular", "_reverse", "_durable", "_states", "_order")
 )
 NODES = ROOT / "results" / "checkpoints_nodes.json"
 BLOCK = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)

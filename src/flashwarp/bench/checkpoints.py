@@ -28,6 +28,7 @@ __all__ = ["run"]
 
 _PARTS = ("decision", "saved", "training", "durable", "checksums", "shots", "others", "nodes")
 _WAITS = ("no", "yes")
+_WAYS = others.STATES + others.SHOTS
 _DISK_BYTES_MAX = 2 << 30
 _DISK_BYTES_UNUSED = 64 << 20
 
@@ -47,6 +48,7 @@ def run(
     waits: Annotated[str, "Whether all is durable before the backward pass: no, yes."] = "no",
     eviction: Annotated[str, "Of score, lru, fifo."] = "score",
     state: Annotated[str, "Bytes of the one large state."] = "64 MiB",
+    ways: Annotated[str, f"What `others` runs, of {', '.join(_WAYS)}."] = ",".join(_WAYS),
     runs: Annotated[int, "Runs of each short measurement; the median counts."] = 5,
     limit: Annotated[bool, "Limit the links on the CPU device, to the paper's times."] = True,
     seconds: Annotated[float, "Leave out what would begin later."] = 3600,
@@ -57,6 +59,11 @@ def run(
     where = resolve(device)
     integer("steps", steps, 2, 1 << 20)
     wanted = _named("parts", parts, _PARTS)
+    theirs = _named("ways", ways, _WAYS) if "others" in wanted else []
+    first, later = (
+        [each for each in theirs if each in group]
+        for group in (others.STATES[:1], others.STATES[1:])
+    )
     total, state_bytes = mib << 20, parse_bytes(state, "state")
     limited = limit and where.kind == "cpu"
     report = Report(
@@ -79,12 +86,12 @@ def run(
     saved_s = 0.0
     if "decision" in wanted:
         one.add_decision(report, runs)
-    if "saved" in wanted:
+    if "saved" in wanted or first or later:  # other ways to save a state stand beside it
         saved_s = one.add_saved(report, where, folder, state_bytes, runs)
-        if "others" in wanted:
-            others.add_state(report, where, folder, state_bytes, saved_s, late, others.WAYS[:1])
-        if where.kind == "cuda":
-            one.add_overlapped(report, where, folder, state_bytes)
+    if first:
+        others.add_state(report, where, folder, state_bytes, saved_s, late, first)
+    if "saved" in wanted and where.kind == "cuda":
+        one.add_overlapped(report, where, folder, state_bytes)
     if "durable" in wanted:
         disk = one.add_durable(report, where, folder, state_bytes, (1, 16), disk, min(runs, 3))
         links = replace(links, writes=disk.writes, reads=disk.reads)
@@ -109,14 +116,10 @@ def run(
         shots.add_shots(
             report, where, folder, total, steps, plans, eviction, links, limited=limited, late=late
         )
-    if "others" in wanted:
+    if theirs:
         lengths = shots.sizes_of("uniform", steps, total, 0)
-        if late():
-            others.absent(report, "shots by other libraries", "no time was left")
-        else:
-            others.add_shot(report, where, folder, lengths, links, late)
-        if saved_s:
-            others.add_state(report, where, folder, state_bytes, saved_s, late, others.WAYS[1:])
+        others.add_shot(report, where, folder, lengths, links, late, theirs)
+        others.add_state(report, where, folder, state_bytes, saved_s, late, later)
     if "nodes" in wanted:
         links = many.links_of(figures) if figures else links
         report.settings["node_bytes_per_s"] = vars(links)

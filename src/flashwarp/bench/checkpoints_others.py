@@ -31,7 +31,7 @@ from flashwarp.device import Device
 from flashwarp.probe.report import Report, Row
 from flashwarp.probe.timing import wall_seconds
 
-__all__ = ["WAYS", "absent", "add_shot", "add_state"]
+__all__ = ["SHOTS", "STATES", "absent", "add_shot", "add_state"]
 
 _INTERVAL_S = 0.01
 
@@ -51,17 +51,7 @@ def _async_save(kind: str, device: Device, tensor: Any, path: Path) -> float:
     with contextlib.ExitStack() as stack:
         if kind == "process":
             stack.enter_context(_one_rank())
-            staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
-            on_gpu = device.kind == "cuda"
-            stager = staging.DefaultStager(
-                staging.StagingOptions(
-                    use_pinned_memory=on_gpu,
-                    use_async_staging=False,
-                    use_non_blocking_copy=on_gpu,
-                )
-            )
-            stack.callback(stager.close)
-            options["async_stager"] = stager
+            options["async_stager"] = stack.enter_context(_kept_stager(device))
         else:
             options["no_dist"] = True
         for turn in range(2 if kind == "process" else 1):
@@ -76,6 +66,29 @@ def _async_save(kind: str, device: Device, tensor: Any, path: Path) -> float:
             getattr(saved[0], "upload_completion", saved[0]).result(120)
             shutil.rmtree(path / str(turn), ignore_errors=True)
     return seconds
+
+
+@contextlib.contextmanager
+def _kept_stager(device: Device) -> Iterator[Any]:
+    """Make a stager that keeps its pinned memory from one save to the next.
+
+    torch before 2.13 closes the caller's stager at the end of each save, and the next save fails
+    with ``KeyError: <class 'type'>``.
+    """
+    staging: Any = importlib.import_module("torch.distributed.checkpoint.staging")
+    on_gpu = device.kind == "cuda"
+    stager = staging.DefaultStager(
+        staging.StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
+        )
+    )
+    close, stager.close = stager.close, lambda: None
+    try:
+        yield stager
+    finally:
+        close()
 
 
 def _orbax_save(device: Device, tensor: Any, path: Path) -> float:
@@ -113,14 +126,19 @@ def _one_rank() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-_SAVES: dict[str, Callable[[Device, Any, Path], float]] = {
-    "dcp.async_save, a thread": partial(_async_save, "thread"),
-    "torch.save": _torch_save,
-    "dcp.async_save, a process and pinned memory": partial(_async_save, "process"),
-    "orbax": _orbax_save,
+_SAVES: dict[str, tuple[str, Callable[[Device, Any, Path], float]]] = {
+    "thread": ("dcp.async_save, a thread", partial(_async_save, "thread")),
+    "save": ("torch.save", _torch_save),
+    "process": (
+        "dcp.async_save, a process and pinned memory",
+        partial(_async_save, "process"),
+    ),
+    "orbax": ("orbax", _orbax_save),
 }
-WAYS = tuple(_SAVES)
+STATES = tuple(_SAVES)
 """How else one state is saved."""
+SHOTS = ("managed", "load", "adios2")
+"""How else a shot is restored: managed memory, torch.load, ADIOS2."""
 
 
 def add_state(
@@ -132,15 +150,14 @@ def add_state(
     late: Callable[[], bool],
     names: Sequence[str],
 ) -> None:
-    """Add what some of `WAYS` block to save one state."""
-    if not _has(report, "torch"):
+    """Add what some of `STATES` block to save one state."""
+    if not names or not _has(report, "torch"):
         return
     state = new_array(device, nbytes)
     torch: Any = importlib.import_module("torch")
     tensor = torch.as_tensor(state)
     tensor.random_()  # some libraries compress
-    for number, name in enumerate(names):
-        save = _SAVES[name]
+    for number, (name, save) in enumerate(map(_SAVES.__getitem__, names)):
         if late():
             absent(report, name, "no time was left")
             continue
@@ -174,14 +191,15 @@ def add_shot(
     lengths: NDArray[Any],
     links: Links,
     late: Callable[[], bool],
+    names: Sequence[str],
 ) -> None:
-    """Add how other ways restore the uniform shot in reverse order."""
+    """Add how some of `SHOTS` restore the uniform shot in reverse order."""
     ways: dict[str, Callable[[], object]] = {}
-    if device.kind == "cuda":
+    if "managed" in names and device.kind == "cuda":
         ways["managed memory"] = partial(add_managed, report, device, lengths, links, late)
-    if _has(report, "torch"):
+    if "load" in names and _has(report, "torch"):
         ways["torch.load"] = partial(_add_torch_load, report, device, folder, lengths, links)
-    if _has(report, "adios2"):
+    if "adios2" in names and _has(report, "adios2"):
         ways["ADIOS2"] = partial(_add_adios2, report, device, folder, lengths, links)
     for name, add in ways.items():
         if late():

@@ -30,7 +30,8 @@ from flashwarp.bench.checkpoints_state import (
     wait_until_pinned,
 )
 from flashwarp.checkpoint.capture import Bytes
-from flashwarp.checkpoint.mover import Mover, Pending
+from flashwarp.checkpoint.mover import Mover, Pending, Reader, Writer
+from flashwarp.checkpoint.region import Region
 from flashwarp.checkpoint.report import CheckpointStats
 from flashwarp.checkpoint.tier import Entry, Tier
 from flashwarp.device import Device
@@ -126,27 +127,49 @@ def sizes_of(kind: str, steps: int, total: int, sigma: float, seed: int = 1) -> 
 
 
 def limited_mover(links: Links) -> type[Mover]:
-    """Return a mover on the CPU device whose copies take as long as those of the links."""
-    rates = {
-        "down": links.down,
-        "up": links.up,
-        "to storage": links.writes,
-        "from storage": links.reads,
-    }
+    """Return a mover on the CPU device whose copies take as long as those of the links.
 
-    busy_until_ns = dict.fromkeys(rates, 0.0)
+    The two ways of a link to the host are independent. Storage serves reads and writes in turn,
+    piece by piece: what reads while others write gets a part of its rate.
+    """
+    rates = {"down": links.down, "up": links.up, "writes": links.writes, "reads": links.reads}
+    lines = {"down": "down", "up": "up", "writes": "storage", "reads": "storage"}
+    busy_until_ns = dict.fromkeys(lines.values(), 0.0)
     lock = threading.Lock()
 
     def take(link: str, nbytes: int, began_ns: int) -> None:
         """Sleep until a link, which transfers share one after the other, has moved the bytes."""
+        line = lines[link]
         with lock:
-            end_ns = max(began_ns, busy_until_ns[link]) + nbytes / rates[link] * 1e9
-            busy_until_ns[link] = end_ns
+            end_ns = max(began_ns, busy_until_ns[line]) + nbytes / rates[link] * 1e9
+            busy_until_ns[line] = end_ns
         time.sleep(max(0.0, (end_ns - time.monotonic_ns()) / 1e9))
 
+    @dataclass(frozen=True)
+    class Storage:
+        """A reader or writer of a version at the rate of the link."""
+
+        version: Any
+
+        def write(self, region: Region, offset: int, buffer: Any) -> None:
+            began_ns = time.monotonic_ns()
+            self.version.write(region, offset, buffer)
+            take("writes", memoryview(buffer).nbytes, began_ns)
+
+        def read_into(self, region: Region, offset: int, buffer: Any) -> None:
+            began_ns = time.monotonic_ns()
+            self.version.read_into(region, offset, buffer)
+            take("reads", memoryview(buffer).nbytes, began_ns)
+
     class Limited(Mover):
+        def _store(self, parts: Any, writer: Writer, *args: Any, **options: Any) -> bool:
+            return super()._store(parts, Storage(writer), *args, **options)
+
+        def _load(self, parts: Any, reader: Reader, *args: Any, **options: Any) -> bool:
+            return super()._load(parts, Storage(reader), *args, **options)
+
         def moved(self, link: str, nbytes: int, began_ns: int) -> None:
-            if link in rates:
+            if link in lines:
                 take(link, nbytes, began_ns)
             super().moved(link, nbytes, began_ns)
 

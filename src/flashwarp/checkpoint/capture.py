@@ -184,7 +184,10 @@ def describe(name: str, array: object, device: Device, *, writable: bool = False
             "callable that returns a contiguous copy"
         )
     if writable and found.read_only:
-        raise ArgumentError(f"the array of region {name!r} is read-only: nothing can be restored")
+        raise ArgumentError(
+            f"the array of region {name!r} is read-only, as those of jax are: pass a writable one "
+            "in into=, or protect a callable with restore=, which takes the restored array"
+        )
     if region.nbytes and (found.address == 0 or _storage_bytes(array) < region.nbytes):
         raise CheckpointError(
             f"the memory of region {name!r} was freed: its array has {region.nbytes} bytes and no "

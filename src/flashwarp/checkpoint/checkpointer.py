@@ -250,6 +250,9 @@ class Checkpointer(endings.Closing):
     def _begin(self, entry: Entry, saved: Saved) -> None:
         core = self._core
         core.check_usable()
+        if core.in_use(entry.key):
+            core.number_wanted = True
+            core.wake("look")
         core.wait_for(
             lambda: not core.in_use(entry.key),
             lambda: f"{entry} was discarded, and its last copy has not ended",

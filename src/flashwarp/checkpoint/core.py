@@ -7,6 +7,7 @@ failure of a version that it has waited for concerns it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -87,9 +88,13 @@ class Core:
         """Whether a hint names a version on storage whose manifest was not read yet."""
         self.uploads = False
         """Whether there is a remote store."""
+        self.durable_waits = 0
+        """Threads of the user's that wait until versions are durable."""
+        self.number_wanted = False
+        """Whether a checkpoint waits until files of a discarded version are removed."""
         self.started = False
-        self.fetches = 0
-        """Prefetches from storage that are under way."""
+        self.storage_reads = 0
+        """Prefetches and restores that read storage."""
         self.closing = False
         self.closed = False
         self._pid = os.getpid()
@@ -196,18 +201,30 @@ class Core:
 
     # Room.
 
-    def acquire(self, tier: Tier, entry: Entry, event: Event, timeout_s: float = math.inf) -> bool:
+    def acquire(
+        self,
+        tier: Tier,
+        entry: Entry,
+        event: Event,
+        timeout_s: float = math.inf,
+        *,
+        flush: bool = False,
+    ) -> bool:
         """Wait for room in a tier, and take it; return False if a slower tier must be used.
 
         It returns False, too, if the version is discarded or the checkpointer closes meanwhile.
 
         The wait never depends on a restore, which the waiting thread may be the only one to make.
-        Prefetches into the tier stop meanwhile.
+        Prefetches into the tier stop meanwhile; for a flush from the tier above only if a thread of
+        the user's waits for its room there.
         """
         if not tier.fits(entry.nbytes):
             self.counts["oversized"] += 1
             return False
-        tier.demands += 1
+        tier.demands += not flush
+        tier.flushes_waiting += flush
+        if self.storage_reads:
+            self.wake("flush")  # which let reads of storage go first until now
         began_ns = self.now_ns()
         clock = Waited()
         try:
@@ -229,7 +246,8 @@ class Core:
                 self.changed.wait(STEP_MAX_S)
             return False
         finally:
-            tier.demands -= 1
+            tier.demands -= not flush
+            tier.flushes_waiting -= flush
             self.wake("prefetch")
 
     def try_acquire(self, tier: Tier, entry: Entry, event: Event, keep_urgency: int) -> bool:
@@ -246,12 +264,47 @@ class Core:
         self.changed.notify_all()
 
     def reads_first(self, tier: Tier) -> bool:
-        """Return whether flushes to storage let prefetches from there go first.
+        """Return whether flushes from a tier to storage let reads of storage go first.
 
-        Only if what is restored is discarded: then most of what waits will never be flushed.
+        Only if what is restored is discarded: then most of what waits will never be flushed. Not if
+        somebody waits for the flushes, as other ranks may that commit the same versions.
         """
-        last = bool(self.tiers) and tier is self.tiers[-1]
-        return self.settings.discard_consumed and self.fetches > 0 and last and not tier.demands
+        if not self.settings.discard_consumed or not self.storage_reads:
+            return False
+        if self.durable_waits or self.settings.ranks > 1:
+            return False
+        return not tier.demanded
+
+    @contextlib.contextmanager
+    def reading_storage(self) -> Iterator[None]:
+        """Let flushes and removals wait while a restore reads storage."""
+        with self.changed:
+            self.begin_storage_read()
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.end_storage_read()
+
+    @contextlib.contextmanager
+    def waiting_for_flushes(self) -> Iterator[None]:
+        """Let flushes go before reads of storage; called under the lock."""
+        self.durable_waits += 1
+        self.wake("flush")
+        try:
+            yield
+        finally:
+            self.durable_waits -= 1
+
+    def begin_storage_read(self) -> None:
+        """Count a read of storage; called under the lock."""
+        self.storage_reads += 1
+
+    def end_storage_read(self) -> None:
+        """End what `begin_storage_read` counted; called under the lock."""
+        self.storage_reads -= 1
+        if not self.storage_reads:
+            self.wake("flush", "look")
 
     # Events.
 

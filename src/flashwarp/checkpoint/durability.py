@@ -55,7 +55,8 @@ class Durability:
             where = "in the remote store" if tier == "remote" else f"durable in {self._path}"
             return f"{len(left)} versions are not {where}, the first is {left[0]}"
 
-        core.wait_for(lambda: not open_ones() or failed() is not None, what, timeout_s)
+        with core.waiting_for_flushes():
+            core.wait_for(lambda: not open_ones() or failed() is not None, what, timeout_s)
         found = failed()
         if found is not None:
             future = core.futures.get(found)
@@ -81,11 +82,12 @@ class Durability:
                 retry_now(core, failed_before_ns=began_ns)
                 return all(each.failure and each.failed_ns >= began_ns for each in core.lost())
 
-            core.wait_for(
-                tried,
-                lambda: f"{len(core.lost())} versions are not durable in {self._path}",
-                timeout_s,
-            )
+            with core.waiting_for_flushes():
+                core.wait_for(
+                    tried,
+                    lambda: f"{len(core.lost())} versions are not durable in {self._path}",
+                    timeout_s,
+                )
             lost = core.lost()
             if lost:
                 failure = lost[0].failure

@@ -44,8 +44,9 @@ _AT_A_TIME = 8
 """Pieces from and to storage, and how many are read and how many written at a time: one at a time
 leaves the disk idle between two of them. Readers take larger pieces apart again."""
 
-_QUEUED_MAX = 2 * _AT_A_TIME
-"""Of one version, so that no thread waits for the oldest piece while others have ended."""
+_QUEUED_MAX = _AT_A_TIME + 2
+"""Of all versions, so that no thread waits for its next piece. What is queued is written before a
+flush can let reads go first."""
 
 _POOLED_BYTES_MIN = 1 << 20
 """A smaller piece is moved before another thread has begun to."""
@@ -129,8 +130,8 @@ class Mover(endings.Closing):
         self.engine: CopyEngine | None = None
         self._staging: StagingRing | None = None
         self._seams: list[tuple[int, int, int]] = []
-        self._writers = ThreadPoolExecutor(_AT_A_TIME, "flashwarp-checkpoint-write")
-        self._readers = ThreadPoolExecutor(_AT_A_TIME, "flashwarp-checkpoint-read")
+        self._writers = _Pieces("flashwarp-checkpoint-write")
+        self._readers = _Pieces("flashwarp-checkpoint-read")
         self._moved = threading.Lock()
         self._last_ns = dict.fromkeys(LINKS, 0)
         if device.kind == "cuda":
@@ -245,7 +246,7 @@ class Mover(endings.Closing):
             with self._on_host(part, offset, size) as view:
                 writer.write(part.region, offset, view)
 
-        done = _at_a_time(self._writers, self._jobs(parts, store), wanted, ending)
+        done = self._writers.move(self._jobs(parts, store), wanted, ending)
         if done:
             self.moved("to storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
@@ -304,7 +305,7 @@ class Mover(endings.Closing):
                 for ticket in self._copies(part.address + offset, buffer, size, part.after):
                     ticket.wait(self.timeout_s)
 
-        done = _at_a_time(self._readers, self._jobs(parts, load), wanted)
+        done = self._readers.move(self._jobs(parts, load), wanted)
         if done:
             self.moved("from storage", sum(part.region.nbytes for part in parts), began_ns)
         return done
@@ -398,50 +399,73 @@ class Mover(endings.Closing):
                 host_view(target + offset, size)[:] = view
 
         part = _Part(region, source, False, ())
-        _at_a_time(self._readers, self._jobs([part], fetch), lambda: True)
+        self._readers.move(self._jobs([part], fetch), lambda: True)
 
     def _piece_bytes(self, on_host: bool) -> int:
         return _PIECE_BYTES if on_host or self._staging is None else self._staging.buffer_bytes
 
     def close(self) -> None:
         """Wait for copies, and free the staging memory. May be called twice."""
-        self._writers.shutdown()
-        self._readers.shutdown()
+        self._writers.close()
+        self._readers.close()
         if self._staging is not None:
             self._staging.close()
         if self.engine is not None:
             self.engine.close(self.timeout_s)
 
 
-def _at_a_time(
-    pool: ThreadPoolExecutor,
-    jobs: Iterable[tuple[int, Callable[[], None]]],
-    wanted: Callable[[], bool],
-    ending: Callable[[], None] = lambda: None,
-) -> bool:
-    """Move pieces, each with its size, in threads; return False if they are not wanted any more."""
-    pending: deque[Future[None]] = deque()
-    try:
-        for size, job in jobs:
-            if not wanted():
-                return False
-            if size < _POOLED_BYTES_MIN:
-                job()
-                continue
-            if len(pending) == _QUEUED_MAX:
+class _Pieces:
+    """Threads that move pieces of versions. Any thread may call."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(_AT_A_TIME, name)
+        self._places = threading.Semaphore(_QUEUED_MAX)
+
+    def move(
+        self,
+        jobs: Iterable[tuple[int, Callable[[], None]]],
+        wanted: Callable[[], bool],
+        ending: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Move pieces, each with its size; return False if they are not wanted any more."""
+        pending: deque[Future[None]] = deque()
+        try:
+            for size, job in jobs:
+                if not wanted():
+                    return False
+                if size < _POOLED_BYTES_MIN:
+                    job()
+                    continue
+                while pending and pending[0].done():
+                    pending.popleft().result()
+                pending.append(self._submit(job))
+            ending()
+            while pending:
                 pending.popleft().result()
+        finally:
+            # Also after a failure: nobody touches the memory when the call has ended.
+            for each in pending:
+                each.exception()
+        return True
+
+    def _submit(self, job: Callable[[], None]) -> Future[None]:
+        # Without a limit: each piece in front has the limits of its own I/O.
+        self._places.acquire()
+        try:
+            found = self._pool.submit(job)
+        except RuntimeError:  # the interpreter is ending, and takes no new work for threads
+            found = Future()
             try:
-                pending.append(pool.submit(job))
-            except RuntimeError:  # the interpreter is ending, and takes no new work for threads
                 job()
-        ending()
-        while pending:
-            pending.popleft().result()
-    finally:
-        # Also after a failure: nobody touches the memory when the call has ended.
-        for each in pending:
-            each.exception()
-    return True
+                found.set_result(None)
+            except BaseException as error:
+                found.set_exception(error)
+        found.add_done_callback(lambda _: self._places.release())
+        return found
+
+    def close(self) -> None:
+        """Wait for the pieces under way. May be called twice."""
+        self._pool.shutdown()
 
 
 @contextlib.contextmanager

@@ -44,11 +44,23 @@ class Prefetcher:
         self._tier = tier
         self._below = below
         self._storing = storing
+        self._reads = False
 
     def next_job(self) -> Callable[[], None] | None:
         """Return the next prefetch; called under the lock. Pins what is in the tier already."""
+        core, read_before = self._core, self._reads
+        self._reads = False
+        job = self._choose()
+        # Only now: a flush or a removal would begin between two reads of storage.
+        if self._reads and not read_before:
+            core.begin_storage_read()
+        elif read_before and not self._reads:
+            core.end_storage_read()
+        return job
+
+    def _choose(self) -> Callable[[], None] | None:
         core, tier = self._core, self._tier
-        if not core.started or core.closing or tier.demands:
+        if not core.started or core.closing or tier.demanded:
             return None
         for hint in core.lookahead():
             entry = core.entries.get(hint_key(hint))
@@ -91,7 +103,7 @@ class Prefetcher:
         if not core.try_acquire(self._tier, entry, Event.FETCH, keep):
             return None
         core.busy[entry] += 1
-        core.fetches += source is None
+        self._reads = source is None
         core.pin(self._tier, entry)
         if source is not None:
             core.apply(source, entry, Event.READ)
@@ -113,9 +125,6 @@ class Prefetcher:
         except (FlashwarpError, OSError, MemoryError) as failure:
             error = failure
         with core.changed:
-            if source is None:
-                core.fetches -= 1
-                core.wake("flush")
             if done:
                 core.apply(tier, entry, Event.SAVED_BELOW)
                 core.apply(tier, entry, Event.FILLED)

@@ -5,6 +5,8 @@ A restore needs no room in any cache, so it waits for nobody but a copy that bri
 
 from __future__ import annotations
 
+from functools import partial
+
 from flashwarp.checkpoint.capture import Bytes
 from flashwarp.checkpoint.core import Core
 from flashwarp.checkpoint.life import Event
@@ -71,7 +73,9 @@ class Restorer:
         """Copy regions into the user's arrays, from a tier or from storage."""
         if tier is not None:
             return self._core.mover.deliver(tier, entry, targets)
-        self._storing.read(entry.key, lambda reader: self._core.mover.load_arrays(reader, targets))
+        load = partial(self._core.mover.load_arrays, targets=targets)
+        with self._core.reading_storage():
+            self._storing.read(entry.key, load)
         return Pending()
 
     def end(self, entry: Entry, tier: Tier | None, *, done: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,21 @@ from flashwarp.errors import (
     MissingVersionError,
 )
 
-__all__ = ["Storing", "forget_stored", "wanted"]
+__all__ = ["Removal", "Storing", "forget_stored", "wanted"]
 
 _log = logging.getLogger(__name__)
 
 Fill = Callable[[Any, Callable[[], bool]], bool]
 """Writes the bytes of a version; returns False if it was given up because nobody wants it."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A discarded version, and whether the folder and the remote store have files of it."""
+
+    entry: Entry
+    stored: bool
+    remote: bool
 
 
 class Storing:
@@ -110,39 +120,38 @@ class Storing:
 
     # Removing.
 
-    def discard(
-        self,
-        entry: Entry,
-        later: Callable[[Entry, Callable[[], None]], None] | None = None,
-    ) -> None:
+    def discard(self, entry: Entry, later: Callable[[Removal], None] | None = None) -> None:
         """Remove a version from all tiers and stores; flushes that are pending give up.
 
-        What removes it from the stores goes to `later`, if that is given, under the lock.
+        What is to be removed from the stores goes to `later`, if that is given, under the lock.
         """
         core = self._core
-
-        def remove() -> None:
-            if stored:
-                forget_stored(self._directory, *entry.key)
-                if self._commits is not None:
-                    self._commits.discard(*entry.key)
-            if remote:
-                forget_stored(self._remote, *entry.key)
-
         with core.locked():
             if entry.discarded:
                 return
-            stored, remote = entry.stored, entry.remote or entry.key in core.in_remote
+            in_remote = entry.remote or entry.key in core.in_remote
+            removal = Removal(entry, entry.stored, in_remote)
             core.in_remote.discard(entry.key)
             core.retire(entry)
             future = core.futures.pop(entry, None)
-            if later is not None and (stored or remote):
-                later(entry, remove)
+            if later is not None and (removal.stored or removal.remote):
+                later(removal)
         if future is not None and not future.done():
             future.observed = True
             future.set_exception(CheckpointError(f"{entry} was discarded before it was durable"))
         if later is None:
-            remove()
+            self.remove([removal])
+
+    def remove(self, removals: Sequence[Removal]) -> None:
+        """Remove versions from the stores; those of one name share a sync of their folder."""
+        for name, versions in _by_name(each for each in removals if each.stored):
+            self._directory.discard_all(name, versions)
+            if self._commits is not None:
+                for version in versions:
+                    self._commits.discard(name, version)
+        # Last: the remote store may fail.
+        for name, versions in _by_name(each for each in removals if each.remote):
+            self._remote.discard_all(name, versions)
 
     # Writing.
 
@@ -205,6 +214,13 @@ class Storing:
         if discarded:
             forget_stored(self._directory, *entry.key)
         return not discarded
+
+
+def _by_name(removals: Iterable[Removal]) -> Iterator[tuple[str, list[int]]]:
+    found: dict[str, list[int]] = {}
+    for name, version in (each.entry.key for each in removals):
+        found.setdefault(name, []).append(version)
+    yield from found.items()
 
 
 def _fail(attempt: Attempt, reason: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from flashwarp.checkpoint.prediction import Backlog
 from flashwarp.checkpoint.prefetching import Prefetcher
 from flashwarp.checkpoint.ranks import Group, GroupCommits
 from flashwarp.checkpoint.settings import Settings
-from flashwarp.checkpoint.storing import Storing
+from flashwarp.checkpoint.storing import Removal, Storing
 from flashwarp.checkpoint.tier import Entry, Key, Tier
 from flashwarp.checkpoint.workers import Worker
 from flashwarp.device import Device
@@ -32,6 +31,7 @@ __all__ = ["System"]
 _log = logging.getLogger(__name__)
 
 _LIST_AGAIN_S = 0.05
+_REMOVED_AFTER_S = 1.0
 
 
 class System:
@@ -71,7 +71,8 @@ class System:
         # Names of which the remote store did not say what it has; `versions` and `test` ask again.
         self._remote_unknown: set[str] = set()
         self.commits: GroupCommits | None = None
-        self._removals: deque[Callable[[], None]] = deque()
+        self._removals: list[Removal] = []
+        self._removals_began_ns = 0
         try:
             self.directory = Directory(path, rank, writable=not settings.read_only)
             self._closers.append(self.directory.close)
@@ -341,33 +342,52 @@ class System:
         except (FlashwarpError, OSError) as error:
             _log.warning("the versions of %r cannot be listed: %s", name, error)
 
-    def remove_later(self, entry: Entry, remove: Callable[[], None]) -> None:
+    def remove_later(self, removal: Removal) -> None:
         """Remove a discarded version from the stores in the background; called under the lock.
 
         Its number is in use until then.
         """
-        core = self.core
-        core.busy[entry] += 1
-
-        def job() -> None:
-            try:
-                remove()
-            except (FlashwarpError, OSError) as error:
-                _log.warning("%s was discarded, and its files stay: %s", entry, error)
-            finally:
-                with core.changed:
-                    release(core, entry)
-                    retry_now(core)  # the disk may have room now
-
-        self._removals.append(job)
-        core.wake("look")
+        if not self._removals:
+            self._removals_began_ns = self.core.now_ns()
+        self._removals.append(removal)
+        self.core.busy[removal.entry] += 1
+        self.core.wake("look")
 
     def _next_removal(self) -> Callable[[], None] | None:
-        return self._removals.popleft() if self._removals else None
+        """Return the removal of all that waits, which lets reads of storage go first for a while.
+
+        The sync of a folder takes as long as some reads, and keeps others from the disk meanwhile.
+        """
+        core = self.core
+        if not self._removals:
+            return None
+        waited_ns = core.now_ns() - self._removals_began_ns
+        if core.storage_reads and not core.number_wanted and waited_ns < _REMOVED_AFTER_S * 1e9:
+            return None
+        core.number_wanted = False
+        removals, self._removals = self._removals, []
+        return partial(self._remove, removals)
+
+    def _remove(self, removals: list[Removal]) -> None:
+        core = self.core
+        try:
+            self.storing.remove(removals)
+        except (FlashwarpError, OSError) as error:
+            _log.warning(
+                "%s was discarded, and some files stay: %s",
+                ", ".join(str(each.entry) for each in removals),
+                error,
+            )
+        finally:
+            with core.changed:
+                for each in removals:
+                    release(core, each.entry)
+                retry_now(core)  # the disk may have room now
 
     def _remove_rest(self) -> None:
-        while self._removals:
-            self._removals.popleft()()
+        removals, self._removals = self._removals, []
+        if removals:
+            self._remove(removals)
 
     # The end.
 

@@ -136,6 +136,8 @@ class Tier:
         self.lives: dict[Entry, Life] = {}
         self.demands = 0
         """Threads of the user's that wait for room here: prefetches let them go first."""
+        self.flushes_waiting = 0
+        """Flushes from the tier above that wait for room here."""
         self.evictions = 0
         self.above: Tier | None = None
         """The next faster cache."""
@@ -145,6 +147,13 @@ class Tier:
     def grown(self) -> bool:
         """Whether all of the buffer can be used."""
         return self.table.nbytes >= self.nbytes
+
+    @property
+    def demanded(self) -> bool:
+        """Whether a thread of the user's waits for room here, or for a flush that does."""
+        if self.demands:
+            return True
+        return bool(self.flushes_waiting) and self.above is not None and self.above.demanded
 
     def grow(self, nbytes: int) -> None:
         """Make more of the buffer usable."""

@@ -16,6 +16,7 @@ import pytest
 from versions import CHUNK, bytes_of, check, files_of, regions_of, store
 
 from flashwarp.checkpoint.directory import Directory
+from flashwarp.checkpoint.directory import directory as directory_module
 from flashwarp.checkpoint.region import Region
 from flashwarp.errors import (
     ArgumentError,
@@ -335,6 +336,29 @@ def test_discarded_version_is_gone_and_open_readers_keep_it(directory: Directory
         directory.open("run", 2)
     with pytest.raises(MissingVersionError):
         directory.discard("run", 2)
+
+
+def test_a_discard_does_not_list_the_folder(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A listing takes 15 ms if there are 10,000 versions.
+    for version in (1, 2, 3):
+        store(directory, version, 100)
+    monkeypatch.setattr(directory_module, "_listed", lambda folder: pytest.fail(str(folder)))
+
+    assert directory.discard_all("run", [1, 2, 7]) == [1, 2]
+    assert len(files_of(directory.path)) == 2
+
+
+def test_a_discarded_version_whose_manifest_is_damaged_leaves_no_data(directory: Directory) -> None:
+    for version in (1, 2):
+        store(directory, version, 100)
+    folder = directory.path / "run" / "rank-00000"
+    (folder / f"{2:019d}.manifest").write_bytes(b"damaged")
+
+    directory.discard("run", 2)
+
+    assert len(files_of(directory.path)) == 2
 
 
 # Bad input.

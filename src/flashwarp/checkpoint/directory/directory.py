@@ -213,20 +213,21 @@ class Directory(Catalog):
         """Remove several versions of this rank; return those that were there."""
         self._check_writable()
         folder = self._folder(name)
-        removed = []
+        removed: dict[int, str | None] = {}
         for version in map(names.check_version, versions):
+            data = self._data_of(folder, version)
             try:
                 (folder / names.manifest_name(version)).unlink()
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise files.write_error(error, str(folder / "")) from error
-            removed.append(version)
+            removed[version] = data
         if removed:
             # The manifests must be gone before the data: a crash leaves no version without data.
             sync_folder(folder)
-            self._remove_data(folder, set(removed))
-        return removed
+            self._remove_named(folder, removed)
+        return list(removed)
 
     def close(self) -> None:
         """Abort what is being written and release the lock. May be called twice."""
@@ -331,6 +332,18 @@ class Directory(Catalog):
             committed = set(names.versions_among(found))
             data = [v for v in map(names.data_version, found) if v is not None]
             self._remove_data(folder, {v for v in data if v not in committed or data.count(v) > 1})
+
+    def _remove_named(self, folder: Path, data: Mapping[int, str | None]) -> None:
+        """Remove the data files that manifests named; a listing takes 1 us for each file there."""
+        unsure = set()
+        for version, name in data.items():
+            with self._guard:
+                replaced = (folder.parent.name, version) in self._writers
+            if not name or replaced:  # the manifest could not be read, or may have been another one
+                unsure.add(version)
+            else:
+                _remove(folder / name)
+        self._remove_data(folder, unsure)
 
     def _remove_data(self, folder: Path, versions: set[int]) -> None:
         """Remove the data files of versions, except those that a manifest names."""
