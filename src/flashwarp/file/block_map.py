@@ -45,7 +45,10 @@ _FLAG_REFUSALS = {
     0x0002: ("unknown", "its place is not known yet: end what writes it, and try again"),
     0x0004: ("delalloc", "it has no place yet: end what writes it, and try again"),
     0x0008: ("encoded", f"its bytes are not those of the file: {_COPY}"),
-    0x0080: ("encrypted", "its bytes are not those of the file: copy it to a folder without encryption"),
+    0x0080: (
+        "encrypted",
+        "its bytes are not those of the file: copy it to a folder without encryption",
+    ),
     0x0100: ("not aligned", f"it shares blocks with others: {_COPY}"),
     0x0200: ("inline", "its bytes lie among the file system's own: a longer file has blocks"),
     0x0400: ("tail", f"its bytes share a block with other files: {_COPY}"),
@@ -216,7 +219,9 @@ Ask = Callable[[int, int], bytes]
 """Returns the kernel's answer about the bytes [start, start + length) of a file."""
 
 
-def _extents_of(descriptor: int, path: str, nbytes: int, device_bytes: int) -> tuple[FileExtent, ...]:
+def _extents_of(
+    descriptor: int, path: str, nbytes: int, device_bytes: int
+) -> tuple[FileExtent, ...]:
     def ask(start: int, length: int) -> bytes:
         question = bytearray(_HEAD.size + _EXTENT.size * _ANSWER_EXTENTS)
         _HEAD.pack_into(question, 0, start, length, _SYNC, 0, _ANSWER_EXTENTS, 0)
@@ -275,9 +280,7 @@ def read_extents(ask: Ask, path: str, nbytes: int, device_bytes: int) -> tuple[F
     return tuple(found)
 
 
-def _check_extent(
-    extent: FileExtent, flags: int, at: int, path: str, device_bytes: int
-) -> None:
+def _check_extent(extent: FileExtent, flags: int, at: int, path: str, device_bytes: int) -> None:
     where = f"bytes [{extent.logical}, {extent.logical + extent.nbytes})"
     refused = [(name, why) for bit, (name, why) in _FLAG_REFUSALS.items() if flags & bit]
     if unknown := flags & ~(_LAST | _MERGED | sum(_FLAG_REFUSALS)):

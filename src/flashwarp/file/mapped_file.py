@@ -238,7 +238,8 @@ def _device_of(
             f"{namespace.path} is a namespace of {namespace.disk}, and {block_map.path} lies on "
             f"{used.volume.disk}"
         )
-    if namespace.nbytes != used.volume.nbytes or getattr(namespace, "offset", 0):
+    in_part = isinstance(namespace, Passthrough) and namespace.offset != 0
+    if in_part or namespace.nbytes != used.volume.nbytes:
         raise ArgumentError(
             f"{namespace!r} is not the whole of {used.volume.disk}, which has "
             f"{used.volume.nbytes} bytes: give it without a range"
@@ -255,9 +256,7 @@ def _check_same_drive(namespace: DriveNamespace, used: BlockMap) -> None:
     facts = namespace.drive.identity()
     mine = (str(facts["serial"]), str(facts["subsystem"]), str(namespace.nsid))
     block = Path("/sys/block", used.volume.disk)
-    kernels = tuple(
-        _text(block / name) for name in ("device/serial", "device/subsysnqn", "nsid")
-    )
+    kernels = tuple(_text(block / name) for name in ("device/serial", "device/subsysnqn", "nsid"))
     if mine != kernels:
         names = ("serial number", "NVM subsystem", "namespace")
         differ = [

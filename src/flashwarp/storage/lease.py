@@ -65,9 +65,7 @@ class Lease:
     sends no signal to the process.
     """
 
-    def __init__(
-        self, path: str, *, excludes_readers: bool = False, once: bool = False
-    ) -> None:
+    def __init__(self, path: str, *, excludes_readers: bool = False, once: bool = False) -> None:
         self.path = path
         self._kind = fcntl.F_WRLCK if excludes_readers else fcntl.F_RDLCK
         self._once = once
