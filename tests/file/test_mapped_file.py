@@ -250,6 +250,7 @@ def test_array_on_a_map_that_has_ended_raises(path: Path) -> None:
         x = fw.open(storage, "r+", "u1", device="cpu", cache="64 KiB", line=4096)
         x[0] = 1
         dump(path)
+        assert storage.stale
 
         with pytest.raises(StorageError, match="stale block map") as failed:
             x.flush()
