@@ -100,7 +100,7 @@ def fragmented(path: Path, nbytes: int, seed: int = 0) -> bytes:
     return content
 
 
-def by_blocks(path: Path | fw.BlockMap, namespace: Storage) -> fw.MappedFile:
+def by_blocks(path: Path | fw.BlockMap, namespace: DriveNamespace | Passthrough) -> fw.MappedFile:
     return fw.MappedFile(path, namespace, writable=True, allow_raw_writes=True)
 
 
