@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
-from flashwarp.errors import ArgumentError, LockedError, ReadOnlyError, StorageError
+from flashwarp.errors import ArgumentError, LockedError, PathError, ReadOnlyError, StorageError
 from flashwarp.file.block_map import STALE
 from flashwarp.nvme.drive_namespace import DriveNamespace
 from flashwarp.storage import Passthrough, Storage
@@ -334,3 +334,30 @@ def test_drive_with_a_file_system_is_not_written_without_permission(
     finally:
         controller.namespace(1).close()
         controller.allow_raw_writes = True
+
+
+def test_file_on_the_device_mapper_has_no_places_on_the_drive(tmp_path: Path) -> None:
+    """It is used by the volume's own device."""
+    guest.bind(guest.address_of(OTHER), "nvme")
+    guest.load("dm-mod", "ext4")
+    begin = 2048
+    sectors = 96 * MIB // 512 - begin
+    table = f"0 {sectors} linear {guest.block_device(1)} {begin}"
+    call("dmsetup", "create", "volume", "--noudevsync", "--table", table)
+    try:
+        call("mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", "/dev/mapper/volume")
+        call("mount", "/dev/mapper/volume", tmp_path)
+        path = tmp_path / "file"
+        content = fragmented(path, MIB)
+
+        with fw.MappedFile(path) as storage:
+            assert storage.read(0, MIB) == content
+            assert storage.block_map.volume.path.startswith("/dev/dm-")
+        with (
+            Passthrough(guest.character_device(1)) as raw,
+            pytest.raises(PathError, match=r"\(volume\), which is made of nvme"),
+        ):
+            fw.MappedFile(path, raw)
+    finally:
+        subprocess.run(["umount", tmp_path], capture_output=True)
+        call("dmsetup", "remove", "--noudevsync", "volume")
