@@ -181,8 +181,9 @@ class Lease:
         self._held = False
         self._retake_at = time.monotonic() + _RETAKE_S
         _log.info(
-            "%s is opened by another: its lease was given up after %.1f ms",
+            "%s is opened%s: its lease was given up after %.1f ms",
             self.path,
+            " for writing" if self._kind == fcntl.F_RDLCK else "",
             1e3 * (time.monotonic() - begin),
         )
         lost = None
