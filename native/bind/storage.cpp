@@ -24,6 +24,7 @@
 #include "storage/composite_storage.h"
 #include "storage/file_lock.h"
 #include "storage/file_storage.h"
+#include "storage/mapped_storage.h"
 #include "storage/memory_storage.h"
 #include "storage/nvme_passthrough.h"
 #include "storage/open_file.h"
@@ -178,6 +179,27 @@ void bind_storages(nb::module_& m) {
       .def_prop_ro("lba_bytes", &NvmePassthrough::lba_bytes)
       .def_prop_ro("nsid", &NvmePassthrough::nsid)
       .def_prop_ro("namespace_nbytes", &NvmePassthrough::namespace_nbytes);
+
+  nb::class_<MappedStorage, Storage>(m, "MappedStorage")
+      .def(
+          "__init__",
+          [](MappedStorage* self, std::shared_ptr<Storage> device,
+             const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& extents, uint64_t nbytes,
+             bool writable, const std::string& name) {
+            std::vector<FileExtent> list;
+            for (const auto& [logical, physical, n] : extents)
+              list.push_back({logical, physical, n});
+            new (self) MappedStorage(std::move(device), std::move(list), nbytes, writable, name);
+          },
+          nb::arg("device"), nb::arg("extents"), nb::arg("nbytes"), nb::arg("writable"),
+          nb::arg("name"))
+      .def(
+          "revoke",
+          [](MappedStorage& s, uint32_t limit_ms) {
+            const int error = unlocked([&] { return s.revoke(limit_ms); });
+            if (error != 0) raise_os_error(errno_of(error), error_text(error), "");
+          },
+          nb::arg("limit_ms"));
 
   nb::class_<StripedStorage, Storage>(m, "StripedStorage")
       .def(nb::init<StorageList, uint32_t, uint64_t>(), nb::arg("members"), nb::arg("stripe_bytes"),

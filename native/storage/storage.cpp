@@ -12,6 +12,7 @@ namespace fw::native {
 std::string error_text(int error) {
   if (error == kTruncated) return "truncated: the file is shorter than it was";
   if (error == kReplaced) return "replaced: another file has its name, and what was written none";
+  if (error == kRevoked) return "stale block map: another process wanted the file; open it again";
   if (is_nvme_status(error)) return nvme_status_text(status_of(error));
   return std::strerror(error);
 }

@@ -34,6 +34,9 @@ inline int error_of_block_device(int error) { return error == kTruncated ? EIO :
 // Status of a flush of a file that another file has replaced: what was written has no name.
 inline constexpr int kReplaced = ESTALE;
 
+// Status of a transfer by a block map that was revoked: the blocks may be another file's by now.
+inline constexpr int kRevoked = EREMCHG;
+
 // The text of a status, for people.
 std::string error_text(int error);
 

@@ -21,6 +21,8 @@ if _TYPE_CHECKING:
     from flashwarp.array.explanation import Explanation
     from flashwarp.array.share_table import ShareTable
     from flashwarp.checkpoint.checkpointer import Checkpointer
+    from flashwarp.file.block_map import BlockMap
+    from flashwarp.file.mapped_file import MappedFile
     from flashwarp.loading.load import load
     from flashwarp.nvme.drive_model import SSDModel
     from flashwarp.nvme.vfio import VfioController
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Array",
+    "BlockMap",
     "Cache",
     "Checkpointer",
     "CpuDevice",
@@ -38,6 +41,7 @@ __all__ = [
     "Explanation",
     "Future",
     "Kernel",
+    "MappedFile",
     "Pipeline",
     "Policy",
     "Program",
@@ -58,9 +62,11 @@ __all__ = [
 # What programs without kernels of their own do not need is imported when it is first used: the
 # compilers alone take longer than the rest.
 _LATER = {
+    "BlockMap": "flashwarp.file.block_map",
     "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Explanation": "flashwarp.array.explanation",
     "Kernel": "flashwarp.program.compiling",
+    "MappedFile": "flashwarp.file.mapped_file",
     "Pipeline": "flashwarp.pipeline.pipeline",
     "Program": "flashwarp.program.compiling",
     "SSDModel": "flashwarp.nvme.drive_model",

@@ -129,6 +129,17 @@ class NvmePassthrough(Storage):
     @property
     def namespace_nbytes(self) -> int: ...
 
+class MappedStorage(Storage):
+    def __init__(
+        self,
+        device: Storage,
+        extents: Sequence[tuple[int, int, int]],
+        nbytes: int,
+        writable: bool,
+        name: str,
+    ) -> None: ...
+    def revoke(self, limit_ms: int) -> None: ...
+
 class StripedStorage(Storage):
     def __init__(self, members: Sequence[Storage], stripe_bytes: int, nbytes: int = 0) -> None: ...
 

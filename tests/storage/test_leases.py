@@ -496,3 +496,22 @@ def test_keeper_keeps_no_interpreter_from_ending(path: Path) -> None:
     )
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_lease_that_excludes_readers_is_given_up_once(path: Path) -> None:
+    lease = Lease(str(path), excludes_readers=True, once=True)
+    left: list[bool] = []
+    lease.watch(lambda: bool(left.append(lease.held)) or True, lambda _: None)
+    with contextlib.closing(lease):
+        assert lease.held
+
+        assert subprocess.run(["cat", path], capture_output=True, timeout=30).returncode == 0
+
+        assert left == [False], "the reader waited for it"
+        time.sleep(0.3)  # longer than a lease is not asked for again
+        assert not lease.held
+
+
+def test_lease_that_excludes_readers_is_refused_beside_one(path: Path) -> None:
+    with path.open("rb"), pytest.raises(BlockingIOError):
+        Lease(str(path), excludes_readers=True)

@@ -44,11 +44,15 @@ _REFUSALS = {
 
 
 class Lease:
-    """A read lease on a file, through an open file description of its own.
+    """A lease on a file, through an open file description of its own.
 
     Parameters
     ----------
     path : str
+    excludes_readers : bool
+        Take a write lease, which no process can even open the file beside. Default: a read lease.
+    once : bool
+        Do not take it again after a break.
 
     Raises
     ------
@@ -61,8 +65,10 @@ class Lease:
     sends no signal to the process.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, excludes_readers: bool = False, once: bool = False) -> None:
         self.path = path
+        self._kind = fcntl.F_WRLCK if excludes_readers else fcntl.F_RDLCK
+        self._once = once
         self._turn = threading.Lock()
         self._leave: Callable[[], bool] | None = None
         self._changed: Callable[[StorageError | None], None] | None = None
@@ -90,6 +96,16 @@ class Lease:
         """Device and inode of the file that is held, even if its path names another by now."""
         status = os.fstat(self._fd)
         return status.st_dev, status.st_ino
+
+    @property
+    def descriptor(self) -> int:
+        """The open file. Any other that this process opens would break a write lease."""
+        return self._fd
+
+    @property
+    def held(self) -> bool:
+        """Whether no process waits for the file, or has had it since the lease was taken."""
+        return self._held and fcntl.fcntl(self._fd, fcntl.F_GETLEASE) == self._kind
 
     @property
     def closed(self) -> bool:
@@ -137,7 +153,7 @@ class Lease:
             if self._fd < 0 or self._leave is None or self._changed is None:
                 return
             if not self._held:
-                if time.monotonic() < self._retake_at:
+                if self._once or time.monotonic() < self._retake_at:
                     return
                 try:
                     self._take()
@@ -146,7 +162,7 @@ class Lease:
                 else:
                     self._held = True
                     self._changed(None)
-            elif fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+            elif fcntl.fcntl(self._fd, fcntl.F_GETLEASE) != self._kind:
                 self._break(self._leave, self._changed)
 
     def _break(
@@ -165,8 +181,9 @@ class Lease:
         self._held = False
         self._retake_at = time.monotonic() + _RETAKE_S
         _log.info(
-            "%s is opened for writing: its lease was given up after %.1f ms",
+            "%s is opened%s: its lease was given up after %.1f ms",
             self.path,
+            " for writing" if self._kind == fcntl.F_RDLCK else "",
             1e3 * (time.monotonic() - begin),
         )
         lost = None
@@ -185,7 +202,7 @@ class Lease:
         # A break signals the owner of the description, which F_SETLEASE makes the process, by
         # SIGIO, which ends it. Until the owner is nobody it is a signal that is ignored by default.
         fcntl.fcntl(self._fd, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(self._fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(self._fd, fcntl.F_SETLEASE, self._kind)
         fcntl.fcntl(self._fd, fcntl.F_SETOWN, 0)
 
     def _unlock(self) -> bool:

@@ -84,7 +84,8 @@ class Passthrough(Storage):
         allowed = flag("allow_raw_writes", allow_raw_writes)
         files.check(name, writable)
         self._path = name
-        self._disk = _disk_of(name)
+        self.disk = _disk_of(name)
+        """Name of the block device of the same namespace, such as "nvme0n1"."""
         native = self._open(offset, nbytes or 0, writable, lock=lock, claim=not allowed)
         # Only now can nobody make a file system there any more.
         if writable and not allowed and (found := self._carried()):
@@ -112,8 +113,8 @@ class Passthrough(Storage):
     def _open(
         self, offset: int, nbytes: int, writable: bool, *, lock: bool, claim: bool
     ) -> _native.NvmePassthrough:
-        limit = _kernel_limit(self._disk)
-        device = f"/dev/{self._disk}"
+        limit = _kernel_limit(self.disk)
+        device = f"/dev/{self.disk}"
         try:
             return _native.NvmePassthrough(
                 self._path, offset, nbytes, writable, lock, claim, device, limit
@@ -129,7 +130,7 @@ class Passthrough(Storage):
         if why == os.strerror(number) or "process" in why:  # by open(2), or a lock
             return files.path_error(error, self._path, writable=writable)
         if "in use" in why:
-            users = "; ".join(block_users.users_of(self._disk))
+            users = "; ".join(block_users.users_of(self.disk))
             why = f"{why}{f' ({users})' if users else ''}: {_WAY_OUT}"
         return PathError(number, why, self._path)
 

@@ -1,0 +1,225 @@
+// Whole blocks, and blocks in part; see mapped_storage.h.
+#include "storage/mapped_storage.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "base/alignment.h"
+
+namespace fw::native {
+namespace {
+
+constexpr uint64_t kBlock = MappedStorage::kBlockBytes;
+constexpr size_t kScratchBytes = 256 << 10;
+
+[[noreturn]] void refuse(const FileExtent& extent, const std::string& why) {
+  throw std::invalid_argument("the extent of bytes [" + std::to_string(extent.logical) + ", +" +
+                              std::to_string(extent.nbytes) + ") at byte " +
+                              std::to_string(extent.physical) + " of the device " + why);
+}
+
+std::vector<FileExtent> checked(std::vector<FileExtent> extents, uint64_t nbytes,
+                                uint64_t device_nbytes) {
+  uint64_t end = 0;
+  for (const FileExtent& extent : extents) {
+    if (extent.logical != end) refuse(extent, "does not follow the one before it");
+    if (extent.nbytes == 0 || !is_aligned(extent.physical | extent.nbytes, kBlock)) {
+      refuse(extent, "is no whole number of blocks of 4096 bytes");
+    }
+    if (extent.physical > device_nbytes || extent.nbytes > device_nbytes - extent.physical) {
+      refuse(extent, "ends beyond its " + std::to_string(device_nbytes) + " bytes");
+    }
+    end += extent.nbytes;  // at most the device's size for each, so it cannot wrap before `nbytes`
+    if (end >= nbytes + kBlock) refuse(extent, "lies beyond the end of the file");
+  }
+  if (end < nbytes) {
+    throw std::invalid_argument("the extents cover " + std::to_string(end) + " of " +
+                                std::to_string(nbytes) + " bytes");
+  }
+  std::vector<FileExtent> places = extents;
+  std::sort(places.begin(), places.end(),
+            [](const auto& a, const auto& b) { return a.physical < b.physical; });
+  for (size_t i = 1; i < places.size(); ++i) {
+    if (places[i].physical < places[i - 1].physical + places[i - 1].nbytes) {
+      refuse(places[i], "overlaps another");
+    }
+  }
+  return extents;
+}
+
+std::shared_ptr<Storage> writable_enough(std::shared_ptr<Storage> device, bool writable) {
+  device = require_storage(std::move(device));
+  if (writable && !device->writable()) throw std::invalid_argument("the device takes no writes");
+  return device;
+}
+
+}  // namespace
+
+class MappedStorage::Turn {
+ public:
+  explicit Turn(MappedStorage& storage) : storage_(storage) {
+    if (storage.in_forked_child()) {
+      error_ = kForked;
+      return;
+    }
+    const std::lock_guard guard(storage.turns_);
+    error_ = storage.revoked_ ? kRevoked : 0;
+    if (error_ == 0) ++storage.in_flight_;
+  }
+  ~Turn() {
+    if (error_ != 0) return;
+    const std::lock_guard guard(storage_.turns_);
+    if (--storage_.in_flight_ == 0) storage_.none_in_flight_.notify_all();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  int error() const { return error_; }
+
+ private:
+  MappedStorage& storage_;
+  int error_;
+};
+
+MappedStorage::MappedStorage(std::shared_ptr<Storage> device, std::vector<FileExtent> extents,
+                             uint64_t nbytes, bool writable, std::string name)
+    : Storage(nbytes, writable),
+      device_(writable_enough(std::move(device), writable)),
+      extents_(checked(std::move(extents), nbytes, device_->nbytes())),
+      name_(std::move(name)),
+      scratch_(kScratchBytes, kBlock) {}
+
+int MappedStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const {
+  // The file's name and offset are what people know; the device's own are not told.
+  if (error != 0 && failure != nullptr) *failure = {name_, offset, n};
+  return error;
+}
+
+int MappedStorage::revoke(uint32_t limit_ms) {
+  if (in_forked_child()) return 0;
+  std::unique_lock guard(turns_);
+  revoked_ = true;
+  const auto limit = std::chrono::milliseconds(limit_ms);
+  if (!none_in_flight_.wait_for(guard, limit, [&] { return in_flight_ == 0; })) return ETIMEDOUT;
+  return writable() ? device_->flush(nullptr) : 0;
+}
+
+template <typename Act>
+int MappedStorage::for_each_part(uint64_t offset, uint64_t n, Act act) const {
+  uint64_t done = 0;
+  while (done != n) {
+    const uint64_t at = offset + done;
+    // The last extent that does not begin behind it; the first begins at 0.
+    const auto behind =
+        std::upper_bound(extents_.begin(), extents_.end(), at,
+                         [](uint64_t value, const auto& extent) { return value < extent.logical; });
+    const FileExtent& extent = *std::prev(behind);
+    const uint64_t inside = at - extent.logical;
+    const uint64_t step = std::min(n - done, extent.nbytes - inside);
+    if (const int error = act(extent.physical + inside, step, done)) return error;
+    done += step;
+  }
+  return 0;
+}
+
+int MappedStorage::read(uint64_t offset, void* data, size_t n, IoFailure* failure) {
+  if (const int error = check_range(offset, n)) return fail(error, offset, n, failure);
+  const Turn turn(*this);
+  if (turn.error() != 0) return fail(turn.error(), offset, n, failure);
+  auto* to = static_cast<std::byte*>(data);
+  const int error = for_each_part(offset, n, [&](uint64_t from, uint64_t step, uint64_t done) {
+    return device_->read(from, to + done, step, nullptr);
+  });
+  return fail(error, offset, n, failure);
+}
+
+int MappedStorage::write(uint64_t offset, const void* data, size_t n, IoFailure* failure) {
+  return store(offset, static_cast<const std::byte*>(data), n, failure);
+}
+
+int MappedStorage::write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) {
+  return store(offset, nullptr, n, failure);
+}
+
+int MappedStorage::store(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure) {
+  if (const int error = check_write(offset, n)) return fail(error, offset, n, failure);
+  if (n == 0) return 0;
+  const Turn turn(*this);
+  if (turn.error() != 0) return fail(turn.error(), offset, n, failure);
+  const uint64_t first = round_up(offset, kBlock), last = round_down(offset + n, kBlock);
+  const bool whole = data != nullptr && first < last &&
+                     is_aligned(reinterpret_cast<uintptr_t>(data) + (first - offset), kBlock);
+  if (!whole) return store_part(offset, data, n, failure);
+  if (const int error = store_part(offset, data, first - offset, failure)) return error;
+  if (const int error = store_whole(first, data + (first - offset), last - first, failure)) {
+    return error;
+  }
+  return store_part(last, data + (last - offset), offset + n - last, failure);
+}
+
+int MappedStorage::store_whole(uint64_t offset, const std::byte* data, uint64_t n,
+                               IoFailure* failure) {
+  const std::shared_lock guard(blocks_);
+  const int error = for_each_part(offset, n, [&](uint64_t to, uint64_t step, uint64_t done) {
+    return device_->write(to, data + done, step, nullptr);
+  });
+  return fail(error, offset, n, failure);
+}
+
+// Through the scratch memory, with what else the first and last block hold.
+int MappedStorage::store_part(uint64_t offset, const std::byte* data, uint64_t n,
+                              IoFailure* failure) {
+  auto* scratch = static_cast<std::byte*>(scratch_.address());
+  const std::unique_lock guard(blocks_);
+  while (n != 0) {
+    const uint64_t begin = round_down(offset, kBlock);
+    const uint64_t skip = offset - begin;
+    const uint64_t part = std::min(n, kScratchBytes - skip);
+    const uint64_t covered = round_up(skip + part, kBlock);
+    const bool reads = skip != 0 || covered != skip + part;
+    const int error = for_each_part(begin, covered, [&](uint64_t at, uint64_t step, uint64_t done) {
+      return reads ? device_->read(at, scratch + done, step, nullptr) : 0;
+    });
+    if (error != 0) return fail(error, offset, part, failure);
+    if (data != nullptr) {
+      std::memcpy(scratch + skip, data, part);
+      data += part;
+    } else {
+      std::memset(scratch + skip, 0, part);
+    }
+    const int stored =
+        for_each_part(begin, covered, [&](uint64_t at, uint64_t step, uint64_t done) {
+          return device_->write(at, scratch + done, step, nullptr);
+        });
+    if (stored != 0) return fail(stored, offset, part, failure);
+    offset += part;
+    n -= part;
+  }
+  return 0;
+}
+
+int MappedStorage::flush(IoFailure* failure) {
+  const Turn turn(*this);
+  if (turn.error() != 0) return fail(turn.error(), 0, nbytes(), failure);
+  return fail(writable() ? device_->flush(nullptr) : 0, 0, nbytes(), failure);
+}
+
+int MappedStorage::discard(uint64_t offset, uint64_t n, IoFailure* failure) {
+  return fail(check_write(offset, n), offset, n, failure);
+}
+
+Description MappedStorage::describe() const {
+  Description description;
+  description.add("kind", std::string("file by its block map"));
+  description.add("path", name_);
+  description.add("nbytes", nbytes());
+  description.add("writable", writable());
+  description.add("extents", uint64_t(extents_.size()));
+  description.children.push_back(device_->describe());
+  return description;
+}
+
+}  // namespace fw::native

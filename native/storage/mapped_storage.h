@@ -1,0 +1,83 @@
+// A file as the blocks of the device that it lies on: a storage over a storage, by a block map.
+//
+// It reads and writes past the file system, so it is right only as long as the file keeps its
+// blocks; whoever makes it sees to that, and calls `revoke` before the file may change. Transfers
+// reach the device in whole blocks at aligned memory. A block that a write covers in part is read
+// and written anew, while no other write is on its way. Every transfer is a blocking call, so that
+// `revoke` can wait for all of them.
+#pragma once
+
+#include <cerrno>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <vector>
+
+#include "base/host_memory.h"
+#include "storage/storage.h"
+
+namespace fw::native {
+
+// Bytes [logical, logical + nbytes) of the file lie at `physical` of the device.
+struct FileExtent {
+  uint64_t logical;
+  uint64_t physical;
+  uint64_t nbytes;
+};
+
+class MappedStorage final : public Storage {
+ public:
+  // What no extent may split: no file system in use has larger sectors, or smaller blocks of pages.
+  static constexpr uint64_t kBlockBytes = 4096;
+
+  // `extents` follow one another from byte 0 and cover `nbytes` bytes. Their places are multiples
+  // of kBlockBytes, lie within the device and do not overlap. Throws invalid_argument otherwise.
+  MappedStorage(std::shared_ptr<Storage> device, std::vector<FileExtent> extents, uint64_t nbytes,
+                bool writable, std::string name);
+
+  // Refuses all further transfers, waits for those in flight, and makes completed writes durable.
+  // Returns 0, ETIMEDOUT if some are in flight after `limit_ms`, or the error of the flush. May be
+  // called again; in a forked child it does nothing.
+  int revoke(uint32_t limit_ms);
+
+  int read(uint64_t offset, void* data, size_t n, IoFailure* failure) override;
+  int write(uint64_t offset, const void* data, size_t n, IoFailure* failure) override;
+  int read_nowait(uint64_t, void*, size_t, IoFailure*) override { return EAGAIN; }
+  bool writes_inline() const override { return false; }
+  bool resolve(const Request&, PieceList&) override { return false; }
+  bool resolve_flush(PieceList&) override { return false; }
+  int flush(IoFailure* failure) override;
+  // Does nothing: the file system would not know that the blocks are gone.
+  int discard(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  int write_zeroes(uint64_t offset, uint64_t n, IoFailure* failure) override;
+  Description describe() const override;
+
+ private:
+  // A transfer in flight, or why there is none.
+  class Turn;
+
+  // Calls act(device offset, bytes, bytes before it) for the parts of a range, until one fails.
+  template <typename Act>
+  int for_each_part(uint64_t offset, uint64_t n, Act act) const;
+  // Stores `data`, or zeros if it is null.
+  int store(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
+  int store_whole(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
+  int store_part(uint64_t offset, const std::byte* data, uint64_t n, IoFailure* failure);
+  int fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const;
+
+  const std::shared_ptr<Storage> device_;
+  const std::vector<FileExtent> extents_;
+  const std::string name_;
+  HostMemory scratch_;
+  // Shared by writes of whole blocks; exclusive for one that reads a block and writes it anew.
+  std::shared_mutex blocks_;
+  std::mutex turns_;
+  std::condition_variable none_in_flight_;
+  uint32_t in_flight_ = 0;  // guarded by turns_, as is the next
+  bool revoked_ = false;
+};
+
+}  // namespace fw::native

@@ -1,0 +1,18 @@
+"""`flashwarp file`: look at files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashwarp.cli import file_map
+from flashwarp.cli.parser import Parser
+
+__all__ = ["add_arguments"]
+
+
+def add_arguments(parser: Parser, _: Sequence[str]) -> None:
+    """Give `parser` the subcommands and their options."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    file_map.add_arguments(
+        commands.add_parser("map", help=file_map.WHAT, description=file_map.WHAT)
+    )

@@ -1,0 +1,364 @@
+"""A namespace with two controllers: Linux mounts it by one, we use its files by the other.
+
+Both sides read what the other has written, and no side ever reads a block that is not the file's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.errors import ArgumentError, LockedError, PathError, ReadOnlyError, StorageError
+from flashwarp.file.block_map import STALE
+from flashwarp.nvme.drive_namespace import DriveNamespace
+from flashwarp.storage import Passthrough, Storage
+from flashwarp.testing import StorageContract
+from qemu import guest
+from qemu.machine import Drive, Machine, Namespace
+from qemu.suites.drives import bound, drive
+
+MIB = 1 << 20
+# The first drive has two controllers, and a namespace beside the one with the file system.
+MACHINE = Machine(
+    (
+        Drive((Namespace(96 * MIB), Namespace(4 * MIB)), controllers=2),
+        Drive((Namespace(96 * MIB),)),
+    )
+)
+LINUX, OURS, OTHER = range(3)  # controllers of the machine
+
+
+def call(*command: str | Path) -> str:
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def device() -> Path:
+    """With ext4, as Linux has it; the other controller is taken from Linux first."""
+    bound(OURS)
+    guest.load("ext4")
+    device = guest.block_device(0)
+    call("mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", device)
+    return device
+
+
+@pytest.fixture(scope="module")
+def folder(device: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("mounted")
+    call("mount", device, folder)
+    yield folder
+    call("umount", folder)
+    # What we have written has harmed nothing of the file system's own.
+    call("e2fsck", "-f", "-n", device)
+
+
+@pytest.fixture
+def path(folder: Path) -> Iterator[Path]:
+    path = folder / "file"
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def controller(device: Path) -> Iterator[fw.VfioController]:
+    with drive(OURS, queue_pairs=2, depth=16, allow_raw_writes=True) as controller:
+        yield controller
+
+
+@pytest.fixture
+def namespace(controller: fw.VfioController) -> DriveNamespace:
+    return controller.namespace(1)
+
+
+def random_content(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8).tobytes()
+
+
+def fragmented(path: Path, nbytes: int, seed: int = 0) -> bytes:
+    """Write a file, and take parts out of it, so that gaps are left on the drive."""
+    content = random_content(nbytes, seed)
+    part = nbytes // 4
+    parts = [content[at : at + part] for at in range(0, nbytes, part)]
+    with path.open("wb") as file:
+        file.write(bytes(65536).join(parts))
+        os.fsync(file.fileno())
+    for number in range(1, len(parts)):
+        call("fallocate", "--collapse-range", f"--offset={number * part}", "--length=65536", path)
+    assert len(fw.BlockMap.of(path).extents) >= len(parts)
+    return content
+
+
+def by_blocks(path: Path | fw.BlockMap, namespace: DriveNamespace | Passthrough) -> fw.MappedFile:
+    return fw.MappedFile(path, namespace, writable=True, allow_raw_writes=True)
+
+
+def dump(path: Path) -> bytes:
+    """The file as another process reads it, through Linux."""
+    return subprocess.run(["cat", path], check=True, capture_output=True, timeout=60).stdout
+
+
+class TestFileOnTheOtherController(StorageContract):
+    @pytest.fixture(autouse=True)
+    def _drive(self, path: Path, namespace: DriveNamespace) -> None:
+        self.path, self.namespace = path, namespace
+
+    def make(self, folder: Path, content: bytes, writable: bool = True) -> Storage:
+        self.path.write_bytes(content)
+        if writable:
+            return by_blocks(self.path, self.namespace)
+        return fw.MappedFile(self.path, self.namespace)
+
+    def held(self, folder: Path) -> bytes:
+        return dump(self.path)
+
+
+def test_linux_writes_and_we_read(path: Path, namespace: DriveNamespace) -> None:
+    content = fragmented(path, 2 * MIB)
+    with path.open("r+b", buffering=0) as file:
+        file.seek(MIB)
+        file.write(b"new")  # and not synced
+    content = content[:MIB] + b"new" + content[MIB + 3 :]
+
+    with fw.MappedFile(path, namespace) as storage:
+        assert storage.read(0, len(content)) == content
+        with fw.open(storage, dtype="u1", device="cpu", cache="128 KiB") as x:
+            assert bytes(x[:]) == content
+        assert not storage.stale
+
+
+def test_we_write_and_linux_reads(path: Path, namespace: DriveNamespace, device: Path) -> None:
+    content = bytearray(fragmented(path, 2 * MIB))
+    assert dump(path) == content  # so that all of it is in the page cache
+
+    with by_blocks(path, namespace) as storage:
+        with fw.open(storage, "r+", "u1", device="cpu", cache="128 KiB") as x:
+            x[MIB : MIB + 500_000] = 7
+            x.flush()
+        storage.write(1, b"odd")
+    content[MIB : MIB + 500_000] = b"\7" * 500_000
+    content[1:4] = b"odd"
+
+    assert dump(path) == content
+    folder = path.parent
+    call("umount", folder)
+    call("mount", device, folder)
+    assert dump(path) == content
+
+
+def test_both_sides_write_in_turns(path: Path, namespace: DriveNamespace) -> None:
+    content = bytearray(fragmented(path, MIB))
+    chooser = np.random.default_rng(5)
+    for turn in range(12):
+        begin, end = sorted(int(n) for n in chooser.integers(0, MIB, 2))
+        part = random_content(end - begin, turn)
+        content[begin:end] = part
+        if turn % 2:
+            with path.open("r+b") as file:
+                file.seek(begin)
+                file.write(part)
+            with fw.MappedFile(path, namespace) as storage:
+                assert storage.read(0, MIB) == content, turn
+        else:
+            with by_blocks(path, namespace) as storage:
+                storage.write(begin, part)
+            assert dump(path) == content, turn
+
+
+# The lease.
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        "os.truncate(sys.argv[1], 0)",
+        "open(sys.argv[1], 'ab').write(b'x')",
+        "open(sys.argv[1], 'rb').read()",
+    ],
+    ids=["truncate", "append", "read"],
+)
+def test_who_wants_the_file_gets_it_and_the_map_ends(
+    path: Path, namespace: DriveNamespace, act: str
+) -> None:
+    content = random_content(MIB)
+    path.write_bytes(content)
+    with by_blocks(path, namespace) as storage:
+        storage.write(0, b"before")
+        x = fw.open(storage, "r+", "u1", device="cpu", cache="64 KiB")
+        script = f"import os, sys, time; t = time.monotonic(); {act}; print(time.monotonic() - t)"
+        waited_s = float(call(sys.executable, "-c", script, path))
+
+        assert waited_s < 10
+        for refused in (lambda: storage.read(0, 1), lambda: storage.write(0, b"after"), x.refresh):
+            with pytest.raises(StorageError, match="stale block map") as failed:
+                refused()
+            assert failed.value.errno == STALE
+        with pytest.raises(StorageError, match="stale block map"):
+            x.close()
+    if "truncate" not in act:
+        assert dump(path)[:MIB] == b"before" + content[6:]
+
+
+def test_freed_blocks_are_not_written(path: Path, namespace: DriveNamespace) -> None:
+    """The blocks of a file that is cut belong to the next one, which must not change."""
+    path.write_bytes(bytes(MIB))
+    old = fw.BlockMap.of(path)
+    with by_blocks(path, namespace) as storage:
+        os.truncate(path, 0)
+        other = path.with_name("next")
+        content = random_content(MIB)
+        other.write_bytes(content)
+        os.sync()
+
+        with pytest.raises(StorageError, match="stale block map"):
+            storage.write(0, b"\xff" * MIB)
+    with pytest.raises(StorageError, match="stale block map"):
+        by_blocks(old, namespace)
+
+    assert dump(other) == content
+    with fw.MappedFile(other, namespace) as storage:
+        assert storage.read(0, MIB) == content
+    other.unlink()
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("copy")
+    other.write_bytes(path.read_bytes())
+    other.rename(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda path: os.truncate(path, MIB), "nbytes was 2097152"),
+        (replaced, "inode was"),
+        (lambda path: call("e4defrag", path), "other places"),
+        (lambda path: path.write_bytes(path.read_bytes()), "changed_ns was"),
+    ],
+    ids=["truncated", "replaced", "moved", "written"],
+)
+def test_map_of_a_file_that_was_changed_is_refused(
+    path: Path, namespace: DriveNamespace, change: Callable[[Path], object], match: str
+) -> None:
+    content = fragmented(path, 2 * MIB)
+    kept = fw.BlockMap.of(path)
+    with fw.MappedFile(kept, namespace) as storage:
+        assert storage.read(0, len(content)) == content
+    time.sleep(0.02)  # longer than the file system's clock ticks
+
+    change(path)
+
+    with pytest.raises(StorageError, match=match) as refused:
+        fw.MappedFile(kept, namespace)
+    assert refused.value.errno == STALE
+
+
+def test_killed_driver_leaves_the_file_whole_and_free(path: Path, device: Path) -> None:
+    path.write_bytes(bytes(MIB))
+    assert dump(path) == bytes(MIB)
+    script = (
+        "import sys, time, flashwarp as fw; "
+        "drive = fw.VfioController(sys.argv[2], 2, 16, allow_raw_writes=True); "
+        "m = fw.MappedFile(sys.argv[1], drive.namespace(1), writable=True, allow_raw_writes=True); "
+        "m.write(0, b'\\5' * m.nbytes); m.flush(); print('written', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", script, str(path), guest.address_of(OURS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+
+    assert dump(path) == b"\5" * MIB
+    with (
+        drive(OURS, allow_raw_writes=True) as again,
+        fw.MappedFile(path, again.namespace(1)) as storage,
+    ):
+        assert storage.read(0, MIB) == b"\5" * MIB
+
+
+# By Linux's own controller, and what is refused.
+
+
+def test_passthrough_serves_the_file_as_well(path: Path, device: Path) -> None:
+    content = bytearray(fragmented(path, MIB))
+    raw = Passthrough(guest.character_device(0), writable=True, allow_raw_writes=True)
+    with raw, by_blocks(path, raw) as storage:
+        assert storage.read(0, MIB) == content
+        storage.write(4000, b"x" * 5000)
+    content[4000:9000] = b"x" * 5000
+
+    assert dump(path) == content
+
+
+def test_file_that_is_open_is_refused(path: Path, namespace: DriveNamespace) -> None:
+    path.write_bytes(bytes(8192))
+    with path.open("rb"), pytest.raises(LockedError, match="somebody has it open"):
+        by_blocks(path, namespace)
+
+
+def test_namespaces_of_others_are_refused(
+    path: Path, controller: fw.VfioController, device: Path
+) -> None:
+    path.write_bytes(bytes(8192))
+    with pytest.raises(ArgumentError, match="namespace 2 and 1"):
+        fw.MappedFile(path, controller.namespace(2))
+    with drive(OTHER) as other, pytest.raises(ArgumentError, match="serial number drive1 and dri"):
+        fw.MappedFile(path, other.namespace(1))
+    with pytest.raises(ArgumentError, match="nvme0n2"):
+        fw.MappedFile(path, Passthrough(guest.character_device(0, 2)))
+
+
+def test_drive_with_a_file_system_is_not_written_without_permission(
+    path: Path, controller: fw.VfioController
+) -> None:
+    path.write_bytes(bytes(8192))
+    with pytest.raises(ArgumentError, match="allow_raw_writes=True"):
+        fw.MappedFile(path, controller.namespace(1), writable=True)
+    controller.namespace(1).close()
+    controller.allow_raw_writes = False
+    try:
+        with pytest.raises(ReadOnlyError, match="carries ext2, ext3 or ext4"):
+            by_blocks(path, controller.namespace(1))
+    finally:
+        controller.namespace(1).close()
+        controller.allow_raw_writes = True
+
+
+def test_file_on_the_device_mapper_has_no_places_on_the_drive(tmp_path: Path) -> None:
+    """It is used by the volume's own device."""
+    guest.bind(guest.address_of(OTHER), "nvme")
+    guest.load("dm-mod", "ext4")
+    begin = 2048
+    sectors = 96 * MIB // 512 - begin
+    table = f"0 {sectors} linear {guest.block_device(1)} {begin}"
+    call("dmsetup", "create", "volume", "--noudevsync", "--table", table)
+    try:
+        volume = Path("/dev", next(Path("/sys/block").glob("dm-*")).name)
+        guest.wait_until(volume.exists, f"the kernel makes {volume}")
+        call("mke2fs", "-q", "-F", "-t", "ext4", "-b", "4096", volume)
+        call("mount", volume, tmp_path)
+        path = tmp_path / "file"
+        content = fragmented(path, MIB)
+
+        with fw.MappedFile(path) as storage:
+            assert storage.read(0, MIB) == content
+            assert storage.block_map.volume.path == str(volume)
+        with (
+            Passthrough(guest.character_device(1)) as raw,
+            pytest.raises(PathError, match=r"\(volume\), which is made of nvme"),
+        ):
+            fw.MappedFile(path, raw)
+    finally:
+        subprocess.run(["umount", tmp_path], capture_output=True)
+        call("dmsetup", "remove", "--noudevsync", "volume")
