@@ -11,6 +11,7 @@ from flashwarp import errors, storage
 from flashwarp.array.array import Array
 from flashwarp.array.futures import Future
 from flashwarp.array.opening import create, open  # noqa: A004
+from flashwarp.array.serving import Serving as _Serving  # noqa: F401 - serves shared caches
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.nvme.software import SoftwareController

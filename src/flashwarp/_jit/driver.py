@@ -10,6 +10,7 @@ device, on which a kernel that waits for I/O may be running.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -134,6 +135,16 @@ def _call(call: str, *arguments: Any, doing: str = "") -> Any:
 def device_count() -> int:
     """Count the GPUs this process sees. Raises DeviceError where CUDA does not work."""
     return int(_call("cuDeviceGetCount"))
+
+
+def device_uuids() -> list[str]:
+    """Return what names each GPU that this process sees in every process, by ordinal."""
+    return [uuid_of(_call("cuDeviceGet", ordinal)) for ordinal in range(device_count())]
+
+
+def uuid_of(device: Any) -> str:
+    """Return what names a GPU in every process, whatever its ordinal there."""
+    return bytes(_call("cuDeviceGetUuid", device).bytes).hex()
 
 
 def driver_version() -> tuple[int, int]:
@@ -464,6 +475,86 @@ class Context:
             self._require_same_address(address, "cuMemFreeHost")
         return address
 
+    def allocate_exported(self, nbytes: int) -> tuple[int, int, int]:
+        """Uninitialized device memory that other processes can map.
+
+        Returns its address, its bytes, which are rounded up, and a descriptor of the caller's.
+        """
+        cuda = _cuda()
+        kind = _shared_kind(cuda)
+        wanted = cuda.CUmemAllocationProp()
+        wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location = self._location(cuda)
+        wanted.requestedHandleTypes = kind
+        flags = cuda.CUmemAllocationGranularity_flags
+        smallest = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        doing = f"allocating {nbytes} bytes on cuda:{self.ordinal} to share"
+        with self, contextlib.ExitStack() as undo:
+            unit = int(_call("cuMemGetAllocationGranularity", wanted, smallest, doing=doing))
+            size = -(-nbytes // unit) * unit
+            handle = _call("cuMemCreate", size, wanted, 0, doing=doing)
+            # The mapping and the descriptor keep the memory.
+            undo.callback(_call, "cuMemRelease", handle)
+            with contextlib.ExitStack() as failed:
+                address = self._map(cuda, handle, size, failed, writable=True)
+                descriptor = int(_call("cuMemExportToShareableHandle", handle, kind, 0))
+                failed.pop_all()
+        return address, size, descriptor
+
+    def map_exported(self, descriptor: int, nbytes: int) -> tuple[int, int]:
+        """Map memory of `allocate_exported` to read it; returns its address and its bytes."""
+        cuda = _cuda()
+        doing = f"mapping {nbytes} bytes of another process on cuda:{self.ordinal}"
+        with self, contextlib.ExitStack() as undo:
+            handle = _call(
+                "cuMemImportFromShareableHandle", descriptor, _shared_kind(cuda), doing=doing
+            )
+            undo.callback(_call, "cuMemRelease", handle)
+            found = _call("cuMemGetAllocationPropertiesFromHandle", handle, doing=doing)
+            flags = cuda.CUmemAllocationGranularity_flags
+            smallest = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            unit = int(_call("cuMemGetAllocationGranularity", found, smallest, doing=doing))
+            size = -(-nbytes // unit) * unit
+            with contextlib.ExitStack() as failed:
+                address = self._map(cuda, handle, size, failed, writable=False)
+                failed.pop_all()
+        return address, size
+
+    def unmap_exported(self, address: int, nbytes: int) -> None:
+        """End a mapping of `allocate_exported` or `map_exported`."""
+        if self.usable:
+            self.call("cuMemUnmap", address, nbytes)
+            self.call("cuMemAddressFree", address, nbytes)
+
+    def _map(
+        self, cuda: Any, handle: Any, size: int, failed: contextlib.ExitStack, *, writable: bool
+    ) -> int:
+        address = int(_call("cuMemAddressReserve", size, 0, 0, 0))
+        failed.callback(_call, "cuMemAddressFree", address, size)
+        _call("cuMemMap", address, size, 0, handle, 0)
+        failed.callback(_call, "cuMemUnmap", address, size)
+        rights, access = cuda.CUmemAccess_flags, cuda.CUmemAccessDesc()
+        access.location = self._location(cuda)
+        access.flags = (
+            rights.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else rights.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        doing = f"making {size} bytes {'writable' if writable else 'readable'} to this process"
+        _call("cuMemSetAccess", address, size, [access], 1, doing=doing)
+        return address
+
+    def _location(self, cuda: Any) -> Any:
+        location = cuda.CUmemLocation()
+        location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = self.ordinal
+        return location
+
+    @functools.cached_property
+    def uuid(self) -> str:
+        """What names the GPU in every process."""
+        return uuid_of(self._device)
+
     def allocate_managed(self, nbytes: int) -> int:
         """Managed memory; never ask for more than the GPU has free."""
         flags = int(_cuda().CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL)
@@ -627,6 +718,10 @@ class Context:
             f"stream {stream:#x} is of cuda:{other}, and the launch is on cuda:{self.ordinal}: "
             f"give it a stream of cuda:{self.ordinal}"
         )
+
+
+def _shared_kind(cuda: Any) -> Any:
+    return cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class End(NamedTuple):

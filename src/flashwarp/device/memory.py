@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,16 @@ class DeviceMemory(Owned):
     def __repr__(self) -> str:
         where = "host" if self.on_host else self.device.name
         return f"DeviceMemory({self.nbytes} bytes at {self.address:#x}, {where})"
+
+
+class Exported(NamedTuple):
+    """Device memory that other processes can map, to read it."""
+
+    memory: DeviceMemory
+    descriptor: int
+    """What they map it by. The caller closes it."""
+    offset: int
+    """Where the memory begins in what they map."""
 
 
 class _HostBytes:
