@@ -14,6 +14,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 unexport PYTHONDONTWRITEBYTECODE
 # How long each native stress program runs, in seconds. It is a budget, not a limit.
 export FLASHWARP_STRESS_SECONDS ?= 3
+# Tests compile many policies for the CPU device, and run each for milliseconds.
+test: export FLASHWARP_HOST_OPTIMIZATION ?= 1
 
 # The demo computes on the GPU where there is one, so it then needs the CUDA extra as well.
 comma := ,

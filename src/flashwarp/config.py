@@ -219,6 +219,10 @@ class Config:
     """Entries of each worker's queue pair with each controller. 128 keep a drive of 1.5 M commands
     per second busy that takes 80 us for each."""
 
+    host_optimization: int = _setting(3, 0, 3)
+    """Level at which C++ kernels and policies are compiled for the CPU device. A policy takes 14 s
+    at 3 and half of that at 1, once: compiled code is kept."""
+
     def __post_init__(self) -> None:
         for each in fields(self):
             check = integer if isinstance(each.default, int) else number

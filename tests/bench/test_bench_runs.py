@@ -86,6 +86,8 @@ SMALL = {
 """Options for a run of a second."""
 
 NEEDS = {
+    "activations": ["torch"],
+    "load": ["torch"],
     "tables": ["torch"],
     "pipelines": ["torch"],
     "ngrams": ["torch", "transformers.models.qwen4_exp"],

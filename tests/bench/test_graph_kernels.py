@@ -15,6 +15,7 @@ from flashwarp.bench.graph_solve import KERNELS, Components, Product, Reader, Se
 from flashwarp.device import resolve
 from flashwarp.errors import ArgumentError, ClosedError
 from support.architectures import ARCHITECTURES
+from support.daily import part_of_today
 
 WAYS = ["cached", "in_place", "plain", "by_warp", "naive", "uncached"]
 
@@ -293,7 +294,7 @@ def test_array_that_is_not_the_lists_of_the_graph_is_refused(tmp_path, kron):
         Rows(kron, other)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", part_of_today(ARCHITECTURES, 3))
 def test_kernels_compile_for_gpus(arch):
     kernels = compile_source(arch, Source.read(KERNELS)).kernels
 

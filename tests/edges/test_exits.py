@@ -129,8 +129,8 @@ def hold():
 """,
     "an exit handler": """
 def hold():
-    x = make()
-    atexit.register(lambda: x.closed or x.gather([0]))
+    x, parent = make(), os.getpid()
+    atexit.register(lambda: x.closed or os.getpid() != parent or x.gather([0]))
 """,
     "a thread's local": """
 local = threading.local()
@@ -228,9 +228,12 @@ if child == 0:
     if x is not None and not x.closed:
         try:
             x.gather([1])
-            os._exit(9)
+            if x.writable:
+                os._exit(9)
         except fw.errors.ForkError:
-            x.close()
+            if not x.writable:
+                os._exit(8)
+        x.close()
     with fw.open("rows.npy", device="cpu", cache="16 KiB") as anew:
         anew.gather([1])
     del x

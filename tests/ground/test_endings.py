@@ -476,7 +476,7 @@ def test_child_of_a_process_that_closed_everything_ends(path: Path) -> None:
 
 
 def test_counters_of_an_inherited_array_are_refused_even_in_a_turn(path: Path) -> None:
-    with fw.open(path, device="cpu") as x:
+    with fw.open(path, mode="r+", device="cpu") as x:
         held, leave = threading.Event(), threading.Event()
         holder = threading.Thread(
             target=endings.holding, args=([x.cache.turn], lambda: held.set() or leave.wait())
@@ -492,9 +492,10 @@ def test_counters_of_an_inherited_array_are_refused_even_in_a_turn(path: Path) -
                 code = 0
             finally:
                 os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        status = os.waitpid(child, 0)[1]
         leave.set()
         holder.join()
+        assert os.waitstatus_to_exitcode(status) == 0
 
 
 # Interrupts.

@@ -19,6 +19,7 @@ from flashwarp.errors import CacheError, ClosedError, CompileError
 from flashwarp.nvme.software import SoftwareController
 from flashwarp.policy import POLICIES, Policy
 from flashwarp.trace import Trace
+from support.daily import part_of_today
 from support.policy_models import MODELS, SetAssociative
 
 LINE = 512
@@ -526,7 +527,10 @@ def test_refusals_of_a_closed_cache_are_not_known() -> None:
         _ = cache.refusals
 
 
-@pytest.mark.parametrize("policy", [*POLICIES.values(), Policy("newest", NEWEST)], ids=str)
+# Five seconds each: a third of them each day.
+@pytest.mark.parametrize(
+    "policy", part_of_today([*POLICIES.values(), Policy("newest", NEWEST)], 3), ids=str
+)
 def test_policy_compiles_for_a_gpu(policy: Policy, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FLASHWARP_CACHE_DIR", str(tmp_path))
     kernel = (

@@ -131,7 +131,7 @@ def check_confidential_computing_is_named() -> None:
 
 
 def check_large_file_is_registered_in_pieces() -> None:
-    software._PIECE_BYTES = NBYTES // 4
+    software.PIECE_BYTES = NBYTES // 4
     may_register(most=NBYTES // 4)
     with TemporaryDirectory() as folder, gpu() as device:
         path = make(folder, nbytes=NBYTES + 4096)
@@ -150,7 +150,7 @@ def check_large_file_is_registered_in_pieces() -> None:
 
 
 def check_pieces_that_are_refused_leave_none_registered() -> None:
-    software._PIECE_BYTES = NBYTES // 4
+    software.PIECE_BYTES = NBYTES // 4
     may_register(most=NBYTES // 8)
     with TemporaryDirectory() as folder, gpu() as device:
         path = make(folder)

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashwarp import config
 from flashwarp._jit import elf, spelling
 from flashwarp._jit.artifact_cache import ArtifactCache, Entry, content_key
 from flashwarp._jit.compiler import INCLUDE_DIR, Source
@@ -35,7 +36,7 @@ COMPILERS = ("g++", "clang++", "c++")
 """Looked for in this order where $CXX is not set."""
 
 TIMEOUT_S = 600.0
-"""Limit of one run of the compiler; a kernel of ours takes one to two seconds."""
+"""Limit of one run of the compiler; a kernel of ours takes one to two seconds, a policy 14."""
 
 # As CMakeLists.txt compiles the extension. A program's own symbols stay its own.
 _FLAGS = (
@@ -49,7 +50,6 @@ _FLAGS = (
     "-DFW_PROGRAM=1",
 )
 _MACHINE = ("-march=x86-64-v2",) if platform.machine() in ("x86_64", "AMD64") else ()
-_OPTIMIZED = ("-O3", "-DNDEBUG")
 _DEBUGGED = ("-O1", "-g", "-DFW_DEBUG=1")
 
 _KERNEL_SECTION = "fw_kernels"
@@ -150,7 +150,8 @@ def compile_host(
     """
     cache = ArtifactCache() if cache is None else cache
     command = find_compiler()
-    flags = (*_FLAGS, *_MACHINE, *(_DEBUGGED if debug else _OPTIMIZED), *options)
+    level = config.current("host_optimization").host_optimization
+    flags = (*_FLAGS, *_MACHINE, *(_DEBUGGED if debug else (f"-O{level}", "-DNDEBUG")), *options)
     with build_folder() as folder:
         build = _Build(source, command, flags, include_dirs, folder)
         text, said = build.preprocess()
