@@ -480,45 +480,44 @@ class Context:
 
         Returns its address, its bytes, which are rounded up, and a descriptor of the caller's.
         """
-        cuda = _cuda()
-        kind = _shared_kind(cuda)
-        wanted = cuda.CUmemAllocationProp()
-        wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        wanted.location = self._location(cuda)
-        wanted.requestedHandleTypes = kind
-        flags = cuda.CUmemAllocationGranularity_flags
-        smallest = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        doing = f"allocating {nbytes} bytes on cuda:{self.ordinal} to share"
+        cuda, doing = _cuda(), f"allocating {nbytes} bytes on cuda:{self.ordinal} to share"
         with self, contextlib.ExitStack() as undo:
-            unit = int(_call("cuMemGetAllocationGranularity", wanted, smallest, doing=doing))
-            size = -(-nbytes // unit) * unit
+            wanted, size = self._shareable(cuda, nbytes, doing)
             handle = _call("cuMemCreate", size, wanted, 0, doing=doing)
             # The mapping and the descriptor keep the memory.
             undo.callback(_call, "cuMemRelease", handle)
             with contextlib.ExitStack() as failed:
                 address = self._map(cuda, handle, size, failed, writable=True)
+                kind = wanted.requestedHandleTypes
                 descriptor = int(_call("cuMemExportToShareableHandle", handle, kind, 0))
                 failed.pop_all()
         return address, size, descriptor
 
-    def map_exported(self, descriptor: int, nbytes: int) -> tuple[int, int]:
-        """Map memory of `allocate_exported` to read it; returns its address and its bytes."""
-        cuda = _cuda()
-        doing = f"mapping {nbytes} bytes of another process on cuda:{self.ordinal}"
+    def map_exported(
+        self, descriptor: int, nbytes: int, *, writable: bool = False
+    ) -> tuple[int, int]:
+        """Map memory of `allocate_exported`; returns its address and its bytes."""
+        cuda, doing = _cuda(), f"mapping {nbytes} bytes of another process on cuda:{self.ordinal}"
         with self, contextlib.ExitStack() as undo:
-            handle = _call(
-                "cuMemImportFromShareableHandle", descriptor, _shared_kind(cuda), doing=doing
-            )
+            wanted, size = self._shareable(cuda, nbytes, doing)
+            kind = wanted.requestedHandleTypes
+            handle = _call("cuMemImportFromShareableHandle", descriptor, kind, doing=doing)
             undo.callback(_call, "cuMemRelease", handle)
-            found = _call("cuMemGetAllocationPropertiesFromHandle", handle, doing=doing)
-            flags = cuda.CUmemAllocationGranularity_flags
-            smallest = flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-            unit = int(_call("cuMemGetAllocationGranularity", found, smallest, doing=doing))
-            size = -(-nbytes // unit) * unit
             with contextlib.ExitStack() as failed:
-                address = self._map(cuda, handle, size, failed, writable=False)
+                address = self._map(cuda, handle, size, failed, writable=writable)
                 failed.pop_all()
         return address, size
+
+    def _shareable(self, cuda: Any, nbytes: int, doing: str) -> tuple[Any, int]:
+        """Return the properties of memory to share, and its bytes, rounded up."""
+        wanted = cuda.CUmemAllocationProp()
+        wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location = self._location(cuda)
+        handles = cuda.CUmemAllocationHandleType
+        wanted.requestedHandleTypes = handles.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        smallest = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        unit = int(_call("cuMemGetAllocationGranularity", wanted, smallest, doing=doing))
+        return wanted, -(-nbytes // unit) * unit
 
     def unmap_exported(self, address: int, nbytes: int) -> None:
         """End a mapping of `allocate_exported` or `map_exported`."""
@@ -718,10 +717,6 @@ class Context:
             f"stream {stream:#x} is of cuda:{other}, and the launch is on cuda:{self.ordinal}: "
             f"give it a stream of cuda:{self.ordinal}"
         )
-
-
-def _shared_kind(cuda: Any) -> Any:
-    return cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 class End(NamedTuple):

@@ -432,6 +432,12 @@ class ClientAttachment(Attachment):
         found = self.launcher.ask("stats").get("stats")
         return found if isinstance(found, dict) else {}
 
+    def note(self) -> str:
+        """Return for `explain` what protects the owner's memory, if the driver does not."""
+        if self._client.frames.writable:
+            return "; the driver maps them writable, and only flashwarp's kernels do not store"
+        return ""
+
     # Calls have ended when they return, so there is nothing to wait for.
 
     def finish(self, what: str, stream: int | None) -> None:

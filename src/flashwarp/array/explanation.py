@@ -54,7 +54,7 @@ def explain(attachment: Attachment, why: str) -> Explanation:
     if isinstance(attachment, ClientAttachment):
         return Explanation(
             path=service.path,
-            reason=service.reason,
+            reason=service.reason + attachment.note(),
             storage={"path": storage.path},
             controller={"engine": "the owner's"},
             cache=repr(attachment.cache),

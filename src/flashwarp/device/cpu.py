@@ -113,7 +113,9 @@ class CpuDevice(Device):
         return Exported(self._memory_of(mapped), descriptor, offset)
 
     def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
-        return self._memory_of(shared_memory.map_memory(descriptor, nbytes, writable=False))
+        memory = self._memory_of(shared_memory.map_memory(descriptor, nbytes, writable=False))
+        memory.writable = False
+        return memory
 
     def _memory_of(self, mapped: shared_memory.Mapped) -> DeviceMemory:
         # The mapping ends when the last of its owners is gone.

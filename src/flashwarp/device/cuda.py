@@ -35,6 +35,7 @@ from flashwarp.errors import (
     CaptureError,
     ClosedError,
     DeviceError,
+    DeviceOutOfMemory,
     DeviceTimeout,
 )
 
@@ -112,9 +113,20 @@ class CudaDevice(Device):
         return Exported(memory, descriptor, 0)
 
     def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
-        address, size = self.context.map_exported(descriptor, positive(nbytes))
+        writable = False
+        try:
+            address, size = self.context.map_exported(descriptor, positive(nbytes))
+        except DeviceOutOfMemory:
+            raise
+        except DeviceError as error:
+            # A driver may map nothing read-only. Then only our kernels' care protects the memory.
+            address, size = self.context.map_exported(descriptor, nbytes, writable=True)
+            writable = True
+            _log.warning("%s maps another process's memory writable: %s", self.name, error)
         release = functools.partial(self.context.unmap_exported, address, size)
-        return DeviceMemory(self, address, nbytes, release, on_host=False)
+        memory = DeviceMemory(self, address, nbytes, release, on_host=False)
+        memory.writable = writable
+        return memory
 
     @property
     def identity(self) -> str:

@@ -76,6 +76,8 @@ class DeviceMemory(Owned):
         Its size.
     on_host : bool
         Whether the host can touch it; then `as_numpy` works.
+    writable : bool
+        Whether kernels can store to it. False for another process's memory.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class DeviceMemory(Owned):
         self.address = address
         self.nbytes = nbytes
         self.on_host = on_host
+        self.writable = True
         self._owners = [] if owners is None else owners
 
     @property
