@@ -545,6 +545,19 @@ def test_reader_in_the_way_of_a_writer(client: fw.Cache, path: Path) -> None:
     assert np.load(path)[1, 0] == 5
 
 
+def test_owner_stores_to_what_clients_have_read(
+    owner: fw.Cache, client: fw.Cache, path: Path
+) -> None:
+    with fw.open(path, cache=client) as x:
+        assert x[0, 1] == 1
+        with pytest.raises(LockedError):
+            fw.open(path, "r+", cache=owner)
+
+    with fw.open(path, "r+", cache=owner) as mine, fw.open(path, cache=client) as x:
+        mine[0] = 4
+        assert x[0, 1] == 4
+
+
 def test_file_that_was_written_since(client: fw.Cache, path: Path) -> None:
     def write(value: int) -> None:
         np.lib.format.open_memmap(path, "r+")[0] = value

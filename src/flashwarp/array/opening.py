@@ -380,6 +380,10 @@ class _Plan:
         """Choose the data path of files, then the cache, then the controllers."""
         if isinstance(self.cache, Cache) and not self.cache.owned:
             return self._open_as_client(self.cache, source, recipe)
+        if isinstance(self.cache, Cache) and self.cache._owner is not None and self.access.writable:
+            for part in source.parts:
+                if isinstance(part, FilePart):
+                    self.cache._owner.give_up(part.path)
         with contextlib.ExitStack() as undo:
             opened = undo.enter_context(contextlib.ExitStack())
             storage, why = reach(source, self.access, self._host_bytes, opened)

@@ -7,6 +7,7 @@ that the next program starts warm. One that was opened for storing is flushed an
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -225,6 +226,15 @@ class Serving:
         finally:
             del self._exports[key]
 
+    def give_up(self, path: str) -> None:
+        """Close a file that clients have read and none has open."""
+        with contextlib.suppress(OSError), self._lock:
+            status = os.stat(path)
+            for key, export in list(self._exports.items()):
+                idle = export.opened_here and not export.users
+                if idle and key[:2] == (status.st_dev, status.st_ino):
+                    self._end(key, export)
+
     def close(self) -> None:
         """Close what was opened for clients; no session is left."""
         failures = []
@@ -366,6 +376,8 @@ class _Session:
         else:
             first = request.integer("first", 0, export.nbytes // row_bytes)
             count = request.integer("count", 1, export.nbytes // row_bytes - first)
+            if verb == "prefetch":  # more would evict itself, while others wait
+                count = min(count, self._cache.capacity // row_bytes)
             chosen = range(first, first + count)
         nbytes = len(chosen) * row_bytes
         if verb == "scatter" and nbytes > self._facts.stage_bytes:

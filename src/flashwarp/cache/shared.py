@@ -42,6 +42,9 @@ class Sessions(Protocol):
     def close(self) -> None:
         """Close what was opened for clients; no session is left."""
 
+    def give_up(self, path: str) -> None:
+        """Close a file that clients have read and none has open."""
+
     @property
     def opened(self) -> int:
         """How many arrays are open on behalf of clients."""
@@ -185,6 +188,11 @@ class Owner:
             {"cache": self.facts.__dict__, "pid": os.getpid()},
             (metadata.descriptor, frames.descriptor, stage),
         )
+
+    def give_up(self, path: str) -> None:
+        """Close a file that is open only to be warm: this program opens it for storing."""
+        if self._sessions is not None:
+            self._sessions.give_up(path)
 
     @property
     def clients(self) -> int:
