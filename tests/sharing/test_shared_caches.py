@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import flashwarp as fw
+from flashwarp.array.serving import Serving
 from flashwarp.errors import (
     ArgumentError,
     BoundsError,
@@ -25,6 +26,7 @@ from flashwarp.errors import (
     ReadOnlyError,
     SharedCacheError,
 )
+from flashwarp.sharing.messages import Message
 from support.program import Program, ProgramError
 
 ROWS = np.arange(4000 * 128, dtype="i4").reshape(4000, 128)  # 500 lines of 4 KiB
@@ -590,6 +592,22 @@ def test_array_that_the_owner_closes(owner: fw.Cache, client: fw.Cache, tmp_path
         with pytest.raises(ClosedError, match="is closed"):
             theirs[...]
     theirs.close()
+
+
+def test_array_that_the_owner_closes_while_a_client_opens_it(
+    owner: fw.Cache, client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = fw.open(path, cache=owner)
+    take = Serving.take
+
+    def take_and_close(serving: Serving, request: Message) -> object:
+        export = take(serving, request)
+        mine.close()
+        return export
+
+    monkeypatch.setattr(Serving, "take", take_and_close)
+    with pytest.raises(ClosedError, match="has just closed its array"):
+        fw.open(path, cache=client)
 
 
 def test_closing_in_any_order(path: Path) -> None:

@@ -31,6 +31,7 @@ from flashwarp.device import shared_memory
 from flashwarp.errors import (
     BoundsError,
     CacheError,
+    ClosedError,
     FlashwarpError,
     LockedError,
     PathError,
@@ -264,16 +265,16 @@ class _Session:
         self._owner = self._cache._owner
         assert self._owner.facts is not None
         self._facts = self._owner.facts
+        # On a GPU, where rows pass through: the kernels do not reach the stage.
+        self._buffer = None
+        if self._device.kind != "cpu":
+            self._buffer = self._device.allocate(self._facts.stage_bytes)
         self._stage_descriptor, _, self._stage = shared_memory.create(
             self._facts.stage_bytes, read_only=False
         )
         self._bytes = np.frombuffer(self._stage.owner, _BYTES)
         self._opened: dict[int, _Export] = {}
         self._numbers = itertools.count(1)
-        # On a GPU, where rows pass through: the kernels do not reach the stage.
-        self._buffer = None
-        if self._device.kind != "cpu":
-            self._buffer = self._device.allocate(self._facts.stage_bytes)
 
     def greet(self) -> Answer:
         """Describe the cache."""
@@ -311,14 +312,20 @@ class _Session:
         if len(self._opened) >= _OPENED_MAX:
             raise SharedCacheError(f"a client has at most {_OPENED_MAX} arrays open: close one")
         export = self._serving.take(request)
+        volume = export.array._attachment.launcher.volume
+        # Before the look whether it is closed: an array that closes is marked first, then its epoch
+        # is raised. A later epoch would let the client read who has the line numbers next.
+        epoch = self._cache._epochs[volume.slot]
+        if export.closed:
+            self._serving.release(export)
+            raise ClosedError(f"the owner has just closed its array on {request.text('path')}")
         number = next(self._numbers)
         self._opened[number] = export
-        volume = export.array._attachment.launcher.volume
         return {
             "array": number,
             "line_begin": volume.line_begin,
             "slot": volume.slot,
-            "epoch": self._cache._epochs[volume.slot],
+            "epoch": epoch,
         }
 
     def _numbers_of(self, request: Message, below: int) -> npt.NDArray[np.int64]:

@@ -114,14 +114,15 @@ class Listener:
                 if not refused:
                     self._clients[id(client)] = client, thread
             if refused:
-                _refuse(client, f"the owner has {CLIENTS_MAX} clients already: close one")
+                why = f"the owner has {CLIENTS_MAX} clients already: close one"
+                _refuse(client, SharedCacheError(why))
                 client.close()
                 continue
             try:
                 thread.start()
             except RuntimeError as error:
                 self._forget(client)
-                _refuse(client, f"the owner can start no thread: {error}")
+                _refuse(client, SharedCacheError(f"the owner can start no thread: {error}"))
                 client.close()
 
     def _forget(self, client: socket.socket) -> None:
@@ -137,14 +138,14 @@ class Listener:
                 client.settimeout(None)
         except OSError as error:
             _log.info("a client of the shared cache %r has gone: %s", self.name, error)
-        except SharedCacheError as error:
+        except FlashwarpError as error:
             _log.warning("a client of the shared cache %r is dismissed: %s", self.name, error)
-            _refuse(client, str(error))
+            _refuse(client, error)
         finally:
-            self._forget(client)
             client.close()
             if session is not None:
                 session.close()
+            self._forget(client)  # last: `close` waits for those that are not forgotten
 
     def _greet(self, client: socket.socket) -> Session | None:
         client.settimeout(_MANNERS_S)
@@ -185,10 +186,10 @@ class Listener:
         return True
 
 
-def _refuse(client: socket.socket, why: str) -> None:
+def _refuse(client: socket.socket, why: FlashwarpError) -> None:
     with contextlib.suppress(OSError):
         client.settimeout(_MANNERS_S)
-        messages.send(client, {**messages.hello(), **messages.fail(SharedCacheError(why))})
+        messages.send(client, {**messages.hello(), **messages.fail(why)})
 
 
 def _shut(each: socket.socket) -> None:
