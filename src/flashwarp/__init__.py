@@ -8,10 +8,10 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from flashwarp import errors, storage
+from flashwarp import sharing as _sharing
 from flashwarp.array.array import Array
 from flashwarp.array.futures import Future
 from flashwarp.array.opening import create, open  # noqa: A004
-from flashwarp.array.serving import Serving as _Serving  # noqa: F401 - serves shared caches
 from flashwarp.cache.cache import Cache
 from flashwarp.device import CpuDevice, CudaDevice
 from flashwarp.nvme.software import SoftwareController
@@ -71,6 +71,12 @@ _LATER = {
     "get_include": "flashwarp.program.compiling",
     "load": "flashwarp.loading.load",
 }
+
+
+# Arrays serve what caches share.
+_sharing.serve_with(
+    lambda cache: _import_module("flashwarp.array.serving").Serving(cache),
+)
 
 
 def __getattr__(name: str) -> object:

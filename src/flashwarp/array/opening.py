@@ -19,7 +19,6 @@ import numpy.typing as npt
 from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.array.attachment import Attachment
-from flashwarp.array.client import ClientAttachment
 from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import LINE_DEFAULT, Cache, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
@@ -423,6 +422,8 @@ class _Plan:
 
     def _open_as_client(self, cache: Cache, source: Source, recipe: _Request | None) -> Array:
         """Open a file in the cache of another process, which opens it, too."""
+        from flashwarp.array.client import ClientAttachment  # most programs share nothing
+
         part = source.parts[0]
         if source.composite is not None or not isinstance(part, FilePart):
             raise SharedCacheError(

@@ -25,7 +25,6 @@ from flashwarp.array.array import Array
 from flashwarp.array.launcher import Launcher
 from flashwarp.array.operands import Index
 from flashwarp.array.rows import RowFormat
-from flashwarp.cache import shared
 from flashwarp.cache.cache import Cache
 from flashwarp.device import shared_memory
 from flashwarp.errors import (
@@ -415,6 +414,3 @@ class _Session:
         os.close(self._stage_descriptor)
         if self._buffer is not None:
             self._buffer.close()
-
-
-shared.serve_with(Serving)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from flashwarp import config, endings
 from flashwarp.cache.miss_list import allocate_misses
-from flashwarp.cache.shared import EPOCH_BYTES, Client, Facts, Owner, meet
 from flashwarp.cache.structs import (
+    EPOCH_BYTES,
     FAILURES_KEPT,
     CountersStruct,
     ErrorRecordStruct,
@@ -44,8 +44,10 @@ from flashwarp.errors import (
 from flashwarp.nvme import Queues
 from flashwarp.nvme.queue_pair import DATA_PATHS
 from flashwarp.policy import Policy, resolve_policy
-from flashwarp.sharing import names
-from flashwarp.sharing.connection import Connection
+
+if TYPE_CHECKING:
+    from flashwarp.cache.shared import Client, Facts, Owner
+    from flashwarp.sharing.connection import Connection
 
 __all__ = ["Cache", "Volume"]
 
@@ -368,7 +370,7 @@ class Cache(Closing):
     ) -> None:
         self._owner: Owner | None = None
         self._client: Client | None = None
-        self.shared = None if shared is None else names.check_name(shared)
+        self.shared = shared
         if capacity is None and shared is None:
             raise CacheError('a cache needs a capacity, such as "1 GiB" or "auto"')
         self.line_bytes = check_line(line)
@@ -411,6 +413,10 @@ class Cache(Closing):
 
     def _share(self, name: str, automatic: bool) -> None:
         """Own the shared cache of this name, or become a client of its owner."""
+        from flashwarp.cache.shared import Owner, meet  # most programs share nothing
+        from flashwarp.sharing.names import OwnerLock, check_name
+
+        check_name(name)
         if automatic:
             raise CacheError(
                 'capacity="auto" depends on the first array, and a shared cache has its memory '
@@ -418,7 +424,7 @@ class Cache(Closing):
             )
         met = meet(name, may_own=self._wanted is not None)
         self._kept = True
-        if isinstance(met, Connection):
+        if not isinstance(met, OwnerLock):
             self._become_client(met)
             return
         self._owner = Owner(name, met)
@@ -431,6 +437,8 @@ class Cache(Closing):
             raise
 
     def _facts(self, metadata: Exported, frames: Exported, stage_bytes: int) -> Facts:
+        from flashwarp.cache.shared import Facts
+
         tags = self.geometry.tags - metadata.memory.address
         return Facts(
             kind=self.device.kind,
@@ -450,6 +458,8 @@ class Cache(Closing):
 
     def _become_client(self, connection: Connection) -> None:
         """Take the cache as its owner has it."""
+        from flashwarp.cache.shared import Client
+
         client = Client.of(connection, self._asked_device)
         facts = client.facts
         if self._wanted is not None:

@@ -15,18 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flashwarp.cache.structs import GeometryStruct
+from flashwarp.cache.structs import EPOCH_BYTES, GeometryStruct
 from flashwarp.device import Device, DeviceMemory, find, shared_memory
 from flashwarp.device.memory import Exported
 from flashwarp.errors import SharedCacheError
-from flashwarp.sharing import names
+from flashwarp.sharing import names, sessions_of
 from flashwarp.sharing.connection import Connection
 from flashwarp.sharing.listener import Answer, Listener, Session
 from flashwarp.sharing.messages import ITEMS_MAX
 
-__all__ = ["Client", "Facts", "Owner", "meet", "serve_with"]
+__all__ = ["Client", "Facts", "Owner", "meet"]
 
-EPOCH_BYTES = 8
 _STAGE_BYTES = 4 << 20
 _START_S = 10.0
 _RETRY_S = 0.01
@@ -48,15 +47,6 @@ class Sessions(Protocol):
     @property
     def opened(self) -> int:
         """How many arrays are open on behalf of clients."""
-
-
-_sessions_of: Callable[[Any], Sessions] | None = None
-
-
-def serve_with(make: Callable[[Any], Sessions]) -> None:
-    """Say what makes the sessions of an owned cache: arrays are above caches, which serve them."""
-    global _sessions_of
-    _sessions_of = make
 
 
 def meet(name: str, *, may_own: bool) -> names.OwnerLock | Connection:
@@ -172,13 +162,12 @@ class Owner:
 
     def start(self, cache: Any, facts: Callable[[Exported, Exported, int], Facts]) -> None:
         """Serve clients from now on."""
-        if _sessions_of is None:
-            raise SharedCacheError("import flashwarp, which serves shared caches")
         frames, metadata = self._exported
         line = cache.line_bytes
         self.facts = facts(metadata, frames, max(_STAGE_BYTES // line, 2) * line)
-        self._sessions = _sessions_of(cache)
-        self._listener = Listener(self.name, self._lock, self._sessions.begin)
+        sessions: Sessions = sessions_of(cache)
+        self._sessions = sessions
+        self._listener = Listener(self.name, self._lock, sessions.begin)
 
     def greet(self, stage: int) -> Answer:
         """Describe the cache, for a client whose stage has this descriptor."""

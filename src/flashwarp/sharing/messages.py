@@ -13,7 +13,6 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 from flashwarp import errors
@@ -118,6 +117,8 @@ def peer(of: socket.socket) -> tuple[int, int]:
 
 def hello() -> dict[str, Any]:
     """Return what both sides say first, and what must be equal."""
+    from importlib.metadata import version  # slow to import, and most programs share nothing
+
     return {"messages": VERSION, "flashwarp": version("flashwarp")}
 
 
