@@ -27,6 +27,7 @@ from flashwarp.errors import (
     SharedCacheError,
 )
 from flashwarp.sharing.messages import Message
+from flashwarp.trace import record
 from support.program import Program, ProgramError
 
 ROWS = np.arange(4000 * 128, dtype="i4").reshape(4000, 128)  # 500 lines of 4 KiB
@@ -518,9 +519,14 @@ def test_what_needs_kernels_says_so(client: fw.Cache, path: Path) -> None:
             lambda: x.kernel_handle,
             lambda: x.gather_async([1]),
             lambda: x.controller.queues,
+            lambda: list(fw.Pipeline(x, 2).iterate([[1, 2]])),
+            lambda: record(x).__enter__(),
         ):
             with pytest.raises(SharedCacheError, match="is the owner's"):
                 use()
+        with pytest.raises(SharedCacheError, match="no share tables"):
+            fw.ShareTable(client, 8)
+        assert x.in_place is None
         kernel = fw.compile(KERNEL, "cpu")["first"]
         with pytest.raises(SharedCacheError, match=r"kernels.*need arrays of the owner"):
             kernel(x)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from flashwarp import _native, endings
 from flashwarp._jit.driver import End
 from flashwarp.array.attachment import Attachment
-from flashwarp.array.launcher import Counting, Verb, Watcher
+from flashwarp.array.launcher import Counting, Verb
 from flashwarp.array.operands import Index, Operands
 from flashwarp.array.rows import RowFormat, RowParams, host_indices, segments_per_row
 from flashwarp.cache.cache import Cache
@@ -86,6 +86,7 @@ class _Service(_Owners):
     path = "shared"
     reason = "lines are read in the owner's memory, and the owner fetches those that are absent"
     leased = False
+    in_place = 0
 
     def __init__(self) -> None:
         super().__init__("what serves an array")
@@ -136,7 +137,6 @@ class ClientLauncher(_Owners):
         self.format = format
         self.service = _Service()
         self.graphs = _native.CudaGraphs()
-        self.watchers: list[Watcher] = []
         self.hits = self.misses = self.bytes_used = self.requests = 0
         self.stored = False  # since the last flush
         self._client = client
