@@ -6,6 +6,7 @@ memory that clients only read they also forbid every later mapping or write that
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -97,4 +98,7 @@ def map_memory(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
 def _map(descriptor: int, nbytes: int, *, writable: bool) -> Mapped:
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     owner = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, access)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        # Taken where /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise".
+        owner.madvise(mmap.MADV_HUGEPAGE)
     return Mapped(owner, np.frombuffer(owner, np.uint8).ctypes.data, nbytes)
