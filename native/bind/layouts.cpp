@@ -66,6 +66,9 @@ nb::dict layouts() {
                taken, meeting, found, log)
   FW_STRUCTURE("pipeline", pipeline<float>, reads, writes)
   FW_STRUCTURE("submit_params", kernels::submit_params, rows, batch, stores)
+  FW_STRUCTURE("missed_pieces", kernels::missed_pieces, hits, bytes, strays, stray)
+  FW_STRUCTURE("client_params", kernels::client_params, line_begin, epoch, epoch_opened, missed,
+               list, handed, places, count)
   FW_STRUCTURE("maintenance_params", kernels::maintenance_params, opcode, drop)
   FW_STRUCTURE("sum_params", kernels::sum_params, sums, count, width)
   FW_STRUCTURE("update_params", kernels::update_params, sums, padding, rule, width, epsilon)

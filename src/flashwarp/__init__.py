@@ -8,6 +8,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from flashwarp import errors, storage
+from flashwarp import sharing as _sharing
 from flashwarp.array.array import Array
 from flashwarp.array.futures import Future
 from flashwarp.array.opening import create, open  # noqa: A004
@@ -76,6 +77,12 @@ _LATER = {
     "get_include": "flashwarp.program.compiling",
     "load": "flashwarp.loading.load",
 }
+
+
+# Arrays serve what caches share.
+_sharing.serve_with(
+    lambda cache: _import_module("flashwarp.array.serving").Serving(cache),
+)
 
 
 def __getattr__(name: str) -> object:

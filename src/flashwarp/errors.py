@@ -180,6 +180,17 @@ class CacheError(FlashwarpError, ValueError):
     """A cache cannot have this geometry, or has no room for what it must hold."""
 
 
+class SharedCacheError(CacheError):
+    """A cache cannot be shared so: its name, owner, version or settings, or what a client asked."""
+
+
+class OwnerLostError(SharedCacheError, ConnectionError):
+    """The owner of a shared cache has died, has closed it, or does not answer.
+
+    What was flushed is in the files. Close the arrays and the cache, and open them again.
+    """
+
+
 class ControllerError(FlashwarpError, RuntimeError):
     """The controller refused or aborted a command, or was stopped."""
 

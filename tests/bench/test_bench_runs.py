@@ -41,6 +41,7 @@ SMALL = {
     "first_light": {"gib": 1 / 64},
     "calls": {"resident": "1 MiB", "cold": "4 MiB", "runs": 3, "first": True},
     "split": {"rows": 2100, "cache": "4 MiB", "runs": 3},
+    "shared": {"size": "2 MiB", "seconds": 0.1, "threads": 1},
     "files": {"size": "2 MiB", "disk": "256 KiB", "warps": "2"},
     "latency": {"size": "4 MiB", "steps": 20},
     "defaults": {"sizes": "1 MB", "memory": "", "runs": 1, "seconds": 0.05},

@@ -57,6 +57,7 @@ _WRITE = "flashwarp/cache/write_back.cuh"
 _TIER = "flashwarp/cache/host_tier.cuh"
 _TIER_MOVES = "flashwarp/cache/tier_moves.cuh"
 _LEASE = "flashwarp/cache/lease.cuh"
+_RESIDENT = "flashwarp/kernels/resident.cuh"
 _ROWS = "flashwarp/kernels/rows.cuh"
 _SAMPLING = "flashwarp/sampling.cuh"
 _TABLE = "flashwarp/kernels/table.cuh"
@@ -211,6 +212,33 @@ MUTANTS = {
             "const bool served = usable;",
             "a row whose frame was refilled during the copy is another line's",
             "rows",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "client-no-second-look",
+            _RESIDENT,
+            "at[k].found && still_ours && cache::still_holds(g, at[k].way, at[k].word);",
+            "at[k].found && still_ours;",
+            "a client takes the bytes of a frame that the owner has refilled meanwhile",
+            "clients",
+        ),
+        Mutant(
+            "client-without-fence",
+            _RESIDENT,
+            "    atomic::fence_acquire();\n    warp::sync(mask);\n",
+            "    warp::sync(mask);\n",
+            "a client's second look comes before its loads, and does not see the refill",
+            "clients",
+            "weak",
+        ),
+        Mutant(
+            "client-lists-for-one-lane",
+            _RESIDENT,
+            "{item, line - c.line_begin}",
+            "{warp::broadcast(mask, item, leader), line - c.line_begin}",
+            "a row that was not copied is not asked for, and another one twice",
+            "clients",
             "sc",
             4,
         ),

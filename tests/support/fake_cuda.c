@@ -5,17 +5,20 @@
 // call can be told to fail (fake_fail), streams to stay busy (fake_busy), and every call is
 // counted. Copies on a stream that waits for a word, or for another stream, are made once it goes
 // on.
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 typedef int CUresult;
 enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotFound = 500, kNotReady = 600 };
 enum {
-  kCallsMax = 96,
+  kCallsMax = 128,
   kFunctionsMax = 64,
   kWaitsMax = 4096,
   kMemoriesMax = 1024,
@@ -139,6 +142,11 @@ CUresult cuDeviceGetName(char* name, int length, int device) {
   ENTER;
   (void)device;
   snprintf(name, (size_t)length, "Fake GPU");
+  return kSuccess;
+}
+CUresult cuDeviceGetUuid(char* uuid, int device) {
+  ENTER;
+  memset(uuid, 0x40 + device, 16);
   return kSuccess;
 }
 // What the GPU registers: nothing, writable memory only, and how much at a time.
@@ -291,6 +299,102 @@ CUresult cuMemFree(uint64_t address) {
   free((void*)address);
   --live_allocations;
   return kSuccess;
+}
+// Memory that processes share is an anonymous file, and a handle its descriptor.
+struct location {
+  int type, id;
+};
+struct allocation_prop {
+  int type, handle_types;
+  struct location where;
+  void* unused;
+  unsigned char flags[8];
+};
+struct access {
+  struct location where;
+  int flags;
+};
+enum { kHandle = 1000, kUnit = 2 << 20 };
+static const struct allocation_prop shared_memory = {1, 1, {1, 0}, NULL, {0}};
+CUresult cuMemGetAllocationGranularity(size_t* unit, const struct allocation_prop* prop,
+                                       int option) {
+  ENTER_CONTEXT;
+  *unit = kUnit;
+  return option == 0 && memcmp(prop, &shared_memory, 16) == 0 ? kSuccess : kInvalidValue;
+}
+CUresult cuMemCreate(uint64_t* handle, size_t size, const struct allocation_prop* prop,
+                     uint64_t flags) {
+  ENTER_CONTEXT;
+  if (flags != 0 || size % kUnit != 0 || memcmp(prop, &shared_memory, 16) != 0)
+    return kInvalidValue;
+  const int file = memfd_create("fake GPU", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, (off_t)size) != 0) return kOutOfMemory;
+  *handle = (uint64_t)file + kHandle;
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuMemRelease(uint64_t handle) {
+  ENTER_CONTEXT;
+  --live_allocations;
+  return close((int)(handle - kHandle)) == 0 ? kSuccess : kInvalidValue;
+}
+CUresult cuMemExportToShareableHandle(void* exported, uint64_t handle, int type, uint64_t flags) {
+  ENTER_CONTEXT;
+  if (type != 1 || flags != 0) return kInvalidValue;
+  *(int*)exported = dup((int)(handle - kHandle));
+  return kSuccess;
+}
+CUresult cuMemImportFromShareableHandle(uint64_t* handle, void* exported, int type) {
+  ENTER_CONTEXT;
+  const int file = dup((int)(intptr_t)exported);
+  if (type != 1 || file < 0) return kInvalidValue;
+  *handle = (uint64_t)file + kHandle;
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuMemAddressReserve(uint64_t* address, size_t size, size_t alignment, uint64_t at,
+                             uint64_t flags) {
+  ENTER_CONTEXT;
+  if (alignment != 0 || at != 0 || flags != 0 || size % kUnit != 0) return kInvalidValue;
+  void* place = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (place == MAP_FAILED) return kOutOfMemory;
+  *address = (uint64_t)place;
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuMemAddressFree(uint64_t address, size_t size) {
+  ENTER_CONTEXT;
+  --live_allocations;
+  return munmap((void*)address, size) == 0 ? kSuccess : kInvalidValue;
+}
+CUresult cuMemMap(uint64_t address, size_t size, size_t offset, uint64_t handle, uint64_t flags) {
+  ENTER_CONTEXT;
+  const int file = (int)(handle - kHandle);
+  struct stat status;
+  if (offset != 0 || flags != 0 || fstat(file, &status) != 0 || (size_t)status.st_size != size)
+    return kInvalidValue;
+  void* place = mmap((void*)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, file, 0);
+  if (place == MAP_FAILED) return kInvalidValue;
+  note_memory(address, size, 2);
+  ++live_allocations;
+  return kSuccess;
+}
+CUresult cuMemUnmap(uint64_t address, size_t size) {
+  ENTER_CONTEXT;
+  note_memory(address, 0, 0);
+  --live_allocations;
+  void* place =
+      mmap((void*)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  return place != MAP_FAILED ? kSuccess : kInvalidValue;
+}
+static int maps_read_only = 1;
+void fake_maps_read_only(int on) { maps_read_only = on; }
+CUresult cuMemSetAccess(uint64_t address, size_t size, const struct access* access, size_t count) {
+  ENTER_CONTEXT;
+  if (count != 1 || access->where.type != 1 || access->where.id != 0) return kInvalidValue;
+  if (access->flags != 3 && !maps_read_only) return 801;
+  const int rights = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
+  return mprotect((void*)address, size, rights) == 0 ? kSuccess : kInvalidValue;
 }
 CUresult cuMemHostAlloc(void** pointer, size_t nbytes, unsigned flags) {
   ENTER_CONTEXT;
@@ -835,6 +939,17 @@ static const struct {
     CALL(cuFuncGetAttribute),
     CALL(cuOccupancyMaxActiveBlocksPerMultiprocessor),
     CALL(cuLaunchKernel),
+    CALL(cuDeviceGetUuid),
+    CALL(cuMemGetAllocationGranularity),
+    CALL(cuMemCreate),
+    CALL(cuMemRelease),
+    CALL(cuMemExportToShareableHandle),
+    CALL(cuMemImportFromShareableHandle),
+    CALL(cuMemAddressReserve),
+    CALL(cuMemAddressFree),
+    CALL(cuMemMap),
+    CALL(cuMemUnmap),
+    CALL(cuMemSetAccess),
 };
 
 // A driver older than CUDA 12.8.

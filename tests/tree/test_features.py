@@ -65,7 +65,7 @@ def exists(proof: str) -> bool:
 
 def test_page_has_all_papers() -> None:
     assert len(rows()) > 50
-    papers = {"## BaM", "## AGILE", "## CAM", "## Score and VELOC"}
+    papers = {"## BaM", "## AGILE", "## CAM", "## Score and VELOC", "## GeminiFS"}
     assert papers <= set(PAGE.read_text(encoding="utf-8").splitlines())
 
 

@@ -36,7 +36,11 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
     if re.search(r"import (flashwarp\.)?torch", block):
         pytest.importorskip("torch", reason="torch is an extra")
     # A reader on a laptop: no GPU is visible, and warnings would be the first thing seen.
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "error"}
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "error",
+        "FLASHWARP_RUNTIME_DIR": str(tmp_path / "run"),
+    }
 
     script = tmp_path / "block.py"
     script.write_text(block)

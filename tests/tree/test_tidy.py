@@ -279,6 +279,7 @@ def test_import_leaves_for_later_what_few_programs_need() -> None:
         "flashwarp._jit.host_compiler",
         "flashwarp.array.advice",
         "flashwarp.array.share_table",
+        "flashwarp.cache.shared",
         "flashwarp.checkpoint.checkpointer",
         "flashwarp.nvme.drive_model",
         "flashwarp.program.compiling",

@@ -10,6 +10,7 @@ device, on which a kernel that waits for I/O may be running.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import importlib
@@ -134,6 +135,16 @@ def _call(call: str, *arguments: Any, doing: str = "") -> Any:
 def device_count() -> int:
     """Count the GPUs this process sees. Raises DeviceError where CUDA does not work."""
     return int(_call("cuDeviceGetCount"))
+
+
+def device_uuids() -> list[str]:
+    """Return what names each GPU that this process sees in every process, by ordinal."""
+    return [uuid_of(_call("cuDeviceGet", ordinal)) for ordinal in range(device_count())]
+
+
+def uuid_of(device: Any) -> str:
+    """Return what names a GPU in every process, whatever its ordinal there."""
+    return bytes(_call("cuDeviceGetUuid", device).bytes).hex()
 
 
 def driver_version() -> tuple[int, int]:
@@ -463,6 +474,85 @@ class Context:
             address = int(_call("cuMemHostAlloc", nbytes, flags, doing=doing))
             self._require_same_address(address, "cuMemFreeHost")
         return address
+
+    def allocate_exported(self, nbytes: int) -> tuple[int, int, int]:
+        """Uninitialized device memory that other processes can map.
+
+        Returns its address, its bytes, which are rounded up, and a descriptor of the caller's.
+        """
+        cuda, doing = _cuda(), f"allocating {nbytes} bytes on cuda:{self.ordinal} to share"
+        with self, contextlib.ExitStack() as undo:
+            wanted, size = self._shareable(cuda, nbytes, doing)
+            handle = _call("cuMemCreate", size, wanted, 0, doing=doing)
+            # The mapping and the descriptor keep the memory.
+            undo.callback(_call, "cuMemRelease", handle)
+            with contextlib.ExitStack() as failed:
+                address = self._map(cuda, handle, size, failed, writable=True)
+                kind = wanted.requestedHandleTypes
+                descriptor = int(_call("cuMemExportToShareableHandle", handle, kind, 0))
+                failed.pop_all()
+        return address, size, descriptor
+
+    def map_exported(
+        self, descriptor: int, nbytes: int, *, writable: bool = False
+    ) -> tuple[int, int]:
+        """Map memory of `allocate_exported`; returns its address and its bytes."""
+        cuda, doing = _cuda(), f"mapping {nbytes} bytes of another process on cuda:{self.ordinal}"
+        with self, contextlib.ExitStack() as undo:
+            wanted, size = self._shareable(cuda, nbytes, doing)
+            kind = wanted.requestedHandleTypes
+            handle = _call("cuMemImportFromShareableHandle", descriptor, kind, doing=doing)
+            undo.callback(_call, "cuMemRelease", handle)
+            with contextlib.ExitStack() as failed:
+                address = self._map(cuda, handle, size, failed, writable=writable)
+                failed.pop_all()
+        return address, size
+
+    def _shareable(self, cuda: Any, nbytes: int, doing: str) -> tuple[Any, int]:
+        """Return the properties of memory to share, and its bytes, rounded up."""
+        wanted = cuda.CUmemAllocationProp()
+        wanted.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location = self._location(cuda)
+        handles = cuda.CUmemAllocationHandleType
+        wanted.requestedHandleTypes = handles.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        smallest = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        unit = int(_call("cuMemGetAllocationGranularity", wanted, smallest, doing=doing))
+        return wanted, -(-nbytes // unit) * unit
+
+    def unmap_exported(self, address: int, nbytes: int) -> None:
+        """End a mapping of `allocate_exported` or `map_exported`."""
+        if self.usable:
+            self.call("cuMemUnmap", address, nbytes)
+            self.call("cuMemAddressFree", address, nbytes)
+
+    def _map(
+        self, cuda: Any, handle: Any, size: int, failed: contextlib.ExitStack, *, writable: bool
+    ) -> int:
+        address = int(_call("cuMemAddressReserve", size, 0, 0, 0))
+        failed.callback(_call, "cuMemAddressFree", address, size)
+        _call("cuMemMap", address, size, 0, handle, 0)
+        failed.callback(_call, "cuMemUnmap", address, size)
+        rights, access = cuda.CUmemAccess_flags, cuda.CUmemAccessDesc()
+        access.location = self._location(cuda)
+        access.flags = (
+            rights.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            if writable
+            else rights.CU_MEM_ACCESS_FLAGS_PROT_READ
+        )
+        doing = f"making {size} bytes {'writable' if writable else 'readable'} to this process"
+        _call("cuMemSetAccess", address, size, [access], 1, doing=doing)
+        return address
+
+    def _location(self, cuda: Any) -> Any:
+        location = cuda.CUmemLocation()
+        location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = self.ordinal
+        return location
+
+    @functools.cached_property
+    def uuid(self) -> str:
+        """What names the GPU in every process."""
+        return uuid_of(self._device)
 
     def allocate_managed(self, nbytes: int) -> int:
         """Managed memory; never ask for more than the GPU has free."""

@@ -10,6 +10,7 @@ from typing import Any
 from flashwarp import config
 from flashwarp.array.advice import Usage, advise
 from flashwarp.array.attachment import Attachment
+from flashwarp.array.client import ClientAttachment
 from flashwarp.device import host_memory
 from flashwarp.storage import File
 from flashwarp.storage.composite import members_of
@@ -23,7 +24,7 @@ class Explanation:
     """How an array's data moves, and why; `str` gives a text for people."""
 
     path: str
-    """"in_place", "bounce" or "direct"."""
+    """"in_place", "bounce" or "direct"; "shared" for a client of a shared cache."""
     reason: str
     storage: dict[str, Any]
     controller: dict[str, Any]
@@ -50,6 +51,15 @@ class Explanation:
 def explain(attachment: Attachment, why: str) -> Explanation:
     """Explain an open array; `why` says how its storage was chosen."""
     storage, service = attachment.storage, attachment.launcher.service
+    if isinstance(attachment, ClientAttachment):
+        return Explanation(
+            path=service.path,
+            reason=service.reason + attachment.note(),
+            storage={"path": storage.path},
+            controller={"engine": "the owner's"},
+            cache=repr(attachment.cache),
+            device=attachment.device.describe(),
+        )
     if why and service.changes:
         why = f"when it was opened, {why}"
     return Explanation(

@@ -23,7 +23,13 @@ from flashwarp.array.rows import RowFormat
 from flashwarp.cache.cache import LINE_DEFAULT, Cache, automatic_capacity, check_line
 from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
 from flashwarp.device import Device, resolve
-from flashwarp.errors import ArgumentError, CopyError, DataPathError, ReadOnlyError
+from flashwarp.errors import (
+    ArgumentError,
+    CopyError,
+    DataPathError,
+    ReadOnlyError,
+    SharedCacheError,
+)
 from flashwarp.nvme import Controller
 from flashwarp.nvme.group import choose_controllers
 from flashwarp.nvme.queue_pair import DATA_PATHS, DataPath
@@ -215,6 +221,11 @@ def create(
         As for `open`.
     """
     overwrite = flag("overwrite", overwrite)
+    if isinstance(cache, Cache) and not cache.owned:
+        raise SharedCacheError(
+            "a client of a shared cache creates no files: create it without the cache, close it, "
+            'and open it with mode="r+"'
+        )
     form = npy.empty_layout(shape, dtype)
     name = files.check_name(path)
     target = files.check_new(name, overwrite)
@@ -285,7 +296,10 @@ class _Request:
         state = dict(self.__dict__)
         if isinstance(self.device, Device):
             state["device"] = self.device.name
-        if isinstance(self.cache, Cache):
+        if isinstance(self.cache, Cache) and self.cache.shared is not None:
+            make = functools.partial(Cache, shared=self.cache.shared)
+            state |= {"cache": "auto", "make_cache": make, "line": None}
+        elif isinstance(self.cache, Cache):
             cache = self.cache
             # Without an array, a cache of capacity "auto" has none yet.
             make = functools.partial(
@@ -327,6 +341,7 @@ class _Plan:
         if request.strict is not None:
             choice("strict", request.strict, DATA_PATHS)
         self.strict = request.strict
+        self.asked_controller = request.controller is not None
         self.controller = SoftwareController() if request.controller is None else request.controller
         if not isinstance(self.controller, Controller):
             raise ArgumentError(
@@ -362,6 +377,12 @@ class _Plan:
 
     def open(self, source: Source, recipe: _Request | None = None) -> Array:
         """Choose the data path of files, then the cache, then the controllers."""
+        if isinstance(self.cache, Cache) and not self.cache.owned:
+            return self._open_as_client(self.cache, source, recipe)
+        if isinstance(self.cache, Cache) and self.cache._owner is not None and self.access.writable:
+            for part in source.parts:
+                if isinstance(part, FilePart):
+                    self.cache._owner.give_up(part.path)
         with contextlib.ExitStack() as undo:
             opened = undo.enter_context(contextlib.ExitStack())
             storage, why = reach(source, self.access, self._host_bytes, opened)
@@ -398,6 +419,26 @@ class _Plan:
             raise DataPathError(f"{told}:\n{reason}")
         array.strict = self.strict
         return array
+
+    def _open_as_client(self, cache: Cache, source: Source, recipe: _Request | None) -> Array:
+        """Open a file in the cache of another process, which opens it, too."""
+        from flashwarp.array.client import ClientAttachment  # most programs share nothing
+
+        part = source.parts[0]
+        if source.composite is not None or not isinstance(part, FilePart):
+            raise SharedCacheError(
+                "a client of a shared cache opens one file by its path: open several files, or a "
+                "storage, in the owner's process"
+            )
+        access = self.access
+        chosen = access.o_direct is not None or access.immutable or not access.lock
+        if self.strict or self.asked_controller or chosen:
+            raise SharedCacheError(
+                "the owner of a shared cache chooses how a file is read: leave strict, controller, "
+                "o_direct, lock and immutable out"
+            )
+        attachment = ClientAttachment(cache, part.path, part.layout, access.writable)
+        return Array(attachment, recipe=recipe)
 
     def _host_bytes(self, nbytes: int) -> int:
         """Host memory that is yet to be allocated for the cache of an array of `nbytes`."""

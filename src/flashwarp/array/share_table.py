@@ -14,7 +14,7 @@ from flashwarp.array.array import Array
 from flashwarp.cache.cache import Cache
 from flashwarp.config import integer
 from flashwarp.endings import Closing
-from flashwarp.errors import ArgumentError, ClosedError, ShareError
+from flashwarp.errors import ArgumentError, ClosedError, SharedCacheError, ShareError
 from flashwarp.nvme.queue_pair import u32, u64
 
 __all__ = ["ENTRIES_MAX", "ShareTable", "ShareTableStruct"]
@@ -96,6 +96,11 @@ class ShareTable(Closing):
         cache = of.cache if isinstance(of, Array) else of
         if of.closed:
             raise ClosedError("the array or cache of a share table is closed")
+        if not cache.owned:
+            raise SharedCacheError(
+                f"a client of the shared cache {cache.shared!r} has no share tables: they are for "
+                "kernels of its owner"
+            )
         self.cache = cache
         self._device = cache.device
         buckets = 1 << (-(-entries // _WAYS) - 1).bit_length()

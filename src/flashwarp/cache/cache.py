@@ -13,11 +13,13 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from flashwarp import config, endings
 from flashwarp.cache.miss_list import allocate_misses
 from flashwarp.cache.structs import (
+    EPOCH_BYTES,
     FAILURES_KEPT,
     CountersStruct,
     ErrorRecordStruct,
@@ -29,11 +31,23 @@ from flashwarp.cache.structs import (
 )
 from flashwarp.config import integer, parse_bytes
 from flashwarp.device import Device, DeviceMemory, OwnedStream, resolve
+from flashwarp.device.memory import Exported
 from flashwarp.endings import Closing
-from flashwarp.errors import ArgumentError, CacheError, ClosedError, DeviceError, DeviceTimeout
+from flashwarp.errors import (
+    ArgumentError,
+    CacheError,
+    ClosedError,
+    DeviceError,
+    DeviceTimeout,
+    SharedCacheError,
+)
 from flashwarp.nvme import Queues
 from flashwarp.nvme.queue_pair import DATA_PATHS
 from flashwarp.policy import Policy, resolve_policy
+
+if TYPE_CHECKING:
+    from flashwarp.cache.shared import Client, Facts, Owner
+    from flashwarp.sharing.connection import Connection
 
 __all__ = ["Cache", "Volume"]
 
@@ -276,7 +290,8 @@ class Cache(Closing):
     ----------
     capacity : int, str or "auto"
         Bytes of frames, rounded down to whole sets; at least one set, `ways` times `line`. "auto":
-        as many as the first array has, at most a share of the free memory.
+        as many as the first array has, at most a share of the free memory. May be left out if
+        `shared` names a cache that has an owner.
     line : int or str
         Bytes of a line, a power of two from 512 to 2 MiB: the unit of transfer and eviction.
     ways : int
@@ -290,6 +305,17 @@ class Cache(Closing):
         Bytes of pinned host memory below the frames, at least one line for each set; default none.
         Evicted clean lines go there, and come back without the storage. Arrays whose storage is
         memory already ("in_place") do not use it.
+    shared : str, optional
+        A name under which processes of this user share the cache; see docs/sharing.md. If a process
+        owns a cache of this name, this one becomes its client: without a capacity it takes the
+        cache as it is, and with one everything must agree. Otherwise this process becomes the
+        owner, which needs a capacity in bytes.
+
+    Attributes
+    ----------
+    shared : str or None
+    owned : bool
+        False for a client of a shared cache.
 
     Notes
     -----
@@ -305,6 +331,8 @@ class Cache(Closing):
 
     Raises
     ------
+    SharedCacheError
+        If the cache cannot be shared so: no owner, another user's, another version or geometry.
     CacheError
         For parameters that do not fit together. Also for an attribute that depends on the device,
         while the cache has none.
@@ -331,13 +359,20 @@ class Cache(Closing):
 
     def __init__(
         self,
-        capacity: int | str,
+        capacity: int | str | None = None,
         line: int | str = LINE_DEFAULT,
         ways: int = 4,
         policy: str | Policy = "clock",
         device: object = None,
         host_capacity: int | str | None = None,
+        *,
+        shared: str | None = None,
     ) -> None:
+        self._owner: Owner | None = None
+        self._client: Client | None = None
+        self.shared = shared
+        if capacity is None and shared is None:
+            raise CacheError('a cache needs a capacity, such as "1 GiB" or "auto"')
         self.line_bytes = check_line(line)
         ways = integer("ways", ways, 1, 16)
         if ways not in (4, 8, 16):
@@ -345,7 +380,8 @@ class Cache(Closing):
         self.ways = ways
         self.policy = resolve_policy(policy)
         automatic = isinstance(capacity, str) and capacity == "auto"
-        self._wanted = None if automatic else parse_bytes(capacity, "capacity")
+        bytes_wanted = None if automatic else capacity
+        self._wanted = None if bytes_wanted is None else parse_bytes(bytes_wanted, "capacity")
         self._host_wanted = (
             None if host_capacity is None else parse_bytes(host_capacity, "host_capacity")
         )
@@ -359,6 +395,7 @@ class Cache(Closing):
         # Streams with calls that the library has not waited for.
         self.streams: set[int] = set()
         self._volumes: dict[int, Volume] = {}
+        self._epochs = [0] * _VOLUMES_MAX  # how often each entry was given up, if shared
         # What keeps the memory while no array is attached: the user, arrays that are being opened,
         # and share tables.
         self._kept = device is not None
@@ -369,13 +406,95 @@ class Cache(Closing):
         self._asked_device = None if device is None else resolve(device)
         if self._wanted is not None:
             self._divide(self._wanted)
-            if self._asked_device is not None:
-                self._allocate(self._asked_device)
+        if shared is not None:
+            self._share(shared, automatic)
+        elif self._wanted is not None and self._asked_device is not None:
+            self._allocate(self._asked_device)
+
+    def _share(self, name: str, automatic: bool) -> None:
+        """Own the shared cache of this name, or become a client of its owner."""
+        from flashwarp.cache.shared import Owner, meet  # most programs share nothing
+        from flashwarp.sharing.names import OwnerLock, check_name
+
+        check_name(name)
+        if automatic:
+            raise CacheError(
+                'capacity="auto" depends on the first array, and a shared cache has its memory '
+                "before: give bytes, or leave the capacity out to use the owner's"
+            )
+        met = meet(name, may_own=self._wanted is not None)
+        self._kept = True
+        if not isinstance(met, OwnerLock):
+            self._become_client(met)
+            return
+        self._owner = Owner(name, met)
+        try:
+            self._allocate(resolve(self._asked_device))
+            self._owner.start(self, self._facts)
+        except BaseException:
+            self._owner.close()
+            self._free()
+            raise
+
+    def _facts(self, metadata: Exported, frames: Exported, stage_bytes: int) -> Facts:
+        from flashwarp.cache.shared import Facts
+
+        tags = self.geometry.tags - metadata.memory.address
+        return Facts(
+            kind=self.device.kind,
+            device=self.device.identity,
+            policy=self.policy.name,
+            line=self.line_bytes,
+            ways=self.ways,
+            sets=self.set_count,
+            host_capacity=self.host_capacity,
+            metadata_bytes=metadata.offset + metadata.memory.nbytes,
+            tags=metadata.offset + tags,
+            epochs=metadata.offset + self._epochs_address - metadata.memory.address,
+            frames_bytes=frames.offset + frames.memory.nbytes,
+            frames=frames.offset,
+            stage_bytes=stage_bytes,
+        )
+
+    def _become_client(self, connection: Connection) -> None:
+        """Take the cache as its owner has it."""
+        from flashwarp.cache.shared import Client
+
+        client = Client.of(connection, self._asked_device)
+        facts = client.facts
+        if self._wanted is not None:
+            asked = (self.set_count, self.line_bytes, self.ways, self.policy.name)
+            if asked != (facts.sets, facts.line, facts.ways, facts.policy):
+                client.close()
+                raise SharedCacheError(
+                    f"the shared cache {connection.name!r} has {facts.sets * facts.ways} lines of "
+                    f"{facts.line} bytes in sets of {facts.ways} under {facts.policy!r}, not the "
+                    f"{asked[0] * asked[2]} of {asked[1]} in sets of {asked[2]} under {asked[3]!r} "
+                    "that were asked for: leave capacity, line, ways and policy out to take it as "
+                    "it is"
+                )
+        self._client = client
+        self.line_bytes, self.ways, self.set_count = facts.line, facts.ways, facts.sets
+        self.capacity = facts.sets * facts.ways * facts.line
+        self.host_capacity = facts.host_capacity
+        self.device, self.geometry = client.device, client.geometry
+        self._metadata, self._frames = client.metadata, client.frames
+        self.device.carries.add(self)
+
+    @property
+    def owned(self) -> bool:
+        """Whether this process has made its memory; False for a client of a shared cache."""
+        return self._client is None
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             # Python also comes here when a property has found such an attribute missing.
+            if self.__dict__.get("_client") is not None and not name.startswith("__"):
+                raise _NoMemory(
+                    f"only the owner of the shared cache {self.shared!r} has its {name}; this "
+                    "process is a client"
+                )
             missing = isinstance(getattr(type(self), name, None), property)
             if missing or name in _WITH_MEMORY or name in _WITH_CAPACITY:
                 raise _NoMemory(
@@ -433,6 +552,11 @@ class Cache(Closing):
         with self._lock:
             if self._closed:
                 raise ClosedError("the cache is closed")
+            if self._client is not None:
+                raise SharedCacheError(
+                    f"a client of the shared cache {self.shared!r} opens files by their paths, "
+                    "which its owner opens, too: open a storage in the owner's process"
+                )
             mine = self._bound_device
             if mine is not None and mine is not device:
                 raise ArgumentError(f"the cache is on {mine.name}, the array is on {device.name}")
@@ -479,17 +603,21 @@ class Cache(Closing):
             word_bytes = lines * 4
         own_bytes = tag_bytes + word_bytes + -(-self.set_count * 4 // 8) * 8
         self.metadata_bytes = own_bytes + self._tier.places * 8
-        self._frames = device.allocate(self.capacity)
+        owner = self._owner
+        allocate = device.allocate if owner is None else partial(owner.allocate, device)
+        self._frames = allocate(self.capacity)
         try:
             if self.host_capacity:
                 self._tier_frames = device.allocate_host(self.host_capacity)
-            head_bytes = struct_bytes + volume_bytes + _POLICY_WORDS_ALIGNMENT
-            self._metadata = device.allocate(head_bytes + self.metadata_bytes)
+            epoch_bytes = _VOLUMES_MAX * EPOCH_BYTES
+            head_bytes = struct_bytes + volume_bytes + epoch_bytes + _POLICY_WORDS_ALIGNMENT
+            self._metadata = allocate(head_bytes + self.metadata_bytes)
         except BaseException:
             self._free()
             raise
         self.address = self._metadata.address
         self._volumes_address = self.address + struct_bytes
+        self._epochs_address = self._volumes_address + volume_bytes
         # Before the tags: policy_refusals() in the header.
         tags = self.address + head_bytes
         self.geometry = GeometryStruct(
@@ -676,6 +804,11 @@ class Cache(Closing):
         with self._lock:
             if self._volumes.pop(volume.slot, None) is None:
                 return
+            if self._owner is not None and not self._closed and self.device.alive():
+                # Before another array can have these line numbers: see kernels/resident.cuh.
+                self._epochs[volume.slot] += 1
+                word = self._epochs[volume.slot].to_bytes(EPOCH_BYTES, "little")
+                self.device.upload(self._epochs_address + EPOCH_BYTES * volume.slot, word)
             if not self._closed and self.device.alive():
                 # `line_count` first, because kernels search the table meanwhile.
                 self.device.fill(volume.address + VolumeStruct.line_count.offset, 0, 8)
@@ -700,18 +833,31 @@ class Cache(Closing):
     def close(self) -> None:
         """Free the memory. May be called twice.
 
-        Raises CacheError while arrays are attached: close them first, so that nothing is lost.
+        Raises CacheError while arrays are attached: close them first, so that nothing is lost. The
+        owner of a shared cache also closes the arrays that clients have open, whose next call
+        raises OwnerLostError.
         """
         endings.uninterrupted(self._close)
 
     def _close(self) -> None:
+        if self._owner is not None and not self._closed:
+            self._check_unused(len(self._volumes) - self._owner.opened)
+            # Without the lock, which the ends of sessions need.
+            self._owner.close()
         with self._lock:
             if self._closed:
                 return
-            if self._volumes:
-                raise CacheError(f"{len(self._volumes)} arrays use the cache: close them first")
+            client = self._client
+            self._check_unused(len(self._volumes) if client is None else len(client.arrays))
             self._closed = True
-            self._free()
+            if client is not None:
+                client.close()
+            else:
+                self._free()
+
+    def _check_unused(self, arrays: int) -> None:
+        if arrays > 0:
+            raise CacheError(f"{arrays} arrays use the cache: close them first")
 
     def _free(self) -> None:
         for memory in (self.__dict__.get("_metadata"), self.__dict__.get("_frames")):
@@ -725,6 +871,11 @@ class Cache(Closing):
         size = self.__dict__.get("capacity", "auto")
         device = self._bound_device
         tier = f"host_capacity={self.host_capacity}, " if self.host_capacity else ""
+        if self._client is not None:
+            pid = self._client.connection.owner_pid or "of another namespace"
+            tier += f"shared={self.shared!r}, owner={pid}, "
+        elif self.shared is not None:
+            tier += f"shared={self.shared!r}, "
         return (
             f"Cache({size if size == 'auto' else f'{size} bytes'}, line={self.line_bytes}, "
             f"ways={self.ways}, policy={self.policy.name!r}, {tier}"

@@ -13,6 +13,9 @@ from flashwarp.nvme.queue_pair import u32, u64
 FAILURES_KEPT = 8
 """`kFailuresKept`: unread entries that a sequence of failures holds."""
 
+EPOCH_BYTES = 8
+"""Of the epoch of an entry of the volume table; see `kernels/resident.cuh`."""
+
 
 class GeometryStruct(ctypes.Structure):
     """Mirror of `cache::geometry`."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "graph": "Make graphs on disk, and look at them.",
     "file": "Show where files lie on their devices.",
     "ckpt": "List checkpoints, verify, show, prune and copy them.",
+    "serve": "Own a cache that other programs share, until it is interrupted.",
     "trace": "Record which lines are used, and compare replacement policies on them.",
 }
 """What each subcommand does; it is the module of that name."""

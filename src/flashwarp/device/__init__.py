@@ -13,6 +13,7 @@ import threading
 from functools import partial
 
 from flashwarp import endings
+from flashwarp._jit import driver
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
 from flashwarp.device.cpu import CpuDevice
 from flashwarp.device.cuda import CudaDevice
@@ -34,6 +35,7 @@ __all__ = [
     "OwnedStream",
     "Registration",
     "Stream",
+    "find",
     "resolve",
     "stream_handle",
     "view",
@@ -68,6 +70,19 @@ def resolve(device: object = None) -> Device:
     except DeviceError as error:
         _log.info("no GPU, running on the CPU: %s", error)
         return _open("cpu")
+
+
+def find(kind: str, identity: str) -> Device:
+    """Return the device that has this `Device.identity`; raises DeviceError if there is none."""
+    if kind == "cpu":
+        return _open("cpu")
+    uuids = driver.device_uuids()
+    if identity not in uuids:
+        raise DeviceError(
+            f"this process sees no GPU {identity}, only {', '.join(uuids) or 'none'}: let "
+            "CUDA_VISIBLE_DEVICES show it"
+        )
+    return _open(f"cuda:{uuids.index(identity)}")
 
 
 def _open(name: str) -> Device:

@@ -26,6 +26,7 @@ from flashwarp.device.foreign import ArrayView, Stream, empty_in_library, view
 from flashwarp.device.memory import (
     DeviceArray,
     DeviceMemory,
+    Exported,
     Finalizer,
     MemoryInfo,
     Owned,
@@ -179,6 +180,26 @@ class Device(endings.Closing, ABC):
     @abstractmethod
     def allocate_host(self, nbytes: int, alignment: int = 4096) -> DeviceMemory:
         """Allocate host memory that kernels reach at the same address; pinned, zero-filled."""
+
+    @abstractmethod
+    def allocate_exported(self, nbytes: int) -> Exported:
+        """Allocate device memory as `allocate` does, which other processes of the machine can read.
+
+        Raises DeviceOutOfMemory, and DeviceError if the device cannot export memory.
+        """
+
+    @abstractmethod
+    def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
+        """Map memory that another process has allocated by `allocate_exported`, to read it.
+
+        `nbytes` counts from where the other process begins to map it, its `offset` included. Raises
+        SharedCacheError if the descriptor is of no such memory.
+        """
+
+    @property
+    def identity(self) -> str:
+        """A text that names the device in every process of the machine."""
+        return self.name
 
     @abstractmethod
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:

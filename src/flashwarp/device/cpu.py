@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from flashwarp import _native, config, endings
 from flashwarp._jit.program import LoadedKernel, LoadedProgram
 from flashwarp.config import integer
-from flashwarp.device import host_memory
+from flashwarp.device import host_memory, shared_memory
 from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch
 from flashwarp.device.foreign import Stream
 from flashwarp.device.memory import (
     DeviceMemory,
+    Exported,
     MemoryInfo,
     OwnedStream,
     Registration,
@@ -103,6 +104,25 @@ class CpuDevice(Device):
             raise DeviceOutOfMemory(f"allocating {nbytes} bytes of host memory: {error}") from error
         owners: list[object] = [memory]
         return DeviceMemory(self, memory.address, nbytes, owners.clear, on_host=True, owners=owners)
+
+    def allocate_exported(self, nbytes: int) -> Exported:
+        large = positive(nbytes) >= _HUGE_PAGE_BYTES
+        descriptor, offset, mapped = shared_memory.create(
+            nbytes, read_only=True, alignment=_HUGE_PAGE_BYTES if large else 4096
+        )
+        return Exported(self._memory_of(mapped), descriptor, offset)
+
+    def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
+        memory = self._memory_of(shared_memory.map_memory(descriptor, nbytes, writable=False))
+        memory.writable = False
+        return memory
+
+    def _memory_of(self, mapped: shared_memory.Mapped) -> DeviceMemory:
+        # The mapping ends when the last of its owners is gone.
+        owners: list[object] = [mapped.owner]
+        return DeviceMemory(
+            self, mapped.address, mapped.nbytes, owners.clear, on_host=True, owners=owners
+        )
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
         return Registration(self, address, positive(nbytes), lambda: None)

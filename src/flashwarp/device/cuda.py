@@ -21,6 +21,7 @@ from flashwarp.device.base import TIMEOUT_S, Device, Event, Launch, quietly
 from flashwarp.device.foreign import ArrayView, Stream, stream_handle
 from flashwarp.device.memory import (
     DeviceMemory,
+    Exported,
     MemoryInfo,
     Owned,
     OwnedStream,
@@ -34,6 +35,7 @@ from flashwarp.errors import (
     CaptureError,
     ClosedError,
     DeviceError,
+    DeviceOutOfMemory,
     DeviceTimeout,
 )
 
@@ -102,6 +104,33 @@ class CudaDevice(Device):
         release = self.context.releasing("cuMemFreeHost", base)
         ctypes.memset(base, 0, nbytes + slack)
         return DeviceMemory(self, align_up(base, alignment), nbytes, release, on_host=True)
+
+    def allocate_exported(self, nbytes: int) -> Exported:
+        address, size, descriptor = self.context.allocate_exported(positive(nbytes))
+        release = functools.partial(self.context.unmap_exported, address, size)
+        memory = DeviceMemory(self, address, nbytes, release, on_host=False)
+        self.fill(address, 0, nbytes)
+        return Exported(memory, descriptor, 0)
+
+    def map_exported(self, descriptor: int, nbytes: int) -> DeviceMemory:
+        writable = False
+        try:
+            address, size = self.context.map_exported(descriptor, positive(nbytes))
+        except DeviceOutOfMemory:
+            raise
+        except DeviceError as error:
+            # A driver may map nothing read-only. Then only our kernels' care protects the memory.
+            address, size = self.context.map_exported(descriptor, nbytes, writable=True)
+            writable = True
+            _log.warning("%s maps another process's memory writable: %s", self.name, error)
+        release = functools.partial(self.context.unmap_exported, address, size)
+        memory = DeviceMemory(self, address, nbytes, release, on_host=False)
+        memory.writable = writable
+        return memory
+
+    @property
+    def identity(self) -> str:
+        return self.context.uuid
 
     def register_host(self, address: int, nbytes: int, read_only: bool) -> Registration:
         self.context.register_host(address, positive(nbytes), read_only)

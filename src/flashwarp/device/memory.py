@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,8 @@ class DeviceMemory(Owned):
         Its size.
     on_host : bool
         Whether the host can touch it; then `as_numpy` works.
+    writable : bool
+        Whether kernels can store to it. False for another process's memory.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class DeviceMemory(Owned):
         self.address = address
         self.nbytes = nbytes
         self.on_host = on_host
+        self.writable = True
         self._owners = [] if owners is None else owners
 
     @property
@@ -114,6 +117,16 @@ class DeviceMemory(Owned):
     def __repr__(self) -> str:
         where = "host" if self.on_host else self.device.name
         return f"DeviceMemory({self.nbytes} bytes at {self.address:#x}, {where})"
+
+
+class Exported(NamedTuple):
+    """Device memory that other processes can map, to read it."""
+
+    memory: DeviceMemory
+    descriptor: int
+    """What they map it by. The caller closes it."""
+    offset: int
+    """Where the memory begins in what they map."""
 
 
 class _HostBytes:

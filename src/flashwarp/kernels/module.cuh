@@ -3,6 +3,7 @@
 #pragma once
 
 #include "maintenance.cuh"
+#include "resident.cuh"
 #include "rows.cuh"
 #include "split.cuh"
 #include "table.cuh"

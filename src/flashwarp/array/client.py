@@ -1,0 +1,518 @@
+"""Arrays of a client of a shared cache: hits are read here, everything else is the owner's.
+
+`ClientAttachment` has the place of an array's attachment, and `ClientLauncher` that of its
+launcher, so that `Array` checks operands and keys as always. A gather launches the kernel that
+copies what is resident, asks the owner for the lines that are not, and copies these out of the
+stage: see `kernels/resident.cuh`. Nothing is retried, so every call ends.
+"""
+
+# `Attachment` and `Launcher` document the methods; a client does not need all arguments.
+# ruff: noqa: ARG002
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import _native, endings
+from flashwarp._jit.driver import End
+from flashwarp.array.attachment import Attachment
+from flashwarp.array.launcher import Counting, Verb
+from flashwarp.array.operands import Index, Operands
+from flashwarp.array.rows import RowFormat, RowParams, host_indices, segments_per_row
+from flashwarp.cache.cache import Cache
+from flashwarp.cache.shared import Client
+from flashwarp.device import DeviceMemory, Launch
+from flashwarp.errors import (
+    BoundsError,
+    ClosedError,
+    DeviceError,
+    FlashwarpError,
+    OwnerLostError,
+    SharedCacheError,
+)
+from flashwarp.nvme.queue_pair import u64
+from flashwarp.policy import CLOCK
+from flashwarp.sharing.messages import ITEMS_MAX
+from flashwarp.stats import Stats
+from flashwarp.storage import files, npy
+
+__all__ = ["ClientAttachment"]
+
+# Segments that one launch takes: the list of those that it misses has room for all.
+_SEGMENTS_MAX = 1 << 16
+# Waking a thread of the CPU device takes as long as copying this much.
+_BYTES_WORTH_A_THREAD = 128 << 10
+_LANES = 32
+
+_MISSED = struct.Struct("=6Q")
+_LISTED = np.dtype([("item", "<u8"), ("line", "<u8")])
+
+
+class ClientParams(ctypes.Structure):
+    """Mirror of `kernels::client_params`."""
+
+    _fields_ = (
+        ("rows", RowParams),
+        *u64("line_begin", "epoch", "epoch_opened", "missed", "list", "handed", "places", "count"),
+    )
+
+
+class _Owners:
+    """What only the owner of a shared cache has. Every use raises."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise SharedCacheError(
+            f"{self._what} ({name}) is the owner's, in its process: a client of a shared cache "
+            "reads by gather and keys, and stores by scatter and keys; kernels, streams and "
+            "futures need arrays of the owner, or of a cache that is not shared"
+        )
+
+
+class _Service(_Owners):
+    """Stands for what serves the array in the owner's process."""
+
+    changes = 0
+    path = "shared"
+    reason = "lines are read in the owner's memory, and the owner fetches those that are absent"
+    leased = False
+    in_place = 0
+
+    def __init__(self) -> None:
+        super().__init__("what serves an array")
+
+
+class _Calls(_Owners):
+    """Stands for the asynchronous calls, which a client has not."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        super().__init__("an asynchronous call or one on a stream")
+
+    def raise_lost(self) -> None:
+        """Raise nothing: there are no calls."""
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+class _File(_Owners):
+    """Stands for the storage, which the owner has open."""
+
+    closed = False
+
+    def __init__(self, path: str) -> None:
+        super().__init__("the storage of an array")
+        self.path = path
+
+
+class ClientLauncher(_Owners):
+    """Moves rows of one array of a client; see the module.
+
+    Attributes
+    ----------
+    hits, misses, bytes_used : int
+        Line accesses that found their line, those that asked the owner, and bytes for the caller.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        format: RowFormat,  # noqa: A002
+        opened: dict[str, int],
+        line_bytes: int,
+    ) -> None:
+        super().__init__("a kernel's view of an array")
+        self.format = format
+        self.service = _Service()
+        self.graphs = _native.CudaGraphs()
+        self.hits = self.misses = self.bytes_used = self.requests = 0
+        self.stored = False  # since the last flush
+        self._client = client
+        self._device = client.device
+        self._line = line_bytes
+        self._number = opened["array"]
+        self._on_cpu = self._device.kind == "cpu"
+        self._stage = np.frombuffer(client.stage.owner, np.uint8)[: client.facts.stage_bytes]
+        self._segments = segments_per_row(max(1, format.row_bytes), line_bytes)
+        self._launches: dict[tuple[str, int], Launch] = {}
+        at_once = client.facts.lines_at_once
+        self._memory: list[DeviceMemory] = []
+        self._missed = self._allocate(_MISSED.size)
+        self._list = self._allocate(_SEGMENTS_MAX * _LISTED.itemsize)
+        self._places = self._allocate(_SEGMENTS_MAX * 4)
+        # Kernels on a GPU do not reach the stage.
+        handed = client.stage.address if self._on_cpu else self._allocate(at_once * line_bytes)
+        self._params = ClientParams(
+            RowParams(
+                geometry=client.geometry,
+                row_count=format.row_count,
+                from_end=format.row_count,
+                index_bytes=8,
+                segments=self._segments,
+            ),
+            line_begin=opened["line_begin"],
+            epoch=client.epoch_address(opened["slot"]),
+            epoch_opened=opened["epoch"],
+            missed=self._missed,
+            list=self._list,
+            handed=handed,
+        )
+
+    def _allocate(self, nbytes: int) -> int:
+        self._memory.append(self._device.allocate(nbytes))
+        return self._memory[-1].address
+
+    def ask(self, op: str, payload: bytes = b"", **body: int) -> dict[str, Any]:
+        """Ask the owner for something that it does with this array."""
+        self.requests += 1
+        request = {"op": op, "array": self._number, **body}
+        return self._client.connection.ask(request, payload).body
+
+    # Reading.
+
+    def move(
+        self,
+        verb: Verb,
+        chosen: range | Index,
+        buffer: int,
+        stream: int | None = None,
+        end: End | None = None,
+        counting: Counting | None = None,
+        warps: int | None = None,
+    ) -> None:
+        """Move chosen rows, and return when they are there."""
+        row = self.format.row_bytes
+        if verb == "scatter":
+            self._scatter(chosen, buffer, stream)
+        elif isinstance(chosen, range):
+            self._gather_bytes(chosen.start * row, len(chosen) * row, buffer, stream)
+        elif self._segments > _SEGMENTS_MAX:
+            for k, i in enumerate(self._host_rows(chosen, stream)):
+                self._gather_bytes(int(i) * row, row, buffer + k * row, stream)
+        else:
+            self._gather_rows(chosen, buffer, stream)
+        # What a hit has read is good only if the owner lived until then: another could have given
+        # the file to another writer.
+        self._client.connection.check()
+
+    def _gather_rows(self, index: Index, buffer: int, stream: int | None) -> None:
+        row, step = self.format.row_bytes, _SEGMENTS_MAX // self._segments
+        rows = self._params.rows
+        rows.row_bytes, rows.index_bytes = row, index.itemsize
+        for first in range(0, len(index), step):
+            count = min(step, len(index) - first)
+            rows.indices, rows.index_count = index.address + first * index.itemsize, count
+            rows.rows = buffer + first * row
+            self._gather(count * self._segments, stream)
+
+    def _gather_bytes(self, begin: int, nbytes: int, buffer: int, stream: int | None) -> None:
+        """Gather a range of the array."""
+        rows, step = self._params.rows, (_SEGMENTS_MAX - 1) * self._line
+        rows.indices = 0
+        for first in range(0, nbytes, step):
+            rows.index_count, rows.row_bytes = min(step, nbytes - first), begin + first
+            rows.rows = buffer + first
+            self._gather(-(-rows.index_count // self._line) + 1, stream)
+
+    def _gather(self, segments: int, stream: int | None) -> None:
+        """Copy what is resident, and ask the owner for the rest."""
+        device = self._device
+        device.fill(self._missed, 0, _MISSED.size, stream)
+        self._launch("gather_resident", segments, stream)
+        device.synchronize(stream)
+        state = device.download(self._missed, _MISSED.size, stream)
+        missed, hits, nbytes, strays, stray, _ = _MISSED.unpack(state)
+        self.hits += hits
+        self.misses += missed
+        self.bytes_used += nbytes
+        if missed:
+            self._fetch(missed, stream)
+        if strays:
+            bad = stray - (1 << 64) if stray >> 63 else stray
+            raise BoundsError(
+                f"{strays} indices are out of bounds for an axis of length "
+                f"{self.format.row_count}, such as {bad}: their rows are zero"
+            )
+
+    def _fetch(self, missed: int, stream: int | None) -> None:
+        device, nbytes = self._device, missed * _LISTED.itemsize
+        listed = np.frombuffer(device.download(self._list, nbytes, stream), _LISTED)
+        lines, place = np.unique(listed["line"], return_inverse=True)
+        order = np.argsort(place, kind="stable")
+        place = place[order]
+        device.upload(self._list, listed[order].view("u1"), stream)
+        at_once = self._client.facts.lines_at_once
+        params = self._params
+        for first in range(0, len(lines), at_once):
+            part = lines[first : first + at_once]
+            begin, end = np.searchsorted(place, (first, first + len(part)))
+            self.ask("read", part.astype("<i8").tobytes())
+            if not self._on_cpu:
+                device.upload(params.handed, self._stage[: len(part) * self._line], stream)
+            places = (place[begin:end] - first).astype(np.uint32)
+            device.upload(self._places, places, stream)
+            params.list = self._list + int(begin) * _LISTED.itemsize
+            params.places, params.count = self._places, int(end - begin)
+            self._launch("take_handed", params.count, stream)
+            device.synchronize(stream)
+        params.list = self._list
+
+    def _launch(self, name: str, items: int, stream: int | None) -> None:
+        # A warp of a GPU copies one line after the other, so a few lines go to a warp each.
+        batch = min(_LANES, max(1, items // self._device.warps_at_once))
+        each = max(1, _BYTES_WORTH_A_THREAD // self._line) if self._on_cpu else batch
+        self._params.rows.batch = batch
+        # A power of two of warps, so that few launches are prepared.
+        warps = 1 << (-(-items // each) - 1).bit_length()
+        launch = self._launches.get((name, warps))
+        if launch is None:
+            kernel = self._device.built_in(name, CLOCK, ctypes.sizeof(ClientParams))
+            threads = self._device.block_threads_for(warps)
+            launch = self._launches[name, warps] = self._device.prepare(kernel, warps, threads)
+        client = self._client
+        uses = (
+            *(owner for each in self._memory for owner in each.owners),
+            *client.metadata.owners,
+            *client.frames.owners,
+            client.stage.owner,
+        )
+        launch((bytes(self._params),), stream, uses)
+
+    def _host_rows(self, index: Index, stream: int | None) -> npt.NDArray[np.int64]:
+        """Copy indices to the host, all within bounds."""
+        if self._on_cpu:
+            return np.asarray(index.owner).reshape(-1)
+        kind = np.int32 if index.itemsize == 4 else np.int64
+        raw = self._device.download(index.address, len(index) * index.itemsize, stream)
+        return host_indices(np.frombuffer(raw, kind), self.format.row_count)
+
+    # Storing, and asking ahead.
+
+    def _scatter(self, chosen: range | Index, buffer: int, stream: int | None) -> None:
+        row, room = self.format.row_bytes, self._client.facts.stage_bytes
+        self.stored = True
+        if isinstance(chosen, range):
+            self._scatter_bytes(chosen.start * row, len(chosen) * row, buffer, stream)
+            return
+        rows = self._host_rows(chosen, stream)
+        if row > room:
+            for k, i in enumerate(rows):
+                self._scatter_bytes(int(i) * row, row, buffer + k * row, stream)
+            return
+        step = min(ITEMS_MAX, room // row)
+        for first in range(0, len(rows), step):
+            part = rows[first : first + step]
+            self._stage_bytes(buffer + first * row, len(part) * row, stream)
+            self.ask("scatter", part.astype("<i8").tobytes(), row_bytes=row)
+
+    def _scatter_bytes(self, begin: int, nbytes: int, buffer: int, stream: int | None) -> None:
+        step = self._client.facts.stage_bytes
+        for first in range(0, nbytes, step):
+            count = min(step, nbytes - first)
+            self._stage_bytes(buffer + first, count, stream)
+            self.ask("scatter", row_bytes=1, first=begin + first, count=count)
+
+    def _stage_bytes(self, source: int, nbytes: int, stream: int | None) -> None:
+        self._device.download_into(source, self._stage[:nbytes], stream)
+
+    def prefetch(
+        self,
+        chosen: range | Index,
+        stream: int | None = None,
+        warps: int | None = None,
+    ) -> None:
+        """Ask the owner to prefetch rows."""
+        row = self.format.row_bytes
+        if isinstance(chosen, range):
+            self.ask("prefetch", row_bytes=row, first=chosen.start, count=len(chosen))
+            return
+        rows = self._host_rows(chosen, stream)
+        for first in range(0, len(rows), ITEMS_MAX):
+            part = rows[first : first + ITEMS_MAX].astype("<i8")
+            self.ask("prefetch", part.tobytes(), row_bytes=row)
+
+    def let_go(self) -> None:
+        """Free its memory."""
+        self._launches.clear()
+        for each in self._memory:
+            each.close()
+
+
+class ClientAttachment(Attachment):
+    """An array of a client: the place of a file in the owner's cache.
+
+    Parameters
+    ----------
+    cache : Cache
+        A client's.
+    path : str
+    layout : npy.Layout
+        The bytes of the file, which this process may read, too.
+    writable : bool
+    """
+
+    launcher: ClientLauncher  # type: ignore[assignment]
+
+    def __init__(self, cache: Cache, path: str, layout: npy.Layout, writable: bool) -> None:
+        client = cache._client
+        assert client is not None
+        if cache.closed:
+            raise ClosedError("the cache is closed")
+        if not layout.nbytes:
+            raise SharedCacheError(
+                f"{path} has no elements, so there is nothing to share: open it without the cache"
+            )
+        with files.open_for_reading(path) as file:
+            stamp = files.stamp(file.fileno())
+        request = {
+            "op": "open",
+            "path": os.path.abspath(path),
+            "offset": layout.offset,
+            "nbytes": layout.nbytes,
+            "device": stamp.device,
+            "inode": stamp.inode,
+            "writable": int(writable),
+        }
+        answer = client.connection.ask(request)
+        opened = {
+            name: answer.integer(name, 0, limit)
+            for name, limit in (
+                ("array", 1 << 62),
+                ("line_begin", 1 << 38),
+                ("slot", 63),
+                ("epoch", 1 << 62),
+            )
+        }
+        self._cache = cache
+        self._client = client
+        self.storage = _File(path)  # type: ignore[assignment]
+        self.controller = _Owners("the controller")  # type: ignore[assignment]
+        self.writable = writable
+        self.closed = False
+        self.device = client.device
+        self.opened_by = os.getpid()
+        self.flush_failure = None
+        self._owns_cache = False
+        self._streams: set[int] = set()
+        self._guard = threading.Lock()
+        format_ = RowFormat(layout.dtype, layout.shape)
+        self.launcher = ClientLauncher(client, format_, opened, cache.line_bytes)
+        self.operands = Operands(client.device, format_, client.device)
+        self.tensors = None
+        self.calls = _Calls()  # type: ignore[assignment]
+        client.arrays.add(self)
+        endings.remember(self)
+
+    @property
+    def cache(self) -> Cache:
+        """The client's cache."""
+        return self._cache
+
+    def stats(self) -> Stats:
+        """Count what this client did; the owner counts commands and bytes from the storage."""
+        own = self.launcher
+        counts = dict.fromkeys(Stats.__dataclass_fields__, 0)
+        counts |= {"hits": own.hits, "misses": own.misses}
+        return Stats(**{**counts, "bytes_used": own.bytes_used})
+
+    def owner_stats(self) -> dict[str, Any]:
+        """Ask the owner for the counters of the array, of all its clients together."""
+        found = self.launcher.ask("stats").get("stats")
+        return found if isinstance(found, dict) else {}
+
+    def note(self) -> str:
+        """Return for `explain` what protects the owner's memory, if the driver does not."""
+        if self._client.frames.writable:
+            return "; the driver maps them writable, and only flashwarp's kernels do not store"
+        return ""
+
+    # Calls have ended when they return, so there is nothing to wait for.
+
+    def finish(self, what: str, stream: int | None) -> None:
+        """Forget a stream: the call has waited for it."""
+        if stream is not None:
+            self._streams.discard(stream)
+
+    def join(
+        self,
+        stream: int,
+        *,
+        refreshes: bool = False,
+        uses: object = (),
+    ) -> NoReturn:
+        """Refuse calls on streams of the caller's, which would have to wait for the owner."""
+        raise SharedCacheError(
+            "a client of a shared cache waits for the owner within each call: leave stream= out"
+        )
+
+    def raise_noted(self) -> None:
+        """Raise nothing: no kernel notes anything."""
+
+    def check(self) -> None:
+        """Raise OwnerLostError if the owner has gone."""
+        self._client.connection.check()
+
+    def reason_of(self, error: DeviceError) -> FlashwarpError:
+        """Return `error`."""
+        return error
+
+    def refuse_graphs(self) -> None:
+        """Refuse nothing: no CUDA graph has calls of the array."""
+
+    # What the owner does.
+
+    def flush(self) -> None:
+        """Make all stores of all clients durable."""
+        self.launcher.ask("flush")
+        self.launcher.stored = False
+
+    def drop_lines(self, drop_dirty: bool) -> None:
+        """Remove the array's lines from the owner's cache."""
+        self.launcher.ask("drop", dirty=int(drop_dirty))
+
+    def refresh(self) -> None:
+        """Remove the array's lines, and check that the file is unchanged."""
+        self.launcher.ask("refresh")
+
+    # The end.
+
+    def close(self) -> BaseException | None:
+        """Leave the array to the owner, whose cache keeps its lines; return what failed."""
+        if self.closed or self.in_child:
+            self._set_closed()
+            return None
+        return endings.holding((self.cache.turn,), self._close_once)
+
+    def _close_once(self) -> BaseException | None:
+        if self.closed:
+            return None
+        failure: BaseException | None = None
+        try:
+            self.launcher.ask("close")
+        except OwnerLostError as error:
+            # Of a reader nothing is lost with the owner.
+            failure = error if self.launcher.stored else None
+        except FlashwarpError as error:
+            failure = error
+        self._set_closed()
+        self._client.arrays.discard(self)
+        self.launcher.let_go()
+        if self._owns_cache:
+            self.cache.close()
+        return failure
+
+    def close_lost(self) -> None:
+        """Close it in another thread: the garbage collector calls this in any."""
+        threading.Thread(target=self.close, name="flashwarp closing").start()

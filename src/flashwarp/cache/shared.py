@@ -1,0 +1,277 @@
+"""A cache between processes: what its owner exports, and what a client maps of it.
+
+The owner's memory of tags and of frames is exported by descriptors. Clients map both, and can only
+read them. An *epoch* for each entry of the volume table counts how often the entry's line numbers
+were given away, so that a client notices when its array is no longer there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from flashwarp.cache.structs import EPOCH_BYTES, GeometryStruct
+from flashwarp.device import Device, DeviceMemory, find, shared_memory
+from flashwarp.device.memory import Exported
+from flashwarp.errors import SharedCacheError
+from flashwarp.sharing import names, sessions_of
+from flashwarp.sharing.connection import Connection
+from flashwarp.sharing.listener import Answer, Listener, Session
+from flashwarp.sharing.messages import ITEMS_MAX
+
+__all__ = ["Client", "Facts", "Owner", "meet"]
+
+_STAGE_BYTES = 4 << 20
+_START_S = 10.0
+_RETRY_S = 0.01
+_SIZE_MAX = 1 << 48
+
+
+class Sessions(Protocol):
+    """What answers the clients of one cache."""
+
+    def begin(self, pid: int) -> Session:
+        """Make the session of a client, of process `pid`."""
+
+    def close(self) -> None:
+        """Close what was opened for clients; no session is left."""
+
+    def give_up(self, path: str) -> None:
+        """Close a file that clients have read and none has open."""
+
+    @property
+    def opened(self) -> int:
+        """How many arrays are open on behalf of clients."""
+
+
+def meet(name: str, *, may_own: bool) -> names.OwnerLock | Connection:
+    """Connect to the owner of a name; if there is none, become the owner.
+
+    Raises SharedCacheError if there is none and this process may not own it, and what `Connection`
+    raises.
+    """
+    end = time.monotonic() + _START_S
+    while True:
+        found = Connection.to(name)
+        if found is not None:
+            return found
+        lock = names.OwnerLock.take(name)
+        if lock is not None and may_own:
+            return lock
+        if lock is not None:
+            lock.release()
+            raise SharedCacheError(
+                f"no process owns a shared cache {name!r} in {names.folder_path()}: start one with "
+                f"`flashwarp serve {name} CAPACITY`, or give a capacity, and this process owns it"
+            )
+        if time.monotonic() > end:
+            who = names.holder(name)
+            raise SharedCacheError(
+                f"process {who or 'unknown'} owns the shared cache {name!r}, but does not listen: "
+                "end it, or take another name"
+            )
+        time.sleep(_RETRY_S)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a client must know of a cache; all of it comes from the owner, and is checked."""
+
+    kind: str
+    device: str
+    policy: str
+    line: int
+    ways: int
+    sets: int
+    host_capacity: int
+    metadata_bytes: int
+    """To map; tags and epochs lie in them."""
+    tags: int
+    epochs: int
+    frames_bytes: int
+    """To map; the frames begin at `frames`."""
+    frames: int
+    stage_bytes: int
+
+    @classmethod
+    def of(cls, body: object) -> Facts:
+        """Check what an owner has sent; raises SharedCacheError."""
+        texts = ("kind", "device", "policy")
+        given = body if isinstance(body, dict) else {}
+        values: dict[str, Any] = {}
+        for name in cls.__dataclass_fields__:
+            value = given.get(name)
+            if isinstance(value, str) if name in texts else type(value) is int:
+                values[name] = value
+        if len(values) != len(cls.__dataclass_fields__):
+            raise SharedCacheError("the owner did not describe its cache")
+        facts = cls(**values)
+        facts.check()
+        return facts
+
+    def check(self) -> None:
+        """Raise SharedCacheError unless all parts lie in the memory that is there."""
+        lines = self.sets * self.ways
+        fits = (
+            self.kind in ("cpu", "cuda")
+            and 512 <= self.line <= 2 << 20
+            and self.line & (self.line - 1) == 0
+            and self.ways in (4, 8, 16)
+            and 1 <= lines <= 1 << 32
+            and self.host_capacity >= 0
+            and 0 <= self.tags <= self.metadata_bytes - 8 * lines
+            and self.tags % 16 == 0
+            and 0 <= self.epochs <= self.metadata_bytes - EPOCH_BYTES
+            and self.epochs % EPOCH_BYTES == 0
+            and 0 <= self.frames <= self.frames_bytes - lines * self.line
+            and self.frames % 256 == 0
+            and self.line <= self.stage_bytes <= 64 << 20
+            and max(self.metadata_bytes, self.frames_bytes) <= _SIZE_MAX
+        )
+        if not fits:
+            raise SharedCacheError(f"the owner describes no cache that can be: {self}")
+
+    @property
+    def lines_at_once(self) -> int:
+        """Lines that one request may ask for: they fit the stage, and leave the cache to others."""
+        room = self.stage_bytes // self.line
+        return max(1, min(room, ITEMS_MAX, self.sets * self.ways // 4))
+
+
+class Owner:
+    """What a process has of a cache that it shares, beside the cache itself."""
+
+    def __init__(self, name: str, lock: names.OwnerLock) -> None:
+        self.name = name
+        self._lock = lock
+        self._exported: list[Exported] = []
+        self._listener: Listener | None = None
+        self._sessions: Sessions | None = None
+        self.facts: Facts | None = None
+
+    def allocate(self, device: Device, nbytes: int) -> DeviceMemory:
+        """Allocate the frames, then the metadata."""
+        made = device.allocate_exported(nbytes)
+        self._exported.append(made)
+        return made.memory
+
+    def start(self, cache: Any, facts: Callable[[Exported, Exported, int], Facts]) -> None:
+        """Serve clients from now on."""
+        frames, metadata = self._exported
+        line = cache.line_bytes
+        self.facts = facts(metadata, frames, max(_STAGE_BYTES // line, 2) * line)
+        sessions: Sessions = sessions_of(cache)
+        self._sessions = sessions
+        self._listener = Listener(self.name, self._lock, sessions.begin)
+
+    def greet(self, stage: int) -> Answer:
+        """Describe the cache, for a client whose stage has this descriptor."""
+        assert self.facts is not None
+        frames, metadata = self._exported
+        return (
+            {"cache": self.facts.__dict__, "pid": os.getpid()},
+            (metadata.descriptor, frames.descriptor, stage),
+        )
+
+    def give_up(self, path: str) -> None:
+        """Close a file that is open only to be warm: this program opens it for storing."""
+        if self._sessions is not None:
+            self._sessions.give_up(path)
+
+    @property
+    def clients(self) -> int:
+        """How many clients there are."""
+        return 0 if self._listener is None else self._listener.clients
+
+    @property
+    def opened(self) -> int:
+        """How many arrays are open on behalf of clients."""
+        return 0 if self._sessions is None else self._sessions.opened
+
+    def close(self) -> None:
+        """End all sessions, and close what was opened for clients. May be called twice."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._sessions is not None:
+            self._sessions.close()
+        self._lock.release()
+        while self._exported:
+            os.close(self._exported.pop().descriptor)
+
+
+@dataclass
+class Client:
+    """What a process has of another's cache."""
+
+    connection: Connection
+    facts: Facts
+    device: Device
+    metadata: DeviceMemory
+    frames: DeviceMemory
+    stage: shared_memory.Mapped
+    arrays: set[object] = field(default_factory=set)
+    """Those that are open."""
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, connection: Connection, device: Device | None) -> Client:
+        """Map what the owner has sent; `device` is the user's choice."""
+        try:
+            return cls._of(connection, device)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            connection.hello.close()
+
+    @classmethod
+    def _of(cls, connection: Connection, device: Device | None) -> Client:
+        message = connection.hello
+        facts = Facts.of(message.body.get("cache"))
+        if len(message.descriptors) != 3:
+            raise SharedCacheError(
+                f"the owner sent {len(message.descriptors)} descriptors of memory, not 3"
+            )
+        here = find(facts.kind, facts.device) if device is None else device
+        if (here.kind, here.identity) != (facts.kind, facts.device):
+            raise SharedCacheError(
+                f"the shared cache {connection.name!r} lies on another device ({facts.kind} "
+                f"{facts.device}) than {here.name}: leave device= out"
+            )
+        metadata, frames, stage = message.descriptors
+        mapped = shared_memory.map_memory(stage, facts.stage_bytes, writable=True)
+        own = here.map_exported(metadata, facts.metadata_bytes)
+        try:
+            lines = here.map_exported(frames, facts.frames_bytes)
+        except BaseException:
+            own.close()
+            raise
+        return cls(connection, facts, here, own, lines, mapped)
+
+    @functools.cached_property
+    def geometry(self) -> GeometryStruct:
+        """The cache's, by this process's addresses."""
+        facts = self.facts
+        return GeometryStruct(
+            tags=self.metadata.address + facts.tags,
+            frames=self.frames.address + facts.frames,
+            set_count=facts.sets,
+            set_reciprocal=-(-(1 << 64) // facts.sets) if facts.sets > 1 else 0,
+            ways=facts.ways,
+            line_shift=facts.line.bit_length() - 1,
+        )
+
+    def epoch_address(self, slot: int) -> int:
+        """Return the address of an entry's epoch."""
+        return self.metadata.address + self.facts.epochs + EPOCH_BYTES * slot
+
+    def close(self) -> None:
+        """Leave the owner, and end the mappings. May be called twice."""
+        self.connection.close()
+        self.metadata.close()
+        self.frames.close()

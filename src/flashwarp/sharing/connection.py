@@ -1,0 +1,184 @@
+"""A client's end: one request at a time, each with a time limit, and looks whether the owner lives.
+
+The owner's death shows in two ways: its socket closes, and its process descriptor becomes readable.
+A hit asks the owner for nothing, so every call looks at its end: what it returns was read while the
+owner lived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from typing import Any, NoReturn
+
+from flashwarp import config
+from flashwarp.errors import ForkError, OwnerLostError, SharedCacheError
+from flashwarp.sharing import messages, names
+from flashwarp.sharing.messages import Message
+
+__all__ = ["Connection"]
+
+# Longer than any request may take in the owner, whose own waits end first: see `limit_s`.
+_LIMITS = 2.5
+
+# How long an owner may take from its lock to its socket.
+_START_S = 10.0
+_RETRY_S = 0.01
+
+
+def limit_s() -> float:
+    """Return how long a request may take: the owner's waits take at most two time limits."""
+    return _LIMITS * config.current("timeout_s").timeout_s
+
+
+class Connection:
+    """A connection to the owner of a name. Any thread may ask.
+
+    Attributes
+    ----------
+    hello : Message
+        What the owner has said of the cache; its descriptors are the caller's to take.
+    owner_pid : int
+        The owner's process; 0 if this one cannot see it.
+    """
+
+    def __init__(self, name: str, client: socket.socket) -> None:
+        self.name = name
+        self._socket = client
+        self._guard = threading.Lock()
+        self._lost = ""
+        self._closed = False
+        self._pid = os.getpid()
+        self._process = -1
+        self._poll = select.poll()
+        self._poll.register(client, 0)  # of a hang-up alone
+        try:
+            self.hello = self._greet()
+        except BaseException:
+            self.close()
+            raise
+        _open.add(self)
+
+    @classmethod
+    def to(cls, name: str) -> Connection | None:
+        """Connect to the owner of a name; returns None if there is none.
+
+        Raises
+        ------
+        SharedCacheError
+            If the owner is of another user or version, or refuses.
+        OwnerLostError
+            If it does not answer.
+        """
+        client = names.reach(name)
+        return None if client is None else cls(name, client)
+
+    @classmethod
+    def to_starting(cls, name: str) -> Connection | None:
+        """Connect as `to` does, to an owner whose socket may be there only in a moment."""
+        end = time.monotonic() + _START_S
+        while (found := cls.to(name)) is None and time.monotonic() < end:
+            time.sleep(_RETRY_S)
+        return found
+
+    def _greet(self) -> Message:
+        self.owner_pid, uid = messages.peer(self._socket)
+        if uid != os.geteuid():
+            raise SharedCacheError(
+                f"the cache {self.name!r} belongs to user {uid}, and this process runs as "
+                f"{os.geteuid()}"
+            )
+        if self.owner_pid:
+            with contextlib.suppress(OSError):  # dead already: its socket says so, too
+                self._process = os.pidfd_open(self.owner_pid)
+                self._poll.register(self._process, select.POLLIN)
+        message = self._exchange(messages.hello(), b"")
+        try:
+            if "error" in message.body and "cache" not in message.body:
+                raise messages.error_of(message)
+            messages.check_hello(message, f"the owner of {self.name!r}")
+        except BaseException:
+            message.close()
+            raise
+        return message
+
+    def ask(self, body: dict[str, Any], payload: bytes = b"") -> Message:
+        """Send a request and return the answer; raises the error that the owner answers with.
+
+        Raises
+        ------
+        OwnerLostError
+            If the owner has gone, or does not answer within 2.5 time limits of commands. Then
+            every later request fails, because a late answer would pass for another's.
+        """
+        message = self._exchange(body, payload)
+        message.close()
+        if "error" in message.body:
+            raise messages.error_of(message)
+        return message
+
+    def _exchange(self, body: dict[str, Any], payload: bytes) -> Message:
+        with self._guard:
+            self.check()
+            limit = limit_s()
+            try:
+                self._socket.settimeout(limit)
+                messages.send(self._socket, body, payload)
+                message = messages.receive(self._socket)
+            except TimeoutError:
+                self._lose(f"has not answered for {limit:g} s")
+            except OSError as error:
+                self._lose(f"has gone ({error})")
+            except BaseException:  # such as an interrupt, with an answer on its way
+                self._lost = "was left in the middle of a request"
+                raise
+        if message is None:
+            self._lose("has gone")
+        return message
+
+    def check(self) -> None:
+        """Raise OwnerLostError if the owner is known to be gone. Takes a microsecond."""
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"the shared cache {self.name!r} was opened by process {self._pid}: a forked "
+                "child must open it itself"
+            )
+        if self._lost:
+            self._lose(self._lost)
+        if self._closed:
+            raise OwnerLostError(f"the shared cache {self.name!r} is closed")
+        if self._poll.poll(0):
+            self._lose("has gone")
+
+    def _lose(self, how: str) -> NoReturn:
+        self._lost = how
+        who = f" (process {self.owner_pid})" if self.owner_pid else ""
+        raise OwnerLostError(
+            f"the owner{who} of the shared cache {self.name!r} {how}: what was flushed is in the "
+            "files; close the arrays and the cache, and open them again"
+        )
+
+    def close(self) -> None:
+        """Leave the owner. May be called twice."""
+        self._closed = True
+        self._socket.close()
+        process, self._process = self._process, -1
+        if process >= 0:
+            os.close(process)
+
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close a child's copies, by which the owner would not see its parent's death."""
+    for each in list(_open):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

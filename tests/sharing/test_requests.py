@@ -1,0 +1,377 @@
+"""What comes over the socket of a shared cache, well meant or not, is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.device import shared_memory
+from flashwarp.errors import (
+    BoundsError,
+    FlashwarpError,
+    LockedError,
+    OwnerLostError,
+    ReadOnlyError,
+    SharedCacheError,
+    StorageError,
+)
+from flashwarp.sharing import messages, names
+from flashwarp.sharing.messages import Message
+
+ROWS = np.arange(4000, dtype="i4").reshape(1000, 4)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLASHWARP_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    np.save(tmp_path / "rows.npy", ROWS)
+    return tmp_path / "rows.npy"
+
+
+@pytest.fixture
+def owner() -> Iterator[fw.Cache]:
+    with fw.Cache("64 KiB", shared="rows", device="cpu", line=512) as cache:
+        yield cache
+
+
+def works(path: Path) -> None:
+    with fw.Cache(shared="rows") as cache, fw.open(path, cache=cache) as x:
+        np.testing.assert_array_equal(x[...], ROWS)
+
+
+def raw() -> socket.socket:
+    client = names.reach("rows")
+    assert client is not None
+    client.settimeout(10)
+    return client
+
+
+def greeted() -> socket.socket:
+    client = raw()
+    messages.send(client, messages.hello())
+    answer = messages.receive(client)
+    assert answer is not None
+    answer.close()
+    return client
+
+
+def ask(client: socket.socket, body: dict[str, Any], payload: bytes = b"") -> dict[str, Any]:
+    messages.send(client, body, payload)
+    answer = messages.receive(client)
+    assert answer is not None
+    return answer.body
+
+
+def opened(client: socket.socket, file: Path, **changes: object) -> dict[str, Any]:
+    status = file.stat()
+    return ask(
+        client,
+        {
+            "op": "open",
+            "path": str(file),
+            "offset": 128,
+            "nbytes": ROWS.nbytes,
+            "device": status.st_dev,
+            "inode": status.st_ino,
+            "writable": 0,
+            **changes,
+        },
+    )
+
+
+def test_noise_ends_the_connection_and_nothing_else(owner: fw.Cache, path: Path) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    random = np.random.default_rng(seed)
+    hello = json.dumps(messages.hello()).encode()
+    noises = [
+        b"\0",
+        b"\xff" * 4,
+        struct.pack("<I", 5) + b"[1,2]",
+        struct.pack("<I", 4) + b"null",
+        struct.pack("<I", 1 << 31) + hello,
+        struct.pack("<I", 60_000) + b"[" * 60_000,
+        *(random.bytes(random.integers(1, 70_000)) for _ in range(40)),
+    ]
+    for noise in noises:
+        for greets in (False, True):
+            with greeted() if greets else raw() as client:
+                client.send(noise)
+                answer = messages.receive(client)
+                if answer is not None:  # the reason, and then the end
+                    assert answer.body["error"] == "SharedCacheError", f"seed {seed}"
+                    assert messages.receive(client) is None
+
+    works(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"path": "rows.npy"}, "no absolute path"),
+        ({"path": 7}, "no text"),
+        ({"path": "/nowhere/at/all"}, "does not exist|No such file"),
+        ({"path": "/dev/zero"}, "regular file"),
+        ({"path": "a\0b"}, "absolute|null"),
+        ({"offset": -1}, "offset=-1"),
+        ({"offset": 1 << 62}, "offset|beyond"),
+        ({"nbytes": 0}, "nbytes=0"),
+        ({"nbytes": 1 << 62}, "bytes"),
+        ({"nbytes": True}, "nbytes=True"),
+        ({"nbytes": 1e3}, "nbytes=1000.0"),
+        ({"inode": 1}, "another file in the owner's process"),
+        ({"writable": 2}, "writable=2"),
+    ],
+)
+def test_files_that_cannot_be_opened(
+    owner: fw.Cache, path: Path, changes: dict[str, object], said: str
+) -> None:
+    with greeted() as client:
+        body = opened(client, path, **changes)
+
+        assert "error" in body
+        assert issubclass(getattr(fw.errors, body["error"]), FlashwarpError)
+        with pytest.raises(FlashwarpError, match=said):
+            raise messages.error_of(Message(body))
+        assert "array" in opened(client, path)  # the connection goes on
+    works(path)
+
+
+def numbers(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}q", *values)
+
+
+@pytest.mark.parametrize(
+    ("body", "payload", "error"),
+    [
+        ({"op": "read"}, b"", SharedCacheError),
+        ({"op": "read"}, b"1234567", SharedCacheError),
+        ({"op": "read"}, numbers(*range(5000)), SharedCacheError),
+        ({"op": "read"}, numbers(32), BoundsError),
+        ({"op": "read"}, numbers(-1), BoundsError),
+        ({"op": "read"}, numbers(1 << 62), BoundsError),
+        ({"op": "read"}, numbers(1, 1), SharedCacheError),
+        ({"op": "read"}, numbers(2, 1), SharedCacheError),
+        ({"op": "read"}, numbers(*range(31)), None),  # 31 lines of 512 bytes, at most 31
+        ({"op": "read", "array": 99}, numbers(0), SharedCacheError),
+        ({"op": "read", "array": "1"}, numbers(0), SharedCacheError),
+        ({"op": "scatter", "row_bytes": 16}, numbers(0), ReadOnlyError),
+        ({"op": "prefetch", "row_bytes": 16}, numbers(1000), BoundsError),
+        ({"op": "prefetch", "row_bytes": 0}, numbers(0), SharedCacheError),
+        ({"op": "prefetch", "row_bytes": 1, "first": 15_999, "count": 2}, b"", SharedCacheError),
+        ({"op": "prefetch", "row_bytes": 1, "first": 0, "count": 16_000}, b"", None),
+        ({"op": "drop", "dirty": 5}, b"", SharedCacheError),
+        ({"op": "nonsense"}, b"", SharedCacheError),
+        ({"op": None}, b"", SharedCacheError),
+        ({}, b"", SharedCacheError),
+    ],
+)
+def test_requests_out_of_bounds(
+    owner: fw.Cache,
+    path: Path,
+    body: dict[str, object],
+    payload: bytes,
+    error: type[Exception] | None,
+) -> None:
+    with greeted() as client:
+        array = opened(client, path)["array"]
+        answer = ask(client, {"array": array, **body}, payload)
+
+        assert answer.get("error") == (None if error is None else error.__name__)
+    works(path)
+
+
+def test_more_than_the_stage_is_not_stored(owner: fw.Cache, tmp_path: Path) -> None:
+    path = tmp_path / "large.npy"
+    rows = np.zeros(16 << 20, "u1")
+    np.save(path, rows)
+    with greeted() as client:
+        array = opened(client, path, nbytes=rows.nbytes, writable=1)["array"]
+        body = {"op": "scatter", "array": array, "row_bytes": 1 << 20}
+
+        answer = ask(client, body, numbers(*range(5)))
+
+        assert "the stage holds" in answer["message"]
+    assert not np.load(path).any()
+
+
+def test_client_of_another_version(owner: fw.Cache, path: Path) -> None:
+    with raw() as client:
+        messages.send(client, {**messages.hello(), "flashwarp": "9.9"})
+        answer = messages.receive(client)
+
+    assert answer is not None
+    with pytest.raises(SharedCacheError, match=r"a client runs flashwarp 9\.9.*same version"):
+        raise messages.error_of(answer)
+    works(path)
+
+
+def test_another_user(owner: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(messages, "peer", lambda _: (os.getpid(), os.geteuid() + 1))
+        with pytest.raises(SharedCacheError, match="belongs to user"):
+            fw.Cache(shared="rows")
+        with raw() as client:
+            answer = messages.receive(client)
+            assert answer is not None
+            assert "the client is of user" in answer.body["message"]
+    works(path)
+
+
+def answering(name: str, *answers: tuple[dict[str, Any], list[int]]) -> threading.Thread:
+    """Listen as an owner that says these things."""
+    lock = names.OwnerLock.take(name)
+    assert lock is not None
+    server = names.listen(name)
+
+    def run() -> None:
+        with server, server.accept()[0] as client:
+            for body, descriptors in answers:
+                messages.receive(client)
+                messages.send(client, body, descriptors=descriptors)
+        lock.release()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+FACTS = {
+    "kind": "cpu",
+    "device": "cpu",
+    "policy": "clock",
+    "line": 4096,
+    "ways": 4,
+    "sets": 1,
+    "host_capacity": 0,
+    "metadata_bytes": 8192,
+    "tags": 4096,
+    "epochs": 0,
+    "frames_bytes": 16384,
+    "frames": 0,
+    "stage_bytes": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"flashwarp": "0.0.1"}, "the owner of 'rows' runs flashwarp 0.0.1"),
+        ({"messages": 99}, "messages 99"),
+        ({"cache": None}, "did not describe"),
+        ({"cache": {**FACTS, "line": "4096"}}, "did not describe"),
+        ({"cache": {**FACTS, "line": 4097}}, "no cache that can be"),
+        ({"cache": {**FACTS, "sets": 5}}, "no cache that can be"),
+        ({"cache": {**FACTS, "tags": 8192}}, "no cache that can be"),
+        ({"cache": {**FACTS, "epochs": 8192}}, "no cache that can be"),
+        ({"cache": {**FACTS, "frames": 4096}}, "no cache that can be"),
+        ({"cache": {**FACTS, "metadata_bytes": 1 << 60}}, "no cache that can be"),
+        ({"cache": {**FACTS, "device": "gpu of mars"}}, "lies on another device"),
+        ({"cache": {**FACTS, "frames_bytes": 1 << 30}}, "bytes of memory with the seals"),
+        ({}, ""),
+    ],
+)
+def test_owner_that_cannot_be_trusted(changes: dict[str, Any], said: str) -> None:
+    made = [
+        shared_memory.create(FACTS[name], read_only=True)[0]
+        for name in ("metadata_bytes", "frames_bytes")
+    ]
+    made.append(shared_memory.create(FACTS["stage_bytes"], read_only=False)[0])
+    thread = answering("rows", ({**messages.hello(), "cache": FACTS, **changes}, made))
+    if said:
+        with pytest.raises(SharedCacheError, match=said):
+            fw.Cache(shared="rows", device="cpu")
+    else:
+        fw.Cache(shared="rows").close()
+    thread.join(10)
+    for each in made:
+        os.close(each)
+
+
+def test_memory_that_could_be_cut_is_not_mapped() -> None:
+    plain = os.memfd_create("plain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, 1 << 20)
+    made = [plain, plain, plain]
+    thread = answering("rows", ({**messages.hello(), "cache": FACTS}, made))
+
+    with pytest.raises(SharedCacheError, match="that nobody can cut"):
+        fw.Cache(shared="rows")
+
+    thread.join(10)
+    os.close(plain)
+
+
+def test_owner_that_answers_nonsense(path: Path) -> None:
+    made = [
+        shared_memory.create(FACTS[name], read_only=name != "stage_bytes")[0]
+        for name in ("metadata_bytes", "frames_bytes", "stage_bytes")
+    ]
+    thread = answering(
+        "rows",
+        ({**messages.hello(), "cache": FACTS}, made),
+        ({"array": 1, "line_begin": 1 << 40, "slot": 0, "epoch": 0}, []),
+    )
+    with fw.Cache(shared="rows") as cache:
+        with pytest.raises(SharedCacheError, match="line_begin=1099511627776"):
+            fw.open(path, cache=cache)
+        thread.join(10)
+        with pytest.raises(OwnerLostError, match="has gone"):
+            fw.open(path, cache=cache)
+    for each in made:
+        os.close(each)
+
+
+def test_exported_memory_cannot_be_written_or_cut(owner: fw.Cache) -> None:
+    assert owner._owner is not None
+    _, descriptors = owner._owner.greet(0)
+    for descriptor in descriptors[:2]:
+        for change in (
+            lambda d=descriptor: os.pwrite(d, b"x", 0),
+            lambda d=descriptor: os.ftruncate(d, 0),
+        ):
+            with pytest.raises(PermissionError):
+                change()
+        with pytest.raises(FlashwarpError, match="Operation not permitted"):
+            shared_memory.map_memory(descriptor, 4096, writable=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageError(5, "transfer failed", "/x", offset=4096, status=0x281),
+        LockedError(11, "is open", "/x", holder=77),
+        BoundsError("index 5 is out of bounds"),
+        SharedCacheError("no"),
+    ],
+)
+def test_errors_travel(error: FlashwarpError) -> None:
+    body = json.loads(json.dumps(messages.fail(error)))
+
+    found = messages.error_of(Message(body))
+
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    for name in ("offset", "status", "holder", "errno", "filename"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+
+
+def test_errors_that_do_not_travel() -> None:
+    body = messages.fail(ZeroDivisionError("x"))
+    assert type(messages.error_of(Message(body))) is SharedCacheError
+    for name in ("SystemExit", "annotations", "__doc__", "RankError"):
+        found = messages.error_of(Message({"error": name, "message": "x"}))
+        assert type(found) is SharedCacheError

@@ -1,0 +1,653 @@
+"""Caches that processes share: what each finds there, and what the death of each leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import flashwarp as fw
+from flashwarp.array.serving import Serving
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    CacheError,
+    ClosedError,
+    DataPathError,
+    LockedError,
+    OwnerLostError,
+    ReadOnlyError,
+    SharedCacheError,
+)
+from flashwarp.sharing.messages import Message
+from flashwarp.trace import record
+from support.program import Program, ProgramError
+
+ROWS = np.arange(4000 * 128, dtype="i4").reshape(4000, 128)  # 500 lines of 4 KiB
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Names of this test alone."""
+    monkeypatch.setenv("FLASHWARP_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    np.save(tmp_path / "rows.npy", ROWS)
+    return tmp_path / "rows.npy"
+
+
+@pytest.fixture
+def owner() -> Iterator[fw.Cache]:
+    with fw.Cache("4 MiB", shared="rows", device="cpu") as cache:
+        yield cache
+
+
+@pytest.fixture
+def client(owner: fw.Cache) -> Iterator[fw.Cache]:
+    with fw.Cache(shared="rows") as cache:
+        yield cache
+
+
+KERNEL = """
+#include <flashwarp/array.cuh>
+FW_KERNEL first(fw::array<const int> x) {}
+"""
+OWNER = "cache = fw.Cache('4 MiB', shared='rows', device='cpu')"
+CLIENT = "cache = fw.Cache(shared='rows')"
+
+
+def opens(path: Path, mode: str = "r") -> str:
+    return f"x = fw.open({str(path)!r}, {mode!r}, cache=cache)"
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+# What a client sees.
+
+
+def test_client_reads_what_numpy_reads(client: fw.Cache, path: Path) -> None:
+    index = np.random.default_rng(1).integers(-4000, 4000, 3000)
+
+    with fw.open(path, cache=client) as x:
+        np.testing.assert_array_equal(x.gather(index), ROWS[index])
+        np.testing.assert_array_equal(x[index.reshape(30, 100)], ROWS[index.reshape(30, 100)])
+        np.testing.assert_array_equal(x[17:3999], ROWS[17:3999])
+        np.testing.assert_array_equal(x[::-7, 3], ROWS[::-7, 3])
+        np.testing.assert_array_equal(x[...], ROWS)
+        assert x[5, 6] == ROWS[5, 6]
+        assert np.asarray(x).sum() == ROWS.sum()
+        assert [row[0] for row in x][:3] == [0, 128, 256]
+        out = np.empty((2, 128), "i4")
+        assert x.gather([3, 1], out=out) is out
+        np.testing.assert_array_equal(out, ROWS[[3, 1]])
+        assert "data path   shared: lines are read in the owner's memory" in str(x.explain())
+        assert "shared=" in x._repr_html_()
+
+
+@pytest.mark.parametrize("shape", [(100_000,), (70, 1500), (3, 40_000), (977, 3, 11)])
+@pytest.mark.parametrize("line", [512, 4096])
+def test_rows_of_any_size(tmp_path: Path, shape: tuple[int, ...], line: int) -> None:
+    rows = np.random.default_rng(2).integers(0, 255, shape, dtype="u1")
+    np.save(tmp_path / "x.npy", rows)
+    index = np.random.default_rng(3).integers(0, shape[0], 60)
+
+    with (
+        fw.Cache("64 KiB", shared="rows", device="cpu", line=line),
+        fw.Cache(shared="rows") as client,
+        fw.open(tmp_path / "x.npy", "r+", cache=client) as x,
+    ):
+        np.testing.assert_array_equal(x.gather(index), rows[index])
+        np.testing.assert_array_equal(x[...], rows)
+        values = np.random.default_rng(4).integers(0, 255, (60, *shape[1:]), dtype="u1")
+        x[index] = values
+        rows[index] = values
+        x[-1:] = 3
+        rows[-1:] = 3
+        np.testing.assert_array_equal(x[...], rows)
+
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), rows)
+
+
+def test_rows_that_straddle_more_lines_than_one_launch_takes(tmp_path: Path) -> None:
+    nbytes = (1 << 25) + 4096
+    rows = np.random.default_rng(2).integers(0, 255, (2, nbytes), dtype="u1")
+    np.save(tmp_path / "x.npy", rows)
+
+    with (
+        fw.Cache("4 MiB", shared="rows", device="cpu", line=512),
+        fw.Cache(shared="rows") as client,
+        fw.open(tmp_path / "x.npy", "r+", cache=client) as x,
+    ):
+        assert np.array_equal(x.gather([1, 0]), rows[[1, 0]])
+        x.scatter([0], rows[1:])
+        assert np.array_equal(x[0], rows[1])
+
+
+def test_second_client_finds_the_lines_of_the_first(
+    owner: fw.Cache, path: Path, folder: Path
+) -> None:
+    read = "x.gather(np.arange(0, 4000, 2)); result = [x.stats.hits, x.stats.misses]"
+    with Program(folder) as one, Program(folder) as two:
+        one.run(CLIENT)
+        one.run(opens(path))
+        hits, misses = one.run(read)
+        told = one.run("result = x._attachment.owner_stats()['bytes_read']")
+        two.run(CLIENT)
+        two.run(opens(path))
+
+        assert (hits, misses) == (0, 2000)
+        assert told == 500 * 4096
+        assert two.run(read) == [2000, 0]
+        assert two.run("result = x._attachment.owner_stats()['bytes_read']") == told
+        assert two.run("result = int(x[...].sum())") == ROWS.sum()
+
+
+def test_second_run_is_warm(path: Path, folder: Path, owner: fw.Cache) -> None:
+    run = f"{CLIENT}\n{opens(path)}\nx[...]\nresult = x.stats.misses\nx.close()\ncache.close()"
+    with Program(folder) as first:
+        assert first.run(run) == 500
+        first.end()
+
+    with Program(folder) as second:
+        assert second.run(run) == 0
+        second.end()
+
+
+def test_client_sees_what_another_has_stored(owner: fw.Cache, path: Path, folder: Path) -> None:
+    with Program(folder) as one, Program(folder) as two:
+        for each in one, two:
+            each.run(CLIENT)
+            each.run(opens(path, "r+"))
+            each.run("x[...]")
+
+        one.run("x[100:200] = 7")
+        two.run("x.scatter([150, 3], np.full((2, 128), 9))")
+
+        assert one.run("result = x[[99, 100, 150, 3], 5].tolist()") == [99 * 128 + 5, 7, 9, 9]
+        assert two.run("result = x[[99, 100, 150, 3], 5].tolist()") == [99 * 128 + 5, 7, 9, 9]
+        one.run("x.flush()")
+        assert np.load(path)[[100, 150], 0].tolist() == [7, 9]
+
+
+def test_owners_own_arrays_are_shared(owner: fw.Cache, client: fw.Cache, path: Path) -> None:
+    with fw.open(path, "r+", cache=owner) as mine, fw.open(path, cache=client) as theirs:
+        mine[7] = -1
+        reads = mine.stats.bytes_read
+
+        np.testing.assert_array_equal(theirs[7], mine[7])
+        assert theirs.stats.misses == 0
+        assert mine.stats.bytes_read == reads
+        with pytest.raises(ReadOnlyError, match="read-only"):
+            theirs[7] = 0
+
+
+def test_random_operations_against_numpy(tmp_path: Path) -> None:
+    seed = int.from_bytes(os.urandom(4), "little")
+    random = np.random.default_rng(seed)
+    rows = random.integers(0, 1 << 30, (700, 37), dtype="i4")
+    np.save(tmp_path / "x.npy", rows)
+    with (
+        fw.Cache("32 KiB", line=512, shared="rows", device="cpu"),
+        fw.Cache(shared="rows") as first,
+        fw.Cache(shared="rows") as second,
+        fw.open(tmp_path / "x.npy", "r+", cache=first) as one,
+        fw.open(tmp_path / "x.npy", "r+", cache=second) as two,
+    ):
+        for _ in range(200):
+            x = one if random.integers(2) else two
+            index = np.unique(random.integers(0, 700, random.integers(1, 200)))
+            low, high = sorted(random.integers(0, 701, 2))
+            match random.integers(5):
+                case 0:
+                    assert np.array_equal(x.gather(index), rows[index]), f"seed {seed}"
+                case 1:
+                    assert np.array_equal(x[low:high], rows[low:high]), f"seed {seed}"
+                case 2:
+                    x[index] = rows[index] = random.integers(0, 1 << 30, (len(index), 37))
+                case 3:
+                    x[low:high] = rows[low:high] = random.integers(0, 99, (high - low, 37))
+                case 4:
+                    x.prefetch(index)
+        assert np.array_equal(one[...], rows), f"seed {seed}"
+    assert np.array_equal(np.load(tmp_path / "x.npy"), rows), f"seed {seed}"
+
+
+def test_clients_read_right_while_lines_are_evicted(tmp_path: Path, folder: Path) -> None:
+    """Each element of a row is the row's number: a torn or another line's row would show."""
+    rows = np.repeat(np.arange(4000, dtype="i4"), 128).reshape(4000, 128)
+    np.save(tmp_path / "x.npy", rows)
+    read = """
+random, end, calls = np.random.default_rng(os.getpid()), time.monotonic() + 0.5, 0
+while time.monotonic() < end:
+    index = random.integers(0, 4000, 300) // random.integers(1, 100)
+    assert (x.gather(index) == index[:, None]).all()
+    calls += 1
+result = [calls, x.stats.hits, x.stats.misses]
+"""
+    with (
+        fw.Cache("128 KiB", shared="rows", device="cpu"),
+        Program(folder) as one,
+        Program(folder) as two,
+    ):
+        for each in one, two:
+            each.run(CLIENT)
+            each.run(opens(tmp_path / "x.npy"))
+            each.start(read)
+        for each in one, two:
+            calls, hits, misses = each.finish()
+            assert calls > 5
+            assert hits > 0
+            assert misses > 0
+
+
+# Death.
+
+
+def test_killed_client_leaves_nothing(owner: fw.Cache, path: Path, folder: Path) -> None:
+    for _ in range(2):
+        with Program(folder) as victim:
+            victim.run(CLIENT)
+            victim.run(opens(path))
+            victim.start("while True: x.gather(np.random.randint(0, 4000, 500)); x.drop_cache()")
+            time.sleep(0.05)
+            victim.kill()
+
+    assert owner._owner is not None
+    sharing = owner._owner
+    wait_until(lambda: sharing.clients == 0, "a session is left")
+    with fw.Cache(shared="rows") as client, fw.open(path, cache=client) as x:
+        np.testing.assert_array_equal(x[...], ROWS)
+
+
+def test_stores_of_a_killed_client_are_flushed_by_the_owner(
+    owner: fw.Cache, path: Path, folder: Path
+) -> None:
+    with Program(folder) as victim:
+        victim.run(CLIENT)
+        victim.run(opens(path, "r+"))
+        victim.run("x[10:20] = -5")
+        victim.kill()
+
+    wait_until(lambda: bool((np.load(path)[10:20] == -5).all()), "the stores are lost")
+
+    def opens_for_storing() -> bool:
+        try:
+            fw.open(path, "r+", device="cpu").close()
+        except LockedError:
+            return False
+        return True
+
+    wait_until(opens_for_storing, "the owner still holds the file's lock")
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "reading"])
+def test_killed_owner_is_an_error_in_bounded_time(path: Path, folder: Path, busy: bool) -> None:
+    with Program(folder) as owner, Program(folder) as client:
+        owner.run(OWNER)
+        client.run(CLIENT)
+        client.run(opens(path, "r+"))
+        client.run("x[...]; x[3] = -3; x.flush(); x[4] = -4")
+        if busy:
+            client.start("while True: x.gather(np.random.randint(0, 4000, 500)); x.drop_cache()")
+            time.sleep(0.1)
+        owner.kill()
+        begin = time.monotonic()
+
+        wait = client.finish if busy else partial(client.run, "x[3]")
+        with pytest.raises(ProgramError, match=f"process {owner.pid}.*rows") as error:
+            wait()
+        assert error.value.name == "OwnerLostError"
+        assert time.monotonic() - begin < 5
+        # What was not flushed is lost with the owner, and closing says so.
+        with pytest.raises(ProgramError, match="has gone") as error:
+            client.run("x.close()")
+        assert error.value.name == "OwnerLostError"
+        client.run("cache.close(); x.close()")
+
+        assert np.load(path)[3, 0] == -3
+        with Program(folder) as next_owner:
+            next_owner.run(OWNER)
+            client.run(f"{CLIENT}\n{opens(path)}\nassert x[3, 5] == -3")
+
+
+def test_stopped_owner_is_an_error_in_bounded_time(path: Path, folder: Path) -> None:
+    with Program(folder) as owner, Program(folder, FLASHWARP_TIMEOUT_S="0.2") as client:
+        owner.run(OWNER)
+        client.run(CLIENT)
+        client.run(opens(path))
+        owner.signal(signal.SIGSTOP)
+
+        with pytest.raises(ProgramError, match=r"has not answered for 0.5 s") as error:
+            client.run("x[0]")
+        assert error.value.name == "OwnerLostError"
+        owner.signal(signal.SIGCONT)
+        with pytest.raises(ProgramError, match="has not answered"):  # a late answer is no answer
+            client.run("x[0]")
+        client.run(f"{CLIENT}\n{opens(path)}\nassert x[0, 1] == 1")
+
+
+def test_a_reader_closes_in_silence_after_the_owners_death(path: Path, folder: Path) -> None:
+    with Program(folder) as owner, Program(folder) as client:
+        owner.run(OWNER)
+        client.run(f"{CLIENT}\n{opens(path)}\nx[0]")
+        owner.kill()
+
+        client.run("x.close(); cache.close()")
+        client.end()
+
+
+def test_programs_that_close_nothing_end(path: Path, folder: Path) -> None:
+    with Program(folder) as owner, Program(folder) as client:
+        owner.run(OWNER)
+        owner.run(opens(path, "r+"))
+        client.run(f"{CLIENT}\n{opens(path, 'r+')}\nx[5] = 55")
+        client.end()
+
+        assert owner.run("result = int(x[5, 0])") == 55
+        owner.end()
+    assert np.load(path)[5, 0] == 55
+
+
+def test_fork_of_the_owner_does_not_hide_its_death(path: Path, folder: Path) -> None:
+    with Program(folder) as owner, Program(folder) as client:
+        owner.run(OWNER)
+        client.run(f"{CLIENT}\n{opens(path)}\nx[0]")
+        child = owner.run(
+            "import warnings; warnings.simplefilter('ignore')\nresult = os.fork()\n"
+            "if result == 0: time.sleep(60); os._exit(0)"
+        )
+        try:
+            owner.kill()
+            with pytest.raises(ProgramError, match="has gone"):
+                client.run("x[0]")
+            with fw.Cache("1 MiB", shared="rows", device="cpu") as cache:
+                assert cache.owned
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_forked_child_of_a_client_opens_the_cache_itself(
+    owner: fw.Cache, path: Path, folder: Path
+) -> None:
+    with Program(folder) as client:
+        client.run(f"{CLIENT}\n{opens(path)}\nx[...]")
+        child = """
+import warnings; warnings.simplefilter('ignore')
+read, write = os.pipe()
+if os.fork() == 0:
+    try: said = f"{int(x[7, 0])} {x.cache.shared} {x.stats.misses}"
+    except BaseException as error: said = repr(error)
+    os.write(write, said.encode()); os._exit(0)
+os.close(write); result = os.read(read, 999).decode(); os.wait()
+"""
+        assert client.run(child) == f"{7 * 128} rows 0"
+        assert client.run("result = int(x[8, 0])") == 8 * 128
+
+
+# Memory.
+
+
+def test_memory_is_counted_once(path: Path, folder: Path, tmp_path: Path) -> None:
+    rows = np.ones((16 << 20,), "u1")
+    np.save(tmp_path / "large.npy", rows)
+    with Program(folder) as owner, Program(folder) as one, Program(folder) as two:
+        owner.run("cache = fw.Cache('20 MiB', shared='rows', device='cpu')")
+        for each in one, two:
+            each.run(f"{CLIENT}\n{opens(tmp_path / 'large.npy')}\nx[...]\nx[...]")
+        shares = [mapped_kib(each.pid) for each in (owner, one, two)]
+
+    resident, proportional = (sum(column) for column in zip(*shares, strict=True))
+    held = (rows.nbytes + 2 * (4 << 20) + (1 << 20)) / 1024  # frames, two stages, tags
+    assert rows.nbytes / 1024 < proportional < held
+    assert resident > 2.5 * rows.nbytes / 1024  # each maps all of it
+
+
+def mapped_kib(pid: int) -> tuple[int, int]:
+    """KiB of shared memory of a process: resident, and its share of them."""
+    resident = proportional = 0
+    ours = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = "/memfd:flashwarp" in line
+        elif ours and line.startswith("Rss:"):
+            resident += int(line.split()[1])
+        elif ours and line.startswith("Pss:"):
+            proportional += int(line.split()[1])
+    return resident, proportional
+
+
+# What is refused.
+
+
+def test_without_an_owner(folder: Path) -> None:
+    with pytest.raises(SharedCacheError, match=r"no process owns a shared cache 'rows'.*serve"):
+        fw.Cache(shared="rows")
+
+    assert not (folder / "rows.sock").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "x" * 65, "ü", 5])
+def test_wrong_name(name: object) -> None:
+    with pytest.raises(SharedCacheError, match="is no name"):
+        fw.Cache("1 MiB", shared=name)  # type: ignore[arg-type]
+
+
+def test_capacity_is_needed() -> None:
+    with pytest.raises(CacheError, match="needs a capacity"):
+        fw.Cache()
+    with pytest.raises(CacheError, match=r"auto.*depends on the first array"):
+        fw.Cache("auto", shared="rows")
+
+
+def test_second_opener_with_the_same_arguments_is_a_client(owner: fw.Cache) -> None:
+    with fw.Cache("4 MiB", shared="rows") as again:
+        assert owner.owned
+        assert not again.owned
+        assert again.capacity == owner.capacity
+        assert again.lines == owner.lines
+        assert "owner=" in repr(again)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"capacity": "2 MiB"}, {"line": 512}, {"ways": 8}, {"policy": "lru"}]
+)
+def test_other_settings_than_the_owners(owner: fw.Cache, settings: dict[str, object]) -> None:
+    with pytest.raises(SharedCacheError, match=r"has 10.. lines of 4096 bytes in sets"):
+        fw.Cache(**{"capacity": "4 MiB", "shared": "rows", **settings})  # type: ignore[arg-type]
+
+
+def test_folder_that_others_may_enter(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+
+    with pytest.raises(SharedCacheError, match=r"others have access to it.*FLASHWARP_RUNTIME_DIR"):
+        fw.Cache("1 MiB", shared="rows", device="cpu")
+
+
+def test_names_are_free_again(folder: Path) -> None:
+    for _ in range(2):
+        cache = fw.Cache("1 MiB", shared="rows", device="cpu")
+        assert cache.owned
+        assert (folder.stat().st_mode & 0o777) == 0o700
+        cache.close()
+        cache.close()
+
+
+def test_folder_with_a_long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHWARP_RUNTIME_DIR", str(tmp_path / ("x" * 120)))
+
+    with fw.Cache("1 MiB", shared="rows", device="cpu"), fw.Cache(shared="rows") as client:
+        assert not client.owned
+
+
+def test_clients_open_files_alone(client: fw.Cache, path: Path, tmp_path: Path) -> None:
+    with pytest.raises(SharedCacheError, match="one file by its path"):
+        fw.open(fw.storage.Memory("1 MiB"), dtype="u1", cache=client)
+    with pytest.raises(SharedCacheError, match="one file by its path"):
+        fw.open(fw.storage.Concatenated([(path, 128, 4096)]), dtype="u1", cache=client)
+    with pytest.raises(SharedCacheError, match="creates no files"):
+        fw.create(tmp_path / "new.npy", "u1", 9, cache=client)
+    for settings in ({"strict": "direct"}, {"o_direct": True}, {"lock": False}):
+        with pytest.raises(SharedCacheError, match="the owner of a shared cache chooses"):
+            fw.open(path, cache=client, **settings)  # type: ignore[arg-type]
+    np.save(tmp_path / "empty.npy", np.empty(0))
+    with pytest.raises(SharedCacheError, match="nothing to share"):
+        fw.open(tmp_path / "empty.npy", cache=client)
+    assert not (tmp_path / "new.npy").exists()
+    with pytest.raises(CacheError, match="only the owner"):
+        client.refusals  # noqa: B018
+
+
+def test_what_needs_kernels_says_so(client: fw.Cache, path: Path) -> None:
+    with fw.open(path, cache=client) as x:
+        for use in (
+            lambda: x.kernel_handle,
+            lambda: x.gather_async([1]),
+            lambda: x.controller.queues,
+            lambda: list(fw.Pipeline(x, 2).iterate([[1, 2]])),
+            lambda: record(x).__enter__(),
+        ):
+            with pytest.raises(SharedCacheError, match="is the owner's"):
+                use()
+        with pytest.raises(SharedCacheError, match="no share tables"):
+            fw.ShareTable(client, 8)
+        assert x.in_place is None
+        kernel = fw.compile(KERNEL, "cpu")["first"]
+        with pytest.raises(SharedCacheError, match=r"kernels.*need arrays of the owner"):
+            kernel(x)
+
+
+def test_bad_indices(client: fw.Cache, path: Path) -> None:
+    with fw.open(path, "r+", cache=client) as x:
+        with pytest.raises(BoundsError, match="4000"):
+            x.gather([4000])
+        with pytest.raises(BoundsError, match="-4001"):
+            x.scatter([-4001], ROWS[:1])
+        with pytest.raises(ArgumentError, match="broadcast"):
+            x[5] = np.zeros(3)
+        np.testing.assert_array_equal(x[...], ROWS)
+
+
+def test_reader_in_the_way_of_a_writer(client: fw.Cache, path: Path) -> None:
+    with fw.open(path, cache=client) as x:
+        with pytest.raises(LockedError, match="open for reading in the shared cache"):
+            fw.open(path, "r+", cache=client)
+        np.testing.assert_array_equal(x[1], ROWS[1])
+    with fw.open(path, "r+", cache=client) as x:
+        x[1] = 5
+    assert np.load(path)[1, 0] == 5
+
+
+def test_owner_stores_to_what_clients_have_read(
+    owner: fw.Cache, client: fw.Cache, path: Path
+) -> None:
+    with fw.open(path, cache=client) as x:
+        assert x[0, 1] == 1
+        with pytest.raises(LockedError):
+            fw.open(path, "r+", cache=owner)
+
+    with fw.open(path, "r+", cache=owner) as mine, fw.open(path, cache=client) as x:
+        mine[0] = 4
+        assert x[0, 1] == 4
+
+
+def test_file_that_was_written_since(client: fw.Cache, path: Path) -> None:
+    def write(value: int) -> None:
+        np.lib.format.open_memmap(path, "r+")[0] = value
+        os.utime(path)  # the time of a store to a mapping may show only when it is written back
+
+    with fw.open(path, cache=client) as x:
+        assert x[0, 1] == 1
+    write(9)
+
+    with fw.open(path, cache=client) as x:
+        assert x[0, 1] == 9
+        write(8)
+        x.refresh()
+        assert x[0, 1] == 8
+
+
+def test_array_that_the_owner_closes(owner: fw.Cache, client: fw.Cache, tmp_path: Path) -> None:
+    """Another array gets the same line numbers, whose rows must never show in the first."""
+    for name, value in (("a", 1), ("b", 2)):
+        np.save(tmp_path / name, np.full((100, 1024), value, "i4"))
+    mine = fw.open(tmp_path / "a.npy", cache=owner)
+    theirs = fw.open(tmp_path / "a.npy", cache=client)
+    assert (theirs[...] == 1).all()
+
+    mine.close()
+    with fw.open(tmp_path / "b.npy", cache=owner) as other:
+        assert (other[...] == 2).all()
+        begins = other._attachment.launcher.volume.line_begin
+        assert begins == theirs._attachment.launcher._params.line_begin
+        with pytest.raises(ClosedError, match="is closed"):
+            theirs[...]
+    theirs.close()
+
+
+def test_array_that_the_owner_closes_while_a_client_opens_it(
+    owner: fw.Cache, client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = fw.open(path, cache=owner)
+    take = Serving.take
+
+    def take_and_close(serving: Serving, request: Message) -> object:
+        export = take(serving, request)
+        mine.close()
+        return export
+
+    monkeypatch.setattr(Serving, "take", take_and_close)
+    with pytest.raises(ClosedError, match="has just closed its array"):
+        fw.open(path, cache=client)
+
+
+def test_closing_in_any_order(path: Path) -> None:
+    owner = fw.Cache("1 MiB", shared="rows", device="cpu")
+    client = fw.Cache(shared="rows")
+    x = fw.open(path, cache=client)
+    with pytest.raises(CacheError, match="1 arrays use the cache"):
+        client.close()
+    mine = fw.open(path, cache=owner)
+    with pytest.raises(CacheError, match="1 arrays use the cache"):
+        owner.close()
+    np.testing.assert_array_equal(x[...], ROWS)
+    mine.close()
+
+    owner.close()
+    with pytest.raises(OwnerLostError, match="has gone"):
+        x.gather([1])
+    x.close()
+    x.close()
+    client.close()
+    client.close()
+    with pytest.raises(ClosedError):
+        fw.open(path, cache=client)
+
+
+def test_more_files_than_a_cache_carries(client: fw.Cache, tmp_path: Path) -> None:
+    for i in range(70):
+        np.save(tmp_path / f"{i}.npy", np.full(10, i))
+        with fw.open(tmp_path / f"{i}.npy", cache=client) as x:
+            assert x[3] == i
+
+
+def test_strict_paths_are_the_owners(owner: fw.Cache, path: Path) -> None:
+    with pytest.raises(DataPathError), fw.open(path, cache=owner, strict="in_place"):
+        pass
+    with fw.open(path, cache=owner, strict="direct") as x:
+        assert x[0, 1] == 1
