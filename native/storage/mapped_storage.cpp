@@ -13,7 +13,7 @@ namespace fw::native {
 namespace {
 
 constexpr uint64_t kBlock = MappedStorage::kBlockBytes;
-constexpr size_t kScratchBytes = 256 << 10;
+constexpr size_t kPatchBytes = 256 << 10;
 
 [[noreturn]] void refuse(const FileExtent& extent, const std::string& why) {
   throw std::invalid_argument("the extent of bytes [" + std::to_string(extent.logical) + ", +" +
@@ -90,7 +90,7 @@ MappedStorage::MappedStorage(std::shared_ptr<Storage> device, std::vector<FileEx
       device_(writable_enough(std::move(device), writable)),
       extents_(checked(std::move(extents), nbytes, device_->nbytes())),
       name_(std::move(name)),
-      scratch_(kScratchBytes, kBlock) {}
+      scratch_(kPatchBytes, kBlock) {}
 
 int MappedStorage::fail(int error, uint64_t offset, uint64_t n, IoFailure* failure) const {
   // The file's name and offset are what people know; the device's own are not told.
@@ -177,7 +177,7 @@ int MappedStorage::store_part(uint64_t offset, const std::byte* data, uint64_t n
   while (n != 0) {
     const uint64_t begin = round_down(offset, kBlock);
     const uint64_t skip = offset - begin;
-    const uint64_t part = std::min(n, kScratchBytes - skip);
+    const uint64_t part = std::min(n, kPatchBytes - skip);
     const uint64_t covered = round_up(skip + part, kBlock);
     const bool reads = skip != 0 || covered != skip + part;
     const int error = for_each_part(begin, covered, [&](uint64_t at, uint64_t step, uint64_t done) {
