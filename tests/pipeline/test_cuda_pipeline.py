@@ -119,6 +119,16 @@ def check_rows_are_written_and_read_again() -> None:
         np.testing.assert_array_equal(np.fromfile(path(), np.int64).reshape(ROWS, WIDTH), now)
 
 
+def check_what_is_written_is_in_the_storage_after_a_flush_and_after_close() -> None:
+    with opened(faults="write delay=500000us") as (_, p):
+        p.write_back(slice(0, 2), np.full((2, WIDTH), -1, np.int64))
+        p.flush()
+        assert np.fromfile(path(), np.int64)[0] == -1
+        p.write_back(slice(0, 2), np.full((2, WIDTH), -2, np.int64))
+        p.close()
+        assert np.fromfile(path(), np.int64)[0] == -2
+
+
 def check_a_batch_that_fails_raises_and_later_ones_run() -> None:
     with opened(faults="read eio bytes=38400-38401", mode="r") as (_, p):
         ticket = p.prefetch([1, 50, 2])
