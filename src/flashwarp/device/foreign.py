@@ -158,9 +158,11 @@ def view(array: object, stream: object = None) -> ArrayView:
         return own
     if isinstance(array, np.ndarray):
         return _view_numpy(array, array, "numpy")
-    if hasattr(array, "__cuda_array_interface__"):
+    by_dlpack = hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+    # jax computes on streams of its own, and orders them by DLPack alone.
+    if hasattr(array, "__cuda_array_interface__") and not (by_dlpack and library == "jax"):
         return _view_cuda(array, library)
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+    if by_dlpack:
         return _view_dlpack(array, library, stream)
     made: npt.NDArray[Any] = np.asarray(array)
     if made.dtype == object:
