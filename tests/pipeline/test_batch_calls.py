@@ -28,7 +28,7 @@ from flashwarp.pipeline.engine import BatchEngine
 from flashwarp.storage import File, Memory
 from flashwarp.testing.faults import FaultPlan, Faulty
 
-DEVICE = devices.resolve("cpu")
+DEVICE = devices.CpuDevice()
 ROWS, WIDTH = 1000, 16
 REFUSED, NOT_SYNCHRONIZED = 0, (1 << 64) - 1
 
@@ -94,7 +94,7 @@ FW_KERNEL only_some(fw::pipeline<const int32_t> p, const int64_t* ids, int32_t* 
 
 @pytest.fixture(scope="module")
 def program() -> Any:
-    return fw.compile(SOURCE, device="cpu")
+    return fw.compile(SOURCE, device=DEVICE)
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def check_ids_on_the_gpu_are_pulled_by_warps() -> None:
         ids = device_ids(x, [1, 2])
         fake().fake_forget_queued()
         assert p.prefetch(ids).way == "pull"
-        assert any("gather" in each for each in queued())
+        assert any("stream" in each for each in queued())
 
 
 def check_a_buffer_in_use_is_not_overwritten() -> None:

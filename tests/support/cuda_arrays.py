@@ -28,7 +28,7 @@ def gpu() -> CudaDevice:
     """A GPU whose kernels nobody had to compile."""
     rows, maintenance = ctypes.sizeof(RowParams), ctypes.sizeof(MaintenanceParams)
     names = [f"{verb}_{kind}" for verb in ("gather", "scatter") for kind in ("rows", "elements_8")]
-    sizes = dict.fromkeys([*names, "check_indices", "prefetch_rows"], rows)
+    sizes = dict.fromkeys([*names, "check_indices", "prefetch_rows", "stream_rows"], rows)
     lines = ("flush_lines", "invalidate_lines", "submit_command", "quiesce")
     sizes |= dict.fromkeys(lines, maintenance)
     symbols = {f"_Z{len(name) + 3}fw_{name}y": nbytes for name, nbytes in sizes.items()}
