@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from qemu.image import ROOT, GuestImage, Unavailable, guest_image
-from qemu.machine import COMPILED, Machine
+from qemu.compiled import compile_for_guests
+from qemu.image import GuestImage, Unavailable, guest_image
+from qemu.machine import Machine
 
 SUITES = Path(__file__).with_name("suites")
 
@@ -30,23 +29,10 @@ def image() -> GuestImage:
         pytest.skip(str(error))
 
 
-def compile_example() -> None:
-    """Compile the kernel of the graph example here, for the guests."""
-    script = (
-        "import runpy, sys, flashwarp; "
-        "flashwarp.compile(runpy.run_path(sys.argv[1])['KERNEL'], flashwarp.CpuDevice())"
-    )
-    COMPILED.mkdir(mode=0o700, parents=True, exist_ok=True)
-    environment = {**os.environ, "FLASHWARP_CACHE_DIR": str(COMPILED)}
-    command = [sys.executable, "-c", script, str(ROOT / "examples" / "bfs.py")]
-    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
-
-
 def run_suites(image: GuestImage, names: list[str], *arguments: str) -> None:
     """Boot the machine of these suites, and run pytest on them."""
     machine = machine_of(names[0])
-    if "test_demos" in names:
-        compile_example()
+    compile_for_guests()
     command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += ["--durations=5", "--confcutdir", str(SUITES), *arguments]
 
