@@ -1,12 +1,15 @@
 """Prices of drives beside memory: the arithmetic, what is refused, and the stored table."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from flashwarp.bench import prices
 from flashwarp.errors import ArgumentError, PathError
 
+ROOT = Path(__file__).parents[2]
+MEASURED = str(ROOT / "results" / "scaling_h200.json")
 MEMORY = {"name": "DIMM", "usd": 1000, "bytes": 1e11, "date": "2026-01", "source": "a shop"}
 DRIVE = {"name": "drive", "usd": 500, "bytes": 1e12, "date": "2026-01", "source": "a shop"}
 
@@ -102,3 +105,12 @@ def test_bad_files_are_refused(tmp_path):
     text.write_text('{"rows": []}')
     with pytest.raises(ArgumentError, match="no 4 KiB reads that the link limits"):
         prices.run(measured=str(text))
+
+
+def test_stored_and_shown_table_is_that_of_the_built_in_prices():
+    table = prices.run(measured=MEASURED).settings["table"]
+
+    assert json.loads((ROOT / "results" / "prices.json").read_text())["settings"]["table"] == table
+    page = (ROOT / "docs" / "ssd_model.md").read_text()
+    for line in table:
+        assert f"| {' | '.join(line)} |".replace("|  ", "| ") in page
