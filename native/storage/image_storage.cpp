@@ -357,6 +357,10 @@ void ImageStorage::load_table(uint64_t index, uint64_t slot, std::vector<uint64_
     if (taken >= layout_.slots) {
       refuse(index, "names slot " + std::to_string(taken) + " of " + std::to_string(layout_.slots));
     }
+    if (place({taken + 1, 0, 0, 0}) > file_end_) {
+      refuse(index, "names slot " + std::to_string(taken) +
+                        ", behind the end of the file: it was cut short");
+    }
     if (is_used(taken)) refuse(index, "names slot " + std::to_string(taken) + ", which is in use");
     set_used(taken);
   };

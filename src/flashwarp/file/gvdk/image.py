@@ -29,7 +29,7 @@ from flashwarp.errors import (
 from flashwarp.file.gvdk.inspecting import (
     MARKS,
     Report,
-    check_length,
+    clear_torn_marks,
     inspect,
     marked_ranges,
     newest_header,
@@ -146,13 +146,20 @@ class Gvdk(Storage):
         self._broken: OSError | None = None
         self._marked = False
         files.check(self._file, writable)
-        base = self._base = files.opened(
+        self._opened = files.opened(
             lambda: _native.FileStorage(self._file, writable=writable, lock=flag("lock", lock)),
             self._file,
             writable=writable,
         )
-        self._disk = Disk(base.fd)
-        self._header, self._header_copy, _ = newest_header(self._disk, self._sealer, self._file)
+        try:
+            self._open(writable, flag("o_direct", o_direct))
+        except BaseException:
+            del self._opened  # whoever keeps the exception does not keep the lock
+            raise
+
+    def _open(self, writable: bool, o_direct: bool) -> None:
+        self._disk = Disk(self._opened.fd)
+        self._header, _ = newest_header(self._disk, self._sealer, self._file)
         if writable and not self._header.writable:
             raise ReadOnlyError(
                 f"{self._file}: the image is read-only: import it anew to change it"
@@ -183,10 +190,14 @@ class Gvdk(Storage):
                     f"{self._file}: the file ends {missing} bytes before its data does: it was cut "
                     "short"
                 )
-            mode = "direct" if flag("o_direct", o_direct) else "buffered"
             data = files.opened(
                 lambda: _native.FileStorage(
-                    self._file, at.data, header.capacity, writable=writable, mode=mode
+                    f"/proc/self/fd/{self._disk.fd}",  # the same file, whatever has its name now
+                    at.data,
+                    header.capacity,
+                    writable=writable,
+                    mode="direct" if o_direct else "buffered",
+                    name=self._file,
                 ),
                 self._file,
                 writable=writable,
@@ -210,9 +221,7 @@ class Gvdk(Storage):
                 native.load_table(table.index, table.slot, table.entries)
             except ValueError as error:
                 raise DamagedImageError(f"{self._file}: {error}") from error
-        used = native.used()
-        self._tables.check_bitmap(used)
-        check_length(self._disk, self._header, used, self._file)
+        self._tables.check_bitmap(native.used())
 
     # Making images.
 
@@ -465,7 +474,7 @@ class Gvdk(Storage):
         if not self._marked and self._size == self._header.size:
             return False
         self._flush_disk()
-        header = replace(self._header, generation=self._tables.next_generation, size=self._size)
+        header = replace(self._header, generation=self._header.generation + 1, size=self._size)
         if header.type is ImageType.SPARSE:
             changed = [
                 Table(index, slot, np.frombuffer(entries, "<u8"))
@@ -474,9 +483,12 @@ class Gvdk(Storage):
             root = self._tables.write(changed, native.used(), header.generation)
             header = replace(header, root=root)
             self._flush_disk()
-        self._disk.write((1 - self._header_copy) * PAGE, header.pack(self._sealer))
+        page = header.pack(self._sealer)
+        self._disk.write(0, page)
         self._flush_disk()
-        self._header, self._header_copy = header, 1 - self._header_copy
+        # Durable before the first copy is written again, by what a sync does first.
+        self._disk.write(PAGE, page)
+        self._header = header
         self._tables.commit(header)
         self._marks[:] = False
         self._marked = False
@@ -524,6 +536,8 @@ class Gvdk(Storage):
                 self.discard(max(begin, self.size), end - max(begin, self.size))
         self._marked = True
         self.sync()
+        with typed_errors("sync"):
+            clear_torn_marks(self._disk, self._header, self._sealer)
         _log.info("%s: recovered what was synced; %s", self._file, recovered)
 
     # Looking for damage.
@@ -566,7 +580,7 @@ class Gvdk(Storage):
             if native is not None:
                 native.detach()
             super()._let_go()
-            del self._base
+            del self._opened
 
 
 def _number_of(act: Callable[[], None]) -> int:

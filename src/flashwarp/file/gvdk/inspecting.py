@@ -25,11 +25,10 @@ from flashwarp.file.gvdk.tables import Disk, Tables
 __all__ = [
     "MARKS",
     "Report",
-    "check_length",
+    "clear_torn_marks",
     "inspect",
     "marked_ranges",
     "newest_header",
-    "slot_count",
     "slots_of",
 ]
 
@@ -51,20 +50,21 @@ class Report:
         return not self.problems
 
 
-def newest_header(disk: Disk, sealer: Sealer, path: str) -> tuple[Header, int, list[str]]:
-    """Return the newest header, its copy, and what is wrong with others."""
-    found: list[tuple[Header, int]] = []
+def newest_header(disk: Disk, sealer: Sealer, path: str) -> tuple[Header, list[str]]:
+    """Return the newest header, and what is wrong with a copy."""
+    found: list[Header] = []
     errors: list[FileFormatError] = []
     for copy in range(HEADERS):
         try:
-            found.append((Header.unpack(disk.read(copy * PAGE, PAGE), sealer, path), copy))
+            found.append(Header.unpack(disk.read(copy * PAGE, PAGE), sealer, path))
         except FileFormatError as error:
-            errors.append(error)
+            # Without its frames, which hold the file open.
+            errors.append(error.with_traceback(None))
     if not found:
         # What is no damage says more.
         raise min(errors, key=lambda error: isinstance(error, DamagedImageError))
-    header, copy = max(found, key=lambda each: each[0].generation)
-    return header, copy, [str(error) for error in errors]
+    newest = max(found, key=lambda header: header.generation)
+    return newest, [str(error) for error in errors]
 
 
 def marked_ranges(disk: Disk, header: Header, sealer: Sealer) -> tuple[tuple[int, int], ...]:
@@ -90,18 +90,19 @@ def marked_ranges(disk: Disk, header: Header, sealer: Sealer) -> tuple[tuple[int
     )
 
 
-def check_length(disk: Disk, header: Header, used: bytes, path: str) -> None:
-    """Raise DamagedImageError if the file does not have all slots that are used."""
-    missing = places(header).data + slot_count(used) * header.block - disk.nbytes
-    if missing > 0:
-        raise DamagedImageError(
-            f"{path}: the file ends {missing} bytes before its last block does: it was cut short"
-        )
+def clear_torn_marks(disk: Disk, header: Header, sealer: Sealer) -> None:
+    """Empty the pages of marks that say nothing, once what they may have said is recovered."""
+    for index in range(header.mark_pages):
+        place = places(header).marks + index * PAGE
+        data = disk.read(place, PAGE)
+        if any(data) and Page.unpack(data, MARKS, index, header.identity, sealer) is None:
+            disk.write(place, bytes(PAGE))
+    disk.sync()
 
 
 def inspect(disk: Disk, sealer: Sealer, path: str) -> Report:
     """Look at everything but the data; raises FileFormatError if no header is left."""
-    header, _, problems = newest_header(disk, sealer, path)
+    header, problems = newest_header(disk, sealer, path)
     at = places(header)
     for begin, end in marked_ranges(disk, header, sealer):
         problems.append(f"bytes [{begin}, {end}) were written, and not synced")
@@ -116,12 +117,7 @@ def inspect(disk: Disk, sealer: Sealer, path: str) -> Report:
             native.load_table(table.index, table.slot, table.entries)
         except ValueError as error:
             problems.append(str(error))
-    used = native.used()
-    tables.check_bitmap(used, problems)
-    try:
-        check_length(disk, header, used, path)
-    except DamagedImageError as error:
-        problems.append(str(error))
+    tables.check_bitmap(native.used(), problems)
     return Report(tuple(problems))
 
 
@@ -136,9 +132,3 @@ def slots_of(disk: Disk, header: Header, path: str) -> _native.ImageStorage:
 
 def _refuses(*_: object) -> int:
     return errno.EROFS
-
-
-def slot_count(used: bytes) -> int:
-    """Return how many slots there are up to the last that is used."""
-    bytes_used = used.rstrip(b"\0")
-    return len(bytes_used) * 8 - 8 + bytes_used[-1].bit_length() if bytes_used else 0

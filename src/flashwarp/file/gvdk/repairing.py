@@ -11,10 +11,10 @@ from flashwarp import _native
 from flashwarp.errors import ReadOnlyError
 from flashwarp.file.gvdk.inspecting import (
     Report,
+    clear_torn_marks,
     inspect,
     marked_ranges,
     newest_header,
-    slot_count,
     slots_of,
 )
 from flashwarp.file.gvdk.layout import (
@@ -39,9 +39,15 @@ def repaired(path: str, key: bytes | None) -> Report:
     file = files.opened(
         lambda: _native.FileStorage(path, writable=True, lock=True), path, writable=True
     )
-    disk, sealer = Disk(file.fd), Sealer(key)
+    try:
+        return _repaired(Disk(file.fd), Sealer(key), path)
+    finally:
+        del file  # whoever keeps an exception does not keep the lock
+
+
+def _repaired(disk: Disk, sealer: Sealer, path: str) -> Report:
     with typed_errors("repair"):
-        header, _, _ = newest_header(disk, sealer, path)
+        header, _ = newest_header(disk, sealer, path)
         if not header.writable:
             raise ReadOnlyError(f"{path}: the image is read-only, and stays as it is")
         found = inspect(disk, sealer, path)
@@ -57,7 +63,6 @@ def repaired(path: str, key: bytes | None) -> Report:
         else:
             tables = Tables(disk, header, sealer, path)
             kept, used = _kept(disk, header, tables, path, lost)
-            generation = tables.next_generation
             root = tables.write(kept, used, generation, all_there_are=True)
             header = replace(header, root=root)
         disk.sync()
@@ -65,6 +70,7 @@ def repaired(path: str, key: bytes | None) -> Report:
         for copy in range(HEADERS):
             disk.write(copy * PAGE, header.pack(sealer))
             disk.sync()
+        clear_torn_marks(disk, header, sealer)
     return Report(found.problems, tuple(sorted(lost)))
 
 
@@ -78,6 +84,14 @@ def _kept(
     for table in tables.load(problems):
         wanted.setdefault(table.index, table)
     span = TABLE_ENTRIES * header.block
+
+    def lose(index: int) -> None:
+        begin, end = index * span, min((index + 1) * span, header.capacity)
+        if begin < end:
+            lost.add((begin, end))
+
+    for index in tables.lost:
+        lose(index)
     at = places(header)
     fit = max(0, disk.nbytes - at.data) // header.block
     taken = np.zeros(at.slots if at.slots < fit else fit, bool)
@@ -86,7 +100,7 @@ def _kept(
     for table in sorted(wanted.values(), key=lambda each: (each.stale, each.index)):
         own = taken[table.slot : table.slot + at.table_slots]
         if len(own) < at.table_slots or own.any():
-            lost.add((table.index * span, min((table.index + 1) * span, header.capacity)))
+            lose(table.index)
             continue
         own[:] = True
         entries = table.entries.copy()
@@ -105,7 +119,5 @@ def _kept(
         slots.load_table(table.index, table.slot, entries)
         kept.append(Table(table.index, table.slot, entries))
         if table.stale:
-            lost.add((table.index * span, min((table.index + 1) * span, header.capacity)))
-    used = slots.used()
-    assert slot_count(used) <= len(taken)
-    return kept, used
+            lose(table.index)
+    return kept, slots.used()

@@ -32,8 +32,6 @@ from flashwarp.file.gvdk.layout import (
 __all__ = ["Disk", "Table", "Tables"]
 
 ROOT, TABLE, BITMAP = b"GVL1", b"GVL2", b"GVBM"
-# Generations that no crash leaves behind: a page that claims one was not written by us.
-_AHEAD = 1 << 32
 
 
 class Disk:
@@ -145,12 +143,9 @@ class Tables:
         self._path = path
         self._places = places(header)
         self._state = self._next = _State()
-        self._seen = header.generation
-
-    @property
-    def next_generation(self) -> int:
-        """A generation that no page has, not even one of a sync that a crash has ended."""
-        return max(self._seen, self._header.generation) + 1
+        # Pages of which a sync that did not end has left a newer copy. It would count from the
+        # next header on, so the next sync writes over it.
+        self._newer: set[tuple[bytes, int]] = set()
 
     # Reading.
 
@@ -158,8 +153,9 @@ class Tables:
         """Read everything, and yield the L2 tables.
 
         Raises DamagedImageError, unless there are `problems`, to which it adds what is wrong; it
-        then yields what is left.
+        then yields what is left, and `lost` names the tables that are not.
         """
+        self.lost: set[int] = set()
         at = self._places
         newest = self._header.generation
         state = self._state = _State()
@@ -169,17 +165,24 @@ class Tables:
         ):
             for index in self._present(begin, count):
                 copies = self._copies(magic, index, begin + index * 2 * PAGE)
-                ages = [each.page.generation for each in copies]
-                self._seen = max(self._seen, *(age for age in ages if age < newest + _AHEAD), 0)
                 current = [each for each in copies if each.page.generation <= newest]
+                if len(current) != len(copies):
+                    self._newer.add((magic, index))
                 if current:
                     found[index] = max(current, key=lambda each: each.page.generation)
-                elif copies and problems is not None:
-                    found[index] = copies[0]
+                elif problems is not None:
+                    self._miss(magic, index, copies, found)
         if state.root_of(self._sealer) != self._header.root:
             self._complain(problems, "pages of L1 or bitmap are not those of the header")
         for index, root in sorted(state.roots.items()):
             yield from self._tables_of(index, root.page.body, problems)
+
+    def _miss(self, magic: bytes, index: int, copies: list[_Copy], found: dict[int, _Copy]) -> None:
+        """Take what is left of a page that has no current copy, in an image to be repaired."""
+        if copies:
+            found[index] = copies[0]
+        elif magic == ROOT:
+            self.lost.update(range(index * ROOT_ENTRIES, (index + 1) * ROOT_ENTRIES))
 
     def _tables_of(self, root: int, body: bytes, problems: list[str] | None) -> Iterator[Table]:
         at = self._places
@@ -194,12 +197,15 @@ class Tables:
                 continue
             if number + at.table_slots > at.slots:
                 self._complain(problems, f"L2 table {index} lies outside of the file")
+                self.lost.add(index)
                 continue
             copies = self._copies(TABLE, index, at.data + number * self._header.block)
             wanted = [each for each in copies if each.page.generation == int(generation)]
             if not wanted:
                 self._complain(problems, f"L2 table {index} is not what was written")
-                wanted = sorted(copies, key=lambda each: -each.page.generation)[:1]
+                wanted = sorted(copies, key=lambda each: -each.page.generation)
+                if not wanted:
+                    self.lost.add(index)
             for copy in wanted[:1]:
                 self._state.tables[index] = number, copy.number, copy.page.generation
                 entries = np.frombuffer(copy.page.body, "<u8")
@@ -257,7 +263,7 @@ class Tables:
         """
         state = self._state.copy()
         at = self._places
-        touched: set[int] = set()
+        touched = {index for magic, index in self._newer if magic == ROOT}
         if all_there_are:
             changed = list(changed)
             kept = {table.index for table in changed}
@@ -278,9 +284,11 @@ class Tables:
                     body[place] = known[0] + 1, known[2]
             self._put_pair(state.roots, ROOT, index, body.tobytes(), at.roots, generation)
         wanted = _bitmap_pages(used)
-        for index in sorted(wanted.keys() | state.bitmap.keys()):
+        newer = {index for magic, index in self._newer if magic == BITMAP}
+        for index in sorted(wanted.keys() | state.bitmap.keys() | newer):
             body_now = wanted.get(index, bytes(BODY))
-            if index not in state.bitmap or state.bitmap[index].page.body != body_now:
+            current = state.bitmap.get(index)
+            if index in newer or current is None or current.page.body != body_now:
                 self._put_pair(state.bitmap, BITMAP, index, body_now, at.bitmap, generation)
         self._next = state
         return state.root_of(self._sealer)
@@ -289,6 +297,7 @@ class Tables:
         """Take what was written as current."""
         self._header = header
         self._state = self._next
+        self._newer.clear()
 
     def _put_pair(
         self,
@@ -300,6 +309,7 @@ class Tables:
         generation: int,
     ) -> None:
         number = 1 - pages[index].number if index in pages else 0
+        self._newer.add((magic, index))
         page = Page(magic, index, generation, body)
         pages[index] = _Copy(number, self._put(page, begin + (2 * index + number) * PAGE))
 
