@@ -554,6 +554,19 @@ class Gvdk(Storage):
             return inspect(self._disk, self._sealer, self._file)
 
     @staticmethod
+    def inspect(path: files.PathLike, *, key: bytes | None = None) -> Report:
+        """Do what `verify` does to an image that need not open. Blocks.
+
+        Raises
+        ------
+        FileFormatError
+            If no header is left.
+        """
+        name = files.check_name(path)
+        with files.open_for_reading(name) as file, typed_errors("verify"):
+            return inspect(Disk(file.fileno()), Sealer(checked_key(key)), name)
+
+    @staticmethod
     def repair(path: files.PathLike, *, key: bytes | None = None) -> Report:
         """Make what is left of an image usable; blocks until it is durable.
 
