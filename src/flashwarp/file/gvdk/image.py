@@ -399,6 +399,11 @@ class Gvdk(Storage):
             self.discard(size, self._size - size)
         self._size = size
 
+    def note_size(self, size: int) -> None:
+        """Move the end to where data was written already, or cut already; durable after `sync`."""
+        self._check_writable()
+        self._size = integer("size", size, 0, self.capacity)
+
     @staticmethod
     def extend(path: files.PathLike, capacity: int | str, *, key: bytes | None = None) -> None:
         """Give an image that nobody has open a larger capacity. Blocks until it is durable.
