@@ -184,6 +184,7 @@ HEADERS_WITH = {
     "byte order": (12, struct.pack(">I", 0x01020304), "byte order mark 0x04030201"),
     "page": (16, struct.pack("<I", 512), "pages of 512 bytes"),
     "type": (20, struct.pack("<I", 9), "unknown type 9"),
+    "generation": (24, struct.pack("<Q", (1 << 64) - 1), "no image lives to see"),
     "block": (48, struct.pack("<I", 5000), "blocks of 5000 bytes"),
     "mode": (52, struct.pack("<I", 7), "unknown access mode 7"),
     "checksum kind": (56, struct.pack("<I", 3), "unknown kind of checksum 3"),

@@ -52,6 +52,7 @@ ROOT_ENTRIES = BODY // 16
 
 BLOCK_MIN, BLOCK_MAX = 4096, 2 << 20
 CAPACITY_MAX = 16 << 40
+GENERATION_MAX = 1 << 62
 MARK_PAGES_MAX = 64
 
 _CHECKSUMS = {False: 1, True: 2}  # CRC-32C, HMAC-SHA256
@@ -234,6 +235,7 @@ class Header:
                 raise DamagedImageError(f"{path}: header: {what}")
 
         check(page == PAGE, f"pages of {page} bytes, not of {PAGE}")
+        check(generation < GENERATION_MAX, f"generation {generation}, which no image lives to see")
         check(kind in tuple(ImageType), f"unknown type {kind}")
         check(mode in (1, 2), f"unknown access mode {mode}")
         check(
