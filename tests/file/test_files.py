@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pickle
@@ -31,6 +32,7 @@ from flashwarp.errors import (
     MissingFileError,
     PathError,
     ReadOnlyError,
+    StorageError,
 )
 
 CAPACITY = 200_000
@@ -359,3 +361,46 @@ with fw.File.open({str(path)!r}, device="cpu", shared={name!r}) as f:
             [sys.executable, "-c", other], check=True, timeout=100, capture_output=True, text=True
         )
         assert found.stdout == "TrueFalse"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    made = subprocess.run(mount, capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {made.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        # Lazily: Linux gives up the files of an io_uring a moment later.
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_loses_nothing_of_a_sparse_image(small_disk: Path) -> None:
+    filler, path = small_disk / "filler", small_disk / "f"
+    filler.write_bytes(bytes(600 << 10))
+    data = np.random.default_rng(1).integers(1, 256, 600_000, dtype=np.uint8)
+    options: dict[str, Any] = {"device": "cpu", "cache": "1 MiB"}
+    with fw.File.create(path, 0, capacity="4 MiB", **KINDS["sparse"], **options) as f:
+        f.append(data[:100_000])
+        f.sync()
+        f.append(data[100_000:])
+        with pytest.raises(StorageError) as raised:
+            f.sync()
+        assert raised.value.errno == errno.ENOSPC
+        filler.unlink()
+        f.sync()
+        assert f.verify().clean
+    with fw.File.open(path, device="cpu") as f:
+        assert f.read(0, 1 << 20) == data.tobytes()
+
+
+def test_a_full_disk_takes_no_new_file(small_disk: Path) -> None:
+    for kind in (KINDS["plain"], KINDS["fixed"]):
+        with pytest.raises(PathError) as raised:
+            fw.File.create(small_disk / "f", "3 MiB", **kind, device="cpu")
+        assert raised.value.errno == errno.ENOSPC
+        assert not any(small_disk.iterdir())
