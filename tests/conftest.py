@@ -12,6 +12,15 @@ from flashwarp._jit import driver
 from flashwarp.errors import DeviceError
 from simulator import budget
 
+# In the background of a shell, and below nohup, these are ignored; programs that tests start and
+# interrupt would inherit that.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
 
 @functools.cache
 def _no_gpu_reason() -> str:

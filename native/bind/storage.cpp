@@ -19,11 +19,13 @@
 #include "base/host_memory.h"
 #include "bind/buffer_view.h"
 #include "bind/convert.h"
+#include "bind/unlocked.h"
 #include "io/io_uring.h"
 #include "io/nvme_command.h"
 #include "storage/composite_storage.h"
 #include "storage/file_lock.h"
 #include "storage/file_storage.h"
+#include "storage/image_storage.h"
 #include "storage/mapped_storage.h"
 #include "storage/memory_storage.h"
 #include "storage/nvme_passthrough.h"
@@ -71,6 +73,95 @@ void run(Storage& storage, Act act) {
 template <int (Storage::*kAct)(uint64_t, uint64_t, IoFailure*)>
 void run_on_range(Storage& storage, uint64_t offset, uint64_t nbytes) {
   run(storage, [&](IoFailure* failure) { return (storage.*kAct)(offset, nbytes, failure); });
+}
+
+// A callable that threads without the GIL call, and drop.
+class OwnerCall {
+ public:
+  explicit OwnerCall(nb::object call) : call_(std::make_shared<Held>(std::move(call))) {}
+
+  template <typename... Arguments>
+  int operator()(Arguments... arguments) const {
+    if (!Py_IsInitialized()) return ECANCELED;
+    return staying([&] {
+      const nb::gil_scoped_acquire guard;
+      try {
+        return nb::cast<int>(call_->object(arguments...));
+      } catch (nb::python_error& error) {
+        error.discard_as_unraisable("an image's owner");
+        return EIO;
+      }
+    });
+  }
+
+ private:
+  struct Held {
+    explicit Held(nb::object held) : object(std::move(held)) {}
+    ~Held() {
+      if (!Py_IsInitialized()) {
+        object.release();
+        return;
+      }
+      staying([&] {
+        const nb::gil_scoped_acquire guard;
+        object.reset();
+      });
+    }
+    nb::object object;
+  };
+  std::shared_ptr<Held> call_;
+};
+
+void bind_image_storage(nb::module_& m) {
+  nb::class_<ImageStorage, Storage>(m, "ImageStorage")
+      .def(
+          "__init__",
+          [](ImageStorage* self, std::shared_ptr<Storage> file, int fd,
+             std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint32_t> layout, uint64_t nbytes,
+             bool writable, const std::string& path, nb::object mark, nb::object sync) {
+            const auto& [data_begin, block_bytes, range_bytes, slots, table_slots] = layout;
+            new (self) ImageStorage(std::move(file), fd,
+                                    {data_begin, block_bytes, range_bytes, slots, table_slots},
+                                    nbytes, writable, path, {OwnerCall(mark), OwnerCall(sync)});
+          },
+          nb::arg("file").none(), nb::arg("fd"), nb::arg("layout"), nb::arg("nbytes"),
+          nb::arg("writable"), nb::arg("path"), nb::arg("mark"), nb::arg("sync"))
+      .def(
+          "load_table",
+          [](ImageStorage& s, uint64_t index, uint64_t slot, nb::handle entries) {
+            const BufferView view(entries);
+            const auto* words = static_cast<const uint64_t*>(view.data());
+            std::vector<uint64_t> list(words, words + view.nbytes() / sizeof(uint64_t));
+            unlocked([&] { s.load_table(index, slot, std::move(list)); });
+          },
+          nb::arg("index"), nb::arg("slot"), nb::arg("entries"))
+      .def("used",
+           [](const ImageStorage& s) {
+             const std::vector<uint64_t> words = unlocked([&] { return s.used(); });
+             return nb::bytes(words.data(), words.size() * sizeof(uint64_t));
+           })
+      .def(
+          "pause",
+          [](ImageStorage& s, uint32_t limit_ms) {
+            const int error = unlocked([&] { return s.pause(limit_ms); });
+            if (error == kForked) throw std::runtime_error(kForkMessage);
+            if (error != 0) raise_os_error(error, error_text(error), "");
+          },
+          nb::arg("limit_ms"))
+      .def(
+          "resume", [](ImageStorage& s, bool synced) { unlocked([&] { s.resume(synced); }); },
+          nb::arg("synced"))
+      .def("changed",
+           [](const ImageStorage& s) {
+             nb::list found;
+             for (const auto& [index, table] : unlocked([&] { return s.changed(); })) {
+               const size_t nbytes = table.entries.size() * sizeof(uint64_t);
+               found.append(
+                   nb::make_tuple(index, table.slot, nb::bytes(table.entries.data(), nbytes)));
+             }
+             return found;
+           })
+      .def("detach", [](ImageStorage& s) { unlocked([&] { s.detach(); }); });
 }
 
 void bind_storages(nb::module_& m) {
@@ -271,5 +362,6 @@ void bind_storage(nb::module_& m) {
     }
   });
   bind_storages(m);
+  bind_image_storage(m);
   bind_host_memory(m);
 }

@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from flashwarp.array.share_table import ShareTable
     from flashwarp.checkpoint.checkpointer import Checkpointer
     from flashwarp.file.block_map import BlockMap
+    from flashwarp.file.file import File
     from flashwarp.file.mapped_file import MappedFile
     from flashwarp.loading.load import load
     from flashwarp.nvme.drive_model import SSDModel
@@ -40,6 +41,7 @@ __all__ = [
     "CpuDevice",
     "CudaDevice",
     "Explanation",
+    "File",
     "Future",
     "Kernel",
     "MappedFile",
@@ -66,6 +68,7 @@ _LATER = {
     "BlockMap": "flashwarp.file.block_map",
     "Checkpointer": "flashwarp.checkpoint.checkpointer",
     "Explanation": "flashwarp.array.explanation",
+    "File": "flashwarp.file.file",
     "Kernel": "flashwarp.program.compiling",
     "MappedFile": "flashwarp.file.mapped_file",
     "Pipeline": "flashwarp.pipeline.pipeline",

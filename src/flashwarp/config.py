@@ -220,8 +220,8 @@ class Config:
     per second busy that takes 80 us for each."""
 
     host_optimization: int = _setting(3, 0, 3)
-    """Level at which C++ kernels and policies are compiled for the CPU device. A policy takes 14 s
-    at 3 and half of that at 1, once: compiled code is kept."""
+    """Level at which C++ kernels and policies are compiled for the CPU device. A policy takes
+    about twice as long at 3 as at 1, and that only once: compiled code is kept."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

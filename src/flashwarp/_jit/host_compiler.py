@@ -36,7 +36,7 @@ COMPILERS = ("g++", "clang++", "c++")
 """Looked for in this order where $CXX is not set."""
 
 TIMEOUT_S = 600.0
-"""Limit of one run of the compiler; a kernel of ours takes one to two seconds, a policy 14."""
+"""Limit of one run of the compiler. A kernel takes seconds, a policy some ten of them."""
 
 # As CMakeLists.txt compiles the extension. A program's own symbols stay its own.
 _FLAGS = (

@@ -1,10 +1,10 @@
-"""`flashwarp file`: look at files."""
+"""`flashwarp file`: where files lie on their devices, and images in the GVDK format."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashwarp.cli import file_map
+from flashwarp.cli import file_image, file_map
 from flashwarp.cli.parser import Parser
 
 __all__ = ["add_arguments"]
@@ -16,3 +16,4 @@ def add_arguments(parser: Parser, _: Sequence[str]) -> None:
     file_map.add_arguments(
         commands.add_parser("map", help=file_map.WHAT, description=file_map.WHAT)
     )
+    file_image.add_arguments(commands)

@@ -31,7 +31,7 @@ COMMANDS = {
     "demo": "Gather rows, search a graph and query a table, and check every answer.",
     "bench": "Measure this machine, beside its ceilings and the alternatives.",
     "graph": "Make graphs on disk, and look at them.",
-    "file": "Show where files lie on their devices.",
+    "file": "Make, check and convert GVDK images; show where files lie on devices.",
     "ckpt": "List checkpoints, verify, show, prune and copy them.",
     "serve": "Own a cache that other programs share, until it is interrupted.",
     "trace": "Record which lines are used, and compare replacement policies on them.",

@@ -13,8 +13,9 @@ from flashwarp.errors import ArgumentError, ClosedError, DtypeError
 
 if TYPE_CHECKING:
     from flashwarp.array.array import Array
+    from flashwarp.device import Device, DeviceMemory
 
-__all__ = ["FileStateStruct", "FileStruct", "KernelFile"]
+__all__ = ["FileStateStruct", "FileStruct", "KernelFile", "read_size"]
 
 _LINES_AHEAD_MAX = 1 << 16
 _READ, _WRITE = 1, 2
@@ -88,8 +89,7 @@ class KernelFile(Closing):
         """Bytes up to the end of the file. Waits for the launches so far, and raises as they do."""
         self._check_open()
         self.array.synchronize()
-        content = self.array.device.download(self._state.address, ctypes.sizeof(FileStateStruct))
-        return int(FileStateStruct.from_buffer_copy(content).size)
+        return read_size(self.array.device, self._state)
 
     def pack(self) -> bytes:
         """Return the bytes of the `fw::file` that kernels take."""
@@ -117,3 +117,9 @@ class KernelFile(Closing):
     def __repr__(self) -> str:
         state = "closed" if self._state.closed else f"capacity {self.capacity}"
         return f"<KernelFile of {self.array!r}, {state}>"
+
+
+def read_size(device: Device, state: DeviceMemory) -> int:
+    """Return the size that the state of a file has, which launches may still move."""
+    content = device.download(state.address, ctypes.sizeof(FileStateStruct))
+    return int(FileStateStruct.from_buffer_copy(content).size)

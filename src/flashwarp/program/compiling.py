@@ -253,7 +253,7 @@ class Kernel(endings.NotCopied):
         Parameters
         ----------
         *arguments
-            One for each parameter: a `flashwarp.Array` for `fw::array<T>`; a `KernelFile` for
+            One for each parameter: a `flashwarp.Array` for `fw::array<T>`; a `flashwarp.File` for
             `fw::file`; for a pointer an array in the device's memory of any library (numpy on the
             CPU device), `DeviceMemory`, or None; a Python or numpy number for a number; and for any
             other type its bytes, as `bytes`, a ctypes structure or a numpy record.

@@ -44,8 +44,9 @@ FW_DEVICE bool streams(const geometry& g, uint64_t bytes) {
   return bytes > g.set_count * g.ways * line_bytes(g);
 }
 
-// What a thread saw of a set in which a line was absent. A frame's generation only grows, so the
-// sum of all tells whether one has changed.
+// What a thread saw of a set in which a line was absent. Each claim of a frame adds one to its
+// generation, modulo 2^15, so the sum of all changes with each claim. It is the same again after
+// 2^15 claims; docs/correctness.md says why that deceives nobody.
 struct set_look {
   uint64_t first;  // way
   uint64_t generations;

@@ -1,0 +1,737 @@
+"""`File`: a file that kernels and the host read and write at byte offsets, through one cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flashwarp import endings
+from flashwarp.array import opening
+from flashwarp.array.array import Array
+from flashwarp.array.futures import Future
+from flashwarp.cache.cache import LINE_DEFAULT, Cache
+from flashwarp.config import SIZE_MAX, choice, flag, integer, parse_bytes
+from flashwarp.device import Device, resolve
+from flashwarp.errors import (
+    ArgumentError,
+    BoundsError,
+    ClosedError,
+    DataPathError,
+    DtypeError,
+    FileFormatError,
+    FlashwarpError,
+    ForkError,
+    ReadOnlyError,
+)
+from flashwarp.file.gvdk import Gvdk, Recovered, Report, is_gvdk
+from flashwarp.file.gvdk.tables import Disk
+from flashwarp.file.kernel_file import FileStateStruct, KernelFile, read_size
+from flashwarp.storage import files
+
+__all__ = ["File"]
+
+_ZEROS_BYTES = 4 << 20
+_COPY_BYTES = 16 << 20
+
+
+class File(KernelFile):
+    r"""An open file, for kernels and for the host; made by `open` and `create`.
+
+    Pass it to a kernel for a parameter of type `fw::file`. Kernels and the host go through one
+    cache, so each sees what the other has written before: the host's calls wait until launches so
+    far have ended, unless they say otherwise.
+
+    An ordinary file is as long as its `capacity` while it is open for writing, and has its `size`
+    again after `close`. An image (docs/gvdk.md) keeps its size in its header, so that it is right
+    after a crash, too.
+
+    Attributes
+    ----------
+    array : Array
+        All bytes up to the capacity, of dtype uint8.
+    image : Gvdk or None
+        If the file is one.
+
+    Notes
+    -----
+    Several threads may call, as for arrays. Calls that move the end (`append`, `truncate`, a
+    `write_from` past the end) must not run beside kernels or other calls that move it.
+
+    Examples
+    --------
+    >>> import flashwarp as fw, numpy as np
+    >>> with fw.File.create("log.bin", 0, capacity="1 MiB", device="cpu") as f:
+    ...     f.append(np.arange(4, dtype="u1"))
+    ...     f.write_from(np.array([9, 9], "u1"), 1)
+    ...     f.size, f.read(0, 10)
+    0
+    2
+    (4, b'\x00\t\t\x03')
+    """
+
+    image: Gvdk | None
+    _path: str
+    _mode: opening.Mode
+    _options: dict[str, Any]
+    _ways: dict[str, Any]
+    _key: bytes | None
+    _prefetch: int
+    _opened: _Opened
+    _end_of: _EndOf
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ArgumentError("files are made by flashwarp.File.open and flashwarp.File.create")
+
+    # Opening.
+
+    @classmethod
+    def open(
+        cls,
+        path: files.PathLike,
+        mode: Literal["r", "r+"] = "r",
+        *,
+        device: Device | str | None = None,
+        cache: opening.CacheLike = "auto",
+        line: int | str | None = None,
+        prefetch: int = 8,
+        capacity: int | str | None = None,
+        shared: bool | str = False,
+        o_direct: bool | None = None,
+        key: bytes | None = None,
+        lock: bool = True,
+    ) -> File:
+        """Open any regular file, or an image.
+
+        Parameters
+        ----------
+        path : path-like
+        mode : {"r", "r+"}
+            Read, or read and write.
+        device, cache, line, o_direct, lock
+            As for `flashwarp.open`.
+        prefetch : int
+            Lines that a read by a kernel starts to fetch behind the ones that it needs.
+        capacity : int or str, optional
+            Bytes up to which writes and appends may go, for mode "r+". Default: the size, or the
+            capacity of an image, which has its own.
+        shared : bool or str
+            Share the cache with other processes that do the same (docs/sharing.md), under a name
+            that follows from the path, or under this one. The first process owns it, and says by
+            `cache` how large it is; the others read, and cannot pass the file to kernels.
+        key : bytes, optional
+            Of an image that has one.
+
+        Raises
+        ------
+        MissingFileError, PathError, LockedError, FileFormatError, ReadOnlyError, CacheError
+            As `flashwarp.open` and `Gvdk` raise them.
+        ArgumentError
+            For a capacity below the size, or with mode "r", or of an image.
+        """
+        return endings.uninterrupted(
+            lambda: cls._open(
+                path, mode, device, cache, line, prefetch, capacity, shared, o_direct, key, lock
+            )
+        )
+
+    @classmethod
+    def create(
+        cls,
+        path: files.PathLike,
+        size: int | str = 0,
+        *,
+        capacity: int | str | None = None,
+        format: Literal["plain", "gvdk"] = "plain",  # noqa: A002
+        block: int | str = "4 KiB",
+        preallocate: bool | str = True,
+        overwrite: bool = False,
+        key: bytes | None = None,
+        **options: Any,
+    ) -> File:
+        """Make a file of zeros, durably, and open it with mode "r+".
+
+        Parameters
+        ----------
+        path : path-like
+        size : int or str
+            Bytes up to its end.
+        capacity : int or str, optional
+            Bytes up to which it may grow. Default: `size`.
+        format : {"plain", "gvdk"}
+            An ordinary file, or an image (docs/gvdk.md).
+        block, key : optional
+            Of an image.
+        preallocate : bool or str
+            Take all space now, as for `Gvdk.create`; an ordinary file takes it, or is sparse.
+        overwrite : bool
+            Replace an existing file.
+        **options
+            As for `open`: `device`, `cache`, `line`, `prefetch`, `shared`, `o_direct`, `lock`.
+
+        Raises
+        ------
+        ExistingFileError, MissingFileError, PathError
+            If the file exists, its folder does not, or the disk is full; nothing is left then.
+        ArgumentError
+            For numbers outside of their limits.
+        """
+        choice("format", format, ("plain", "gvdk"))
+        if format == "gvdk":
+            Gvdk.create(
+                path, size, block=block, preallocate=preallocate, capacity=capacity, key=key,
+                overwrite=overwrite,
+            ).close()  # fmt: skip
+            return cls.open(path, "r+", key=key, **options)
+        if key is not None or block != "4 KiB":
+            raise ArgumentError('key= and block= are of images: give format="gvdk"')
+        nbytes = integer("size", parse_bytes(size, "size"), 0, SIZE_MAX)
+        most = nbytes if capacity is None else parse_bytes(capacity, "capacity")
+        most = integer("capacity", most, nbytes, SIZE_MAX)
+        target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
+        with files.Draft(target, overwrite, lock=True) as draft:
+            try:
+                if flag("preallocate", preallocate) and most:
+                    os.posix_fallocate(draft.descriptor, 0, most)
+                os.ftruncate(draft.descriptor, nbytes)
+                os.fsync(draft.descriptor)
+            except OSError as error:
+                raise files.write_error(error, target) from error
+            draft.publish()
+        return cls.open(path, "r+", capacity=most, **options)
+
+    @classmethod
+    def _open(
+        cls,
+        path: files.PathLike,
+        mode: opening.Mode,
+        device: Device | str | None,
+        cache: opening.CacheLike,
+        line: int | str | None,
+        prefetch: int,
+        capacity: int | str | None,
+        shared: bool | str,
+        o_direct: bool | None,
+        key: bytes | None,
+        lock: bool,
+    ) -> File:
+        endings.check_not_ended()
+        choice("mode", mode, ("r", "r+"))
+        name = files.check_name(path)
+        writable = mode == "r+"
+        if capacity is not None and not writable:
+            raise ArgumentError("capacity= is for writing: give mode='r+', or leave it out")
+        self = cls.__new__(cls)
+        self.image = None
+        self._path, self._mode = name, mode
+        self._options = {"device": device, "cache": cache, "line": line}
+        self._ways = {"o_direct": o_direct, "lock": lock}
+        self._key, self._prefetch = key, prefetch
+        with ExitStack() as made:
+            if shared is not False:
+                self._options = _of_shared(made, name, shared, device, cache, line)
+            if is_gvdk(name):
+                if capacity is not None:
+                    raise ArgumentError(
+                        f"{name} is an image, which has its own capacity: File.extend moves it"
+                    )
+                self._attach_image(made)
+            elif key is not None:
+                raise ArgumentError(f"{name} is no image, so it has no key")
+            else:
+                self._attach_plain(made, capacity)
+            self._opened = _Opened(self, made.pop_all())
+        return self
+
+    def _attach_image(self, made: ExitStack) -> None:
+        image = self.image = Gvdk(
+            self._path,
+            writable=self._mode == "r+",
+            key=self._key,
+            lock=self._ways["lock"],
+            o_direct=bool(self._ways["o_direct"]),
+        )
+        made.callback(image.close)
+        self._end_of = _EndOf(-1, image.size)
+        array = opening.open(image, self._mode, np.uint8, **self._options)
+        self._attach(made, array, image.size)
+
+    def _attach_plain(self, made: ExitStack, capacity: int | str | None) -> None:
+        writable = self._mode == "r+"
+        files.check(self._path, writable)
+        size = os.stat(self._path).st_size
+        most = size if capacity is None else parse_bytes(capacity, "capacity")
+        most = integer("capacity", most, size, SIZE_MAX)
+        descriptor = -1
+        try:
+            if writable:
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+                made.callback(os.close, descriptor)
+            self._end_of = _EndOf(descriptor, size)
+            made.callback(self._end_of.cut)
+            if most > size:
+                # Nothing may change a file that another process writes.
+                self._open_bytes(device="cpu", cache="64 KiB").close()
+                os.ftruncate(descriptor, most)
+        except OSError as error:
+            if isinstance(error, FlashwarpError):
+                raise
+            raise files.write_error(error, self._path) from error
+        self._attach(made, self._open_bytes(**self._options), size)
+
+    def _open_bytes(self, **options: Any) -> Array:
+        return opening.open(self._path, self._mode, np.uint8, offset=0, **options, **self._ways)
+
+    def _attach(self, made: ExitStack, array: Array, size: int) -> None:
+        made.callback(array.close)
+        KernelFile.__init__(self, array, size=size, prefetch=self._prefetch)
+        made.callback(self._state.close)
+
+    # Facts.
+
+    @property
+    def path(self) -> str:
+        """The file as it was named."""
+        return self._path
+
+    @property
+    def device(self) -> Device:
+        """Where kernels use it."""
+        return self.array.device
+
+    @property
+    def writable(self) -> bool:
+        """Whether it takes writes."""
+        return self._mode == "r+"
+
+    @property
+    def recovered(self) -> Recovered | None:
+        """What the last writer of an image had not synced; None for an ordinary file."""
+        return self.image.recovered if self.image is not None else None
+
+    # Reading and writing.
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return the bytes [offset, offset + nbytes), as far as the file has them. Blocks."""
+        begin, end = self._readable(offset, nbytes)
+        return self.array[begin:end].tobytes() if end > begin else b""
+
+    def read_into(self, tensor: Any, offset: int) -> int:
+        """Fill a tensor with the bytes from `offset` on; blocks.
+
+        Parameters
+        ----------
+        tensor : array of numpy, torch or CuPy
+            Contiguous, of any dtype and shape, on the host or on the file's device.
+        offset : int
+            Byte of the file, of any alignment.
+
+        Returns
+        -------
+        int
+            How many bytes: fewer than the tensor has if the file ends before.
+
+        Raises
+        ------
+        ArgumentError, DtypeError
+            If the tensor is not contiguous, or no tensor, or the offset is negative.
+        StorageError, ClosedError
+        """
+        future, nbytes = self._start_read(tensor, offset)
+        if future is not None:
+            future.result()
+        return nbytes
+
+    def read_into_async(self, tensor: Any, offset: int) -> Future[Any]:
+        """Start what `read_into` does; the future is of the bytes as an array of dtype uint8.
+
+        The file must have all bytes, or this raises BoundsError.
+        """
+        wanted = _bytes_of(tensor).shape[0]
+        future, nbytes = self._start_read(tensor, offset)
+        if nbytes != wanted or future is None:
+            raise BoundsError(
+                f"bytes [{offset}, {offset + wanted}) of a file of {self.size} bytes: take a "
+                "tensor of at least one byte that ends before the file does"
+            )
+        return future
+
+    def write_from(self, tensor: Any, offset: int) -> int:
+        """Store all bytes of a tensor from `offset` on; blocks. Durable after `sync`.
+
+        If they go past the end, the file then ends behind them, and what lies between is zeros.
+
+        Parameters
+        ----------
+        tensor : array of numpy, torch or CuPy, or bytes
+            Contiguous.
+        offset : int
+            Byte of the file, of any alignment.
+
+        Returns
+        -------
+        int
+            The bytes of the tensor.
+
+        Raises
+        ------
+        BoundsError
+            If they end behind the capacity; nothing is written.
+        ReadOnlyError, ArgumentError, DtypeError, StorageError, ClosedError
+        """
+        future, nbytes = self._start_write(tensor, offset)
+        if future is not None:
+            future.result()
+        return nbytes
+
+    def write_from_async(self, tensor: Any, offset: int) -> Future[None]:
+        """Start what `write_from` does. The end moves at once; the future is of None.
+
+        Raises ArgumentError for a tensor without bytes.
+        """
+        future, _ = self._start_write(tensor, offset)
+        if future is None:
+            raise ArgumentError("the tensor has no bytes, so there is nothing to wait for")
+        return future
+
+    def append(self, tensor: Any) -> int:
+        """Store all bytes of a tensor behind the end; return their offset. Blocks."""
+        begin = self.size
+        self.write_from(tensor, begin)
+        return begin
+
+    def _start_read(self, tensor: Any, offset: int) -> tuple[Future[Any] | None, int]:
+        room = _bytes_of(tensor)
+        begin, end = self._readable(offset, room.shape[0])
+        if begin == end:
+            return None, 0
+        return self.array.gather_async(slice(begin, end), room[: end - begin]), end - begin
+
+    def _start_write(self, tensor: Any, offset: int) -> tuple[Future[None] | None, int]:
+        self._check_writable()
+        data = _bytes_of(tensor)
+        begin = integer("offset", offset, 0, SIZE_MAX)
+        end = begin + data.shape[0]
+        if end > self.capacity:
+            raise BoundsError(
+                f"bytes [{begin}, {end}) of a file that has room for {self.capacity}: extend it, "
+                "or open it with a larger capacity="
+            )
+        if begin == end:
+            return None, 0
+        future = self.array.scatter_async(slice(begin, end), data)
+        if end > self.size:
+            self._set_size(end)
+        return future, end - begin
+
+    def _readable(self, offset: int, nbytes: int) -> tuple[int, int]:
+        begin = integer("offset", offset, 0, SIZE_MAX)
+        end = min(begin + integer("nbytes", nbytes, 0, SIZE_MAX), self.size)
+        return min(begin, end), end
+
+    # The end of the file, and of everything.
+
+    def truncate(self, size: int) -> None:
+        """Let the file end at `size` or, if it is longer already, cut it; blocks.
+
+        What is cut reads as zeros if the file grows again. No kernel may use these bytes meanwhile.
+        """
+        self._check_writable()
+        size = integer("size", size, 0, self.capacity)
+        old = self.size
+        if size < old and self.image is not None:
+            self.array.flush()
+            self.array.drop_cache()
+            self.image.discard(size, old - size)
+        else:
+            zeros = np.zeros(min(_ZEROS_BYTES, max(0, old - size)), np.uint8)
+            for begin in range(size, old, _ZEROS_BYTES):
+                self.array[begin : min(old, begin + _ZEROS_BYTES)] = zeros[: old - begin]
+        self._set_size(size)
+
+    def extend(self, capacity: int | str) -> None:
+        """Give the file a larger capacity; blocks. Its cache is empty then.
+
+        It opens the file anew, so no launch, CUDA graph or future may use it any more.
+
+        Raises
+        ------
+        ArgumentError
+            If the capacity would shrink, or the file is a sparse image, which keeps its capacity.
+        """
+        self._check_writable()
+        most = integer("capacity", parse_bytes(capacity, "capacity"), self.capacity, SIZE_MAX)
+        if self.image is not None and self.image.type == "sparse":
+            raise ArgumentError(
+                f"{self._path} is a sparse image, which keeps its capacity of {self.capacity} "
+                "bytes: export it, and import it with a larger one"
+            )
+        is_image = self.image is not None
+        self.close()
+        if is_image:
+            Gvdk.extend(self._path, most, key=self._key)
+        with ExitStack() as made:
+            if is_image:
+                self._attach_image(made)
+            else:
+                self._attach_plain(made, most)
+            self._opened = _Opened(self, made.pop_all())
+
+    def sync(self) -> None:
+        """Make all that was written durable, and of an image its size; blocks.
+
+        Waits for launches and asynchronous calls so far. The size of an ordinary file is right on
+        the disk after `close`.
+
+        Raises
+        ------
+        StorageError
+            If the disk is full, nothing is lost: make room, and call again.
+        """
+        self._check_writable()
+        size = self.size
+        if self.image is not None:
+            self.image.note_size(size)
+        self.array.flush()
+        if self.image is not None:
+            self.image.sync()
+
+    def close(self) -> None:
+        """Sync, give the file its size, and release everything. May be called twice.
+
+        A forked child leaves it to its parent.
+        """
+        opened = self.__dict__.get("_opened")
+        if opened is not None:
+            endings.uninterrupted(opened.close)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        opened = self.__dict__.get("_opened")
+        return opened is None or opened.closed
+
+    def __del__(self) -> None:
+        if self.closed or self._opened.in_child:
+            return
+        try:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+        finally:  # a warning may be raised as an error
+            self.close()
+
+    # Images.
+
+    def verify(self) -> Report:
+        """Look for damage in header and tables of an image; syncs first. See `Gvdk.verify`."""
+        image = self._image("has nothing that could be verified")
+        if self.writable:
+            self.sync()
+        return image.verify()
+
+    @staticmethod
+    def repair(path: files.PathLike, *, key: bytes | None = None) -> Report:
+        """Make what is left of an image usable; see `Gvdk.repair`."""
+        return Gvdk.repair(path, key=key)
+
+    def export(self, path: files.PathLike, *, overwrite: bool = False) -> None:
+        """Write the bytes up to the end to an ordinary file; blocks until they are durable."""
+        self._check_open()
+        target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
+        with files.Draft(target, overwrite, lock=True) as draft:
+            size = self.size
+            try:
+                for begin in range(0, size, _COPY_BYTES):
+                    data = self.array[begin : min(size, begin + _COPY_BYTES)]
+                    if data.any():
+                        Disk(draft.descriptor).write(begin, data.tobytes())
+                os.ftruncate(draft.descriptor, size)
+                os.fsync(draft.descriptor)
+            except OSError as error:
+                if isinstance(error, FlashwarpError):
+                    raise
+                raise files.write_error(error, target) from error
+            draft.publish()
+
+    @staticmethod
+    def import_(source: files.PathLike, path: files.PathLike, **options: Any) -> None:
+        """Make an image of the bytes of an ordinary file; see `Gvdk.import_`."""
+        Gvdk.import_(source, path, **options)
+
+    def _image(self, lack: str) -> Gvdk:
+        self._check_open()
+        if self.image is None:
+            raise FileFormatError(
+                f"{self._path} is an ordinary file, which {lack}: make an image with "
+                'File.create(path, size, format="gvdk") or File.import_'
+            )
+        return self.image
+
+    # Arrays.
+
+    def as_array(
+        self, dtype: npt.DTypeLike, shape: Any = None, offset: int = 0, **options: Any
+    ) -> Array:
+        """Open a part of the file as an array for reading, with a cache of its own.
+
+        Parameters
+        ----------
+        dtype, shape
+            As for `flashwarp.open`.
+        offset : int
+            Byte of the file at which it begins.
+        **options
+            As for `flashwarp.open`; `device` is by default the file's.
+
+        Raises
+        ------
+        ReadOnlyError
+            If the file is open for writing: the array would not see what is written. Close it, or
+            `sync` it and open the array in another process.
+        DataPathError
+            If it is a sparse image, whose data is not in one piece.
+        """
+        self._check_open()
+        if self.writable:
+            raise ReadOnlyError(
+                f"{self._path} is open for writing, and an array beside it would not see what is "
+                'written: close it, and open it with mode="r"'
+            )
+        begin = 0
+        if self.image is not None:
+            if self.image.data_offset is None:
+                raise DataPathError(
+                    f"{self._path} is a sparse image, whose data is not in one piece: open the "
+                    "image itself, flashwarp.open(Gvdk(path), dtype=...)"
+                )
+            begin = self.image.data_offset
+        offset = integer("offset", offset, 0, self.size)
+        if shape is None:
+            shape = ((self.size - offset) // np.dtype(dtype).itemsize,)
+        options.setdefault("device", self.device)
+        return opening.open(
+            self._path, "r", dtype, shape, offset=begin + offset, **self._ways, **options
+        )
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self.writable:
+            raise ReadOnlyError(f'{self._path} was opened for reading: open it with mode="r+"')
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the file {self.__dict__.get('_path')} was closed")
+        if self._opened.in_child:
+            raise ForkError(
+                f"{self._path} belongs to the process that opened it: a forked child must open it "
+                "itself"
+            )
+
+    def _set_size(self, size: int) -> None:
+        self.device.upload(self._state.address, bytes(FileStateStruct(size)))
+
+    def __repr__(self) -> str:
+        path, mode = self.__dict__.get("_path"), self.__dict__.get("_mode")
+        return f"<{'closed ' if self.closed else ''}File {path} mode={mode!r}>"
+
+
+class _Opened:
+    """What a file holds until its end, which the registry of `endings` may be the one to see."""
+
+    def __init__(self, file: File, held: ExitStack) -> None:
+        self.device = file.device
+        self.closed = False
+        self._array, self._state, self._image = file.array, file._state, file.image
+        self._end_of = file._end_of
+        self._writable = file.writable
+        self._held = held
+        self._pid = os.getpid()
+        endings.remember(self)
+
+    @property
+    def in_child(self) -> bool:
+        return os.getpid() != self._pid
+
+    def close(self) -> BaseException | None:
+        if self.closed:
+            return None
+        self.closed = True
+        endings.forget(self)
+        if self.in_child:
+            return None
+        with self._held:
+            if self._writable and not self._array.closed:
+                try:
+                    self._array.synchronize()
+                finally:
+                    size = read_size(self.device, self._state)
+                    self._end_of.size = size
+                    if self._image is not None:
+                        self._image.note_size(size)
+        return None
+
+
+class _EndOf:
+    """The end of an ordinary file that is as long as its capacity while it is open."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._descriptor = descriptor
+
+    def cut(self) -> None:
+        """Let the file end there."""
+        if self._descriptor >= 0 and os.fstat(self._descriptor).st_size > self.size:
+            os.ftruncate(self._descriptor, self.size)
+            os.fsync(self._descriptor)
+
+
+def _bytes_of(tensor: Any) -> Any:
+    """Return the bytes of a contiguous tensor as one axis of uint8, of the tensor's library."""
+    if isinstance(tensor, bytes | bytearray | memoryview):
+        tensor = np.frombuffer(tensor, np.uint8)
+    library = type(tensor).__module__.partition(".")[0]
+    if library == "torch":
+        import torch
+
+        if not tensor.is_contiguous():
+            raise ArgumentError("the tensor is not contiguous: give tensor.contiguous()")
+        return tensor.detach().reshape(-1).view(torch.uint8)
+    if library not in ("numpy", "cupy"):
+        raise DtypeError(
+            f"{type(tensor).__name__} is no tensor of numpy, torch or CuPy: convert it, as by "
+            "numpy.asarray"
+        )
+    if not tensor.flags.c_contiguous:
+        raise ArgumentError("the tensor is not contiguous: copy it first")
+    if tensor.dtype.hasobject:
+        raise DtypeError("a tensor of Python objects has no bytes that a file could hold")
+    return tensor.reshape(-1).view("u1")
+
+
+def _of_shared(
+    made: ExitStack,
+    path: str,
+    shared: bool | str,
+    device: Device | str | None,
+    cache: opening.CacheLike,
+    line: int | str | None,
+) -> dict[str, Any]:
+    """Return options of an open through a cache that processes share."""
+    if isinstance(cache, Cache):
+        raise ArgumentError(
+            "shared= makes a cache: give cache= as its capacity, or leave shared out"
+        )
+    if isinstance(shared, str):
+        name = shared
+    else:
+        flag("shared", shared)
+        name = f"file-{hashlib.sha256(os.path.realpath(path).encode()).hexdigest()[:16]}"
+    # Who only joins takes the owner's capacity.
+    capacity = None if cache == "auto" else cache
+    own = Cache(capacity, line or LINE_DEFAULT, device=resolve(device), shared=name)
+    made.callback(own.close)
+    return {"device": None, "cache": own, "line": None}

@@ -1,0 +1,625 @@
+"""`Gvdk`: an image, a file with a format of its own, as a storage.
+
+Marks, data, tables and header reach the disk in this order. So what was synced is never lost, and
+the marks name all that was written since.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from flashwarp import _native
+from flashwarp.config import flag, integer, parse_bytes
+from flashwarp.errors import (
+    ArgumentError,
+    FlashwarpError,
+    ForkError,
+    ReadOnlyError,
+    StorageError,
+)
+from flashwarp.file.gvdk.inspecting import (
+    MARKS,
+    Report,
+    clear_torn_marks,
+    inspect,
+    marked_ranges,
+    newest_header,
+)
+from flashwarp.file.gvdk.layout import (
+    BITS,
+    CAPACITY_MAX,
+    MAGIC,
+    PAGE,
+    DamagedImageError,
+    ImageType,
+    Page,
+    Sealer,
+    places,
+)
+from flashwarp.file.gvdk.making import (
+    COPY_BYTES,
+    checked_key,
+    make,
+    new_header,
+    rounded,
+    take_space,
+)
+from flashwarp.file.gvdk.tables import Disk, Table, Tables
+from flashwarp.storage import files
+from flashwarp.storage.base import Storage, typed_errors
+
+__all__ = ["Gvdk", "Recovered", "is_gvdk"]
+
+_log = logging.getLogger(__name__)
+
+# A sync waits so long for writes that are under way.
+_PAUSE_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What an image may have lost because nobody closed it."""
+
+    generation: int
+    """Of the last sync."""
+    ranges: tuple[tuple[int, int], ...]
+    """Bytes [begin, end) that were written since: they may be old, new, or a part of each. All
+    others, and the size, are those of the last sync."""
+
+
+def is_gvdk(path: files.PathLike) -> bool:
+    """Return whether a file begins as an image does."""
+    with files.open_for_reading(files.check_name(path)) as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+class Gvdk(Storage):
+    """An image: a file that knows its size, what was written since the last sync, and its blocks.
+
+    It is a storage of `capacity` bytes. Those from `size` on are zeros.
+
+    Parameters
+    ----------
+    path : path-like
+        An existing image; see `create`.
+    writable : bool
+        Take writes.
+    key : bytes, optional
+        For an image that was made with a key: at least 16 bytes.
+    lock : bool
+        Refuse a second writer, as arrays do.
+    o_direct : bool
+        Read and write the data past the page cache. Only for images of type fixed.
+
+    Raises
+    ------
+    FileFormatError
+        No image, another version, or no key where one is needed.
+    DamagedImageError
+        If header or tables are not what was written.
+    MissingFileError, PathError, LockedError
+    ReadOnlyError
+        If `writable`, and the image itself is read-only.
+
+    Notes
+    -----
+    Any number of threads may call. A write returns when its bytes are in the page cache or on the
+    disk; `sync` makes all of them durable, and so does `flush` of an array on it. The first writes
+    after a sync take longer, because they note durably what will be written.
+
+    After a crash, the next open finds what was synced. `recovered` says what was written since.
+
+    Examples
+    --------
+    >>> from flashwarp.file.gvdk import Gvdk
+    >>> with Gvdk.create("table.gvdk", "1 MiB", preallocate=False) as image:
+    ...     image.write(5000, b"flash")
+    ...     image.sync()
+    >>> with Gvdk("table.gvdk") as image:
+    ...     image.size, image.read(5000, 5), image.recovered
+    (1048576, b'flash', None)
+    """
+
+    def __init__(
+        self,
+        path: files.PathLike,
+        *,
+        writable: bool = False,
+        key: bytes | None = None,
+        lock: bool = True,
+        o_direct: bool = False,
+    ) -> None:
+        self._file = files.check_name(path)
+        writable = flag("writable", writable)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._sealer = Sealer(checked_key(key))
+        self._broken: OSError | None = None
+        self._marked = False
+        files.check(self._file, writable)
+        self._opened = files.opened(
+            lambda: _native.FileStorage(self._file, writable=writable, lock=flag("lock", lock)),
+            self._file,
+            writable=writable,
+        )
+        try:
+            self._open(writable, flag("o_direct", o_direct))
+        except BaseException:
+            del self._opened  # whoever keeps the exception does not keep the lock
+            raise
+
+    def _open(self, writable: bool, o_direct: bool) -> None:
+        self._disk = Disk(self._opened.fd)
+        self._header, _ = newest_header(self._disk, self._sealer, self._file)
+        if writable and not self._header.writable:
+            raise ReadOnlyError(
+                f"{self._file}: the image is read-only: import it anew to change it"
+            )
+        if o_direct and self._header.type is not ImageType.FIXED:
+            raise ArgumentError(
+                f"{self._file}: o_direct=True, but the image is sparse: make it with preallocate"
+            )
+        self._size = self._header.size
+        self._tables = Tables(self._disk, self._header, self._sealer, self._file)
+        native = self._storage(writable, o_direct)
+        ranges = marked_ranges(self._disk, self._header, self._sealer)
+        self._marks = np.zeros(self._header.capacity // places(self._header).range_bytes + 1, bool)
+        super().__init__(native)
+        self._load(native)
+        self.recovered = Recovered(self._header.generation, ranges) if ranges else None
+        """What the last writer had not synced, or None if it closed the image."""
+        if self.recovered is not None and writable:
+            self._recover(self.recovered)
+
+    def _storage(self, writable: bool, o_direct: bool) -> _native.ImageStorage:
+        header, at = self._header, places(self._header)
+        data = None
+        if header.type is ImageType.FIXED:
+            missing = at.data + header.capacity - self._disk.nbytes
+            if missing > 0:
+                raise DamagedImageError(
+                    f"{self._file}: the file ends {missing} bytes before its data does: it was cut "
+                    "short"
+                )
+            data = files.opened(
+                lambda: _native.FileStorage(
+                    f"/proc/self/fd/{self._disk.fd}",  # the same file, whatever has its name now
+                    at.data,
+                    header.capacity,
+                    writable=writable,
+                    mode="direct" if o_direct else "buffered",
+                    name=self._file,
+                ),
+                self._file,
+                writable=writable,
+            )
+        return _native.ImageStorage(
+            data,
+            self._disk.fd,
+            (at.data, header.block, at.range_bytes, at.slots, at.table_slots),
+            header.capacity,
+            writable,
+            self._file,
+            _weakly(self, Gvdk._mark),
+            _weakly(self, Gvdk._sync_for_array),
+        )
+
+    def _load(self, native: _native.ImageStorage) -> None:
+        if self._header.type is not ImageType.SPARSE:
+            return
+        for table in self._tables.load():
+            try:
+                native.load_table(table.index, table.slot, table.entries)
+            except ValueError as error:
+                raise DamagedImageError(f"{self._file}: {error}") from error
+        self._tables.check_bitmap(native.used())
+
+    # Making images.
+
+    @classmethod
+    def create(
+        cls,
+        path: files.PathLike,
+        size: int | str,
+        *,
+        block: int | str = 4096,
+        preallocate: bool | str = True,
+        capacity: int | str | None = None,
+        key: bytes | None = None,
+        overwrite: bool = False,
+    ) -> Self:
+        """Make an image of zeros, durably, and open it for writing.
+
+        Parameters
+        ----------
+        path : path-like
+        size : int or str
+            Bytes up to the end of its data.
+        block : int or str
+            Bytes of a block: a power of two from 4 KiB to 2 MiB.
+        preallocate : bool or "zeros"
+            True: the file gets all its space now, and its data lies in one piece (type fixed).
+            "zeros": in addition, zeros are written, as block maps need them. False: blocks get
+            their space when they are written (type sparse).
+        capacity : int or str, optional
+            Bytes up to which the data may grow. Default: `size`. Rounded up to whole blocks.
+        key : bytes, optional
+            Protects header and tables against forgery, by HMAC-SHA256. The data is not protected.
+        overwrite : bool
+            Replace an existing file.
+
+        Raises
+        ------
+        ArgumentError
+            For numbers outside of their limits.
+        ExistingFileError, MissingFileError, PathError
+        """
+        if not isinstance(preallocate, bool) and preallocate != "zeros":
+            raise ArgumentError(f'preallocate={preallocate!r} is neither True, False nor "zeros"')
+        header = new_header(size, block, capacity, preallocate is not False, key)
+        make(path, header, checked_key(key), overwrite, zeros=preallocate == "zeros")
+        return cls(path, writable=True, key=key)
+
+    @classmethod
+    def import_(
+        cls,
+        source: files.PathLike,
+        path: files.PathLike,
+        *,
+        block: int | str = 4096,
+        preallocate: bool | str = False,
+        capacity: int | str | None = None,
+        key: bytes | None = None,
+        read_only: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        """Make an image of the bytes of an ordinary file. Blocks until it is durable.
+
+        Parameters
+        ----------
+        source : path-like
+        path : path-like
+            Of the image.
+        block, preallocate, capacity, key, overwrite
+            As for `create`.
+        read_only : bool
+            Nobody can open the image for writing.
+        """
+        name = files.check_name(source)
+        with files.open_for_reading(name) as file:
+            size = os.fstat(file.fileno()).st_size
+            target = files.check_name(path)
+            with cls.create(
+                target,
+                size,
+                block=block,
+                preallocate=preallocate,
+                capacity=capacity,
+                key=key,
+                overwrite=overwrite,
+            ) as image:
+                done = 0
+                while done < size:
+                    data = file.read(min(COPY_BYTES, size - done))
+                    if not data:
+                        raise StorageError(errno.ENODATA, "was cut short while it was read", name)
+                    if any(data):
+                        image.write(done, data)
+                    done += len(data)
+                if flag("read_only", read_only):
+                    image._header = replace(image._header, writable=False)
+                    image._marked = True  # so that the sync writes a header
+                image.sync()
+
+    def export(self, path: files.PathLike, *, overwrite: bool = False) -> None:
+        """Write the bytes up to `size` to an ordinary file. Blocks until it is durable."""
+        target = files.check_new(files.check_name(path), flag("overwrite", overwrite))
+        with files.Draft(target, overwrite, lock=True) as draft:
+            try:
+                disk = Disk(draft.descriptor)
+                for begin in range(0, self.size, COPY_BYTES):
+                    data = self.read(begin, min(COPY_BYTES, self.size - begin))
+                    if any(data):
+                        disk.write(begin, data)
+                os.ftruncate(draft.descriptor, self.size)
+                os.fsync(draft.descriptor)
+            except OSError as error:
+                if isinstance(error, FlashwarpError):
+                    raise
+                raise files.write_error(error, target) from error
+            draft.publish()
+
+    # Facts.
+
+    @property
+    def path(self) -> str:
+        """The file as it was named."""
+        return self._file
+
+    @property
+    def size(self) -> int:
+        """Bytes up to the end of the data."""
+        return self._size
+
+    @property
+    def capacity(self) -> int:
+        """Bytes up to which the data may grow."""
+        return self._header.capacity
+
+    @property
+    def block(self) -> int:
+        """Bytes of a block."""
+        return self._header.block
+
+    @property
+    def type(self) -> str:
+        """``fixed``: block n is the n-th of the data. ``sparse``: a table says where it lies."""
+        return self._header.type.name.lower()
+
+    @property
+    def data_offset(self) -> int | None:
+        """Where the data begins in the file if it lies in one piece, else None."""
+        return places(self._header).data if self._header.type is ImageType.FIXED else None
+
+    def describe(self) -> dict[str, Any]:
+        """Return facts for people: type, size, block, generation, identity."""
+        facts = super().describe()
+        facts.update(
+            size=self.size,
+            generation=self._header.generation,
+            identity=self._header.identity.hex(),
+            checksums="HMAC-SHA256" if self._header.keyed else "CRC-32C",
+        )
+        return facts
+
+    # Changing.
+
+    def resize(self, size: int) -> None:
+        """Move the end of the data within the capacity. Durable after `sync`.
+
+        No transfer of the bytes that go away may be under way. What comes is zeros.
+
+        Raises
+        ------
+        ArgumentError
+            For a size above the capacity: `extend` moves that.
+        """
+        self._check_writable()
+        size = integer("size", size, 0, self.capacity)
+        if size < self._size:
+            self.discard(size, self._size - size)
+        self._size = size
+
+    def note_size(self, size: int) -> None:
+        """Move the end to where data was written already, or cut already; durable after `sync`."""
+        self._check_writable()
+        self._size = integer("size", size, 0, self.capacity)
+
+    @staticmethod
+    def extend(path: files.PathLike, capacity: int | str, *, key: bytes | None = None) -> None:
+        """Give an image that nobody has open a larger capacity. Blocks until it is durable.
+
+        Raises
+        ------
+        ArgumentError
+            If the capacity would shrink, or the image is sparse: its tables have the size of its
+            first capacity, which costs nothing, so make it with a large one.
+        """
+        with Gvdk(path, writable=True, key=key) as image:
+            header = image._header
+            wanted = rounded(parse_bytes(capacity, "capacity"), header.block)
+            if not header.capacity <= wanted <= CAPACITY_MAX:
+                raise ArgumentError(
+                    f"capacity={wanted} is not between {header.capacity}, the image's now, and "
+                    f"{CAPACITY_MAX}"
+                )
+            if header.type is ImageType.SPARSE:
+                raise ArgumentError(
+                    f"{image.path}: a sparse image keeps its capacity of {header.capacity} bytes: "
+                    "export it, and import it with a larger one"
+                )
+            larger = replace(header, capacity=wanted)
+            try:
+                take_space(image._disk.fd, places(larger).data + wanted)
+            except OSError as error:
+                raise files.write_error(error, image.path) from error
+            image._header = larger
+            image._marked = True
+            image.sync()
+
+    def sync(self) -> None:
+        """Make all writes and the size durable; returns when the storage has flushed.
+
+        Raises
+        ------
+        StorageError
+            If the disk is full, nothing is lost: make room, and call again. After any other
+            failure the image stays at its last sync; close it, and open it again.
+        ForkError
+        """
+        self._check_open()
+        with typed_errors("sync"):
+            self._sync()
+
+    def flush(self) -> None:
+        """Do the same as `sync`."""
+        self.sync()
+
+    def _sync(self) -> None:
+        if not self.writable:
+            return
+        if self._pid != os.getpid():
+            raise ForkError(
+                f"{self._file}: the image belongs to process {self._pid}: a forked child must "
+                "open it itself"
+            )
+        with self._lock:
+            self._check_unbroken()
+            native = self._native
+            # Most of the data, while writes go on.
+            self._flush_disk()
+            native.pause(_PAUSE_MS)
+            synced = False
+            try:
+                synced = self._commit(native)
+            finally:
+                native.resume(synced)
+
+    def _commit(self, native: _native.ImageStorage) -> bool:
+        """Write tables and header, while no write is under way; return whether there was need."""
+        if not self._marked and self._size == self._header.size:
+            return False
+        self._flush_disk()
+        header = replace(self._header, generation=self._header.generation + 1, size=self._size)
+        if header.type is ImageType.SPARSE:
+            changed = [
+                Table(index, slot, np.frombuffer(entries, "<u8"))
+                for index, slot, entries in native.changed()
+            ]
+            root = self._tables.write(changed, native.used(), header.generation)
+            header = replace(header, root=root)
+            self._flush_disk()
+        page = header.pack(self._sealer)
+        self._disk.write(0, page)
+        self._flush_disk()
+        # Durable before the first copy is written again, by what a sync does first.
+        self._disk.write(PAGE, page)
+        self._header = header
+        self._tables.commit(header)
+        self._marks[:] = False
+        self._marked = False
+        return True
+
+    def _flush_disk(self) -> None:
+        try:
+            self._disk.sync()
+        except OSError as error:
+            # Linux forgets what it could not write, so the next sync would succeed.
+            self._broken = error
+            raise
+
+    def _check_unbroken(self) -> None:
+        if self._broken is not None:
+            raise OSError(
+                self._broken.errno,
+                f"{self._broken.strerror}, at an earlier sync: writes since the last good one may "
+                "be lost; close the image, and open it again",
+                self._file,
+            )
+
+    def _sync_for_array(self) -> int:
+        return _number_of(self._sync)
+
+    def _mark(self, first: int, end: int) -> int:
+        return _number_of(lambda: self._make_marks(first, end))
+
+    def _make_marks(self, first: int, end: int) -> None:
+        self._check_unbroken()
+        self._marked = True
+        self._marks[first:end] = True
+        begin = places(self._header).marks
+        for index in range(first // BITS, (end - 1) // BITS + 1):
+            bits = np.packbits(self._marks[index * BITS : (index + 1) * BITS], bitorder="little")
+            page = Page(MARKS, index, self._header.generation, bits.tobytes())
+            data = page.pack(self._header.identity, self._sealer)
+            self._disk.write(begin + index * PAGE, data)
+        self._flush_disk()
+
+    def _recover(self, recovered: Recovered) -> None:
+        """Make what lies behind the end zeros again, and begin a generation without marks."""
+        for begin, end in recovered.ranges:
+            if end > self.size:
+                self.discard(max(begin, self.size), end - max(begin, self.size))
+        self._marked = True
+        self.sync()
+        with typed_errors("sync"):
+            clear_torn_marks(self._disk, self._header, self._sealer)
+        _log.info("%s: recovered what was synced; %s", self._file, recovered)
+
+    # Looking for damage.
+
+    def verify(self) -> Report:
+        """Look at header copies, tables and marks in the file; syncs first if it is writable.
+
+        Blocks. The data has no checksums.
+        """
+        self._check_open()
+        if self.writable:
+            self.sync()
+        with self._lock, typed_errors("verify"):
+            return inspect(self._disk, self._sealer, self._file)
+
+    @staticmethod
+    def inspect(path: files.PathLike, *, key: bytes | None = None) -> Report:
+        """Do what `verify` does to an image that need not open. Blocks.
+
+        Raises
+        ------
+        FileFormatError
+            If no header is left.
+        """
+        name = files.check_name(path)
+        with files.open_for_reading(name) as file, typed_errors("verify"):
+            return inspect(Disk(file.fileno()), Sealer(checked_key(key)), name)
+
+    @staticmethod
+    def repair(path: files.PathLike, *, key: bytes | None = None) -> Report:
+        """Make what is left of an image usable; blocks until it is durable.
+
+        Damaged pages are replaced by their other copies, of an earlier generation, or given up.
+        The bitmap is made anew from the tables, and blocks that two tables name stay the newer
+        table's. Copy an image before, if it matters.
+
+        Raises
+        ------
+        FileFormatError
+            If no header is left.
+        """
+        from flashwarp.file.gvdk.repairing import repaired
+
+        return repaired(files.check_name(path), checked_key(key))
+
+    def _let_go(self) -> None:
+        native = self._native
+        try:
+            if native is not None and self._pid == os.getpid() and self._broken is None:
+                with typed_errors("sync"):
+                    self._sync()
+        finally:
+            if native is not None:
+                native.detach()
+            super()._let_go()
+            del self._opened
+
+
+def _number_of(act: Callable[[], None]) -> int:
+    """Call a function for the controller's threads, and return why it failed."""
+    try:
+        act()
+    except OSError as error:
+        _log.error("%s", error)
+        return error.errno or errno.EIO
+    except Exception:
+        _log.exception("an image")
+        return errno.EIO
+    return 0
+
+
+def _weakly(image: Gvdk, method: Callable[..., int]) -> Callable[..., int]:
+    """Return a method of an image that does not keep it alive."""
+    reference = weakref.ref(image)
+
+    def call(*arguments: int) -> int:
+        alive = reference()
+        return errno.ECANCELED if alive is None else method(alive, *arguments)
+
+    return call

@@ -1,0 +1,131 @@
+// Threads write, read and discard an image while others sync it and look at its tables.
+//
+// Each thread owns the blocks whose number is its own, modulo the threads, and knows what they
+// hold. The owner's calls only note what they were told.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <bit>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "storage/image_storage.h"
+
+namespace {
+
+using fw::native::ImageStorage;
+
+constexpr uint64_t kBlock = 4096;
+constexpr uint64_t kBlocks = 1200;  // three tables
+constexpr uint64_t kThreads = 4;
+constexpr int kRounds = 1500;
+
+[[noreturn]] void die(const char* what) {
+  std::fprintf(stderr, "image_stress: %s\n", what);
+  std::_Exit(1);
+}
+
+void check(bool right, const char* what) {
+  if (!right) die(what);
+}
+
+// All slots that the tables name are different, and those of the bitmap.
+void check_tables(const ImageStorage& image, std::vector<std::set<uint64_t>>& known) {
+  for (const auto& [index, table] : image.changed()) {
+    check(index < known.size(), "a table behind the end");
+    known[index].clear();
+    known[index].insert(table.slot);
+    known[index].insert(table.slot + 1);
+    for (const uint64_t entry : table.entries) {
+      if (entry != 0) check(known[index].insert(entry - 1).second, "a slot has two blocks");
+    }
+  }
+  std::set<uint64_t> all;
+  for (const auto& slots : known) {
+    for (const uint64_t slot : slots) check(all.insert(slot).second, "a slot has two tables");
+  }
+  uint64_t bits = 0;
+  for (const uint64_t word : image.used()) bits += uint64_t(std::popcount(word));
+  check(bits == all.size(), "the bitmap has other slots than the tables");
+}
+
+void run() {
+  char path[] = "/tmp/image_stress.XXXXXX";
+  const int fd = mkstemp(path);
+  check(fd >= 0, "no file");
+  unlink(path);
+  std::atomic<uint64_t> marks = 0;
+  ImageStorage* made = nullptr;
+  std::mutex syncing;
+  std::vector<std::set<uint64_t>> known(kBlocks / ImageStorage::kTableBlocks + 1);
+  const auto sync = [&] {
+    const std::lock_guard guard(syncing);
+    check(made->pause(60'000) == 0, "no pause");
+    check_tables(*made, known);
+    made->resume(true);
+    return 0;
+  };
+  const auto mark = [&](uint64_t first, uint64_t end) {
+    check(first < end, "an empty mark");
+    marks.fetch_add(1);
+    return 0;
+  };
+  ImageStorage image(nullptr, fd, {8192, kBlock, 4 * kBlock, 2 * kBlocks, 2}, kBlocks * kBlock,
+                     true, path, {mark, sync});
+  made = &image;
+  std::atomic<bool> stop = false;
+  std::vector<std::thread> threads;
+  for (uint64_t own = 0; own < kThreads; ++own) {
+    threads.emplace_back([&, own] {
+      std::mt19937_64 random(own);
+      std::vector<uint8_t> value(kBlocks);
+      std::vector<uint8_t> buffer(kBlock);
+      for (int round = 0; round < kRounds; ++round) {
+        const uint64_t block = random() % (kBlocks / kThreads) * kThreads + own;
+        const uint64_t inside = random() % 4096;
+        switch (random() % 4) {
+          case 0:
+          case 1:
+            std::memset(buffer.data(), int(value[block] = uint8_t(1 + random() % 255)), kBlock);
+            check(image.write(block * kBlock, buffer.data(), kBlock, nullptr) == 0, "no write");
+            break;
+          case 2:
+            check(image.discard(block * kBlock, kBlock, nullptr) == 0, "no discard");
+            value[block] = 0;
+            break;
+          default:
+            check(image.read(block * kBlock + inside, buffer.data(), kBlock - inside, nullptr) == 0,
+                  "no read");
+            for (uint64_t i = 0; i < kBlock - inside; ++i) {
+              check(buffer[i] == value[block], "a block holds what nobody wrote there");
+            }
+        }
+      }
+    });
+  }
+  std::thread syncer([&] {
+    while (!stop) check(image.flush(nullptr) == 0, "no flush");
+  });
+  for (auto& thread : threads) thread.join();
+  stop = true;
+  syncer.join();
+  check(image.flush(nullptr) == 0, "no flush");
+  check(marks > 0, "no mark");
+  image.detach();
+  check(image.write(0, "x", 1, nullptr) == ECANCELED, "a write without an owner");
+  close(fd);
+}
+
+}  // namespace
+
+int main() {
+  run();
+  std::puts("image_stress: passed");
+}
