@@ -93,7 +93,7 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 	$(LAUNCH) $(BIN)/ctest --test-dir build/$@ --no-tests=error --parallel 2
 
 # The guest's processor is emulated, and takes two cores.
-qemu-test: $(VENV)/dev.stamp  ## Suites on the NVMe drives of a guest under QEMU, in five minutes
+qemu-test: $(VENV)/dev.stamp  ## Suites on NVMe drives of guests under QEMU, in five to seven minutes
 	PYTHONPATH=tests $(BIN)/python -m qemu.image
 	FLASHWARP_QEMU=all $(BIN)/python -m pytest -s tests/qemu $(ARGS)
 
