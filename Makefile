@@ -27,7 +27,8 @@ TEST_HANG_S ?= 900
 NATIVE := $(shell find native -name '*.cpp' -o -name '*.h') \
   $(shell find src/flashwarp -name '*.cuh' -o -name '*.cu')
 NATIVE_TESTS := $(wildcard tests/native/*.cpp tests/native/*.h) \
-  $(wildcard tests/simulator/*.cpp tests/simulator/*.h tests/simulator/scenarios/*.cpp)
+  $(wildcard tests/simulator/*.cpp tests/simulator/*.h tests/simulator/scenarios/*.cpp) \
+  $(wildcard tests/qemu/suites/*.cpp tests/qemu/suites/*.cu)
 CXX_SOURCES = $(NATIVE) $(NATIVE_TESTS)
 
 .PHONY: help demo test check bench lint format stubs native-test tsan asan qemu-test models \

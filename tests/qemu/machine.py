@@ -38,8 +38,9 @@ class Namespace:
 
     Attributes
     ----------
-    nbytes, lba_bytes : int
-        Size, and that of a logical block: 512 or 4096.
+    nbytes, lba_bytes, metadata_bytes : int
+        Size, that of a logical block, and of the metadata behind each. flashwarp takes blocks of
+        512 and 4096 without metadata.
     stores : bool
         False: writes are lost and reads are zeros, as fast as QEMU can.
     iops_max : int
@@ -50,6 +51,7 @@ class Namespace:
 
     nbytes: int = 64 << 20
     lba_bytes: int = 512
+    metadata_bytes: int = 0
     stores: bool = True
     iops_max: int = 0
     unreadable: tuple[int, ...] = ()
@@ -222,6 +224,7 @@ def _drive_arguments(drive: Drive, number: int, first: int, folder: Path) -> lis
         name = f"{subsystem}n{nsid}"
         arguments += _block_arguments(namespace, name, folder)
         size = f"logical_block_size={namespace.lba_bytes},physical_block_size={namespace.lba_bytes}"
+        size += f",ms={namespace.metadata_bytes}"
         arguments += ["-device", f"nvme-ns,drive={name},nsid={nsid},bus=nvme{first},{size}"]
     return arguments
 

@@ -1,22 +1,36 @@
-"""Each suite in a guest with drives; skipped, with the reason, where no guest can be made."""
+"""Suites in guests with drives; skipped, with the reason, where no guest can be made.
+
+Each run takes a part of one suite, another one on each day. All of them take five minutes.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from qemu.image import ROOT, GuestImage, Unavailable, guest_image
-from qemu.machine import COMPILED, Machine
+from qemu.compiled import compile_for_guests
+from qemu.image import GuestImage, Unavailable, guest_image
+from qemu.machine import Machine
+from support.daily import part_of_today
 
 SUITES = Path(__file__).with_name("suites")
 
 # FLASHWARP_QEMU=all, as `make qemu-test` sets it, runs all suites.
-SMOKE = "(TestBlockDevice or TestPassthrough) and not 4KiB or status_of"
+ALL = os.environ.get("FLASHWARP_QEMU") == "all"
+
+# In how many parts, of half a minute each, the suites of a machine are run: by the first of them.
+PARTS = {
+    "test_commands": 5,
+    "test_doctor": 2,
+    "test_shared": 3,
+    "test_vfio_drive": 4,
+    "test_vfio_rings": 1,
+    "test_vfio_service": 2,
+}
 
 # Modules of pytest and of the suites, read by a processor that is emulated, take their time.
 LIMIT_S = 240
@@ -28,34 +42,6 @@ def image() -> GuestImage:
         return guest_image()
     except Unavailable as error:
         pytest.skip(str(error))
-
-
-def compile_example() -> None:
-    """Compile the kernel of the graph example here, for the guests."""
-    script = (
-        "import runpy, sys, flashwarp; "
-        "flashwarp.compile(runpy.run_path(sys.argv[1])['KERNEL'], flashwarp.CpuDevice())"
-    )
-    COMPILED.mkdir(mode=0o700, parents=True, exist_ok=True)
-    environment = {**os.environ, "FLASHWARP_CACHE_DIR": str(COMPILED)}
-    command = [sys.executable, "-c", script, str(ROOT / "examples" / "bfs.py")]
-    subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
-
-
-def run_suites(image: GuestImage, names: list[str], *arguments: str) -> None:
-    """Boot the machine of these suites, and run pytest on them."""
-    machine = machine_of(names[0])
-    if "test_demos" in names:
-        compile_example()
-    command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["--durations=5", "--confcutdir", str(SUITES), *arguments]
-
-    outcome = machine.run(image, command + [str(SUITES / f"{name}.py") for name in names], LIMIT_S)
-
-    said = f"{outcome.output}\n{outcome.console}"
-    assert outcome.status is not None, f"not finished after {LIMIT_S} s\n{said}"
-    assert outcome.status == 0, said
-    print(f"{outcome.seconds:.0f} s: {outcome.output.splitlines()[-1]}")
 
 
 def machine_of(name: str) -> Machine:
@@ -75,17 +61,32 @@ def suites_of_machines() -> list[list[str]]:
     return found
 
 
-@pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize("names", suites_of_machines(), ids="+".join)
-def test_suites(image: GuestImage, names: list[str]) -> None:
-    if os.environ.get("FLASHWARP_QEMU") != "all":
-        pytest.skip("`make qemu-test` runs it")
-    run_suites(image, names)
+def runs() -> list[tuple[list[str], str]]:
+    """Suites to run in a guest, and which part of them: all, or what today takes."""
+    if ALL:
+        return [(names, "0/1") for names in suites_of_machines()]
+    parts = [
+        (names, f"{i}/{PARTS[names[0]]}")
+        for names in suites_of_machines()
+        for i in range(PARTS[names[0]])
+    ]
+    return part_of_today(parts, len(parts))
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-def test_smoke(image: GuestImage) -> None:
-    """What every run of the tests can afford: both ways to the drive of the kernel's driver."""
-    if os.environ.get("FLASHWARP_QEMU") == "all":
-        pytest.skip("all suites run")
-    run_suites(image, ["test_kernel_driver", "test_passthrough"], "-k", SMOKE)
+@pytest.mark.parametrize(
+    ("names", "part"), [pytest.param(*each, id=f"{'+'.join(each[0])}-{each[1]}") for each in runs()]
+)
+def test_suites(image: GuestImage, names: list[str], part: str) -> None:
+    compile_for_guests()
+    machine = machine_of(names[0])
+    machine = replace(machine, environment={**machine.environment, "FLASHWARP_QEMU_PART": part})
+    command = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["--durations=5", "--confcutdir", str(SUITES)]
+
+    outcome = machine.run(image, command + [str(SUITES / f"{name}.py") for name in names], LIMIT_S)
+
+    said = f"{outcome.output}\n{outcome.console}"
+    assert outcome.status is not None, f"not finished after {LIMIT_S} s\n{said}"
+    assert outcome.status == 0, said
+    print(f"{outcome.seconds:.0f} s: {outcome.output.splitlines()[-1]}")

@@ -37,6 +37,7 @@ BENCHES = {
     "workers": "Workers of the engine of batches: dynamic and fixed counts (CAM figures 12, 13).",
     "load": "A checkpoint loaded cold and warm, beside other loaders and the ceilings.",
     "activations": "GPT-2 whose activations go to host memory and disk (GeminiFS figure 11b).",
+    "prices": "What drives cost beside memory, for data and for reads (BaM table 2); a model.",
     "registers": "Registers per thread through arrays and on plain memory (AGILE figure 12).",
 }
 """What each module of this folder measures, in a line."""

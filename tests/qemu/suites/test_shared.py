@@ -6,6 +6,7 @@ Both sides read what the other has written, and no side ever reads a block that 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,10 +28,11 @@ from qemu.machine import Drive, Machine, Namespace
 from qemu.suites.drives import bound, drive
 
 MIB = 1 << 20
-# The first drive has two controllers, and a namespace beside the one with the file system.
+# The first drive has two controllers, and namespaces beside the one with ext4: a small one, and one
+# that is large enough for xfs.
 MACHINE = Machine(
     (
-        Drive((Namespace(96 * MIB), Namespace(4 * MIB)), controllers=2),
+        Drive((Namespace(96 * MIB), Namespace(4 * MIB), Namespace(320 * MIB)), controllers=2),
         Drive((Namespace(96 * MIB),)),
     )
 )
@@ -173,6 +175,35 @@ def test_both_sides_write_in_turns(path: Path, namespace: DriveNamespace) -> Non
             with by_blocks(path, namespace) as storage:
                 storage.write(begin, part)
             assert dump(path) == content, turn
+
+
+@pytest.mark.skipif(
+    shutil.which("mkfs.xfs") is None,
+    reason="mkfs.xfs is missing; on Debian: sudo apt-get install xfsprogs",
+)
+def test_file_of_xfs_is_written_by_both_sides(
+    controller: fw.VfioController, tmp_path: Path
+) -> None:
+    guest.load("xfs")
+    device = guest.block_device(0, 3)
+    call("mkfs.xfs", "-q", "-f", device)
+    call("mount", device, tmp_path)
+    try:
+        path = tmp_path / "file"
+        content = bytearray(fragmented(path, MIB))
+        with by_blocks(path, controller.namespace(3)) as storage:
+            assert storage.read(0, MIB) == content
+            storage.write(1000, b"by its blocks")
+        content[1000:1013] = b"by its blocks"
+        assert dump(path) == content
+        with path.open("r+b") as file:
+            file.write(b"by Linux")
+        content[:8] = b"by Linux"
+        with fw.MappedFile(path, controller.namespace(3)) as storage:
+            assert storage.read(0, MIB) == content
+    finally:
+        call("umount", tmp_path)
+    call("xfs_repair", "-n", device)
 
 
 # The lease.

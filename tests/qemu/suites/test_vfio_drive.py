@@ -34,12 +34,19 @@ from qemu.machine import Drive, Machine, Namespace
 from qemu.suites.drives import bound, drive
 
 MIB = 1 << 20
-# Two plain drives, of which the second has two namespaces; one with few queues and a small limit of
-# transfers, throttled; one that a test pulls.
+# Two plain drives, of which the second has namespaces of other kinds; one with few queues and a
+# small limit of transfers, throttled; one that a test pulls.
 MACHINE = Machine(
     (
         Drive((Namespace(32 * MIB),)),
-        Drive((Namespace(4 * MIB), Namespace(4 * MIB, unreadable=(4096,)))),
+        Drive(
+            (
+                Namespace(4 * MIB),
+                Namespace(4 * MIB, unreadable=(4096,)),
+                Namespace(4 * MIB, lba_bytes=2048),
+                Namespace(4 * MIB, metadata_bytes=8),
+            )
+        ),
         Drive((Namespace(4 * MIB, iops_max=400),), mdts=1, queue_pairs_max=3),
         Drive((Namespace(4 * MIB),)),
     )
@@ -233,6 +240,17 @@ def test_limits_of_the_drive_are_told() -> None:
         fw.VfioController(bound(SMALL), depth=4096)
 
 
+@pytest.mark.parametrize(
+    ("nsid", "format_"), [(3, "2048 bytes with 0 bytes"), (4, "512 bytes with 8 bytes")]
+)
+def test_other_formats_of_blocks_are_refused(nsid: int, format_: str) -> None:
+    refusal = (
+        f"namespace {nsid} .* has blocks of {format_} of metadata.*nvme format /dev/nvmeXn{nsid}"
+    )
+    with drive(SECOND) as controller, pytest.raises(ArgumentError, match=refusal):
+        controller.namespace(nsid)
+
+
 def test_a_user_needs_the_group_alone() -> None:
     """With the file of the group, and enough memory to lock, no root is needed."""
     bdf = bound(PLAIN)
@@ -306,6 +324,9 @@ def in_flight(controller: fw.VfioController, lose: Callable[[], object]) -> Base
         x.close()
     x.close()
     return met[0]
+
+
+# A reset of the slot is not tested: the links of QEMU 7.2's root ports do not come up after one.
 
 
 @pytest.mark.parametrize("function", [False, True])
