@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import flashwarp as fw
 from flashwarp.cli.main import run
 from flashwarp.errors import ArgumentError, LockedError, PathError, StorageError
 from flashwarp.file.block_map import STALE
+from flashwarp.file.gvdk import Gvdk
 from flashwarp.storage import Memory, Storage
 from flashwarp.testing import ControllerContract, StorageContract
 from flashwarp.testing.storage_contract import random_content
@@ -68,7 +70,7 @@ def fragmented(path: Path, nbytes: int) -> bytes:
     return content
 
 
-def by_blocks(path: Path | fw.BlockMap, **options: bool) -> fw.MappedFile:
+def by_blocks(path: Path | fw.BlockMap, **options: Any) -> fw.MappedFile:
     return fw.MappedFile(path, writable=True, allow_raw_writes=True, **options)
 
 
@@ -443,3 +445,32 @@ def test_file_whose_bytes_are_elsewhere_is_refused(
         with pytest.raises(PathError, match=match) as refused:
             fw.MappedFile(path)
         assert refused.value.errno in (errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def test_image_is_read_and_written_by_blocks(path: Path) -> None:
+    content = random_content(300_000)
+    with Gvdk.create(path, MIB, preallocate="zeros") as image:
+        image.write(0, content)
+        offset, capacity = image.data_offset, image.capacity
+    assert offset is not None
+    with by_blocks(path, offset=offset, nbytes=capacity) as blocks:
+        assert blocks.nbytes == MIB
+        assert blocks.read(0, len(content)) == content
+        blocks.write(1000, b"by its blocks")
+        blocks.write(MIB - 3, b"end")
+    with Gvdk(path) as image:
+        assert image.recovered is None
+        assert image.read(998, 17) == content[998:1000] + b"by its blocks" + content[1013:1015]
+        assert image.read(MIB - 3, 3) == b"end"
+        assert image.verify().clean
+
+
+def test_part_of_a_file_is_used_alone(path: Path) -> None:
+    content = fragmented(path, 4 * MIB)
+    for offset, nbytes in [(0, 1), (4096, 5000), (MIB, 2 * MIB), (4 * MIB - 4096, None)]:
+        expected = content[offset:] if nbytes is None else content[offset : offset + nbytes]
+        with fw.MappedFile(path, offset=offset, nbytes=nbytes) as blocks:
+            assert blocks.read(0, blocks.nbytes) == expected
+    for offset, nbytes in [(1, 1), (-4096, 1), (0, 4 * MIB + 1), (4096, 4 * MIB), (0, 0)]:
+        with pytest.raises(ArgumentError):
+            fw.MappedFile(path, offset=offset, nbytes=nbytes)

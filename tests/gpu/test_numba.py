@@ -302,3 +302,22 @@ def test_registers_leave_room_for_many_warps(floats: fw.Array) -> None:
     registers = gather.get_regs_per_thread()
 
     assert all(count <= 64 for count in registers.values())
+
+
+@jit
+def log(file: Any, count: int, failed: Any) -> None:
+    number = cuda.local.array(1, np.uint32)
+    for i in range(cuda.grid(1), count, cuda.gridsize(1)):
+        number[0] = i
+        at = file.append(number, 4)
+        if at < 0 or at % 4:
+            failed[0] = at
+
+
+def test_kernels_append_to_files(device: CudaDevice, tmp_path: Path) -> None:
+    failed = cuda.to_device(np.zeros(1, np.int64))
+    with fw.File.create(tmp_path / "f", capacity="1 MiB", device=device) as file:
+        log[4, 64](file, 5000, failed)
+        assert file.size == 20_000
+    assert not failed.copy_to_host()[0]
+    assert sorted(np.fromfile(tmp_path / "f", np.uint32)) == list(range(5000))

@@ -36,6 +36,7 @@ from flashwarp.interop.numba import (
     array_type,
     atomic_add,
     extension,
+    file_type,
     jit,
     pipeline_type,
     prefetch,
@@ -546,3 +547,99 @@ def test_calls_of_pipelines_that_cannot_work_do_not_compile(call: str, message: 
 
     with pytest.raises((NumbaError, CudaNumbaError), match=message):
         link(names["kernel"], *kinds)
+
+
+# Files.
+
+
+def copy_records(source: Any, target: Any, buffer: Any, found: Any) -> None:
+    for i in range(cuda.grid(1), source.size() // 100, cuda.gridsize(1)):
+        if source.read(buffer, i * 100, 100) == 100 and buffer[0] == 7:
+            found[i] = target.append(buffer, 100)
+
+
+def call_all(file: Any, buffer: Any, found: Any) -> None:
+    found[0] = file.size()
+    found[1] = file.capacity()
+    found[2] = file.warp_write(buffer, 50, 20)
+    found[3] = file.block_write(buffer, 1000, 20)
+    found[4] = file.warp_append(buffer, 8)
+    found[5] = file.block_append(buffer, 8)
+    found[6] = file.warp_read(buffer, 1000, 5000)
+    found[7] = file.block_read(buffer, 5000, 1)
+    found[8] = file.warp_sync(0, 100)
+    found[9] = file.block_sync(0, 10_000)
+    found[10] = file.write(buffer, 1990, 20)
+    found[11] = file.read(buffer, 1 << 63, 1)
+
+
+def file_of(path: Path, device: fw.CpuDevice, mode: Any = "r+", **options: Any) -> fw.File:
+    # As for `opened`.
+    controller = fw.SoftwareController(threads=1)
+    return fw.File.open(
+        path, mode, device=device, cache="16 KiB", line=512, controller=controller, **options
+    )
+
+
+def test_files_are_read_and_appended_to(tmp_path: Path, device: fw.CpuDevice) -> None:
+    records = np.zeros((50, 100), np.uint8)
+    records[[3, 40], 0] = 7
+    records[:, 1] = np.arange(50)
+    records.tofile(tmp_path / "in")
+    (tmp_path / "out").touch()
+    found = np.full(50, -1, np.int64)
+    with (
+        file_of(tmp_path / "in", device, "r") as source,
+        file_of(tmp_path / "out", device, capacity="1 MiB") as target,
+    ):
+        host_numba.run(copy_records, source, target, np.zeros(100, np.uint8), found)
+    assert (np.fromfile(tmp_path / "out", np.uint8).reshape(-1, 100) == records[[3, 40]]).all()
+    assert [found[3], found[40]] == [0, 100]
+    assert (np.delete(found, [3, 40]) == -1).all()
+
+
+def test_every_call_of_files(tmp_path: Path, device: fw.CpuDevice) -> None:
+    (tmp_path / "f").write_bytes(bytes(100))
+    found = np.zeros(12, np.int64)
+    buffer = np.arange(500, dtype=np.int32)
+    with file_of(tmp_path / "f", device, capacity=2000) as file:
+        host_numba.run(call_all, file, buffer, found)
+        assert file.size == 1036
+    einval, enospc = -22, -28
+    assert found.tolist() == [100, 2000, 20, 20, 1020, 1028, 36, 0, 100, 1036, enospc, einval]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_calls_of_files_are_linked(arch: str) -> None:
+    ptx = link(call_all, file_type(), array("i4"), array("i8"), arch=arch)
+
+    assert not [name for name in direct_calls(ptx) if name.startswith("fw_")]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("f.read(0, 1, 2)", "needs a contiguous array"),
+        ("f.read(rows, 1.5, 2)", "takes integers"),
+        ("f.read(rows, 1)", r"read\(buffer, offset, nbytes\)"),
+        ("f.write(rows, 0, 1)", "cannot be written to"),
+        ("f.block_append(rows, 1)", "cannot be written to"),
+        ("f.warp_sync(0, 1)", "cannot be written to"),
+        ("f.size(1)", "takes no arguments"),
+    ],
+)
+def test_calls_of_files_that_cannot_work_do_not_compile(call: str, message: str) -> None:
+    names: dict[str, Any] = {}
+    exec(f"def kernel(f, rows):\n    {call}\n", names)
+
+    with pytest.raises((NumbaError, CudaNumbaError), match=message):
+        link(names["kernel"], file_type(readonly=True), types.float32[::1])
+
+
+def test_files_on_the_cpu_are_no_arguments(tmp_path: Path, device: fw.CpuDevice) -> None:
+    (tmp_path / "f").write_bytes(bytes(100))
+    with (
+        file_of(tmp_path / "f", device) as file,
+        pytest.raises(ArgumentError, match="is on the CPU device"),
+    ):
+        extension.prepare_args(typeof(file), file, 0, [])

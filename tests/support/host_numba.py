@@ -17,7 +17,8 @@ from numba.cuda.np import numpy_support
 
 import flashwarp as fw
 from flashwarp.interop import c_abi
-from flashwarp.interop.numba import ArrayType
+from flashwarp.interop.numba import ArrayType, file_type
+from flashwarp.interop.numba.files import file_words
 
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
@@ -31,11 +32,13 @@ _SPECIAL = {"tid.x": 0, "ntid.x": 1, "ctaid.x": 0, "nctaid.x": 1}
 
 
 def link_headers(device: fw.CpuDevice) -> None:
-    """Make the functions of c_abi.cuh known to the host's linker, for as long as the device is."""
+    """Make the headers' functions known to the host's linker, for as long as the device is."""
     names = re.findall(r"\bfw_\w+\b", _declared())
     source = "\n".join(f"  to[{i}] = (void*)&{name};" for i, name in enumerate(names))
     program = fw.compile(
-        f'#include "flashwarp/c_abi.cuh"\nFW_KERNEL addresses(void** to) {{\n{source}\n}}\n', device
+        '#include "flashwarp/c_abi.cuh"\n#include "flashwarp/file_abi.cuh"\n'
+        f"FW_KERNEL addresses(void** to) {{\n{source}\n}}\n",
+        device,
     )
     found = np.zeros(len(names), np.uint64)
     memory = device.allocate(8 * len(names))
@@ -50,6 +53,9 @@ def _declared() -> str:
     functions = [f"fw_{verb}_{width}" for verb in verbs for width in (1, 2, 4, 8, 16)]
     functions += [f"fw_atomic_add_{name}" for name in c_abi.ATOMIC_ADD_DTYPES]
     functions += [f"fw_token_{verb}" for verb in ("wait", "done", "status")]
+    for scope in ("", "warp_", "block_"):
+        functions += [f"fw_file_{scope}{verb}" for verb in ("read", "write", "append")]
+    functions += [f"fw_file_{verb}" for verb in ("warp_sync", "block_sync", "size", "capacity")]
     return " ".join(functions)
 
 
@@ -62,7 +68,9 @@ def _special(value: int) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
-def run(function: Callable[..., Any], *arguments: fw.Array | np.ndarray[Any, Any] | int) -> None:
+def run(
+    function: Callable[..., Any], *arguments: fw.Array | fw.File | np.ndarray[Any, Any] | int
+) -> None:
     """Compile the kernel for the types of its arguments, and run it with one thread."""
     kinds = [_type_of(argument) for argument in arguments]
     library, _ = compiler._compile_pyfunc_with_fixup(
@@ -105,6 +113,8 @@ def _type_of(argument: Any) -> Any:
             not argument.writable,
             argument.cache.policy,
         )
+    if isinstance(argument, fw.File):
+        return file_type(readonly=not argument.writable, policy=argument.array.cache.policy)
     if isinstance(argument, np.ndarray):
         return types.Array(numpy_support.from_dtype(argument.dtype), argument.ndim, "C")
     return types.int64
@@ -114,6 +124,8 @@ def _words(argument: Any) -> list[int]:
     """The parameters of a kernel, as numba flattens them."""
     if isinstance(argument, fw.Array):
         return list(c_abi.array_words(argument))
+    if isinstance(argument, fw.File):
+        return list(file_words(argument))
     if isinstance(argument, np.ndarray):
         head = [0, 0, argument.size, argument.itemsize, argument.ctypes.data]
         return [*head, *argument.shape, *argument.strides]

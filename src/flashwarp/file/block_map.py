@@ -123,6 +123,19 @@ class BlockMap:
         """Size of the file."""
         return self.state.nbytes
 
+    def extents_of(self, offset: int, nbytes: int) -> tuple[FileExtent, ...]:
+        """Return where a part of the file lies, counted from its first byte."""
+        parts = []
+        for extent in self.extents:
+            begin = max(extent.logical, offset)
+            end = min(
+                extent.logical + extent.nbytes, -(-(offset + nbytes) // BLOCK_BYTES) * BLOCK_BYTES
+            )
+            if begin < end:
+                physical = extent.physical + begin - extent.logical
+                parts.append(FileExtent(begin - offset, physical, end - begin))
+        return tuple(parts)
+
     @classmethod
     def of(cls, path: files.PathLike) -> BlockMap:
         """Return the map of a file. Any user who can read the file may call.

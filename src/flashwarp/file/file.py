@@ -32,6 +32,7 @@ from flashwarp.errors import (
 from flashwarp.file.gvdk import Gvdk, Recovered, Report, is_gvdk
 from flashwarp.file.gvdk.tables import Disk
 from flashwarp.file.kernel_file import FileStateStruct, KernelFile, read_size
+from flashwarp.nvme import Controller
 from flashwarp.storage import files
 
 __all__ = ["File"]
@@ -103,6 +104,7 @@ class File(KernelFile):
         capacity: int | str | None = None,
         shared: bool | str = False,
         o_direct: bool | None = None,
+        controller: Controller | None = None,
         key: bytes | None = None,
         lock: bool = True,
     ) -> File:
@@ -113,7 +115,7 @@ class File(KernelFile):
         path : path-like
         mode : {"r", "r+"}
             Read, or read and write.
-        device, cache, line, o_direct, lock
+        device, cache, line, o_direct, controller, lock
             As for `flashwarp.open`.
         prefetch : int
             Lines that a read by a kernel starts to fetch behind the ones that it needs.
@@ -136,7 +138,18 @@ class File(KernelFile):
         """
         return endings.uninterrupted(
             lambda: cls._open(
-                path, mode, device, cache, line, prefetch, capacity, shared, o_direct, key, lock
+                path,
+                mode,
+                device,
+                cache,
+                line,
+                prefetch,
+                capacity,
+                shared,
+                o_direct,
+                controller,
+                key,
+                lock,
             )
         )
 
@@ -172,7 +185,8 @@ class File(KernelFile):
         overwrite : bool
             Replace an existing file.
         **options
-            As for `open`: `device`, `cache`, `line`, `prefetch`, `shared`, `o_direct`, `lock`.
+            As for `open`: `device`, `cache`, `line`, `prefetch`, `shared`, `o_direct`,
+            `controller`, `lock`.
 
         Raises
         ------
@@ -217,6 +231,7 @@ class File(KernelFile):
         capacity: int | str | None,
         shared: bool | str,
         o_direct: bool | None,
+        controller: Controller | None,
         key: bytes | None,
         lock: bool,
     ) -> File:
@@ -235,6 +250,7 @@ class File(KernelFile):
         with ExitStack() as made:
             if shared is not False:
                 self._options = _of_shared(made, name, shared, device, cache, line)
+            self._options["controller"] = controller
             if is_gvdk(name):
                 if capacity is not None:
                     raise ArgumentError(

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from flashwarp import _native
-from flashwarp.config import flag
+from flashwarp.config import flag, integer
 from flashwarp.errors import ArgumentError, LockedError, PathError, ReadOnlyError, StorageError
-from flashwarp.file.block_map import STALE, BlockMap
+from flashwarp.file.block_map import BLOCK_BYTES, STALE, BlockMap
 from flashwarp.nvme.drive_namespace import DriveNamespace
 from flashwarp.storage import BlockDevice, Passthrough, Storage, files
 from flashwarp.storage.lease import Lease
@@ -45,6 +45,9 @@ class MappedFile(Storage):
         The whole namespace that the file system lies on, by another controller of the drive
         (`VfioController.namespace`), or by the kernel's own (`storage.Passthrough`). Default: the
         file system's block device, which this process must be allowed to open.
+    offset, nbytes : int, optional
+        The part of the file to use, from a multiple of 4096 on; default the whole file. The data of
+        an image of type fixed (docs/gvdk.md) begins at its `data_offset`.
     writable : bool
         Take writes. Then no other process can have the file open, not even for reading.
     allow_raw_writes : bool
@@ -60,7 +63,7 @@ class MappedFile(Storage):
     StorageError
         If the map that was given is stale (errno EREMCHG).
     ArgumentError
-        If the namespace is not the one that the file lies on.
+        If the namespace is not the one that the file lies on, or the part is not in the file.
 
     Notes
     -----
@@ -84,6 +87,8 @@ class MappedFile(Storage):
         file: files.PathLike | BlockMap,
         namespace: DriveNamespace | Passthrough | None = None,
         *,
+        offset: int = 0,
+        nbytes: int | None = None,
         writable: bool = False,
         allow_raw_writes: bool = False,
     ) -> None:
@@ -105,12 +110,13 @@ class MappedFile(Storage):
             """Where the bytes lie, on the volume of the file."""
             if writable:
                 _drop_pages(lease.descriptor, self.block_map)
+            offset, nbytes = _part(self.block_map, offset, nbytes)
             device, used = _device_of(self.block_map, namespace, writable)
             if device is not namespace:
                 undo.callback(device.close)
             try:
                 native = _native.MappedStorage(
-                    device.native, used.extents, used.nbytes, writable, name
+                    device.native, used.extents_of(offset, nbytes), nbytes, writable, name
                 )
             except ValueError as error:
                 raise ArgumentError(f"{name}: {error}") from error
@@ -151,6 +157,16 @@ class MappedFile(Storage):
                 _leave(native)
         finally:
             self._owned.close()
+
+
+def _part(block_map: BlockMap, offset: int, nbytes: int | None) -> tuple[int, int]:
+    size = block_map.nbytes
+    begin = integer("offset", offset, 0, size)
+    if begin % BLOCK_BYTES:
+        raise ArgumentError(
+            f"offset={begin} is no multiple of {BLOCK_BYTES}, the blocks of the file system"
+        )
+    return begin, integer("nbytes", size - begin if nbytes is None else nbytes, 1, size - begin)
 
 
 def _lease(path: str, writable: bool) -> Lease:

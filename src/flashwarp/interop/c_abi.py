@@ -52,6 +52,13 @@ def batch_lto_ir() -> bytes:
     return compiler.compile_lto(source)
 
 
+@functools.cache
+def file_lto_ir(policy: Policy) -> bytes:
+    """Return the functions of files as LTO-IR (`file_abi.cuh`); see `lto_ir`."""
+    source = compiler.Source("file_abi.cu", b'#include "flashwarp/file_abi.cuh"\n').behind(policy)
+    return compiler.compile_lto(source, options=policy.options)
+
+
 def check_dtype(dtype: np.dtype[np.generic]) -> None:
     """Raise DtypeError for elements that are no numbers in this machine's byte order."""
     if dtype not in _DTYPES:

@@ -11,6 +11,11 @@
 as with numpy arrays, negative indices too; an index out of bounds reads zero, stores nothing and is
 raised by `Array.synchronize`. The device headers are linked as LTO-IR, so a load that hits is a few
 instructions of the kernel itself. Kernels compile without a GPU.
+
+A `flashwarp.File` has the methods `read(buffer, offset, nbytes)`, `write(buffer, offset, nbytes)`,
+`append(buffer, nbytes)`, `size()` and `capacity()`. With `warp_` or `block_` before their names,
+they are calls of a whole warp or block, as is `sync(offset, nbytes)`. They return what they return
+in C++, but that an append returns where its bytes begin.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ try:
     from flashwarp.interop.numba import lowering, typing_rules  # noqa: F401
     from flashwarp.interop.numba.batches import PipelineType, pipeline_type
     from flashwarp.interop.numba.data_types import ArrayType, TokenType, array_type
+    from flashwarp.interop.numba.files import FileType, file_type
     from flashwarp.interop.numba.functions import atomic_add, prefetch, read_async, write_async
     from flashwarp.interop.numba.launching import Kernel, extension, jit
 except (ImportError, AttributeError) as error:
@@ -32,12 +38,14 @@ except (ImportError, AttributeError) as error:
 
 __all__ = [
     "ArrayType",
+    "FileType",
     "Kernel",
     "PipelineType",
     "TokenType",
     "array_type",
     "atomic_add",
     "extension",
+    "file_type",
     "jit",
     "pipeline_type",
     "prefetch",

@@ -13,9 +13,11 @@ from flashwarp import endings
 from flashwarp.array.array import Array
 from flashwarp.device import CudaDevice
 from flashwarp.errors import ArgumentError
+from flashwarp.file.kernel_file import KernelFile
 from flashwarp.interop import c_abi
 from flashwarp.interop.numba.batches import PipelineType, pipeline_words
 from flashwarp.interop.numba.data_types import ArrayType
+from flashwarp.interop.numba.files import FILE_WORDS, FileType, file_words
 from flashwarp.pipeline.device_calls import DeviceCalls
 
 __all__ = ["Kernel", "extension", "jit"]
@@ -30,23 +32,31 @@ class _Extension:
         if isinstance(kind, PipelineType):
             _check_place(value)
             return types.UniTuple(types.uint64, 2), pipeline_words(value)
+        if isinstance(kind, FileType):
+            _join(value.array, stream)
+            return types.UniTuple(types.uint64, FILE_WORDS), file_words(value)
         if not isinstance(kind, ArrayType):
             return kind, value
-        _check_place(value)
-        handle = _handle(stream)
-        if not handle:
-            # That stream is in no capture: a replay would not repeat the launch.
-            instead = "give it the stream, kernel[blocks, threads, stream]"
-            value.device.refuse_capture("a launch on numba's default stream", instead)
-        # Work that the library has queued on its own stream comes first.
-        value.device.order(None, handle)
-        value._join_launch(handle)
+        _join(value, stream)
         words = c_abi.array_words(value)
         return types.UniTuple(types.uint64, len(words)), words
 
 
 extension = _Extension()
 """For ``numba.cuda.jit(extensions=[...])``, where `jit` cannot be used."""
+
+
+def _join(value: Array, stream: Any) -> None:
+    """Order a launch on a stream behind the library's own work, and tell the array of it."""
+    _check_place(value)
+    handle = _handle(stream)
+    if not handle:
+        # That stream is in no capture: a replay would not repeat the launch.
+        instead = "give it the stream, kernel[blocks, threads, stream]"
+        value.device.refuse_capture("a launch on numba's default stream", instead)
+    # Work that the library has queued on its own stream comes first.
+    value.device.order(None, handle)
+    value._join_launch(handle)
 
 
 def _check_place(array: Array | DeviceCalls) -> None:
@@ -99,7 +109,8 @@ class _Launcher:
         self._launch = launch
 
     def __call__(self, *args: Any) -> None:
-        caches = {arg.cache for arg in args if isinstance(arg, Array)}
+        arrays = [arg.array if isinstance(arg, KernelFile) else arg for arg in args]
+        caches = {array.cache for array in arrays if isinstance(array, Array)}
         policies = {cache.policy.name for cache in caches}
         if len(policies) > 1:
             raise ArgumentError(
