@@ -93,7 +93,7 @@ tsan asan: $(VENV)/dev.stamp  ## The same under one sanitizer
 	$(LAUNCH) $(BIN)/ctest --test-dir build/$@ --no-tests=error --parallel 2
 
 # The guest's processor is emulated, and takes two cores.
-qemu-test: $(VENV)/dev.stamp  ## Suites on NVMe drives of guests under QEMU, in five to seven minutes
+qemu-test: $(VENV)/dev.stamp  ## Suites on NVMe drives of guests under QEMU, in 5 to 7 minutes
 	PYTHONPATH=tests $(BIN)/python -m qemu.image
 	FLASHWARP_QEMU=all $(BIN)/python -m pytest -s tests/qemu $(ARGS)
 
