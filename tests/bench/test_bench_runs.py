@@ -73,6 +73,7 @@ SMALL = {
     "tiers": {"mib": 1, "rows": 50, "runs": 1},
     "workers": {"drives": 4, "rows": 64, "mib": 1, "seconds": 0.002},
     "registers": {"arch": "sm_90"},
+    "prices": {},
     "checkpoints": {
         "mib": 3,
         "steps": 12,
@@ -124,7 +125,9 @@ def test_a_record_says_how_its_figures_came_about(name, tmp_path, monkeypatch):
     assert re.fullmatch("[0-9a-f]{12,40}(-dirty)?|unknown: .*", record["commit"])
     assert record["versions"].keys() >= {"flashwarp", "python", "numpy", "driver", "cuda", "kernel"}
     assert record["machine"].keys() == {"device", "cpu", "cores", "memory_gib"}
-    assert name == "registers" or record["machine"]["device"] == resolve("cpu").describe()
+    assert (
+        name in ("registers", "prices") or record["machine"]["device"] == resolve("cpu").describe()
+    )
     assert record["settings"]
     assert all(isinstance(seed, int) for seed in record["seeds"].values())
     assert record["rows"]

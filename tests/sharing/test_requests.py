@@ -375,3 +375,20 @@ def test_errors_that_do_not_travel() -> None:
     for name in ("SystemExit", "annotations", "__doc__", "RankError"):
         found = messages.error_of(Message({"error": name, "message": "x"}))
         assert type(found) is SharedCacheError
+
+
+def test_an_owner_that_dies_before_it_greets_is_no_owner(path: Path) -> None:
+    server = names.listen("rows")
+
+    def die() -> None:
+        client, _ = server.accept()
+        server.close()
+        client.close()
+
+    dying = threading.Thread(target=die, daemon=True)
+    dying.start()
+    with fw.Cache("64 KiB", shared="rows", device="cpu") as cache:
+        assert cache.owned
+        works(path)
+    dying.join(10)
+    assert not dying.is_alive()

@@ -48,25 +48,21 @@ class Connection:
     """
 
     def __init__(self, name: str, client: socket.socket) -> None:
+        self.hello: Message
         self.name = name
         self._socket = client
         self._guard = threading.Lock()
         self._lost = ""
+        self._hung_up = False
         self._closed = False
         self._pid = os.getpid()
         self._process = -1
         self._poll = select.poll()
         self._poll.register(client, 0)  # of a hang-up alone
-        try:
-            self.hello = self._greet()
-        except BaseException:
-            self.close()
-            raise
-        _open.add(self)
 
     @classmethod
     def to(cls, name: str) -> Connection | None:
-        """Connect to the owner of a name; returns None if there is none.
+        """Connect to the owner of a name; returns None if there is none, or it dies meanwhile.
 
         Raises
         ------
@@ -76,7 +72,18 @@ class Connection:
             If it does not answer.
         """
         client = names.reach(name)
-        return None if client is None else cls(name, client)
+        if client is None:
+            return None
+        made = cls(name, client)
+        try:
+            made.hello = made._greet()
+        except BaseException as error:
+            made.close()
+            if isinstance(error, OwnerLostError) and made._hung_up:
+                return None
+            raise
+        _open.add(made)
+        return made
 
     @classmethod
     def to_starting(cls, name: str) -> Connection | None:
@@ -133,12 +140,12 @@ class Connection:
             except TimeoutError:
                 self._lose(f"has not answered for {limit:g} s")
             except OSError as error:
-                self._lose(f"has gone ({error})")
+                self._hang_up(f" ({error})")
             except BaseException:  # such as an interrupt, with an answer on its way
                 self._lost = "was left in the middle of a request"
                 raise
         if message is None:
-            self._lose("has gone")
+            self._hang_up()
         return message
 
     def check(self) -> None:
@@ -153,7 +160,11 @@ class Connection:
         if self._closed:
             raise OwnerLostError(f"the shared cache {self.name!r} is closed")
         if self._poll.poll(0):
-            self._lose("has gone")
+            self._hang_up()
+
+    def _hang_up(self, why: str = "") -> NoReturn:
+        self._hung_up = True
+        self._lose(f"has gone{why}")
 
     def _lose(self, how: str) -> NoReturn:
         self._lost = how
