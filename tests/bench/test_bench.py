@@ -94,6 +94,39 @@ def test_wrong_data_ends_with_1(monkeypatch, calls, capsys):
     assert "wrong data: a" in capsys.readouterr().err
 
 
+def test_a_part_that_fails_costs_no_other_part(monkeypatch, calls, tmp_path, capsys):
+    def run(device: str | None, folder: Path) -> Report:
+        report = report_of(Row("a", 1.0, "GB/s"))
+        with report.part("second"):
+            raise OSError(5, "the disk is gone")
+        report.add(Row("c", 3.0, "GB/s"))
+        return report
+
+    monkeypatch.setattr(sys.modules["flashwarp.bench.fake"], "run", run)
+
+    assert run_main(monkeypatch, "fake", "--json", str(tmp_path / "x.json")) == 1
+
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert [row["name"] for row in record["rows"]] == ["a", "c"]
+    assert record["failed"] == {"second": "OSError: [Errno 5] the disk is gone"}
+    assert "unfinished" not in record
+    assert "second failed" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_early_leaves_the_rows_that_it_had(monkeypatch, calls, tmp_path):
+    def run(device: str | None, folder: Path) -> Report:
+        report_of(Row("a", 1.0, "GB/s"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["flashwarp.bench.fake"], "run", run)
+
+    assert run_main(monkeypatch, "fake", "--json", str(tmp_path / "x.json")) != 0
+
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert [row["name"] for row in record["rows"]] == ["a"]
+    assert record["unfinished"]
+
+
 def test_unknown_benchmark_is_refused(monkeypatch, calls, capsys):
     assert run_main(monkeypatch, "nothing") == 2
 

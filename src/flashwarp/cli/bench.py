@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from flashwarp.bench import BENCHES, DEFAULT
 from flashwarp.cli.parser import Parser, amount, folder, output_path
+from flashwarp.probe.report import kept
 
 if TYPE_CHECKING:
     from flashwarp.probe.report import Report
@@ -84,10 +85,14 @@ def _run(
     with tempfile.TemporaryDirectory(dir=given.get("folder") or "/var/tmp") as temporary:
         if "folder" in given:
             given["folder"] = Path(temporary)
-        report = benchmark(**given)
+        with kept(options.json):
+            report = benchmark(**given)
         report.show()
         if options.json is not None:
             report.save(options.json)
+    for part, why in report.failed.items():
+        print(f"{part} failed: {why}", file=sys.stderr)
     if report.wrong:
         print(f"wrong data: {', '.join(report.wrong)}", file=sys.stderr)
+    if report.wrong or report.failed:
         sys.exit(1)

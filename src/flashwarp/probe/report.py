@@ -14,6 +14,9 @@ import platform
 import shlex
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,13 +27,28 @@ from flashwarp._jit import driver
 from flashwarp.errors import FlashwarpError
 from flashwarp.probe.text import aligned
 
-__all__ = ["Report", "Row", "provenance"]
+__all__ = ["Report", "Row", "kept", "provenance"]
 
 COMMIT_VARIABLE = "FLASHWARP_COMMIT"
 """Names the commit that an installed package was built from, which it cannot find out itself."""
 
 _PACKAGES = ("flashwarp", "numpy", "torch", "cuda-bindings", "nvidia-cuda-nvrtc")
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+_kept: ContextVar[Path | None] = ContextVar("_kept", default=None)
+
+
+@contextlib.contextmanager
+def kept(path: Path | None) -> Iterator[None]:
+    """Write each report that is made within to `path` with each of its rows.
+
+    A run that is killed then loses no row that it had.
+    """
+    token = _kept.set(path)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 @dataclass(frozen=True)
@@ -71,12 +89,30 @@ class Report:
     seeds: dict[str, int]
     """What each seed is of; empty if nothing is drawn."""
     rows: list[Row] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Parts that raised, and what."""
+    kept_at: Path | None = field(default_factory=_kept.get)
 
     def add(self, row: Row) -> None:
         """Append a row and print it."""
         self.rows.append(row)
         ratio = f" = {row.ratio:.2f} of {row.reference_name}" if row.reference else ""
         print(f"{row.name}: {row.value:.4g} {row.unit}{ratio}", flush=True)
+        self._keep()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure one part: if it fails, the record says so, and the parts behind it go on."""
+        try:
+            yield
+        except Exception as error:  # other libraries raise what they like
+            traceback.print_exc()
+            self.failed[name] = f"{type(error).__name__}: {error}"
+            self._keep()
+
+    def _keep(self) -> None:
+        if self.kept_at is not None:
+            self.save(self.kept_at, unfinished=True)
 
     @property
     def wrong(self) -> list[str]:
@@ -105,9 +141,9 @@ class Report:
             if row.note:
                 print(f"{row.name}: {row.note}")
 
-    def save(self, path: Path) -> None:
-        """Write everything as JSON."""
-        content = {
+    def save(self, path: Path, *, unfinished: bool = False) -> None:
+        """Write everything as JSON; a file is replaced whole, or stays as it was."""
+        content: dict[str, Any] = {
             "title": self.title,
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
             **provenance(self.device),
@@ -115,7 +151,17 @@ class Report:
             "seeds": self.seeds,
             "rows": [{**asdict(row), "ratio": row.ratio} for row in self.rows],
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        if self.failed:
+            content["failed"] = self.failed
+        if unfinished:
+            content["unfinished"] = True
+        text = json.dumps(content, indent=1) + "\n"
+        if path.exists() and not path.is_file():  # such as /dev/stdout
+            path.write_text(text)
+            return
+        draft = path.with_name(f".{path.name}.draft")
+        draft.write_text(text)
+        draft.replace(path)
 
 
 def provenance(device: str) -> dict[str, Any]:
