@@ -119,8 +119,9 @@ class Serving:
 
     @property
     def opened(self) -> int:
-        """How many arrays are open on behalf of clients."""
-        return sum(each.opened_here and not each.closed for each in list(self._exports.values()))
+        """How many arrays are open on behalf of clients. Waits for one that is being closed."""
+        with self._lock:
+            return sum(each.opened_here and not each.closed for each in self._exports.values())
 
     def take(self, request: Message) -> _Export:
         """Return the array that a client asks for, with one user more."""
