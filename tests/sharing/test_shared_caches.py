@@ -125,6 +125,27 @@ def test_rows_of_any_size(tmp_path: Path, shape: tuple[int, ...], line: int) -> 
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), rows)
 
 
+def test_many_absent_lines_are_found_in_the_cache_and_few_are_handed_over(
+    client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client._client is not None
+    connection, hands = client._client.connection, []
+    ask = connection.ask
+
+    def asked(body: dict[str, Any], payload: bytes = b"") -> Any:
+        if body["op"] == "read":
+            hands.append((body["hand"], len(payload) // 8))
+        return ask(body, payload)
+
+    monkeypatch.setattr(connection, "ask", asked)
+    with fw.open(path, cache=client) as x:
+        np.testing.assert_array_equal(x[:100], ROWS[:100])
+        np.testing.assert_array_equal(x[...], ROWS)
+        assert (x.stats.hits, x.stats.misses) == (13, 500)
+    assert [hand for hand, _ in hands] == [1, 0, 0]
+    assert sum(lines for _, lines in hands) == 500
+
+
 def test_rows_that_straddle_more_lines_than_one_launch_takes(tmp_path: Path) -> None:
     nbytes = (1 << 25) + 4096
     rows = np.random.default_rng(2).integers(0, 255, (2, nbytes), dtype="u1")
