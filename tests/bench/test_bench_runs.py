@@ -42,7 +42,7 @@ SMALL = {
     "calls": {"resident": "1 MiB", "cold": "4 MiB", "runs": 3, "first": True},
     "split": {"rows": 2100, "cache": "4 MiB", "runs": 3},
     "shared": {"size": "2 MiB", "seconds": 0.1, "threads": 1},
-    "files": {"size": "2 MiB", "disk": "256 KiB", "warps": "2"},
+    "files": {"size": "2 MiB", "disk": "256 KiB", "warps": "2", "levels": "1,2", "runs": 1},
     "latency": {"size": "4 MiB", "steps": 20},
     "defaults": {"sizes": "1 MB", "memory": "", "runs": 1, "seconds": 0.05},
     "hits": {"size": "1 MiB", "loads": 1 << 12},

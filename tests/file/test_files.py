@@ -272,6 +272,28 @@ def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, Any]) -> N
         fw.File.open(tmp_path, **options)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_permission_is_said_by_name(
+    kind: str, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    fw.File.create(path, 0, capacity="64 KiB", **KINDS[kind], **options).close()
+    path.chmod(0o444)
+    if os.geteuid() == 0:  # root may write everything: ask as somebody else would be answered
+        monkeypatch.setattr(os, "access", lambda _, how: how != os.W_OK)
+    with pytest.raises(PathError, match="not writable") as caught:
+        fw.File.open(path, "r+", **options)
+    assert caught.value.errno == errno.EACCES
+    assert caught.value.filename == str(path)
+    fw.File.open(path, **options).close()
+    path.chmod(0)
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PathError, match="not readable") as caught:
+        fw.File.open(path, **options)
+    assert caught.value.errno == errno.EACCES
+
+
 def test_a_forked_child_leaves_it_to_its_parent(tmp_path: Path) -> None:
     path = tmp_path / "f"
     f = fw.File.create(path, 0, capacity=CAPACITY, device="cpu")

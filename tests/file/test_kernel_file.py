@@ -278,4 +278,5 @@ def test_layouts_match_the_header(program: fw.Program) -> None:
     assert ctypes.sizeof(FileStruct) == 96
     assert FileStruct.state.offset == 72
     assert FileStruct.mode.offset == 80
+    assert FileStruct.fixed_size.offset == 88
     assert ctypes.sizeof(FileStateStruct) == 8

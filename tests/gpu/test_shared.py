@@ -6,6 +6,7 @@ What does not depend on the device is in `tests/sharing/`.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,72 @@ def client(owner: fw.Cache) -> Iterator[fw.Cache]:
 
 def opens(path: Path, mode: str = "r") -> str:
     return f"x = fw.open({str(path)!r}, {mode!r}, cache=cache)"
+
+
+# Maps the memory whose descriptor comes over a socket, as the first thing that its context does.
+MAP = """
+import socket
+from flashwarp.device import resolve
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as meeting:
+    meeting.connect({place!r})
+    _, (descriptor,), _, _ = socket.recv_fds(meeting, 1, 1)
+device = resolve("cuda:0")
+memory = device.map_exported(descriptor, {nbytes})
+os.close(descriptor)
+result = [memory.writable, memory.nbytes]
+"""
+
+
+def map_there(other: Program, descriptor: int, nbytes: int) -> bool:
+    """Let another process map exported memory; return whether it could write it."""
+    place = f"\0flashwarp-test-{os.getpid()}"  # of no file: paths of sockets are short
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(place)
+        server.listen()
+        server.settimeout(60)
+        other.start(MAP.format(place=place, nbytes=nbytes))
+        meeting, _ = server.accept()
+        with meeting:
+            socket.send_fds(meeting, [b"x"], [descriptor])
+        writable, mapped = other.finish()
+    assert mapped == nbytes
+    print(f"the driver maps it {'writable' if writable else 'read-only'}")
+    return bool(writable)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2 << 20, (2 << 20) + 1, (1 << 30) + 512])
+def test_memory_is_mapped_by_another_process(nbytes: int, folder: Path) -> None:
+    device = resolve("cuda:0")
+    made = device.allocate_exported(nbytes)
+    pattern = bytes(range(1, 256))[:nbytes]
+    end = nbytes - len(pattern)
+    with Program(folder) as other:
+        map_there(other, made.descriptor, nbytes)
+        read = f"result = list(device.download(memory.address + {end}, {len(pattern)}))"
+        assert not any(other.run(read))
+
+        device.upload(made.memory.address + end, pattern)
+
+        assert bytes(other.run(read)) == pattern
+        os.close(made.descriptor)
+        made.memory.close()
+        assert bytes(other.run(read)) == pattern  # that mapping keeps the memory
+        other.run("memory.close()")
+
+
+def test_a_client_cannot_write(folder: Path) -> None:
+    device = resolve("cuda:0")
+    made = device.allocate_exported(4096)
+    with Program(folder) as other:
+        if map_there(other, made.descriptor, 4096):
+            pytest.skip("this driver maps the memory of another process writable only")
+
+        with pytest.raises((ProgramError, AssertionError)):  # the process may end, too
+            other.run("device.upload(memory.address, bytes([7]) * 4096)")
+
+        assert device.download(made.memory.address, 4096) == bytes(4096)
+    os.close(made.descriptor)
+    made.memory.close()
 
 
 def test_client_reads_and_stores(client: fw.Cache, path: Path) -> None:

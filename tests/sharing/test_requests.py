@@ -158,15 +158,18 @@ def numbers(*values: int) -> bytes:
 @pytest.mark.parametrize(
     ("body", "payload", "error"),
     [
-        ({"op": "read"}, b"", SharedCacheError),
-        ({"op": "read"}, b"1234567", SharedCacheError),
-        ({"op": "read"}, numbers(*range(5000)), SharedCacheError),
-        ({"op": "read"}, numbers(32), BoundsError),
-        ({"op": "read"}, numbers(-1), BoundsError),
-        ({"op": "read"}, numbers(1 << 62), BoundsError),
-        ({"op": "read"}, numbers(1, 1), SharedCacheError),
-        ({"op": "read"}, numbers(2, 1), SharedCacheError),
-        ({"op": "read"}, numbers(*range(31)), None),  # 31 lines of 512 bytes, at most 31
+        ({"op": "read"}, numbers(0), SharedCacheError),
+        ({"op": "read", "hand": 2}, numbers(0), SharedCacheError),
+        ({"op": "read", "hand": 0}, numbers(0), None),
+        ({"op": "read", "hand": 1}, b"", SharedCacheError),
+        ({"op": "read", "hand": 1}, b"1234567", SharedCacheError),
+        ({"op": "read", "hand": 1}, numbers(*range(5000)), SharedCacheError),
+        ({"op": "read", "hand": 1}, numbers(32), BoundsError),
+        ({"op": "read", "hand": 1}, numbers(-1), BoundsError),
+        ({"op": "read", "hand": 1}, numbers(1 << 62), BoundsError),
+        ({"op": "read", "hand": 1}, numbers(1, 1), SharedCacheError),
+        ({"op": "read", "hand": 1}, numbers(2, 1), SharedCacheError),
+        ({"op": "read", "hand": 1}, numbers(*range(31)), None),  # 31 lines of 512 bytes, at most 31
         ({"op": "read", "array": 99}, numbers(0), SharedCacheError),
         ({"op": "read", "array": "1"}, numbers(0), SharedCacheError),
         ({"op": "scatter", "row_bytes": 16}, numbers(0), ReadOnlyError),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,6 +125,27 @@ def test_rows_of_any_size(tmp_path: Path, shape: tuple[int, ...], line: int) -> 
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), rows)
 
 
+def test_many_absent_lines_are_found_in_the_cache_and_few_are_handed_over(
+    client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client._client is not None
+    connection, hands = client._client.connection, []
+    ask = connection.ask
+
+    def asked(body: dict[str, Any], payload: bytes = b"") -> Any:
+        if body["op"] == "read":
+            hands.append((body["hand"], len(payload) // 8))
+        return ask(body, payload)
+
+    monkeypatch.setattr(connection, "ask", asked)
+    with fw.open(path, cache=client) as x:
+        np.testing.assert_array_equal(x[:100], ROWS[:100])
+        np.testing.assert_array_equal(x[...], ROWS)
+        assert (x.stats.hits, x.stats.misses) == (13, 500)
+    assert [hand for hand, _ in hands] == [1, 0, 0]
+    assert sum(lines for _, lines in hands) == 500
+
+
 def test_rows_that_straddle_more_lines_than_one_launch_takes(tmp_path: Path) -> None:
     nbytes = (1 << 25) + 4096
     rows = np.random.default_rng(2).integers(0, 255, (2, nbytes), dtype="u1")
@@ -233,7 +256,7 @@ def test_clients_read_right_while_lines_are_evicted(tmp_path: Path, folder: Path
     np.save(tmp_path / "x.npy", rows)
     read = """
 random, end, calls = np.random.default_rng(os.getpid()), time.monotonic() + 0.5, 0
-while time.monotonic() < end:
+while time.monotonic() < end or calls < 6:
     index = random.integers(0, 4000, 300) // random.integers(1, 100)
     assert (x.gather(index) == index[:, None]).all()
     calls += 1
@@ -637,6 +660,29 @@ def test_closing_in_any_order(path: Path) -> None:
     client.close()
     with pytest.raises(ClosedError):
         fw.open(path, cache=client)
+
+
+def test_owner_closes_while_the_array_of_a_client_is_being_closed(
+    owner: fw.Cache, client: fw.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withdraw, begun = fw.Cache.withdraw, threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        time.sleep(0.5)
+        withdraw(*arguments)
+
+    x = fw.open(path, "r+", cache=client)
+    monkeypatch.setattr(fw.Cache, "withdraw", slowly)
+    closing = threading.Thread(target=x.close)
+    closing.start()
+    assert begun.wait(20)
+
+    owner.close()
+
+    closing.join(20)
+    assert not closing.is_alive()
+    assert owner.closed
 
 
 def test_more_files_than_a_cache_carries(client: fw.Cache, tmp_path: Path) -> None:

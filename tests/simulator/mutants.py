@@ -48,6 +48,7 @@ _COPY = "flashwarp/base/copy.cuh"
 _LINE = "flashwarp/cache/line_state.cuh"
 _SETS = "flashwarp/cache/set_associative.cuh"
 _SHORT = "flashwarp/cache/short_miss.cuh"
+_SHORT_HIT = "flashwarp/cache/short_hit.cuh"
 _PLACE = "flashwarp/cache/placement.cuh"
 _COMMAND = "flashwarp/cache/line_command.cuh"
 _SPREAD = "flashwarp/cache/spread.cuh"
@@ -1239,7 +1240,7 @@ MUTANTS = {
         ),
         Mutant(
             "residents-unvalidated",
-            _ROWS,
+            _SHORT_HIT,
             "!holds || epoch != 0",
             "epoch != 0",
             "a gather of a few rows keeps bytes of a frame that was refilled under it",
@@ -1249,9 +1250,9 @@ MUTANTS = {
         ),
         Mutant(
             "residents-unfenced",
-            _ROWS,
-            "  atomic::fence_acquire();\n  const bool holds = cache::still_holds",
-            "  const bool holds = cache::still_holds",
+            _SHORT_HIT,
+            "  atomic::fence_acquire();\n  const bool holds = still_holds",
+            "  const bool holds = still_holds",
             "so does its second look, if the loads may come after it",
             "rows_resident",
             "weak",
@@ -1564,6 +1565,24 @@ MUTANTS = {
             "    return int64_t(size);\n",
             "two appends get the same place",
             "files",
+        ),
+        Mutant(
+            "resident-lines-unserved",
+            _FILE,
+            "wants && ((served >> warp::lane()) & 1) == 0",
+            "false",
+            "a lane returns without its line, whose frame was refilled under it",
+            "file_records",
+            "sc",
+            4,
+        ),
+        Mutant(
+            "end-behind-an-old-look",
+            _FILE,
+            "    if (atomic::cas_acq_rel(&f.state->size, size, end)) return;\n",
+            "    atomic::store_relaxed(&f.state->size, end);\n    return;\n",
+            "a write that ends before another one's end takes the other's bytes from the file",
+            "file_records",
         ),
         Mutant(
             "sync-past-a-begun-write",

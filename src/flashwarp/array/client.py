@@ -14,7 +14,7 @@ import ctypes
 import os
 import struct
 import threading
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,17 @@ _LANES = 32
 
 _MISSED = struct.Struct("=6Q")
 _LISTED = np.dtype([("item", "<u8"), ("line", "<u8")])
+
+
+class _Found(NamedTuple):
+    """What a launch has found in the cache; mirror of `kernels::missed_pieces`."""
+
+    missed: int
+    hits: int
+    nbytes: int
+    strays: int
+    stray: int
+    reserved: int
 
 
 class ClientParams(ctypes.Structure):
@@ -228,37 +239,59 @@ class ClientLauncher(_Owners):
 
     def _gather(self, segments: int, stream: int | None) -> None:
         """Copy what is resident, and ask the owner for the rest."""
-        device = self._device
-        device.fill(self._missed, 0, _MISSED.size, stream)
-        self._launch("gather_resident", segments, stream)
-        device.synchronize(stream)
-        state = device.download(self._missed, _MISSED.size, stream)
-        missed, hits, nbytes, strays, stray, _ = _MISSED.unpack(state)
-        self.hits += hits
-        self.misses += missed
-        self.bytes_used += nbytes
-        if missed:
-            self._fetch(missed, stream)
-        if strays:
-            bad = stray - (1 << 64) if stray >> 63 else stray
+        found = self._copy_resident(segments, stream)
+        self.hits += found.hits
+        self.misses += found.missed
+        if found.missed:
+            found = self._fetch(found, segments, stream)
+        self.bytes_used += found.nbytes
+        if found.strays:
+            bad = found.stray - (1 << 64) if found.stray >> 63 else found.stray
             raise BoundsError(
-                f"{strays} indices are out of bounds for an axis of length "
+                f"{found.strays} indices are out of bounds for an axis of length "
                 f"{self.format.row_count}, such as {bad}: their rows are zero"
             )
 
-    def _fetch(self, missed: int, stream: int | None) -> None:
-        device, nbytes = self._device, missed * _LISTED.itemsize
-        listed = np.frombuffer(device.download(self._list, nbytes, stream), _LISTED)
+    def _copy_resident(self, segments: int, stream: int | None) -> _Found:
+        device = self._device
+        device.clear(self._missed, _MISSED.size, stream)
+        self._launch("gather_resident", segments, stream)
+        return _Found(*_MISSED.unpack(device.download(self._missed, _MISSED.size, stream)))
+
+    def _fetch(self, found: _Found, segments: int, stream: int | None) -> _Found:
+        """Let the owner fetch the lines that are absent, and copy them."""
+        at_once = self._client.facts.lines_at_once
+        listed, lines, place = self._listed(found.missed, stream)
+        # So many lines are cheaper to look for once more in the cache than to take from the owner's
+        # hands, unless they would evict each other before.
+        if at_once < len(lines) <= self._client.facts.lines // 2:
+            for first in range(0, len(lines), at_once):
+                part = lines[first : first + at_once]
+                self.ask("read", part.astype("<i8").tobytes(), hand=0)
+            found = self._copy_resident(segments, stream)
+            if not found.missed:
+                return found
+            listed, lines, place = self._listed(found.missed, stream)
+        self._take_handed(listed, lines, place, stream)
+        return found
+
+    def _listed(self, missed: int, stream: int | None) -> tuple[Any, Any, Any]:
+        """Return the missed pieces by their lines, the lines, and each piece's place in these."""
+        raw = self._device.download(self._list, missed * _LISTED.itemsize, stream)
+        listed = np.frombuffer(raw, _LISTED)
         lines, place = np.unique(listed["line"], return_inverse=True)
         order = np.argsort(place, kind="stable")
-        place = place[order]
-        device.upload(self._list, listed[order].view("u1"), stream)
+        return listed[order], lines, place[order]
+
+    def _take_handed(self, listed: Any, lines: Any, place: Any, stream: int | None) -> None:
+        """Copy listed pieces out of what the owner hands over, so that nobody has to try again."""
+        device, params = self._device, self._params
+        device.upload(self._list, listed.view("u1"), stream)
         at_once = self._client.facts.lines_at_once
-        params = self._params
         for first in range(0, len(lines), at_once):
             part = lines[first : first + at_once]
             begin, end = np.searchsorted(place, (first, first + len(part)))
-            self.ask("read", part.astype("<i8").tobytes())
+            self.ask("read", part.astype("<i8").tobytes(), hand=1)
             if not self._on_cpu:
                 device.upload(params.handed, self._stage[: len(part) * self._line], stream)
             places = (place[begin:end] - first).astype(np.uint32)

@@ -119,8 +119,9 @@ class Serving:
 
     @property
     def opened(self) -> int:
-        """How many arrays are open on behalf of clients."""
-        return sum(each.opened_here and not each.closed for each in list(self._exports.values()))
+        """How many arrays are open on behalf of clients. Waits for one that is being closed."""
+        with self._lock:
+            return sum(each.opened_here and not each.closed for each in self._exports.values())
 
     def take(self, request: Message) -> _Export:
         """Return the array that a client asks for, with one user more."""
@@ -348,7 +349,8 @@ class _Session:
         return Index(copy.address, numbers.shape, 8, "numpy", copy, held=copy)
 
     def _read(self, export: _Export, request: Message) -> None:
-        """Hand lines over in the stage, back to back; they are in the cache then."""
+        """Bring lines into the cache, and hand them over in the stage, back to back, if asked."""
+        hand = request.integer("hand", 0, 1) == 1
         line = self._cache.line_bytes
         whole, rest = divmod(export.nbytes, line)
         lines = self._numbers_of(request, whole + (rest != 0))
@@ -366,7 +368,7 @@ class _Session:
             if len(full) != len(lines):
                 last = range(whole * line, export.nbytes)
                 export.move("gather", 1, last, buffer + len(full) * line)
-            if self._buffer is not None:
+            if self._buffer is not None and hand:
                 self._device.download_into(buffer, self._bytes[: len(lines) * line])
 
         export.act(move)

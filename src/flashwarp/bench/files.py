@@ -1,16 +1,19 @@
-"""Files read and written by warps of a kernel, beside plain memory (GeminiFS figures 6 to 10).
+"""Files read and written by warps of a kernel, beside plain memory (GeminiFS figures 2, 6 to 10).
 
 The paper replaces the drive by a copy in memory, so that its page cache is what is measured. Here
 the bytes are resident, beside a copy loop of as many warps inside the device's memory; or they
-come from pinned host memory, beside the same loop over that memory. A file past the page cache
-shows what offsets and bounds cost against an array on the same rings.
+come from pinned host memory, beside the same loop over that memory. Reads of 4 KiB through the
+rings stand beside an array and beside raw commands on the same rings, out of memory and past the
+page cache; and reads of the disk beside asynchronous I/O of Linux at the same depth.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,48 +22,80 @@ import numpy as np
 import flashwarp as fw
 from flashwarp.config import parse_bytes
 from flashwarp.device import Device, DeviceMemory, resolve
+from flashwarp.errors import ArgumentError
 from flashwarp.file.kernel_file import KernelFile
-from flashwarp.probe.disk import direct_reads_work, drop_page_cache
+from flashwarp.nvme import Controller
+from flashwarp.probe.disk import direct_reads_work, drop_page_cache, read_blocks
 from flashwarp.probe.report import Report, Row
-from flashwarp.probe.timing import device_seconds, in_turns
+from flashwarp.probe.timing import device_seconds, in_turns, median_of, wall_seconds
 
 __all__ = ["run"]
 
-_RUNS = 3
+_PARTS = ("resident", "writes", "missing", "rings", "disk")
 _PREFETCH = 8
+_LINE = 4096
+# Of each warp on each level of the disk: at 100 us each, a twentieth of a second.
+_READS_OF_WARP = 512
+_READS = (1024, 32768)
+
+# What this project accepts: of the copy loop by the bytes of a piece, and of the raw rings.
+_OF_LOOP = {4 << 10: 0.90, 64 << 10: 0.95}
+_OF_RAW = 0.97
+
+# Read bandwidth of the paper's page cache, by warps (figure 9) and by page size (figure 10).
+_PAPER = {
+    (64 << 10, 1024): "658 of 1,935 GB/s [GeminiFS, figure 9]",
+    (4 << 10, 128): "48 of 120 GB/s [GeminiFS, figure 10]",
+    (1 << 20, 128): "121 of 120 GB/s [GeminiFS, figure 10]",
+}
+_PAPER_RINGS = "0.954 of BaM [GeminiFS, figure 6]"
 
 
 def run(
     device: str | None,
     folder: Path,
+    parts: Annotated[str, f"Of {', '.join(_PARTS)}."] = ",".join(_PARTS),
     size: Annotated[str, "Bytes of the data."] = "2 GiB",
-    disk: Annotated[str, "Bytes that are read past the page cache."] = "256 MiB",
+    disk: Annotated[str, "Bytes of the file that is read past the page cache."] = "256 MiB",
     pieces: Annotated[str, "Bytes of a read."] = "4 KiB,64 KiB",
     warps: Annotated[str, "How many warps read; 128 in the paper's figure 10."] = "32,128,1024",
+    levels: Annotated[str, "How many warps read the disk."] = "1,4,16,64,256,1024",
+    runs: Annotated[int, "How often each way has its turn."] = 3,
+    seconds: Annotated[float, "Leave out what would begin later."] = 3600,
 ) -> Report:
     """Read and write a file in order from kernels, resident, in host memory and on a disk."""
     where = resolve(device)
+    wanted = parts.split(",")
+    if not set(wanted) <= set(_PARTS):
+        raise ArgumentError(f"parts={parts!r}: parts are {', '.join(_PARTS)}")
     sizes = [parse_bytes(each) for each in pieces.split(",")]
     counts = [int(each) for each in warps.split(",")]
-    settings = {"size": size, "disk": disk, "pieces": pieces, "warps": warps}
-    report = Report("Files", where.describe(), settings, {})
+    depths = [int(each) for each in levels.split(",")]
+    settings = {"size": size, "disk": disk, "pieces": pieces, "warps": warps, "levels": levels}
+    report = Report("Files", where.describe(), {**settings, "left out": []}, {})
+    late = time.monotonic() + seconds
     with ExitStack() as stack:
-        bench = _Files(stack, where, report, max(sizes), max(counts))
-        words = parse_bytes(size) // 8
-        data = np.arange(words, dtype=np.uint64)
+        most = max(max(sizes) * max(counts), _LINE * max(depths))
+        bench = _Files(stack, where, report, most + 8 * max(sizes), runs)
+        data = np.arange(parse_bytes(size) // 8, dtype=np.uint64)
+        steps: list[tuple[str, Callable[[], None]]] = []
         for piece in sizes:
-            for count in counts:
-                bench.resident(data, piece, count)
-            bench.written(data.nbytes, piece, max(counts))
-        for piece in sizes:
-            bench.missing(data, piece, max(counts))
-        path = folder / "data.bin"
-        data[: parse_bytes(disk) // 8].tofile(path)
-        os.sync()
-        if direct_reads_work(path):
-            bench.past_the_page_cache(path, min(sizes), max(counts))
-        else:
-            print("no O_DIRECT on this file system: give another folder to measure the disk")
+            text = _kib(piece)
+            steps += [
+                (f"resident, {text}", partial(bench.resident, data, piece, counts)),
+                (f"writes, {text}", partial(bench.written, data.nbytes, piece, max(counts))),
+                (f"missing, {text}", partial(bench.missing, data, piece, max(counts))),
+            ]
+        steps.append(("rings", lambda: bench.rings(data, max(counts))))
+        steps.append(("disk", lambda: bench.levels(folder, data[: parse_bytes(disk) // 8], depths)))
+        for name, step in steps:
+            if name.partition(",")[0] not in wanted:
+                continue
+            if time.monotonic() > late:
+                report.settings["left out"].append(name)
+                continue
+            with report.part(name):
+                step()
     return report
 
 
@@ -68,20 +103,19 @@ class _Files:
     """Kernels that read one file, and what they need."""
 
     def __init__(
-        self, stack: ExitStack, device: Device, report: Report, piece: int, warps: int
+        self, stack: ExitStack, device: Device, report: Report, buffers: int, runs: int
     ) -> None:
         self._device = device
         self._report = report
+        self._runs = runs
         self._program = fw.compile(Path(__file__).with_suffix(".cu"), device)
         # A launch may have more warps than it was asked for: as many as fill its last block.
-        room = (warps + 8) * piece
-        self._buffers = stack.enter_context(device.allocate(room))
+        self._buffers = stack.enter_context(device.allocate(buffers))
         self._wrong = stack.enter_context(device.empty_array((1,), np.uint64))
 
-    def resident(self, data: np.ndarray[Any, Any], piece: int, warps: int) -> None:
+    def resident(self, data: np.ndarray[Any, Any], piece: int, counts: list[int]) -> None:
         """Bytes that are in the cache, beside a copy loop in the device's memory."""
         whole = data.nbytes // piece * piece
-        name = f"{_kib(piece)}, {warps} warps"
         loop = "a copy loop in the device's memory"
         source = fw.storage.Memory(data.view(np.uint8), writable=False)
         with (
@@ -91,15 +125,21 @@ class _Files:
         ):
             x.prefetch(slice(0, len(x)))
             self._device.upload(copy.address, data.view(np.uint8))
-            found = in_turns(
-                {
-                    "plain": lambda: self._launch("read_memory", copy.address, piece, whole, warps),
-                    "ours": lambda: self._launch("read_file", f, piece, whole, warps),
-                },
-                _RUNS,
-            )
-        self._add(f"{loop}, {name}", whole, found["plain"])
-        self._add(f"reads, resident, {name}", whole, found["ours"], loop, found["plain"])
+            address = copy.address
+            for warps in counts:
+                found = self._turns(
+                    {
+                        "plain": partial(self._launch, "read_memory", address, piece, whole, warps),
+                        "ours": partial(self._launch, "read_file", f, piece, whole, warps),
+                    }
+                )
+                name = f"{_kib(piece)}, {warps} warps"
+                self._add(f"{loop}, {name}", whole, found["plain"])
+                target = _OF_LOOP.get(piece, 0.0)
+                self._add(
+                    f"reads, resident, {name}", whole, found["ours"], loop, found["plain"], target,
+                    _PAPER.get((piece, warps), ""),
+                )  # fmt: skip
 
     def written(self, nbytes: int, piece: int, warps: int) -> None:
         """Bytes that are written to lines in the cache, beside a copy loop."""
@@ -112,21 +152,21 @@ class _Files:
             self._device.allocate(nbytes) as copy,
         ):
             x.prefetch(slice(0, len(x)))
-            found = in_turns(
+            found = self._turns(
                 {
                     "plain": lambda: self._launch(
                         "write_memory", copy.address, piece, whole, warps
                     ),
                     "ours": lambda: self._launch("write_file", f, piece, whole, warps),
-                },
-                _RUNS,
+                }
             )
             x.drop_cache(drop_dirty=True)
         self._add(f"{loop}, {name}", whole, found["plain"])
-        self._add(f"writes, resident, {name}", whole, found["ours"], loop, found["plain"])
+        target = _OF_LOOP.get(piece, 0.0)
+        self._add(f"writes, resident, {name}", whole, found["ours"], loop, found["plain"], target)
 
     def missing(self, data: np.ndarray[Any, Any], piece: int, warps: int) -> None:
-        """Bytes in pinned host memory, beside a copy loop over it."""
+        """Bytes in pinned host memory, beside a copy loop over it; prefetch off and on."""
         whole = data.nbytes // piece * piece
         source = fw.storage.Memory(data.view(np.uint8), writable=False)
         loop = "a copy loop over the host's memory"
@@ -138,32 +178,91 @@ class _Files:
             with KernelFile(x) as f, KernelFile(x, prefetch=_PREFETCH) as ahead:
                 ways["no"] = lambda: self._cold(x, f, piece, whole, warps)
                 ways["yes"] = lambda: self._cold(x, ahead, piece, whole, warps)
-                found = in_turns(ways, _RUNS)
+                found = self._turns(ways)
         name = f"{_kib(piece)}, {warps} warps"
         plain = found.get("plain", 0.0)
         if plain:
             self._add(f"{loop}, {name}", whole, plain)
         other = loop if plain else ""
         self._add(f"reads, missing, {name}", whole, found["no"], other, plain)
-        self._add(f"the same, {_PREFETCH} lines ahead", whole, found["yes"], other, plain)
+        self._add(f"the same, {_PREFETCH} lines ahead, {name}", whole, found["yes"], other, plain)
 
-    def past_the_page_cache(self, path: Path, piece: int, warps: int) -> None:
-        """A file by O_DIRECT, and an array over it: both through the same rings."""
-        whole = path.stat().st_size // piece * piece
-        with (
-            self._opened(path, 1 << 26, _kib(piece), o_direct=True) as x,
-            KernelFile(x) as f,
-        ):
-            found = in_turns(
+    def rings(self, data: np.ndarray[Any, Any], warps: int) -> None:
+        """Commands out of memory: a file, an array and raw commands on the same rings."""
+        source = fw.storage.Memory(data.view(np.uint8), writable=False)
+        with self._opened(source, 1 << 26, _kib(_LINE), controller=_bounce()) as x:
+            self._beside_raw(x, data.nbytes // _LINE, warps, "through rings, out of memory", None)
+
+    def levels(self, folder: Path, data: np.ndarray[Any, Any], levels: list[int]) -> None:
+        """A file past the page cache, by more and more warps, beside raw commands and Linux."""
+        path = folder / "data.bin"
+        data.tofile(path)
+        os.sync()
+        if not direct_reads_work(path):
+            print("no O_DIRECT on this file system: give another folder to measure the disk")
+            self._report.settings["left out"].append("disk: no O_DIRECT")
+            return
+        with self._opened(path, 1 << 26, _kib(_LINE), o_direct=True, controller=_bounce()) as x:
+            for warps in levels:
+                reads = min(max(_READS[0], _READS_OF_WARP * warps), _READS[1], len(x) // _LINE)
+                what = "past the page cache"
+                ours = self._beside_raw(x, reads, warps, what, path)
+                self._beside_linux(x, path, reads, warps, ours, what)
+
+    def _beside_raw(
+        self, x: fw.Array, reads: int, warps: int, what: str, path: Path | None
+    ) -> float:
+        whole = reads * _LINE
+        with KernelFile(x) as f:
+            found = self._turns(
                 {
-                    "array": lambda: self._cold(x, x, piece, whole, warps, path),
-                    "file": lambda: self._cold(x, f, piece, whole, warps, path),
-                },
-                _RUNS,
+                    "raw": lambda: self._cold(x, x, _LINE, whole, warps, path, "read_raw"),
+                    "array": lambda: self._cold(x, x, _LINE, whole, warps, path, "read_array"),
+                    "file": lambda: self._cold(x, f, _LINE, whole, warps, path),
+                }
             )
-        name = f"past the page cache, {_kib(piece)}, {warps} warps"
-        self._add(f"an array {name}", whole, found["array"])
+        name = f"{what}, {_kib(_LINE)}, {warps} warps"
+        self._add(f"raw commands {name}", whole, found["raw"])
+        self._add(f"reads {name}", whole, found["file"], "raw commands", found["raw"], _OF_RAW,
+                  _PAPER_RINGS)  # fmt: skip
         self._add(f"reads {name}", whole, found["file"], "an array", found["array"])
+        return found["file"]
+
+    def _beside_linux(
+        self, x: fw.Array, path: Path, reads: int, warps: int, ours: float, what: str
+    ) -> None:
+        """The rate, and the time of a read as its warp sees it, beside reads of Linux."""
+        blocks = np.arange(reads, dtype=np.int64)
+        linux = median_of(
+            lambda: wall_seconds(lambda: read_blocks(path, blocks, _LINE, warps)), self._runs
+        )
+        other, whole = f"Linux AIO at depth {warps}", reads * _LINE
+        self._add(f"reads {what}, {_kib(_LINE)}, {warps} warps", whole, ours, other, linux)
+        with self._device.empty_array((reads,), np.uint32) as taken, KernelFile(x) as f:
+            right = self._cold(x, f, _LINE, whole, warps, path, taken=taken) > 0
+            each = taken.copy_to_host() / 1e3
+        self._report.add(
+            Row(f"mean time of a read, {_kib(_LINE)}, {warps} warps", float(each.mean()), "us",
+                other, linux / reads * min(warps, reads) * 1e6, checked=right,
+                note=f"99 % within {np.percentile(each, 99):.0f} us; less is better",
+                footprint=whole)
+        )  # fmt: skip
+
+    def _turns(self, ways: dict[str, Callable[[], float]]) -> dict[str, float]:
+        """Return the seconds of each way; 0 of one that has read anything else once."""
+        wrong = set()
+
+        def checked(name: str, measure: Callable[[], float]) -> Callable[[], float]:
+            def measured() -> float:
+                seconds = measure()
+                if not seconds:
+                    wrong.add(name)
+                return seconds
+
+            return measured
+
+        found = in_turns({name: checked(name, way) for name, way in ways.items()}, self._runs)
+        return {name: 0.0 if name in wrong else taken for name, taken in found.items()}
 
     def _cold(
         self,
@@ -173,40 +272,59 @@ class _Files:
         whole: int,
         warps: int,
         path: Path | None = None,
+        kernel: str = "read_file",
+        taken: Any = None,
     ) -> float:
         x.drop_cache()
         if path is not None:
             drop_page_cache(path)
-        kernel = "read_file" if isinstance(what, KernelFile) else "read_array"
-        return self._launch(kernel, what, piece, whole, warps)
+        return self._launch(kernel, what, piece, whole, warps, taken)
 
-    def _launch(self, kernel: str, what: object, piece: int, whole: int, warps: int) -> float:
+    def _launch(
+        self, kernel: str, what: object, piece: int, whole: int, warps: int, taken: Any = None
+    ) -> float:
         """Return the seconds of a launch over `whole` bytes; 0 if it read anything else."""
         buffers: DeviceMemory = self._buffers
         self._device.upload(self._wrong.address, np.zeros(1, np.uint64))
+        times = [taken] if kernel.startswith("read") else []
         seconds = device_seconds(
             self._device,
             lambda: self._program[kernel](
-                what, buffers, piece, whole // piece, self._wrong, warps=warps
+                what, buffers, piece, whole // piece, self._wrong, *times, warps=warps
             ),
         )
         return seconds if int(self._wrong.copy_to_host()[0]) == 0 else 0.0
 
     def _add(
-        self, name: str, nbytes: int, seconds: float, other: str = "", than: float = 0.0
+        self,
+        name: str,
+        nbytes: int,
+        seconds: float,
+        other: str = "",
+        than: float = 0.0,
+        target: float = 0.0,
+        paper: str = "",
     ) -> None:
         rate = nbytes / seconds / 1e9 if seconds else 0.0
         reference = nbytes / than / 1e9 if than else 0.0
         self._report.add(
-            Row(name, rate, "GB/s", other, reference, checked=seconds > 0, footprint=nbytes)
-        )
+            Row(name, rate, "GB/s", other, reference, target if reference else 0.0, seconds > 0,
+                paper, footprint=nbytes)
+        )  # fmt: skip
 
-    def _opened(self, source: Any, cache: int, line: str, **options: Any) -> fw.Array:
+    def _opened(
+        self, source: Any, cache: int, line: str, controller: Controller | None = None,
+        **options: Any,
+    ) -> fw.Array:  # fmt: skip
         return fw.open(
             source, dtype=np.uint8, device=self._device, line=line, cache=max(cache, 1 << 22),
             mode="r+" if isinstance(source, fw.storage.Memory) and source.writable else "r",
-            **options,
+            controller=controller, **options,
         )  # fmt: skip
+
+
+def _bounce() -> Controller:
+    return fw.SoftwareController(data_path="bounce", commands=True)
 
 
 def _kib(nbytes: int) -> str:

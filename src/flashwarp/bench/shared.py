@@ -1,7 +1,8 @@
 """A cache that processes share: hits of one alone and of each of two, misses, and the memory taken.
 
 Each process gathers random rows that are resident, for the same time. An array with a cache of its
-own is what a client is compared with.
+own is what a client is compared with; and two of these at once, for two clients: processes take
+turns on a GPU whether they share anything or not.
 """
 
 from __future__ import annotations
@@ -53,11 +54,12 @@ def run(
     data[:] = np.arange(rows, dtype="i4")[:, None]
     data.flush()
     capacity = nbytes + nbytes // 16 + (1 << 20)
-    reads = _Reads(where.name, str(path), capacity, seconds, threads, seed)
+    reads = _Reads(where, str(path), capacity, seconds, threads, seed)
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = str(folder / "names")
     try:
-        _compare(report, where, reads, capacity, nbytes)
+        with report.part("processes"):
+            _compare(report, where, reads, capacity, nbytes)
     finally:
         if before is None:
             del os.environ[_VARIABLE]
@@ -76,20 +78,26 @@ def _compare(report: Report, where: Device, reads: _Reads, capacity: int, nbytes
     (alone,), first, _, right = reads.run(1, shared=False)
     add(own, alone)
     add(f"the first pass of {own}", first)
-    free = where.memory_info().free_bytes
+    # What two processes do to each other without sharing anything, such as taking turns on a GPU.
+    apart = "each of two such arrays at once"
+    rates, _, private, right = reads.run(2, shared=False)
+    each = sum(rates) / len(rates)
+    add(apart, each, own, alone)
     with fw.Cache(capacity, shared=_NAME, device=where):
-        taken = free - where.memory_info().free_bytes
         client = "one client alone"
-        (one,), cold, memory, right = reads.run(1, shared=True)
+        (one,), cold, _, right = reads.run(1, shared=True)
         add(client, one, own, alone)
         add(f"the first pass of {client}", cold, f"the first pass of {own}", first)
         both, _, memory, right = reads.run(2, shared=True)
         for k, rate in enumerate(both, 1):
             add(f"client {k} of two at once", rate, client, one, 0.95)
+            add(f"client {k} of two at once", rate, apart, each, 0.95)
         add("two clients at once, together", sum(both), client, one)
     note = "shared memory of the three processes, each page counted once"
     if where.kind != "cpu":
-        memory, note = taken, "what the owner's cache took of the GPU's free memory"
+        note = "what the GPU had less free, with a context of each process"
+        name = "memory of two processes with caches of their own"
+        report.add(Row(name, private / 1e9, "GB", "two caches", 2 * capacity / 1e9, note=note))
     whole = "memory of owner and two clients"
     report.add(Row(whole, memory / 1e9, "GB", "the cache", capacity / 1e9, note=note))
 
@@ -102,11 +110,13 @@ def _device(name: str | None, threads: int) -> Device:
 class _Reads:
     """Processes that read the same file."""
 
-    def __init__(self, *settings: Any) -> None:
-        self._settings = settings
+    def __init__(self, where: Device, *settings: Any) -> None:
+        self._where = where
+        self._free = where.memory_info().free_bytes
+        self._settings = (where.name, *settings)
 
     def run(self, count: int, *, shared: bool) -> tuple[list[float], float, int, bool]:
-        """Return the rates, the first pass of one, bytes mapped, and whether all is right."""
+        """Return the rates, the first pass of one, bytes taken, and whether all is right."""
         spawn = multiprocessing.get_context("spawn")
         pipes, processes = [], []
         for _ in range(count):
@@ -121,7 +131,10 @@ class _Reads:
             for pipe in pipes:
                 pipe.send("go")
             done = [_next(pipe) for pipe in pipes]
-            memory = _mapped([os.getpid(), *(process.pid for process in processes)])
+            if self._where.kind == "cpu":
+                memory = _mapped([os.getpid(), *(process.pid for process in processes)])
+            else:
+                memory = self._free - self._where.memory_info().free_bytes
             for pipe in pipes:
                 pipe.send("end")
         finally:

@@ -841,7 +841,9 @@ class Cache(Closing):
 
     def _close(self) -> None:
         if self._owner is not None and not self._closed:
-            self._check_unused(len(self._volumes) - self._owner.opened)
+            # First: it waits for what is being closed for a client, which then is no volume.
+            opened = self._owner.opened
+            self._check_unused(len(self._volumes) - opened)
             # Without the lock, which the ends of sessions need.
             self._owner.close()
         with self._lock:

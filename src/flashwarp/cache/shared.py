@@ -137,10 +137,15 @@ class Facts:
             raise SharedCacheError(f"the owner describes no cache that can be: {self}")
 
     @property
+    def lines(self) -> int:
+        """Lines that the cache holds."""
+        return self.sets * self.ways
+
+    @property
     def lines_at_once(self) -> int:
         """Lines that one request may ask for: they fit the stage, and leave the cache to others."""
         room = self.stage_bytes // self.line
-        return max(1, min(room, ITEMS_MAX, self.sets * self.ways // 4))
+        return max(1, min(room, ITEMS_MAX, self.lines // 4))
 
 
 class Owner:

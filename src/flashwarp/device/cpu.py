@@ -135,6 +135,9 @@ class CpuDevice(Device):
     def fill(self, address: int, byte: int, nbytes: int, stream: object = None) -> None:
         ctypes.memset(address, byte, nbytes)
 
+    def clear(self, address: int, nbytes: int, stream: object) -> None:
+        self.fill(address, 0, nbytes, stream)
+
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(host_memory.available_bytes(), host_memory.total_bytes())
 

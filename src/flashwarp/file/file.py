@@ -118,7 +118,8 @@ class File(KernelFile):
         device, cache, line, o_direct, controller, lock
             As for `flashwarp.open`.
         prefetch : int
-            Lines that a read by a kernel starts to fetch behind the ones that it needs.
+            Lines that reads by kernels start to fetch behind the ones that they need; none where
+            the device reads the storage itself.
         capacity : int or str, optional
             Bytes up to which writes and appends may go, for mode "r+". Default: the size, or the
             capacity of an image, which has its own.

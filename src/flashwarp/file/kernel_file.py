@@ -36,7 +36,7 @@ class FileStruct(ctypes.Structure):
         ("state", ctypes.c_uint64),
         ("mode", ctypes.c_uint32),
         ("lines_ahead", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint64),
+        ("fixed_size", ctypes.c_uint64),
     )
 
 
@@ -55,7 +55,8 @@ class KernelFile(Closing):
         Bytes up to the end of the file. Default: the capacity. Writes and appends by kernels move
         the end, as far as the capacity.
     prefetch : int
-        Lines that a read starts to fetch behind the ones that it needs.
+        Lines that reads start to fetch behind the ones that they need. None where the device reads
+        the storage itself, which no fetch could hasten.
 
     Raises
     ------
@@ -73,9 +74,8 @@ class KernelFile(Closing):
             raise ArgumentError(f"a file for kernels has one axis, the array has {array.ndim}")
         self.array = array
         self._ahead = integer("prefetch", prefetch, 0, _LINES_AHEAD_MAX)
-        state = FileStateStruct(
-            integer("size", array.size if size is None else size, 0, array.size)
-        )
+        self._fixed_size = integer("size", array.size if size is None else size, 0, array.size)
+        state = FileStateStruct(self._fixed_size)
         self._state = array.device.allocate(ctypes.sizeof(state))
         array.device.upload(self._state.address, bytes(state))
 
@@ -101,6 +101,7 @@ class KernelFile(Closing):
                 state=self._state.address,
                 mode=_READ | (_WRITE if self.array.writable else 0),
                 lines_ahead=self._ahead,
+                fixed_size=self._fixed_size,
             )
         )
 

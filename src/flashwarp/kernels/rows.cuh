@@ -13,7 +13,7 @@
 #include "builds.cuh"
 #include "flashwarp/array.cuh"
 #include "flashwarp/cache/miss_list.cuh"
-#include "flashwarp/cache/read_around.cuh"
+#include "flashwarp/cache/short_hit.cuh"
 #include "flashwarp/cache/short_miss.cuh"
 
 namespace fw::kernels {
@@ -207,43 +207,6 @@ FW_DEVICE uint32_t batch_of(const row_params& p) {
   return p.batch < warp::kWarpWidth ? p.batch : warp::kWarpWidth;
 }
 
-// The words of a row that a lane holds at a time.
-inline constexpr uint32_t kWordsHeld = 8;
-
-// Copies one segment of up to kWordsHeld words for each lane, if it is resident. Returns false if
-// `for_each_segment` must move it, which then overwrites what this has stored. `epoch` is the
-// volume's: see cache/lease.cuh. It is looked at last, so that no load waits for it.
-FW_DEVICE bool gather_resident(const cache::geometry& g, const segment& piece, uint32_t epoch) {
-  using word = atomic::raw<16>;
-  constexpr uint32_t kWordBytes = 16;
-  constexpr uint32_t kStep = kWordBytes * warp::kWarpWidth;
-  const bool fits = piece.bytes <= kStep * kWordsHeld &&
-                    (piece.offset | piece.buffer | piece.bytes) % kWordBytes == 0;
-  if (piece.bytes == 0 || !fits) return false;
-  const cache::place at = cache::probe(g, piece.line);
-  if (warp::any(warp::kFullMask, !at.found)) return false;
-  const uint32_t mine = warp::lane() * kWordBytes;
-  const uint32_t bytes = uint32_t(piece.bytes);
-  const char* from = cache::frame_of(g, at.way) + piece.offset + mine;
-  char* to = reinterpret_cast<char*>(piece.buffer) + mine;
-  atomic::word16 values[kWordsHeld];
-  FW_UNROLL
-  for (uint32_t k = 0; k < kWordsHeld; k++) {
-    if (mine + k * kStep < bytes) values[k] = word::load(from + k * kStep);
-  }
-  // The loads of the frame come before the second look at the tag, and the fence before the stores:
-  // behind them it would wait for them.
-  atomic::fence_acquire();
-  const bool holds = cache::still_holds(g, at.way, at.word);
-  FW_UNROLL
-  for (uint32_t k = 0; k < kWordsHeld; k++) {
-    if (mine + k * kStep < bytes) word::store_plain(to + k * kStep, values[k]);
-  }
-  if (warp::any(warp::kFullMask, !holds || epoch != 0)) return false;
-  if (warp::lane() == 0) policy::on_hit(g, at.way, at.word);
-  return true;
-}
-
 // Takes one segment from the words of its line, on the short way of a miss.
 struct take_segment {
   static constexpr bool kTakesWords = true;
@@ -285,7 +248,7 @@ FW_DEVICE void gather_residents(const row_params& p, warp::share& mine) {
   const uint32_t epoch = cache::epoch_of(v);
   while (mine.begin < mine.end) {
     const segment piece = segment_of(p, line_begin, mine.begin, row);
-    if (gather_resident(p.geometry, piece, epoch)) {
+    if (cache::is_held(piece) && cache::copy_resident<policy>(p.geometry, piece, epoch)) {
       hits++;
       bytes += piece.bytes;
     } else if (warp::any(warp::kFullMask, epoch != 0) ||

@@ -20,7 +20,7 @@ from flashwarp.errors import FlashwarpError, SharedCacheError
 
 __all__ = ["ITEMS_MAX", "VERSION", "Message", "error_of", "fail", "hello", "receive", "send"]
 
-VERSION = 1
+VERSION = 2
 """Of messages, and of the memory that clients read: tags, frames and epochs."""
 
 MESSAGE_BYTES_MAX = 64 << 10

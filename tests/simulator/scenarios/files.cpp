@@ -1,5 +1,7 @@
-// Files: parallel appends, each read back, made durable, and found where it was put.
+// Files: parallel appends, each read back, made durable, and found where it was put; and records
+// that whole warps write and read.
 #include <algorithm>
+#include <vector>
 
 #include "flashwarp/file.cuh"
 #include "simulator/machine.h"
@@ -104,7 +106,111 @@ class Files {
   Appended appended_[32 * 8 * kEachMax];
 };
 
+// Records of all warps in turn, which warps write and read at their places.
+class Records {
+ public:
+  static constexpr uint32_t kCount = 3;  // of each warp
+
+  Records(Machine& machine, uint64_t seed, uint32_t warps, uint32_t nbytes, uint32_t ahead)
+      : machine_(machine),
+        seed_(seed),
+        state_(machine.allocate<fw::file_state>(1, "file state", Sharing::kAtomic)),
+        nbytes_(nbytes),
+        buffers_(warps, std::vector<uint8_t>(nbytes)),
+        versions_(warps * kCount) {
+    state_->size = 0;
+    file_ = {machine.array<uint8_t>(), state_, fw::kFileRead | fw::kFileWrite, ahead, 0};
+    machine.at_rest([this] { check(); });
+  }
+
+  // All lanes of a warp. Nobody else writes its records, so it reads what it has written last; it
+  // reads others' records meanwhile, for their lines.
+  void work(Thread& t, uint32_t steps) {
+    // The lanes have to choose alike.
+    Random random(seed_, 5000 + t.warp);
+    std::vector<uint8_t>& buffer = buffers_[t.warp];
+    for (uint32_t n = 0; n < steps; ++n) {
+      const uint32_t record = t.warp * kCount + random.below(kCount);
+      const uint64_t at = uint64_t(record) * nbytes_;
+      if (random.chance(40)) {
+        const uint8_t value = uint8_t(1 + random.below(255));
+        if (t.lane == 0) std::fill(buffer.begin(), buffer.end(), value);
+        fw::warp::sync(fw::warp::kFullMask);
+        scheduler.current()->doing = "write";
+        const int64_t got = fw::warp::write(file_, buffer.data(), at, nbytes_);
+        accept(got);
+        if (t.lane == 0) versions_[record] = got == int64_t(nbytes_) ? value : 0;
+        fw::warp::sync(fw::warp::kFullMask);
+        if (got > 0 && file_.size() < at + nbytes_) scheduler.fail("the file ends in a record");
+      } else if (random.chance(50) && versions_[record] != 0) {
+        if (t.lane == 0) std::fill(buffer.begin(), buffer.end(), uint8_t(0));
+        fw::warp::sync(fw::warp::kFullMask);
+        scheduler.current()->doing = "read";
+        const int64_t got = fw::warp::read(file_, buffer.data(), at, nbytes_);
+        accept(got);
+        const bool right = std::all_of(buffer.begin(), buffer.end(),
+                                       [&](uint8_t b) { return b == versions_[record]; });
+        if (got > 0 && !right) scheduler.fail("a record reads back as other bytes");
+        fw::warp::sync(fw::warp::kFullMask);
+      } else {
+        scheduler.current()->doing = "read another's";
+        const uint64_t other = random.below(uint32_t(versions_.size())) * uint64_t(nbytes_);
+        const int64_t got = fw::warp::read(file_, buffer.data(), other, nbytes_);
+        if (got < 0) accept(got);
+        fw::warp::sync(fw::warp::kFullMask);
+      }
+    }
+  }
+
+ private:
+  void accept(int64_t got) {
+    const bool failed = got == fw::kFileIo || got == fw::kFileTimedOut;
+    if (got == int64_t(nbytes_) || (failed && machine_.faulty())) return;
+    scheduler.fail("a call on a file returns " + std::to_string(got));
+  }
+
+  void check() {
+    for (uint32_t record = 0; record < versions_.size(); ++record) {
+      if (versions_[record] == 0) continue;
+      const uint64_t begin = uint64_t(record) * nbytes_;
+      if (state_->size < begin + nbytes_) throw Failure("the file ends in a record\n");
+      for (uint64_t k = 0; k < nbytes_; ++k) {
+        if (uint8_t(*machine_.stored(0, begin + k)) != versions_[record])
+          throw Failure("the storage has other bytes than were written\n");
+      }
+    }
+  }
+
+  Machine& machine_;
+  const uint64_t seed_;
+  fw::file_state* state_;
+  const uint32_t nbytes_;
+  fw::file file_ = {};
+  std::vector<std::vector<uint8_t>> buffers_;
+  std::vector<uint8_t> versions_;  // what each record holds; 0: nobody knows
+};
+
 }  // namespace
+
+FW_SCENARIO(file_records, "warps write and read records of a file, whole warps together") {
+  Shape shape = Shape::draw(run.random);
+  shape.volumes = 1;
+  shape.lines = std::max(shape.lines, 12u);
+  if (run.random.chance(30)) {
+    draw_faults(run);
+    if (kWidth == 32) run.faults.errors = std::min(run.faults.errors, 20u);
+  }
+  Machine machine(run, shape);
+  const uint32_t room = uint32_t(machine.array<uint8_t>().length) / (shape.warps * Records::kCount);
+  const uint32_t most = std::min(room, 480u);
+  // Of many words each, or of any number of bytes.
+  uint32_t nbytes = 1 + run.random.below(most);
+  if (run.random.chance(50) && nbytes >= 16) nbytes = nbytes / 16 * 16;
+  Records records(machine, run.seed, shape.warps, nbytes, run.random.below(4));
+  const uint32_t steps = kWidth == 32 ? 3 : 2 + run.random.below(4);
+  machine.launch([&](Thread& t) { records.work(t, steps); });
+  machine.settle();
+}
 
 FW_SCENARIO(files, "threads append to a file, read back what they appended, and sync") {
   Shape shape = Shape::draw(run.random);

@@ -272,6 +272,17 @@ struct copy_piece {
   }
 };
 
+// The piece of a span in one of its lines, or none of it.
+template <bool kToFrame>
+FW_DEVICE copy_piece<kToFrame> piece_of(const cache::geometry& g, const span& s, uint64_t line,
+                                        bool wants) {
+  const uint64_t line_start = line << g.line_shift;
+  const uint64_t line_end = line_start + cache::line_bytes(g);
+  const uint64_t from = s.begin > line_start ? s.begin : line_start;
+  const uint64_t to = s.end < line_end ? s.end : line_end;
+  return {from - line_start, wants ? to - from : 0, s.buffer + (from - s.begin)};
+}
+
 // Lines of a span that the lanes prefetch ahead of the one that they copy, all lanes together.
 inline constexpr uint32_t kSpanLinesAhead = 8;
 
@@ -305,12 +316,7 @@ FW_DEVICE_NOINLINE uint32_t move_span(cache::line_cache* c, cache::volume* v, ui
       ahead.line += s.stride;
     }
     const bool wants = at.more() && is_meant(*c, *v, s, at.line, which);
-    const uint64_t line_start = at.line << g.line_shift;
-    const uint64_t line_end = line_start + cache::line_bytes(g);
-    const uint64_t from = s.begin > line_start ? s.begin : line_start;
-    const uint64_t to = s.end < line_end ? s.end : line_end;
-    copy_piece<kToFrame> op = {from - line_start, wants ? to - from : 0,
-                               s.buffer + (from - s.begin)};
+    copy_piece<kToFrame> op = piece_of<kToFrame>(g, s, at.line, wants);
     const uint64_t global = v->line_begin + at.line;
     const bool whole = wants && op.bytes == cache::bytes_of_line(*c, *v, global);
     const uint32_t got = cache::access<policy>(g, *c, *v, mask, wants, global, whole, op, count);

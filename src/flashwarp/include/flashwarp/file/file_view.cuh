@@ -16,6 +16,7 @@
 #pragma once
 
 #include "flashwarp/array/async.cuh"
+#include "flashwarp/cache/short_hit.cuh"
 #include "flashwarp/cache/single_command.cuh"
 
 namespace fw {
@@ -41,16 +42,19 @@ struct file {
   array<uint8_t> bytes;  // as long as the capacity
   file_state* state;
   uint32_t mode;
-  uint32_t lines_ahead;  // lines to prefetch behind each read; 0: none
-  uint64_t reserved;
+  uint32_t lines_ahead;  // lines to prefetch behind reads; 0: none
+  uint64_t fixed_size;   // of a file that is only read: no read waits for a look at the state
 
   // Bytes up to the end of the file.
-  FW_DEVICE uint64_t size() const { return atomic::load_relaxed(&state->size); }
+  FW_DEVICE uint64_t size() const {
+    return (mode & kFileWrite) == 0 ? fixed_size : atomic::load_relaxed(&state->size);
+  }
   FW_DEVICE uint64_t capacity() const { return bytes.length; }
 };
 static_assert(sizeof(file) == 96);
 FW_CHECK_OFFSET(file, state, 72);
 FW_CHECK_OFFSET(file, mode, 80);
+FW_CHECK_OFFSET(file, fixed_size, 88);
 
 namespace detail {
 
@@ -78,9 +82,8 @@ FW_DEVICE int64_t writable(const file& f, uint64_t offset, uint64_t nbytes) {
   return int64_t(nbytes);
 }
 
-// Lets the file end at `end` or later. One lane for each call.
-FW_DEVICE void extend_to(const file& f, uint64_t end) {
-  uint64_t size = atomic::load_relaxed(&f.state->size);
+// Lets the file end at `end` or later. `size` is what it was at some time. One lane for each call.
+FW_DEVICE void extend_to(const file& f, uint64_t size, uint64_t end) {
   while (size < end) {
     // Release: who sees the new size sees the bytes before it.
     if (atomic::cas_acq_rel(&f.state->size, size, end)) return;
@@ -98,8 +101,22 @@ FW_DEVICE int64_t take_end(const file& f, uint64_t nbytes) {
   }
 }
 
-// Starts the fills of the lines of a read and of those behind it, as far as the file has them.
-FW_DEVICE void look_ahead(const file& f, const span& s) {
+// Whether a read that has hit looks ahead. Not each does: those at the lines that are multiples of
+// half the count, or of the power of two below it. So reads in order find about half on its way.
+FW_DEVICE bool is_time_to_look(const file& f, const span& s) {
+  if (f.lines_ahead == 0) return false;
+  uint32_t shift = f.bytes.geometry.line_shift;
+  for (uint32_t half = f.lines_ahead >> 1; half > 1; half >>= 1) shift++;
+  return s.begin == 0 || (s.end - 1) >> shift != (s.begin - 1) >> shift;
+}
+
+// Starts the fills of the lines of a read and of those behind it, as far as the file has them. All
+// lanes of `mask` call. In place there is nothing to start: the warp itself would copy what others
+// copy when they need it, and evict what they still need.
+FW_DEVICE void look_ahead(const file& f, uint32_t mask, const span& s) {
+  const nvme::queue_pair& q = f.bytes.volume->queues[0];
+  const bool plain = q.plain_reads != 0 || q.parts != nullptr;
+  if (warp::any(mask, plain && nvme::path_of(q) == nvme::kInPlace)) return;
   span wide = s;
   const uint64_t ahead = uint64_t(f.lines_ahead) << f.bytes.geometry.line_shift;
   const uint64_t size = f.size();
@@ -107,26 +124,92 @@ FW_DEVICE void look_ahead(const file& f, const span& s) {
   base::opaque (&fetch_span)(f.bytes.cache, f.bytes.volume, wide, lines::kAll);
 }
 
+inline constexpr uint32_t kAllMoved = ~0u;
+
+// Moves the lines of a span as long as all lanes find theirs resident, as `move_shared` does, but
+// with what the view itself knows. Returns how many lines of each lane it has moved, or kAllMoved.
+// It may have moved some of the next lines, too. All lanes of `mask` call together.
+template <bool kToFrame>
+FW_DEVICE_NOINLINE uint32_t move_resident(const cache::geometry& g, uint64_t line_begin,
+                                          uint32_t mask, const span& s) {
+  uint32_t moved = 0;
+  for (walk at(g, s); warp::any(mask, at.more()); at.line += at.stride) {
+    const bool wants = at.more();
+    cache::place where = {0, 0, false};
+    if (wants) where = cache::probe(g, line_begin + at.line);
+    if (warp::any(mask, wants != where.found)) return moved;
+    copy_piece<kToFrame> op = piece_of<kToFrame>(g, s, at.line, wants);
+    const uint32_t served = cache::serve_hits<policy>(g, mask, where, op);
+    if (warp::any(mask, wants && ((served >> warp::lane()) & 1) == 0)) return moved;
+    moved++;
+  }
+  return kAllMoved;
+}
+
+// The same for a span of a file. Returns false if `s` is left.
+template <bool kToFrame>
+FW_DEVICE bool move_all_resident(const file& f, uint32_t mask, span& s) {
+  const uint32_t moved = move_resident<kToFrame>(f.bytes.geometry, f.bytes.line_begin, mask, s);
+  if (moved == kAllMoved) return true;
+  s.first += moved * s.stride;
+  return false;
+}
+
+// The piece of a read of one line by a full warp, if that takes the short way; else of no bytes.
+FW_DEVICE cache::piece short_piece(const file& f, uint32_t mask, const span& s) {
+  if constexpr (warp::kWarpWidth == 1) return {0, 0, 0, 0};
+  const uint32_t shift = f.bytes.geometry.line_shift;
+  const uint64_t line = s.begin >> shift;
+  const bool one = s.stride == warp::kWarpWidth && (s.end - 1) >> shift == line;
+  if (mask != warp::kFullMask || !one || base::is_private(s.buffer)) return {0, 0, 0, 0};
+  const cache::piece what = {f.bytes.line_begin + line, s.begin - (line << shift), s.end - s.begin,
+                             s.buffer};
+  return cache::is_held(what) ? what : cache::piece{0, 0, 0, 0};
+}
+
+// A function of its own, so that kernels do not keep registers for the words that it holds.
+FW_DEVICE_NOINLINE bool copy_held(const cache::geometry& g, uint64_t line, uint64_t offset,
+                                  uint64_t bytes, uint64_t buffer) {
+  return cache::copy_resident<policy>(g, {line, offset, bytes, buffer}, 0);
+}
+
+// Moves a read's bytes if all their lines are resident. Returns false if `s` is left.
+FW_DEVICE bool read_resident(const file& f, uint32_t mask, span& s) {
+  const cache::piece held = short_piece(f, mask, s);
+  if (held.bytes == 0) return move_all_resident<false>(f, mask, s);
+  const bool moved = copy_held(f.bytes.geometry, held.line, held.offset, held.bytes, held.buffer);
+  // All lanes see the whole copy.
+  warp::sync(mask);
+  return moved;
+}
+
 // Moves bytes by the lanes of `mask`, group `rank` of `ranks`. The result is that of this group.
 FW_DEVICE int64_t read_file(const file& f, uint32_t mask, void* to, uint64_t offset, int64_t nbytes,
                             uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
-  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
-  if (f.lines_ahead != 0) look_ahead(f, s);
+  span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), to), rank, ranks);
+  const bool hit = read_resident(f, mask, s);
+  if (hit ? is_time_to_look(f, s) : f.lines_ahead != 0) look_ahead(f, mask, s);
+  if (hit) return nbytes;
   const uint32_t got = base::opaque(&move_shared<false>)(f.bytes.cache, f.bytes.volume, mask, s);
   return file_result(got, uint64_t(nbytes));
 }
+
+// The same for a write. The end of the file stays where it is.
 FW_DEVICE int64_t write_file(const file& f, uint32_t mask, const void* from, uint64_t offset,
                              int64_t nbytes, uint32_t rank, uint32_t ranks) {
   if (nbytes <= 0) return nbytes;
-  const span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
+  span s = dealt(mask, f.bytes.span_of(offset, uint64_t(nbytes), from), rank, ranks);
+  if (move_all_resident<true>(f, mask, s)) return nbytes;
   const uint32_t got = base::opaque(&move_shared<true>)(f.bytes.cache, f.bytes.volume, mask, s);
   return file_result(got, uint64_t(nbytes));
 }
 
-// Lets the file end behind a write of `got` bytes, or of none, by the lanes of `mask`.
-FW_DEVICE int64_t end_write(const file& f, uint32_t mask, uint64_t offset, int64_t got) {
-  if (got > 0 && warp::rank_in(mask) == 0) extend_to(f, offset + uint64_t(got));
+// Lets the file end behind a write of `got` bytes, or of none, by the lanes of `mask`. `size` was
+// looked at before the write: it only grows, and so no write waits for this look.
+FW_DEVICE int64_t end_write(const file& f, uint32_t mask, uint64_t size, uint64_t offset,
+                            int64_t got) {
+  if (got > 0 && warp::rank_in(mask) == 0) extend_to(f, size, offset + uint64_t(got));
   return got;
 }
 
@@ -172,7 +255,7 @@ FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes
   const int64_t n = detail::readable(f, offset, nbytes);
   if (n <= 0) return n;
   const detail::span s = f.bytes.span_of(offset, uint64_t(n), to);
-  if (f.lines_ahead != 0) detail::look_ahead(f, s);
+  if (f.lines_ahead != 0) detail::look_ahead(f, detail::active_on(f.bytes.volume), s);
   const uint32_t got = base::opaque(&detail::move_own<false>)(f.bytes.cache, f.bytes.volume, s);
   return detail::file_result(got, uint64_t(n));
 }
@@ -183,7 +266,7 @@ FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64
   if (n <= 0) return n;
   const detail::span s = f.bytes.span_of(offset, uint64_t(n), from);
   const uint32_t got = base::opaque(&detail::move_own<true>)(f.bytes.cache, f.bytes.volume, s);
-  if (got == nvme::kSuccess) detail::extend_to(f, offset + uint64_t(n));
+  if (got == nvme::kSuccess) detail::extend_to(f, f.size(), offset + uint64_t(n));
   return detail::file_result(got, uint64_t(n));
 }
 
@@ -207,8 +290,9 @@ FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
   const uint32_t mask = detail::active_on(f.bytes.volume);
   const int64_t n = detail::writable(f, offset, nbytes);
+  const uint64_t size = f.size();
   const int64_t got = detail::write_file(f, mask, from, offset, n, 0, 1);
-  return detail::end_write(f, mask, offset, got);
+  return detail::end_write(f, mask, size, offset, got);
 }
 
 FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
@@ -243,9 +327,10 @@ FW_DEVICE int64_t read(const file& f, void* to, uint64_t offset, uint64_t nbytes
 FW_DEVICE int64_t write(const file& f, const void* from, uint64_t offset, uint64_t nbytes) {
   sync();
   const int64_t n = detail::writable(f, offset, nbytes);
+  const uint64_t size = f.size();
   const int64_t got = detail::common(
       detail::write_file(f, warp::kFullMask, from, offset, n, warp_rank(), warp_count()));
-  return detail::end_write(f, warp::kFullMask, offset, got);
+  return detail::end_write(f, warp::kFullMask, size, offset, got);
 }
 
 FW_DEVICE int64_t append(const file& f, const void* from, uint64_t nbytes, uint64_t* at = nullptr) {
