@@ -143,6 +143,8 @@ void bind_vfio(nb::module_& m) {
       .def("close", &Drive::close, WithoutGil())
       .def_prop_ro("lost", &Drive::lost);
 
+  m.def("try_iommufd", &try_iommufd, nb::arg("file"), nb::arg("nbytes"), WithoutGil());
+
   nb::class_<NamespaceStorage, Storage>(m, "NamespaceStorage")
       .def(
           "__init__",
@@ -159,11 +161,13 @@ void bind_vfio(nb::module_& m) {
       .def(
           "__init__",
           [](DataRegion* self, const std::shared_ptr<Drive>& drive, Range range,
-             uint64_t transfer_bytes_max) {
+             uint64_t transfer_bytes_max, int file) {
             const Unlocked unlocked;
-            new (self) DataRegion(drive->function(), range.first, range.second, transfer_bytes_max);
+            new (self)
+                DataRegion(drive->function(), range.first, range.second, transfer_bytes_max, file);
           },
-          nb::arg("drive"), nb::arg("range"), nb::arg("transfer_bytes_max"))
+          nb::arg("drive"), nb::arg("range"), nb::arg("transfer_bytes_max"),
+          nb::arg("file") = kNoFile)
       .def(
           "addressing",
           [](const DataRegion& region, uint32_t nsid, uint32_t lba_shift) {
@@ -176,6 +180,11 @@ void bind_vfio(nb::module_& m) {
       .def(nb::init<std::shared_ptr<Drive>, uint32_t>(), nb::arg("drive"), nb::arg("count"))
       .def_prop_ro("ids", &QueueLease::ids)
       .def_prop_ro("doorbells", &QueueLease::doorbells)
+      .def_prop_ro("registers",
+                   [](const QueueLease& lease) {
+                     return Range(lease.registers().address(), lease.registers().nbytes());
+                   })
+      .def("hold", &QueueLease::hold)
       .def("release", &QueueLease::release);
 
   nb::class_<DriveQueues, Controller>(m, "DriveQueues")
@@ -183,13 +192,13 @@ void bind_vfio(nb::module_& m) {
           "__init__",
           [](DriveQueues* self, std::shared_ptr<QueueLease> lease,
              std::vector<QueuePairAddresses> queue_pairs, Range rings,
-             std::shared_ptr<DataRegion> data, nb::object) {
+             std::shared_ptr<DataRegion> data, nb::object, int rings_file) {
             const Unlocked unlocked;
-            new (self)
-                DriveQueues(std::move(lease), std::move(queue_pairs), rings, std::move(data));
+            new (self) DriveQueues(std::move(lease), std::move(queue_pairs), rings, std::move(data),
+                                   rings_file);
           },
           nb::arg("lease"), nb::arg("queue_pairs"), nb::arg("rings"), nb::arg("data"),
-          nb::arg("keeps") = nb::none(),
+          nb::arg("keeps") = nb::none(), nb::arg("rings_file") = kNoFile,
           // What holds the rings and the memory that commands name: the drive outlives no queue.
           nb::keep_alive<1, 6>())
       .def("set_failed_words", &DriveQueues::set_failed_words, nb::arg("addresses"))

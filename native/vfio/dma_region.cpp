@@ -5,11 +5,13 @@
 
 namespace fw::native::vfio {
 
-DmaRegion::DmaRegion(std::shared_ptr<PciFunction> function, uint64_t address, uint64_t nbytes)
+DmaRegion::DmaRegion(std::shared_ptr<PciFunction> function, uint64_t address, uint64_t nbytes,
+                     int file)
     : function_(std::move(function)),
       begin_(round_down(address, kMemoryPageBytes)),
       nbytes_(round_up(address + nbytes, kMemoryPageBytes) - begin_),
-      iova_(function_->map(begin_, nbytes_)) {}
+      iova_(file == kNoFile ? function_->map(begin_, nbytes_)
+                            : function_->map_file(file, nbytes_)) {}
 
 DmaRegion::~DmaRegion() {
   // The mapping is the parent's, which goes on using it.
@@ -17,8 +19,8 @@ DmaRegion::~DmaRegion() {
 }
 
 DataRegion::DataRegion(std::shared_ptr<PciFunction> function, uint64_t address, uint64_t nbytes,
-                       uint64_t transfer_bytes_max)
-    : data_(function, address, nbytes) {
+                       uint64_t transfer_bytes_max, int file)
+    : data_(function, address, nbytes, file) {
   if (transfer_bytes_max <= 2 * kMemoryPageBytes) return;
   const uint64_t pages = data_.nbytes() / kMemoryPageBytes;
   lists_.emplace(std::move(function), pages * sizeof(uint64_t));

@@ -14,10 +14,15 @@ namespace fw::native::vfio {
 // CC.MPS of the driver, and what the host's pages are a multiple of.
 inline constexpr uint64_t kMemoryPageBytes = 4096;
 
+// Memory that the process's page tables name, and no file.
+inline constexpr int kNoFile = -1;
+
 // The pages that hold [address, address + nbytes). Their owner keeps them as long as this object.
+// A GPU's are the first ones of `file`, a dma-buf, which may be closed behind the constructor.
 class DmaRegion {
  public:
-  DmaRegion(std::shared_ptr<PciFunction> function, uint64_t address, uint64_t nbytes);
+  DmaRegion(std::shared_ptr<PciFunction> function, uint64_t address, uint64_t nbytes,
+            int file = kNoFile);
   ~DmaRegion();
   DmaRegion(const DmaRegion&) = delete;
   DmaRegion& operator=(const DmaRegion&) = delete;
@@ -60,7 +65,7 @@ class DmaMemory {
 class DataRegion {
  public:
   DataRegion(std::shared_ptr<PciFunction> function, uint64_t address, uint64_t nbytes,
-             uint64_t transfer_bytes_max);
+             uint64_t transfer_bytes_max, int file = kNoFile);
 
   nvme::drive_addressing addressing(uint32_t nsid, uint32_t lba_shift) const;
 

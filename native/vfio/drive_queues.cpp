@@ -29,7 +29,8 @@ void QueueLease::release() {
 }
 
 DriveQueues::DriveQueues(std::shared_ptr<QueueLease> lease, std::vector<QueuePairAddresses> pairs,
-                         std::pair<uint64_t, uint64_t> rings, std::shared_ptr<DataRegion> data)
+                         std::pair<uint64_t, uint64_t> rings, std::shared_ptr<DataRegion> data,
+                         int rings_file)
     : Controller(std::move(pairs)),
       lease_(std::move(lease)),
       drive_(lease_->drive()),
@@ -45,7 +46,7 @@ DriveQueues::DriveQueues(std::shared_ptr<QueueLease> lease, std::vector<QueuePai
                 pair.cq < begin + nbytes,
             "the rings lie outside of their memory");
   }
-  rings_ = std::make_unique<DmaRegion>(drive_->function(), begin, nbytes);
+  rings_ = std::make_unique<DmaRegion>(drive_->function(), begin, nbytes, rings_file);
 }
 
 std::vector<QueuePairPlace> DriveQueues::places() const {
@@ -82,12 +83,12 @@ void DriveQueues::stop() {
   // From here on the IOMMU keeps the drive out of this memory, whatever state it is in.
   rings_.reset();
   data_.reset();
-  lease_->release();
+  if (!lease_->held()) lease_->release();
   set_failed_words({});
 }
 
 void DriveQueues::lose(const std::string& why) {
-  lease_->registers().detach();
+  lease_->detach();
   const std::lock_guard guard(loss_);
   why_lost_ = why;
   // Relaxed: waits look at the word alone.

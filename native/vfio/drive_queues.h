@@ -29,22 +29,34 @@ class QueueLease {
   // Addresses of the doorbells of the SQ and the CQ.
   std::vector<std::pair<uint64_t, uint64_t>> doorbells() const;
   const std::shared_ptr<Drive>& drive() const { return drive_; }
-  Registers& registers() const { return *registers_; }
+  const Registers& registers() const { return *registers_; }
+
+  // A GPU has the registers mapped, too: they stay where they are until `release`, whose caller has
+  // ended the GPU's mapping before, and so its kernels' late stores.
+  void hold() { held_ = true; }
+  bool held() const { return held_; }
+
+  // The drive is lost: late stores of CPU threads go nowhere from here on.
+  void detach() {
+    if (!held_) registers_->detach();
+  }
   void release();
 
  private:
   const std::shared_ptr<Drive> drive_;
   const std::shared_ptr<Registers> registers_;
   const std::vector<uint16_t> ids_;
-  std::atomic<bool> released_{false};
+  std::atomic<bool> held_{false}, released_{false};
 };
 
 class DriveQueues final : public Controller, private DriveUser {
  public:
   // `pairs` have the numbers and doorbells of the lease, and rings in `rings` on page boundaries.
-  // Commands name memory of `data`.
+  // Commands name memory of `data`. The rings of a GPU are the first pages of `rings_file`, its
+  // dma-buf.
   DriveQueues(std::shared_ptr<QueueLease> lease, std::vector<QueuePairAddresses> pairs,
-              std::pair<uint64_t, uint64_t> rings, std::shared_ptr<DataRegion> data);
+              std::pair<uint64_t, uint64_t> rings, std::shared_ptr<DataRegion> data,
+              int rings_file = kNoFile);
   ~DriveQueues() override { stop(); }
 
   // Words that end all waits of device code for a pair, if the host can store to them.

@@ -89,6 +89,8 @@ class Type1 final : public Iommu {
     return ioctl(container_.get(), VFIO_IOMMU_UNMAP_DMA, &request) == 0 ? 0 : errno;
   }
 
+  int map_file(uint64_t, int, uint64_t) override { return EOPNOTSUPP; }
+
   std::vector<int32_t> groups() const override { return {group_.get()}; }
 
  private:
@@ -140,6 +142,19 @@ class Type1 final : public Iommu {
   OpenFile container_, group_;
 };
 
+uint32_t new_ioas(const OpenFile& iommufd) {
+  abi::IoasAlloc space = {sizeof space, 0, 0};
+  if (ioctl(iommufd.get(), abi::kIoasAlloc, &space) != 0) throw_system("IOMMU_IOAS_ALLOC", errno);
+  return space.ioas_id;
+}
+
+int map_file_into(const OpenFile& iommufd, uint32_t ioas, uint64_t iova, int file,
+                  uint64_t nbytes) {
+  const uint32_t flags = abi::kMapFixed | abi::kMapWritable | abi::kMapReadable;
+  abi::IoasMapFile request = {sizeof request, flags, ioas, file, 0, nbytes, iova};
+  return ioctl(iommufd.get(), abi::kIoasMapFile, &request) == 0 ? 0 : errno;
+}
+
 class Iommufd final : public Iommu {
  public:
   Iommufd(const std::string& bdf, const std::string& name) {
@@ -153,10 +168,7 @@ class Iommufd final : public Iommu {
                  (error == EBUSY ? "; another process may drive it: fuser -v " + path : ""),
              error);
     }
-    abi::IoasAlloc space = {sizeof space, 0, 0};
-    if (ioctl(iommufd_.get(), abi::kIoasAlloc, &space) != 0)
-      throw_system("IOMMU_IOAS_ALLOC", errno);
-    ioas_ = space.ioas_id;
+    ioas_ = new_ioas(iommufd_);
     abi::AttachPageTable attach = {sizeof attach, 0, ioas_};
     if (ioctl(device_.get(), abi::kAttachPageTable, &attach) != 0) {
       throw_system("VFIO_DEVICE_ATTACH_IOMMUFD_PT of " + bdf, errno);
@@ -187,6 +199,10 @@ class Iommufd final : public Iommu {
     return ioctl(iommufd_.get(), abi::kIoasMap, &request) == 0 ? 0 : errno;
   }
 
+  int map_file(uint64_t iova, int file, uint64_t nbytes) override {
+    return map_file_into(iommufd_, ioas_, iova, file, nbytes);
+  }
+
   int unmap(uint64_t iova, uint64_t nbytes) override {
     abi::IoasUnmap request = {sizeof request, ioas_, iova, nbytes};
     return ioctl(iommufd_.get(), abi::kIoasUnmap, &request) == 0 ? 0 : errno;
@@ -205,6 +221,17 @@ std::unique_ptr<Iommu> open_type1(const std::string& bdf, const std::string& gro
 
 std::unique_ptr<Iommu> open_iommufd(const std::string& bdf, const std::string& device) {
   return std::make_unique<Iommufd>(bdf, device);
+}
+
+int try_iommufd(int file, uint64_t nbytes) {
+  // Any address does: the space is empty, and ends with its file.
+  constexpr uint64_t kIova = uint64_t(1) << 30;
+  try {
+    const OpenFile iommufd = open_or_throw("/dev/iommu", "");
+    return map_file_into(iommufd, new_ioas(iommufd), kIova, file, nbytes);
+  } catch (const DriveError& error) {
+    return error.error;
+  }
 }
 
 }  // namespace fw::native::vfio

@@ -1,7 +1,7 @@
 // The requests of Linux's iommufd that the driver makes, and of VFIO devices opened by themselves.
 //
-// From the kernel's documented interface (since 6.2 and 6.6); distributions whose headers are older
-// than their kernel lack them.
+// From the kernel's documented interface (since 6.2, 6.6 and 6.13); distributions whose headers are
+// older than their kernel lack them.
 #pragma once
 
 #include <linux/vfio.h>
@@ -47,6 +47,18 @@ struct IoasUnmap {
 };
 static_assert(sizeof(IoasUnmap) == 24);
 
+// Takes memfds; and dma-bufs, since 6.19, of the exporters that the kernel trusts to revoke them.
+struct IoasMapFile {
+  uint32_t size;
+  uint32_t flags;
+  uint32_t ioas_id;
+  int32_t file;
+  uint64_t begin;
+  uint64_t nbytes;
+  uint64_t iova;
+};
+static_assert(sizeof(IoasMapFile) == 40);
+
 struct BindIommufd {
   uint32_t argsz;
   uint32_t flags;
@@ -68,6 +80,7 @@ inline constexpr unsigned long kIoasAlloc = _IO(';', 0x81);
 inline constexpr unsigned long kIovaRanges = _IO(';', 0x84);
 inline constexpr unsigned long kIoasMap = _IO(';', 0x85);
 inline constexpr unsigned long kIoasUnmap = _IO(';', 0x86);
+inline constexpr unsigned long kIoasMapFile = _IO(';', 0x8F);
 inline constexpr unsigned long kBindIommufd = _IO(VFIO_TYPE, VFIO_BASE + 18);
 inline constexpr unsigned long kAttachPageTable = _IO(VFIO_TYPE, VFIO_BASE + 19);
 

@@ -65,6 +65,9 @@ class PciFunction {
   // Address and size are multiples of the host's page.
   virtual uint64_t map(uint64_t address, uint64_t nbytes) = 0;
 
+  // The same for the first bytes of a file of memory, such as a GPU's dma-buf.
+  virtual uint64_t map_file(int file, uint64_t nbytes) = 0;
+
   // Ends it. Afterwards the IOMMU keeps the function out, whatever its state.
   virtual void unmap(uint64_t iova, uint64_t nbytes) noexcept = 0;
 

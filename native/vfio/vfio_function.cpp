@@ -81,8 +81,7 @@ std::shared_ptr<Registers> VfioFunction::map_registers() {
   return std::make_shared<Registers>(memory, bar.size);
 }
 
-uint64_t VfioFunction::map(uint64_t address, uint64_t nbytes) {
-  const std::lock_guard guard(lock_);
+uint64_t VfioFunction::take_iova(uint64_t nbytes) {
   (void)device();
   const uint64_t alignment = nbytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
   const uint64_t iova = space_.take(nbytes, alignment);
@@ -91,6 +90,12 @@ uint64_t VfioFunction::map(uint64_t address, uint64_t nbytes) {
                                                    std::to_string(nbytes) +
                                                    " more bytes: take a smaller cache");
   }
+  return iova;
+}
+
+uint64_t VfioFunction::map(uint64_t address, uint64_t nbytes) {
+  const std::lock_guard guard(lock_);
+  const uint64_t iova = take_iova(nbytes);
   if (const int error = iommu_->map(iova, address, nbytes); error != 0) {
     space_.give(iova);
     const char* hint = error == ENOMEM
@@ -100,6 +105,19 @@ uint64_t VfioFunction::map(uint64_t address, uint64_t nbytes) {
     throw DriveError(DriveError::Kind::kSystem,
                      "mapping " + std::to_string(nbytes) + " bytes of memory for " + bdf_ + ": " +
                          std::strerror(error) + hint,
+                     error);
+  }
+  return iova;
+}
+
+uint64_t VfioFunction::map_file(int file, uint64_t nbytes) {
+  const std::lock_guard guard(lock_);
+  const uint64_t iova = take_iova(nbytes);
+  if (const int error = iommu_->map_file(iova, file, nbytes); error != 0) {
+    space_.give(iova);
+    throw DriveError(DriveError::Kind::kSystem,
+                     "mapping " + std::to_string(nbytes) + " bytes of another device for " + bdf_ +
+                         " (" + kind_ + "): " + std::strerror(error),
                      error);
   }
   return iova;

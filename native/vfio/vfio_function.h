@@ -19,6 +19,7 @@ class VfioFunction final : public PciFunction {
 
   std::shared_ptr<Registers> map_registers() override;
   uint64_t map(uint64_t address, uint64_t nbytes) override;
+  uint64_t map_file(int file, uint64_t nbytes) override;
   void unmap(uint64_t iova, uint64_t nbytes) noexcept override;
   void set_bus_master(bool on) override;
   void reset() override;
@@ -31,6 +32,7 @@ class VfioFunction final : public PciFunction {
  private:
   void listen(uint32_t index, const OpenFile& event);
   void reset_slot(int device);
+  uint64_t take_iova(uint64_t nbytes);
   int device() const;
 
   const std::string bdf_;

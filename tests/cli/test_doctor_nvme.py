@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashwarp.cli.doctor_nvme import Machine
+from flashwarp.cli.doctor_nvme import GpuFacts, Machine
 from flashwarp.cli.finding import Finding
 
-STEPS = ["drives", "passthrough", "IOMMU", "vfio-pci", "permission", "iommufd", "and GPU memory"]
+STEPS = ["drives", "passthrough", "IOMMU", "vfio-pci", "permission", "iommufd"]
+GPU_STEPS = ("doorbells", "dma-buf", "mapping", "order")
+STEPS += [f"GPU {step}" for step in (*GPU_STEPS, "data path")]
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Tree:
             may=lambda path, _: str(path.relative_to(self.root)) not in self.refused,
             privileged=lambda: False,
             memlock=lambda: -1,
+            gpu=lambda: GpuFacts(error="no GPU"),
         )
         machine = replace(machine, **options)
         return {name: check() for name, check in machine.checks()}
@@ -247,13 +251,65 @@ def test_iommufd(tree: Tree) -> None:
     assert "chown $USER /dev/vfio/devices/vfio0" in refused.advice
 
 
-def test_gpu_memory_is_not_mapped_for_drives(tree: Tree) -> None:
+def test_without_a_gpu_threads_serve_it(tree: Tree) -> None:
     tree.drive("0000:01:00.0", "nvme0n1")
 
-    found = tree.findings()["and GPU memory"]
+    found = tree.findings()
 
-    assert found.state == "missing"
-    assert "maps no GPU memory for drives" in found.detail
+    for step in ("doorbells", "dma-buf", "order"):
+        assert (found[f"GPU {step}"].state, found[f"GPU {step}"].detail) == ("missing", "no GPU")
+    assert found["GPU mapping"].detail == "not tried: there is no dma-buf"
+    assert found["GPU data path"].values["data_path"] == "software"
+
+
+def test_gpu_with_all_pieces_takes_data_directly(tree: Tree) -> None:
+    tree.drive("0000:01:00.0", driver="vfio-pci", group="9")
+
+    found = tree.findings(gpu=lambda: GpuFacts(orders=True), privileged=lambda: True)
+
+    assert [found[f"GPU {step}"].state for step in GPU_STEPS] == ["ok"] * 4
+    path = found["GPU data path"]
+    assert (path.state, path.values["data_path"]) == ("ok", "direct")
+    assert "no drive has been driven by a GPU yet" in path.detail
+
+
+@pytest.mark.parametrize(
+    ("facts", "step", "state", "text"),
+    [
+        (GpuFacts(export_refusal="why"), "dma-buf", "missing", "not exported: why"),
+        (
+            GpuFacts(orders=True, mapping_errno=errno.EOPNOTSUPP),
+            "mapping",
+            "missing",
+            "not support",
+        ),
+        (GpuFacts(orders=True, mapping_errno=errno.ENOENT), "mapping", "missing", "no iommufd"),
+        (GpuFacts(orders=True, mapping_errno=errno.EACCES), "mapping", "limited", "Permission"),
+        (GpuFacts(orders=False), "order", "missing", "does not keep the order"),
+    ],
+)
+def test_missing_piece_leaves_the_buffers(
+    tree: Tree, facts: GpuFacts, step: str, state: str, text: str
+) -> None:
+    tree.drive("0000:01:00.0", driver="vfio-pci", group="9")
+    tree.write("proc/driver/nvidia/params", 'RegistryDwords: "PeerMappingOverride=1;"')
+
+    found = tree.findings(gpu=lambda: facts)
+
+    assert found["GPU doorbells"].state == "ok"
+    assert found[f"GPU {step}"].state == state
+    assert text in found[f"GPU {step}"].detail
+    assert found["GPU data path"].values["data_path"] == "bounce"
+
+
+def test_user_whose_kernels_ring_no_doorbells_is_told_how(tree: Tree) -> None:
+    tree.drive("0000:01:00.0", driver="vfio-pci", group="9")
+
+    found = tree.findings(gpu=lambda: GpuFacts(orders=True))
+
+    assert found["GPU doorbells"].state == "limited"
+    assert "PeerMappingOverride=1" in found["GPU doorbells"].advice
+    assert found["GPU data path"].values["data_path"] == "software"
 
 
 def test_this_machine_has_findings_for_each_check() -> None:

@@ -37,6 +37,7 @@ from support import fake_cuda
 from support.built_in import built_in_kernels
 from support.fake_cuda import (
     ILLEGAL_ADDRESS,
+    NOT_PERMITTED,
     NOT_SUPPORTED,
     OUT_OF_MEMORY,
     failing,
@@ -127,6 +128,47 @@ def check_registration_that_fails_names_range_and_reason() -> None:
     with failing("cuMemHostGetDevicePointer", NOT_SUPPORTED), unmapped:
         device.register_host(4096, 8192, read_only=False)
     assert fake().fake_count(b"cuMemHostUnregister") == 1
+
+
+def check_registers_of_a_device_are_io_memory_until_closed() -> None:
+    device = CudaDevice(0)
+    before = fake().fake_live_allocations()
+
+    with device.register_io(1 << 20, 16384) as registers:
+        assert registers.address == 1 << 20
+        assert fake().fake_registered_flags() == 2 | 4  # DEVICEMAP, IOMEMORY
+    assert fake().fake_live_allocations() == before
+
+    refused = pytest.raises(DeviceError, match=r"16384 bytes of I/O memory at 0x100000.*PERMITTED")
+    with failing("cuMemHostRegister", NOT_PERMITTED), refused:
+        device.register_io(1 << 20, 16384)
+    unmapped = pytest.raises(DeviceError, match="cuMemHostGetDevicePointer")
+    with failing("cuMemHostGetDevicePointer", NOT_SUPPORTED), unmapped:
+        device.register_io(1 << 20, 16384)
+    assert fake().fake_live_allocations() == before
+
+
+def check_pages_of_a_range_are_exported_as_a_dma_buf() -> None:
+    device = CudaDevice(0)
+    memory = device.allocate(1 << 16)
+    begin = memory.address // 4096 * 4096 + 4096
+
+    file = device.export_dma_buf(begin + 100, 8192)
+
+    assert os.lseek(file, 0, os.SEEK_END) == 3 * 4096
+    os.close(file)
+    with pytest.raises(DeviceError, match=r"as a dma-buf.*INVALID_VALUE"):
+        device.export_dma_buf(begin, 1 << 20)
+    fake().fake_for_drives(0, 0)
+    with pytest.raises(DeviceError, match=r"as a dma-buf.*NOT_SUPPORTED"):
+        device.export_dma_buf(begin, 8192)
+
+
+def check_gpu_says_what_it_has_for_drives() -> None:
+    for exports, ordering, expected in ((1, 100, True), (1, 200, True), (0, 0, False)):
+        fake().fake_for_drives(exports, ordering)
+        context = CudaDevice(0).context
+        assert (context.exports_dma_buf, context.orders_dma_writes) == (bool(exports), expected)
 
 
 def check_out_of_memory_is_typed_and_says_what_is_free() -> None:

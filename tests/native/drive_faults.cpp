@@ -107,7 +107,20 @@ class FakeFunction final : public PciFunction {
     return mappings_.emplace_back(std::make_shared<Registers>(memory, kBarBytes));
   }
   uint64_t map(uint64_t address, uint64_t nbytes) override { return iommu_.map(address, nbytes); }
-  void unmap(uint64_t iova, uint64_t nbytes) noexcept override { iommu_.unmap(iova, nbytes); }
+  uint64_t map_file(int file, uint64_t nbytes) override {
+    void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    require(memory != MAP_FAILED, "a mapping of the file");
+    const uint64_t iova = iommu_.map(reinterpret_cast<uint64_t>(memory), nbytes);
+    const std::lock_guard guard(lock_);
+    files_[iova] = memory;
+    return iova;
+  }
+  void unmap(uint64_t iova, uint64_t nbytes) noexcept override {
+    iommu_.unmap(iova, nbytes);
+    const std::lock_guard guard(lock_);
+    if (files_.contains(iova)) munmap(files_[iova], nbytes);
+    files_.erase(iova);
+  }
   void set_bus_master(bool on) override { master_ = on; }
   void reset() override {
     bar_->write(kConfiguration, 0);
@@ -296,6 +309,7 @@ class FakeFunction final : public PciFunction {
   std::vector<std::shared_ptr<Registers>> mappings_;
   int fd_ = -1;
   std::shared_ptr<Registers> bar_;
+  std::map<uint64_t, void*> files_;  // mappings by IO virtual address
   std::map<uint16_t, Queue> queues_;
   std::map<uint16_t, uint64_t> pending_cq_;
   std::vector<std::byte> medium_;
@@ -505,6 +519,64 @@ void threads_meet_a_reset() {
   for (auto& reader : readers) reader.join();
 }
 
+// Rings and data of a GPU: memory that the drive reaches by a file, and registers that stay mapped.
+struct FileMemory {
+  explicit FileMemory(uint64_t size) : nbytes(size), file(memfd_create("gpu", 0)) {
+    require(ftruncate(file, off_t(size)) == 0, "memory for the file");
+    void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    require(memory != MAP_FAILED, "a mapping of the file");
+    address = reinterpret_cast<uint64_t>(memory);
+  }
+  ~FileMemory() {
+    munmap(reinterpret_cast<void*>(address), nbytes);
+    ::close(file);
+  }
+  const uint64_t nbytes;
+  const int file;
+  uint64_t address;
+};
+
+void memory_of_a_gpu_is_reached_by_its_file() {
+  auto fake = std::make_shared<FakeFunction>();
+  auto drive = open(fake);
+  NamespaceStorage storage(drive, 1, drive->identify_namespace(1), true);
+  std::vector<char> out(4 * kPage);
+  for (size_t i = 0; i < out.size(); ++i) out[i] = char(i * 7 % 251);
+  require(storage.write(0, out.data(), out.size(), nullptr) == 0, "a write by the host");
+  FileMemory rings(2 * kPage), frames(4 * kPage);
+  auto lease = std::make_shared<QueueLease>(drive, 1);
+  lease->hold();
+  const auto [sq_doorbell, cq_doorbell] = lease->doorbells()[0];
+  auto data = std::make_shared<DataRegion>(drive->function(), frames.address, 4 * kPage, 4 * kPage,
+                                           frames.file);
+  const nvme::drive_addressing place = data->addressing(1, 9);
+  DriveQueues queues(
+      lease,
+      {{rings.address, rings.address + kPage, sq_doorbell, cq_doorbell, 16, lease->ids()[0]}},
+      {rings.address, rings.nbytes}, data, rings.file);
+  queues.start();
+  nvme::command entry = nvme::block_command(nvme::kRead, 0, 0, 32, frames.address, 0);
+  nvme::address_for_drive(entry, place);
+  *reinterpret_cast<nvme::command*>(rings.address) = entry;
+  atomic::fence_system();
+  atomic::store_mmio(reinterpret_cast<uint32_t*>(sq_doorbell), uint32_t(1));
+  const auto* upper = reinterpret_cast<const uint64_t*>(rings.address + kPage) + 1;
+  for (int i = 0; i < 10'000 && atomic::load_acquire(upper) == 0; ++i) {
+    const timespec time = {0, 1'000'000};
+    nanosleep(&time, nullptr);
+  }
+  require(atomic::load_acquire(upper) >> 48 == 1, "a completion without an error");
+  require(std::memcmp(reinterpret_cast<void*>(frames.address), out.data(), out.size()) == 0,
+          "the bytes that were written");
+  drive->reset(false);
+  require(!queues.lost().empty(), "a loss");
+  require(lease->registers().read(kCap) != 0, "the registers stay as long as the GPU has them");
+  queues.stop();
+  require(lease->registers().read(kCap) != 0, "also when the queues are gone");
+  lease->release();
+  require(lease->registers().read(kCap) == 0, "until the lease ends");
+}
+
 // Pure code.
 
 void addresses_are_given_once() {
@@ -562,6 +634,7 @@ int main() {
   commands_that_never_end_are_aborted();
   queues_that_cannot_be_made_or_deleted();
   threads_meet_a_reset();
+  memory_of_a_gpu_is_reached_by_its_file();
   std::printf("a drive that misbehaves, met\n");
   return EXIT_SUCCESS;
 }

@@ -8,6 +8,7 @@ import sys
 
 from qemu.image import ROOT
 from qemu.machine import COMPILED
+from support import fake_cuda
 
 _LIMIT_S = 120
 
@@ -30,6 +31,7 @@ def compile_for_guests() -> None:
     }
     command = [sys.executable, "-c", _KERNELS, str(ROOT / "examples" / "bfs.py")]
     subprocess.run(command, env=environment, check=True, timeout=_LIMIT_S)
+    fake_cuda.build(COMPILED)
     library = COMPILED / "plain_loop.so"
     source = ROOT / "tests" / "qemu" / "suites" / "plain_loop.cpp"
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:

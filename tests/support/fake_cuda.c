@@ -107,6 +107,9 @@ CUresult cuGetErrorName(CUresult code, const char** name) {
     case 719:
       *name = "CUDA_ERROR_LAUNCH_FAILED";
       return kSuccess;
+    case 800:
+      *name = "CUDA_ERROR_NOT_PERMITTED";
+      return kSuccess;
     case 801:
       *name = "CUDA_ERROR_NOT_SUPPORTED";
       return kSuccess;
@@ -158,6 +161,13 @@ void fake_registers(int any, int read_only, size_t most) {
   registers_read_only = read_only;
   registration_most = most;
 }
+// What the GPU has for drives.
+static int exports_dma_buf = 1;
+static int writes_ordering = 100;
+void fake_for_drives(int exports, int ordering) {
+  exports_dma_buf = exports;
+  writes_ordering = ordering;
+}
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
   ENTER;
   (void)device;
@@ -180,6 +190,12 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
     case 113:
       *value = registers_read_only;
       break;  // READ_ONLY_HOST_REGISTER_SUPPORTED
+    case 118:
+      *value = writes_ordering;
+      break;  // GPU_DIRECT_RDMA_WRITES_ORDERING
+    case 124:
+      *value = exports_dma_buf;
+      break;  // DMA_BUF_SUPPORTED
     default:
       return kInvalidValue;
   }
@@ -283,6 +299,20 @@ static int in_one_memory(uint64_t address, size_t nbytes) {
     return address - memories[i].address + nbytes <= memories[i].nbytes;
   }
   return 1;
+}
+// A dma-buf is an anonymous file of its own: nobody reads the memory by it.
+CUresult cuMemGetHandleForAddressRange(void* handle, uint64_t address, size_t nbytes, int type,
+                                       uint64_t flags) {
+  ENTER_CONTEXT;
+  if (type != 1 || flags != 0 || address % 4096 != 0 || nbytes % 4096 != 0) return kInvalidValue;
+  if (!exports_dma_buf) return 801;
+  int kind = 0;
+  if (cuPointerGetAttribute(&kind, 2, address) != kSuccess || kind != 2) return kInvalidValue;
+  if (!in_one_memory(address, nbytes)) return kInvalidValue;
+  const int file = memfd_create("fake dma-buf", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, (off_t)nbytes) != 0) return kOutOfMemory;
+  *(int*)handle = file;
+  return kSuccess;
 }
 CUresult cuMemAlloc(uint64_t* address, size_t nbytes) {
   ENTER_CONTEXT;
@@ -950,6 +980,7 @@ static const struct {
     CALL(cuMemMap),
     CALL(cuMemUnmap),
     CALL(cuMemSetAccess),
+    CALL(cuMemGetHandleForAddressRange),
 };
 
 // A driver older than CUDA 12.8.

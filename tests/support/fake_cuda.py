@@ -25,6 +25,7 @@ from flashwarp.device import Device
 
 ILLEGAL_ADDRESS = 700
 LAUNCH_FAILED = 719
+NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 OUT_OF_MEMORY = 2
 

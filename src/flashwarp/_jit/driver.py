@@ -448,6 +448,15 @@ class Context:
         """Whether its memory can be given to other devices as a dma-buf."""
         return bool(self._attribute("DMA_BUF_SUPPORTED"))
 
+    @functools.cached_property
+    def orders_dma_writes(self) -> bool:
+        """Whether its threads see what a device writes to its memory in the order of the writes.
+
+        Else they may see a later write, such as a completion, before the data that came first.
+        """
+        owner = _cuda().CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+        return self._attribute("GPU_DIRECT_RDMA_WRITES_ORDERING") >= int(owner)
+
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the GPU's memory."""
         free, total = self.call("cuMemGetInfo")
@@ -595,6 +604,34 @@ class Context:
                     "confidential computing"
                 ) from None
             self._require_same_address(address, "cuMemHostUnregister")
+
+    def register_io(self, address: int, nbytes: int) -> int:
+        """Make a mapping of another device's registers reachable by kernels; returns their address.
+
+        Kernels use `store_mmio` there.
+        """
+        cuda = _cuda()
+        flags = cuda.CU_MEMHOSTREGISTER_DEVICEMAP | cuda.CU_MEMHOSTREGISTER_IOMEMORY
+        doing = f"registering {nbytes} bytes of I/O memory at {address:#x}"
+        with self:
+            _call("cuMemHostRegister", address, nbytes, flags, doing=doing)
+            try:
+                return int(_call("cuMemHostGetDevicePointer", address, 0))
+            except DeviceError:
+                _call("cuMemHostUnregister", address)
+                raise
+
+    def export_dma_buf(self, address: int, nbytes: int) -> int:
+        """Return a descriptor of the GPU's pages at an address, for other devices' drivers.
+
+        Both are multiples of the host's page. The caller closes the descriptor.
+        """
+        kind = _cuda().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        doing = f"exporting {nbytes} bytes at {address:#x} of cuda:{self.ordinal} as a dma-buf"
+        with self:
+            return int(
+                _call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0, doing=doing)
+            )
 
     def _require_same_address(self, address: int, undo: str) -> None:
         """Commands carry one address that both the controller and the kernels use."""

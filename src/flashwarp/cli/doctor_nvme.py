@@ -6,19 +6,23 @@ docs/hardware.md explains it. On a machine without NVMe drives there is one find
 
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import platform
 import re
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from flashwarp import _native
 from flashwarp._jit import driver
-from flashwarp.cli.finding import Finding
+from flashwarp.cli.finding import Finding, State
 from flashwarp.device import CudaDevice
-from flashwarp.errors import FlashwarpError
-from flashwarp.nvme import binding
+from flashwarp.device.memory import align_up
+from flashwarp.errors import DeviceError, FlashwarpError
+from flashwarp.nvme import binding, gpu_mapping
 from flashwarp.nvme.binding import PciController
 from flashwarp.probe.text import binary
 
@@ -34,10 +38,35 @@ _CAP_SYS_ADMIN = 21
 # What an array's rings and frames take of a user's locked memory, at least.
 _MEMLOCK_MIN = 256 << 20
 
+# GPU memory that is exported to see whether it can be.
+_TRIAL_BYTES = 2 << 20
+
 
 def _has_privilege() -> bool:
     held = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     return bool(held and int(held[1], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a GPU has for drives.
+
+    Attributes
+    ----------
+    error : str
+        Why nothing is known of it; empty if there is one.
+    export_refusal : str
+        Why its memory is not exported as a dma-buf; empty if it was.
+    mapping_errno : int
+        What the kernel's iommufd says to that dma-buf; 0: it maps it.
+    orders : bool
+        Whether it keeps the order of a device's writes to its memory.
+    """
+
+    error: str = ""
+    export_refusal: str = ""
+    mapping_errno: int = 0
+    orders: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +85,8 @@ class Machine:
         Whether this process may send any NVMe command (CAP_SYS_ADMIN).
     memlock : callable
         Bytes that this user may lock; -1: no limit.
+    gpu : callable
+        What the GPU has for drives.
     """
 
     root: Path = Path("/")
@@ -63,6 +94,7 @@ class Machine:
     may: Callable[[Path, int], bool] = os.access
     privileged: Callable[[], bool] = _has_privilege
     memlock: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    gpu: Callable[[], GpuFacts] = lambda: _look_at_gpu()
 
     def checks(self) -> list[Check]:
         """Return names and checks, in the order of the steps; one alone if there is no drive."""
@@ -76,7 +108,11 @@ class Machine:
             ("vfio-pci", self._check_driver),
             ("permission", self._check_permission),
             ("iommufd", self._check_iommufd),
-            ("and GPU memory", self._check_gpu_memory),
+            ("GPU doorbells", self._check_doorbells),
+            ("GPU dma-buf", self._check_export),
+            ("GPU mapping", self._check_mapping),
+            ("GPU order", self._check_order),
+            ("GPU data path", self._check_path),
         ]
 
     @property
@@ -253,19 +289,96 @@ class Machine:
             )
         return Finding("ok", ", ".join(paths[1:]))
 
-    # Data from the drive to GPU memory, without a copy in between.
+    # The drive and kernels of a GPU, without a thread of the host: see nvme/gpu_mapping.py.
 
-    def _check_gpu_memory(self) -> Finding:
-        not_built = "flashwarp maps no GPU memory for drives: data goes through host memory"
+    @functools.cached_property
+    def _gpu_facts(self) -> GpuFacts:
+        return self.gpu()
+
+    def _check_doorbells(self) -> Finding:
+        facts = self._gpu_facts
+        if facts.error:
+            return Finding("missing", facts.error)
+        options = _text(self._here("/proc/driver/nvidia/params"))
+        if self.privileged() or "PeerMappingOverride=1" in options:
+            return Finding("ok", "the driver takes I/O memory from this user; tried with a drive")
+        return Finding(
+            "limited",
+            "kernels ring none: NVIDIA's driver takes I/O memory from root only",
+            gpu_mapping.doorbell_advice(),
+        )
+
+    def _check_export(self) -> Finding:
+        facts = self._gpu_facts
+        if facts.error:
+            return Finding("missing", facts.error)
+        if facts.export_refusal:
+            return Finding("missing", f"GPU memory is not exported: {facts.export_refusal}")
+        return Finding("ok", f"{binary(_TRIAL_BYTES)} of GPU memory were exported as a dma-buf")
+
+    def _check_mapping(self) -> Finding:
+        facts = self._gpu_facts
+        if facts.error or facts.export_refusal:
+            return Finding("missing", "not tried: there is no dma-buf")
+        if facts.mapping_errno == 0:
+            return Finding("ok", "the kernel's iommufd maps the GPU's dma-buf for drives")
+        text = os.strerror(facts.mapping_errno)
+        if facts.mapping_errno in (errno.EACCES, errno.EPERM):
+            return Finding(
+                "limited", f"not tried: /dev/iommu: {text}", "sudo chown $USER /dev/iommu"
+            )
+        if facts.mapping_errno == errno.ENOENT:
+            return Finding("missing", "no iommufd, which alone maps a dma-buf: see NVMe iommufd")
+        return Finding(
+            "missing",
+            f"the kernel's iommufd does not map the GPU's dma-buf ({text}): Linux 6.19 maps those "
+            "of VFIO only",
+        )
+
+    def _check_order(self) -> Finding:
+        facts = self._gpu_facts
+        if facts.error:
+            return Finding("missing", facts.error)
+        if facts.orders:
+            return Finding("ok", "the GPU keeps the order of a device's writes to its memory")
+        return Finding("missing", "the GPU does not keep the order of a device's writes")
+
+    def _check_path(self) -> Finding:
+        steps = (self._check_export(), self._check_mapping(), self._check_order())
+        never = "no drive has been driven by a GPU yet, see docs/hardware.md"
+        if self._gpu_facts.error or self._check_doorbells().state != "ok":
+            path, detail = "software", "a SoftwareController's threads read and write the drive"
+        elif all(step.state == "ok" for step in steps):
+            path, detail = "direct", f"the drive would move data to GPU memory itself; {never}"
+        else:
+            path, detail = "bounce", f"kernels would copy data from pinned buffers; {never}"
+        state: State = "ok" if path == "direct" else "limited"
+        return Finding(state, detail, values={"data_path": path, "gpu": asdict(self._gpu_facts)})
+
+
+def _look_at_gpu() -> GpuFacts:
+    """Try what can be tried with a GPU and no drive."""
+    try:
+        if driver.device_count() == 0:
+            return GpuFacts(error="no GPU")
+        with CudaDevice(0) as device:
+            context = device.context
+            if not context.exports_dma_buf:
+                refusal = gpu_mapping.NO_EXPORT
+                return GpuFacts(export_refusal=refusal, orders=context.orders_dma_writes)
+            return replace(_try_export(device), orders=context.orders_dma_writes)
+    except FlashwarpError as error:
+        return GpuFacts(error=f"no GPU ({error})")
+
+
+def _try_export(device: CudaDevice) -> GpuFacts:
+    with device.allocate(2 * _TRIAL_BYTES) as memory:
+        region = align_up(memory.address, _TRIAL_BYTES), _TRIAL_BYTES
         try:
-            if driver.device_count() == 0:
-                return Finding("missing", f"no GPU; {not_built}")
-            with CudaDevice(0) as device:
-                exports = device.context.exports_dma_buf
-        except FlashwarpError as error:
-            return Finding("missing", f"no GPU ({error}); {not_built}")
-        can = "the GPU exports its memory as dma-buf" if exports else "the GPU exports no dma-buf"
-        return Finding("missing", f"{can}; {not_built}", values={"exports_dma_buf": exports})
+            with gpu_mapping.dma_buf(device, region) as file:
+                return GpuFacts(mapping_errno=_native.try_iommufd(file, _TRIAL_BYTES))
+        except DeviceError as error:
+            return GpuFacts(export_refusal=str(error))
 
 
 def _text(path: Path) -> str:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WARP_THREADS = 32
+# What a drive's memory map is made of.
+_PAGE_BYTES = 4096
 _BLOCK_THREADS = 256
 
 # A wait asks without a pause for this long: most waits of the library end within it.
@@ -136,6 +138,24 @@ class CudaDevice(Device):
         self.context.register_host(address, positive(nbytes), read_only)
         release = self.context.releasing("cuMemHostUnregister", address)
         return Registration(self, address, nbytes, release)
+
+    def register_io(self, address: int, nbytes: int) -> Registration:
+        """Let kernels store to another device's registers, which the process has mapped.
+
+        The result's address is the kernels'. Close it before the mapping ends.
+        """
+        on_device = self.context.register_io(address, positive(nbytes))
+        release = self.context.releasing("cuMemHostUnregister", address)
+        return Registration(self, on_device, nbytes, release)
+
+    def export_dma_buf(self, address: int, nbytes: int) -> int:
+        """Return a descriptor of the pages of device memory that hold a range, as a dma-buf.
+
+        Its first byte is that of the first page. The caller closes it.
+        """
+        begin = address // _PAGE_BYTES * _PAGE_BYTES
+        end = align_up(address + positive(nbytes), _PAGE_BYTES)
+        return self.context.export_dma_buf(begin, end - begin)
 
     def _copy_in(self, target: int, source: int, nbytes: int, stream: object) -> None:
         self._queue("cuMemcpyHtoDAsync", target, source, nbytes, stream)

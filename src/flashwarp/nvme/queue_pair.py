@@ -109,8 +109,9 @@ class DriveSide(NamedTuple):
     ids: tuple[int, ...]
     """The drive's numbers of the queue pairs."""
     doorbells: tuple[tuple[int, int], ...]
-    """Addresses of the registers for the tail of each SQ and the head of each CQ."""
-    addressing: DriveAddressingStruct
+    """Device addresses of the registers for the tail of each SQ and the head of each CQ."""
+    rings_on_device: bool = False
+    """Whether the rings lie in device memory, which the drive then reaches."""
 
 
 # `nvme::doorbell_kind`.
@@ -186,7 +187,8 @@ class QueuePairs(NotCopied):
     cached_reads : bool
         "direct": whether threads of the CPU device copy what is in the page cache without commands.
     drive : DriveSide, optional
-        A drive serves the pairs. Default: threads do, which read doorbells in memory.
+        A drive serves the pairs, once `address_for_drive` was called. Default: threads do, which
+        read doorbells in memory.
     timeout_s : float
         Bound of every wait of the device code.
     batches : Batches, optional
@@ -227,7 +229,13 @@ class QueuePairs(NotCopied):
         # Behind the doorbells, one more word shows kernels that the process runs.
         rings = count * (sq_bytes + cq_bytes + 2 * _DOORBELL_STRIDE)
         heartbeat_bytes = _DOORBELL_STRIDE
-        self._rings = device.allocate_host(rings + heartbeat_bytes)
+        if drive is not None and drive.rings_on_device:
+            self._rings = device.allocate(rings + heartbeat_bytes + _RING_ALIGNMENT)
+        else:
+            self._rings = device.allocate_host(rings + heartbeat_bytes)
+        ring_begin = align_up(self._rings.address, unit)
+        self.ring_region = ring_begin, rings + heartbeat_bytes
+        """Address and size of the memory in which the rings lie."""
         pair_bytes = ctypes.sizeof(QueuePairStruct)
         pairs_bytes = count * (pair_bytes + depth * (8 + _DETACHED_BYTES))
         drive_place = pairs_bytes + len(parts) * _PART.size
@@ -239,7 +247,7 @@ class QueuePairs(NotCopied):
         self.address = self._memory.address
         # What wants to know where the structs lie, called when they have moved.
         self.moved: Callable[[], None] = lambda: None
-        sq, cq = self._rings.address, self._rings.address + count * sq_bytes
+        sq, cq = ring_begin, ring_begin + count * sq_bytes
         doorbells = cq + count * cq_bytes
         # A drive goes on while the process is stopped, so only the clock ends waits for it.
         self.heartbeat = doorbells + 2 * count * _DOORBELL_STRIDE if drive is None else 0
@@ -291,8 +299,11 @@ class QueuePairs(NotCopied):
         if parts:
             places = b"".join(_PART.pack(*part) for part in parts)
             device.upload(self.address + pairs_bytes, places)
-        if drive is not None:
-            device.upload(self.address + drive_place, bytes(drive.addressing))
+        self._drive_place = self.address + drive_place
+
+    def address_for_drive(self, addressing: DriveAddressingStruct) -> None:
+        """Tell kernels how the drive names blocks and memory; before any kernel has run."""
+        self.device.upload(self._drive_place, bytes(addressing))
 
     def move_to(self, address: int, epoch: Epoch | None) -> None:
         """Move the structs that kernels use, and share an epoch; before any kernel has used them.
@@ -352,11 +363,6 @@ class QueuePairs(NotCopied):
         """Device addresses of the words that end all waits for a pair; see `queue_pair::failed`."""
         step, place = ctypes.sizeof(QueuePairStruct), QueuePairStruct.failed.offset
         return [self.address + i * step + place for i in range(self.count)]
-
-    @property
-    def ring_region(self) -> tuple[int, int]:
-        """Address and size of the memory in which the rings lie."""
-        return self._rings.address, self._rings.nbytes
 
     @property
     def buffer_regions(self) -> list[tuple[int, int]]:

@@ -1,8 +1,9 @@
 """Real drives: an NVMe controller that this process drives through VFIO.
 
 A `VfioController` owns the PCI function: it resets the controller, and creates queue pairs for each
-array. Device threads ring the drive's own doorbells, and the drive moves data into the cache's
-frames by DMA; no thread of the host takes part. An IOMMU keeps the drive out of all other memory.
+array. Device threads ring the drive's own doorbells, and the drive moves data by DMA, into the
+cache's frames if it can reach them; no thread of the host takes part. An IOMMU keeps the drive out
+of all other memory.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from typing import Any, Literal
 
 from flashwarp import _native, config, endings
 from flashwarp.config import choice, flag, integer, number
-from flashwarp.device import CpuDevice
+from flashwarp.device import CudaDevice
 from flashwarp.errors import (
     ArgumentError,
     ClosedError,
     ControllerLost,
+    DeviceError,
     LockedError,
 )
-from flashwarp.nvme import Controller, Destination, Service, binding
+from flashwarp.nvme import Controller, Destination, Service, binding, gpu_mapping
 from flashwarp.nvme.drive_namespace import DriveNamespace, drive_errors
 from flashwarp.nvme.queue_pair import DriveAddressingStruct, DriveSide, QueuePairs
 from flashwarp.storage import Namespace
@@ -50,6 +52,9 @@ class VfioController(Controller, endings.Closing):
     iommu : {"type1", "iommufd"}, optional
         How memory is mapped for the drive. Default: "iommufd" if the kernel offers it and the files
         may be opened, else "type1".
+    data_path : {"direct", "bounce"}, optional
+        Whether the drive moves data into the frames, or into pinned buffers that kernels copy.
+        Default: "direct" where the device's memory can be mapped for the drive.
     allow_raw_writes : bool
         Let a namespace be written that carries a partition table, a file system, or another known
         format. Default: such a namespace is read-only.
@@ -69,8 +74,11 @@ class VfioController(Controller, endings.Closing):
     last array; if it is not closed, that happens when the interpreter ends. Any thread may call. In
     a forked child it is not usable.
 
-    The arrays' device is the CPU: the drive reaches a GPU's memory only if that is mapped for it,
-    which is not built. On a GPU, a `SoftwareController` serves the namespace.
+    The arrays' device is the CPU or a GPU. What a GPU needs is asked for when an array opens;
+    `flashwarp doctor` asks before. Without I/O memory for its doorbells the array is refused, and a
+    `SoftwareController` serves the namespace. If a drive is lost, the waits of CPU threads end at
+    once, and those of a GPU's after their time limit. No drive has been driven by a GPU yet: see
+    docs/hardware.md.
 
     Raises
     ------
@@ -102,6 +110,7 @@ class VfioController(Controller, endings.Closing):
         depth: int | None = None,
         *,
         iommu: Literal["type1", "iommufd"] | None = None,
+        data_path: Literal["direct", "bounce"] | None = None,
         allow_raw_writes: bool = False,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
@@ -113,6 +122,9 @@ class VfioController(Controller, endings.Closing):
             raise ArgumentError(f"depth={depth} is not a power of two between 2 and 32768")
         if iommu is not None:
             choice("iommu", iommu, ("type1", "iommufd"))
+        if data_path is not None:
+            choice("data_path", data_path, ("direct", "bounce"))
+        self.asked_path = data_path
         self.allow_raw_writes = flag("allow_raw_writes", allow_raw_writes)
         limit_ms = int(number("timeout_s", timeout_s, 0.001, 3600.0) * 1000)
         endings.check_not_ended()
@@ -212,8 +224,15 @@ class VfioController(Controller, endings.Closing):
         Parameters
         ----------
         function : bool
-            Reset the PCI function, or its slot, and not only the controller.
+            Reset the PCI function, or its slot, and not only the controller. Refused while a GPU
+            has the registers mapped, since a late store of its kernels would fail on the bus.
         """
+        gpus = sorted({each.device.name for each in tuple(self._services) if each.on_gpu})
+        if function and gpus:
+            raise ArgumentError(
+                f"reset(function=True) of {self.bdf} while arrays on {', '.join(gpus)} use it: "
+                "close them first, or reset the controller alone"
+            )
         with drive_errors(self.bdf):
             self.native.reset(function)
 
@@ -293,43 +312,92 @@ class VfioService(Service):
         self._queues: QueuePairs | None = None
         self._owned = contextlib.ExitStack()
         shift = storage.block_bytes.bit_length() - 1
-        drive = controller.native
+        drive, line = controller.native, destination.line_bytes
         _check_destination(storage, destination, drive.transfer_bytes_max(shift))
         count, depth = self._geometry()
+        device = self.device = destination.device
+        gpu = device if isinstance(device, CudaDevice) else None
+        self.on_gpu = gpu is not None
         try:
             with drive_errors(controller.bdf):
                 lease = _native.QueueLease(drive, count)
                 self._owned.callback(lease.release)
-                data = _native.DriveData(drive, destination.frames, destination.line_bytes)
-                side = DriveSide(
-                    tuple(lease.ids),
-                    tuple(lease.doorbells),
-                    DriveAddressingStruct.from_buffer_copy(data.addressing(storage.nsid, shift)),
-                )
+                doorbells = tuple(lease.doorbells)
+                if gpu is not None:
+                    registers, doorbells = gpu_mapping.map_doorbells(gpu, lease, controller.bdf)
+                    self._owned.callback(registers.close)
+                data = self._map_frames(destination, gpu)
                 queues = self._queues = QueuePairs(
-                    destination.device,
+                    device,
                     count,
                     depth,
-                    "direct",
-                    drive=side,
+                    self.path,
+                    buffer_bytes=0 if data else line,
+                    drive=DriveSide(tuple(lease.ids), doorbells, bool(gpu and data)),
                     timeout_s=config.current().timeout_s,
                 )
                 self._owned.callback(queues.close)
-                native = self._native = _native.DriveQueues(
-                    lease,
-                    queues.native,
-                    queues.ring_region,
-                    data,
-                    (*destination.owners, *queues.owners),
-                )
-                del data  # its mapping ends with the queues
+                if data is None:
+                    (buffers,) = queues.buffer_regions
+                    data = _native.DriveData(drive, buffers, line)
+                names = data.addressing(storage.nsid, shift)
+                queues.address_for_drive(DriveAddressingStruct.from_buffer_copy(names))
+                with self._rings_file(queues, gpu) as rings_file:
+                    native = self._native = _native.DriveQueues(
+                        lease,
+                        queues.native,
+                        queues.ring_region,
+                        data,
+                        (*destination.owners, *queues.owners),
+                        rings_file,
+                    )
                 self._owned.callback(native.stop)
-                queues.moved = lambda: native.set_failed_words(queues.failed_words)
-                queues.moved()
+                del data  # its mapping ends with the queues
+                if gpu is None:
+                    # The host can store to them while kernels run.
+                    queues.moved = lambda: native.set_failed_words(queues.failed_words)
+                    queues.moved()
                 native.start()
         except BaseException:
             self._owned.close()
             raise
+
+    def _map_frames(
+        self, destination: Destination, gpu: CudaDevice | None
+    ) -> _native.DriveData | None:
+        """Map the frames for the drive. None: data goes through buffers, and `reason` says why."""
+        drive, asked = self._controller.native, self._controller.asked_path
+        frames, line = destination.frames, destination.line_bytes
+        if asked == "bounce":
+            self.path, self.reason = "bounce", "the controller's data_path='bounce' asks for it"
+            return None
+        if gpu is None:
+            return _native.DriveData(drive, frames, line)
+        refusal = gpu_mapping.direct_refusal(gpu, str(self._controller.describe()["iommu"]))
+        if not refusal:
+            try:
+                with gpu_mapping.dma_buf(gpu, frames) as file:
+                    return _native.DriveData(drive, frames, line, file)
+            except DeviceError as error:
+                refusal = str(error)
+            except _native.DriveFailure as failure:
+                refusal = f"{failure.args[1]}: the kernel maps no memory of this GPU for drives"
+        if asked == "direct":
+            raise ArgumentError(
+                f"data_path='direct', but the drive does not reach the memory of {gpu.name}: "
+                f"{refusal}; leave data_path out, or take 'bounce'"
+            )
+        self.path = "bounce"
+        self.reason = f"the drive does not reach {gpu.name}'s memory: {refusal}"
+        return None
+
+    def _rings_file(
+        self, queues: QueuePairs, gpu: CudaDevice | None
+    ) -> contextlib.AbstractContextManager[int]:
+        """Open what the rings are mapped by for the drive: a GPU's dma-buf, or nothing."""
+        if gpu is None or self.path != "direct":
+            return contextlib.nullcontext(-1)
+        return gpu_mapping.dma_buf(gpu, queues.ring_region)
 
     def _geometry(self) -> tuple[int, int]:
         """Return how many queue pairs, and entries of each."""
@@ -425,12 +493,6 @@ def _check_destination(
     storage: DriveNamespace, destination: Destination, transfer_bytes_max: int
 ) -> None:
     line = destination.line_bytes
-    if not isinstance(destination.device, CpuDevice):
-        raise ArgumentError(
-            f"{storage!r} moves no data to {destination.device.name}: a GPU's memory is not mapped "
-            "for drives. Take controller=flashwarp.SoftwareController(), whose threads read the "
-            "namespace through host memory, or device='cpu'"
-        )
     if line < storage.block_bytes:
         raise ArgumentError(
             f"line={line}, but the blocks of {storage!r} have {storage.block_bytes} bytes: take "

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -103,14 +103,17 @@ def test_data_is_whole_at_every_shape(queue_pairs: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize("line", [512, 4096, 8192, 16384, 512 << 10])
-def test_lines_of_every_size_are_moved(opened: fw.VfioController, line: int) -> None:
+@pytest.mark.parametrize("path", ["direct", "bounce"])
+def test_lines_of_every_size_are_moved(path: Literal["direct", "bounce"], line: int) -> None:
     """One page, two by PRP entries, more by a list."""
     content = pattern(4 * MIB, line)
-    with opened.namespace(1) as namespace:
+    settings = {"depth": 16, "data_path": path, "allow_raw_writes": True}
+    with drive(PLAIN, **settings) as opened, opened.namespace(1) as namespace:
         namespace.write(0, content)
         with fw.open(
             namespace, "r+", "u1", device="cpu", line=line, cache=8 * line, controller=opened
         ) as x:
+            assert x.explain().path == path
             np.testing.assert_array_equal(x[: content.size], content)
             content[100_000:300_000] = 5
             x[100_000:300_000] = 5

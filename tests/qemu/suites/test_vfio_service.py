@@ -30,10 +30,12 @@ class TestDrive(ServiceContract):
     nbytes = NBYTES
     index = 0
     first_nsid = 1
+    data_path = "direct"
 
     @pytest.fixture(autouse=True)
     def _drive(self) -> Iterator[None]:
-        with drive(self.index, queue_pairs=2, depth=16, allow_raw_writes=True) as self.opened:
+        settings = {"data_path": self.data_path, "allow_raw_writes": True}
+        with drive(self.index, queue_pairs=2, depth=16, **settings) as self.opened:
             self.next_nsid = self.first_nsid
             yield
 
@@ -54,6 +56,12 @@ class TestDrive(ServiceContract):
     def test_failure_reaches_the_call(self, tmp_path: Path) -> None:
         self.next_nsid = self.first_nsid = 3
         super().test_failure_reaches_the_call(tmp_path)
+
+
+class TestDriveThroughBuffers(TestDrive):
+    """As a GPU takes it whose memory the drive does not reach."""
+
+    data_path = "bounce"
 
 
 class TestDriveOf4KiBBlocks(TestDrive):

@@ -1,0 +1,139 @@
+"""Queue pairs that kernels of a GPU would drive, in a drive, as far as it goes without a GPU.
+
+CUDA's driver is the fake one, so the GPU's memory is the host's, and threads of the CPU device play
+its kernels: with the device code, in the queue pairs that the GPU was given. The IOMMU, the drive
+and its registers are QEMU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings.driver")
+
+import flashwarp as fw
+from flashwarp import _native
+from flashwarp.device import CudaDevice
+from flashwarp.errors import ArgumentError, DataPathError, DeviceError
+from flashwarp.nvme import Destination
+from flashwarp.nvme.vfio import VfioService
+from flashwarp.storage import Storage
+from qemu.machine import COMPILED
+from qemu.suites.commands import CommandsParams, load_kernel, words_of
+from qemu.suites.drives import drive
+from qemu.suites.machines import HOLDING, ROUGH
+from support import fake_cuda
+from support.cuda_arrays import gpu
+from support.fake_cuda import NOT_PERMITTED, failing, fake
+
+MACHINE = ROUGH
+
+BLOCK_BYTES = 4096
+BLOCKS_LOG2 = 10
+WINDOW = 24
+
+
+def read_and_write(service: VfioService, namespace: Storage, commands: int) -> None:
+    """Send commands as a kernel would, a third of them writes; every block is what it must be."""
+    queues = service.queues
+    ((buffers, _),) = queues.buffer_regions
+    versions, counts = np.zeros(1 << BLOCKS_LOG2, np.uint32), np.zeros(3, np.uint64)
+    tickets = np.zeros(WINDOW, np.uint32)
+    namespace.write(0, words_of(versions, BLOCK_BYTES))
+    params = CommandsParams(
+        queues=queues.address,
+        versions=versions.ctypes.data,
+        tickets=tickets.ctypes.data,
+        frames=buffers,
+        counts=counts.ctypes.data,
+        commands=commands,
+        seed=7,
+        queue_count=queues.count,
+        blocks_log2=BLOCKS_LOG2,
+        window=WINDOW,
+        block_bytes=BLOCK_BYTES,
+        writes=85,
+        checks=1,
+    )
+    threads = fw.CpuDevice(1)
+
+    threads.run_kernel(load_kernel(threads), [bytes(params)], warps=1)
+
+    assert counts.tolist() == [0, 0, commands]
+    held = np.frombuffer(namespace.read(0, versions.size * BLOCK_BYTES), np.uint64)
+    np.testing.assert_array_equal(held.reshape(versions.size, -1), words_of(versions, BLOCK_BYTES))
+
+
+def check_queue_pairs_of_a_gpu_move_data_through_buffers() -> None:
+    device = CudaDevice(0)
+    before = fake().fake_live_allocations()
+    frames = device.allocate(64 * BLOCK_BYTES)
+    destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
+    settings = {"queue_pairs": 2, "depth": 16, "allow_raw_writes": True}
+    with drive(HOLDING, **settings) as controller, controller.namespace(1) as namespace:
+        service = controller.attach(namespace, destination)
+
+        assert fake().fake_registered_flags() == 2 | 4  # DEVICEMAP, IOMEMORY
+        assert service.path == "bounce"
+        assert "VFIO by type1 maps no memory of other devices" in service.reason
+        read_and_write(service, namespace, 5000)
+        with pytest.raises(ArgumentError, match="while arrays on cuda:0 use it: close them first"):
+            controller.reset(function=True)
+        controller.reset()
+        assert "was reset" in str(service.failure())
+        service.stop()
+        service.stop()
+    frames.close()
+    assert fake().fake_live_allocations() == before
+
+
+def check_arrays_of_a_gpu_say_how_data_goes() -> None:
+    device = gpu()
+    with drive(HOLDING, queue_pairs=2) as controller, controller.namespace(1) as namespace:
+        with fw.open(
+            namespace, "r", "u1", device=device, cache="64 KiB", controller=controller
+        ) as x:
+            assert x.explain().path == "bounce"
+            assert "the drive does not reach cuda:0's memory" in x.explain().reason
+        with pytest.raises(DataPathError, match="strict='direct', but the data would go bounce"):
+            fw.open(
+                namespace, "r", "u1", device=device, cache="64 KiB", strict="direct",
+                controller=controller,
+            )  # fmt: skip
+
+
+def check_refused_pieces_are_named_and_give_all_back() -> None:
+    device = CudaDevice(0)
+    frames = device.allocate(1 << 16)
+    destination = Destination(device, BLOCK_BYTES, (frames.address, frames.nbytes))
+    with drive(HOLDING, queue_pairs=2, data_path="direct") as controller:
+        namespace = controller.namespace(1)
+        before = fake().fake_live_allocations()
+        with pytest.raises(ArgumentError, match=r"data_path='direct', but the drive.*iommufd does"):
+            controller.attach(namespace, destination)
+        refusal = "ring the doorbells of 0000:.*PeerMappingOverride=1.*SoftwareController"
+        with (
+            failing("cuMemHostRegister", NOT_PERMITTED),
+            pytest.raises(DeviceError, match=refusal),
+        ):
+            controller.attach(namespace, destination)
+        assert fake().fake_live_allocations() == before
+        # Nobody holds a number of a queue pair.
+        taken = controller.native.identity()["queue_pairs_max"] - 1
+        _native.QueueLease(controller.native, taken).release()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_queue_pairs_of_a_gpu_move_data_through_buffers,
+        check_arrays_of_a_gpu_say_how_data_goes,
+        check_refused_pieces_are_named_and_give_all_back,
+    ],
+)
+def test_fake_gpu(check: Callable[[], None]) -> None:
+    # Compiled by the host, before the guest ran.
+    fake_cuda.run(check, {"FAKE_CUDA": str(COMPILED / "libcuda.so.1")})
