@@ -53,6 +53,7 @@ _ALIGNMENT_MAX = 16
 
 # Launches that are kept prepared: one for each size of call.
 _PREPARED_MAX = 256
+_PACKED_THREADS = 256
 
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
@@ -255,10 +256,12 @@ class Launcher:
         warps = _at_most(most, self._warps(segments, batch))
         return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)
 
-    def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
+    def _prepared_launch(
+        self, name: str, warps: int, param_bytes: int, packed: bool = False
+    ) -> Launch:
         warps = min(warps, self._warps_max)
-        launch = self._prepared.get((name, warps))
-        return self._prepare(name, warps, param_bytes) if launch is None else launch
+        launch = self._prepared.get((name, warps, packed))
+        return self._prepare(name, warps, param_bytes, packed) if launch is None else launch
 
     def _batch_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
@@ -397,7 +400,7 @@ class Launcher:
             plan = self._plan(verb, len(chosen), buffer, warps)
         name, useful, batch, deferred = plan
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
-        self._start(name, params, useful, stream, end=end)
+        self._start(name, params, useful, stream, packed=warps is not None, end=end)
 
     def _submit(
         self,
@@ -518,9 +521,10 @@ class Launcher:
         stream: int | None,
         *,
         served: bool = True,
+        packed: bool = False,
         end: End | None = None,
     ) -> None:
-        launch = self._prepared_launch(name, warps, len(params))
+        launch = self._prepared_launch(name, warps, len(params), packed)
         uses = list(self.wake() if served else (*self.volume.cache.owners, *self.volume.owners))
         try:
             launch((params,), stream, uses, end)
@@ -528,15 +532,17 @@ class Launcher:
             # A kept exception keeps this frame. That must not keep the array's file open.
             uses.clear()
 
-    def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
+    def _prepare(self, name: str, warps: int, param_bytes: int, packed: bool) -> Launch:
         cache = self.volume.cache
         kernel = cache.device.built_in(name, cache.policy, param_bytes)
-        # Few warps spread; but those that land lines leave multiprocessors to other streams.
-        threads = 256 if name == "land_lines" else cache.device.block_threads_for(warps)
+        # Few warps spread; but those that land lines, and those of a caller who asks for few, leave
+        # multiprocessors to other streams.
+        packed = packed or name == "land_lines"
+        threads = _PACKED_THREADS if packed else cache.device.block_threads_for(warps)
         launch = cache.device.prepare(kernel, warps, threads)
         if len(self._prepared) >= _PREPARED_MAX:
             self._prepared.clear()
-        self._prepared[name, warps] = launch
+        self._prepared[name, warps, packed] = launch
         return launch
 
     def wake(self) -> tuple[object, ...]:
