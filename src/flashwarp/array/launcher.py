@@ -53,7 +53,9 @@ _ALIGNMENT_MAX = 16
 
 # Launches that are kept prepared: one for each size of call.
 _PREPARED_MAX = 256
-_PACKED_THREADS = 256
+# Warps that one multiprocessor runs for a call that may use a few of them.
+_WARPS_OF_SM = {"stream": 32}
+_WARPS_OF_OTHER_SM = 8
 
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
@@ -257,11 +259,11 @@ class Launcher:
         return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)
 
     def _prepared_launch(
-        self, name: str, warps: int, param_bytes: int, packed: bool = False
+        self, name: str, warps: int, param_bytes: int, sms: int | None = None
     ) -> Launch:
         warps = min(warps, self._warps_max)
-        launch = self._prepared.get((name, warps, packed))
-        return self._prepare(name, warps, param_bytes, packed) if launch is None else launch
+        launch = self._prepared.get((name, warps, sms))
+        return self._prepare(name, warps, param_bytes, sms) if launch is None else launch
 
     def _batch_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
@@ -314,11 +316,11 @@ class Launcher:
         stream: int | None = None,
         end: End | None = None,
         counting: Counting | None = None,
-        warps: int | None = None,
+        sms: int | None = None,
     ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back.
 
-        At most `warps` warps copy; default: warps for all rows.
+        On a GPU at most `sms` multiprocessors copy; default: as many as all rows can use.
         """
         self.moved.add(len(chosen))
         if self.watchers:
@@ -329,7 +331,7 @@ class Launcher:
             self.volume.cache.device.clear(strays, 4, stream)
             params = self._row_params(chosen, 0, 1, strays)
             self._start("check_indices", params, self._warps(len(chosen)), stream)
-        self._start_rows(verb, chosen, buffer, stream, warps, strays, end, counting)
+        self._start_rows(verb, chosen, buffer, stream, None, strays, end, counting, sms)
 
     def prefetch(
         self, chosen: range | Index, stream: int | None = None, warps: int | None = None
@@ -368,9 +370,10 @@ class Launcher:
         strays: int = 0,
         end: End | None = None,
         counting: Counting | None = None,
+        sms: int | None = None,
     ) -> None:
         whole = functools.partial(
-            self._start_whole, verb, stream=stream, strays=strays, counting=counting
+            self._start_whole, verb, stream=stream, strays=strays, counting=counting, sms=sms
         )
         batches = None
         if verb != "prefetch" and not self.watchers:
@@ -391,16 +394,19 @@ class Launcher:
         strays: int,
         counting: Counting | None,
         warps: int | None = None,
+        sms: int | None = None,
         end: End | None = None,
     ) -> None:
         """Launch the kernel that moves rows, and waits for those that are not in the cache."""
+        if sms is not None:
+            warps = sms * _WARPS_OF_SM.get(verb, _WARPS_OF_OTHER_SM)
         if isinstance(chosen, range):
             plan = self._plan_segments(verb, self._lines(chosen), warps)
         else:
             plan = self._plan(verb, len(chosen), buffer, warps)
         name, useful, batch, deferred = plan
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
-        self._start(name, params, useful, stream, packed=warps is not None, end=end)
+        self._start(name, params, useful, stream, sms=sms, end=end)
 
     def _submit(
         self,
@@ -521,10 +527,10 @@ class Launcher:
         stream: int | None,
         *,
         served: bool = True,
-        packed: bool = False,
+        sms: int | None = None,
         end: End | None = None,
     ) -> None:
-        launch = self._prepared_launch(name, warps, len(params), packed)
+        launch = self._prepared_launch(name, warps, len(params), sms)
         uses = list(self.wake() if served else (*self.volume.cache.owners, *self.volume.owners))
         try:
             launch((params,), stream, uses, end)
@@ -532,17 +538,20 @@ class Launcher:
             # A kept exception keeps this frame. That must not keep the array's file open.
             uses.clear()
 
-    def _prepare(self, name: str, warps: int, param_bytes: int, packed: bool) -> Launch:
+    def _prepare(self, name: str, warps: int, param_bytes: int, sms: int | None) -> Launch:
         cache = self.volume.cache
         kernel = cache.device.built_in(name, cache.policy, param_bytes)
-        # Few warps spread; but those that land lines, and those of a caller who asks for few, leave
-        # multiprocessors to other streams.
-        packed = packed or name == "land_lines"
-        threads = _PACKED_THREADS if packed else cache.device.block_threads_for(warps)
+        if sms is not None:
+            # A block each, so that no more can hold one.
+            threads = 32 * -(-warps // sms)
+        elif name == "land_lines":
+            threads = 256  # which leave multiprocessors to other streams
+        else:
+            threads = cache.device.block_threads_for(warps)  # few warps spread
         launch = cache.device.prepare(kernel, warps, threads)
         if len(self._prepared) >= _PREPARED_MAX:
             self._prepared.clear()
-        self._prepared[name, warps, packed] = launch
+        self._prepared[name, warps, sms] = launch
         return launch
 
     def wake(self) -> tuple[object, ...]:
