@@ -11,7 +11,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +53,9 @@ _ALIGNMENT_MAX = 16
 
 # Launches that are kept prepared: one for each size of call.
 _PREPARED_MAX = 256
-# Warps that one multiprocessor runs for a call that may use a few of them.
-_WARPS_OF_SM = {"stream": 32}
-_WARPS_OF_OTHER_SM = 8
+# Warps of the blocks of a call that may use a few multiprocessors. Those of rows in place fill one.
+_STREAM_BLOCK_WARPS = 32
+_BLOCK_WARPS = 8
 
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
@@ -67,6 +67,21 @@ _PER_THREAD = 2
 
 # Scatters that check their indices on the device: one for each stream, and for each captured one.
 _CHECKS_MAX = 4096
+
+
+class _Most(NamedTuple):
+    """The most warps, or multiprocessors, of a launch; None: as many as are useful."""
+
+    warps: int | None = None
+    sms: int | None = None
+
+    def of(self, useful: int, block_warps: int = _BLOCK_WARPS) -> int:
+        """Count the warps; of blocks of so many, one on each multiprocessor, if those are few."""
+        most = self.warps if self.sms is None else self.sms * block_warps
+        return useful if most is None else min(useful, most)
+
+
+_NO_LIMIT = _Most()
 
 
 class Launcher:
@@ -232,7 +247,7 @@ class Launcher:
         return launch, params, warps < self._warps_at_once
 
     def _plan(
-        self, verb: str, count: int, buffer: int, most: int | None = None
+        self, verb: str, count: int, buffer: int, most: _Most = _NO_LIMIT
     ) -> tuple[str, int, int, Deferred]:
         """Choose the kernel for rows by index, its warps, their batch, and what it defers."""
         row = self.format.row_bytes
@@ -240,22 +255,22 @@ class Launcher:
         if width is None:
             return self._plan_segments(verb, count * self._segments, most)
         items = count * (row // width)
-        warps = _at_most(most, self._warps(items))
+        warps = most.of(self._warps(items))
         deferred = self._deferral.of(items, warps, 32, elements=True)
         verb = "gather" if verb == "stream" else verb
         return f"{verb}_elements_{width}", warps, 1, deferred
 
     def _plan_segments(
-        self, verb: str, segments: int, most: int | None = None
+        self, verb: str, segments: int, most: _Most = _NO_LIMIT
     ) -> tuple[str, int, int, Deferred]:
         """Choose as `_plan` does, for a kernel whose warps take lines of rows in batches."""
         if verb == "stream":
             # Few warps, each with many rows on their way: a lane loads its words of eight together.
-            warps = _at_most(most, -(-segments // 8))
+            warps = most.of(-(-segments // 8), _STREAM_BLOCK_WARPS)
             batch = min(32, -(-segments // (8 * warps)) * 8)
             return "stream_rows", warps, batch, NOT_DEFERRED
         batch = self._batch_of(segments)
-        warps = _at_most(most, self._warps(segments, batch))
+        warps = most.of(self._warps(segments, batch))
         return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)
 
     def _prepared_launch(
@@ -398,12 +413,11 @@ class Launcher:
         end: End | None = None,
     ) -> None:
         """Launch the kernel that moves rows, and waits for those that are not in the cache."""
-        if sms is not None:
-            warps = sms * _WARPS_OF_SM.get(verb, _WARPS_OF_OTHER_SM)
+        most = _Most(warps, sms)
         if isinstance(chosen, range):
-            plan = self._plan_segments(verb, self._lines(chosen), warps)
+            plan = self._plan_segments(verb, self._lines(chosen), most)
         else:
-            plan = self._plan(verb, len(chosen), buffer, warps)
+            plan = self._plan(verb, len(chosen), buffer, most)
         name, useful, batch, deferred = plan
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
         self._start(name, params, useful, stream, sms=sms, end=end)
@@ -592,10 +606,6 @@ class Launcher:
         self._uses = None
         if self._strays is not None:
             self._strays.close()
-
-
-def _at_most(most: int | None, useful: int) -> int:
-    return useful if most is None else min(useful, most)
 
 
 def _lines_between(begin: int, end: int, line_bytes: int) -> int:
