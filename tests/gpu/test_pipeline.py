@@ -154,7 +154,7 @@ def test_a_graph_samples_nothing_twice(read, content):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         if way != "pull":
-            with pytest.raises(CaptureError, match="sms=8"), torch.cuda.graph(graph):
+            with pytest.raises(CaptureError, match="sms=4"), torch.cuda.graph(graph):
                 p.prefetch(ids)
             return
         with torch.cuda.graph(graph):

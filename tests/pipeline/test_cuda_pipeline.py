@@ -210,7 +210,8 @@ def check_rows_in_place_are_pulled_by_few_warps() -> None:
             ids = x.device.empty_array((100_000,), np.int64)
             p.prefetch(ids)
             blocks, threads, stream, _ = report(device, x.cache.geometry.tags)
-            assert blocks * threads // 32 <= 24
+            assert blocks == 3, "a block may have a multiprocessor of its own"
+            assert threads == 8 * 32
             assert stream == stream_of_last_launch(x) == p._way._side.handle
             assert len(p.synchronize()) == 100_000
         x.check()  # the pipeline's stream is gone, and the array does not wait for it

@@ -969,13 +969,13 @@ class Array(endings.Closing):
         chosen: range | Index,
         rows: Rows,
         stream: object = None,
-        warps: int | None = None,
+        sms: int | None = None,
     ) -> None:
         """Copy chosen rows; those of a range lie back to back."""
         if not len(chosen) or not self._format.row_bytes:
             return
         run = self._join(verb, chosen, rows, stream)
-        self._attachment.launcher.move(verb, chosen, rows.address, run, warps=warps)
+        self._attachment.launcher.move(verb, chosen, rows.address, run, sms=sms)
         self._lend(chosen, rows, run, stream)
         self._finish(verb, run, stream)
 
@@ -993,10 +993,10 @@ class Array(endings.Closing):
 
     @_locked
     def _queue(
-        self, verb: Verb, chosen: range | Index, rows: Rows, stream: object, warps: int | None
+        self, verb: Verb, chosen: range | Index, rows: Rows, stream: object, sms: int
     ) -> None:
-        """Queue the copying of chosen rows on a stream, by at most so many warps."""
-        self._move(verb, chosen, rows, stream, warps)
+        """Queue the copying of chosen rows on a stream, by at most so many multiprocessors."""
+        self._move(verb, chosen, rows, stream, sms)
 
     def _operands_of(self, stream: object) -> Operands:
         """Return what copies the host operands of a call, perhaps on a stream of the caller's."""

@@ -11,7 +11,7 @@ import functools
 import struct
 import threading
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,9 @@ _ALIGNMENT_MAX = 16
 
 # Launches that are kept prepared: one for each size of call.
 _PREPARED_MAX = 256
+# Warps of the blocks of a call that may use a few multiprocessors. Those of rows in place fill one.
+_STREAM_BLOCK_WARPS = 32
+_BLOCK_WARPS = 8
 
 # The members of `RowParams` behind those of the array.
 _ROW_MEMBERS = struct.Struct("=9Q4I2Q2I")
@@ -64,6 +67,21 @@ _PER_THREAD = 2
 
 # Scatters that check their indices on the device: one for each stream, and for each captured one.
 _CHECKS_MAX = 4096
+
+
+class _Most(NamedTuple):
+    """The most warps, or multiprocessors, of a launch; None: as many as are useful."""
+
+    warps: int | None = None
+    sms: int | None = None
+
+    def of(self, useful: int, block_warps: int = _BLOCK_WARPS) -> int:
+        """Count the warps; of blocks of so many, one on each multiprocessor, if those are few."""
+        most = self.warps if self.sms is None else self.sms * block_warps
+        return useful if most is None else min(useful, most)
+
+
+_NO_LIMIT = _Most()
 
 
 class Launcher:
@@ -229,7 +247,7 @@ class Launcher:
         return launch, params, warps < self._warps_at_once
 
     def _plan(
-        self, verb: str, count: int, buffer: int, most: int | None = None
+        self, verb: str, count: int, buffer: int, most: _Most = _NO_LIMIT
     ) -> tuple[str, int, int, Deferred]:
         """Choose the kernel for rows by index, its warps, their batch, and what it defers."""
         row = self.format.row_bytes
@@ -237,28 +255,30 @@ class Launcher:
         if width is None:
             return self._plan_segments(verb, count * self._segments, most)
         items = count * (row // width)
-        warps = _at_most(most, self._warps(items))
+        warps = most.of(self._warps(items))
         deferred = self._deferral.of(items, warps, 32, elements=True)
         verb = "gather" if verb == "stream" else verb
         return f"{verb}_elements_{width}", warps, 1, deferred
 
     def _plan_segments(
-        self, verb: str, segments: int, most: int | None = None
+        self, verb: str, segments: int, most: _Most = _NO_LIMIT
     ) -> tuple[str, int, int, Deferred]:
         """Choose as `_plan` does, for a kernel whose warps take lines of rows in batches."""
         if verb == "stream":
             # Few warps, each with many rows on their way: a lane loads its words of eight together.
-            warps = _at_most(most, -(-segments // 8))
+            warps = most.of(-(-segments // 8), _STREAM_BLOCK_WARPS)
             batch = min(32, -(-segments // (8 * warps)) * 8)
             return "stream_rows", warps, batch, NOT_DEFERRED
         batch = self._batch_of(segments)
-        warps = _at_most(most, self._warps(segments, batch))
+        warps = most.of(self._warps(segments, batch))
         return f"{verb}_rows", warps, batch, self._deferral.of(segments, warps, self._batch)
 
-    def _prepared_launch(self, name: str, warps: int, param_bytes: int) -> Launch:
+    def _prepared_launch(
+        self, name: str, warps: int, param_bytes: int, sms: int | None = None
+    ) -> Launch:
         warps = min(warps, self._warps_max)
-        launch = self._prepared.get((name, warps))
-        return self._prepare(name, warps, param_bytes) if launch is None else launch
+        launch = self._prepared.get((name, warps, sms))
+        return self._prepare(name, warps, param_bytes, sms) if launch is None else launch
 
     def _batch_of(self, segments: int) -> int:
         """Choose how many segments a warp takes at a time."""
@@ -311,11 +331,11 @@ class Launcher:
         stream: int | None = None,
         end: End | None = None,
         counting: Counting | None = None,
-        warps: int | None = None,
+        sms: int | None = None,
     ) -> None:
         """Launch the copying of chosen rows; those of a range lie back to back.
 
-        At most `warps` warps copy; default: warps for all rows.
+        On a GPU at most `sms` multiprocessors copy; default: as many as all rows can use.
         """
         self.moved.add(len(chosen))
         if self.watchers:
@@ -326,7 +346,7 @@ class Launcher:
             self.volume.cache.device.clear(strays, 4, stream)
             params = self._row_params(chosen, 0, 1, strays)
             self._start("check_indices", params, self._warps(len(chosen)), stream)
-        self._start_rows(verb, chosen, buffer, stream, warps, strays, end, counting)
+        self._start_rows(verb, chosen, buffer, stream, None, strays, end, counting, sms)
 
     def prefetch(
         self, chosen: range | Index, stream: int | None = None, warps: int | None = None
@@ -365,9 +385,10 @@ class Launcher:
         strays: int = 0,
         end: End | None = None,
         counting: Counting | None = None,
+        sms: int | None = None,
     ) -> None:
         whole = functools.partial(
-            self._start_whole, verb, stream=stream, strays=strays, counting=counting
+            self._start_whole, verb, stream=stream, strays=strays, counting=counting, sms=sms
         )
         batches = None
         if verb != "prefetch" and not self.watchers:
@@ -388,16 +409,18 @@ class Launcher:
         strays: int,
         counting: Counting | None,
         warps: int | None = None,
+        sms: int | None = None,
         end: End | None = None,
     ) -> None:
         """Launch the kernel that moves rows, and waits for those that are not in the cache."""
+        most = _Most(warps, sms)
         if isinstance(chosen, range):
-            plan = self._plan_segments(verb, self._lines(chosen), warps)
+            plan = self._plan_segments(verb, self._lines(chosen), most)
         else:
-            plan = self._plan(verb, len(chosen), buffer, warps)
+            plan = self._plan(verb, len(chosen), buffer, most)
         name, useful, batch, deferred = plan
         params = self._row_params(chosen, buffer, batch, strays, deferred, counting)
-        self._start(name, params, useful, stream, end=end)
+        self._start(name, params, useful, stream, sms=sms, end=end)
 
     def _submit(
         self,
@@ -518,9 +541,10 @@ class Launcher:
         stream: int | None,
         *,
         served: bool = True,
+        sms: int | None = None,
         end: End | None = None,
     ) -> None:
-        launch = self._prepared_launch(name, warps, len(params))
+        launch = self._prepared_launch(name, warps, len(params), sms)
         uses = list(self.wake() if served else (*self.volume.cache.owners, *self.volume.owners))
         try:
             launch((params,), stream, uses, end)
@@ -528,15 +552,20 @@ class Launcher:
             # A kept exception keeps this frame. That must not keep the array's file open.
             uses.clear()
 
-    def _prepare(self, name: str, warps: int, param_bytes: int) -> Launch:
+    def _prepare(self, name: str, warps: int, param_bytes: int, sms: int | None) -> Launch:
         cache = self.volume.cache
         kernel = cache.device.built_in(name, cache.policy, param_bytes)
-        # Few warps spread; but those that land lines leave multiprocessors to other streams.
-        threads = 256 if name == "land_lines" else cache.device.block_threads_for(warps)
+        if sms is not None:
+            # A block each, so that no more can hold one.
+            threads = 32 * -(-warps // sms)
+        elif name == "land_lines":
+            threads = 256  # which leave multiprocessors to other streams
+        else:
+            threads = cache.device.block_threads_for(warps)  # few warps spread
         launch = cache.device.prepare(kernel, warps, threads)
         if len(self._prepared) >= _PREPARED_MAX:
             self._prepared.clear()
-        self._prepared[name, warps] = launch
+        self._prepared[name, warps, sms] = launch
         return launch
 
     def wake(self) -> tuple[object, ...]:
@@ -577,10 +606,6 @@ class Launcher:
         self._uses = None
         if self._strays is not None:
             self._strays.close()
-
-
-def _at_most(most: int | None, useful: int) -> int:
-    return useful if most is None else min(useful, most)
 
 
 def _lines_between(begin: int, end: int, line_bytes: int) -> int:

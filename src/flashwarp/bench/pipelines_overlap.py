@@ -89,9 +89,10 @@ def _sweep(
                 pipeline.prefetch(each)
             for number in range(steps):
                 batch = pipeline.synchronize()
-                use(batch, products)
+                # Before the step's own work, behind which it would begin too late.
                 if number + _DEPTH < steps:
                     pipeline.prefetch(ids[number + _DEPTH])
+                use(batch, products)
 
         label = f"{label} ({pipeline.explain().way})"
         reading = bench.median_cost(lambda: by_iterate(0)).seconds / steps

@@ -420,6 +420,14 @@ FW_DEVICE uint32_t gather_around(const row_params& p, const cache::short_way& wa
   return warp::ballot(mask, current);
 }
 
+// Gathers what `gather_around` left. A function of its own, so that the loop around it keeps its
+// registers.
+FW_DEVICE_NOINLINE void gather_left(const row_params& p, const segment& piece) {
+  cache::tally tally;
+  serve_segments<row_action::kGather>(p, piece, cache::fetch_misses(), tally);
+  add_events(*p.volume, warp::kFullMask, tally, {});
+}
+
 // Gathers segments that nobody will ask for again soon: lines that are absent stay so.
 FW_DEVICE void stream_segments(const row_params& p) {
   cache::line_cache& c = *p.cache;
@@ -428,7 +436,6 @@ FW_DEVICE void stream_segments(const row_params& p) {
   const uint32_t batch = batch_of(p);
   const warp::share mine = warp::share_of(segment_count(p), batch);
   if (mine.begin >= mine.end) return;
-  cache::tally tally;
   uint64_t bypasses = 0;
   uint64_t bytes_around = 0;  // of this lane
   cache::refresh(c, v, mask);
@@ -447,7 +454,7 @@ FW_DEVICE void stream_segments(const row_params& p) {
     }
     bypasses += base::popcount(served);
     if (warp::any(mask, piece.bytes != 0)) {
-      serve_segments<row_action::kGather>(p, piece, cache::fetch_misses(), tally);
+      base::opaque (&gather_left)(p, piece);
     }
   }
   cache::counters& shard = cache::shard_of(v);
@@ -459,7 +466,6 @@ FW_DEVICE void stream_segments(const row_params& p) {
     atomic::add_relaxed(&shard.misses, bypasses);
     atomic::add_relaxed(&shard.bypasses, bypasses);
   }
-  add_events(v, mask, tally, {});
 }
 
 // Moves all segments of a launch.
@@ -578,7 +584,7 @@ FW_KERNEL_RESIDENT(2) fw_gather_rows(const FW_GRID_CONSTANT fw::kernels::row_par
 }
 #endif
 #if FW_BUILDS(stream_rows)
-FW_KERNEL_RESIDENT(2) fw_stream_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
+FW_KERNEL_WIDE fw_stream_rows(const FW_GRID_CONSTANT fw::kernels::row_params p) {
   fw::kernels::stream_segments(p);
 }
 #endif

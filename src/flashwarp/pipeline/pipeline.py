@@ -69,7 +69,7 @@ class Pipeline(endings.Closing):
         ids, at each call.
     sms : int, optional
         The most multiprocessors that move rows beside the caller's kernels. 0: host threads and
-        copy engines move them. Default: 8, which fill the link, if the GPU reads the rows in place,
+        copy engines move them. Default: 4, which fill the link, if the GPU reads the rows in place,
         and else 0.
     workers : int or (int, int), optional
         Host threads, or their limits, between which they follow the load. Default: a quarter to a
@@ -257,21 +257,27 @@ class Pipeline(endings.Closing):
     def iterate(self, batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Prefetch `depth` batches ahead, and yield each one's rows and ids.
 
-        The rows are the loop body's until the next turn. If the loop ends early, the batches that
-        it has not seen are dropped.
+        The rows are the loop body's until the next turn. While the body has them, `depth` more
+        batches are in flight: what it stores by `write_back` is seen by batches behind these. If
+        the loop ends early, the batches that it has not seen are dropped.
         """
         self._check_usable()
         waiting: deque[Any] = deque()
         source = iter(batches)
         begun = len(self._reads)
+
+        def start() -> None:
+            for ids in itertools.islice(source, self.depth - len(self._reads)):
+                self.prefetch(ids)
+                waiting.append(ids)
+
         try:
-            while True:
-                for ids in itertools.islice(source, self.depth - len(self._reads)):
-                    self.prefetch(ids)
-                    waiting.append(ids)
-                if not waiting:
-                    return
-                yield self.synchronize(), waiting.popleft()
+            start()
+            while waiting:
+                rows, ids = self.synchronize(), waiting.popleft()
+                # Ahead of the body's work, so that they need not wait for it.
+                start()
+                yield rows, ids
         finally:
             while waiting and len(self._reads) > begun and not self._closed:
                 waiting.pop()

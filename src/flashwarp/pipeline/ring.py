@@ -42,7 +42,7 @@ CHUNKS = 16
 _ROWS, _SEQUENCE = 0, 1
 _NO_CAPTURE = (
     "host threads move the rows, and do not see replays (prefetch before the replay and let the "
-    "graph use the buffer, or give sms=8: warps pull the rows then)"
+    "graph use the buffer, or give sms=4: warps pull the rows then)"
 )
 
 

@@ -25,10 +25,10 @@ from flashwarp.pipeline.ticket import Ticket
 
 __all__ = ["CpuWay", "CudaWay", "PullWay", "Way"]
 
-# Warps of a block of the kernels that move rows.
-_WARPS_OF_A_BLOCK = 8
-# Blocks whose loads fill PCIe 5; each gets a multiprocessor of its own while others are free.
-_BLOCKS = 8
+# Multiprocessors whose loads fill PCIe 5: each has some 30 KB on their way, which take 2 us.
+_SMS = 4
+# Those whose warps wait for commands.
+_WAITING_SMS = 8
 
 
 class Way(ABC):
@@ -180,18 +180,21 @@ class PullWay(CudaWay):
     ) -> None:
         super().__init__(array, timeout_s)
         self._why_no_ring = why_no_ring
-        self._sms = _BLOCKS if sms is None else sms
+        self._sms = sms or (_SMS if self._in_place else _WAITING_SMS)
         self._side: OwnedStream = self._device.create_stream()
 
     def _stream(self) -> object:
         return self._side
 
+    @property
+    def _in_place(self) -> bool:
+        return self.array.controller.path == "in_place"
+
     def read(self, chosen: range | Index, buffer: Buffer, stream: int, ticket: Ticket) -> None:
         rows = Rows(buffer.address, buffer.rows, None, buffer.library or "numpy")
         # A batch passes once. In place its rows need no frame, and rows that lie in frames are
         # taken from there.
-        verb = "stream" if self.array.controller.path == "in_place" else "gather"
-        self._queue(verb, chosen, rows, stream, ticket)
+        self._queue("stream" if self._in_place else "gather", chosen, rows, stream, ticket)
 
     def write(self, chosen: range | Index, rows: object, stream: int, ticket: Ticket) -> None:
         operands = self.array._operands_of(self._side)
@@ -206,7 +209,7 @@ class PullWay(CudaWay):
             self._device.order(stream, self._side.handle)
         else:
             self._fork(stream)
-        self.array._queue(verb, chosen, rows, self._side, self._sms * _WARPS_OF_A_BLOCK)
+        self.array._queue(verb, chosen, rows, self._side, self._sms)
         self._end(ticket, self._side)
 
     def _fork(self, stream: int) -> None:
@@ -224,7 +227,7 @@ class PullWay(CudaWay):
         found = self.array.explain()
         return PipelineExplanation(
             self.name,
-            f"at most {self._sms * _WARPS_OF_A_BLOCK} warps read rows beside the caller's kernels"
+            f"warps of at most {self._sms} multiprocessors read rows beside the caller's kernels"
             + (f", because {self._why_no_ring}" if self._why_no_ring else ""),
             self._sms,
             0,
