@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "checkpoints.md"
 RECORDS = tuple(
     ROOT / "results" / f"checkpoints{part}_h200.json"
-    for part in ("", "_others", "_irregular", "_reverse", "_durable", "_states", "_order")
+    for part in ("", "_others", "_irregular", "_reverse", "_durable", "_states", "_order", "_gpus")
 )
 NODES = ROOT / "results" / "checkpoints_nodes.json"
 BLOCK = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
@@ -54,6 +54,17 @@ PAPER = (
         "Fig. 5, 6: UVM with advice and prefetches, all hints",
         "the base of the ratios above",
         "restore from managed memory, uniform reverse, 10 ms, hints: all",
+    ),
+    (
+        "Fig. 9a: a barrier in each step; variable, irregular",
+        "stable for each process as GPUs are added",
+        "restore, 2 GPUs, a barrier in each step, variable (sigma 0.3) irregular, 10 ms, at once, "
+        "hints: all",
+    ),
+    (
+        "Fig. 9b: no barrier; variable, irregular",
+        "stable for each process as GPUs are added",
+        "restore, 2 GPUs, no barrier, variable (sigma 0.3) irregular, 10 ms, at once, hints: all",
     ),
     (
         "section 5.4.2: flushes of one of eight ranks",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -191,8 +191,14 @@ def order_of(name: str, steps: int) -> list[int]:
     return list(range(steps)) if name == "sequential" else list(reversed(range(steps)))
 
 
-def shoot(made: fw.Checkpointer, device: Device, lengths: NDArray[np.int64], plan: Plan) -> Shot:
-    """Write and restore one history."""
+def shoot(
+    made: fw.Checkpointer,
+    device: Device,
+    lengths: NDArray[np.int64],
+    plan: Plan,
+    arrive: Callable[[], object] = lambda: None,
+) -> Shot:
+    """Write and restore one history; `arrive` is called after the computation of each step."""
     order = order_of(plan.order, len(lengths))
     states = _States(device)
     began = time.perf_counter()
@@ -204,6 +210,7 @@ def shoot(made: fw.Checkpointer, device: Device, lengths: NDArray[np.int64], pla
         state = states.filled(int(nbytes), step % VALUES)
         made.protect("state", state)
         time.sleep(plan.interval_s)
+        arrive()
         write_s += blocked(device, partial(made.checkpoint, step))
     if plan.wait:
         drain_began = time.perf_counter()
@@ -216,6 +223,7 @@ def shoot(made: fw.Checkpointer, device: Device, lengths: NDArray[np.int64], pla
             made.prefetch_enqueue(order[turn + 1])
         state = states.filled(int(lengths[step]), VALUES)
         time.sleep(plan.interval_s)
+        arrive()
         read_s += blocked(device, partial(made.restart, step, into={"state": state}))
         right &= ends_are(state, step % VALUES)
     return Shot(write_s, drain_s, read_s, time.perf_counter() - began, right, made.stats)
@@ -248,15 +256,16 @@ def plans(
     sigmas: list[float],
     caches: list[float],
     hints: list[str],
-) -> Iterator[Plan]:
-    """Yield all combinations; uniform sizes have no sigma. Hints change fastest."""
-    for kind, order, wait, interval, sigma, cache in product(
-        sizes, orders, waits, intervals_s, sigmas, caches
-    ):
-        if kind == "uniform" and sigma != sigmas[0]:
-            continue
-        for hinted in hints:
-            yield Plan(kind, order, hinted, wait, interval, sigma, cache)
+) -> list[Plan]:
+    """Return all combinations; uniform sizes have no sigma. Hints change fastest."""
+    return [
+        Plan(kind, order, hinted, wait, interval, sigma, cache)
+        for kind, order, wait, interval, sigma, cache in product(
+            sizes, orders, waits, intervals_s, sigmas, caches
+        )
+        if kind != "uniform" or sigma == sigmas[0]
+        for hinted in hints
+    ]
 
 
 def add_shots(
@@ -265,7 +274,7 @@ def add_shots(
     folder: Path,
     total: int,
     steps: int,
-    wanted: Iterator[Plan],
+    wanted: list[Plan],
     eviction: str,
     links: Links,
     *,
