@@ -177,7 +177,10 @@ class System:
             nbytes,
             on_host,
             policy_of(self._settings.eviction),
-            Backlog(self.mover.links["down" if name == "gpu" else "to storage"]),
+            Backlog(
+                self.mover.links["down" if name == "gpu" else "to storage"],
+                in_order=not self._settings.discard_consumed,
+            ),
             core.hints.number,
             usable_bytes,
         )
